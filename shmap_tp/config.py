@@ -1,0 +1,199 @@
+"""The names and types of everything that can be configured.  Values live in `conf/`, and only there.
+
+Nothing here imports JAX: a configuration can be read, checked and printed on a machine that has no devices.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used.  The message is one or two lines: the rule, both numbers, the way out."""
+
+
+class Block(StrEnum):
+    parallel = "parallel"
+    sequential = "sequential"
+
+
+class Norm(StrEnum):
+    layernorm = "layernorm"
+    rmsnorm = "rmsnorm"
+
+
+class Mlp(StrEnum):
+    gelu = "gelu"
+    swiglu = "swiglu"
+
+
+class Positions(StrEnum):
+    alibi = "alibi"
+    rotary = "rotary"
+    learned = "learned"
+
+
+class Remat(StrEnum):
+    none = "none"
+    full = "full"
+    dots = "dots"
+
+
+class Precision(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Resume(StrEnum):
+    never = "never"
+    if_present = "if_present"
+    must = "must"
+
+
+@dataclass
+class RunConfig:
+    name: str
+    """Names the run in logs, plots and W&B."""
+    dir: str
+    """Run directory: config.yaml, metrics.jsonl, loss.png, checkpoints/ unless those are placed elsewhere."""
+    seed: int
+    """Seeds the initial parameters and the order of the data."""
+    compilation_cache: str | None
+    """Directory that keeps compiled programs between runs; null compiles afresh every time."""
+
+
+@dataclass
+class MeshConfig:
+    dp: int
+    """Data-parallel size: how many parts the batch is cut into."""
+    mp: int
+    """Model-parallel size: how many devices share each layer."""
+
+
+@dataclass
+class ModelConfig:
+    name: str
+    """Names the shape in tables and messages."""
+    width: int
+    """D, the size of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """H, query heads; mp must divide it."""
+    kv_heads: int
+    """N, key/value heads; divides `heads`.  mp must divide it or be a multiple of it (heads are then replicated)."""
+    head_dim: int
+    """K, the size of one head; its own figure, not always width / heads."""
+    ffn: int
+    """F, hidden size of the MLP; mp must divide it."""
+    vocabulary: int
+    """V, number of token ids."""
+    vocabulary_multiple: int
+    """The embedding and head are padded to a multiple of this, which mp must divide; the loss does not change."""
+    context: int
+    """T, tokens per training window."""
+    block: Block
+    """parallel: attention and MLP side by side, one reduction per layer.  sequential: one after the other, two."""
+    norm: Norm
+    mlp: Mlp
+    positions: Positions
+    tied: bool
+    """Whether the output head is the embedding transposed."""
+    init_std: float
+    """Standard deviation of the initial weights; what writes to the residual stream is scaled by (2 layers)^-1/2."""
+    remat: Remat
+    """What the backward pass recomputes.  none: nothing.  full: the block, from its input.
+    dots: everything but matrix products and what a collective returned."""
+    attention_chunk: int
+    """Queries whose scores are held at a time; a [T, T] score matrix exists only where this is T or more."""
+
+
+@dataclass
+class DataConfig:
+    name: str
+    """Names the data in messages."""
+    dir: str
+    """Directory with train.bin, validation.bin and meta.json."""
+    source: str | None
+    """What to prepare when `dir` is empty: 'stdlib' (this machine's Python library); null means prepared before."""
+
+
+@dataclass
+class TrainConfig:
+    steps: int
+    """Optimizer steps in the whole run, resumed parts included."""
+    batch: int
+    """Windows per optimizer step, over all devices and microbatches."""
+    microbatches: int
+    """Parts a step's batch is computed in, one after the other; dp must divide batch / microbatches."""
+    precision: Precision
+    """dtype of the activations and matrix products; masters stay float32.  auto: bfloat16, on CPU float32."""
+    z_loss: float
+    """Weight of the squared log-partition added to the loss (PaLM, section 5); 0 leaves it out."""
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float
+    """Peak, reached after the warm-up."""
+    final_learning_rate: float
+    """Reached by a cosine at `decay_steps`, and kept from then on."""
+    warmup_steps: int
+    decay_steps: int
+    """Its own figure and not train.steps: a run that is continued must not change its past."""
+    weight_decay: float
+    """On matrices only; never on norm scales."""
+    beta1: float
+    beta2: float
+    epsilon: float
+    clip_norm: float
+    """Gradients with a larger global norm are scaled down to it."""
+
+
+@dataclass
+class EvaluateConfig:
+    every: int
+    """Steps between evaluations; 0 evaluates only at the end."""
+    batches: int
+    """How many batches of the validation windows, always the same ones."""
+
+
+@dataclass
+class CheckpointConfig:
+    dir: str
+    """Where checkpoints go: a directory or a gs:// path."""
+    every: int
+    """Steps between checkpoints; 0 saves only at the end.  A stopped run always saves."""
+    keep: int
+    """How many of the newest are kept."""
+    keep_every: int | None
+    """Checkpoints at multiples of this are kept for good; null keeps none."""
+    resume: Resume
+    """never: the directory must hold no checkpoint.  must: go on from the newest.  if_present: whichever applies."""
+
+
+@dataclass
+class LogConfig:
+    every: int
+    """Steps between printed lines where there is no terminal for a progress bar."""
+    tensorboard: bool
+    wandb: bool
+    wandb_project: str
+
+
+@dataclass
+class Config:
+    run: RunConfig
+    mesh: MeshConfig
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    evaluate: EvaluateConfig
+    checkpoint: CheckpointConfig
+    log: LogConfig
+
+
+def padded_vocabulary(model: ModelConfig) -> int:
+    """Rows of the embedding: the vocabulary rounded up to the multiple that the configuration names."""
+    return -(-model.vocabulary // model.vocabulary_multiple) * model.vocabulary_multiple

@@ -1,0 +1,128 @@
+"""Causal self-attention, its heads cut along mp.
+
+Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053; grouped-query heads as Ainslie et al.
+2023, https://arxiv.org/abs/2305.13245
+
+B batch, T time (queries), S time (keys), D model width, H query heads, N key/value heads, K head dim, G = H / N.
+H/mp: dim H cut along mp.  {+mp}: a sum over mp still owed.
+
+    h[B T D] (entered)  --query, key, value-->  q[B T H/mp K], k and v[B T N/mp K]
+                        --attention, head by head-->  [B T H/mp K]  --out-->  y[B T D] {+mp}
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from shmap_tp.collectives import enter_parallel
+from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.positions import AnyPositions
+from shmap_tp.mesh import MP
+from shmap_tp.sharding import param
+
+
+class KeyValueHeads(eqx.Module):
+    """k (or v) = h @ w for the key/value heads that this device's query heads look at.
+
+    Shapes  h[B T D], varying over mp (entered) -> k[B T N/mp K]; where mp > N, w is whole on every device, and k is the
+            one head [B T 1 K] shared by all query heads here.
+    Wire    none here where mp <= N.  Where mp > N, backward: one all-reduce of dw (D N K values, float32) over mp.
+    """
+
+    weight: Float[Array, "D N K"] = param(None, MP, None, whole_if_fewer=True)
+    heads: int = eqx.field(static=True)
+
+    def __init__(self, width: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray):
+        self.weight = std * jax.random.normal(key, (width, heads, head_dim))
+        self.heads = heads
+
+    def __call__(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T N K"]:
+        weight_DNK = self.weight
+        if lax.axis_size(MP) > self.heads:
+            mine = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
+            weight_DNK = lax.dynamic_slice_in_dim(enter_parallel(weight_DNK), mine, 1, axis=1)
+        return jnp.einsum("btd,dnk->btnk", h_BTD, weight_DNK.astype(h_BTD.dtype))
+
+
+class Attention(eqx.Module):
+    """y = softmax(q k' / sqrt(K) + bias, s <= t) v @ out, each device its own heads.
+
+    Wire    none here but KeyValueHeads' own where mp > N; entering and leaving cost one all-reduce of B T D values each.
+    """
+
+    query: ColumnParallelLinear
+    key: KeyValueHeads
+    value: KeyValueHeads
+    out: RowParallelLinear
+    head_dim: int = eqx.field(static=True)
+    chunk: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        width: int,
+        heads: tuple[int, int],
+        head_dim: int,
+        chunk: int,
+        *,
+        std: float,
+        std_out: float,
+        key: PRNGKeyArray,
+    ):
+        """`heads` is (query heads, key/value heads); `chunk` as in `causal_attention`."""
+        key_q, key_k, key_v, key_out = jax.random.split(key, 4)
+        self.query = ColumnParallelLinear(width, heads[0] * head_dim, std=std, key=key_q)
+        self.key = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_k)
+        self.value = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_v)
+        self.out = RowParallelLinear(heads[0] * head_dim, width, std=std_out, key=key_out)
+        self.head_dim = head_dim
+        self.chunk = chunk
+
+    def __call__(self, h_BTD: Float[Array, "B T D"], positions: AnyPositions) -> Float[Array, "B T D"]:
+        batch, time, _ = h_BTD.shape
+        q_BTHK = positions.on_heads(self.query(h_BTD).reshape(batch, time, -1, self.head_dim))
+        k_BTNK = positions.on_heads(self.key(h_BTD))
+        mixed_BTHK = causal_attention(q_BTHK, k_BTNK, self.value(h_BTD), positions.slopes(), self.chunk)
+        return self.out(mixed_BTHK.reshape(batch, time, -1))
+
+
+def causal_attention(
+    q_BTHK: Float[Array, "B T H K"],
+    k_BTNK: Float[Array, "B T N K"],
+    v_BTNK: Float[Array, "B T N K"],
+    slopes_H: Float[Array, " H"] | None,
+    chunk: int,
+) -> Float[Array, "B T H K"]:
+    """Attention of every query to the keys up to its own time, `chunk` queries at a time.
+
+    Scores and softmax in float32 (or wider).  Each chunk of queries sees just the keys up to its end, so the work is half
+    of T^2 plus half a chunk, and at most [B, H, chunk, T] scores exist at a time: the backward pass computes them again.
+    """
+    time = q_BTHK.shape[1]
+    if time <= chunk:
+        return _attend(q_BTHK, k_BTNK, v_BTNK, slopes_H)
+    attend = jax.checkpoint(_attend)
+    ends = [(start, min(start + chunk, time)) for start in range(0, time, chunk)]
+    return jnp.concatenate([attend(q_BTHK[:, a:b], k_BTNK[:, :b], v_BTNK[:, :b], slopes_H) for a, b in ends], axis=1)
+
+
+@jax.named_scope("attend")
+def _attend(
+    q_BTHK: Float[Array, "B T H K"],
+    k_BSNK: Float[Array, "B S N K"],
+    v_BSNK: Float[Array, "B S N K"],
+    slopes_H: Float[Array, " H"] | None,
+) -> Float[Array, "B T H K"]:
+    """Exact softmax attention of the last T of S positions to all S of them."""
+    (batch, time, heads, head_dim), (_, keys, groups, _) = q_BTHK.shape, k_BSNK.shape
+    wide = jnp.promote_types(q_BTHK.dtype, jnp.float32)
+    q_BTNGK = (q_BTHK * head_dim**-0.5).reshape(batch, time, groups, heads // groups, head_dim)
+    scores = jnp.einsum("btngk,bsnk->bngts", q_BTNGK, k_BSNK, preferred_element_type=wide)
+    past_TS = jnp.arange(keys)[None, :] - jnp.arange(keys - time, keys)[:, None]
+    if slopes_H is not None:
+        bias_HTS = slopes_H.astype(wide)[:, None, None] * past_TS.astype(wide)[None]
+        scores = scores + bias_HTS.reshape(1, groups, heads // groups, time, keys)
+    scores = jnp.where((past_TS <= 0)[None, None, None], scores, jnp.finfo(wide).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSNK.dtype)
+    return jnp.einsum("bngts,bsnk->btngk", weights, v_BSNK).reshape(batch, time, heads, head_dim)

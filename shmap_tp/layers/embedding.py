@@ -1,0 +1,66 @@
+"""The vocabulary, cut along mp: looked up on the way in, scored on the way out.
+
+Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053
+
+B batch, T time, D model width, V vocabulary rows, padded.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still owed.
+
+    lookup   ids[B T]               w[V/mp D]  ->  x[B T D] {+mp}      rows of other devices count as zero
+    score    x[B T D] (entered)  @  w[V/mp D]' ->  logits[B T V/mp]    never gathered: the loss works on the shards
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from shmap_tp.mesh import MP
+from shmap_tp.sharding import param
+
+
+def _table(vocabulary: int, rows: int, width: int, std: float, key: PRNGKeyArray) -> Float[Array, "V D"]:
+    """Random rows for the real ids, zeros for the padding: what a row holds does not depend on how many are added."""
+    real = std * jax.random.normal(key, (vocabulary, width))
+    return jnp.pad(real, ((0, rows - vocabulary), (0, 0)))
+
+
+class VocabParallelEmbedding(eqx.Module):
+    """x = w[ids], each device looking up the ids that fall into its own rows.
+
+    Shapes  ids[B T] of 0 <= id < V -> x[B T D] {+mp}, in `dtype`.
+    Wire    none here; leaving costs one all-reduce of x (B T D values) over mp in the forward pass, none backward.
+    """
+
+    weight: Float[Array, "V D"] = param(MP, None)
+
+    def __init__(self, vocabulary: int, rows: int, width: int, *, std: float, key: PRNGKeyArray):
+        self.weight = _table(vocabulary, rows, width, std, key)
+
+    def __call__(self, ids_BT: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
+        rows = self.weight.shape[0]
+        row_BT = ids_BT - lax.axis_index(MP) * rows
+        mine_BT = (row_BT >= 0) & (row_BT < rows)
+        x_BTD = self.weight[jnp.where(mine_BT, row_BT, 0)].astype(dtype)
+        return jnp.where(mine_BT[..., None], x_BTD, jnp.zeros((), dtype))
+
+
+class VocabParallelHead(eqx.Module):
+    """logits = x @ w', each device scoring its own rows of the vocabulary.
+
+    Shapes  x[B T D], varying over mp (entered) -> logits[B T V/mp], in x's dtype; padded rows are scored too.
+    Wire    none here; entering costs one all-reduce of dx (B T D values) over mp in the backward pass.
+    """
+
+    weight: Float[Array, "V D"] = param(MP, None)
+
+    def __init__(self, vocabulary: int, rows: int, width: int, *, std: float, key: PRNGKeyArray):
+        self.weight = _table(vocabulary, rows, width, std, key)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        return score(x_BTD, self.weight)
+
+
+def score(x_BTD: Float[Array, "B T D"], weight_VD: Float[Array, "V D"]) -> Float[Array, "B T V"]:
+    """x @ w' with any table w: the head's own, or the embedding's where the two are tied."""
+    return jnp.einsum("btd,vd->btv", x_BTD, weight_VD.astype(x_BTD.dtype))

@@ -1,0 +1,51 @@
+"""Linear layers that share one matrix product between the devices of the mp axis.
+
+Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053
+
+B batch, T time, D features in, F features out.  F/mp: dim F cut along mp.  {+mp}: a sum over mp still owed.
+
+    column   x[B T D]     @ w[D F/mp]  ->  y[B T F/mp]
+    row      x[B T D/mp]  @ w[D/mp F]  ->  y[B T F] {+mp}
+
+Neither talks.  Whoever composes them enters before the columns and leaves after the rows, once for all the products in
+between: that is where the two all-reduces of a Megatron layer stand.
+"""
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from shmap_tp.mesh import MP
+from shmap_tp.sharding import param
+
+
+class ColumnParallelLinear(eqx.Module):
+    """y = x @ w, each device computing its own columns of y.  No bias.
+
+    Shapes  x[B T D], varying over mp (entered) -> y[B T F/mp], in x's dtype; w is cast to it.
+    Wire    none here; entering costs one all-reduce of dx (B T D values) over mp in the backward pass.
+    """
+
+    weight: Float[Array, "D F"] = param(None, MP)
+
+    def __init__(self, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray):
+        self.weight = std * jax.random.normal(key, (features_in, features_out))
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        return x_BTD @ self.weight.astype(x_BTD.dtype)
+
+
+class RowParallelLinear(eqx.Module):
+    """y = x @ w, each device adding up its own rows of w.  No bias.
+
+    Shapes  x[B T D/mp] -> y[B T F] {+mp}, in x's dtype; w is cast to it.
+    Wire    none here; leaving costs one all-reduce of y (B T F values) over mp in the forward pass.
+    """
+
+    weight: Float[Array, "D F"] = param(MP, None)
+
+    def __init__(self, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray):
+        self.weight = std * jax.random.normal(key, (features_in, features_out))
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        return x_BTD @ self.weight.astype(x_BTD.dtype)

@@ -1,0 +1,45 @@
+"""Normalisation of the residual stream.  Scale only, no bias; the scale is whole on every device.
+
+B batch, T time, D model width.
+
+    x[B T D]  ->  y[B T D]      computed in float32 (or wider), returned in x's dtype; no wire
+
+x is whole on every device of mp, so every device computes the same y, and the scale's gradient is already complete over
+mp: nothing is summed.
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from shmap_tp.sharding import param
+
+
+class LayerNorm(eqx.Module):
+    """y = (x - mean(x)) / sqrt(var(x) + 1e-5) * scale.  Ba et al. 2016, https://arxiv.org/abs/1607.06450"""
+
+    scale: Float[Array, " D"] = param(None)
+
+    def __init__(self, width: int):
+        self.scale = jnp.ones(width)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = x_BTD.astype(self.scale.dtype)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        y = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * self.scale[None, None]
+        return y.astype(x_BTD.dtype)
+
+
+class RMSNorm(eqx.Module):
+    """y = x / sqrt(mean(x^2) + 1e-6) * scale.  Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467"""
+
+    scale: Float[Array, " D"] = param(None)
+
+    def __init__(self, width: int):
+        self.scale = jnp.ones(width)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = x_BTD.astype(self.scale.dtype)
+        y = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * self.scale[None, None]
+        return y.astype(x_BTD.dtype)

@@ -1,0 +1,94 @@
+"""Where a token stands: three ways of telling the model.  One is chosen for the whole model and handed to every block.
+
+B batch, T time, D model width, H heads on this device, K head dim.
+
+              at_input (x[B T D])    on_heads (q, k [B T H K])    slopes ([H/mp] or None)
+    ALiBi     x                      q, k                         slope of each head, added as slope * (s - t)
+    rotary    x                      rotated by position          None
+    learned   x + w[:T]              q, k                         None
+
+No wire: positions are the same on every device, except that a head's slope goes by its number in the whole model.
+"""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from shmap_tp.mesh import MP
+from shmap_tp.sharding import param
+
+
+class Alibi(eqx.Module):
+    """A penalty on distance, steeper in some heads.  Press et al. 2022, section 3, https://arxiv.org/abs/2108.12409"""
+
+    heads: int = eqx.field(static=True)
+
+    def at_input(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return x_BTD
+
+    def on_heads(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+        return x_BTHK
+
+    def slopes(self) -> Float[Array, " H"]:
+        local = self.heads // lax.axis_size(MP)
+        return lax.dynamic_slice_in_dim(jnp.asarray(alibi_slopes(self.heads)), lax.axis_index(MP) * local, local)
+
+
+def alibi_slopes(heads: int) -> Float[np.ndarray, " H"]:
+    """2^(-8 h / H) for h = 1 .. H; where H is no power of two, those of the power below, then every other of the next."""
+
+    def geometric(n: int) -> list[float]:
+        return [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
+
+    below = 2 ** math.floor(math.log2(heads))
+    return np.array(geometric(below) + geometric(2 * below)[0::2][: heads - below], np.float32)
+
+
+class Rotary(eqx.Module):
+    """Pairs (k, k + K/2) of a head turned by position * base^(-2k/K).  Su et al. 2021, https://arxiv.org/abs/2104.09864
+
+    The halves are paired as in GPT-NeoX, not neighbours as in the paper: a fixed permutation of the head dim.
+    """
+
+    base: float = eqx.field(static=True)
+
+    def at_input(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return x_BTD
+
+    def on_heads(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+        time, half = x_BTHK.shape[1], x_BTHK.shape[3] // 2
+        wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
+        angle = np.arange(time)[:, None] * self.base ** (-np.arange(half) / half)
+        cos, sin = (jnp.asarray(f(angle)[None, :, None, :], wide) for f in (np.cos, np.sin))
+        first, second = jnp.split(x_BTHK.astype(wide), 2, axis=-1)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return turned.astype(x_BTHK.dtype)
+
+    def slopes(self) -> None:
+        return None
+
+
+class Learned(eqx.Module):
+    """A vector per position, added to the embedding; whole on every device.  Vaswani et al. 2017, arxiv.org/abs/1706.03762"""
+
+    weight: Float[Array, "T D"] = param(None, None)
+
+    def __init__(self, context: int, width: int, *, std: float, key: PRNGKeyArray):
+        self.weight = std * jax.random.normal(key, (context, width))
+
+    def at_input(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return x_BTD + self.weight[: x_BTD.shape[1]].astype(x_BTD.dtype)[None]
+
+    def on_heads(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+        return x_BTHK
+
+    def slopes(self) -> None:
+        return None
+
+
+AnyPositions = Alibi | Rotary | Learned

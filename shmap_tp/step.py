@@ -1,0 +1,136 @@
+"""One optimizer step, and one evaluation, as every device runs them under shard_map.
+
+A microbatches, B windows of a microbatch on this device, T time.  B/dp: dim B cut along dp.
+
+The step in four sentences: make the parameters varying over dp, so that gradients stay at home; accumulate them over the
+microbatches, talking over mp only; meet once over dp; update.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from shmap_tp.collectives import sum_over, vary
+from shmap_tp.config import Config
+from shmap_tp.loss import vocab_parallel_cross_entropy
+from shmap_tp.mesh import DP
+from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
+from shmap_tp.sharding import named, optimizer_specs, partition_specs
+from shmap_tp.transformer import Transformer
+
+TOKENS = P(None, DP, None)
+"""tokens[A B/dp T+1]: the layout of a step's batch."""
+
+
+class State(eqx.Module):
+    """All that a run is, besides its configuration: what a checkpoint holds."""
+
+    params: Transformer
+    optimizer: optax.OptState
+    step: Int[Array, ""]
+
+
+class Objective(eqx.Module):
+    """What is minimised: mean cross entropy of the counted tokens, plus z_loss times the mean of log(z)^2."""
+
+    vocabulary: int
+    z_loss: float
+    dtype: DTypeLike
+
+    def __call__(
+        self, params: Transformer, tokens_BT: Int[Array, "B T"], counted: Array
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """This device's share of (the objective, the cross entropy), `counted` being the tokens of the whole step."""
+        logits_BTV = params(tokens_BT[:, :-1], self.dtype)
+        nll_BT, logz_BT = vocab_parallel_cross_entropy(logits_BTV, tokens_BT[:, 1:], self.vocabulary)
+        loss = jnp.sum(nll_BT) / counted
+        return loss + self.z_loss * jnp.sum(jnp.square(logz_BT)) / counted, loss
+
+
+def counted_tokens(tokens_ABT: Int[Array, "A B T"]) -> Float[Array, ""]:
+    """How many targets of the whole step count, at least 1.  Wire: one all-reduce of a scalar over dp."""
+    return jnp.maximum(1, sum_over(jnp.sum(tokens_ABT[..., 1:] >= 0), DP)).astype(float)
+
+
+def loss_and_gradients(
+    objective: Objective, params: Transformer, tokens_ABT: Int[Array, "A B T"]
+) -> tuple[Float[Array, ""], Transformer]:
+    """(cross entropy, gradients) of the whole step, whole over dp, cut over mp like the parameters, in their dtype.
+
+    Wire    over mp what the model and the loss say, per microbatch; over dp one all-reduce of every gradient, once.
+    """
+    at_home = vary(params, DP)
+    counted = counted_tokens(tokens_ABT)
+
+    def microbatch(total: tuple, tokens_BT: Array) -> tuple[tuple, None]:
+        (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(at_home, tokens_BT, counted)
+        return jax.tree.map(jnp.add, total, (loss, gradients)), None
+
+    zero = (vary(jnp.zeros(()), DP), jax.tree.map(jnp.zeros_like, at_home))
+    (loss, gradients), _ = lax.scan(microbatch, zero, tokens_ABT)
+    with jax.named_scope("dp_meets"):
+        return sum_over(loss, DP), sum_over(gradients, DP)
+
+
+class Programs(eqx.Module):
+    """What a run compiles, all over one mesh: initialise, step, evaluate; and the layout of the state they share."""
+
+    init: Callable[[], State]
+    """() -> State, its leaves made where they lie."""
+    step: Callable[[State, Array], tuple[State, dict[str, Array]]]
+    """(State, tokens[A B T+1]) -> (State, metrics); the state given is donated."""
+    evaluate: Callable[[Transformer, Array], Array]
+    """(params, tokens[1 B T+1]) -> mean cross entropy."""
+    shapes: State
+    """ShapeDtypeStructs of the whole state, each with its sharding."""
+
+
+def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
+    """The programs of `config` on `mesh`, computing in `dtype`; nothing is compiled before its first call."""
+    optimizer = make_optimizer(config.optimizer)
+    schedule = learning_rate_schedule(config.optimizer)
+    objective = Objective(config.model.vocabulary, config.train.z_loss, dtype)
+
+    def init() -> State:
+        params = Transformer(config.model, key=jax.random.key(config.run.seed))
+        return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    def step(state: State, tokens_ABT: Array) -> tuple[State, dict[str, Array]]:
+        loss, gradients = loss_and_gradients(objective, state.params, tokens_ABT)
+        with jax.named_scope("update"):
+            gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
+            updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": schedule(state.step)}
+        return State(params, optimizer_state, state.step + 1), metrics
+
+    def evaluate(params: Transformer, tokens_ABT: Array) -> Array:
+        return sum_over(objective(params, tokens_ABT[0], counted_tokens(tokens_ABT))[1], DP)
+
+    shapes = jax.eval_shape(init)
+    specs = state_specs(shapes, optimizer, mesh)
+    shardings = named(mesh, specs)
+    return Programs(
+        init=jax.jit(init, out_shardings=shardings),
+        step=jax.jit(
+            jax.shard_map(step, mesh=mesh, in_specs=(specs, TOKENS), out_specs=(specs, P())),
+            donate_argnums=0,
+        ),
+        evaluate=jax.jit(jax.shard_map(evaluate, mesh=mesh, in_specs=(specs.params, TOKENS), out_specs=P())),
+        shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
+    )
+
+
+def state_specs(shapes: State, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
+    """PartitionSpecs of a State: declared by the layers, derived for the optimizer."""
+    specs = partition_specs(shapes.params, dict(mesh.shape))
+    return State(specs, optimizer_specs(optimizer, shapes.params, specs), P())

@@ -1,0 +1,152 @@
+"""The model: embedding, a scan over stacked blocks, the final norm, the head.
+
+B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still owed.
+
+Between blocks the residual stream x[B T D] is whole on every device of mp.  A block enters the parallel region after a
+norm and leaves it before the residual sum:
+
+    parallel     h = enter(norm(x));  x + leave(attention(h) + mlp(h))                one all-reduce each way
+    sequential   x + leave(attention(enter(norm(x)))), then the same with the MLP     two each way
+"""
+
+import equinox as eqx
+import jax
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from shmap_tp.collectives import LEFT, enter_parallel, leave_parallel
+from shmap_tp.config import Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
+from shmap_tp.layers.attention import Attention
+from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, score
+from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
+from shmap_tp.layers.norm import LayerNorm, RMSNorm
+from shmap_tp.layers.positions import Alibi, AnyPositions, Learned, Rotary
+from shmap_tp.sharding import stacked
+
+NORMS = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
+MLPS = {Mlp.gelu: GeluMlp, Mlp.swiglu: SwigluMlp}
+POLICIES = {
+    Remat.full: jax.checkpoint_policies.nothing_saveable,
+    Remat.dots: jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(LEFT),
+    ),
+}
+
+
+def _attention(config: ModelConfig, key: PRNGKeyArray) -> Attention:
+    heads, std_out = (config.heads, config.kv_heads), config.init_std * (2 * config.layers) ** -0.5
+    chunk, std = config.attention_chunk, config.init_std
+    return Attention(config.width, heads, config.head_dim, chunk, std=std, std_out=std_out, key=key)
+
+
+def _mlp(config: ModelConfig, key: PRNGKeyArray) -> GeluMlp | SwigluMlp:
+    std_out = config.init_std * (2 * config.layers) ** -0.5
+    return MLPS[config.mlp](config.width, config.ffn, std=config.init_std, std_out=std_out, key=key)
+
+
+class ParallelBlock(eqx.Module):
+    """y = x + attention(norm(x)) + mlp(norm(x)).  Wang and Komatsuzaki 2021, GPT-J; Chowdhery et al. 2022, PaLM, section 2
+
+    Wire    forward one all-reduce of B T D values over mp; backward one.
+    """
+
+    norm: LayerNorm | RMSNorm
+    attention: Attention
+    mlp: GeluMlp | SwigluMlp
+
+    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+        key_attention, key_mlp = jax.random.split(key)
+        self.norm = NORMS[config.norm](config.width)
+        self.attention = _attention(config, key_attention)
+        self.mlp = _mlp(config, key_mlp)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions) -> Float[Array, "B T D"]:
+        h_BTD = enter_parallel(self.norm(x_BTD))
+        with jax.named_scope("attention"):
+            owed_BTD = self.attention(h_BTD, positions)
+        with jax.named_scope("mlp"):
+            owed_BTD = owed_BTD + self.mlp(h_BTD)
+        return x_BTD + leave_parallel(owed_BTD)
+
+
+class SequentialBlock(eqx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).  Radford et al. 2019, GPT-2
+
+    Wire    forward two all-reduces of B T D values over mp; backward two.
+    """
+
+    attention_norm: LayerNorm | RMSNorm
+    attention: Attention
+    mlp_norm: LayerNorm | RMSNorm
+    mlp: GeluMlp | SwigluMlp
+
+    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+        key_attention, key_mlp = jax.random.split(key)
+        self.attention_norm = NORMS[config.norm](config.width)
+        self.attention = _attention(config, key_attention)
+        self.mlp_norm = NORMS[config.norm](config.width)
+        self.mlp = _mlp(config, key_mlp)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions) -> Float[Array, "B T D"]:
+        with jax.named_scope("attention"):
+            x_BTD = x_BTD + leave_parallel(self.attention(enter_parallel(self.attention_norm(x_BTD)), positions))
+        with jax.named_scope("mlp"):
+            return x_BTD + leave_parallel(self.mlp(enter_parallel(self.mlp_norm(x_BTD))))
+
+
+BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
+
+
+class Transformer(eqx.Module):
+    """Logits of the next token at every position.
+
+    Wire    forward one all-reduce of B T D values for the embedding, and the blocks'; backward one for the head, and the
+            blocks'.  `remat: full` adds what a block must reduce again to recompute itself: nothing in a parallel block,
+            one all-reduce in a sequential one.
+    """
+
+    embedding: VocabParallelEmbedding
+    positions: AnyPositions
+    blocks: ParallelBlock | SequentialBlock = stacked()
+    norm: LayerNorm | RMSNorm
+    head: VocabParallelHead | None
+    remat: Remat = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+        key_embedding, key_positions, key_blocks, key_head = jax.random.split(key, 4)
+        table = (config.vocabulary, padded_vocabulary(config), config.width)
+        self.embedding = VocabParallelEmbedding(*table, std=config.init_std, key=key_embedding)
+        self.positions = _positions(config, key_positions)
+        block = BLOCKS[config.block]
+        self.blocks = eqx.filter_vmap(lambda key: block(config, key=key))(jax.random.split(key_blocks, config.layers))
+        self.norm = NORMS[config.norm](config.width)
+        self.head = None if config.tied else VocabParallelHead(*table, std=config.init_std, key=key_head)
+        self.remat = config.remat
+
+    def __call__(self, ids_BT: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T V"]:
+        """ids[B T] -> logits[B T V/mp], computed in `dtype`."""
+        with jax.named_scope("embedding"):
+            x_BTD = self.positions.at_input(leave_parallel(self.embedding(ids_BT, dtype)))
+
+        def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
+            return block(x_BTD, self.positions), None
+
+        if self.remat != Remat.none:
+            layer = jax.checkpoint(layer, policy=POLICIES[self.remat], prevent_cse=False)
+        with jax.named_scope("blocks"):
+            x_BTD, _ = lax.scan(layer, x_BTD, self.blocks)
+        with jax.named_scope("head"):
+            h_BTD = enter_parallel(self.norm(x_BTD))
+            return score(h_BTD, self.embedding.weight) if self.head is None else self.head(h_BTD)
+
+
+def _positions(config: ModelConfig, key: PRNGKeyArray) -> AnyPositions:
+    match config.positions:
+        case Positions.alibi:
+            return Alibi(config.heads)
+        case Positions.rotary:
+            return Rotary(10_000.0)
+        case Positions.learned:
+            return Learned(config.context, config.width, std=config.init_std, key=key)

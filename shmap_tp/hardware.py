@@ -42,7 +42,9 @@ def machine_peak(devices: list[jax.Device]) -> Peak | None:
     """
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
-        return Peak(matmul_rate(), "this CPU's own float32 matmul of 2048 cubed, measured at start, all emulated devices")
+        return Peak(
+            matmul_rate(), "this CPU's own float32 matmul of 2048 cubed, measured at start, all emulated devices"
+        )
     if kind not in PEAKS:
         return None
     return Peak(PEAKS[kind].flops * len(devices), f"{len(devices)} x {kind}: {PEAKS[kind].source}")

@@ -1,4 +1,5 @@
-"""Devices to a (dp, mp) mesh: real ones where there are accelerators, emulated ones on a machine that has only a CPU."""
+"""Devices to a (dp, mp) mesh: real ones where there are accelerators, emulated ones on a machine that has only a
+CPU."""
 
 import jax
 from jax.experimental import mesh_utils

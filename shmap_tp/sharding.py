@@ -1,7 +1,7 @@
 """A parameter knows its PartitionSpec: declared on the line that declares the weight, derived everywhere else.
 
-    weight: Float[Array, "D F"] = param(None, MP)      F/mp: the columns are cut along mp, the rows are whole
-    blocks: ParallelBlock       = stacked()            every array inside has one more leading dim, L layers, never cut
+weight: Float[Array, "D F"] = param(None, MP)      F/mp: the columns are cut along mp, the rows are whole
+blocks: ParallelBlock       = stacked()            every array inside has one more leading dim, L layers, never cut
 """
 
 from typing import Any
@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 def param(*axes: str | None, whole_if_fewer: bool = False) -> Any:
     """Declare an array field: for each dim the mesh axis that cuts it, or None.
 
-    `whole_if_fewer` leaves every device the whole array where a cut dim is smaller than its mesh axis (key/value heads).
+    `whole_if_fewer` leaves every device the whole array where a cut dim is smaller than its mesh axis (key/value
+    heads).
     """
     return eqx.field(metadata={"axes": axes, "whole_if_fewer": whole_if_fewer})
 
@@ -55,7 +56,8 @@ def partition_specs(model: eqx.Module, axis_sizes: dict[str, int]) -> Any:
 
 
 def matrices(model: eqx.Module) -> Any:
-    """`model` with every array replaced by whether one layer's share of it is a matrix: what weight decay applies to."""
+    """`model` with every array replaced by whether one layer's share of it is a matrix: what weight decay applies
+    to."""
     return tree_util.tree_map_with_path(lambda path, _: len(_declaration(model, path)[0]["axes"]) > 1, model)
 
 

@@ -2,8 +2,8 @@
 
 A microbatches, B windows of a microbatch on this device, T time.  B/dp: dim B cut along dp.
 
-The step in four sentences: make the parameters varying over dp, so that gradients stay at home; accumulate them over the
-microbatches, talking over mp only; meet once over dp; update.
+The step in four sentences: make the parameters varying over dp, so that gradients stay at home; accumulate them over
+the microbatches, talking over mp only; meet once over dp; update.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -89,9 +89,11 @@ class Programs(eqx.Module):
     step: Callable[[State, Array], tuple[State, dict[str, Array]]]
     """(State, tokens[A B T+1]) -> (State, metrics); the state given is donated."""
     evaluate: Callable[[Transformer, Array], Array]
-    """(params, tokens[1 B T+1]) -> mean cross entropy."""
+    """(params, tokens[A B T+1]) -> mean cross entropy."""
     shapes: State
     """ShapeDtypeStructs of the whole state, each with its sharding."""
+    tokens: jax.ShapeDtypeStruct
+    """tokens[A B T+1] of a step, int32, with its sharding."""
 
 
 def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
@@ -114,11 +116,14 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
         return State(params, optimizer_state, state.step + 1), metrics
 
     def evaluate(params: Transformer, tokens_ABT: Array) -> Array:
-        return sum_over(objective(params, tokens_ABT[0], counted_tokens(tokens_ABT))[1], DP)
+        counted = counted_tokens(tokens_ABT)
+        return sum_over(jnp.sum(lax.map(lambda tokens_BT: objective(params, tokens_BT, counted)[1], tokens_ABT)), DP)
 
     shapes = jax.eval_shape(init)
     specs = state_specs(shapes, optimizer, mesh)
     shardings = named(mesh, specs)
+    parts = config.train.microbatches
+    tokens = (parts, config.train.batch // parts, config.model.context + 1)
     return Programs(
         init=jax.jit(init, out_shardings=shardings),
         step=jax.jit(
@@ -127,6 +132,7 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
         ),
         evaluate=jax.jit(jax.shard_map(evaluate, mesh=mesh, in_specs=(specs.params, TOKENS), out_specs=P())),
         shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
+        tokens=jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, TOKENS)),
     )
 
 

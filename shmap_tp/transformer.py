@@ -1,6 +1,7 @@
 """The model: embedding, a scan over stacked blocks, the final norm, the head.
 
-B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still owed.
+B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still
+owed.
 
 Between blocks the residual stream x[B T D] is whole on every device of mp.  A block enters the parallel region after a
 norm and leaves it before the residual sum:
@@ -47,7 +48,8 @@ def _mlp(config: ModelConfig, key: PRNGKeyArray) -> GeluMlp | SwigluMlp:
 
 
 class ParallelBlock(eqx.Module):
-    """y = x + attention(norm(x)) + mlp(norm(x)).  Wang and Komatsuzaki 2021, GPT-J; Chowdhery et al. 2022, PaLM, section 2
+    """y = x + attention(norm(x)) + mlp(norm(x)).  Wang and Komatsuzaki 2021, GPT-J; Chowdhery et al. 2022, PaLM,
+    section 2
 
     Wire    forward one all-reduce of B T D values over mp; backward one.
     """
@@ -102,9 +104,9 @@ BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
 class Transformer(eqx.Module):
     """Logits of the next token at every position.
 
-    Wire    forward one all-reduce of B T D values for the embedding, and the blocks'; backward one for the head, and the
-            blocks'.  `remat: full` adds what a block must reduce again to recompute itself: nothing in a parallel block,
-            one all-reduce in a sequential one.
+    Wire    forward one all-reduce of B T D values for the embedding, and the blocks'; backward one for the head, and
+            the blocks'.  `remat: full` adds what a block must reduce again to recompute itself: nothing in a parallel
+            block, one all-reduce in a sequential one.
     """
 
     embedding: VocabParallelEmbedding

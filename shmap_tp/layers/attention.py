@@ -49,7 +49,8 @@ class KeyValueHeads(eqx.Module):
 class Attention(eqx.Module):
     """y = softmax(q k' / sqrt(K) + bias, s <= t) v @ out, each device its own heads.
 
-    Wire    none here but KeyValueHeads' own where mp > N; entering and leaving cost one all-reduce of B T D values each.
+    Wire    none here but KeyValueHeads' own where mp > N; entering and leaving cost one all-reduce of B T D values
+    each.
     """
 
     query: ColumnParallelLinear
@@ -96,8 +97,9 @@ def causal_attention(
 ) -> Float[Array, "B T H K"]:
     """Attention of every query to the keys up to its own time, `chunk` queries at a time.
 
-    Scores and softmax in float32 (or wider).  Each chunk of queries sees just the keys up to its end, so the work is half
-    of T^2 plus half a chunk, and at most [B, H, chunk, T] scores exist at a time: the backward pass computes them again.
+    Scores and softmax in float32 (or wider).  Each chunk of queries sees just the keys up to its end, so the work is
+    half of T^2 plus half a chunk, and at most [B, H, chunk, T] scores exist at a time: the backward pass computes them
+    again.
     """
     time = q_BTHK.shape[1]
     if time <= chunk:

@@ -1,0 +1,54 @@
+"""python main.py --cfg conf/config.yaml [key=value ...] [--resume]: train, or go on training."""
+
+import argparse
+import sys
+
+HELP = """\
+examples
+  python main.py --cfg conf/config.yaml                                  the first run: a small model, on this machine
+  python main.py --cfg conf/config.yaml train.steps=600 --resume         go on from its newest checkpoint
+  python main.py --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --resume     the same, on another mesh shape
+  python main.py --cfg conf/config.yaml model=6_9b data=minipile mesh.dp=4 mesh.mp=8 run.name=big
+
+key=value
+  mesh.dp, mesh.mp      data- and model-parallel size; together as many as there are devices (a CPU emulates them)
+  model=NAME            a shape of conf/model/: {models}
+  data=NAME             a source of conf/data/: {data}
+  train.steps, train.batch, train.microbatches, optimizer.learning_rate, run.name, ...
+                        every key of conf/config.yaml; shmap_tp/config.py has a sentence on each
+
+exit codes
+  0 done    2 bad input, explained in a line or two    75 told to stop (SIGTERM, Ctrl-C) and saved: start again with
+  --resume
+"""
+
+
+def main() -> int:
+    from shmap_tp.config import InputError
+    from shmap_tp.settings import CONF, load
+
+    names = {
+        group: ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in ("model", "data")
+    }
+    parser = argparse.ArgumentParser(
+        description="Tensor-parallel transformer training over a (dp, mp) mesh, with every collective written by hand.",
+        epilog=HELP.format(models=names["model"], data=names["data"]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cfg", metavar="FILE", required=True, help="configuration, such as conf/config.yaml")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of FILE")
+    arguments = parser.parse_intermixed_args()
+    resume = ["checkpoint.resume=must"] if arguments.resume else []
+    try:
+        config = load(arguments.cfg, arguments.overrides + resume)
+        from shmap_tp.train import train
+
+        return train(config)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

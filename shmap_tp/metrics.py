@@ -1,0 +1,210 @@
+"""What a run says: metrics.jsonl always, TensorBoard and W&B where asked, a progress bar or plain lines, a loss
+plot."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib
+import numpy as np
+from tqdm import tqdm
+
+from shmap_tp.config import Config, InputError
+from shmap_tp.hardware import Peak
+from shmap_tp.settings import to_dict
+
+
+class Recorder:
+    """Writes what process 0 is told; on every other process the same calls say nothing.
+
+    One line of metrics.jsonl is one object: step, split, loss, mesh [dp, mp], segment (how often the run was started
+    before), and for split `train` tokens_per_second, grad_norm, learning_rate, tokens (seen so far), mfu (or null).
+    """
+
+    def __init__(self, config: Config, first_step: int, *, speaks: bool):
+        """Continues the file of the same run; lines past `first_step` were of steps that were lost, and are removed."""
+        self._speaks = speaks
+        self._every = config.log.every
+        self._steps = config.train.steps
+        self._writers: list[Any] = []
+        if not speaks:
+            return
+        directory = Path(config.run.dir)
+        self._file = directory / "metrics.jsonl"
+        kept = [line for line in read_metrics(self._file) if line["step"] <= first_step]
+        self._common = {
+            "mesh": [config.mesh.dp, config.mesh.mp],
+            "segment": kept[-1]["segment"] + 1 if kept else 0,
+        }
+        rewritten = self._file.with_suffix(".tmp")
+        rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        rewritten.replace(self._file)
+        self._stream = self._file.open("a", buffering=1)
+        if config.log.tensorboard:
+            self._writers.append(_TensorBoard(directory / "tensorboard"))
+        if config.log.wandb:
+            self._writers.append(_WeightsAndBiases(config))
+        self._bar = tqdm(
+            total=self._steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True, smoothing=0.1,
+            bar_format="{n_fmt}/{total_fmt} {bar} {elapsed}<{remaining} {postfix}",
+        )  # fmt: skip
+
+    def train(self, line: dict[str, Any]) -> None:
+        """Record one step's metrics."""
+        if not self._speaks:
+            return
+        self._write({"split": "train"} | line)
+        text = f"loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s" + (
+            f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
+        )
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update()
+        if self._bar.disable and (line["step"] % self._every == 0 or line["step"] == self._steps):
+            left = (self._steps - line["step"]) * line["seconds_per_step"]
+            self.say(f"step {line['step']}/{self._steps}  {text}  {left:,.0f} s left")
+
+    def validation(self, step: int, loss: float) -> None:
+        """Record one evaluation."""
+        if self._speaks:
+            self._write({"split": "validation", "step": step, "loss": loss})
+            self.say(f"step {step}  validation loss {loss:.4f}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        if self._speaks:
+            self._bar.clear()
+            print(text, flush=True)
+            self._bar.refresh()
+
+    def close(self) -> None:
+        if self._speaks:
+            self._bar.close()
+            self._stream.close()
+            for writer in self._writers:
+                writer.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        line = line | self._common
+        self._stream.write(json.dumps(line) + "\n")
+        for writer in self._writers:
+            writer.write(line)
+
+
+class Meter:
+    """Reads each step's metrics late, once the next step is under way, and times the steps by when they end.
+
+    Tokens per second are of the step alone: evaluation and saving happen while the meter is paused.
+    """
+
+    def __init__(self, recorder: Recorder, tokens_per_step: int, flops_per_token: float, peak: Peak | None):
+        self._recorder = recorder
+        self._tokens = tokens_per_step
+        self._flops = flops_per_token
+        self._peak = peak
+        self._pending: tuple[int, Any] | None = None
+        self._clock = time.perf_counter()
+
+    def hand(self, step: int, metrics: Any) -> None:
+        """Take the metrics of the step just dispatched, and record those of the one before, waiting for it if need
+        be."""
+        before, self._pending = self._pending, (step, metrics)
+        self._read(before)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Wait for the last step and record it; what is done inside counts for no step."""
+        before, self._pending = self._pending, None
+        self._read(before)
+        yield
+        self._clock = time.perf_counter()
+
+    def _read(self, pending: tuple[int, Any] | None) -> None:
+        if pending is None:
+            return
+        step, metrics = pending
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        rate = self._tokens / seconds
+        timing = {
+            "tokens_per_second": rate,
+            "seconds_per_step": seconds,
+            "tokens": step * self._tokens,
+            "mfu": rate * self._flops / self._peak.flops if self._peak else None,
+        }
+        self._recorder.train({"step": step} | values | timing)
+
+
+class _TensorBoard:
+    def __init__(self, directory: Path):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory))
+
+    def write(self, line: dict[str, Any]) -> None:
+        for name, value in _numbers(line).items():
+            self._writer.add_scalar(f"{line['split']}/{name}", value, line["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, config: Config):
+        try:
+            import wandb
+        except ImportError as error:
+            raise InputError("log.wandb=true needs wandb: pip install -e '.[wandb]'") from error
+        self._run = wandb.init(
+            project=config.log.wandb_project, name=config.run.name, dir=config.run.dir, config=to_dict(config)
+        )
+
+    def write(self, line: dict[str, Any]) -> None:
+        named = {f"{line['split']}/{name}": value for name, value in _numbers(line).items()}
+        self._run.log(named | {"step": line["step"]})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if isinstance(value, float)}
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Every whole line of a metrics.jsonl; a last line that a kill cut short is left out.  No file, no lines."""
+    if not file.exists():
+        return []
+    lines = file.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def plot_losses(directory: Path) -> Path:
+    """Draw loss.png from metrics.jsonl: training and validation loss by step, each mesh shape in its own colour."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = read_metrics(directory / "metrics.jsonl")
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    colours: dict[tuple[int, int], str] = {}
+    for segment in sorted({line["segment"] for line in lines}):
+        own = [line for line in lines if line["segment"] == segment]
+        mesh = tuple(own[0]["mesh"])
+        label = None if mesh in colours else f"mesh dp={mesh[0]}, mp={mesh[1]}"
+        colour = colours.setdefault(mesh, f"C{len(colours) % 10}")
+        train = np.array([(line["step"], line["loss"]) for line in own if line["split"] == "train"]).reshape(-1, 2)
+        axes.plot(*train.T, color=colour, linewidth=1, label=label)
+        if segment and len(train):
+            axes.axvline(train[0, 0] - 1, color="0.6", linewidth=0.8, linestyle="--")
+    validation = np.array([(line["step"], line["loss"]) for line in lines if line["split"] == "validation"])
+    axes.plot(*validation.reshape(-1, 2).T, "o", color="black", markersize=4, label="validation")
+    axes.set(xlabel="step", ylabel="cross entropy, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(directory / "loss.png", dpi=130)
+    plt.close(figure)
+    return directory / "loss.png"

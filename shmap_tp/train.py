@@ -1,0 +1,175 @@
+"""A run, from its configuration to its last checkpoint.
+
+The loop never waits for its own step: step N is dispatched before the metrics of N - 1 are read.  It looks for a
+request to stop before every step, and leaves by the same door as a run that is done: everything read, saved and drawn.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from shmap_tp.checkpoint import Checkpoints
+from shmap_tp.config import Config, InputError, Precision, Resume
+from shmap_tp.data import Batches
+from shmap_tp.flops import flops_per_token, parameters
+from shmap_tp.hardware import machine_peak
+from shmap_tp.mesh import emulate, make_mesh
+from shmap_tp.metrics import Meter, Recorder, plot_losses
+from shmap_tp.prepare import prepare_stdlib
+from shmap_tp.settings import save, to_dict
+from shmap_tp.step import Programs, State, build_programs
+from shmap_tp.stop import StopRequest
+
+STOPPED = 75
+"""Exit code of a run that was told to stop and has saved: start it again with --resume (EX_TEMPFAIL of sysexits.h)."""
+
+
+def train(config: Config) -> int:
+    """Train as `config` says.  Returns 0, or STOPPED.  Raises InputError before anything is trained."""
+    with StopRequest() as stop:
+        emulate(config.mesh.dp * config.mesh.mp)
+        mesh = make_mesh(config.mesh)
+        _prepare_directories(config)
+        programs = build_programs(config, mesh, _dtype(config.train.precision))
+        batches = Batches(config, programs.tokens)
+        with Checkpoints(config.checkpoint, say) as checkpoints:
+            state = _start(config, checkpoints, programs, batches)
+            return _run(config, state, programs, batches, checkpoints, stop)
+
+
+def _run(
+    config: Config, state: State, programs: Programs, batches: Batches, checkpoints: Checkpoints, stop: StopRequest
+) -> int:
+    first = int(state.step)
+    facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
+    say(f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters ...")
+    step_program = programs.step.lower(programs.shapes, programs.tokens).compile()
+    recorder = Recorder(config, first, speaks=jax.process_index() == 0)
+    meter = Meter(recorder, config.train.batch * config.model.context, flops_per_token(config.model), _peak())
+    done = saved = first
+
+    while done < config.train.steps and not stop.asked(done):
+        state, metrics = step_program(state, batches.training(done))
+        done += 1
+        meter.hand(done, metrics)
+        if _due(done, config.evaluate.every, config.train.steps):
+            with meter.paused():
+                recorder.validation(done, _evaluate(programs, state, batches))
+        if _due(done, config.checkpoint.every, config.train.steps):
+            with meter.paused():
+                checkpoints.save(done, state, facts)
+                saved = done
+
+    with meter.paused():
+        if saved != done or not checkpoints.steps():
+            checkpoints.save(done, state, facts)
+        checkpoints.wait()
+    recorder.close()
+    _close(config, done)
+    return 0 if done >= config.train.steps else STOPPED
+
+
+def _due(done: int, every: int, last: int) -> bool:
+    return done == last or (every > 0 and done % every == 0)
+
+
+def _evaluate(programs: Programs, state: State, batches: Batches) -> float:
+    """Mean cross entropy over the validation batches, each of which counts the same number of tokens."""
+    losses = [programs.evaluate(state.params, batches.validation(i)) for i in range(batches.validation_count)]
+    return float(np.mean(jax.device_get(losses)))
+
+
+def _start(config: Config, checkpoints: Checkpoints, programs: Programs, batches: Batches) -> State:
+    """The state to go on from: the newest intact checkpoint's, or a new one, as `checkpoint.resume` says."""
+    where, resume = config.checkpoint.dir, config.checkpoint.resume
+    there = checkpoints.steps()
+    if resume == Resume.never and there:
+        raise InputError(
+            f"{where} holds this run up to step {there[0]}; go on from it with --resume, "
+            f"or start another with run.name=... or run.dir=..."
+        )
+    if not there and resume == Resume.must:
+        raise InputError(f"--resume: no checkpoint in {where}; leave --resume out to start there, or set run.dir")
+    if not there:
+        return programs.init()
+    step = checkpoints.newest_intact()
+    if step is None:
+        raise InputError(f"no checkpoint in {where} is intact; start another run with run.dir=...")
+    _refuse_differences(checkpoints.facts(step), config, batches.identity, f"checkpoint {where}/{step}")
+    state = checkpoints.restore(step, programs.shapes)
+    mesh = checkpoints.facts(step)["mesh"]
+    say(f"going on from step {step} of {where}, saved on mesh dp={mesh[0]}, mp={mesh[1]}")
+    return state
+
+
+def _refuse_differences(saved: dict[str, Any], config: Config, order: dict[str, Any], where: str) -> None:
+    """Raises InputError where the model, or what decides which sample comes when, is not the one that was saved."""
+    free = {"name", "remat", "attention_chunk"}
+    for kind, then, now in [
+        ("model", saved["config"]["model"], to_dict(config.model)),
+        ("data", saved["data"], order),
+    ]:
+        for key in sorted((then.keys() | now.keys()) - free):
+            if then.get(key) != now.get(key):
+                raise InputError(
+                    f"{where} is of another {kind}: {kind}.{key} was {then.get(key)}, is {now.get(key)};\n"
+                    f"give it the same value to go on, or start another run with run.dir=..."
+                )
+
+
+def _prepare_directories(config: Config) -> None:
+    directory, data = Path(config.run.dir), Path(config.data.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            save(config, directory / "config.yaml")
+    except OSError as error:
+        raise InputError(f"run.dir={directory} cannot be written: {error.strerror}; choose another") from error
+    if config.data.source == "stdlib" and not (data / "train.bin").exists():
+        say(f"preparing {data} from the Python library on this machine ...")
+        prepare_stdlib(data)
+    if config.run.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.run.compilation_cache).resolve()))
+
+
+def _dtype(precision: Precision) -> DTypeLike:
+    if precision == Precision.auto:
+        precision = Precision.float32 if jax.devices()[0].platform == "cpu" else Precision.bfloat16
+    return jnp.dtype(str(precision))
+
+
+def _peak() -> Any:
+    peak = machine_peak(jax.devices())
+    if peak is None:
+        say(f"no MFU: the peak of {jax.devices()[0].device_kind} is not in shmap_tp/hardware.py")
+    else:
+        say(
+            f"MFU = tokens/s x model FLOPs per token (causal attention at half, recomputation not counted) / "
+            f"{peak.flops / 1e12:.3g} TFLOP/s ({peak.source})"
+        )
+    return peak
+
+
+def _close(config: Config, done: int) -> None:
+    if jax.process_index():
+        return
+    directory = Path(config.run.dir)
+    picture = plot_losses(directory)
+    finished = done >= config.train.steps
+    say(f"{'done' if finished else 'stopped and saved'} at step {done} of {config.train.steps}")
+    say(f"  metrics     {directory / 'metrics.jsonl'}")
+    say(f"  loss curve  {picture}")
+    say(f"  checkpoint  {config.checkpoint.dir}/{done}")
+    more = f"train.steps={2 * config.train.steps} " if finished else ""
+    say(f"  to go on    python main.py --cfg {directory / 'config.yaml'} {more}--resume")
+    say("              (any mesh.dp=... mesh.mp=... will do)")
+
+
+def say(text: str) -> None:
+    """One line, from process 0 only."""
+    if jax.process_index() == 0:
+        print(text, flush=True)

@@ -1,0 +1,215 @@
+"""Token files, and which of their windows each training step reads.
+
+T context, n windows of a file, b rows of one microbatch.
+
+A prepared directory holds `train.bin` and `validation.bin`: token ids one after the other, little-endian uint16 (uint32
+where the vocabulary needs it), the format of nanoGPT.  `meta.json` beside them states the dtype and the sha256 of each;
+without it the files are taken to be uint16.  Window w is tokens w T to w T + T inclusive: T inputs and their T targets.
+Neighbouring windows share one token, and n = (tokens - 1) // T.
+
+The order is a function of (seed, step) and of nothing else: sample i = step * batch + r lies in epoch i // n, at place
+i % n of that epoch's permutation.  Neither hosts nor mesh enter, so any run can be continued on any machine.
+Only `device_batch` touches JAX; everything before it is numpy.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import cache, lru_cache
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Int, Int32
+
+from shmap_tp.config import InputError
+
+META = "meta.json"
+SPLITS = ("train", "validation")
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_CHUNK = 1 << 24  # bytes read at a time by the scan
+
+
+class Windows:
+    """One token file seen as n windows of T + 1 tokens; only the windows asked for are read from disk.
+
+    Opening reads the whole file once, for its largest id and its sha256.
+    Raises `InputError` where the file is missing, torn, shorter than a window, holds an id that `vocabulary` excludes,
+    or is not the file whose `sha256` is given.
+    """
+
+    path: Path
+    context: int
+    tokens: int
+    """Length of the file in tokens."""
+    sha256: str
+
+    def __init__(self, path: Path, *, context: int, vocabulary: int, dtype: str = "uint16", sha256: str | None = None):
+        self.path, self.context = path, context
+        self.tokens = _length(path, DTYPES[dtype].itemsize)
+        if self.tokens <= context:
+            raise InputError(
+                f"{path}: {self.tokens} tokens, and one window of model.context={context} needs {context + 1}; "
+                "prepare more text or shorten model.context"
+            )
+        largest, position, self.sha256 = _scan(path, DTYPES[dtype])
+        if sha256 not in (None, self.sha256):
+            raise InputError(
+                f"{path}: sha256 is {self.sha256[:12]}..., {META} says {sha256[:12]}...; the file has changed:\n"
+                "copy it again, or prepare it again with `python -m shmap_tp.prepare ... --overwrite`"
+            )
+        if largest >= vocabulary:
+            raise InputError(
+                f"{path}: token {position} is id {largest}, model.vocabulary={vocabulary} ends at {vocabulary - 1}; "
+                f"use model.vocabulary={largest + 1} or more, or the tokenizer of that vocabulary"
+            )
+        self._ids = np.memmap(path, dtype=DTYPES[dtype], mode="r")
+
+    def __len__(self) -> int:
+        return (self.tokens - 1) // self.context
+
+    def read(self, windows: Int[np.ndarray, " rows"]) -> Int32[np.ndarray, "rows tokens"]:
+        """The windows of those numbers, [rows, T + 1]."""
+        out = np.empty((len(windows), self.context + 1), np.int32)
+        for row, window in zip(out, windows, strict=True):
+            row[:] = self._ids[window * self.context : (window + 1) * self.context + 1]
+        return out
+
+
+def open_windows(directory: Path | str, split: str, *, context: int, vocabulary: int) -> Windows:
+    """The windows of one split ("train" or "validation") of a prepared directory, checked against its meta.json."""
+    meta = _meta(Path(directory))
+    return Windows(
+        Path(directory) / f"{split}.bin",
+        context=context,
+        vocabulary=vocabulary,
+        dtype=meta.get("dtype", "uint16"),
+        sha256=meta.get("sha256", {}).get(split),
+    )
+
+
+def identity(train: Windows, validation: Windows, *, seed: int, batch: int) -> dict:
+    """Everything that fixes which tokens step s reads, ready for JSON; two runs that agree on it read the same."""
+    files = {
+        split: {"sha256": windows.sha256, "tokens": windows.tokens}
+        for split, windows in zip(SPLITS, (train, validation), strict=True)
+    }
+    return {**files, "seed": seed, "batch": batch, "context": train.context}
+
+
+@lru_cache(maxsize=2)  # a batch may straddle two epochs
+def permutation(count: int, seed: int, epoch: int) -> Int[np.ndarray, " count"]:
+    """The order in which an epoch visits its windows: each of 0 .. count - 1 once."""
+    if seed < 0:
+        raise InputError(f"run.seed={seed}: the order of the data needs a seed of 0 or more; use run.seed={-seed}")
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    order.setflags(write=False)
+    return order
+
+
+def training_order(count: int, seed: int, first: int, last: int) -> Int[np.ndarray, " rows"]:
+    """Window numbers of the samples first .. last - 1, counted from the beginning of the run; they may cross epochs."""
+    order = np.empty(last - first, np.int64)
+    for epoch in range(first // count, -(-last // count)):
+        start, stop = max(first, epoch * count), min(last, (epoch + 1) * count)
+        here = permutation(count, seed, epoch)[start - epoch * count : stop - epoch * count]
+        order[start - first : stop - first] = here
+    return order
+
+
+def training_rows(
+    windows: Windows, seed: int, step: int, batch: int, first: int, last: int
+) -> Int32[np.ndarray, "rows tokens"]:
+    """Rows first .. last - 1 of the `batch` rows of one step (the first step is 0), [last - first, T + 1]."""
+    assert 0 <= first <= last <= batch, (first, last, batch)
+    return windows.read(training_order(len(windows), seed, step * batch + first, step * batch + last))
+
+
+def evaluation_batches(windows: Windows, wanted: int, batch: int) -> int:
+    """How many whole batches are evaluated: `wanted`, or as many as the file has.  At least one, else `InputError`."""
+    available = len(windows) // batch
+    if available < 1:
+        raise InputError(
+            f"{windows.path}: {len(windows)} windows of model.context={windows.context}, and one batch needs "
+            f"train.batch={batch}; use train.batch={len(windows)} or less, or prepare more validation text"
+        )
+    return min(wanted, available)
+
+
+def evaluation_rows(
+    windows: Windows, index: int, batch: int, first: int, last: int
+) -> Int32[np.ndarray, "rows tokens"]:
+    """Rows first .. last - 1 of validation batch `index`, [last - first, T + 1]: always in file order."""
+    assert 0 <= first <= last <= batch and (index + 1) * batch <= len(windows), (index, batch, first, last)
+    return windows.read(np.arange(index * batch + first, index * batch + last))
+
+
+def device_batch(
+    rows: Callable[[int, int], np.ndarray], sharding: jax.sharding.Sharding, shape: tuple[int, int, int]
+) -> Int32[jax.Array, "microbatches b tokens"]:
+    """One step's batch on the devices, `shape` = [microbatches, b, T + 1], b cut over dp: P(None, 'dp', None).
+
+    `rows(first, last)` gives rows of the step, [last - first, T + 1]; row r is in microbatch r // b at place r % b.
+    A process asks only for the rows of its own devices, and once for each however many devices of mp hold it.
+    The transfer is an explicit one, so that the loop around it can run under `transfer_guard("disallow")`.
+    """
+    size = shape[1]
+
+    @cache
+    def block(microbatches: range, places: range) -> np.ndarray:
+        return np.stack([rows(m * size + places.start, m * size + places.stop) for m in microbatches])
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        microbatches, places = (range(*cut.indices(dim)) for cut, dim in zip(index[:2], shape[:2], strict=True))
+        return block(microbatches, places)[:, :, index[2]]
+
+    indices = sharding.addressable_devices_indices_map(shape)
+    parts = jax.device_put([part(index) for index in indices.values()], list(indices))
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def _length(path: Path, itemsize: int) -> int:
+    """Tokens in a file."""
+    if not path.is_file():
+        raise InputError(
+            f"{path} is not there; prepare it with `python -m shmap_tp.prepare --source stdlib --out {path.parent}` "
+            "(--help names other sources)"
+        )
+    size = path.stat().st_size
+    if size % itemsize:
+        raise InputError(
+            f"{path}: {size} bytes is not a multiple of the {itemsize} bytes of a token; the file was cut short: "
+            "copy or prepare it again"
+        )
+    return size // itemsize
+
+
+def _scan(path: Path, dtype: np.dtype) -> tuple[int, int, str]:
+    """The largest id, the first position that holds it, and the sha256 of the bytes, in one pass."""
+    digest, largest, position, start = hashlib.sha256(), -1, -1, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            ids = np.frombuffer(chunk, dtype)
+            if (here := int(ids.max())) > largest:
+                largest, position = here, start + int(ids.argmax())
+            start += len(ids)
+    return largest, position, digest.hexdigest()
+
+
+def _meta(directory: Path) -> dict:
+    """meta.json of a prepared directory; empty where there is none."""
+    path = directory / META
+    if not path.is_file():
+        return {}
+    try:
+        meta = json.loads(path.read_bytes())
+        known = meta["dtype"] in DTYPES and all(isinstance(meta["sha256"][split], str) for split in SPLITS)
+    except (ValueError, TypeError, KeyError):
+        known = False
+    if not known:
+        raise InputError(
+            f"{path}: needs dtype ({' or '.join(DTYPES)}) and the sha256 of {' and '.join(SPLITS)}; "
+            "prepare it again, or remove the file if the tokens are plain uint16"
+        )
+    return meta

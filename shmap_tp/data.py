@@ -15,14 +15,14 @@ Only `device_batch` touches JAX; everything before it is numpy.
 import hashlib
 import json
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import jax
 import numpy as np
 from jaxtyping import Int, Int32
 
-from shmap_tp.config import InputError
+from shmap_tp.config import Config, InputError
 
 META = "meta.json"
 SPLITS = ("train", "validation")
@@ -166,6 +166,35 @@ def device_batch(
     indices = sharding.addressable_devices_indices_map(shape)
     parts = jax.device_put([part(index) for index in indices.values()], list(indices))
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+class Batches:
+    """The batches of one run, on its devices."""
+
+    identity: dict
+    """What fixes which tokens step s reads; see `identity`."""
+    validation_count: int
+    """How many validation batches there are."""
+
+    def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
+        """Opens and checks both token files.  `tokens` is the shape and sharding of a step's batch, [A, b, T + 1]."""
+        vocabulary, context = config.model.vocabulary, config.model.context
+        self._train, self._validation = (
+            open_windows(config.data.dir, split, context=context, vocabulary=vocabulary) for split in SPLITS
+        )
+        self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
+        self.identity = identity(self._train, self._validation, seed=self._seed, batch=self._batch)
+        self.validation_count = evaluation_batches(self._validation, config.evaluate.batches, self._batch)
+
+    def training(self, step: int) -> Int32[jax.Array, "microbatches b tokens"]:
+        """The batch of a step, counted from 0."""
+        rows = partial(training_rows, self._train, self._seed, step, self._batch)
+        return device_batch(rows, self._tokens.sharding, self._tokens.shape)
+
+    def validation(self, index: int) -> Int32[jax.Array, "microbatches b tokens"]:
+        """Validation batch `index`, always the same windows."""
+        rows = partial(evaluation_rows, self._validation, index, self._batch)
+        return device_batch(rows, self._tokens.sharding, self._tokens.shape)
 
 
 def _length(path: Path, itemsize: int) -> int:

@@ -39,7 +39,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 def global_norm(tree: Any) -> Float[Array, ""]:
     """sqrt of the sum of squares of every value in `tree`, each counted once wherever it lies.
 
-    A leaf's type says over which axes its values differ between devices: its squares are summed over just those. 
+    A leaf's type says over which axes its values differ between devices: its squares are summed over just those.
     (Plain `optax.global_norm` inside shard_map would be the norm of one device's shards.)
     Wire    one all-reduce of a scalar per set of axes.
     """

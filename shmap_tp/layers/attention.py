@@ -14,10 +14,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.collectives import enter_parallel
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, matmul
 from shmap_tp.layers.positions import AnyPositions
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
@@ -43,7 +44,9 @@ class KeyValueHeads(eqx.Module):
         if lax.axis_size(MP) > self.heads:
             mine = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
             weight_DNK = lax.dynamic_slice_in_dim(enter_parallel(weight_DNK), mine, 1, axis=1)
-        return jnp.einsum("btd,dnk->btnk", h_BTD, weight_DNK.astype(h_BTD.dtype))
+        width, heads, head_dim = weight_DNK.shape
+        k = matmul(h_BTD, weight_DNK.reshape(width, heads * head_dim))
+        return k.reshape(*h_BTD.shape[:2], heads, head_dim)
 
 
 class Attention(eqx.Module):
@@ -116,15 +119,28 @@ def _attend(
     v_BSNK: Float[Array, "B S N K"],
     slopes_H: Float[Array, " H"] | None,
 ) -> Float[Array, "B T H K"]:
-    """Exact softmax attention of the last T of S positions to all S of them."""
+    """Exact softmax attention of the last T of S positions to all S of them.
+
+    A pair of batch and key/value head is one batch entry of plain matrix products; its G query heads are further rows.
+    """
     (batch, time, heads, head_dim), (_, keys, groups, _) = q_BTHK.shape, k_BSNK.shape
-    wide = jnp.promote_types(q_BTHK.dtype, jnp.float32)
-    q_BTNGK = (q_BTHK * head_dim**-0.5).reshape(batch, time, groups, heads // groups, head_dim)
-    scores = jnp.einsum("btngk,bsnk->bngts", q_BTNGK, k_BSNK, preferred_element_type=wide)
+    shared, wide = heads // groups, jnp.promote_types(q_BTHK.dtype, jnp.float32)
+    q = q_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, groups, shared * time, head_dim)
+    k, v = k_BSNK.transpose(0, 2, 1, 3), v_BSNK.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("bnrk,bnsk->bnrs", q, k, preferred_element_type=wide) * head_dim**-0.5
+    weights = jax.nn.softmax(scores + _bias(slopes_H, shared, time, keys, wide)[None], axis=-1)
+    mixed = jnp.einsum("bnrs,bnsk->bnrk", weights.astype(v.dtype), v)
+    mixed = mixed.reshape(batch, groups, shared, time, head_dim)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim)
+
+
+def _bias(
+    slopes_H: Float[Array, " H"] | None, shared: int, time: int, keys: int, dtype: DTypeLike
+) -> Float[Array, "N R S"]:
+    """What is added to the scores of [N or 1, G x T, S]: the head's slope x (s - t), and nearly -inf for the future."""
     past_TS = jnp.arange(keys)[None, :] - jnp.arange(keys - time, keys)[:, None]
-    if slopes_H is not None:
-        bias_HTS = slopes_H.astype(wide)[:, None, None] * past_TS.astype(wide)[None]
-        scores = scores + bias_HTS.reshape(1, groups, heads // groups, time, keys)
-    scores = jnp.where((past_TS <= 0)[None, None, None], scores, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSNK.dtype)
-    return jnp.einsum("bngts,bsnk->btngk", weights, v_BSNK).reshape(batch, time, heads, head_dim)
+    slopes_H = jnp.zeros(shared, dtype) if slopes_H is None else slopes_H.astype(dtype)
+    bias_HTS = slopes_H[:, None, None] * past_TS.astype(dtype)[None]
+    bias_HTS = jnp.where((past_TS <= 0)[None], bias_HTS, jnp.finfo(dtype).min)
+    return bias_HTS.reshape(-1, shared * time, keys)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from shmap_tp.layers.linear import matmul
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
 
@@ -63,4 +64,4 @@ class VocabParallelHead(eqx.Module):
 
 def score(x_BTD: Float[Array, "B T D"], weight_VD: Float[Array, "V D"]) -> Float[Array, "B T V"]:
     """x @ w' with any table w: the head's own, or the embedding's where the two are tied."""
-    return jnp.einsum("btd,vd->btv", x_BTD, weight_VD.astype(x_BTD.dtype))
+    return matmul(x_BTD, weight_VD.T)

@@ -68,6 +68,9 @@ class MeshConfig:
     """Data-parallel size: how many parts the batch is cut into."""
     mp: int
     """Model-parallel size: how many devices share each layer."""
+    processes: int
+    """How many processes train together, one per host.  Start the same command on each: they find each other by their
+    TPU, GKE or Slurm environment."""
 
 
 @dataclass

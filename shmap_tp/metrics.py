@@ -1,5 +1,4 @@
-"""What a run says: metrics.jsonl always, TensorBoard and W&B where asked, a progress bar or plain lines, a loss
-plot."""
+"""What a run says: metrics.jsonl, TensorBoard and W&B where asked, a progress bar or plain lines, a loss plot."""
 
 import json
 import time

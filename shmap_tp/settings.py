@@ -59,6 +59,7 @@ def check(config: Config) -> None:
     for name, value, least in [
         ("mesh.dp", mesh.dp, 1),
         ("mesh.mp", mesh.mp, 1),
+        ("mesh.processes", mesh.processes, 1),
         ("train.steps", train.steps, 1),
         ("train.batch", train.batch, 1),
         ("train.microbatches", train.microbatches, 1),

@@ -1,7 +1,7 @@
 """A parameter knows its PartitionSpec: declared on the line that declares the weight, derived everywhere else.
 
 weight: Float[Array, "D F"] = param(None, MP)      F/mp: the columns are cut along mp, the rows are whole
-blocks: ParallelBlock       = stacked()            every array inside has one more leading dim, L layers, never cut
+blocks: ParallelBlock       = stacked()            every array inside has a leading dim more, L layers, never cut
 """
 
 from typing import Any
@@ -56,8 +56,7 @@ def partition_specs(model: eqx.Module, axis_sizes: dict[str, int]) -> Any:
 
 
 def matrices(model: eqx.Module) -> Any:
-    """`model` with every array replaced by whether one layer's share of it is a matrix: what weight decay applies
-    to."""
+    """`model` with every array replaced by whether, in one layer, it is a matrix: what weight decay is for."""
     return tree_util.tree_map_with_path(lambda path, _: len(_declaration(model, path)[0]["axes"]) > 1, model)
 
 

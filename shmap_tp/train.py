@@ -17,7 +17,7 @@ from shmap_tp.config import Config, InputError, Precision, Resume
 from shmap_tp.data import Batches
 from shmap_tp.flops import flops_per_token, parameters
 from shmap_tp.hardware import machine_peak
-from shmap_tp.mesh import emulate, make_mesh
+from shmap_tp.mesh import join, make_mesh
 from shmap_tp.metrics import Meter, Recorder, plot_losses
 from shmap_tp.prepare import prepare_stdlib
 from shmap_tp.settings import save, to_dict
@@ -30,8 +30,8 @@ STOPPED = 75
 
 def train(config: Config) -> int:
     """Train as `config` says.  Returns 0, or STOPPED.  Raises InputError before anything is trained."""
+    join(config.mesh)
     with StopRequest() as stop:
-        emulate(config.mesh.dp * config.mesh.mp)
         mesh = make_mesh(config.mesh)
         _prepare_directories(config)
         programs = build_programs(config, mesh, _dtype(config.train.precision))

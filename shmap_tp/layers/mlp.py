@@ -15,8 +15,7 @@ from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class GeluMlp(eqx.Module):
-    """y = gelu(h @ up) @ down.  The tanh form of GELU, as GPT-2.  Hendrycks and Gimpel 2016,
-    arxiv.org/abs/1606.08415"""
+    """y = gelu(h @ up) @ down, GELU in its tanh form.  Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415"""
 
     up: ColumnParallelLinear
     down: RowParallelLinear

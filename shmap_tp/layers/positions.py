@@ -40,8 +40,7 @@ class Alibi(eqx.Module):
 
 
 def alibi_slopes(heads: int) -> Float[np.ndarray, " H"]:
-    """2^(-8 h / H) for h = 1 .. H; where H is no power of two, those of the power below, then every other of the
-    next."""
+    """2^(-8 h / H) for h = 1 .. H; between powers of two, those of the lower, then every other of the higher."""
 
     def geometric(n: int) -> list[float]:
         return [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
@@ -75,8 +74,7 @@ class Rotary(eqx.Module):
 
 
 class Learned(eqx.Module):
-    """A vector per position, added to the embedding; whole on every device.  Vaswani et al. 2017,
-    arxiv.org/abs/1706.03762"""
+    """A vector per position, added to the embedding; whole on every device.  Radford et al. 2018, GPT, section 3.1"""
 
     weight: Float[Array, "T D"] = param(None, None)
 

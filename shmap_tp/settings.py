@@ -43,7 +43,7 @@ def load(file: str, overrides: list[str]) -> Config:
 
 
 def _override(given: str, directory: Path) -> str:
-    """`key=value` as Hydra reads it.  A key need not be in the file (++); that it is in the schema, the merge checks."""
+    """`key=value` as Hydra reads it.  A key need not be in the file (++), only in the schema; `load` checks it."""
     if given.startswith(("+", "~")):
         raise InputError(f"{given}: keys cannot be added or deleted; write key=value")
     key, equals, _ = given.partition("=")

@@ -44,8 +44,15 @@ def train(config: Config) -> int:
 
 
 def _run(
-    config: Config, state: State, programs: Programs, batches: Batches, checkpoints: Checkpoints, stop: StopRequest
+    config: Config,
+    state: State,
+    saved: int | None,
+    programs: Programs,
+    batches: Batches,
+    checkpoints: Checkpoints,
+    stop: StopRequest,
 ) -> int:
+    """Train on from `state`, which is the checkpoint of step `saved`, or new where that is None."""
     if jax.process_index() == 0:
         save(config, Path(config.run.dir) / "config.yaml")
     first = saved or 0

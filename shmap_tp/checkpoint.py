@@ -23,27 +23,28 @@ MANIFEST = "sha256.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run.  Use as a context: leaving it waits until what is being saved is committed."""
+    """The checkpoints of one run.  Use as a context: leaving it waits until what is being saved is complete.
+
+    Orbax's own manager of many checkpoints is not used: it reads all that are there when it opens, and one damaged file
+    stops it; and it deletes an old checkpoint before the hashes of the new one are written.
+    """
 
     def __init__(self, config: CheckpointConfig, say: Callable[[str], None]):
         """`say` is told, in one line each, which checkpoints are passed over and why."""
-        policies = ocp.training.preservation_policies
-        keep = [policies.LatestN(config.keep)]
-        keep += [policies.EveryNSteps(config.keep_every)] if config.keep_every else []
-        self._dir = epath.Path(config.dir)
+        self._dir = epath.Path(config.dir).resolve()
+        self._keep, self._keep_every = config.keep, config.keep_every
         self._say = say
-        self._sealing: list[Future] = []
-        self._background = ThreadPoolExecutor(1, "seal")
+        self._saving: Future | None = None
+        self._background = ThreadPoolExecutor(1, "checkpoint")
         try:
             self._dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"checkpoint.dir={config.dir} cannot be written: {error.strerror or error}") from error
-        self._orbax = ocp.training.Checkpointer(
-            self._dir.resolve(),
-            preservation_policy=policies.AnyPreservationPolicy(keep),
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            cleanup_tmp_directories=True,
-        )
+            raise InputError(
+                f"checkpoint.dir={config.dir} cannot be written: {error.strerror or error}; choose another"
+            ) from error
+        if jax.process_index() == 0:
+            for left in self._dir.glob("*.orbax-checkpoint-tmp*"):  # by a save that a kill cut short
+                left.rmtree()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -53,11 +54,10 @@ class Checkpoints:
             self.wait()
         finally:
             self._background.shutdown()
-            self._orbax.close()
 
     def steps(self) -> list[int]:
-        """Steps that have a committed checkpoint, newest first, whether or not it is intact."""
-        return sorted((checkpoint.step for checkpoint in self._orbax.checkpoints), reverse=True)
+        """Steps that have a checkpoint, newest first, whether or not it is intact."""
+        return sorted((int(child.name) for child in self._dir.iterdir() if child.name.isdecimal()), reverse=True)
 
     def save(self, step: int, state: State, facts: dict[str, Any]) -> None:
         """Begin to save; returns as soon as `state` may be donated.  `facts` is JSON, kept with the arrays.
@@ -65,14 +65,14 @@ class Checkpoints:
         Raises what a save before this one failed with.
         """
         self.wait()
-        written = self._orbax.save_checkpointables_async(step, {"state": state}, custom_metadata=facts, force=True)
-        self._sealing = [self._background.submit(self._seal, step, written)]
+        written = ocp.save_checkpointables_async(self._dir / str(step), {"state": state}, custom_metadata=facts)
+        self._saving = self._background.submit(self._complete, step, written)
 
     def wait(self) -> None:
         """Until the checkpoint being saved is complete.  Raises what its save failed with."""
-        pending, self._sealing = self._sealing, []
-        for future in pending:
-            future.result()
+        saving, self._saving = self._saving, None
+        if saving:
+            saving.result()
 
     def newest_intact(self) -> int | None:
         """The newest checkpoint whose files all match their hashes, agreed on by all processes; None without any."""
@@ -88,24 +88,44 @@ class Checkpoints:
             found = int(multihost_utils.broadcast_one_to_all(found))
         return None if found < 0 else found
 
+    def first_save_unfinished(self) -> bool:
+        """Whether all there is is one checkpoint without hashes: what a run leaves that is killed in its first save."""
+        steps = self.steps()
+        return len(steps) == 1 and not (self._dir / str(steps[0]) / MANIFEST).exists()
+
+    def discard_after(self, step: int) -> None:
+        """Delete what is newer than `step`: it is damaged, and the run will save those steps again."""
+        for newer in self.steps() if jax.process_index() == 0 else []:
+            if newer > step:
+                self._say(f"checkpoint {self._dir / str(newer)} is deleted; the run comes by that step again")
+                self._delete(newer)
+
     def facts(self, step: int) -> dict[str, Any]:
         """What was given to `save` beside the state."""
-        return self._orbax.metadata(step).custom_metadata
+        return ocp.checkpointables_metadata(self._dir / str(step)).custom_metadata
 
     def restore(self, step: int, shapes: State) -> State:
         """The bits that were saved, laid out as `shapes` says.  Raises InputError where they cannot be read."""
         try:
-            return self._orbax.load_checkpointables(step, {"state": shapes})["state"]
+            return ocp.load_checkpointables(self._dir / str(step), {"state": shapes})["state"]
         except Exception as error:
             cause = str(error.__cause__ or error).strip().splitlines()[0][:200]
             raise InputError(f"checkpoint {self._dir / str(step)} cannot be restored: {cause}") from error
 
-    def _seal(self, step: int, written: Any) -> None:
+    def _complete(self, step: int, written: Any) -> None:
+        """Once Orbax has `written` the files: hash them, and only then delete the checkpoints that are not kept."""
         written.result()
         if jax.process_index() == 0:
             directory = self._dir / str(step)
             (directory / f"{MANIFEST}.tmp").write_text(json.dumps(_hashes(directory), indent=1))
             (directory / f"{MANIFEST}.tmp").rename(directory / MANIFEST)
+            for old in self.steps()[self._keep :]:
+                if not self._keep_every or old % self._keep_every:
+                    self._delete(old)
+
+    def _delete(self, step: int) -> None:
+        (self._dir / str(step) / MANIFEST).unlink(missing_ok=True)  # first: what is half deleted is not complete
+        (self._dir / str(step)).rmtree()
 
     def _fault(self, step: int) -> str | None:
         """Why this checkpoint must not be read, or None."""
@@ -115,13 +135,15 @@ class Checkpoints:
             actual = _hashes(directory)
         except FileNotFoundError:
             return f"{MANIFEST} is missing, so its save was not finished"
-        except (ValueError, OSError) as error:
+        except ValueError as error:
+            return f"{MANIFEST} is not what was saved ({error})"
+        except OSError as error:
             return f"it cannot be read ({error})"
         for name in sorted(expected.keys() | actual.keys()):
             if name not in actual:
                 return f"file {name} is missing"
             if expected.get(name) != actual[name]:
-                return f"file {name} is not what was saved (sha256 differs)"
+                return f"file {name} is not what was saved: its sha256 is not the one in {MANIFEST}"
         return None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,7 +97,8 @@ class Recorder:
 class Meter:
     """Reads each step's metrics late, once the next step is under way, and times the steps by when they end.
 
-    Tokens per second are of the step alone: evaluation and saving happen while the meter is paused.
+    A rate is the mean of the last steps, 10 at most: a step that was read late makes the one after it look short.
+    Evaluation and saving count for no step: they happen while the meter is paused.
     """
 
     def __init__(self, recorder: Recorder, tokens_per_step: int, flops_per_token: float, peak: Peak | None):
@@ -105,7 +107,7 @@ class Meter:
         self._flops = flops_per_token
         self._peak = peak
         self._pending: tuple[int, Any] | None = None
-        self._clock = time.perf_counter()
+        self._restart()
 
     def hand(self, step: int, metrics: Any) -> None:
         """Take the metrics of the step just dispatched, and record those of the one before, waiting for it if need
@@ -119,15 +121,18 @@ class Meter:
         before, self._pending = self._pending, None
         self._read(before)
         yield
-        self._clock = time.perf_counter()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._ends = deque([time.perf_counter()], maxlen=11)
 
     def _read(self, pending: tuple[int, Any] | None) -> None:
         if pending is None:
             return
         step, metrics = pending
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        self._ends.append(time.perf_counter())
+        seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         rate = self._tokens / seconds
         timing = {
             "tokens_per_second": rate,

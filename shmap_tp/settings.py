@@ -1,15 +1,15 @@
 """From a YAML file and `key=value` overrides to a checked Config, by Hydra's compose API over the dataclass schema."""
 
 import difflib
-import re
+import json
+from enum import Enum
 from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from shmap_tp.config import Config, InputError, ModelConfig, Positions, padded_vocabulary
 
@@ -25,22 +25,32 @@ def load(file: str, overrides: list[str]) -> Config:
     path = Path(file).resolve()
     if not path.is_file():
         raise InputError(f"--cfg {file}: no such file; the first run's is conf/config.yaml")
+    if path.suffix != ".yaml":
+        raise InputError(f"--cfg {file}: the name of a configuration ends in .yaml; rename it")
+    search = [] if path.parent == CONF else [f"hydra.searchpath=[{json.dumps(f'file://{CONF}', ensure_ascii=False)}]"]
     try:
-        for override in OverridesParser.create().parse_overrides(overrides):
-            if override.is_add() or override.is_delete():
-                raise InputError(f"{override.input_line}: keys cannot be added or deleted; write key=value")
-        search = [] if path.parent == CONF else [f"hydra.searchpath=[file://{CONF}]"]
         with initialize_config_dir(str(path.parent), version_base="1.3"):
-            values = compose(path.stem, overrides=[*search, *overrides])
+            values = compose(path.stem, overrides=search + [_override(given, path.parent) for given in overrides])
         merged = OmegaConf.merge(OmegaConf.structured(Config), values)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise InputError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")
         config = OmegaConf.to_object(merged)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(_explain(error, file)) from error
     check(config)
     return config
+
+
+def _override(given: str, directory: Path) -> str:
+    """`key=value` as Hydra reads it.  A key need not be in the file (++), only in the schema; `load` checks it."""
+    if given.startswith(("+", "~")):
+        raise InputError(f"{given}: keys cannot be added or deleted; write key=value")
+    key, equals, _ = given.partition("=")
+    if not key or not equals:
+        raise InputError(f"{given!r} is not key=value; write it as in train.steps=400")
+    is_group = (CONF / key).is_dir() or (directory / key).is_dir()
+    return given if is_group else f"++{given}"
 
 
 def save(config: Config, file: Path) -> None:
@@ -57,34 +67,51 @@ def check(config: Config) -> None:
     """Every rule that a configuration must keep on any machine.  Raises InputError naming the first that is broken."""
     model, mesh, train = config.model, config.mesh, config.train
     for name, value, least in [
+        ("run.seed", config.run.seed, 0),
         ("mesh.dp", mesh.dp, 1),
         ("mesh.mp", mesh.mp, 1),
         ("mesh.processes", mesh.processes, 1),
         ("train.steps", train.steps, 1),
         ("train.batch", train.batch, 1),
         ("train.microbatches", train.microbatches, 1),
+        ("model.width", model.width, 1),
         ("model.layers", model.layers, 1),
+        ("model.heads", model.heads, 1),
+        ("model.kv_heads", model.kv_heads, 1),
+        ("model.head_dim", model.head_dim, 1),
+        ("model.ffn", model.ffn, 1),
+        ("model.vocabulary", model.vocabulary, 1),
+        ("model.vocabulary_multiple", model.vocabulary_multiple, 1),
         ("model.context", model.context, 1),
         ("model.attention_chunk", model.attention_chunk, 1),
         ("evaluate.every", config.evaluate.every, 0),
         ("evaluate.batches", config.evaluate.batches, 1),
         ("checkpoint.every", config.checkpoint.every, 0),
         ("checkpoint.keep", config.checkpoint.keep, 2),
+        ("checkpoint.keep_every", config.checkpoint.keep_every or 1, 1),
         ("log.every", config.log.every, 1),
+        ("optimizer.learning_rate", config.optimizer.learning_rate, 0),
         ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0),
-        ("optimizer.decay_steps", config.optimizer.decay_steps, config.optimizer.warmup_steps + 1),
     ]:
-        if value < least:
+        if not value >= least:
             raise InputError(f"{name}={value} is too small; it must be {least} or more")
-    if config.optimizer.clip_norm <= 0:
-        raise InputError(f"optimizer.clip_norm={config.optimizer.clip_norm} must be above 0; 1.0 is usual")
-    _check_heads(model, mesh.mp)
+    if config.run.seed >= 2**32:  # the rest of its bits would be dropped
+        raise InputError(f"run.seed={config.run.seed} is too large; it must be below 2^32 = {2**32}")
+    optimizer = config.optimizer
+    if optimizer.decay_steps <= optimizer.warmup_steps:
+        raise InputError(
+            f"optimizer.decay_steps={optimizer.decay_steps} must be above optimizer.warmup_steps="
+            f"{optimizer.warmup_steps}: the decay follows the warm-up, and both count from the first step"
+        )
+    if not optimizer.clip_norm > 0:
+        raise InputError(f"optimizer.clip_norm={optimizer.clip_norm} must be above 0; 1.0 is usual")
     for what, size in [
         ("heads", model.heads),
         ("ffn", model.ffn),
         ("the padded vocabulary", padded_vocabulary(model)),
     ]:
         _check_divides(mesh.mp, f"{what}={size} (model {model.name})", size)
+    _check_heads(model, mesh.mp)
     _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
     part = train.batch // train.microbatches
     _check_divides(mesh.dp, f"a microbatch of {part} windows (train.batch / train.microbatches)", part, "mesh.dp")
@@ -92,41 +119,76 @@ def check(config: Config) -> None:
 
 def _check_divides(divisor: int, what: str, size: int, name: str = "mesh.mp") -> None:
     if size % divisor:
-        fit = ", ".join(str(n) for n in range(1, min(size, 1024) + 1) if size % n == 0)
+        fit = ", ".join(map(str, _divisors(size)))
         raise InputError(f"{name}={divisor} does not divide {what}; use {name} in {{{fit}}}")
+
+
+def _divisors(size: int) -> list[int]:
+    return [n for n in range(1, min(size, 1024) + 1) if size % n == 0]
 
 
 def _check_heads(model: ModelConfig, mp: int) -> None:
     if model.heads % model.kv_heads:
         raise InputError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; choose a divisor")
     if model.kv_heads % mp and mp % model.kv_heads:
+        fit = [n for n in _divisors(model.heads) if model.kv_heads % n == 0 or n % model.kv_heads == 0]
         raise InputError(
             f"mesh.mp={mp} neither divides kv_heads={model.kv_heads} (model {model.name}) nor is a multiple of it; "
-            f"choose one that is"
+            f"use mesh.mp in {{{', '.join(map(str, fit))}}}"
         )
     if model.positions == Positions.rotary and model.head_dim % 2:
         raise InputError(f"rotary positions turn pairs: model.head_dim={model.head_dim} must be even")
 
 
 def _explain(error: Exception, file: str) -> str:
-    """One line of what Hydra or OmegaConf found, with the nearest key where one is unknown."""
-    text = str(error).strip()
-    cause = str(error.__cause__ or "").strip()
-    if isinstance(error, MissingConfigException) or "Could not find" in text:
-        return re.sub(r"\s*\n\s*", " ", text.split("Config search path")[0].split("Search path")[0]).strip()
-    unknown = re.search(r"(?:Key|key) '([^']+)' (?:is )?not in", f"{text} {cause}")
-    full = re.search(r"full_key: (\S+)|Could not override '([^']+)'", f"{text} {cause}")
-    name = (full.group(1) or full.group(2)) if full else None
-    if unknown:
-        name = name or unknown.group(1)
-        near = difflib.get_close_matches(name, _known_keys(), n=1, cutoff=0.5)
-        return f"{file}: unknown key {name}" + (f"; did you mean {near[0]}?" if near else "; see --help")
-    first = (text.splitlines() or [repr(error)])[0].replace(
-        " (see https://hydra.cc/docs/1.2/advanced/override_grammar/basic)", ""
-    )
-    return f"{file}: {first}" + (f" ({name})" if name and name not in first else "")
+    """One line on what the YAML reader, Hydra or OmegaConf found: where, what, and the way out."""
+    if isinstance(error, UnicodeDecodeError | yaml.reader.ReaderError):
+        return f"{file}: not text in UTF-8 ({error.reason}); save it as that"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"{mark.name}, line {mark.line + 1}: not YAML, {error.problem}; mend that line or the one before"
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{group}={option}: there is no such {group}; use one of {', '.join(error.options)}"
+    if isinstance(error, HydraException) and isinstance(error.__cause__, OmegaConfBaseException):
+        error = error.__cause__
+    key, first = getattr(error, "full_key", None), (str(error).strip().splitlines() or [repr(error)])[0]
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return f"{file}: unknown key {key}; {_nearest(key)}"
+    if key in Config.__dataclass_fields__:
+        return f"{file}: {key} is not a value but a group of them; set one, such as {_keys(key)[0]}=..."
+    if isinstance(error, ValidationError) and key:
+        return f"{file}: {key}={error.value} must be {_kind(key)}"
+    if key:
+        return f"{file}: {key}: {first}"
+    if "No match in the defaults list" in first:
+        return f"{file}: names no default to replace ({first}); start from conf/config.yaml, or set single keys"
+    given = getattr(error, "override", None)
+    if given or first.startswith(("Ambiguous", "Sweep")):  # commas, brackets, = and the like mean something to Hydra
+        what = f"{given.lstrip('+')}: {first}" if given else first.replace("++", "")
+        return f"""{what}; quote a value that has special characters: 'key="a,b"'"""
+    return f"{file}: {first}"
 
 
-def _known_keys() -> list[str]:
-    sections = {name: field.type for name, field in Config.__dataclass_fields__.items()}
-    return [f"{name}.{key}" for name, section in sections.items() for key in section.__dataclass_fields__]
+def _kind(key: str) -> str:
+    """What the schema says the value of `key` is."""
+    section, _, name = key.partition(".")
+    kind = Config.__dataclass_fields__[section].type.__dataclass_fields__[name].type
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(kind)}"
+    return f"of type {getattr(kind, '__name__', kind)}"
+
+
+def _keys(section: str) -> list[str]:
+    return [f"{section}.{key}" for key in Config.__dataclass_fields__[section].type.__dataclass_fields__]
+
+
+def _nearest(unknown: str) -> str:
+    """The known key that is spelt most like `unknown`, by its whole name or by its last part."""
+    sections = list(Config.__dataclass_fields__)
+    known = {name: name for section in sections for name in [section, *_keys(section)]}
+    last = {name.rpartition(".")[2]: name for name in known}
+    for names, word in [(known, unknown), (last, unknown.rpartition(".")[2])]:
+        if near := difflib.get_close_matches(word, names, n=1, cutoff=0.7):
+            return f"did you mean {names[near[0]]}?"
+    return "shmap_tp/config.py names them all"

@@ -4,6 +4,8 @@ The loop never waits for its own step: step N is dispatched before the metrics o
 request to stop before every step, and leaves by the same door as a run that is done: everything read, saved and drawn.
 """
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from jax.typing import DTypeLike
 
 from shmap_tp.checkpoint import Checkpoints
 from shmap_tp.config import Config, InputError, Precision, Resume
-from shmap_tp.data import Batches
+from shmap_tp.data import SPLITS, Batches
 from shmap_tp.flops import flops_per_token, parameters
 from shmap_tp.hardware import machine_peak
 from shmap_tp.mesh import join, make_mesh
@@ -33,24 +35,33 @@ def train(config: Config) -> int:
     join(config.mesh)
     with StopRequest() as stop:
         mesh = make_mesh(config.mesh)
-        _prepare_directories(config)
+        _prepare(config)
         programs = build_programs(config, mesh, _dtype(config.train.precision))
         batches = Batches(config, programs.tokens)
         with Checkpoints(config.checkpoint, say) as checkpoints:
-            state = _start(config, checkpoints, programs, batches)
-            return _run(config, state, programs, batches, checkpoints, stop)
+            state, saved = _start(config, checkpoints, programs, batches)
+            return _run(config, state, saved, programs, batches, checkpoints, stop)
 
 
 def _run(
-    config: Config, state: State, programs: Programs, batches: Batches, checkpoints: Checkpoints, stop: StopRequest
+    config: Config,
+    state: State,
+    saved: int | None,
+    programs: Programs,
+    batches: Batches,
+    checkpoints: Checkpoints,
+    stop: StopRequest,
 ) -> int:
-    first = int(state.step)
+    """Train on from `state`, which is the checkpoint of step `saved`, or new where that is None."""
+    if jax.process_index() == 0:
+        save(config, Path(config.run.dir) / "config.yaml")
+    first = saved or 0
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
     say(f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters ...")
     step_program = programs.step.lower(programs.shapes, programs.tokens).compile()
     recorder = Recorder(config, first, speaks=jax.process_index() == 0)
     meter = Meter(recorder, config.train.batch * config.model.context, flops_per_token(config.model), _peak())
-    done = saved = first
+    done = first
 
     while done < config.train.steps and not stop.asked(done):
         state, metrics = step_program(state, batches.training(done))
@@ -65,7 +76,7 @@ def _run(
                 saved = done
 
     with meter.paused():
-        if saved != done or not checkpoints.steps():
+        if saved != done:
             checkpoints.save(done, state, facts)
         checkpoints.wait()
     recorder.close()
@@ -83,8 +94,8 @@ def _evaluate(programs: Programs, state: State, batches: Batches) -> float:
     return float(np.mean(jax.device_get(losses)))
 
 
-def _start(config: Config, checkpoints: Checkpoints, programs: Programs, batches: Batches) -> State:
-    """The state to go on from: the newest intact checkpoint's, or a new one, as `checkpoint.resume` says."""
+def _start(config: Config, checkpoints: Checkpoints, programs: Programs, batches: Batches) -> tuple[State, int | None]:
+    """As `checkpoint.resume` says, the newest intact checkpoint's state and step, or a new state and None."""
     where, resume = config.checkpoint.dir, config.checkpoint.resume
     there = checkpoints.steps()
     if resume == Resume.never and there:
@@ -93,40 +104,58 @@ def _start(config: Config, checkpoints: Checkpoints, programs: Programs, batches
             f"or start another with run.name=... or run.dir=..."
         )
     if not there and resume == Resume.must:
-        raise InputError(f"--resume: no checkpoint in {where}; leave --resume out to start there, or set run.dir")
+        raise InputError(
+            f"checkpoint.resume=must (--resume): no checkpoint in {where}; leave it out to start there "
+            f"(checkpoint.resume=never), or name the run with run.dir=..."
+        )
     if not there:
-        return programs.init()
+        return programs.init(), None
+    unfinished = checkpoints.first_save_unfinished()
     step = checkpoints.newest_intact()
+    if step is None and resume == Resume.if_present and unfinished:
+        checkpoints.discard_after(-1)
+        return programs.init(), None
     if step is None:
-        raise InputError(f"no checkpoint in {where} is intact; start another run with run.dir=...")
+        raise InputError(
+            f"no checkpoint in {where} is intact (there: {', '.join(map(str, there))}); restore one from a copy, "
+            f"or start another run with run.dir=..."
+        )
     _refuse_differences(checkpoints.facts(step), config, batches.identity, f"checkpoint {where}/{step}")
     state = checkpoints.restore(step, programs.shapes)
+    checkpoints.discard_after(step)
     mesh = checkpoints.facts(step)["mesh"]
     say(f"going on from step {step} of {where}, saved on mesh dp={mesh[0]}, mp={mesh[1]}")
-    return state
+    return state, step
 
 
 def _refuse_differences(saved: dict[str, Any], config: Config, order: dict[str, Any], where: str) -> None:
     """Raises InputError where the model, or what decides which sample comes when, is not the one that was saved."""
-    free = {"name", "remat", "attention_chunk"}
-    for kind, then, now in [
-        ("model", saved["config"]["model"], to_dict(config.model)),
-        ("data", saved["data"], order),
-    ]:
-        for key in sorted((then.keys() | now.keys()) - free):
-            if then.get(key) != now.get(key):
-                raise InputError(
-                    f"{where} is of another {kind}: {kind}.{key} was {then.get(key)}, is {now.get(key)};\n"
-                    f"give it the same value to go on, or start another run with run.dir=..."
-                )
+    then, now = _decisive(saved["config"]["model"], saved["data"]), _decisive(to_dict(config.model), order)
+    for key in sorted(then.keys() | now.keys()):
+        if then.get(key) != now.get(key):
+            raise InputError(
+                f"{where} is of another run: {key} was {then.get(key)}, is {now.get(key)};\n"
+                f"make it the same again to go on, or start another run with run.dir=..."
+            )
 
 
-def _prepare_directories(config: Config) -> None:
+def _decisive(model: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
+    """All that must not change within a run, by the key that sets it.  Names and ways to compute the same may."""
+    shape = {f"model.{key}": model[key] for key in model.keys() - {"name", "remat", "attention_chunk"}}
+    files = {
+        f"data.dir ({split}.bin)": f"{order[split]['tokens']} tokens of sha256 {order[split]['sha256'][:12]}"
+        for split in SPLITS
+    }
+    return shape | files | {"run.seed": order["seed"], "train.batch": order["batch"]}
+
+
+def _prepare(config: Config) -> None:
+    """The run directory, the data where it can be made here, and the cache of compiled programs."""
     directory, data = Path(config.run.dir), Path(config.data.dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            save(config, directory / "config.yaml")
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission")
     except OSError as error:
         raise InputError(f"run.dir={directory} cannot be written: {error.strerror}; choose another") from error
     if config.data.source == "stdlib" and not (data / "train.bin").exists():

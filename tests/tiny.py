@@ -1,0 +1,43 @@
+"""What the tests of a whole run share: a model of two layers, a few thousand random tokens, and how to start a run."""
+
+from pathlib import Path
+
+import numpy as np
+
+from shmap_tp.config import Config
+from shmap_tp.settings import CONF, load
+
+FIRST = str(CONF / "config.yaml")
+CONTEXT, VOCABULARY, BATCH = 16, 64, 8
+
+TINY = [
+    "mesh.dp=2", "mesh.mp=4",
+    "model.width=32", "model.layers=2", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.ffn=64",
+    f"model.vocabulary={VOCABULARY}", "model.vocabulary_multiple=64", f"model.context={CONTEXT}",
+    f"model.attention_chunk={CONTEXT}",
+    f"train.batch={BATCH}", "train.microbatches=1", "train.steps=8",
+    "optimizer.warmup_steps=2", "optimizer.decay_steps=20",
+    "evaluate.every=4", "evaluate.batches=2", "checkpoint.every=2",
+    "log.tensorboard=false", "log.every=1", "run.compilation_cache=null", "data.source=null",
+]  # fmt: skip
+
+
+def write_tokens(directory: Path, *, train: int = 3000, validation: int = 600, seed: int = 0) -> Path:
+    """train.bin and validation.bin of random ids; no meta.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    for name, count in [("train", train), ("validation", validation)]:
+        generator.integers(0, VOCABULARY, count).astype("<u2").tofile(directory / f"{name}.bin")
+    return directory
+
+
+def overrides(directory: Path, *more: str) -> list[str]:
+    """The tiny run in `directory`/run on the tokens in `directory`/data, which are written if need be."""
+    if not (directory / "data").exists():
+        write_tokens(directory / "data")
+    return [*TINY, f"run.dir={directory / 'run'}", f"data.dir={directory / 'data'}", *more]
+
+
+def tiny(directory: Path, *more: str) -> Config:
+    """The configuration of the tiny run; see `overrides`."""
+    return load(FIRST, overrides(directory, *more))

@@ -151,18 +151,23 @@ def _decisive(model: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
 
 def _prepare(config: Config) -> None:
     """The run directory, the data where it can be made here, and the cache of compiled programs."""
-    directory, data = Path(config.run.dir), Path(config.data.dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(errno.EACCES, "no permission")
-    except OSError as error:
-        raise InputError(f"run.dir={directory} cannot be written: {error.strerror}; choose another") from error
+    _make_directory("run.dir", config.run.dir)
+    data = Path(config.data.dir)
     if config.data.source == "stdlib" and not (data / "train.bin").exists():
         say(f"preparing {data} from the Python library on this machine ...")
         prepare_stdlib(data)
     if config.run.compilation_cache:
+        _make_directory("run.compilation_cache", config.run.compilation_cache)
         jax.config.update("jax_compilation_cache_dir", str(Path(config.run.compilation_cache).resolve()))
+
+
+def _make_directory(key: str, directory: str) -> None:
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission")
+    except OSError as error:
+        raise InputError(f"{key}={directory} cannot be written: {error.strerror}; choose another") from error
 
 
 def _dtype(precision: Precision) -> DTypeLike:

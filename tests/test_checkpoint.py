@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny
+from tiny import bits, tiny
 
 from shmap_tp import checkpoint
 from shmap_tp.checkpoint import MANIFEST, Checkpoints
@@ -43,10 +43,6 @@ def random_state(programs: Programs, seed: int) -> State:
         return jax.device_put(np.asarray(values, shape.dtype), shape.sharding)
 
     return jax.tree.map(leaf, programs.shapes)
-
-
-def bits(state: State) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
 
 
 def settings(directory: Path, *, keep: int = 3, keep_every: int | None = None) -> CheckpointConfig:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import BATCH, CONTEXT, tiny, write_tokens
+from tiny import BATCH, CONTEXT, bits, lines, state_at, tiny, values, write_tokens
 
 from shmap_tp import metrics, train
 from shmap_tp.checkpoint import MANIFEST, Checkpoints
@@ -48,31 +48,6 @@ def straight(tmp_path_factory) -> Path:
 def copied(straight, tmp_path) -> Path:
     """A copy of the finished run, to be continued or damaged."""
     return Path(shutil.copytree(straight, tmp_path / "copied"))
-
-
-def state_at(directory: Path, step: int) -> list[bytes]:
-    """The bits of every leaf of the checkpoint of `step`, each as one array."""
-    config = tiny(directory)
-    shapes = build_programs(config, make_mesh(config.mesh), jnp.float32).shapes
-    with Checkpoints(config.checkpoint, print) as checkpoints:
-        assert checkpoints._fault(step) is None
-        return bits(checkpoints.restore(step, shapes))
-
-
-def bits(state: State) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
-
-
-def lines(directory: Path, split: str = "train") -> list[dict]:
-    return [line for line in read_metrics(directory / "run" / "metrics.jsonl") if line["split"] == split]
-
-
-def values(directory: Path, split: str = "train") -> list[tuple]:
-    """What of metrics.jsonl does not depend on the clock or on how often the run was started."""
-    return [
-        (line["step"], line["loss"], line.get("grad_norm"), line.get("learning_rate"))
-        for line in lines(directory, split)
-    ]
 
 
 def checkpoints_of(directory: Path) -> list[int]:

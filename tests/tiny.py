@@ -2,10 +2,16 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from shmap_tp.checkpoint import Checkpoints
 from shmap_tp.config import Config
+from shmap_tp.mesh import make_mesh
+from shmap_tp.metrics import read_metrics
 from shmap_tp.settings import CONF, load
+from shmap_tp.step import State, build_programs
 
 FIRST = str(CONF / "config.yaml")
 CONTEXT, VOCABULARY, BATCH = 16, 64, 8
@@ -41,3 +47,28 @@ def overrides(directory: Path, *more: str) -> list[str]:
 def tiny(directory: Path, *more: str) -> Config:
     """The configuration of the tiny run; see `overrides`."""
     return load(FIRST, overrides(directory, *more))
+
+
+def state_at(directory: Path, step: int) -> list[bytes]:
+    """The bits of every leaf of the checkpoint of `step`, each as one array."""
+    config = tiny(directory)
+    shapes = build_programs(config, make_mesh(config.mesh), jnp.float32).shapes
+    with Checkpoints(config.checkpoint, print) as checkpoints:
+        assert checkpoints._fault(step) is None
+        return bits(checkpoints.restore(step, shapes))
+
+
+def bits(state: State) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+def lines(directory: Path, split: str = "train") -> list[dict]:
+    return [line for line in read_metrics(directory / "run" / "metrics.jsonl") if line["split"] == split]
+
+
+def values(directory: Path, split: str = "train") -> list[tuple]:
+    """What of metrics.jsonl does not depend on the clock or on how often the run was started."""
+    return [
+        (line["step"], line["loss"], line.get("grad_norm"), line.get("learning_rate"))
+        for line in lines(directory, split)
+    ]

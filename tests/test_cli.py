@@ -1,0 +1,229 @@
+"""`python main.py` as a user meets it: bad input is explained in a line or two, a kill loses nothing that was saved."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny import FIRST, lines, overrides, state_at, tiny, values, write_tokens
+
+import main
+from shmap_tp import train
+from shmap_tp.metrics import read_metrics
+
+ROOT = Path(main.__file__).parent
+
+
+def call(monkeypatch, *arguments: str) -> int:
+    """main.py in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["main.py", *arguments])
+    try:
+        return main.main()
+    except SystemExit as exit_:
+        return exit_.code
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    """main.py as a process of its own, which may use the programs that the tests have compiled."""
+    cache = jax.config.jax_compilation_cache_dir
+    return subprocess.Popen(
+        [sys.executable, "main.py", *arguments, *([f"run.compilation_cache={cache}"] if cache else [])],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None:
+    """Until metrics.jsonl tells of `step`."""
+    for _ in range(6000):
+        seen = read_metrics(directory / "run" / "metrics.jsonl")
+        if seen and seen[-1]["step"] >= step:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} did not come in two minutes")
+
+
+# Bad input
+
+
+def none(data: Path) -> None:
+    (data / "train.bin").unlink()
+
+
+def odd(data: Path) -> None:
+    (data / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-1])
+
+
+def beyond(data: Path) -> None:
+    np.array([*range(64), 64] * 9, "<u2").tofile(data / "validation.bin")
+
+
+def short(data: Path) -> None:
+    np.zeros(16, "<u2").tofile(data / "train.bin")
+
+
+def few(data: Path) -> None:
+    np.zeros(7 * 16 + 1, "<u2").tofile(data / "validation.bin")
+
+
+BAD = {
+    "an unknown key": (["train.stepz=3"], ["unknown key train.stepz", "did you mean train.steps?"]),
+    "an unknown option": (["model=nope"], ["model=nope", "use one of", "6_9b"]),
+    "a wrong type": (["train.steps=many"], ["train.steps=many", "int"]),
+    "a missing value": (["train.steps=???"], ["no value for train.steps", "key=value"]),
+    "an added key": (["+train.more=1"], ["+train.more=1", "write key=value"]),
+    "a deleted key": (["~train.steps"], ["~train.steps", "write key=value"]),
+    "mp and heads": (["mesh.mp=3", "mesh.dp=1"], ["mesh.mp=3", "heads=8", "{1, 2, 4, 8}"]),
+    "mp and ffn": (["model.ffn=66"], ["mesh.mp=4", "ffn=66", "use mesh.mp in {1, 2, 3"]),
+    "mp and vocabulary": (["model.vocabulary_multiple=66"], ["mesh.mp=4", "padded vocabulary=66", "use mesh.mp in"]),
+    "dp and microbatch": (["train.microbatches=8"], ["mesh.dp=2", "microbatch of 1 windows", "use mesh.dp in {1}"]),
+    "microbatches and batch": (["train.microbatches=3"], ["train.microbatches=3", "train.batch=8", "{1, 2, 4, 8}"]),
+    "the mesh and the devices": (["mesh.mp=2"], ["dp=2 x mp=2 needs 4 devices", "has 8", "dp x mp = 8"]),
+    "a file of odd length": (odd, ["train.bin: 5999 bytes", "multiple of the 2 bytes", "prepare it again"]),
+    "an id beyond the vocabulary": (beyond, ["validation.bin: token 64 is id 64", "ends at 63", "model.vocabulary=65"]),
+    "a file below one window": (short, ["train.bin: 16 tokens", "model.context=16 needs 17", "shorten model.context"]),
+    "too few windows to evaluate": (few, ["validation.bin: 7 windows", "train.batch=8", "use train.batch=7 or less"]),
+    "no token file": (none, ["train.bin is not there", "python -m shmap_tp.prepare"]),
+    "a run directory below a file": (["run.dir=FILE/x"], ["run.dir=", "cannot be written: Not a directory", "choose"]),
+    "a checkpoint directory below a file": (["checkpoint.dir=FILE/x"], ["checkpoint.dir=", "cannot be written"]),
+    "a cache below a file": (["run.compilation_cache=FILE/x"], ["run.compilation_cache=", "cannot be written"]),
+    "nothing to resume": (["--resume"], ["no checkpoint in", "leave it out", "run.dir="]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_explained_in_a_line_or_two(tmp_path, monkeypatch, capsys, case):
+    given, expected = BAD[case]
+    monkeypatch.setattr(train, "emulate", lambda devices: None)  # this process has its eight devices
+    write_tokens(tmp_path / "data")
+    (tmp_path / "file").write_text("")
+    if callable(given):
+        given(tmp_path / "data")
+        given = [f"data.dir={tmp_path / 'data'}"]
+    given = [text.replace("FILE", str(tmp_path / "file")) for text in given]
+    arguments = overrides(tmp_path) if "model=nope" not in given else []
+    assert call(monkeypatch, "--cfg", FIRST, *arguments, *given) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and 1 <= len(said.splitlines()) <= 2, said
+    assert "Traceback" not in said
+    for part in expected:
+        assert part in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ([], "--cfg"),
+        (["--cfg"], "expected one argument"),
+        (["--cfg", "nope.yaml"], "--cfg nope.yaml: no such file"),
+        (["--cfg", FIRST, "--resumee"], "unrecognized arguments: --resumee"),
+    ],
+)
+def test_a_bad_command_line_is_explained_too(monkeypatch, capsys, arguments, expected):
+    assert call(monkeypatch, *arguments) == 2
+    said = capsys.readouterr().err
+    assert expected in said and len(said.splitlines()) <= 2, said
+
+
+def test_overrides_may_stand_before_and_after_the_options(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train, "train", lambda config: seen.append(config) or 0)
+    before, after = overrides(tmp_path, "run.seed=5", "train.steps=9"), []
+    for split in (0, 3, len(before)):
+        assert call(monkeypatch, *before[:split], "--cfg", FIRST, *before[split:], "--resume", *after) == 0
+    assert seen == [tiny(tmp_path, "run.seed=5", "train.steps=9", "checkpoint.resume=must")] * 3
+
+
+def test_help_teaches_and_needs_no_jax(tmp_path):
+    """In a process of its own, where nothing has imported JAX before."""
+    script = (
+        "import sys, time; begin = time.perf_counter(); import main; sys.argv = ['main.py', '--help']\n"
+        "try: main.main()\n"
+        "except SystemExit as done: assert done.code == 0\n"
+        "assert 'jax' not in sys.modules and 'matplotlib' not in sys.modules\n"
+        "print('SECONDS', time.perf_counter() - begin)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert float(done.stdout.split("SECONDS")[1]) < 5
+    for taught in (
+        "--cfg conf/config.yaml",
+        "--resume",
+        "key=value",
+        "mesh.dp",
+        "6_9b",
+        "minipile",
+        "75",
+        "exit codes",
+    ):
+        assert taught in done.stdout
+
+
+# Real processes, really killed
+
+
+QUIET = ["evaluate.every=0", "checkpoint.keep=3"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_process_told_to_stop_saves_and_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, capsys, number):
+    given = ["--cfg", FIRST, *overrides(tmp_path, *QUIET, "checkpoint.every=0")]
+    process = start(*given, "train.steps=100000")
+    wait_for_step(process, tmp_path, 5)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "Traceback" not in err
+    stopped = lines(tmp_path)[-1]["step"]
+    assert f"stopped and saved at step {stopped} of 100000" in out
+    assert f"--cfg {tmp_path}/run/config.yaml --resume" in out
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [str(stopped)]
+    last = stopped + 3
+
+    assert call(monkeypatch, "--cfg", f"{tmp_path}/run/config.yaml", f"train.steps={last}", "--resume") == 0
+    assert f"going on from step {stopped}" in capsys.readouterr().out
+    other = tmp_path / "straight"
+    write_tokens(other / "data")
+    assert call(monkeypatch, "--cfg", FIRST, *overrides(other, *QUIET), f"train.steps={last}") == 0
+    assert state_at(tmp_path, last) == state_at(other, last)
+    assert values(tmp_path) == values(other)
+
+
+def test_a_process_that_was_killed_loses_only_what_was_after_its_newest_complete_checkpoint(tmp_path):
+    given = ["--cfg", FIRST, *overrides(tmp_path, *QUIET, "checkpoint.every=3")]
+    process = start(*given, "train.steps=100000")
+    wait_for_step(process, tmp_path, 10)
+    process.kill()
+    process.communicate(timeout=60)
+    reached = lines(tmp_path)[-1]["step"]
+    complete = [int(path.parent.name) for path in (tmp_path / "run" / "checkpoints").glob("*/sha256.json")]
+    assert reached - 6 <= max(complete) <= reached, (complete, reached)
+    last = reached + 2
+
+    process = start(*given, f"train.steps={last}", "--resume")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"going on from step {max(complete)}" in out
+    other = tmp_path / "straight"
+    assert train.train(tiny(other, *QUIET, f"train.steps={last}")) == 0
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, last + 1))
+    assert values(tmp_path) == values(other)
+    assert state_at(tmp_path, last) == state_at(other, last)
+
+
+def test_a_process_given_bad_input_exits_with_2_and_without_a_traceback(tmp_path):
+    process = start("--cfg", FIRST, *overrides(tmp_path, "data.dir=nowhere"))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err.startswith("error: nowhere/train.bin is not there") and len(err.splitlines()) <= 2, err
+    assert "Traceback" not in out + err

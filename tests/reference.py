@@ -8,6 +8,7 @@ for clarity and float64: full [T, T] scores, one head at a time, one layer at a 
 
 import math
 
+import jax
 import jax.numpy as jnp
 
 
@@ -52,7 +53,7 @@ def rotate(x_BTHK, base: float = 10_000.0):
     return jnp.concatenate([z.real, z.imag], axis=-1)
 
 
-def one_head(q_BTK, k_BTK, v_BTK, slope: float):
+def one_head(q_BTK, k_BTK, v_BTK, slope):
     """softmax(q k' / sqrt(K) + slope (s - t), over s <= t) v."""
     time, size = q_BTK.shape[1:]
     t, s = jnp.arange(time)[:, None], jnp.arange(time)[None, :]
@@ -68,11 +69,10 @@ def attention(p: dict, x, positions: str):
     if positions == "rotary":
         q_BTHK, k_BTNK = rotate(q_BTHK), rotate(k_BTNK)
     heads, share = q_BTHK.shape[2], q_BTHK.shape[2] // k_BTNK.shape[2]
-    slopes = alibi_slopes(heads) if positions == "alibi" else [0.0] * heads
-    mixed = [
-        one_head(q_BTHK[:, :, h], k_BTNK[:, :, h // share], v_BTNK[:, :, h // share], slopes[h]) for h in range(heads)
-    ]
-    return jnp.concatenate(mixed, axis=-1) @ p["out.weight"]
+    k_BTHK, v_BTHK = jnp.repeat(k_BTNK, share, axis=2), jnp.repeat(v_BTNK, share, axis=2)
+    slopes_H = jnp.array(alibi_slopes(heads) if positions == "alibi" else [0.0] * heads)
+    mixed_BTHK = jax.vmap(one_head, in_axes=(2, 2, 2, 0), out_axes=2)(q_BTHK, k_BTHK, v_BTHK, slopes_H)
+    return mixed_BTHK.reshape(*x.shape[:2], -1) @ p["out.weight"]
 
 
 NORMS = {"layernorm": layernorm, "rmsnorm": rmsnorm}

@@ -34,13 +34,13 @@ def mesh(shape: tuple[int, int]) -> Mesh:
     return make_mesh(MeshConfig(*shape), jax.devices()[: shape[0] * shape[1]])
 
 
-def random_like(shapes: Any, dtype: str, seed: int = 0) -> Any:
+def random_like(shapes: Any, dtype: str, *, spread: float = 0.25) -> Any:
     """`shapes`, an eqx.Module of arrays or shapes, with every array random: scales around 1, the rest around 0."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def fill(path: tuple, leaf: Any) -> np.ndarray:
-        centre, spread = (1.0, 0.5) if path[-1].name == "scale" else (0.0, 0.25)
-        return rng.normal(centre, spread, leaf.shape).astype(dtype)
+        is_scale = path[-1].name == "scale"
+        return rng.normal(1.0 if is_scale else 0.0, 0.5 if is_scale else spread, leaf.shape).astype(dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
 

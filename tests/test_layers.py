@@ -95,9 +95,7 @@ LAYERS = {
     "layernorm": Case(
         lambda key: LayerNorm(D), lambda layer, x: layer(x), reference.layernorm, (((B, T, D), ROWS),), ROWS
     ),
-    "rmsnorm": Case(
-        lambda key: RMSNorm(D), lambda layer, x: layer(x), reference.rmsnorm, (((B, T, D), ROWS),), ROWS
-    ),
+    "rmsnorm": Case(lambda key: RMSNorm(D), lambda layer, x: layer(x), reference.rmsnorm, (((B, T, D), ROWS),), ROWS),
     "embedding": Case(
         partial(VocabParallelEmbedding, VOCABULARY, V, D, std=1.0),
         lambda layer, ids, like: leave_parallel(layer(ids, like.dtype)) * like,
@@ -126,22 +124,12 @@ LAYERS = {
         (((B, T, H, 6), HEADS),),
         HEADS,
     ),
-    "key_value_8": shared_heads(8),
-    "key_value_2": shared_heads(2),
-    "key_value_1": shared_heads(1),
+    "key_value_2_of_8": shared_heads(2),
     "attention_alibi": attention(8, "alibi", T),
     "attention_alibi_24_heads": attention(24, "alibi", T, heads=24),
-    "attention_rotary_2_of_8": attention(2, "rotary", T),
-    "attention_alibi_1_of_8_in_chunks_of_3": attention(1, "alibi", 3),
-    "attention_rotary_in_chunks_of_2": attention(8, "rotary", 2),
-    "parallel_block": block(ParallelBlock),
-    "parallel_block_2_of_8_swiglu_rotary": block(
-        ParallelBlock, "kv_heads=2", "norm=rmsnorm", "mlp=swiglu", "positions=rotary"
-    ),
-    "sequential_block_in_chunks_of_3": block(SequentialBlock, "block=sequential", "attention_chunk=3"),
-    "sequential_block_1_of_8_swiglu_rotary": block(
-        SequentialBlock, "block=sequential", "kv_heads=1", "norm=rmsnorm", "mlp=swiglu", "positions=rotary"
-    ),
+    "attention_rotary_1_of_8_in_chunks_of_3": attention(1, "rotary", 3),
+    "parallel_block_2_of_8": block(ParallelBlock, "kv_heads=2", "norm=rmsnorm", "mlp=swiglu", "positions=rotary"),
+    "sequential_block": block(SequentialBlock, "block=sequential"),
 }
 
 

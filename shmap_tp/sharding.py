@@ -4,6 +4,7 @@ weight: Float[Array, "D F"] = param(None, MP)      F/mp: the columns are cut alo
 blocks: ParallelBlock       = stacked()            every array inside has a leading dim more, L layers, never cut
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -28,7 +29,7 @@ def stacked() -> Any:
     return eqx.field(metadata={"stacked": True})
 
 
-def _declaration(model: eqx.Module, path: tuple) -> tuple[dict[str, Any], bool]:
+def _declaration(model: eqx.Module, path: tuple) -> tuple[Mapping[str, Any], bool]:
     """Follow a leaf's path down the modules to the line that declares it: (its metadata, whether it is stacked)."""
     node, is_stacked = model, False
     for key in path:

@@ -139,4 +139,5 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
 def state_specs(shapes: State, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
     """PartitionSpecs of a State: declared by the layers, derived for the optimizer."""
     specs = partition_specs(shapes.params, dict(mesh.shape))
-    return State(specs, optimizer_specs(optimizer, shapes.params, specs), P())
+    whole = (specs, optimizer_specs(optimizer, shapes.params, specs), P())
+    return eqx.tree_at(lambda state: (state.params, state.optimizer, state.step), shapes, whole)

@@ -46,7 +46,7 @@ def alibi_slopes(heads: int) -> Float[np.ndarray, " H"]:
         return [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
 
     below = 2 ** math.floor(math.log2(heads))
-    return np.array(geometric(below) + geometric(2 * below)[0::2][: heads - below], np.float32)
+    return np.array(geometric(below) + geometric(2 * below)[0::2][: heads - below])
 
 
 class Rotary(eqx.Module):

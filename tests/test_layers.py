@@ -1,0 +1,140 @@
+"""Every layer on every mesh is its dense reference: output, input gradient, and the gradient of every parameter.
+
+B batch, T time, D model width, F hidden width, H query heads, N key/value heads, K head dim, V vocabulary rows.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from sharded import COLUMNS, ROWS, Case, compare
+from small import config, every_mesh, every_precision
+
+from shmap_tp.collectives import enter_parallel, leave_parallel
+from shmap_tp.layers.attention import Attention, KeyValueHeads
+from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
+from shmap_tp.layers.norm import LayerNorm, RMSNorm
+from shmap_tp.layers.positions import Alibi, Learned, Rotary
+from shmap_tp.mesh import DP, MP
+from shmap_tp.transformer import ParallelBlock, SequentialBlock
+
+B, T, D, F, H, K = 8, 7, 24, 40, 8, 4
+VOCABULARY, V = 50, 64
+HEADS = P(DP, None, MP, None)  # [B/dp T H/mp K]
+IDS = np.random.default_rng(3).integers(0, VOCABULARY, (B, T)).astype(np.int32)
+POSITIONS = {"alibi": Alibi(H), "rotary": Rotary(10_000.0)}
+
+
+def parallel(layer, x, *more):
+    """As its owner calls a layer that maps whole to owed."""
+    return leave_parallel(layer(enter_parallel(x), *more))
+
+
+def attention(kv_heads: int, positions: str, chunk: int, heads: int = H) -> Case:
+    return Case(
+        partial(Attention, D, (heads, kv_heads), K, chunk, std=1.0, std_out=1.0),
+        lambda layer, x: parallel(layer, x, Alibi(heads) if positions == "alibi" else Rotary(10_000.0)),
+        partial(reference.attention, positions=positions),
+        (((B, T, D), ROWS),),
+        ROWS,
+    )
+
+
+def shared_heads(kv_heads: int) -> Case:
+    """KeyValueHeads as the query heads of each device see them: one key head for each."""
+
+    def seen(layer, x):
+        k_BTNK = layer(enter_parallel(x))
+        return jnp.repeat(k_BTNK, H // lax.axis_size(MP) // k_BTNK.shape[2], axis=2)
+
+    def dense(p, x):
+        return jnp.repeat(jnp.einsum("btd,dnk->btnk", x, p["weight"]), H // kv_heads, axis=2)
+
+    return Case(partial(KeyValueHeads, D, kv_heads, K, std=1.0), seen, dense, (((B, T, D), ROWS),), HEADS)
+
+
+def block(make, *settings: str) -> Case:
+    model = config(*[f"model.{setting}" for setting in settings]).model
+    return Case(
+        partial(make, model),
+        lambda layer, x: layer(x, POSITIONS[model.positions]),
+        partial(reference.block, config=model),
+        (((B, T, D), ROWS),),
+        ROWS,
+    )
+
+
+LAYERS = {
+    "column": Case(
+        partial(ColumnParallelLinear, D, F, std=1.0),
+        lambda layer, x: layer(enter_parallel(x)),
+        lambda p, x: x @ p["weight"],
+        (((B, T, D), ROWS),),
+        COLUMNS,
+    ),
+    "row": Case(
+        partial(RowParallelLinear, F, D, std=1.0),
+        lambda layer, x: leave_parallel(layer(x)),
+        lambda p, x: x @ p["weight"],
+        (((B, T, F), COLUMNS),),
+        ROWS,
+    ),
+    "gelu": Case(
+        partial(GeluMlp, D, F, std=1.0, std_out=1.0), parallel, reference.gelu_mlp, (((B, T, D), ROWS),), ROWS
+    ),
+    "swiglu": Case(
+        partial(SwigluMlp, D, F, std=1.0, std_out=1.0), parallel, reference.swiglu_mlp, (((B, T, D), ROWS),), ROWS
+    ),
+    "layernorm": Case(
+        lambda key: LayerNorm(D), lambda layer, x: layer(x), reference.layernorm, (((B, T, D), ROWS),), ROWS
+    ),
+    "rmsnorm": Case(lambda key: RMSNorm(D), lambda layer, x: layer(x), reference.rmsnorm, (((B, T, D), ROWS),), ROWS),
+    "embedding": Case(
+        partial(VocabParallelEmbedding, VOCABULARY, V, D, std=1.0),
+        lambda layer, ids, like: leave_parallel(layer(ids, like.dtype)) * like,
+        lambda p, ids, like: reference.embedding(p, ids) * like,
+        ((IDS, P(DP, None)), ((B, T, D), ROWS)),
+        ROWS,
+    ),
+    "head": Case(
+        partial(VocabParallelHead, VOCABULARY, V, D, std=1.0),
+        lambda layer, x: layer(enter_parallel(x)),
+        lambda p, x: x @ p["weight"].T,
+        (((B, T, D), ROWS),),
+        COLUMNS,
+    ),
+    "learned": Case(
+        partial(Learned, T + 2, D, std=1.0),
+        lambda layer, x: layer.at_input(x),
+        lambda p, x: x + p["weight"][None, :T],
+        (((B, T, D), ROWS),),
+        ROWS,
+    ),
+    "rotary": Case(
+        lambda key: Rotary(10_000.0),
+        lambda layer, x: layer.on_heads(x),
+        lambda p, x: reference.rotate(x),
+        (((B, T, H, 6), HEADS),),
+        HEADS,
+    ),
+    "key_value_2_of_8": shared_heads(2),
+    "attention_alibi": attention(8, "alibi", T),
+    "attention_alibi_24_heads": attention(24, "alibi", T, heads=24),
+    "attention_rotary_1_of_8_in_chunks_of_3": attention(1, "rotary", 3),
+    "parallel_block_2_of_8": block(ParallelBlock, "kv_heads=2", "norm=rmsnorm", "mlp=swiglu", "positions=rotary"),
+    "sequential_block": block(SequentialBlock, "block=sequential"),
+}
+
+
+@every_precision
+@every_mesh
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_is_its_dense_reference(layer, shape, precision):
+    compare(LAYERS[layer], shape, precision)

@@ -1,0 +1,117 @@
+"""The whole model on every mesh is its dense reference: logits, loss, and the gradient of every parameter.
+
+And what follows without a reference: no position sees a later one, and k microbatches are one batch.
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from closeness import RELATIVE, assert_close, by_path
+from jax.sharding import PartitionSpec as P
+from sharded import COLUMNS, widened
+from small import config, every_mesh, every_precision, mesh, random_like, shapes_of
+
+from shmap_tp.config import Config
+from shmap_tp.sharding import partition_specs
+from shmap_tp.step import TOKENS, Objective, loss_and_gradients
+from shmap_tp.transformer import Transformer
+
+MODELS = {
+    "parallel layernorm gelu alibi": [],
+    "parallel rmsnorm swiglu rotary, 2 kv heads of 8, in chunks of 4, tied, dots, z-loss": [
+        "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary", "model.kv_heads=2",
+        "model.attention_chunk=4", "model.tied=true", "model.remat=dots", "train.z_loss=0.01",
+    ],
+    "sequential layernorm gelu learned, 1 kv head of 8, no padding, full, z-loss": [
+        "model.block=sequential", "model.positions=learned", "model.kv_heads=1", "model.vocabulary=64",
+        "model.remat=full", "train.z_loss=0.01",
+    ],
+}  # fmt: skip
+
+
+def tokens(config: Config) -> np.ndarray:
+    """[1 B T+1]: random ids, the ends of some rows ignored, so that devices of dp count differently many targets."""
+    shape = (config.train.batch, config.model.context + 1)
+    ids = np.random.default_rng(8).integers(0, config.model.vocabulary, shape).astype(np.int32)
+    ids[1, 5:], ids[2, 3:], ids[7, -1:] = -1, -1, -1
+    return ids[None]
+
+
+def parameters(config: Config, precision: str) -> Transformer:
+    """In float32 as spread as they are at the start of a run: wilder weights amplify its own rounding beyond 1e-6, on
+    one device or many (2e-6 at a spread of 0.25).  Float64 takes them wilder."""
+    spread = config.model.init_std if precision == "float32" else 0.25
+    return random_like(shapes_of(partial(Transformer, config.model)), precision, spread=spread)
+
+
+def on_mesh(config: Config, shape: tuple[int, int], precision: str, *, forward_too: bool = True) -> Any:
+    """The compiled (params, tokens[A B T+1]) -> {loss, gradients, logits}."""
+    objective = Objective(config.model.vocabulary, config.train.z_loss, jnp.dtype(precision))
+    specs = partition_specs(shapes_of(partial(Transformer, config.model)), dict(mesh(shape).shape))
+
+    def local(params: Transformer, tokens_ABT: Any) -> dict[str, Any]:
+        loss, gradients = loss_and_gradients(objective, params, tokens_ABT)
+        logits = {"logits": params(tokens_ABT[0, :, :-1], objective.dtype)} if forward_too else {}
+        return logits | {"loss": loss, "gradients": gradients}
+
+    outs = ({"logits": COLUMNS} if forward_too else {}) | {"loss": P(), "gradients": specs}
+    return jax.jit(jax.shard_map(local, mesh=mesh(shape), in_specs=(specs, TOKENS), out_specs=outs))
+
+
+@cache
+def expected(model: str, precision: str) -> dict[str, Any]:
+    conf = config(*MODELS[model])
+    objective = partial(reference.objective, config=conf.model, z_loss=conf.train.z_loss)
+
+    def dense(p: dict, tokens_BT: Any) -> dict[str, Any]:
+        (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(p, tokens_BT)
+        logits = reference.transformer(p, tokens_BT[:, :-1], conf.model)
+        return {"logits": logits, "loss": loss, "gradients": gradients}
+
+    with jax.enable_x64(True):
+        p = {path: widened(array) for path, array in by_path(parameters(conf, precision)).items()}
+        return jax.device_get(jax.jit(dense)(p, tokens(conf)[0]))
+
+
+@every_precision
+@every_mesh
+@pytest.mark.parametrize("model", MODELS)
+def test_the_model_is_its_dense_reference(model, shape, precision):
+    conf = config(*MODELS[model])
+    promotion = "standard" if precision == "float64" else "strict"
+    with jax.enable_x64(precision == "float64"), jax.numpy_dtype_promotion(promotion):
+        found = on_mesh(conf, shape, precision)(parameters(conf, precision), tokens(conf))
+    assert all(array.dtype == precision for array in jax.tree.leaves(found))
+    assert_close(found | {"gradients": by_path(found["gradients"])}, expected(model, precision), RELATIVE[precision])
+
+
+def test_microbatches_are_one_batch():
+    """1, 2 or 4 of them, each counting differently many targets: the same loss and gradients."""
+    found = {}
+    with jax.enable_x64(True):
+        for parts in (1, 2, 4):
+            conf = config("train.batch=32", f"train.microbatches={parts}", "train.z_loss=0.01")
+            ids = tokens(conf).reshape(parts, 32 // parts, -1)
+            found[parts] = on_mesh(conf, (2, 4), "float64", forward_too=False)(parameters(conf, "float64"), ids)
+    assert_close(found[2], found[1], RELATIVE["float64"])
+    assert_close(found[4], found[1], RELATIVE["float64"])
+
+
+def test_no_position_sees_a_later_one():
+    """Nor another row: the logits up to t do not change by a bit when tokens after t, or in other rows, do."""
+    conf = config("model.attention_chunk=3", "model.remat=dots")
+    run, params, ids = on_mesh(conf, (2, 4), "float32"), parameters(conf, "float32"), np.abs(tokens(conf))
+    before = np.asarray(run(params, ids)["logits"])
+    for t in (0, 3, 5):
+        changed = ids.copy()
+        changed[0, 2, t + 1 :] = (changed[0, 2, t + 1 :] + 1) % conf.model.vocabulary
+        after = np.asarray(run(params, changed)["logits"])
+        rows = np.arange(len(ids[0])) != 2
+        np.testing.assert_array_equal(after[rows], before[rows])
+        np.testing.assert_array_equal(after[2, : t + 1], before[2, : t + 1])
+        assert np.any(after[2, t + 1] != before[2, t + 1])

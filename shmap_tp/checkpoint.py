@@ -105,12 +105,25 @@ class Checkpoints:
         return ocp.checkpointables_metadata(self._dir / str(step)).custom_metadata
 
     def restore(self, step: int, shapes: State) -> State:
-        """The bits that were saved, laid out as `shapes` says.  Raises InputError where they cannot be read."""
+        """The bits that were saved, laid out as `shapes` says.
+
+        Raises InputError where they are of other names, shapes or dtypes (Orbax would cast a dtype without a word), or
+        cannot be read.
+        """
+        directory = self._dir / str(step)
+        saved = _leaves(ocp.checkpointables_metadata(directory).metadata["state"])
+        wanted = _leaves(shapes)
+        for name in sorted(saved.keys() | wanted.keys()):
+            if saved.get(name) != wanted.get(name):
+                raise InputError(
+                    f"checkpoint {directory} holds {name} as {saved.get(name)}, needed is {wanted.get(name)};\n"
+                    f"go on with the version of shmap_tp that saved it, or start another run with run.dir=..."
+                )
         try:
-            return ocp.load_checkpointables(self._dir / str(step), {"state": shapes})["state"]
+            return ocp.load_checkpointables(directory, {"state": shapes})["state"]
         except Exception as error:
             cause = str(error.__cause__ or error).strip().splitlines()[0][:200]
-            raise InputError(f"checkpoint {self._dir / str(step)} cannot be restored: {cause}") from error
+            raise InputError(f"checkpoint {directory} cannot be restored: {cause}") from error
 
     def _complete(self, step: int, written: Any) -> None:
         """Once Orbax has `written` the files: hash them, and only then delete the checkpoints that are not kept."""
@@ -145,6 +158,15 @@ class Checkpoints:
             if expected.get(name) != actual[name]:
                 return f"file {name} is not what was saved: its sha256 is not the one in {MANIFEST}"
         return None
+
+
+def _leaves(state: Any) -> dict[str, str]:
+    """dtype and shape of every leaf, by its path."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }
 
 
 def _hashes(directory: epath.Path) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
     python benchmarks/benchmark_cpu.py [--rounds 5] [--compile] [key=value ...]
 
-The work: 4 devices, 33.6M parameters, context 256, batch 16, 2 microbatches, AdamW, float32.  Each round times one step
-on each mesh and, beside it, the jitted product of two float32 matrices of 2048 cubed on one device, which uses all cores;
-the ratio is of medians.  Model FLOPs count causal attention at half, and nothing that is computed twice.
+The work: 4 devices, 33.6M parameters, context 256, batch 16, 2 microbatches, AdamW, float32.  Each round times one
+step on each mesh and, beside it, the jitted product of two float32 matrices of 2048 cubed on one device, which uses all
+cores; the ratio is of medians.  Model FLOPs count causal attention at half, and nothing that is computed twice.
 `cpu ratio` divides by processor seconds instead of wall seconds: what other processes on the machine take is not in it.
 """
 

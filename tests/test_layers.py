@@ -5,7 +5,6 @@ B batch, T time, D model width, F hidden width, H query heads, N key/value heads
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

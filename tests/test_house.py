@@ -1,0 +1,89 @@
+"""Rules of the house that can be read off the source: what may import what, and what no file may contain."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "shmap_tp"
+
+FLOORS = [
+    {"config", "settings", "mesh", "hardware"},  # words
+    {"sharding", "collectives", "flops"},  # facts about arrays
+    {"layers"},  # the product
+    {"transformer", "loss"},  # the model
+    {"optimizer", "data", "sources", "prepare", "metrics", "stop"},  # what training needs
+    {"step", "checkpoint", "train"},  # running; a checkpoint holds the step's State
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FILES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+
+
+def room(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(file: Path) -> set[str]:
+    """Modules of shmap_tp that `file` imports anywhere, as dotted paths below the package."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            whole = (
+                [f"{node.module}.{name.name}" for name in node.names] if node.module == "shmap_tp" else [node.module]
+            )
+        elif isinstance(node, ast.Import):
+            whole = [name.name for name in node.names]
+        else:
+            continue
+        found |= {name.removeprefix("shmap_tp.") for name in whole if name.startswith("shmap_tp.")}
+    return found
+
+
+def test_every_room_has_a_floor():
+    assert {room(file) for file in FILES} - {"__init__"} == FLOOR.keys()
+
+
+@SOURCES
+def test_imports_point_down(file):
+    """To the own floor at most."""
+    if room(file) != "__init__":
+        upward = {name for name in imported(file) if FLOOR[name.split(".")[0]] > FLOOR[room(file)]}
+        assert not upward, f"{room(file)} is on floor {FLOOR[room(file)]}"
+
+
+def test_imports_do_not_go_in_circles():
+    below = {".".join(file.relative_to(PACKAGE).with_suffix("").parts): imported(file) for file in FILES}
+    while below:
+        loose = {name for name, needs in below.items() if not needs & below.keys()}
+        assert loose, f"a circle among {sorted(below)}"
+        below = {name: needs for name, needs in below.items() if name not in loose}
+
+
+@pytest.mark.parametrize("name", ["config", "flops", "sources"])
+def test_these_do_not_import_jax(name):
+    assert "jax" not in {
+        alias.name.split(".")[0]
+        for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in ([ast.alias(node.module)] if isinstance(node, ast.ImportFrom) else node.names)
+    }
+
+
+@SOURCES
+def test_axes_are_named_in_mesh_only(file):
+    """Everywhere else they are DP and MP, never the words."""
+    if room(file) != "mesh":
+        words = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+        assert not [node.lineno for node in words if node.value in ("dp", "mp")]
+
+
+@pytest.mark.parametrize(
+    "file", [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")], ids=lambda file: file.name
+)
+def test_the_check_is_never_switched_off(file):
+    """check_vma=True is the default of shard_map: a forgotten collective does not compile."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        assert not (isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")), node.value.lineno

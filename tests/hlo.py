@@ -74,11 +74,12 @@ def equations(jaxpr: Any) -> int:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """One all-reduce of compiled HLO: over which axis, the sizes and dtypes it carries, whether inside a loop."""
+    """One all-reduce of compiled HLO: over which axis, the sizes of the arrays it carries, whether inside a loop.
+
+    Not their dtypes: on a CPU XLA sums bfloat16 in float32."""
 
     axis: str
     sizes: tuple[int, ...]
-    dtypes: frozenset[str]
     in_loop: bool
 
 
@@ -91,10 +92,9 @@ def all_reduces(text: str, mesh: Mesh) -> list[AllReduce]:
             entry = line.startswith("ENTRY")
         match = re.match(r"\s*(?:ROOT )?%?\S+ = (.+?) all-reduce(?:-start)?\(", line)
         if match:
-            shapes = re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", match[1])
-            sizes = tuple(int(np.prod([int(n) for n in shape.split(",") if n])) for _, shape in shapes)
-            dtypes = frozenset(dtype for dtype, _ in shapes)
-            found.append(AllReduce(_axis(line, groups), sizes, dtypes, in_loop=not entry))
+            shapes = re.findall(r"\b[a-z]+\d+\[([\d,]*)\]", match[1])
+            sizes = tuple(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
+            found.append(AllReduce(_axis(line, groups), sizes, in_loop=not entry))
     return found
 
 

@@ -118,3 +118,18 @@ def objective(p: dict, tokens_BT, config, z_loss: float):
     nll, logz = cross_entropy(logits, tokens_BT[:, 1:], config.vocabulary)
     counted = (tokens_BT[:, 1:] >= 0).sum()
     return nll.sum() / counted + z_loss * (logz**2).sum() / counted, nll.sum() / counted
+
+
+def adamw(p: dict, gradients: dict, moments: dict, step: int, rate: float, config):
+    """(parameters, moments, norm of the gradients) after step 1, 2, ...; the gradients are clipped first."""
+    norm = math.sqrt(sum((g**2).sum() for g in gradients.values()))
+    new, new_moments = {}, {}
+    for path, g in gradients.items():
+        g = g * min(1, config.clip_norm / norm)
+        m = config.beta1 * moments[path][0] + (1 - config.beta1) * g
+        v = config.beta2 * moments[path][1] + (1 - config.beta2) * g**2
+        unbiased_m, unbiased_v = m / (1 - config.beta1**step), v / (1 - config.beta2**step)
+        decay = 0 if path.endswith("scale") else config.weight_decay
+        new[path] = p[path] - rate * (unbiased_m / (unbiased_v**0.5 + config.epsilon) + decay * p[path])
+        new_moments[path] = (m, v)
+    return new, new_moments, norm

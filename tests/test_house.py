@@ -1,75 +1,89 @@
-"""The house stands as drawn: imports point down, axes have names, the replication check is never switched off."""
+"""Rules of the house that can be read off the source: what may import what, and what no file may contain."""
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "shmap_tp"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "shmap_tp"
+
+FLOORS = [
+    {"config", "settings", "mesh", "hardware"},  # words
+    {"sharding", "collectives", "flops"},  # facts about arrays
+    {"layers"},  # the product
+    {"transformer", "loss"},  # the model
+    {"optimizer", "data", "sources", "prepare", "metrics", "stop"},  # what training needs
+    {"step", "checkpoint", "train"},  # running; a checkpoint holds the step's State
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
-
-FLOORS = {
-    "config": 0, "settings": 0, "mesh": 0, "hardware": 0,
-    "sharding": 1, "collectives": 1, "flops": 1,
-    "layers": 2,
-    "transformer": 3, "loss": 3,
-    "optimizer": 4, "tokenizer": 4, "sources": 4, "prepare": 4, "data": 4, "metrics": 4, "stop": 4,
-    "step": 5, "checkpoint": 5, "train": 5,
-}  # fmt: skip
-"""Rooms of one floor may import each other, as far as Python allows: without a cycle."""
+SOURCES = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 
 
-def room(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def room(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(tree: ast.Module) -> list[str]:
-    """The rooms of shmap_tp that a file imports, wherever in it."""
-    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    return [name.split(".")[1] for name in names if name.startswith("shmap_tp.")]
-
-
-def upward(path: Path, text: str) -> list[str]:
-    return [name for name in imported(ast.parse(text)) if FLOORS[name] > FLOORS[room(path)]]
-
-
-@pytest.mark.parametrize("path", [path for path in FILES if path.name != "__init__.py"], ids=lambda path: path.stem)
-def test_imports_point_down(path):
-    assert not upward(path, path.read_text())
-
-
-def test_an_upward_import_is_seen():
-    assert upward(PACKAGE / "loss.py", "def f():\n    from shmap_tp.step import State") == ["step"]
-
-
-def test_axes_go_by_their_constants():
-    """The strings "dp" and "mp" stand in mesh.py, and nowhere else in the package but in configurations."""
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and node.value in ("dp", "mp"):
-                assert path.name == "mesh.py", f"{path.name}:{node.lineno}"
-
-
-def test_the_replication_check_is_never_switched_off():
-    for path in FILES:
-        assert not re.search(r"check_vma\s*=\s*False", path.read_text()), path
-
-
-@pytest.mark.parametrize("name", ["config", "settings", "flops"])
-def test_a_configuration_can_be_read_without_jax(name):
-    assert "jax" not in {alias.split(".")[0] for alias in _all_imports(PACKAGE / f"{name}.py")}
-
-
-def _all_imports(path: Path) -> list[str]:
-    """Every module that a file imports, and those that its own imports of shmap_tp do."""
-    tree, found = ast.parse(path.read_text()), []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append(node.module)
-    for name in imported(tree):
-        found += _all_imports(PACKAGE / f"{name}.py")
+def imported(file: Path) -> set[str]:
+    """Modules of shmap_tp that `file` imports anywhere, as dotted paths below the package."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            whole = (
+                [f"{node.module}.{name.name}" for name in node.names] if node.module == "shmap_tp" else [node.module]
+            )
+        elif isinstance(node, ast.Import):
+            whole = [name.name for name in node.names]
+        else:
+            continue
+        found |= {name.removeprefix("shmap_tp.") for name in whole if name.startswith("shmap_tp.")}
     return found
+
+
+def test_every_room_has_a_floor():
+    assert {room(file) for file in FILES} - {"__init__"} == FLOOR.keys()
+
+
+@SOURCES
+def test_imports_point_down(file):
+    """To the own floor at most."""
+    if room(file) != "__init__":
+        upward = {name for name in imported(file) if FLOOR[name.split(".")[0]] > FLOOR[room(file)]}
+        assert not upward, f"{room(file)} is on floor {FLOOR[room(file)]}"
+
+
+def test_imports_do_not_go_in_circles():
+    below = {".".join(file.relative_to(PACKAGE).with_suffix("").parts): imported(file) for file in FILES}
+    while below:
+        loose = {name for name, needs in below.items() if not needs & below.keys()}
+        assert loose, f"a circle among {sorted(below)}"
+        below = {name: needs for name, needs in below.items() if name not in loose}
+
+
+@pytest.mark.parametrize("name", ["config", "flops", "sources"])
+def test_these_do_not_import_jax(name):
+    assert "jax" not in {
+        alias.name.split(".")[0]
+        for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in ([ast.alias(node.module)] if isinstance(node, ast.ImportFrom) else node.names)
+    }
+
+
+@SOURCES
+def test_axes_are_named_in_mesh_only(file):
+    """Everywhere else they are DP and MP, never the words."""
+    if room(file) != "mesh":
+        words = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+        assert not [node.lineno for node in words if node.value in ("dp", "mp")]
+
+
+@pytest.mark.parametrize(
+    "file", [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")], ids=lambda file: file.name
+)
+def test_the_check_is_never_switched_off(file):
+    """check_vma=True is the default of shard_map: a forgotten collective does not compile."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        assert not (isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")), node.value.lineno

@@ -1,147 +1,262 @@
-"""What must not pass does not: each fault is put into the code, and either fails to build or fails the parity test."""
+"""Mistakes that are easy to make here, each made on purpose, and what catches it.
 
+refused   no program comes of it, whatever its inputs
+wrong     it runs, and the comparison with the dense reference sees it
+wasteful  its values are right, and the ledger of collectives sees it
+
+Each test is also the proof that the test it calls can fail.
+"""
+
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from closeness import RELATIVE, assert_close, by_path
+import sharded
+import test_layers
+import test_ledger
+import test_loss
+from closeness import RELATIVE, assert_close
+from hlo import wires
 from jax import lax
+from jax.sharding import AxisType, Mesh
 from small import config, mesh
-from test_model import MODELS, expected, on_mesh, parameters, tokens
 
 import shmap_tp.layers.attention
 import shmap_tp.layers.embedding
+import shmap_tp.layers.positions
 import shmap_tp.loss
 import shmap_tp.optimizer
 import shmap_tp.step
 import shmap_tp.transformer
-from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from shmap_tp import collectives
+from shmap_tp.layers.attention import KeyValueHeads
+from shmap_tp.layers.embedding import VocabParallelEmbedding
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from shmap_tp.layers.norm import LayerNorm
-from shmap_tp.mesh import MP
+from shmap_tp.layers.norm import LayerNorm, RMSNorm
+from shmap_tp.mesh import DP, MP
 from shmap_tp.step import build_programs
+from shmap_tp.transformer import Transformer
 
-MODEL = "parallel layernorm gelu alibi"
-SHAPE = (2, 4)
-
-
-def compare() -> None:
-    """The parity test of the model on one mesh, in float64."""
-    conf = config(*MODELS[MODEL])
-    with jax.enable_x64(True):
-        found = on_mesh(conf, SHAPE, "float64")(parameters(conf, "float64"), tokens(conf))
-    assert_close(found | {"gradients": by_path(found["gradients"])}, expected(MODEL, "float64"), RELATIVE["float64"])
+BLOCKS = ["parallel_block_2_of_8", "sequential_block"]
 
 
-def build_step(*overrides: str) -> Any:
-    made = build_programs(config("mesh.dp=2", "mesh.mp=4", *overrides), mesh(SHAPE), jax.numpy.float32)
-    return made.step.lower(made.shapes, made.tokens)
+def compare(layer: str, shape: tuple[int, int] = (2, 4)) -> None:
+    sharded.compare(test_layers.LAYERS[layer], shape, "float64")
 
 
-def test_without_a_fault_all_is_well():
-    compare()
-    build_step()
+def compare_loss() -> None:
+    sharded.compare(test_loss.LOSSES["padded to 64 from 50, a third of the targets ignored"], (2, 4), "float64")
 
 
-def test_a_dropped_sum_does_not_build(monkeypatch):
+def trace_step(*settings: str) -> Any:
+    """The jaxpr of the step; nothing is compiled."""
+    conf = config("mesh.dp=2", "mesh.mp=4", "train.batch=16", "train.microbatches=2", *settings)
+    made = build_programs(conf, mesh((2, 4)), jnp.float32)
+    return jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr
+
+
+refused_by_type = pytest.raises(
+    (TypeError, ValueError),
+    match=r"manual axis types|require replication which can't be statically|unexpected JAX type|Unsupported pcast",
+)
+refused_by_shape = pytest.raises((TypeError, ValueError), match=r"shape|divisible|divide|Size of label")
+wrong = pytest.raises(AssertionError, match="from its expected value")
+
+
+def with_lax(monkeypatch, module: Any, **instead: Any) -> None:
+    """In `module` alone, jax.lax has these functions instead of its own."""
+    monkeypatch.setattr(module, "lax", SimpleNamespace(**{**vars(lax), **instead}))
+
+
+def declare(monkeypatch, layer: type, *axes: str | None, **more: bool) -> None:
+    """`layer` declares its one parameter with these axes."""
+    (field,) = [field for field in layer.__dataclass_fields__.values() if "axes" in field.metadata]
+    monkeypatch.setattr(field, "metadata", {"axes": axes, "whole_if_fewer": False} | more)
+
+
+# A sum over devices, left out or made twice
+
+
+@pytest.mark.parametrize("block", ["parallel", "sequential"])
+def test_leaving_without_the_sum_is_refused(monkeypatch, block):
     monkeypatch.setattr(shmap_tp.transformer, "leave_parallel", lambda x: x)
-    with pytest.raises(ValueError, match="pcast from=varying|manual axis types"):
-        build_step()
+    with refused_by_type:
+        trace_step(f"model.block={block}")
+    with refused_by_type:
+        compare(dict(zip(["parallel", "sequential"], BLOCKS, strict=True))[block])
 
 
-def test_a_dropped_sum_over_dp_does_not_build(monkeypatch):
+def test_a_loss_without_its_sums_is_refused(monkeypatch):
+    with_lax(monkeypatch, shmap_tp.loss, psum=lambda x, axis: x)
+    with refused_by_type:
+        compare_loss()
+    with refused_by_type:
+        trace_step()
+
+
+def test_gradients_that_never_meet_over_dp_are_refused(monkeypatch):
     monkeypatch.setattr(shmap_tp.step, "sum_over", lambda tree, axis: tree)
-    with pytest.raises(ValueError, match="out_specs"):
-        build_step()
+    with refused_by_type:
+        trace_step()
 
 
-def test_a_sum_dropped_from_the_loss_does_not_build(monkeypatch):
-    class Silent:
-        psum = staticmethod(lambda x, axis: x)
+def test_a_second_sum_is_wrong(monkeypatch):
+    """JAX accepts it: the sum of mp equal values is mp times the value."""
+    monkeypatch.setattr(shmap_tp.transformer, "leave_parallel", lambda x: lax.psum(lax.psum(x, MP), MP))
+    with wrong:
+        compare(BLOCKS[0])
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(lax, name)
 
-    monkeypatch.setattr(shmap_tp.loss, "lax", Silent())
-    with pytest.raises((TypeError, ValueError), match=r"out_specs|manual axis types|varying|carry"):
-        build_step()
+# A region entered in another way
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_entering_without_a_word_is_wasteful(monkeypatch, block):
+    """The values are right, but each product that the input meets sums its gradient for itself."""
+    monkeypatch.setattr(shmap_tp.transformer, "enter_parallel", lambda x: x)
+    compare(block)
+    with pytest.raises(AssertionError):
+        test_ledger.test_a_layer_talks_as_its_docstring_says(block, (2, 4))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_classic_custom_gradient_for_entering_is_wrong(monkeypatch, block):
+    """Megatron's f, right where nothing is checked: under check_vma JAX has summed already, and dx comes mp times."""
+    enter = jax.custom_vjp(lambda x: x)
+    enter.defvjp(lambda x: (x, None), lambda _, dx: (lax.psum(dx, MP),))
+    monkeypatch.setattr(shmap_tp.transformer, "enter_parallel", enter)
+    with wrong:
+        compare(block)
+
+
+def test_a_classic_custom_gradient_for_leaving_is_refused(monkeypatch):
+    leave = jax.custom_vjp(lambda x: lax.psum(x, MP))
+    leave.defvjp(lambda x: (lax.psum(x, MP), None), lambda _, dx: (dx,))
+    monkeypatch.setattr(shmap_tp.transformer, "leave_parallel", leave)
+    with refused_by_type:
+        compare(BLOCKS[0])
+
+
+def test_parameters_that_do_not_vary_over_dp_are_seen(monkeypatch):
+    """Their gradients are then summed over dp by JAX, in every microbatch, and once more by us."""
+
+    def forget_the_parameters(tree: Any, axis: str) -> Any:
+        return tree if isinstance(tree, Transformer) else collectives.vary(tree, axis)
+
+    monkeypatch.setattr(shmap_tp.step, "vary", forget_the_parameters)
+    assert any(wire.scans and DP in wire.axes for wire in wires(trace_step()))
+
+
+# A declaration that lies about where a parameter is
 
 
 @pytest.mark.parametrize(
-    ("layer", "name", "axes"),
+    ("declared", "axes", "layer"),
     [
-        (RowParallelLinear, "weight", (None, None)),
-        (RowParallelLinear, "weight", (None, MP)),
-        (ColumnParallelLinear, "weight", (MP, None)),
-        (VocabParallelEmbedding, "weight", (None, MP)),
-        (LayerNorm, "scale", (MP,)),
+        (RowParallelLinear, (None, None), "row"),
+        (RowParallelLinear, (None, MP), "gelu"),
+        (ColumnParallelLinear, (MP, None), "column"),
+        (ColumnParallelLinear, (None, None), "swiglu"),
+        (VocabParallelEmbedding, (None, MP), "embedding"),
+        (LayerNorm, (MP,), "layernorm"),
+        (RMSNorm, (MP,), "rmsnorm"),
+        (KeyValueHeads, (MP, None, None), "attention_alibi"),
+        (KeyValueHeads, (None, MP, None), "parallel_block_2_of_8"),  # not whole where mp is more than its heads
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_a_spec_that_lies_does_not_build(monkeypatch, layer, name, axes):
-    field = layer.__dataclass_fields__[name]
-    monkeypatch.setattr(field, "metadata", {**field.metadata, "axes": axes})
-    with pytest.raises(Exception):  # noqa: B017 - shapes that do not fit, or a type: never a program
-        build_step()
+def test_a_spec_that_lies_is_refused(monkeypatch, declared, axes, layer):
+    declare(monkeypatch, declared, *axes)
+    with refused_by_shape:
+        compare(layer)
 
 
-def test_a_head_that_is_whole_but_said_to_be_cut_is_caught(monkeypatch):
-    """Every device would score all rows as if they were its own."""
-    field = VocabParallelHead.__dataclass_fields__["weight"]
-    monkeypatch.setattr(field, "metadata", {**field.metadata, "axes": (None, None)})
-    with pytest.raises(AssertionError, match="logits: shape"):
-        compare()
+def test_key_value_heads_said_to_be_whole_are_wrong(monkeypatch):
+    """All shapes fit: every device has heads enough for its queries, but not all of them its own."""
+    declare(monkeypatch, KeyValueHeads, None, None, None)
+    with wrong:
+        compare("parallel_block_2_of_8", (4, 2))
 
 
-def test_optax_clipping_inside_the_step_does_not_build(monkeypatch):
-    """It is the norm of one device's shards: its type says so."""
+def test_a_table_said_to_be_whole_is_wasteful(monkeypatch):
+    """The first device then finds every id and the others none: right, and every device holds and sums all of it."""
+    declare(monkeypatch, VocabParallelEmbedding, None, None)
+    compare("embedding")
+    with pytest.raises(AssertionError):
+        test_ledger.test_a_layer_talks_as_its_docstring_says("embedding", (2, 4))
+
+
+def test_an_undeclared_parameter_is_refused(monkeypatch):
+    (field,) = LayerNorm.__dataclass_fields__.values()
+    monkeypatch.setattr(field, "metadata", {})
+    with pytest.raises(TypeError, match=r"norm\.scale is an array that was not declared with param"):
+        trace_step()
+
+
+# A norm that only one device knows
+
+
+def test_the_clip_of_optax_is_refused(monkeypatch):
+    """It takes one device's shards for the whole gradient, so that copies of a parameter would drift apart."""
 
     def clip(gradients: Any, limit: float) -> tuple[Any, Any]:
-        clipped, _ = optax.clip_by_global_norm(limit).update(gradients, optax.EmptyState())
-        return clipped, optax.tree.norm(gradients)
+        return optax.clip_by_global_norm(limit).update(gradients, optax.EmptyState())[0], optax.tree.norm(gradients)
 
     monkeypatch.setattr(shmap_tp.step, "clip_by_global_norm", clip)
-    with pytest.raises(ValueError, match="out_specs"):
-        build_step()
+    with refused_by_type:
+        trace_step()
 
 
-@pytest.mark.parametrize("module", [shmap_tp.layers.embedding, shmap_tp.loss, shmap_tp.layers.positions], ids=str)
-def test_a_permuted_order_of_shards_is_caught(monkeypatch, module):
-    """Devices that count from the other end build a program, and it computes something else."""
-
-    class Reversed:
-        axis_index = staticmethod(lambda axis: lax.axis_size(axis) - 1 - lax.axis_index(axis))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(lax, name)
-
-    monkeypatch.setattr(module, "lax", Reversed())
-    with pytest.raises(AssertionError, match="from its expected value"):
-        compare()
+def test_the_norm_of_optax_is_refused(monkeypatch):
+    monkeypatch.setattr(shmap_tp.optimizer, "global_norm", optax.tree.norm)
+    with refused_by_type:
+        trace_step()
 
 
-def test_the_classic_custom_gradient_is_caught(monkeypatch):
-    """f of Megatron as a custom_vjp (identity, then a psum): under the check its gradient is mp times too large."""
-
-    @jax.custom_vjp
-    def enter(x: Any) -> Any:
-        return x
-
-    enter.defvjp(lambda x: (x, None), lambda _, dx: (lax.psum(lax.pcast(dx, MP, to="varying"), MP),))
-    monkeypatch.setattr(shmap_tp.transformer, "enter_parallel", enter)
-    with pytest.raises(AssertionError, match="from its expected value"):
-        compare()
+# Shards in another order
 
 
-def test_a_loss_counted_twice_is_caught(monkeypatch):
-    """A sum over mp of what is whole already multiplies by mp, and nothing but the reference notices."""
-    original = shmap_tp.step.vocab_parallel_cross_entropy
+@pytest.mark.parametrize(
+    ("module", "layer"),
+    [
+        (shmap_tp.layers.attention, "key_value_2_of_8"),
+        (shmap_tp.layers.embedding, "embedding"),
+        (shmap_tp.layers.positions, "attention_alibi"),
+        (shmap_tp.loss, None),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_counting_devices_from_the_other_end_is_wrong(monkeypatch, module, layer):
+    """Wherever a device asks which one it is."""
+    with_lax(monkeypatch, module, axis_index=lambda axis: lax.axis_size(axis) - 1 - lax.axis_index(axis))
+    with wrong:
+        compare_loss() if layer is None else compare(layer)
 
-    def doubled(*arguments: Any) -> Any:
-        nll, logz = original(*arguments)
-        return lax.psum(nll, MP), logz
 
-    monkeypatch.setattr(shmap_tp.step, "vocab_parallel_cross_entropy", doubled)
-    with pytest.raises(AssertionError, match="from its expected value"):
-        compare()
+@pytest.mark.parametrize("layer", ["column", "gelu", "attention_alibi", "parallel_block_2_of_8"])
+def test_the_columns_of_a_neighbour_are_wrong(monkeypatch, layer):
+    """The heads of a query, or the hidden dim of an MLP, moved on by one device."""
+
+    def moved(self: ColumnParallelLinear, x_BTD: Any) -> Any:
+        size = lax.axis_size(MP)
+        return x_BTD @ lax.ppermute(self.weight, MP, [(i, (i + 1) % size) for i in range(size)])
+
+    monkeypatch.setattr(ColumnParallelLinear, "__call__", moved)
+    with wrong:
+        compare(layer)
+
+
+def test_the_order_of_the_devices_in_a_mesh_does_not_matter():
+    """Shuffled devices compute what they do in order: parts go by their place in the mesh, not by a device's number."""
+    case = test_layers.LAYERS["parallel_block_2_of_8"]
+    shuffled = np.array(jax.devices())[[5, 0, 3, 6, 1, 7, 4, 2]].reshape(2, 4)
+    params, inputs = case.arrays("float64")
+    cotangent, _ = sharded.expected(case, "float64")
+    with jax.enable_x64(True):
+        on_shuffled = jax.jit(sharded.on_mesh(case, Mesh(shuffled, (DP, MP), axis_types=(AxisType.Auto,) * 2)))
+        in_order = jax.jit(sharded.on_mesh(case, mesh((2, 4))))
+        assert_close(on_shuffled(params, inputs, cotangent), in_order(params, inputs, cotangent), RELATIVE["float64"])

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,10 @@ class Recorder:
             print(text, flush=True)
             self._bar.refresh()
 
-    def close(self) -> None:
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         if self._speaks:
             self._bar.close()
             self._stream.close()
@@ -101,8 +104,11 @@ class Meter:
     Evaluation and saving count for no step: they happen while the meter is paused.
     """
 
-    def __init__(self, recorder: Recorder, tokens_per_step: int, flops_per_token: float, peak: Peak | None):
-        self._recorder = recorder
+    def __init__(
+        self, record: Callable[[dict[str, Any]], None], tokens_per_step: int, flops_per_token: int, peak: Peak | None
+    ):
+        """`record` takes one step's metrics; `peak` is None where an MFU cannot be told."""
+        self._record = record
         self._tokens = tokens_per_step
         self._flops = flops_per_token
         self._peak = peak
@@ -140,7 +146,7 @@ class Meter:
             "tokens": step * self._tokens,
             "mfu": rate * self._flops / self._peak.flops if self._peak else None,
         }
-        self._recorder.train({"step": step} | values | timing)
+        self._record({"step": step} | values | timing)
 
 
 class _TensorBoard:

@@ -59,27 +59,27 @@ def _run(
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
     say(f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters ...")
     step_program = programs.step.lower(programs.shapes, programs.tokens).compile()
-    recorder = Recorder(config, first, speaks=jax.process_index() == 0)
-    meter = Meter(recorder, config.train.batch * config.model.context, flops_per_token(config.model), _peak())
-    done = first
+    with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
+        tokens = config.train.batch * config.model.context
+        meter = Meter(recorder.train, tokens, flops_per_token(config.model), _peak())
+        done = first
 
-    while done < config.train.steps and not stop.asked(done):
-        state, metrics = step_program(state, batches.training(done))
-        done += 1
-        meter.hand(done, metrics)
-        if _due(done, config.evaluate.every, config.train.steps):
-            with meter.paused():
-                recorder.validation(done, _evaluate(programs, state, batches))
-        if _due(done, config.checkpoint.every, config.train.steps):
-            with meter.paused():
+        while done < config.train.steps and not stop.asked(done):
+            state, metrics = step_program(state, batches.training(done))
+            done += 1
+            meter.hand(done, metrics)
+            if _due(done, config.evaluate.every, config.train.steps):
+                with meter.paused():
+                    recorder.validation(done, _evaluate(programs, state, batches))
+            if _due(done, config.checkpoint.every, config.train.steps):
+                with meter.paused():
+                    checkpoints.save(done, state, facts)
+                    saved = done
+
+        with meter.paused():
+            if saved != done:
                 checkpoints.save(done, state, facts)
-                saved = done
-
-    with meter.paused():
-        if saved != done:
-            checkpoints.save(done, state, facts)
-        checkpoints.wait()
-    recorder.close()
+            checkpoints.wait()
     _close(config, done)
     return 0 if done >= config.train.steps else STOPPED
 

@@ -13,7 +13,7 @@ import pytest
 from tiny import FIRST, lines, overrides, state_at, tiny, values, write_tokens
 
 import main
-from shmap_tp import train
+from shmap_tp import mesh, train
 from shmap_tp.metrics import read_metrics
 
 ROOT = Path(main.__file__).parent
@@ -34,7 +34,7 @@ def start(*arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "main.py", *arguments, *([f"run.compilation_cache={cache}"] if cache else [])],
         cwd=ROOT,
-        env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+        env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -103,7 +103,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_explained_in_a_line_or_two(tmp_path, monkeypatch, capsys, case):
     given, expected = BAD[case]
-    monkeypatch.setattr(train, "emulate", lambda devices: None)  # this process has its eight devices
+    monkeypatch.setattr(mesh, "emulate", lambda devices: None)  # this process has its eight devices
     write_tokens(tmp_path / "data")
     (tmp_path / "file").write_text("")
     if callable(given):

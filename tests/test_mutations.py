@@ -63,7 +63,7 @@ refused_by_type = pytest.raises(
     (TypeError, ValueError),
     match=r"manual axis types|require replication which can't be statically|unexpected JAX type|Unsupported pcast",
 )
-refused_by_shape = pytest.raises((TypeError, ValueError), match=r"shape|divisible|divide|Size of label")
+refused_by_shape = pytest.raises((TypeError, ValueError), match=r"shape|divisible|divide|Size of label|Type-check")
 wrong = pytest.raises(AssertionError, match="from its expected value")
 
 

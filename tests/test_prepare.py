@@ -160,7 +160,8 @@ def test_a_tokenizer_file(tmp_path, capsys, subwords):
 
 
 def test_a_vocabulary_beyond_16_bits_is_written_as_uint32(tmp_path):
-    tokenizer = SimpleNamespace(name="wide", vocabulary=65537, end_of_text=65536, encode=prepare.Bytes().encode)
+    tokenizer = prepare.Bytes()
+    tokenizer.vocabulary, tokenizer.end_of_text = 65537, 65536
     source = sources.Source("two", iter([("train", "abc"), ("validation", "d")]), 2)
     assert prepare.prepare(source, tokenizer, tmp_path / "out")["dtype"] == "uint32"
     windows = data.open_windows(tmp_path / "out", "train", context=3, vocabulary=65537)

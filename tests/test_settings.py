@@ -137,7 +137,7 @@ OVERRIDES = {
     "checkpoint.keep=1": "checkpoint.keep=1 is too small; it must be 2 or more",
     "checkpoint.keep_every=-5": "checkpoint.keep_every=-5 is too small; it must be 1 or more",
     "optimizer.learning_rate=nan": "optimizer.learning_rate=nan is too small; it must be 0 or more",
-    "optimizer.decay_steps=40": "optimizer.decay_steps=40 must be above optimizer.warmup_steps=40",
+    "optimizer.decay_steps=30": "optimizer.decay_steps=30 must be above optimizer.warmup_steps=30",
     "optimizer.clip_norm=0": "optimizer.clip_norm=0.0 must be above 0",
     # what must divide
     "mesh.mp=3": "mesh.mp=3 does not divide heads=8 (model bytes); use mesh.mp in {1, 2, 4, 8}",
@@ -165,13 +165,13 @@ def test_grouped_heads_that_mp_neither_divides_nor_multiplies():
 
 
 FILES = {
-    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 52: not YAML, expected ',' or ']'"),
+    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 53: not YAML, expected ',' or ']'"),
     "a tab": ("run:\n\tname: x\n", ", line 2: not YAML, found character '\\t'"),
-    "a key twice": (BASE.replace("  steps: 400", "  steps: 4\n  steps: 5"), "line 19: not YAML, found dup"),
-    "an unknown key": (BASE.replace("  steps: 400", "  steps: 400\n  stepz: 1"), "did you mean train.steps?"),
+    "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), "line 20: not YAML, found dup"),
+    "an unknown key": (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),
     "an unknown section": (BASE + "training:\n  steps: 3\n", "unknown key training; did you mean train?"),
-    "a wrong type": (BASE.replace("steps: 400", "steps: many"), "train.steps=many must be of type int"),
-    "no value": (BASE.replace("steps: 400", "steps:"), "train.steps=None must be of type int"),
+    "a wrong type": (BASE.replace("steps: 300", "steps: many"), "train.steps=many must be of type int"),
+    "no value": (BASE.replace("steps: 300", "steps:"), "train.steps=None must be of type int"),
     "an unknown option": (BASE.replace("model: bytes", "model: nope"), "model=nope: there is no such model; use"),
     "an unknown group": (BASE.replace("model: bytes", "modle: bytes"), "modle/bytes"),
     "an interpolation that leads nowhere": (BASE.replace("${run.name}", "${run.nam}"), "'run.nam' not found"),

@@ -364,8 +364,7 @@ def test_a_step_that_is_read_late_does_not_make_the_next_look_fast(tmp_path, mon
     clock = iter([0.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, 100.0, 101.0, 101.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
     recorded: list[dict] = []
-    recorder = type("Recorder", (), {"train": lambda self, line: recorded.append(line)})()
-    meter = Meter(recorder, tokens_per_step=10, flops_per_token=1.0, peak=None)
+    meter = Meter(recorded.append, tokens_per_step=10, flops_per_token=1, peak=None)
     for step in range(1, 7):
         meter.hand(step, {"loss": np.float32(1)})
     with meter.paused():
@@ -385,9 +384,8 @@ def test_lines_of_lost_steps_and_a_torn_line_leave_metrics(tmp_path):
     file.parent.mkdir()
     old = [{"split": "train", "step": step, "loss": 1.0, "mesh": [2, 4], "segment": 0} for step in (1, 2, 3)]
     file.write_text("".join(json.dumps(line) + "\n" for line in old) + '{"split": "train", "st')
-    recorder = Recorder(config, 2, speaks=True)
-    recorder.validation(2, 0.5)
-    recorder.close()
+    with Recorder(config, 2, speaks=True) as recorder:
+        recorder.validation(2, 0.5)
     assert [line["step"] for line in read_metrics(file)] == [1, 2, 2]
     assert read_metrics(file)[-1] == {"split": "validation", "step": 2, "loss": 0.5, "mesh": [2, 4], "segment": 1}
     assert file.read_text().endswith("}\n")
@@ -395,7 +393,6 @@ def test_lines_of_lost_steps_and_a_torn_line_leave_metrics(tmp_path):
 
 def test_a_silent_process_writes_nothing(tmp_path):
     config = tiny(tmp_path)
-    recorder = Recorder(config, 0, speaks=False)
-    recorder.validation(1, 0.5)
-    recorder.close()
+    with Recorder(config, 0, speaks=False) as recorder:
+        recorder.validation(1, 0.5)
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ RELATIVE = {"float32": 1e-6, "float64": 1e-12}
 def by_path(tree: Any) -> dict[str, np.ndarray]:
     """The arrays of `tree` on the host, by dotted path."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.array(leaf) for path, leaf in leaves}
 
 
 def distances(actual: Any, expected: Any) -> dict[str, float]:

@@ -13,7 +13,7 @@ import test_layers
 import test_loss
 from hlo import Wire, counted, wires
 from sharded import Case, on_mesh
-from small import config, every_mesh, mesh, shapes_of
+from small import MESHES, config, every_mesh, mesh, shapes_of
 
 from shmap_tp.sharding import partition_specs
 from shmap_tp.step import build_programs
@@ -90,8 +90,11 @@ BLOCKS = {
 A, L = 2, 3
 
 
-@every_mesh
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    ("block", "shape"),
+    [(block, (2, 4)) for block in BLOCKS] + [("sequential full", shape) for shape in MESHES if shape != (2, 4)],
+    ids=str,
+)
 def test_the_programs_talk_as_their_docstrings_say(block, shape):
     settings, forward, backward, again = BLOCKS[block]
     conf = config(f"mesh.dp={shape[0]}", f"mesh.mp={shape[1]}", f"model.layers={L}", "train.batch=16",

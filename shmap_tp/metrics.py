@@ -50,7 +50,7 @@ class Recorder:
             self._writers.append(_WeightsAndBiases(config))
         self._bar = tqdm(
             total=self._steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True, smoothing=0.1,
-            bar_format="{n_fmt}/{total_fmt} {bar} {elapsed}<{remaining} {postfix}",
+            bar_format="{n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}",
         )  # fmt: skip
 
     def train(self, line: dict[str, Any]) -> None:

@@ -71,12 +71,15 @@ def loss_and_gradients(
     at_home = vary(params, DP)
     counted = counted_tokens(tokens_ABT)
 
-    def microbatch(total: tuple, tokens_BT: Array) -> tuple[tuple, None]:
-        (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(at_home, tokens_BT, counted)
-        return jax.tree.map(jnp.add, total, (loss, gradients)), None
+    totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), at_home)
 
-    zero = (vary(jnp.zeros(()), DP), jax.tree.map(jnp.zeros_like, at_home))
-    (loss, gradients), _ = lax.scan(microbatch, zero, tokens_ABT)
+    def microbatch(total: Array, tokens_BT: Array) -> tuple[Array, None]:
+        objected, pull, loss = jax.vjp(lambda params: objective(params, tokens_BT, counted), at_home, has_aux=True)
+        pull.with_refs(totals)(jnp.ones_like(objected))
+        return total + loss, None
+
+    loss, _ = lax.scan(microbatch, vary(jnp.zeros(()), DP), tokens_ABT)
+    gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_meets"):
         return sum_over(loss, DP), sum_over(gradients, DP)
 

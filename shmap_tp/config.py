@@ -68,6 +68,9 @@ class MeshConfig:
     """Data-parallel size: how many parts the batch is cut into."""
     mp: int
     """Model-parallel size: how many devices share each layer."""
+    tile: list[int] | None
+    """Which devices of a TPU share a layer: [x, y, z, cores], how far mp reaches along each side of the slice; null
+    takes the tile with the fewest hops."""
     processes: int
     """How many processes train together, one per host.  Start the same command on each: they find each other by their
     TPU, GKE or Slurm environment."""

@@ -1,10 +1,15 @@
 """Devices to a (dp, mp) mesh: the accelerators that are there, or CPU devices that are emulated."""
 
+import itertools
+import math
+from dataclasses import dataclass
+
 import jax
-from jax.experimental import mesh_utils
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from shmap_tp.config import InputError, MeshConfig
+from shmap_tp.hardware import generation
 
 DP = "dp"
 MP = "mp"
@@ -40,9 +45,11 @@ def emulate(devices: int) -> None:
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """A (dp, mp) mesh over `devices` (all there are, unless given), mp along the closest neighbours of the torus.
+    """A (dp, mp) mesh over `devices` (all there are, unless given).
 
-    Raises InputError where dp x mp is not the number of devices.
+    On a torus, mp fills tiles of `config.tile` chips and cores, or where that is None of the shape with the fewest hops
+    between its devices; dp is what the tiles make of the slice, and slices are the outer part of dp.  Elsewhere mp is
+    consecutive devices, which are those of one host.  Raises InputError where the devices cannot be cut so.
     """
     devices = jax.devices() if devices is None else devices
     wanted = config.dp * config.mp
@@ -51,5 +58,72 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
             f"mesh dp={config.dp} x mp={config.mp} needs {wanted} devices, this machine has {len(devices)} "
             f"({devices[0].device_kind}); choose mesh.dp and mesh.mp with dp x mp = {len(devices)}"
         )
-    grid = mesh_utils.create_device_mesh((config.dp, config.mp), devices, allow_split_physical_axes=True)
-    return Mesh(grid, (DP, MP), axis_types=(AxisType.Auto,) * 2)
+    torus = Torus.of(devices)
+    if torus is None and config.tile is not None:
+        raise InputError(f"mesh.tile={config.tile}: {devices[0].device_kind} devices lie on no torus; leave it null")
+    if torus is None:
+        arranged = np.array(devices, object).reshape(config.dp, config.mp)
+    else:
+        arranged = torus.laid_out(tuple(config.tile) if config.tile else torus.closest_tile(config.mp), config.mp)
+    return Mesh(arranged, (DP, MP), axis_types=(AxisType.Auto,) * 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Torus:
+    """Devices by where they are: grid[slice, x, y, z, core], and which of the sides close to a ring."""
+
+    grid: np.ndarray
+    wraps: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, devices: list[jax.Device]) -> "Torus | None":
+        """None where the devices tell no coordinates, or do not fill a box."""
+        made = generation(devices[0].device_kind)
+        if made is None or not hasattr(devices[0], "coords"):
+            return None
+        at = np.array([[getattr(d, "slice_index", 0) or 0, *d.coords, d.core_on_chip] for d in devices])
+        at -= at.min(axis=0)
+        grid = np.full(at.max(axis=0) + 1, None, object)
+        grid[tuple(at.T)] = devices
+        if grid.size != len(devices):
+            return None
+        return cls(grid, tuple(side % made.wraps_at == 0 for side in grid.shape[1:4]))
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """(x, y, z, cores of a chip) of one slice."""
+        return self.grid.shape[1:]
+
+    def tiles(self, mp: int) -> list[tuple[int, ...]]:
+        """Every (x, y, z, core) of `mp` devices that the slice can be cut into."""
+        choices = itertools.product(*[[n for n in range(1, side + 1) if side % n == 0] for side in self.sides])
+        return [tile for tile in choices if math.prod(tile) == mp]
+
+    def hops(self, tile: tuple[int, ...]) -> float:
+        """Links between two devices of a tile, on average over all pairs; cores of one chip are no link apart."""
+        total = 0.0
+        for size, side, wraps in zip(tile, self.sides, self.wraps, strict=False):
+            apart = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
+            total += np.minimum(apart, side - apart).mean() if wraps else apart.mean()
+        return total
+
+    def closest_tile(self, mp: int) -> tuple[int, ...]:
+        """The tile with the fewest hops; of equals the last, which takes cores first, then z, y, x."""
+        tiles = self.tiles(mp)
+        if not tiles:
+            raise InputError(f"mp={mp} cannot be cut out of a slice of {self._words()}; choose a divisor of its sides")
+        return min(reversed(tiles), key=self.hops)
+
+    def laid_out(self, tile: tuple[int, ...], mp: int) -> np.ndarray:
+        """The devices as [dp, mp]."""
+        if tile not in self.tiles(mp):
+            fit = "; ".join(",".join(map(str, one)) for one in self.tiles(mp))
+            raise InputError(
+                f"mesh.tile={list(tile)} does not cut mp={mp} out of a slice of {self._words()}; use one of {fit}"
+            )
+        cut = [n for side, size in zip(self.sides, tile, strict=True) for n in (side // size, size)]
+        outer, inner = [2 * i + 1 for i in range(4)], [2 * i + 2 for i in range(4)]
+        return self.grid.reshape(-1, *cut).transpose(0, *outer, *inner).reshape(-1, mp)
+
+    def _words(self) -> str:
+        return " x ".join(map(str, self.sides[:3])) + f" chips with {self.sides[3]} devices each"

@@ -31,7 +31,7 @@ def config(*overrides: str) -> Config:
 
 def mesh(shape: tuple[int, int]) -> Mesh:
     """A (dp, mp) mesh over as many of the eight devices as it takes."""
-    return make_mesh(MeshConfig(*shape, processes=1), jax.devices()[: shape[0] * shape[1]])
+    return make_mesh(MeshConfig(*shape, tile=None, processes=1), jax.devices()[: shape[0] * shape[1]])
 
 
 def random_like(shapes: Any, dtype: str, *, spread: float = 0.25) -> Any:

@@ -1,0 +1,83 @@
+"""Compile a program for devices that are not here, and keep what came out.
+
+A program is kept by the hash of all that it is made from: its StableHLO, the devices' kind and coordinates in mesh
+order, the compiler's options and version.  The second time it is read, not compiled.
+"""
+
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import re
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from shmap_tp.hardware import DEVICES, GIB
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program for one device of a mesh, as the compiler left it."""
+
+    text: str | None
+    """The scheduled module; None where it does not fit."""
+    peak_bytes: float
+    """Most memory in use at a time; where it does not fit, what the compiler says that it needs."""
+    limit_bytes: float
+    argument_bytes: float | None
+    seconds: float
+    """The compiler took, when it was asked."""
+
+    @property
+    def fits(self) -> bool:
+        return self.text is not None
+
+
+def coordinates(mesh: Mesh) -> list[list[int]]:
+    """[x, y, z, core] of each device of a TPU mesh, row by row."""
+    return [[*device.coords, device.core_on_chip] for device in mesh.devices.flat]
+
+
+def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cache: Path | None, options: dict | None = None) -> Compiled:
+    """Compile, or read from `cache` (a directory; None keeps nothing)."""
+    kind = mesh.devices.flat[0].device_kind
+    slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+    versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
+    made_from = [lowered.as_text(), kind, coordinates(mesh), slices, versions, options or {}]
+    key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:24]
+    kept = cache / f"{key}.json.gz" if cache else None
+    if kept and kept.exists():
+        return Compiled(**json.loads(gzip.decompress(kept.read_bytes())))
+    compiled = _compile(lowered, DEVICES[kind].memory, options)
+    if kept:
+        cache.mkdir(parents=True, exist_ok=True)
+        part = kept.with_suffix(".part")
+        part.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 3))
+        part.replace(kept)
+    return compiled
+
+
+_NEEDS = (
+    re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
+    re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
+)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
+
+
+def _compile(lowered: jax.stages.Lowered, limit: float, options: dict | None) -> Compiled:
+    start = time.perf_counter()
+    try:
+        program = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        found = next((match for form in _NEEDS if (match := form.search(str(error)))), None)
+        if found is None:
+            raise
+        needs, has = float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]]
+        return Compiled(None, needs, has, None, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    memory = program.memory_analysis()
+    return Compiled(program.as_text(), memory.peak_memory_in_bytes, limit, memory.argument_size_in_bytes, seconds)

@@ -1,0 +1,106 @@
+"""Time a training step on the devices that are here."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from shmap_tp.config import Config
+from shmap_tp.hardware import DEVICES, generation, machine_peak
+from shmap_tp.mesh import Torus
+from shmap_tp.plan.ahead import coordinates
+from shmap_tp.plan.predict import Builder
+from shmap_tp.plan.row import Row, of_config
+from shmap_tp.step import Programs, build_programs
+
+WARM_UP = 2
+"""Steps that are run before those that are timed."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measured row, and the program it was measured on."""
+
+    row: Row
+    text: str
+    mesh: Mesh
+
+    @property
+    def meta(self) -> dict:
+        """What a reader of the module needs besides it; emulated devices and GPUs have no coordinates."""
+        has_coordinates = hasattr(self.mesh.devices.flat[0], "coords")
+        return {
+            "device_kind": self.row.device_kind,
+            "coords": coordinates(self.mesh) if has_coordinates else None,
+            "model_flops_per_device": self.row.model_flops_per_device,
+        }
+
+
+def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Builder = build_programs) -> Measurement:
+    """Compile the step of `config`, run it WARM_UP times, then time `steps` more."""
+    programs = build(config, mesh, dtype)
+    start = time.perf_counter()
+    step = programs.step.lower(programs.shapes, programs.tokens).compile()
+    compile_seconds = time.perf_counter() - start
+    seconds = step_seconds(stepper(config, programs, step), steps)
+    devices = list(mesh.devices.flat)
+    first, torus, made = devices[0], Torus.of(devices), generation(devices[0].device_kind)
+    stats = (first.memory_stats() or {}) if first.platform != "cpu" else {}
+    limit = DEVICES[first.device_kind].memory if first.device_kind in DEVICES else stats.get("bytes_limit")
+    row = Row(
+        kind="emulated" if first.platform == "cpu" else "measured",
+        device_kind=first.device_kind,
+        chips=len(devices) // made.cores if made else len(devices),
+        topology="x".join(map(str, torus.sides[: made.dims])) if torus else None,
+        slices=len({getattr(device, "slice_index", 0) for device in devices}),
+        tile=list(config.mesh.tile or torus.closest_tile(config.mesh.mp)) if torus else None,
+        step_seconds=statistics.median(seconds),
+        step_seconds_range=[min(seconds), max(seconds)],
+        peak_bytes_per_device=stats.get("peak_bytes_in_use", step.memory_analysis().peak_memory_in_bytes),
+        limit_bytes_per_device=limit,
+        fits=True,
+        compile_seconds=compile_seconds,
+        comm_seconds=None,
+        exposed_comm_seconds=None,
+        versions={"jax": jax.__version__},
+        **of_config(config, len(devices), machine_peak(devices)),
+    )
+    return Measurement(row, step.as_text(), mesh)
+
+
+def stepper(config: Config, programs: Programs, step: jax.stages.Compiled) -> Callable[[], dict]:
+    """A function that dispatches one more step on the same random tokens, and returns its metrics, unawaited."""
+    generator = np.random.default_rng(0)
+    whole = generator.integers(0, config.model.vocabulary, programs.tokens.shape, np.int32)
+    tokens = jax.make_array_from_callback(whole.shape, programs.tokens.sharding, lambda index: whole[index])
+    state = [programs.init()]
+
+    def once() -> dict:
+        state[0], metrics = step(state[0], tokens)
+        return metrics
+
+    return once
+
+
+def step_seconds(once: Callable[[], dict], steps: int) -> list[float]:
+    """Seconds of each of `steps` steps, by when each one's own outputs are there, the next being under way already.
+
+    The outputs of a step are outputs of one program: none is there before all its work is done.
+    """
+    for _ in range(WARM_UP):
+        jax.block_until_ready(once())
+    pending, ends = once(), []
+    jax.block_until_ready(pending)
+    ends.append(time.perf_counter())
+    pending = once()
+    for i in range(steps):
+        following = once() if i + 1 < steps else None
+        jax.block_until_ready(pending)
+        ends.append(time.perf_counter())
+        pending = following
+    return list(np.diff(ends))

@@ -1,0 +1,138 @@
+"""One row of a benchmark: what was run or predicted, and what came out.  As JSON, and for reading."""
+
+from dataclasses import asdict, dataclass, field
+
+from shmap_tp.config import Config
+from shmap_tp.flops import flops_per_token, hardware_flops_per_token, parameters
+from shmap_tp.hardware import GIB, Peak
+
+FORMULA = (
+    "MFU = tokens/s x model FLOPs per token (causal attention at half, nothing that is recomputed) / peak; "
+    "HFU counts the recomputed, too"
+)
+
+
+@dataclass
+class Row:
+    """Bytes, seconds and FLOPs; `None` is what could not be told (a program that does not fit has no time)."""
+
+    kind: str
+    """measured: on the devices named.  emulated: run on CPU devices, says nothing of others.  predicted: compiled for
+    the devices named by their own compiler, and replayed."""
+    model: str
+    params: int
+    dp: int
+    mp: int
+    device_kind: str
+    devices: int
+    chips: int
+    topology: str | None
+    slices: int
+    tile: list[int] | None
+    """Devices of a layer along x, y, z and the cores of a chip."""
+    global_batch: int
+    context: int
+    microbatches: int
+    remat: str
+    tokens_per_step: int
+    peak_flops_per_device: float | None
+    peak_source: str | None
+    model_flops_per_device: float
+    """Of one step."""
+    hardware_flops_per_device: float
+    step_seconds: float | None
+    step_seconds_range: list[float] | None
+    """Of the steps that were timed, the fastest and the slowest."""
+    peak_bytes_per_device: float | None
+    limit_bytes_per_device: float | None
+    fits: bool
+    compile_seconds: float
+    comm_seconds: float | None
+    exposed_comm_seconds: float | None
+    tokens_per_second: float | None = None
+    tokens_per_second_per_chip: float | None = None
+    tflops_per_chip: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    places: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step by place in the source."""
+    versions: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        """Everything that follows from the time of a step."""
+        if self.step_seconds is None:
+            return
+        self.tokens_per_second = self.tokens_per_step / self.step_seconds
+        self.tokens_per_second_per_chip = self.tokens_per_second / self.chips
+        rate = self.model_flops_per_device / self.step_seconds
+        self.tflops_per_chip = rate * self.devices / self.chips / 1e12
+        if self.peak_flops_per_device:
+            self.mfu = rate / self.peak_flops_per_device
+            self.hfu = self.hardware_flops_per_device / self.step_seconds / self.peak_flops_per_device
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+def of_config(config: Config, devices: int, peak: Peak | None) -> dict:
+    """The fields of a Row that a configuration and its devices decide; `peak` is of all of them."""
+    model, tokens = config.model, config.train.batch * config.model.context
+    return {
+        "model": model.name,
+        "params": parameters(model),
+        "dp": config.mesh.dp,
+        "mp": config.mesh.mp,
+        "devices": devices,
+        "global_batch": config.train.batch,
+        "context": model.context,
+        "microbatches": config.train.microbatches,
+        "remat": str(model.remat),
+        "tokens_per_step": tokens,
+        "peak_flops_per_device": peak.flops / devices if peak else None,
+        "peak_source": peak.source if peak else None,
+        "model_flops_per_device": tokens * flops_per_token(model) / devices,
+        "hardware_flops_per_device": tokens * hardware_flops_per_token(model) / devices,
+    }
+
+
+def describe(row: Row) -> str:
+    """A row for reading: a few lines, every figure with its unit."""
+    where = f"{row.devices} x {row.device_kind}" + (f", {row.topology} chips" if row.topology else "")
+    where += f", {row.slices} slices" if row.slices > 1 else ""
+    tile = f", mp on {'x'.join(map(str, row.tile))} (x, y, z, core)" if row.tile else ""
+    lines = [
+        f"{row.kind.upper()}  {row.model}, {row.params / 1e9:.2f}B parameters, on {where}",
+        f"  mesh      dp={row.dp}, mp={row.mp}{tile}",
+        f"  step      {row.global_batch} windows of {row.context} in {row.microbatches} microbatches = "
+        f"{row.tokens_per_step:,} tokens; remat {row.remat}",
+    ]
+    if row.peak_bytes_per_device is not None:
+        share = f" of {row.limit_bytes_per_device / GIB:.2f}" if row.limit_bytes_per_device else ""
+        lines.append(
+            f"  memory    {row.peak_bytes_per_device / GIB:.2f}{share} GiB a device"
+            + ("" if row.fits else ": DOES NOT FIT; try more microbatches, a larger mp, or remat=full")
+        )
+    lines.append(f"  compile   {row.compile_seconds:.1f} s")
+    if row.step_seconds is not None:
+        lines += _timed(row)
+    return "\n".join(lines)
+
+
+def _timed(row: Row) -> list[str]:
+    spread = f" ({row.step_seconds_range[0]:.3f} to {row.step_seconds_range[1]:.3f})" if row.step_seconds_range else ""
+    lines = [
+        f"  time      {row.step_seconds:.3f} s a step{spread}; {row.tokens_per_second:,.0f} tokens/s, "
+        f"{row.tokens_per_second_per_chip:,.0f} a chip; {row.tflops_per_chip:.1f} TFLOP/s a chip"
+    ]
+    if row.mfu is not None:
+        lines.append(f"  MFU       {row.mfu:.1%}, HFU {row.hfu:.1%} of {row.peak_source}")
+    if row.comm_seconds is not None:
+        lines.append(
+            f"  wires     {row.comm_seconds:.3f} s, of which {row.exposed_comm_seconds:.3f} s "
+            f"({row.exposed_comm_seconds / row.step_seconds:.1%} of the step) nothing hides"
+        )
+    if row.places:
+        parts = sorted(row.places.items(), key=lambda item: -item[1])
+        lines.append("  where     " + ", ".join(f"{name} {s / row.step_seconds:.1%}" for name, s in parts if s > 0))
+    return lines

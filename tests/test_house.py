@@ -15,6 +15,7 @@ FLOORS = [
     {"transformer", "loss"},  # the model
     {"optimizer", "data", "sources", "tokenizer", "prepare", "metrics", "stop"},  # what training needs
     {"step", "checkpoint", "train"},  # running; a checkpoint holds the step's State
+    {"plan"},  # beside it: what a step would do elsewhere
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,127 +1,237 @@
-"""What each layer, block and program says on the wire, read from its jaxpr: kind, axis, size, how often; no more.
+"""What is said on the wire is what the theory says: of each layer, block and program as traced, exactly, on every mesh;
+and of the step as compiled, where the compiler may merge and move, and nothing else.
 
-B windows on this device, T time, D model width, N key/value heads, K head dim, L layers, A microbatches.  The counts do
-not depend on the mesh, except that more devices of mp than key/value heads sum the gradients of those.
+B windows on this device, T time, D model width.
 """
 
-from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 import test_layers
 import test_loss
-from hlo import Wire, counted, wires
+from jax import lax
 from sharded import Case, on_mesh
 from small import MESHES, config, every_mesh, mesh, shapes_of
 
+import shmap_tp.step
+import shmap_tp.transformer
+from shmap_tp import collectives
+from shmap_tp.config import Config
+from shmap_tp.mesh import DP, MP
+from shmap_tp.plan.account import Account, account
+from shmap_tp.plan.carried import carried
+from shmap_tp.plan.ledger import Direction, Entry, Operation, table, tally
+from shmap_tp.plan.theory import (
+    Travels,
+    attention,
+    block,
+    cross_entropy,
+    entering,
+    key_value,
+    leaving,
+    summing,
+    theory,
+    theory_of_evaluation,
+)
+from shmap_tp.plan.wires import written
 from shmap_tp.sharding import partition_specs
 from shmap_tp.step import build_programs
+from shmap_tp.transformer import Transformer
 
-# layer: (key/value heads, where it has any; all-reduces of B T D values over mp forward, and backward)
+
+def model(*settings: str):
+    """Of the sizes that the layers of test_layers have."""
+    return config(*[f"model.{setting}" for setting in settings]).model
+
+
+def across(x: Travels) -> list[Entry]:
+    return [*entering("x", x), *leaving("x", x)]
+
+
+# layer: what travels over mp where it is entered or left with x[B T D] on a mesh of this mp
 LAYERS = {
-    "column": (None, 0, 1),
-    "row": (None, 1, 0),
-    "gelu": (None, 1, 1),
-    "swiglu": (None, 1, 1),
-    "layernorm": (None, 0, 0),
-    "rmsnorm": (None, 0, 0),
-    "embedding": (None, 1, 0),
-    "head": (None, 0, 1),
-    "learned": (None, 0, 0),
-    "rotary": (None, 0, 0),
-    "key_value_2_of_8": (2, 0, 1),
-    "attention_alibi": (8, 1, 1),
-    "attention_alibi_24_heads": (24, 1, 1),
-    "attention_rotary_1_of_8_in_chunks_of_3": (1, 1, 1),
-    "parallel_block_2_of_8": (2, 1, 1),
-    "sequential_block": (8, 2, 2),
+    "column": lambda x, mp: entering("x", x),
+    "row": lambda x, mp: leaving("x", x),
+    "gelu": lambda x, mp: across(x),
+    "swiglu": lambda x, mp: across(x),
+    "layernorm": lambda x, mp: [],
+    "rmsnorm": lambda x, mp: [],
+    "embedding": lambda x, mp: leaving("x", x),
+    "head": lambda x, mp: entering("x", x),
+    "learned": lambda x, mp: [],
+    "rotary": lambda x, mp: [],
+    "key_value_2_of_8": lambda x, mp: [*entering("x", x), *key_value(model("kv_heads=2"), mp, 1)],
+    "attention_alibi": lambda x, mp: [*across(x), *attention(model(), mp, 1)],
+    "attention_alibi_24_heads": lambda x, mp: [*across(x), *attention(model("heads=24", "kv_heads=24"), mp, 1)],
+    "attention_rotary_1_of_8_in_chunks_of_3": lambda x, mp: [*across(x), *attention(model("kv_heads=1"), mp, 1)],
+    "parallel_block_2_of_8": lambda x, mp: block(model("kv_heads=2"), mp, x),
+    "sequential_block": lambda x, mp: block(model("block=sequential"), mp, x),
 }
 
 
-def over_mp(case: Case, shape: tuple[int, int]) -> tuple[Counter, Counter]:
-    """(forward, backward): how often each (kind, size) travels over mp, which is the only axis a layer talks over."""
+def traced(case: Case, shape: tuple[int, int]) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    """(what a layer says forward, what it says in both directions, its parameters' gradients meeting over dp)."""
     params, inputs = case.arrays("float32")
     specs = partition_specs(shapes_of(case.make), dict(mesh(shape).shape))
     forward = jax.shard_map(case.call, mesh=mesh(shape), in_specs=(specs, *case.layouts), out_specs=case.out)
-    found = wires(jax.make_jaxpr(forward)(params, *inputs).jaxpr)
-    assert all(wire.axes == ("mp",) for wire in found)
     out = jax.eval_shape(forward, params, *inputs)
-    both = wires(jax.make_jaxpr(on_mesh(case, mesh(shape)))(params, inputs, out).jaxpr)
-    return sizes(found), sizes([wire for wire in both if wire.axes == ("mp",)]) - sizes(found)
+    both = jax.make_jaxpr(on_mesh(case, mesh(shape)))(params, inputs, out).jaxpr
+    cut = jax.tree.map(lambda x, spec: x.size // (shape[1] if MP in spec else 1), params, specs)
+    meeting = [entry for size in jax.tree.leaves(cut) for entry in summing(DP, "dw", Travels(size, "float32", 1))]
+    return written(jax.make_jaxpr(forward)(params, *inputs).jaxpr), written(both), meeting
 
 
-def sizes(found: list[Wire]) -> Counter:
-    return Counter((wire.kind, wire.size) for wire in found)
+def hold(case: Case, shape: tuple[int, int], planned: list[Entry]) -> None:
+    forward, both, meeting = traced(case, shape)
+    assert tally(forward) == tally(entry for entry in planned if entry.direction == Direction.forward)
+    assert tally(both) == tally([*planned, *meeting])
 
 
 @every_mesh
 @pytest.mark.parametrize("layer", test_layers.LAYERS)
 def test_a_layer_talks_as_its_docstring_says(layer, shape):
     dp, mp = shape
-    kv_heads, forward, backward = LAYERS[layer]
-    x = ("all_reduce", test_layers.B // dp * test_layers.T * test_layers.D)
-    expected = (Counter({x: forward}), Counter({x: backward}))
-    if kv_heads is not None and mp > kv_heads:
-        projections = 1 if layer.startswith("key_value") else 2  # key, value
-        expected[1]["all_reduce", test_layers.D * kv_heads * test_layers.K] += projections
-    assert over_mp(test_layers.LAYERS[layer], shape) == expected
+    x = Travels(test_layers.B // dp * test_layers.T * test_layers.D, "float32", 1)
+    hold(test_layers.LAYERS[layer], shape, LAYERS[layer](x, mp))
 
 
 @every_mesh
 def test_the_loss_talks_as_its_docstring_says(shape):
-    each = test_loss.B // shape[0] * test_loss.T
-    forward, backward = over_mp(test_loss.LOSSES["all columns are real"], shape)
-    assert forward == {("max", each): 1, ("all_reduce", each): 2}
-    assert not backward
+    positions = Travels(test_loss.B // shape[0] * test_loss.T, "float32", 1)
+    hold(test_loss.LOSSES["all columns are real"], shape, cross_entropy(positions))
 
 
-BLOCKS = {
-    # what: (settings, all-reduces of a layer over mp forward, backward, and once more to recompute)
-    "parallel": (["model.block=parallel"], 1, 1, 0),
-    "parallel dots": (["model.block=parallel", "model.remat=dots"], 1, 1, 0),
-    "parallel full": (["model.block=parallel", "model.remat=full"], 1, 1, 0),
-    "sequential": (["model.block=sequential"], 2, 2, 0),
-    "sequential dots": (["model.block=sequential", "model.remat=dots"], 2, 2, 0),
-    "sequential full": (["model.block=sequential", "model.remat=full"], 2, 2, 1),
-    "in chunks": (["model.attention_chunk=3"], 1, 1, 0),
-    "in chunks, full": (["model.attention_chunk=3", "model.remat=full"], 1, 1, 0),
+PROGRAMS = {
+    "parallel": "",
+    "parallel dots": "remat=dots",
+    "parallel full": "remat=full",
+    "sequential": "block=sequential",
+    "sequential dots": "block=sequential remat=dots",
+    "sequential full": "block=sequential remat=full",
+    "in chunks": "attention_chunk=3",
+    "in chunks, full": "attention_chunk=3 remat=full",
+    "2 key/value heads": "kv_heads=2 positions=rotary mlp=swiglu norm=rmsnorm",
+    "1 key/value head, sequential full": "kv_heads=1 block=sequential remat=full positions=learned tied=true",
 }
-A, L = 2, 3
+
+
+def settings(program: str, shape: tuple[int, int]) -> Config:
+    """Two microbatches and three layers of one of PROGRAMS."""
+    sizes = f"mesh.dp={shape[0]} mesh.mp={shape[1]} model.layers=3 train.batch=16 train.microbatches=2"
+    return config(*sizes.split(), *[f"model.{setting}" for setting in PROGRAMS[program].split()])
+
+
+def by_direction(entries: list[Entry]) -> dict[Direction, Any]:
+    return {towards: tally(entry for entry in entries if entry.direction == towards) for towards in Direction}
+
+
+def says(conf: Config, precision: str) -> list[Entry]:
+    """What a step of `conf` says as it is traced."""
+    made = build_programs(conf, mesh((conf.mesh.dp, conf.mesh.mp)), jnp.dtype(precision))
+    return written(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
 
 
 @pytest.mark.parametrize(
-    ("block", "shape"),
-    [(block, (2, 4)) for block in BLOCKS] + [("sequential full", shape) for shape in MESHES if shape != (2, 4)],
+    ("program", "shape", "precision"),
+    [(program, (2, 4), "bfloat16") for program in PROGRAMS]
+    + [("1 key/value head, sequential full", shape, "bfloat16") for shape in MESHES if shape != (2, 4)]
+    + [("2 key/value heads", shape, "float32") for shape in MESHES],
     ids=str,
 )
-def test_the_programs_talk_as_their_docstrings_say(block, shape):
-    settings, forward, backward, again = BLOCKS[block]
-    conf = config(f"mesh.dp={shape[0]}", f"mesh.mp={shape[1]}", f"model.layers={L}", "train.batch=16",
-                  f"train.microbatches={A}", *settings)  # fmt: skip
-    made = build_programs(conf, mesh(shape), jnp.float32)
-    leaves = len(jax.tree.leaves(made.shapes.params))
-    embedding, loss, head = 1, 2, 1  # forward, forward, backward
-    counting_targets, loss_of_step, norm_of_gradients = 1, 1, 1
-    assert counted(wires(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)) == {
-        ("all_reduce", ("mp",)): A * (embedding + L * (forward + backward + again) + loss + head) + norm_of_gradients,
-        ("max", ("mp",)): A,
-        ("all_reduce", ("dp",)): counting_targets + loss_of_step + leaves,
-    }
-    assert counted(wires(jax.make_jaxpr(made.evaluate)(made.shapes.params, made.tokens).jaxpr)) == {
-        ("all_reduce", ("mp",)): A * (embedding + L * forward + loss),
-        ("max", ("mp",)): A,
-        ("all_reduce", ("dp",)): counting_targets + loss_of_step,
-    }
-    assert not wires(jax.make_jaxpr(made.init)().jaxpr)
+def test_a_step_talks_as_the_theory_says(program, shape, precision):
+    """In each direction every array as often, as large and in the dtype that was planned, and nothing else."""
+    conf = settings(program, shape)
+    assert by_direction(says(conf, precision)) == by_direction(theory(conf, precision))
+
+
+@every_mesh
+def test_the_other_programs_talk_as_the_theory_says(shape):
+    conf = settings("sequential full", shape)
+    made = build_programs(conf, mesh(shape), jnp.bfloat16)
+    found = written(jax.make_jaxpr(made.evaluate)(made.shapes.params, made.tokens).jaxpr)
+    assert by_direction(found) == by_direction(theory_of_evaluation(conf, "bfloat16"))
+    assert not written(jax.make_jaxpr(made.init)().jaxpr)
 
 
 def test_only_activations_travel_in_bfloat16():
     """Gradients of parameters, those of replicated key/value heads too, and all sums of the loss travel in float32."""
-    conf = config("mesh.dp=2", "mesh.mp=4", "model.kv_heads=2", "train.batch=16", "train.microbatches=2")
-    made = build_programs(conf, mesh((2, 4)), jnp.bfloat16)
-    found = wires(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
-    activations = 4 * conf.model.context * conf.model.width
-    assert {wire.size for wire in found if wire.dtype == "bfloat16"} == {activations}
-    assert {wire.dtype for wire in found if wire.axes == ("mp",) and wire.size == activations} == {"bfloat16"}
-    assert {wire.dtype for wire in found} == {"bfloat16", "float32", "int32"}
+    conf = settings("2 key/value heads", (2, 4))
+    activations = 2 * 4 * conf.model.context * conf.model.width
+    assert {(e.axis, e.bytes) for e in theory(conf, "bfloat16") if e.dtype == "bfloat16"} == {(MP, activations)}
+
+
+# As compiled
+
+
+def compiled(conf: Config, precision: str) -> Account:
+    """What became of the theory; XLA on CPU sums bfloat16 in float32."""
+    on = mesh((conf.mesh.dp, conf.mesh.mp))
+    made = build_programs(conf, on, jnp.dtype(precision))
+    text = made.step.lower(made.shapes, made.tokens).compile().as_text()
+    return account(theory(conf, "float32"), carried(text, dict(on.shape)), dict(on.shape))
+
+
+@pytest.mark.parametrize(
+    ("program", "shape", "precision", "together"),
+    [
+        ("parallel", (2, 4), "float32", 2),  # the loss's two sums; all that meets over dp
+        ("1 key/value head, sequential full", (2, 4), "bfloat16", 3),  # a layer's key, value and input gradients, too
+        ("2 key/value heads", (8, 1), "bfloat16", 1),  # nothing travels over an mp of one device
+        ("sequential dots", (1, 8), "float32", 1),  # nor over a dp of one
+    ],
+    ids=str,
+)
+def test_the_compiler_merges_and_adds_nothing(program, shape, precision, together):
+    found = compiled(settings(program, shape), precision)
+    assert found.balanced, str(found)
+    assert len(found.merges) == together, str(found)
+    assert not found.moved and not found.borders, str(found)
+
+
+def test_an_extra_sum_is_seen(monkeypatch):
+    """As traced and as compiled there is one more wherever x leaves, and another for its gradient."""
+    conf = settings("parallel", (2, 4))
+    monkeypatch.setattr(shmap_tp.transformer, "leave_parallel", lambda x: lax.psum(collectives.leave_parallel(x), MP))
+    more = {(Operation.all_reduce, MP, "float32", 4 * 4 * 7 * 24): 2 * 2 * (3 + 1)}
+    assert tally(says(conf, "float32")) - tally(theory(conf, "float32")) == more
+    found = compiled(conf, "float32")
+    assert tally(found.unplanned) == more and not found.missing
+
+
+def test_dp_that_speaks_in_every_microbatch_is_seen(monkeypatch):
+    """Parameters that do not vary over dp: JAX sums their gradients where they arise, and we once more."""
+
+    def forget_the_parameters(tree: Any, axis: str) -> Any:
+        return tree if isinstance(tree, Transformer) else collectives.vary(tree, axis)
+
+    monkeypatch.setattr(shmap_tp.step, "vary", forget_the_parameters)
+    found = compiled(settings("parallel", (2, 4)), "float32")
+    assert {entry.axis for entry in found.unplanned} == {DP}
+    assert all(entry.count % 2 == 0 for entry in found.unplanned)
+
+
+def test_a_sum_that_is_left_out_is_seen(monkeypatch):
+    """A norm of gradients that takes one device's for all."""
+    alone = SimpleNamespace(**{**vars(lax), "psum": lambda x, axes: lax.pmax(x, axes)})
+    monkeypatch.setattr(shmap_tp.optimizer, "lax", alone)
+    found = compiled(settings("parallel", (2, 4)), "float32")
+    assert [entry.what for entry in found.missing] == ["norm of gradients"]
+    assert [entry.operation for entry in found.unplanned] == [Operation.max]
+
+
+# On paper
+
+
+def test_the_table_adds_up():
+    entries = theory(settings("sequential full", (2, 4)), "bfloat16")
+    lines = table(entries).splitlines()
+    assert len(lines) == 1 + len(entries) + 2 + 1
+    assert " ".join(lines[1].split()) == "forward embedding leave all-reduce mp bfloat16 1.3 KiB 2 2.6 KiB"
+    for line, axis in zip(lines[-3:-1], (DP, MP), strict=True):
+        there = [entry for entry in entries if entry.axis == axis]
+        size = sum(entry.bytes * entry.count for entry in there)
+        assert line.split()[:4] == ["in", "all", axis, str(sum(entry.count for entry in there))]
+        assert line.split()[4:] == [f"{size / 1024:.1f}", "KiB"]

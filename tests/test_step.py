@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import reference
 from closeness import RELATIVE, assert_close, assert_same_bits, by_path
-from hlo import all_reduces, equations, wires
 from small import MESHES, config, every_mesh, mesh
 
 from shmap_tp.config import Config
+from shmap_tp.plan.carried import carried
+from shmap_tp.plan.ledger import tally
+from shmap_tp.plan.theory import theory
+from shmap_tp.plan.wires import bodies
 from shmap_tp.step import Programs, build_programs
 
 STEPS = 50
@@ -140,28 +143,18 @@ def test_a_step_is_adamw_on_the_gradients_of_the_dense_reference():
     assert clipped == [False, True, False]
 
 
-def local_gradients(shape: tuple[int, int]) -> list[int]:
-    """How many values of each parameter lie on one device."""
-    leaves = jax.tree.leaves(programs(shape, "float32").shapes.params)
-    return [int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in leaves]
-
-
-@every_mesh
-def test_dp_speaks_once_as_written(shape):
-    """Every gradient once, the loss and the count of targets; nothing of it within a scan over microbatches."""
-    made = programs(shape, "float32")
-    over_dp = [wire for wire in wires(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr) if "dp" in wire.axes]
-    assert all(wire.scans == 0 and wire.times == 1 and wire.kind == "all_reduce" for wire in over_dp)
-    assert sorted(wire.size for wire in over_dp) == sorted([*local_gradients(shape), 1, 1])
-
-
 def test_dp_speaks_once_as_compiled():
     """One all-reduce carries all gradients and the loss; the one before it counts the targets."""
-    shape = (2, 4)
-    found = all_reduces(compiled_step(shape, "float32").as_text(), mesh(shape))
-    over_dp = [wire for wire in found if wire.axis == "dp"]
-    assert not any(wire.in_loop for wire in over_dp)
-    assert sorted(sorted(wire.sizes) for wire in over_dp) == sorted([[1], sorted([*local_gradients(shape), 1])])
+    sizes = dict(mesh((2, 4)).shape)
+    found = carried(compiled_step((2, 4), "float32").as_text(), sizes)
+    over_dp = [collective.entries for collective in found if collective.entries[0].axis == "dp"]
+    planned = [entry for entry in theory(settings((2, 4)), "float32") if entry.axis == "dp"]
+    assert [len(entries) for entries in over_dp] == [1, len(planned) - 1]
+    assert tally(entry for entries in over_dp for entry in entries) == tally(planned)
+
+
+def equations(jaxpr: Any) -> int:
+    return len(jaxpr.eqns) + sum(equations(body) for equation in jaxpr.eqns for body in bodies(equation.params))
 
 
 def test_the_program_does_not_grow_with_depth():

@@ -1,0 +1,151 @@
+"""What a step says on the wire, by the rules in the docstrings: from the configuration, before anything is traced.
+
+Nothing here looks at the program; what was traced and what was compiled are held to this.
+
+A microbatches, B windows of a microbatch on this device, T time, D model width, N key/value heads, K head dim, L
+layers.
+
+    embedding        leaves with x[B T D]                                                              A times
+    parallel block   enters with h[B T D], leaves with y[B T D]                                        A L times
+    sequential       the same, twice; with remat full the attention leaves once more                   A L times
+    key, value       where mp > N: backward all-reduce of dw[D N K] over mp, float32, each             A L times
+    head             enters with h[B T D]                                                              A times
+    cross entropy    forward one max and two all-reduces of [B T] over mp, float32                     A times
+    step             over dp the count of targets, the loss, and every gradient; over mp the norm      once
+
+What entering and leaving are is said by `entering` and `leaving`, and by nothing else.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from shmap_tp.config import Block, Config, Mlp, ModelConfig, Positions, Remat, padded_vocabulary
+from shmap_tp.mesh import DP, MP
+from shmap_tp.plan.ledger import Direction, Entry, Operation
+
+
+@dataclass(frozen=True)
+class Travels:
+    """An array as one device holds it, and how often it travels in a step."""
+
+    values: int
+    dtype: str
+    count: int
+
+    def over(self, axis: str, what: str, operation: Operation, direction: Direction) -> Entry:
+        size = self.values * jnp.dtype(self.dtype).itemsize
+        return Entry(what, operation, axis, self.dtype, size, self.count, direction)
+
+
+# The wires
+
+
+def entering(what: str, x: Travels) -> list[Entry]:
+    """`enter_parallel(x)`: backward one all-reduce of dx over mp."""
+    return [x.over(MP, f"{what} enter", Operation.all_reduce, Direction.backward)]
+
+
+def leaving(what: str, x: Travels, *, again: bool = False) -> list[Entry]:
+    """`leave_parallel(x)`: forward one all-reduce of x over mp, and one more where a recomputation needs it `again`."""
+    directions = [Direction.forward, Direction.recompute] if again else [Direction.forward]
+    return [x.over(MP, f"{what} leave", Operation.all_reduce, direction) for direction in directions]
+
+
+def summing(axis: str, what: str, x: Travels) -> list[Entry]:
+    """`sum_over(x, axis)`, after the last microbatch: one all-reduce."""
+    return [x.over(axis, what, Operation.all_reduce, Direction.once)]
+
+
+# The parts of a model
+
+
+def key_value(model: ModelConfig, mp: int, count: int) -> list[Entry]:
+    """Of one projection, key or value: where mp > N its weight is whole on every device, and the gradient summed."""
+    weight = Travels(model.width * model.kv_heads * model.head_dim, "float32", count)
+    return entering("key/value weight", weight) if mp > model.kv_heads else []
+
+
+def attention(model: ModelConfig, mp: int, count: int) -> list[Entry]:
+    return 2 * key_value(model, mp, count)
+
+
+def block(model: ModelConfig, mp: int, x: Travels) -> list[Entry]:
+    """A block that is entered with x and leaves with x.
+
+    With remat full a sequential block sums the attention again, because the norm of the MLP reads it; what a block
+    leaves with at its end is read by nothing in it.  Remat dots keeps whatever left.
+    """
+    within = attention(model, mp, x.count)
+    if model.block == Block.parallel:
+        return [*within, *entering("block", x), *leaving("block", x)]
+    again = model.remat == Remat.full
+    halves = [*entering("attention", x), *leaving("attention", x, again=again), *entering("MLP", x), *leaving("MLP", x)]
+    return [*within, *halves]
+
+
+def cross_entropy(positions: Travels) -> list[Entry]:
+    """The greatest logit, the sum of exponentials and the target's own logit; their gradients stay where they are."""
+    return [
+        positions.over(MP, "loss max", Operation.max, Direction.forward),
+        positions.over(MP, "loss sum", Operation.all_reduce, Direction.forward),
+        positions.over(MP, "loss target", Operation.all_reduce, Direction.forward),
+    ]
+
+
+def parameters(model: ModelConfig, mp: int) -> dict[str, int]:
+    """How many values of each parameter, all layers of it, lie on one device."""
+    width, layers = model.width, model.layers
+    table = width * padded_vocabulary(model) // mp
+    query = layers * width * model.heads * model.head_dim // mp
+    key_or_value = layers * width * model.kv_heads * model.head_dim // (mp if mp <= model.kv_heads else 1)
+    ffn = layers * width * model.ffn // mp
+    found = {"embedding": table, "query": query, "key": key_or_value, "value": key_or_value, "out": query}
+    found |= {"up": ffn, "down": ffn} | ({"gate": ffn} if model.mlp == Mlp.swiglu else {})
+    norms = ["norm"] if model.block == Block.parallel else ["attention norm", "MLP norm"]
+    found |= dict.fromkeys(norms, layers * width) | {"final norm": width}
+    found |= {"positions": model.context * width} if model.positions == Positions.learned else {}
+    return found if model.tied else found | {"head": table}
+
+
+# The programs
+
+
+def _forward_and_backward(config: Config, dtype: DTypeLike) -> list[Entry]:
+    """All that travels for the sake of the microbatches, in a step."""
+    model, mp, times = config.model, config.mesh.mp, config.train.microbatches
+    positions = config.train.batch // (times * config.mesh.dp) * model.context
+    x = Travels(positions * model.width, jnp.dtype(dtype).name, times)
+    wide = jnp.promote_types(dtype, jnp.float32).name
+    return [
+        *leaving("embedding", x),
+        *block(model, mp, replace(x, count=times * model.layers)),
+        *entering("head", x),
+        *cross_entropy(Travels(positions, wide, times)),
+    ]
+
+
+def _counts() -> list[Entry]:
+    targets, loss = Travels(1, "int32", 1), Travels(1, "float32", 1)
+    return [*summing(DP, "count of targets", targets), *summing(DP, "loss", loss)]
+
+
+def theory(config: Config, dtype: DTypeLike) -> list[Entry]:
+    """All that one optimizer step of `config` says on the wire, computing in `dtype`, by the rules above.
+
+    A mesh axis of one device is there too, since it stands in the program: see `ledger.travelling`.
+    """
+    gradients = [
+        entry
+        for name, size in parameters(config.model, config.mesh.mp).items()
+        for entry in summing(DP, f"gradient of {name}", Travels(size, "float32", 1))
+    ]
+    norm = summing(MP, "norm of gradients", Travels(1, "float32", 1))
+    return [*_forward_and_backward(config, dtype), *_counts(), *gradients, *norm]
+
+
+def theory_of_evaluation(config: Config, dtype: DTypeLike) -> list[Entry]:
+    """The same of one evaluation of as many tokens: the forward half of it."""
+    forward = [entry for entry in _forward_and_backward(config, dtype) if entry.direction == Direction.forward]
+    return [*forward, *_counts()]

@@ -143,7 +143,7 @@ def _axis(attributes: str, sizes: dict[str, int]) -> str:
         met = _listed(pairs[1])
         fits = [axes for axes in choices if all(any(pair <= group for group in _groups(sizes, axes)) for pair in met)]
     else:
-        met = _replica_groups(attributes, math.prod(sizes.values()))
+        met = replica_groups(attributes, math.prod(sizes.values()))
         fits = [axes for axes in choices if _groups(sizes, axes) == met]
     return " ".join(fits[0]) if fits else str(sorted(sorted(group) for group in met))
 
@@ -156,7 +156,7 @@ def _groups(sizes: dict[str, int], axes: tuple[str, ...]) -> set[frozenset[int]]
     return {frozenset(group) for group in moved.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()}
 
 
-def _replica_groups(attributes: str, devices: int) -> set[frozenset[int]]:
+def replica_groups(attributes: str, devices: int) -> set[frozenset[int]]:
     """{{0,1},{2,3}} lists them; [4,2]<=[2,4]T(1,0) numbers a [2, 4] grid, transposes it, cuts it into 4 rows."""
     rows = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if rows:

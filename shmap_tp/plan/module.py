@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+ARRAY = re.compile(r"\b(pred|token|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 LINE = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 CALLED = re.compile(r"\b(calls|to_apply|body|condition|called_computations|[a-z]+_computations?)=(\{[^}]*\}|%[^\s,)]+)")
 BRANCHES = {"branch_computations", "true_computation", "false_computation"}
@@ -31,6 +32,12 @@ class Instruction:
     attributes: str
     """The rest of the line."""
     is_root: bool
+
+    @cached_property
+    def cycles(self) -> int | None:
+        """XLA for TPU's own estimate of how long it takes, where it makes one."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found[1]) if found else None
 
     @property
     def operands(self) -> list[str]:
@@ -123,6 +130,12 @@ def _added(body: Computation, value: Instruction, place: int) -> int:
         total += int(constants[0].inside)
         value = next(term for term in terms if term is not constants[0])
     return total if _place(value) == place else 0
+
+
+def array_bytes(shape: str) -> list[int]:
+    """Bytes of each array of a shape as written, a tuple's one after the other, without the padding of layouts."""
+    bits = [(8 if kind == "pred" else int(width or 0), dims) for kind, width, dims in ARRAY.findall(shape)]
+    return [size * math.prod(int(n) for n in dims.split(",") if n) // 8 for size, dims in bits]
 
 
 def parse(text: str) -> Module:

@@ -14,8 +14,8 @@ from shmap_tp.config import Config
 from shmap_tp.hardware import table_peak
 from shmap_tp.mesh import Torus, make_mesh
 from shmap_tp.plan.ahead import Compiled, compile_ahead, coordinates
-from shmap_tp.plan.hlo import parse
 from shmap_tp.plan.links import Links
+from shmap_tp.plan.module import parse
 from shmap_tp.plan.replay import replay
 from shmap_tp.plan.row import Row, of_config
 from shmap_tp.plan.slices import Slice, topology_devices

@@ -11,15 +11,15 @@ What compute is not estimated, how the compiler's estimate differs from a chip, 
 and waiting for slower devices are not in it.  benchmarks/RESULTS.md says how far off it is where a figure is published.
 """
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 
 from shmap_tp.hardware import DEVICES
-from shmap_tp.plan.groups import replica_groups, source_target_pairs
-from shmap_tp.plan.hlo import Computation, Instruction, Module, shape_bytes
+from shmap_tp.plan.carried import replica_groups
 from shmap_tp.plan.links import Links
-from shmap_tp.plan.trips import Frame, trip_count
+from shmap_tp.plan.module import Computation, Instruction, Module, array_bytes
 
 KERNEL_EFFICIENCY = 0.6
 """Of the peak, for a Pallas kernel: an assumption."""
@@ -29,8 +29,13 @@ FREE = {
     *("add-dependency", "opt-barrier", "send-done", "domain"),
 }
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
+COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
 KERNEL = "tpu_custom_call"
+FLAG = 8
+"""Bytes of the flags and counters that an async tuple carries beside its arrays, at most."""
+WIRES = ("links", "network")
+"""What collectives run over; the rest that is async is copies, and the sparse cores' work."""
+COLLECTIVES_WAITED = "waiting for collectives"
 
 
 @dataclass
@@ -62,15 +67,17 @@ class Replay:
 
 def replay(module: Module, links: Links) -> Replay:
     """Walk the whole program.  Raises ValueError at a loop whose trips, or an operation whose cost, it cannot tell."""
-    return _Walk(module, links).computation(Frame(module[module.entry], None, None, None))
+    return _Walk(module, links).computation(list(module.computations.values())[-1])
 
 
-PLACES = {"cross_entropy": "loss", "embedding": "embedding", "attention": "attention", "mlp": "mlp", "head": "head"}
+SCOPES = {"cross_entropy": "loss", "embedding": "embedding", "attention": "attention", "mlp": "mlp", "head": "head"}
 
 
-def place(source: str) -> str:
+def place(instruction: Instruction) -> str:
     """Where in the model an instruction comes from: the named scopes of transformer.py, loss.py and step.py."""
-    for scope, name in PLACES.items():
+    found = re.search(r'op_name="([^"]*)"', instruction.attributes)
+    source = found[1] if found else ""
+    for scope, name in SCOPES.items():
         if re.search(rf"\b{scope}\b", source):
             return name
     if "/update/" in source or "dp_meets" in source:
@@ -84,149 +91,147 @@ class _Walk:
         self._links = links
         self._device = DEVICES[links.generation.kind]
 
-    def computation(self, frame: Frame) -> Replay:
+    def computation(self, computation: Computation) -> Replay:
         """One run through a computation, its async operations started and awaited."""
         spent = Replay()
-        ends: dict[str, tuple[float, bool]] = {}  # by name of the start: (when it ends, whether it is a collective)
+        ends: dict[str, tuple[float, str]] = {}  # by name of the start: (when it ends, on which wire)
         free: Counter[str] = Counter()  # by kind of wire: when the last transfer on it ends
-        for instruction in frame.computation.instructions:
-            kind, start = instruction.opcode, self._async_start(instruction)
+        for instruction in computation.instructions.values():
+            kind, start = instruction.opcode, self._async_start(instruction, computation)
             if start is not None:
                 wire, seconds = start
                 free[wire] = max(free[wire], spent.seconds) + seconds
-                ends[instruction.name] = free[wire], wire != "copies"
-                spent.comm_seconds += seconds if wire != "copies" else 0.0
-            elif self._is_done(instruction):
-                self._wait(spent, ends.get(self._started(instruction, frame.computation)))
+                ends[instruction.name] = free[wire], wire
+                spent.comm_seconds += seconds if wire in WIRES else 0.0
+            elif kind.endswith("-done") or (kind == "fusion" and "async-collective-done" in instruction.name):
+                self._wait(spent, ends.get(_started(instruction, computation)))
             elif kind == "while":
-                self._loop(spent, instruction, frame)
+                self._loop(spent, instruction, computation)
             elif kind in ("call", "conditional"):
-                self._branch(spent, instruction, frame)
+                runs = [self.computation(self._module.computations[name]) for _, name in instruction.called]
+                spent.add(max(runs, key=lambda run: run.seconds))
             elif collective := self._collective(instruction):
-                seconds = self._collective_seconds(collective)
+                seconds = self._collective_seconds(*collective)
                 spent.comm_seconds += seconds
                 spent.exposed_comm_seconds += seconds
-                spent.spend("collectives", seconds)
+                spent.spend(COLLECTIVES_WAITED, seconds)
             elif kind not in FREE:
-                self._compute(spent, instruction, frame.computation)
+                self._compute(spent, instruction, computation)
         return spent
 
-    def _loop(self, spent: Replay, instruction: Instruction, frame: Frame) -> None:
-        condition = self._module[instruction.attribute("condition")]
-        body = self._module[instruction.attribute("body")]
-        inside = Frame(body, frame, instruction, body)
-        spent.add(self.computation(inside), trip_count(condition, inside))
+    def _loop(self, spent: Replay, instruction: Instruction, computation: Computation) -> None:
+        trips = self._module.trips(computation, instruction)
+        if math.isnan(trips):
+            raise ValueError(f"how often the loop {instruction.name} runs cannot be read")
+        spent.add(self.computation(self._module.computations[dict(instruction.called)["body"]]), int(trips))
 
-    def _branch(self, spent: Replay, instruction: Instruction, frame: Frame) -> None:
-        """A call, or the longest of the branches of a conditional."""
-        names = re.findall(
-            r"(?:to_apply|branch_computations|true_computation|false_computation)=\{?([^,}]+(?:, %[^,}]+)*)",
-            instruction.attributes,
-        )
-        names = [name.strip().lstrip("%") for found in names for name in found.split(",")]
-        runs = [self.computation(Frame(self._module[name], frame, instruction, None)) for name in names]
-        spent.add(max(runs, key=lambda run: run.seconds))
-
-    def _wait(self, spent: Replay, end: tuple[float, bool] | None) -> None:
+    def _wait(self, spent: Replay, end: tuple[float, str] | None) -> None:
         """For something started in this computation; what an earlier trip of the loop started is over by now."""
         if end is None:
             return
-        seconds, is_collective = max(0.0, end[0] - spent.seconds), end[1]
-        spent.exposed_comm_seconds += seconds if is_collective else 0.0
-        spent.spend("collectives" if is_collective else "copies", seconds)
+        seconds, wire = max(0.0, end[0] - spent.seconds), end[1]
+        spent.exposed_comm_seconds += seconds if wire in WIRES else 0.0
+        spent.spend(COLLECTIVES_WAITED if wire in WIRES else f"waiting for {wire}", seconds)
 
     def _compute(self, spent: Replay, instruction: Instruction, computation: Computation) -> None:
-        where = place(instruction.source)
+        where = place(instruction)
         if instruction.cycles is not None:
             spent.spend(where, instruction.cycles / self._device.clock)
         elif KERNEL in instruction.attributes:
-            spent.spend(where, self._kernel_flops(instruction) / (KERNEL_EFFICIENCY * self._device.flops))
+            spent.spend(where, _kernel_flops(instruction) / (KERNEL_EFFICIENCY * self._device.flops))
         elif instruction.opcode != "custom-call":  # those that are not kernels only mark something
-            moved = instruction.bytes + self._operand_bytes(instruction, computation)
+            moved = _moved_bytes(instruction, computation)
             spent.unestimated_bytes += moved
             spent.spend(where, moved / self._device.memory_rate)
-
-    def _kernel_flops(self, instruction: Instruction) -> float:
-        found = re.search(r'"flops":"?(\d+)', instruction.attributes)
-        if not found:
-            raise ValueError(
-                f"{instruction.name}: a kernel that does not declare its FLOPs (pallas_call cost_estimate)"
-            )
-        return float(found[1])
-
-    def _operand_bytes(self, instruction: Instruction, computation: Computation) -> int:
-        """Of what is read; a slice or gather reads no more than it returns."""
-        if any(word in instruction.opcode + instruction.name for word in ("gather", "dynamic", "slice", "scatter")):
-            return instruction.bytes if "update" not in instruction.name and "scatter" not in instruction.name else 0
-        return sum(computation.by_name[name].bytes for name in instruction.operands if name in computation.by_name)
 
     # Async operations come as X-start / X-done, as async-start / async-done around a computation, and as custom
     # fusions called async-collective-start / -done.
 
-    def _async_start(self, instruction: Instruction) -> tuple[str, float] | None:
+    def _async_start(self, instruction: Instruction, computation: Computation) -> tuple[str, float] | None:
         """(the wire it takes, its seconds), where the instruction starts something and goes on."""
         kind = instruction.opcode
         if kind == "send":
             return "network", self._network_seconds(instruction)
         if kind == "recv":
             return "network", 0.0
-        if kind.removesuffix("-start") in COPIES and kind.endswith("-start"):
-            moved = shape_bytes(instruction.shape) / 2  # what is read and what is written
-            return "copies", min(moved, self._smaller_side(instruction)) / self._device.memory_rate
+        if kind in COPIES:
+            parts = [size for size in array_bytes(instruction.shape) if size > FLAG]
+            return "copies", min(parts, default=FLAG) / self._device.memory_rate  # of a slice, what is taken
         if not (kind.endswith("-start") or (kind == "fusion" and "async-collective-start" in instruction.name)):
             return None
+        if kind == "call-start":  # a gather or scatter handed to the sparse cores, whose estimates are no cycles
+            return "sparse cores", _moved_bytes(instruction, computation) / self._device.memory_rate
         collective = self._collective(instruction)
         if collective is None:
             raise ValueError(f"{instruction.name}: {kind} starts nothing that is known here")
-        return "links", self._collective_seconds(collective)
+        return "links", self._collective_seconds(*collective)
 
-    def _is_done(self, instruction: Instruction) -> bool:
-        name, kind = instruction.name, instruction.opcode
-        return kind.endswith("-done") or (kind == "fusion" and "async-collective-done" in name)
-
-    def _started(self, instruction: Instruction, computation: Computation) -> str:
-        """The name of the start that a -done waits for, through tuples and the fusions it passes by."""
-        name = instruction.operands[0]
-        while name in computation.by_name:
-            found = computation.by_name[name]
-            if found.opcode not in ("get-tuple-element", "bitcast", "tuple") or not found.operands:
-                return name
-            name = found.operands[0]
-        return name
-
-    def _smaller_side(self, instruction: Instruction) -> float:
-        """The least of the arrays of a copy's tuple that is not a flag: of a slice, what is taken."""
-        parts = [shape_bytes(part) for part in re.findall(r"[a-z]+\d+\[[\d,]*\]", instruction.shape)]
-        return float(min(part for part in parts if part > 4)) if any(part > 4 for part in parts) else 4.0
-
-    def _collective(self, instruction: Instruction) -> Instruction | None:
-        """The collective that an instruction is, or that its fused computation holds."""
+    def _collective(self, instruction: Instruction) -> tuple[Instruction, Computation | None] | None:
+        """The collective that an instruction is; or one that its fused computation holds, with that computation."""
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
-            return instruction
-        if instruction.opcode in ("fusion", "async-start") and instruction.calls:
-            inside = self._module.within(instruction.calls)
-            return next((found for found in inside if found.opcode.removesuffix("-start") in COLLECTIVES), None)
+            return instruction, None
+        if instruction.opcode not in ("fusion", "async-start"):
+            return None
+        for _, name in instruction.called:
+            inside = self._module.computations[name]
+            for found in inside.instructions.values():
+                if deeper := self._collective(found):
+                    return deeper[0], deeper[1] or inside
         return None
 
-    def _collective_seconds(self, instruction: Instruction) -> float:
+    def _collective_seconds(self, instruction: Instruction, inside: Computation | None) -> float:
         kind = instruction.opcode.removesuffix("-start")
+        if inside is not None and inside.name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter of a whole"
+        size = _result_bytes(instruction)
         if kind == "collective-permute":
-            return self._links.permute(self._result_bytes(instruction), source_target_pairs(instruction))
-        group = replica_groups(instruction, len(self._links.coordinates))[0]
-        whole = self._result_bytes(instruction) * (len(group) if kind == "reduce-scatter" else 1)
-        return self._links.collective(kind, whole, group)
-
-    def _result_bytes(self, instruction: Instruction) -> float:
-        """Of the result: a -start's tuple holds the operands before it."""
-        if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
-            return instruction.bytes
-        inner = instruction.shape[1:]
-        halves = inner.split("), (") if inner.startswith("(") else inner.split(", ", 1)
-        parts = [shape_bytes(part) for part in re.findall(r"[a-z]+\d+\[[\d,]*\]", inner)]
-        return shape_bytes(halves[1]) if inner.startswith("(") else max(parts)
+            found = re.search(r"source_target_pairs=\{([\d,{}]*)\}", instruction.attributes)
+            return self._links.permute(size, [tuple(map(int, pair.split(","))) for pair in _pairs(found[1])])
+        group = sorted(min(replica_groups(instruction.attributes, len(self._links.coordinates)), key=min))
+        whole = size * len(group) if kind == "reduce-scatter" else size
+        return self._links.collective(kind.removesuffix(" of a whole"), whole, group)
 
     def _network_seconds(self, instruction: Instruction) -> float:
         kind = "all-reduce" if '"ALL_REDUCE"' in instruction.attributes else "all-gather"
         targets = re.search(r"_xla_megascale_target=\{\{([\d,]+)\}", instruction.attributes)
         slices = len(targets[1].split(",")) if targets else 2
-        return self._links.network(kind, shape_bytes(instruction.shape), slices)
+        return self._links.network(kind, sum(array_bytes(instruction.shape)), slices)
+
+
+def _started(instruction: Instruction, computation: Computation) -> str:
+    """The name of the start that a -done waits for, through tuples and what only renames."""
+    found = computation.instructions[instruction.operands[0]]
+    while found.opcode in ("get-tuple-element", "bitcast", "tuple") and found.operands:
+        found = computation.instructions[found.operands[0]]
+    return found.name
+
+
+def _result_bytes(instruction: Instruction) -> float:
+    """Of a collective's result: the tuple of a -start holds the operands before it, but for an all-reduce's."""
+    sizes = array_bytes(instruction.shape)
+    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
+        return sum(sizes)
+    flags = [size for size in sizes if size > FLAG]
+    return sum(flags[len(flags) // 2 :])
+
+
+def _moved_bytes(instruction: Instruction, computation: Computation) -> float:
+    """In and out of memory.  Who gathers or slices reads what it returns; who updates in place writes what it reads."""
+    word = f"{instruction.opcode} {instruction.name}"
+    operands = [sum(array_bytes(computation.instructions[name].shape)) for name in instruction.operands]
+    if "update" in word or "scatter" in word:
+        return 2.0 * sum(sorted(operands)[:-1])
+    if "gather" in word or "slice" in word:
+        return 2.0 * sum(array_bytes(instruction.shape))
+    return sum(operands) + float(sum(array_bytes(instruction.shape)))
+
+
+def _kernel_flops(instruction: Instruction) -> float:
+    found = re.search(r'"flops":"?(\d+)', instruction.attributes)
+    if not found:
+        raise ValueError(f"{instruction.name}: a kernel that does not declare its FLOPs (cost_estimate of pallas_call)")
+    return float(found[1])
+
+
+def _pairs(text: str) -> list[str]:
+    return re.findall(r"\d+,\d+", text)

@@ -17,9 +17,17 @@ from jax.experimental import topologies
 from shmap_tp.config import InputError
 from shmap_tp.hardware import GENERATIONS, Generation
 
-QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-"""What libtpu reads from the environment: do not ask the cloud which machine this is; several compilers may run."""
-SILENT = {"TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
+ALONE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+"""What libtpu reads from the environment.  It asks the cloud which machine this is, and complains where nobody answers,
+unless it is told: any answer will do to compile.  Two programs may compile at a time; nothing is logged but errors."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ def topology_devices(asked: Slice) -> list[jax.Device]:
     """
     if importlib.util.find_spec("libtpu") is None:
         raise InputError("predicting needs the TPU compiler, libtpu, which is not installed: pip install -e '.[tpu]'")
-    for name, value in (QUIET | SILENT).items():
+    for name, value in ALONE.items():
         os.environ.setdefault(name, value)
     options = {"chip_config_name": "megacore"} if asked.version == "v4" else {}  # the others are so by themselves
     if asked.slices > 1:

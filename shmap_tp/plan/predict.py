@@ -37,6 +37,11 @@ class Prediction:
     programs: Programs
 
     @property
+    def text(self) -> str | None:
+        """The scheduled module; None where it does not fit."""
+        return self.compiled.text
+
+    @property
     def meta(self) -> dict:
         """What a reader of the scheduled module needs besides it."""
         return {

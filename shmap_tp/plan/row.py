@@ -102,7 +102,7 @@ def describe(row: Row) -> str:
     where += f", {row.slices} slices" if row.slices > 1 else ""
     tile = f", mp on {'x'.join(map(str, row.tile))} (x, y, z, core)" if row.tile else ""
     lines = [
-        f"{row.kind.upper()}  {row.model}, {row.params / 1e9:.2f}B parameters, on {where}",
+        f"{row.kind.upper()}  {row.model}, {_count(row.params)} parameters, on {where}",
         f"  mesh      dp={row.dp}, mp={row.mp}{tile}",
         f"  step      {row.global_batch} windows of {row.context} in {row.microbatches} microbatches = "
         f"{row.tokens_per_step:,} tokens; remat {row.remat}",
@@ -110,7 +110,7 @@ def describe(row: Row) -> str:
     if row.peak_bytes_per_device is not None:
         share = f" of {row.limit_bytes_per_device / GIB:.2f}" if row.limit_bytes_per_device else ""
         lines.append(
-            f"  memory    {row.peak_bytes_per_device / GIB:.2f}{share} GiB a device"
+            f"  memory    {row.peak_bytes_per_device / GIB:.4g}{share} GiB a device"
             + ("" if row.fits else ": DOES NOT FIT; try more microbatches, a larger mp, or remat=full")
         )
     lines.append(f"  compile   {row.compile_seconds:.1f} s")
@@ -119,11 +119,15 @@ def describe(row: Row) -> str:
     return "\n".join(lines)
 
 
+def _count(number: float) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
+
+
 def _timed(row: Row) -> list[str]:
     spread = f" ({row.step_seconds_range[0]:.3f} to {row.step_seconds_range[1]:.3f})" if row.step_seconds_range else ""
     lines = [
         f"  time      {row.step_seconds:.3f} s a step{spread}; {row.tokens_per_second:,.0f} tokens/s, "
-        f"{row.tokens_per_second_per_chip:,.0f} a chip; {row.tflops_per_chip:.1f} TFLOP/s a chip"
+        f"{row.tokens_per_second_per_chip:,.0f} a chip; {row.tflops_per_chip:.3g} TFLOP/s a chip"
     ]
     if row.mfu is not None:
         lines.append(f"  MFU       {row.mfu:.1%}, HFU {row.hfu:.1%} of {row.peak_source}")

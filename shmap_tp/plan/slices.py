@@ -88,7 +88,7 @@ def find_slice(version: str, devices: int, topology: str | None, slices: int) ->
 def _sides(version: str, topology: str) -> tuple[int, ...]:
     made, parts = GENERATIONS[version], topology.split("x")
     sides = tuple(int(part) for part in parts if part.isdigit())
-    if len(sides) != len(parts) or tuple(sorted(sides)) not in shapes(made):
+    if len(sides) != len(parts) or sorted(sides) not in [sorted(shape) for shape in shapes(made)]:
         some = [shape for shape in shapes(made) if math.prod(shape) <= 512]
         raise InputError(
             f"--topology {topology}: {version} has no such slice; "
@@ -99,15 +99,15 @@ def _sides(version: str, topology: str) -> tuple[int, ...]:
 
 @cache
 def shapes(made: Generation) -> list[tuple[int, ...]]:
-    """The sides, ascending, of every slice that the generation comes in: 2-D in powers of two at most 1 : 2; 3-D in
-    powers of two up to 4, then multiples of 4.  Those smaller than a host are left out."""
+    """The sides of every slice that the generation comes in, a host's own first: 2-D in powers of two at most 1 : 2;
+    3-D in powers of two up to 4, then multiples of 4.  Those smaller than a host are left out."""
     if made.dims == 2:
         powers = [2**i for i in range(1, 6)]
         pairs = [(a, b) for a in powers for b in powers if a <= b <= 2 * a]
         return [(a, b) for a, b in pairs if a <= made.largest[0] and b <= made.largest[1]]
-    sides = [1, 2, *range(4, max(made.largest) + 1, 4)]
-    small = [(1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
-    cubes = [shape for shape in itertools.combinations_with_replacement(sides, 3) if shape[0] >= 4]
+    sides = range(4, max(made.largest) + 1, 4)
+    small = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+    cubes = itertools.combinations_with_replacement(sides, 3)
     return small + [shape for shape in cubes if all(a <= b for a, b in zip(shape, made.largest, strict=True))]
 
 
@@ -123,16 +123,8 @@ def topology_devices(asked: Slice) -> list[jax.Device]:
     options = {"chip_config_name": "megacore"} if asked.version == "v4" else {}  # the others are so by themselves
     if asked.slices > 1:
         options["num_slices"] = asked.slices
-    name = f"{asked.generation.platform}:{_hosts_first(asked)}"
+    name = f"{asked.generation.platform}:{asked.topology}"
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
     except jax.errors.JaxRuntimeError as error:
         raise InputError(f"the compiler has no slice {name}: {str(error).splitlines()[0]}") from error
-
-
-def _hosts_first(asked: Slice) -> str:
-    """The sides with those in front that a host spans: a host of a 3-D generation is 2 x 2 x 1 chips."""
-    sides = asked.sides
-    if asked.generation.dims == 3 and sides[0] == 1:
-        sides = (*sides[1:], sides[0])
-    return "x".join(map(str, sides))

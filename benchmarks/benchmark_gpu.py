@@ -1,0 +1,39 @@
+"""How fast a training step runs on the GPUs of this machine, or of all machines of a Slurm job.
+
+    python benchmarks/benchmark_gpu.py --dp 1 --mp 8
+    python benchmarks/benchmark_gpu.py --dp 4 --mp 8 --model 6_9b mesh.processes=4      (on each of four nodes)
+    python benchmarks/benchmark_gpu.py --dp 2 --mp 4 --emulate
+
+--emulate runs a small model for real on CPU devices.  There is no prediction for GPUs: their compiler tells no cycles.
+"""
+
+import sys
+from argparse import Namespace
+
+import jax
+
+from shmap_tp.config import InputError
+from shmap_tp.mesh import join
+from shmap_tp.plan.benchmark import configuration, door, emulated, flags, measured, report
+
+DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
+"""(model, windows of a microbatch on each part of dp, microbatches)"""
+
+
+def main(arguments: Namespace) -> None:
+    config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
+    if arguments.emulate:
+        report(emulated(config, arguments.steps), arguments, "benchmark_gpu.py")
+        return
+    join(config.mesh)
+    if jax.default_backend() != "gpu":
+        raise InputError(
+            f"no GPU here that JAX can use, only {jax.default_backend()}; install its support with "
+            f"pip install -e '.[cuda]', or run on CPU devices with --emulate"
+        )
+    report(measured(config, arguments.steps), arguments, "benchmark_gpu.py")
+
+
+if __name__ == "__main__":
+    parsed = flags(__doc__).parse_intermixed_args()
+    sys.exit(door(lambda: main(parsed)))

@@ -1,0 +1,104 @@
+"""What the benchmarks share: their flags, the configuration these make, and how a row is handed over."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from shmap_tp.config import Config, InputError, Precision
+from shmap_tp.mesh import emulate, make_mesh
+from shmap_tp.plan.measure import Measurement, measure
+from shmap_tp.plan.predict import Prediction
+from shmap_tp.plan.row import FORMULA, describe
+from shmap_tp.settings import CONF, load
+
+
+def flags(description: str) -> argparse.ArgumentParser:
+    """The flags that every benchmark of a step takes."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--dp", type=int, required=True, help="data-parallel size")
+    made.add_argument("--mp", type=int, required=True, help="model-parallel size; dp x mp is the number of devices")
+    made.add_argument("--model", help="a shape of conf/model; see DEFAULTS of this file for what is taken otherwise")
+    made.add_argument("--batch", type=int, help="windows of an optimizer step, all devices and microbatches together")
+    made.add_argument("--context", type=int, help="tokens of a window (default: the model's)")
+    made.add_argument("--microbatches", type=int, help="parts that a step is computed in, one after the other")
+    made.add_argument("--steps", type=int, default=10, help="how many are timed (default 10)")
+    made.add_argument("--emulate", action="store_true", help="run a small model for real on emulated CPU devices")
+    made.add_argument("--json", metavar="FILE", help="add the row to FILE, one JSON object a line")
+    made.add_argument("--hlo", metavar="FILE", help="write the scheduled module to FILE, FILE.meta.json beside it")
+    made.add_argument("overrides", nargs="*", metavar="key=value", help="any of the configuration: model.remat=dots")
+    return made
+
+
+def configuration(arguments: argparse.Namespace, model: str, rows: int, parts: int) -> Config:
+    """conf/config.yaml with what the flags say.  Where they do not: this model, and `parts` microbatches of `rows`
+    windows on each part of dp.  Raises InputError."""
+    if arguments.steps < 1:
+        raise InputError(f"--steps {arguments.steps} is too small; it must be 1 or more")
+    parts = arguments.microbatches or parts
+    batch = arguments.batch
+    if batch is None:
+        batch = arguments.dp * rows * parts
+    elif arguments.microbatches is None:
+        parts = max(1, batch // max(1, arguments.dp * rows))
+    given = [
+        f"model={arguments.model or model}",
+        f"mesh.dp={arguments.dp}",
+        f"mesh.mp={arguments.mp}",
+        f"train.batch={batch}",
+        f"train.microbatches={parts}",
+    ]
+    given += [f"model.context={arguments.context}"] if arguments.context is not None else []
+    return load(str(CONF / "config.yaml"), given + arguments.overrides)
+
+
+def emulated(config: Config, steps: int) -> Measurement:
+    """Run for real, in float32, on as many CPU devices as the mesh has."""
+    jax.config.update("jax_platforms", "cpu")
+    emulate(config.mesh.dp * config.mesh.mp)
+    return measure(config, make_mesh(config.mesh), jnp.dtype(jnp.float32), steps)
+
+
+def measured(config: Config, steps: int) -> Measurement:
+    """Time the step on JAX's own devices, in bfloat16 unless the configuration asks for float32."""
+    dtype = jnp.float32 if config.train.precision == Precision.float32 else jnp.bfloat16
+    return measure(config, make_mesh(config.mesh), jnp.dtype(dtype), steps)
+
+
+def report(made: Measurement | Prediction, arguments: argparse.Namespace, script: str) -> None:
+    """Print the row, and write the files that were asked for.  Raises InputError where there is no module to write."""
+    if jax.process_index():
+        return
+    made.row.command = shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]])
+    print(describe(made.row))
+    print(f"  {FORMULA}")
+    if arguments.json:
+        append(made.row.to_json(), Path(arguments.json))
+    if arguments.hlo and made.text is None:
+        raise InputError(f"--hlo {arguments.hlo}: a program that does not fit has no schedule; make it fit first")
+    if arguments.hlo:
+        Path(arguments.hlo).write_text(made.text)
+        Path(f"{arguments.hlo}.meta.json").write_text(json.dumps(made.meta) + "\n")
+
+
+def append(row: dict, file: Path) -> None:
+    """Add one line to a file of JSON objects."""
+    try:
+        with file.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}; choose another --json") from error
+
+
+def door(run) -> int:
+    """Call `run`; an InputError ends in two lines and exit code 2."""
+    try:
+        run()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,23 +1,32 @@
-"""How much of this CPU's matrix-product rate a training step keeps, on emulated devices.
+"""How much of this CPU's matrix-product rate a training step keeps, on emulated devices; and the compiler's twin of it.
 
-    python benchmarks/benchmark_cpu.py [--rounds 5] [--compile] [key=value ...]
+    python benchmarks/benchmark_cpu.py [--rounds 5] [--compile] [--twin] [key=value ...]
 
 The work: 4 devices, 33.6M parameters, context 256, batch 16, 2 microbatches, AdamW, float32.  Each round times one
 step on each mesh and, beside it, the jitted product of two float32 matrices of 2048 cubed on one device, which uses all
 cores; the ratio is of medians.  Model FLOPs count causal attention at half, and nothing that is computed twice.
 `cpu ratio` divides by processor seconds instead of wall seconds: what other processes on the machine take is not in it.
+
+`--twin` times the compiler's twin (gspmd.py) in the same rounds, in turn first and second, and prints explicit :
+compiler, the median of the rounds' ratios; below 1 the explicit step is the cheaper.  Temporaries and collectives are
+those of one device.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiled import wires
+from gspmd import build_gspmd_programs
+from jax.stages import Compiled
 
-from shmap_tp.config import InputError
+from shmap_tp.config import Config, InputError
 from shmap_tp.flops import flops_per_token
 from shmap_tp.mesh import emulate, make_mesh
 from shmap_tp.settings import CONF, load
@@ -27,10 +36,18 @@ MESHES = [(1, 4), (2, 2), (4, 1)]
 MATMUL = 2048
 
 
+class Row(NamedTuple):
+    """One program on one mesh."""
+
+    timed: "Timed"
+    step: Compiled
+    compile_seconds: float
+
+
 class Timed:
     """A function called over and over, by wall seconds and by processor seconds."""
 
-    def __init__(self, call):
+    def __init__(self, call: Callable[[], object]):
         self._call = call
         self.wall: list[float] = []
         self.cpu: list[float] = []
@@ -43,20 +60,21 @@ class Timed:
         self.cpu.append(time.process_time() - cpu)
 
 
-def configuration(dp: int, mp: int, overrides: list[str]):
+def configuration(dp: int, mp: int, overrides: list[str]) -> Config:
     work = ["model=cpu_33m", "train.batch=16", "train.microbatches=2", f"mesh.dp={dp}", f"mesh.mp={mp}"]
     return load(str(CONF / "config.yaml"), work + overrides)
 
 
-def compiled_step(config) -> tuple[Programs, object, float]:
+def compiled_step(config: Config, build: Callable[..., Programs]) -> tuple[Programs, Compiled, float]:
     """(the programs, the compiled step, seconds to trace and compile it)."""
-    programs = build_programs(config, make_mesh(config.mesh, jax.devices()[:4]), jnp.float32)
+    jax.clear_caches()
+    programs = build(config, make_mesh(config.mesh, jax.devices()[:4]), jnp.float32)
     start = time.perf_counter()
     step = programs.step.lower(programs.shapes, programs.tokens).compile()
     return programs, step, time.perf_counter() - start
 
 
-def stepper(config, programs: Programs, step):
+def stepper(config: Config, programs: Programs, step: Compiled) -> Callable[[], None]:
     """A function that does one step and waits for all that it returns."""
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, config.model.vocabulary, programs.tokens.shape, np.int32)
@@ -70,32 +88,20 @@ def stepper(config, programs: Programs, step):
     return once
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps on each mesh")
-    parser.add_argument("--compile", action="store_true", help="also compile 32 layers, for the compile time")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_intermixed_args()
-    jax.config.update("jax_platforms", "cpu")
-    emulate(4)
-
-    x = jnp.full((MATMUL, MATMUL), 0.5, jnp.float32)
-    product = jax.jit(lambda a: a @ a)
-    matmul = Timed(lambda: product(x).block_until_ready())
+def rows_of(build: Callable[..., Programs], overrides: list[str]) -> dict[tuple[int, int], Row]:
     rows = {}
-    try:
-        for dp, mp in MESHES:
-            config = configuration(dp, mp, arguments.overrides)
-            programs, step, seconds = compiled_step(config)
-            rows[dp, mp] = Timed(stepper(config, programs, step)), seconds
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    for _ in range(arguments.rounds):
-        for timed, _ in rows.values():
-            matmul.again()
-            timed.again()
+    for mesh in MESHES:
+        config = configuration(*mesh, overrides)
+        programs, step, seconds = compiled_step(config, build)
+        rows[mesh] = Row(Timed(stepper(config, programs, step)), step, seconds)
+    return rows
 
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
+
+
+def print_rates(rows: dict[tuple[int, int], Row], matmul: Timed, config: Config) -> None:
     tokens = config.train.batch * config.model.context
     work, product_work = tokens * flops_per_token(config.model), 2 * MATMUL**3
     rate = product_work / statistics.median(matmul.wall)
@@ -103,16 +109,65 @@ def main() -> int:
     print(f"measured, float32 matmul of {MATMUL} cubed: {rate / 1e9:.0f} GFLOP/s; {work / 1e9:.0f} GFLOP per step")
     print("| mesh | step s, median (min - max) | tokens/s | model GFLOP/s | ratio to matmul | cpu ratio | compile s |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for (dp, mp), (timed, seconds) in rows.items():
+    for mesh, (timed, _, seconds) in rows.items():
         median = statistics.median(timed.wall)
         ratio, cpu_ratio = work / median / rate, work / statistics.median(timed.cpu) / cpu_rate
         print(
-            f"| ({dp}, {mp}) | {median:.2f} ({min(timed.wall):.2f} - {max(timed.wall):.2f}) | {tokens / median:.0f} | "
+            f"| {mesh} | {spread(timed.wall)} | {tokens / median:.0f} | "
             f"{work / median / 1e9:.0f} | {ratio:.2f} | {cpu_ratio:.2f} | {seconds:.1f} |"
         )
+
+
+def print_comparison(explicit: dict[tuple[int, int], Row], twin: dict[tuple[int, int], Row]) -> None:
+    print("\nexplicit : compiler\n| mesh | wall, median (min - max) | processor |\n| --- | --- | --- |")
+    for mesh in explicit:
+        ours, theirs = explicit[mesh].timed, twin[mesh].timed
+        wall = [a / b for a, b in zip(ours.wall, theirs.wall, strict=True)]
+        cpu = [a / b for a, b in zip(ours.cpu, theirs.cpu, strict=True)]
+        print(f"| {mesh} | {spread(wall)} | {spread(cpu)} |")
+    print("\n| mesh | program | step s | processor s | compile s | temp MiB | collectives in loops | outside |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for mesh in explicit:
+        for name, (timed, step, seconds) in {"explicit": explicit[mesh], "compiler": twin[mesh]}.items():
+            in_loops, outside = wires(step.as_text())
+            temp = step.memory_analysis().temp_size_in_bytes / 2**20
+            print(
+                f"| {mesh} | {name} | {spread(timed.wall)} | {spread(timed.cpu)} | {seconds:.1f} | {temp:.0f} | "
+                f"{in_loops} | {outside} |"
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps on each mesh")
+    parser.add_argument("--compile", action="store_true", help="also compile 32 layers, for the compile time")
+    parser.add_argument("--twin", action="store_true", help="also time the same step as the compiler cuts it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    jax.config.update("jax_platforms", "cpu")
+    emulate(4)
+
+    x = jnp.full((MATMUL, MATMUL), 0.5, jnp.float32)
+    product = jax.jit(lambda a: a @ a).lower(x).compile()
+    matmul = Timed(lambda: product(x).block_until_ready())
+    builds = [build_programs, build_gspmd_programs] if arguments.twin else [build_programs]
+    try:
+        programs = [rows_of(build, arguments.overrides) for build in builds]
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for number in range(arguments.rounds):
+        for mesh in MESHES:
+            matmul.again()
+            for rows in programs[:: 1 if number % 2 == 0 else -1]:
+                rows[mesh].timed.again()
+
+    print_rates(programs[0], matmul, configuration(*MESHES[0], arguments.overrides))
+    if arguments.twin:
+        print_comparison(*programs)
     if arguments.compile:
-        seconds = compiled_step(configuration(2, 2, [*arguments.overrides, "model.layers=32"]))[2]
-        print(f"32 layers on (2, 2): compiled in {seconds:.1f} s")
+        config = configuration(2, 2, [*arguments.overrides, "model.layers=32"])
+        print(f"32 layers on (2, 2): compiled in {compiled_step(config, build_programs)[2]:.1f} s")
     return 0
 
 

@@ -1,0 +1,72 @@
+"""The compiler's twin, which benchmarks compare with, is the same mathematics: three steps of it are three of ours."""
+
+import compiled
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from gspmd import build_gspmd_programs
+from small import config, mesh
+
+from shmap_tp.config import Config
+from shmap_tp.loss import IGNORE
+from shmap_tp.step import build_programs
+
+STEPS, RELATIVE = 3, 1e-5
+CASES = {
+    "parallel gelu alibi, 2 of 8 kv heads": ((2, 4), ["model.kv_heads=2", "model.remat=dots"]),
+    "sequential swiglu rotary tied": (
+        (2, 4),
+        ["model.block=sequential", "model.mlp=swiglu", "model.positions=rotary", "model.tied=true", "model.remat=full"],
+    ),
+    "sequential gelu learned rmsnorm": (
+        (8, 1),
+        ["model.block=sequential", "model.positions=learned", "model.norm=rmsnorm"],
+    ),
+    "parallel swiglu alibi tied, 1 of 8 kv heads, in chunks": (
+        (1, 8),
+        ["model.mlp=swiglu", "model.tied=true", "model.kv_heads=1", "model.attention_chunk=3"],
+    ),
+}
+
+
+def settings(case: str) -> Config:
+    """A warm-up within the steps, clipping that bites, a z-loss: all that a step does."""
+    shape, more = CASES[case]
+    return config(
+        f"mesh.dp={shape[0]}", f"mesh.mp={shape[1]}", "train.batch=16", "train.microbatches=2", "train.z_loss=1e-4",
+        "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=2", "optimizer.clip_norm=0.5",
+        "model.block=parallel", "model.mlp=gelu", "model.positions=alibi", "model.tied=false", *more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_twin_takes_the_same_steps(case):
+    conf, on = settings(case), mesh(CASES[case][0])
+    ours, twin = (build(conf, on, jnp.float32) for build in (build_programs, build_gspmd_programs))
+    assert twin.tokens == ours.tokens
+    tokens = np.random.default_rng(0).integers(0, 50, (STEPS, *ours.tokens.shape), np.int32)
+    tokens[:, 1, -3:, -2:] = IGNORE
+    ends = []
+    for programs in (twin, ours):
+        state, losses = programs.init(), []
+        for batch in tokens:
+            state, metrics = programs.step(state, jax.device_put(batch, programs.tokens.sharding))
+            losses.append(metrics)
+        held_out = programs.evaluate(state.params, jax.device_put(tokens[0], programs.tokens.sharding))
+        ends.append({"params": state.params, "metrics": losses, "held_out": held_out})
+        assert state.step == STEPS
+    assert_close(*ends, RELATIVE)
+
+
+def test_a_compiled_step_carries_what_was_written():
+    """The benchmark's account of a compiled module: as many bytes as the collectives of the jaxpr, which we wrote."""
+    case = next(iter(CASES))
+    ours = build_programs(settings(case), mesh(CASES[case][0]), jnp.float32)
+    written = {True: 0, False: 0}
+    for wire in hlo.wires(jax.make_jaxpr(ours.step)(ours.shapes, ours.tokens).jaxpr):
+        written[wire.scans > 0] += wire.times * wire.size * 4
+    loops, outside = compiled.wires(ours.step.lower(ours.shapes, ours.tokens).compile().as_text())
+    assert (loops.mib * 2**20, outside.mib * 2**20) == (written[True], written[False])

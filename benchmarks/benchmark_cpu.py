@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from compiled import wires
 from gspmd import build_gspmd_programs
 from jax.stages import Compiled
 
 from shmap_tp.config import Config, InputError
 from shmap_tp.flops import flops_per_token
-from shmap_tp.mesh import emulate, make_mesh
+from shmap_tp.mesh import DP, MP, emulate, make_mesh
+from shmap_tp.plan.carried import carried
+from shmap_tp.plan.measure import stepper
 from shmap_tp.settings import CONF, load
 from shmap_tp.step import Programs, build_programs
 
@@ -74,26 +74,13 @@ def compiled_step(config: Config, build: Callable[..., Programs]) -> tuple[Progr
     return programs, step, time.perf_counter() - start
 
 
-def stepper(config: Config, programs: Programs, step: Compiled) -> Callable[[], None]:
-    """A function that does one step and waits for all that it returns."""
-    generator = np.random.default_rng(0)
-    tokens = generator.integers(0, config.model.vocabulary, programs.tokens.shape, np.int32)
-    tokens = jax.device_put(tokens, programs.tokens.sharding)
-    state = [programs.init()]
-
-    def once() -> None:
-        state[0], metrics = step(state[0], tokens)
-        jax.block_until_ready((state[0], metrics))
-
-    return once
-
-
 def rows_of(build: Callable[..., Programs], overrides: list[str]) -> dict[tuple[int, int], Row]:
     rows = {}
     for mesh in MESHES:
         config = configuration(*mesh, overrides)
         programs, step, seconds = compiled_step(config, build)
-        rows[mesh] = Row(Timed(stepper(config, programs, step)), step, seconds)
+        once = stepper(config, programs, step)
+        rows[mesh] = Row(Timed(lambda once=once: jax.block_until_ready(once())), step, seconds)
     return rows
 
 
@@ -118,6 +105,15 @@ def print_rates(rows: dict[tuple[int, int], Row], matmul: Timed, config: Config)
         )
 
 
+def wires(step: Compiled, mesh: tuple[int, int]) -> tuple[str, str]:
+    """How often the collectives of one device run in loops, and outside, and what they carry."""
+    entries = [entry for found in carried(step.as_text(), {DP: mesh[0], MP: mesh[1]}) for entry in found.entries]
+    loops, outside = ([e for e in entries if (e.count > 1) == in_loop] for in_loop in (True, False))
+    return tuple(
+        f"{sum(e.count for e in each)}, {sum(e.total for e in each) / 2**20:.1f} MiB" for each in (loops, outside)
+    )
+
+
 def print_comparison(explicit: dict[tuple[int, int], Row], twin: dict[tuple[int, int], Row]) -> None:
     print("\nexplicit : compiler\n| mesh | wall, median (min - max) | processor |\n| --- | --- | --- |")
     for mesh in explicit:
@@ -129,7 +125,7 @@ def print_comparison(explicit: dict[tuple[int, int], Row], twin: dict[tuple[int,
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for mesh in explicit:
         for name, (timed, step, seconds) in {"explicit": explicit[mesh], "compiler": twin[mesh]}.items():
-            in_loops, outside = wires(step.as_text())
+            in_loops, outside = wires(step, mesh)
             temp = step.memory_analysis().temp_size_in_bytes / 2**20
             print(
                 f"| {mesh} | {name} | {spread(timed.wall)} | {spread(timed.cpu)} | {seconds:.1f} | {temp:.0f} | "

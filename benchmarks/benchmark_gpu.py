@@ -4,13 +4,15 @@
     python benchmarks/benchmark_gpu.py --dp 4 --mp 8 --model 6_9b mesh.processes=4      (on each of four nodes)
     python benchmarks/benchmark_gpu.py --dp 2 --mp 4 --emulate
 
---emulate runs a small model for real on CPU devices.  There is no prediction for GPUs: their compiler tells no cycles.
+--emulate runs a small model for real on CPU devices; --twin adds the same step as the compiler cuts it (gspmd.py).
+There is no prediction for GPUs: their compiler tells no cycles.
 """
 
 import sys
 from argparse import Namespace
 
 import jax
+from gspmd import build_gspmd_programs
 
 from shmap_tp.config import InputError
 from shmap_tp.mesh import join
@@ -22,16 +24,17 @@ DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
 
 def main(arguments: Namespace) -> None:
     config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
-    if arguments.emulate:
-        report(emulated(config, arguments.steps), arguments, "benchmark_gpu.py")
-        return
-    join(config.mesh)
-    if jax.default_backend() != "gpu":
-        raise InputError(
-            f"no GPU here that JAX can use, only {jax.default_backend()}; install its support with "
-            f"pip install -e '.[cuda]', or run on CPU devices with --emulate"
-        )
-    report(measured(config, arguments.steps), arguments, "benchmark_gpu.py")
+    run = emulated if arguments.emulate else measured
+    if not arguments.emulate:
+        join(config.mesh)
+        if jax.default_backend() != "gpu":
+            raise InputError(
+                f"no GPU here that JAX can use, only {jax.default_backend()}; install its support with "
+                f"pip install -e '.[cuda]', or run on CPU devices with --emulate"
+            )
+    made = run(config, arguments.steps)
+    twin = run(config, arguments.steps, build_gspmd_programs) if arguments.twin else None
+    report(made, arguments, "benchmark_gpu.py", twin)
 
 
 if __name__ == "__main__":

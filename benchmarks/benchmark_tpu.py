@@ -6,21 +6,25 @@
 
 On the devices of the version that is asked for it times the step.  Anywhere else the TPU compiler itself, which runs on
 any Linux machine (pip install -e '.[tpu]'), compiles the same step for the slice, and the planner replays what it made;
-such a row says `predicted`.  --emulate runs a small model for real on CPU devices.
+such a row says `predicted`.  --emulate runs a small model for real on CPU devices; --twin adds the same step as the
+compiler cuts it (gspmd.py).
 """
 
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from glob import glob
 
 import jax
+from gspmd import build_gspmd_programs
 
 from shmap_tp.config import Config
 from shmap_tp.hardware import GENERATIONS
 from shmap_tp.mesh import join
-from shmap_tp.plan.benchmark import configuration, door, emulated, flags, measured, report
-from shmap_tp.plan.predict import predict
+from shmap_tp.plan.benchmark import Made, configuration, door, emulated, flags, measured, report
+from shmap_tp.plan.predict import Builder, predict
 from shmap_tp.plan.slices import find_slice
+from shmap_tp.step import build_programs
 
 DEFAULTS = {
     # version: (model, windows of a microbatch on each part of dp, microbatches)
@@ -37,14 +41,18 @@ DEFAULTS = {
 
 def main(arguments: Namespace) -> None:
     config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else arguments.version])
+    run = way(config, arguments)
+    report(run(build_programs), arguments, "benchmark_tpu.py", run(build_gspmd_programs) if arguments.twin else None)
+
+
+def way(config: Config, arguments: Namespace) -> Callable[[Builder], Made]:
+    """How the program that a Builder makes becomes a row: run here, or predicted."""
     if arguments.emulate:
-        made = emulated(config, arguments.steps)
-    elif slice_is_here(config, arguments.version):
-        made = measured(config, arguments.steps)
-    else:
-        devices = arguments.dp * arguments.mp
-        made = predict(config, find_slice(arguments.version, devices, arguments.topology, arguments.slices))
-    report(made, arguments, "benchmark_tpu.py")
+        return lambda build: emulated(config, arguments.steps, build)
+    if slice_is_here(config, arguments.version):
+        return lambda build: measured(config, arguments.steps, build)
+    asked = find_slice(arguments.version, arguments.dp * arguments.mp, arguments.topology, arguments.slices)
+    return lambda build: predict(config, asked, build)
 
 
 def slice_is_here(config: Config, version: str) -> bool:

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from shmap_tp.config import Config, InputError, Precision
 from shmap_tp.mesh import emulate, make_mesh
 from shmap_tp.plan.measure import Measurement, measure
-from shmap_tp.plan.predict import Prediction
-from shmap_tp.plan.row import FORMULA, describe
+from shmap_tp.plan.predict import Builder, Prediction
+from shmap_tp.plan.row import FORMULA, compare, describe
 from shmap_tp.settings import CONF, load
+from shmap_tp.step import build_programs
+
+Made = Measurement | Prediction
 
 
 def flags(description: str) -> argparse.ArgumentParser:
@@ -28,6 +31,7 @@ def flags(description: str) -> argparse.ArgumentParser:
     made.add_argument("--microbatches", type=int, help="parts that a step is computed in, one after the other")
     made.add_argument("--steps", type=int, default=10, help="how many are timed (default 10)")
     made.add_argument("--emulate", action="store_true", help="run a small model for real on emulated CPU devices")
+    made.add_argument("--twin", action="store_true", help="the same step as the compiler cuts it, too, and the ratios")
     made.add_argument("--json", metavar="FILE", help="add the row to FILE, one JSON object a line")
     made.add_argument("--hlo", metavar="FILE", help="write the scheduled module to FILE, FILE.meta.json beside it")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="any of the configuration: model.remat=dots")
@@ -56,28 +60,31 @@ def configuration(arguments: argparse.Namespace, model: str, rows: int, parts: i
     return load(str(CONF / "config.yaml"), given + arguments.overrides)
 
 
-def emulated(config: Config, steps: int) -> Measurement:
+def emulated(config: Config, steps: int, build: Builder = build_programs) -> Measurement:
     """Run for real, in float32, on as many CPU devices as the mesh has."""
     jax.config.update("jax_platforms", "cpu")
     emulate(config.mesh.dp * config.mesh.mp)
-    return measure(config, make_mesh(config.mesh), jnp.dtype(jnp.float32), steps)
+    return measure(config, make_mesh(config.mesh), jnp.dtype(jnp.float32), steps, build)
 
 
-def measured(config: Config, steps: int) -> Measurement:
+def measured(config: Config, steps: int, build: Builder = build_programs) -> Measurement:
     """Time the step on JAX's own devices, in bfloat16 unless the configuration asks for float32."""
     dtype = jnp.float32 if config.train.precision == Precision.float32 else jnp.bfloat16
-    return measure(config, make_mesh(config.mesh), jnp.dtype(dtype), steps)
+    return measure(config, make_mesh(config.mesh), jnp.dtype(dtype), steps, build)
 
 
-def report(made: Measurement | Prediction, arguments: argparse.Namespace, script: str) -> None:
+def report(made: Made, arguments: argparse.Namespace, script: str, twin: Made | None = None) -> None:
     """Print the row, and write the files that were asked for.  Raises InputError where there is no module to write."""
     if jax.process_index():
         return
-    made.row.command = shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]])
-    print(describe(made.row))
-    print(f"  {FORMULA}")
-    if arguments.json:
-        append(made.row.to_json(), Path(arguments.json))
+    for each in [made, twin] if twin else [made]:
+        each.row.command = shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]])
+        print(describe(each.row))
+        if arguments.json:
+            append(each.row.to_json(), Path(arguments.json))
+    if twin:
+        print(compare(made.row, twin.row))
+    print(FORMULA)
     if arguments.hlo and made.text is None:
         raise InputError(f"--hlo {arguments.hlo}: a program that does not fit has no schedule; make it fit first")
     if arguments.hlo:

@@ -15,7 +15,7 @@ from shmap_tp.hardware import DEVICES, generation, machine_peak
 from shmap_tp.mesh import Torus
 from shmap_tp.plan.ahead import coordinates
 from shmap_tp.plan.predict import Builder
-from shmap_tp.plan.row import Row, of_config
+from shmap_tp.plan.row import EXPLICIT, Row, of_config
 from shmap_tp.step import Programs, build_programs
 
 WARM_UP = 2
@@ -53,6 +53,7 @@ def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Bui
     stats = (first.memory_stats() or {}) if first.platform != "cpu" else {}
     limit = DEVICES[first.device_kind].memory if first.device_kind in DEVICES else stats.get("bytes_limit")
     row = Row(
+        program=EXPLICIT if build is build_programs else build.__module__,
         kind="emulated" if first.platform == "cpu" else "measured",
         device_kind=first.device_kind,
         chips=len(devices) // made.cores if made else len(devices),

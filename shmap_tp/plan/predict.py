@@ -17,7 +17,7 @@ from shmap_tp.plan.ahead import Compiled, compile_ahead, coordinates
 from shmap_tp.plan.links import Links
 from shmap_tp.plan.module import parse
 from shmap_tp.plan.replay import replay
-from shmap_tp.plan.row import Row, of_config
+from shmap_tp.plan.row import EXPLICIT, Row, of_config
 from shmap_tp.plan.slices import Slice, topology_devices
 from shmap_tp.step import Programs, build_programs
 
@@ -67,6 +67,7 @@ def predict(config: Config, asked: Slice, build: Builder = build_programs, cache
     kind = devices[0].device_kind
     row = Row(
         kind="predicted",
+        program=EXPLICIT if build is build_programs else build.__module__,
         device_kind=kind,
         chips=len(devices) // asked.generation.cores,
         topology=asked.topology,

@@ -6,6 +6,7 @@ from shmap_tp.config import Config
 from shmap_tp.flops import flops_per_token, hardware_flops_per_token, parameters
 from shmap_tp.hardware import GIB, Peak
 
+EXPLICIT = "explicit"
 FORMULA = (
     "MFU = tokens/s x model FLOPs per token (causal attention at half, nothing that is recomputed) / peak; "
     "HFU counts the recomputed, too"
@@ -19,6 +20,8 @@ class Row:
     kind: str
     """measured: on the devices named.  emulated: run on CPU devices, says nothing of others.  predicted: compiled for
     the devices named by their own compiler, and replayed."""
+    program: str
+    """explicit: ours.  gspmd: the same step as the compiler cuts it (benchmarks/gspmd.py)."""
     model: str
     params: int
     dp: int
@@ -101,8 +104,9 @@ def describe(row: Row) -> str:
     where = f"{row.devices} x {row.device_kind}" + (f", {row.topology} chips" if row.topology else "")
     where += f", {row.slices} slices" if row.slices > 1 else ""
     tile = f", mp on {'x'.join(map(str, row.tile))} (x, y, z, core)" if row.tile else ""
+    program = "" if row.program == EXPLICIT else f"{row.program} of "
     lines = [
-        f"{row.kind.upper()}  {row.model}, {_count(row.params)} parameters, on {where}",
+        f"{row.kind.upper()}  {program}{row.model}, {_count(row.params)} parameters, on {where}",
         f"  mesh      dp={row.dp}, mp={row.mp}{tile}",
         f"  step      {row.global_batch} windows of {row.context} in {row.microbatches} microbatches = "
         f"{row.tokens_per_step:,} tokens; remat {row.remat}",
@@ -121,6 +125,18 @@ def describe(row: Row) -> str:
 
 def _count(number: float) -> str:
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
+
+
+def compare(ours: Row, theirs: Row) -> str:
+    """explicit : compiler, in all that is known of both; below 1 ours is the cheaper."""
+    pairs = {
+        "time": (ours.step_seconds, theirs.step_seconds),
+        "memory": (ours.peak_bytes_per_device, theirs.peak_bytes_per_device),
+        "compile time": (ours.compile_seconds, theirs.compile_seconds),
+        "time on the wires": (ours.comm_seconds, theirs.comm_seconds),
+    }
+    ratios = [f"{name} {a / b:.2f}" for name, (a, b) in pairs.items() if a is not None and b]
+    return f"explicit : {theirs.program}  " + ", ".join(ratios)
 
 
 def _timed(row: Row) -> list[str]:

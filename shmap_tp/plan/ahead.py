@@ -68,16 +68,20 @@ _NEEDS = (
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
 
 
+def needed(error: jax.errors.JaxRuntimeError) -> tuple[float, float] | None:
+    """(bytes that a program needs, bytes that there are), where that is what the compiler's error says."""
+    found = next((match for form in _NEEDS if (match := form.search(str(error)))), None)
+    return (float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]]) if found else None
+
+
 def _compile(lowered: jax.stages.Lowered, limit: float, options: dict | None) -> Compiled:
     start = time.perf_counter()
     try:
         program = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        found = next((match for form in _NEEDS if (match := form.search(str(error)))), None)
-        if found is None:
+        if (figures := needed(error)) is None:
             raise
-        needs, has = float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]]
-        return Compiled(None, needs, has, None, time.perf_counter() - start)
+        return Compiled(None, *figures, None, time.perf_counter() - start)
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     return Compiled(program.as_text(), memory.peak_memory_in_bytes, limit, memory.argument_size_in_bytes, seconds)

@@ -11,11 +11,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shmap_tp.config import Config
-from shmap_tp.hardware import DEVICES, generation, machine_peak
-from shmap_tp.mesh import Torus
-from shmap_tp.plan.ahead import coordinates
+from shmap_tp.hardware import DEVICES, machine_peak
+from shmap_tp.plan.ahead import coordinates, needed
 from shmap_tp.plan.predict import Builder
-from shmap_tp.plan.row import EXPLICIT, Row, of_config
+from shmap_tp.plan.row import EXPLICIT, Row, of_config, placed
 from shmap_tp.step import Programs, build_programs
 
 WARM_UP = 2
@@ -27,7 +26,7 @@ class Measurement:
     """A measured row, and the program it was measured on."""
 
     row: Row
-    text: str
+    text: str | None
     mesh: Mesh
 
     @property
@@ -42,36 +41,40 @@ class Measurement:
 
 
 def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Builder = build_programs) -> Measurement:
-    """Compile the step of `config`, run it WARM_UP times, then time `steps` more."""
-    programs = build(config, mesh, dtype)
-    start = time.perf_counter()
-    step = programs.step.lower(programs.shapes, programs.tokens).compile()
-    compile_seconds = time.perf_counter() - start
-    seconds = step_seconds(stepper(config, programs, step), steps)
+    """Compile the step of `config`, run it WARM_UP times, then time `steps` more.
+
+    Where the devices' memory is too small, the row says so.
+    """
     devices = list(mesh.devices.flat)
-    first, torus, made = devices[0], Torus.of(devices), generation(devices[0].device_kind)
+    first = devices[0]
+    facts = of_config(config, len(devices), machine_peak(devices)) | {
+        "program": EXPLICIT if build is build_programs else build.__module__,
+        "kind": "emulated" if first.platform == "cpu" else "measured",
+        "versions": {"jax": jax.__version__},
+        "limit_bytes_per_device": DEVICES[first.device_kind].memory if first.device_kind in DEVICES else None,
+        **placed(mesh, config),
+    }
+    programs = build(config, mesh, dtype)
+    start, step = time.perf_counter(), None
+    try:
+        step = programs.step.lower(programs.shapes, programs.tokens).compile()
+        compile_seconds = time.perf_counter() - start
+        seconds = step_seconds(stepper(config, programs, step), steps)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needs = needed(error) or (step.memory_analysis().peak_memory_in_bytes if step else None, None)
+        facts |= {"peak_bytes_per_device": needs[0], "fits": False, "compile_seconds": time.perf_counter() - start}
+        return Measurement(Row(**facts), None, mesh)
     stats = (first.memory_stats() or {}) if first.platform != "cpu" else {}
-    limit = DEVICES[first.device_kind].memory if first.device_kind in DEVICES else stats.get("bytes_limit")
-    row = Row(
-        program=EXPLICIT if build is build_programs else build.__module__,
-        kind="emulated" if first.platform == "cpu" else "measured",
-        device_kind=first.device_kind,
-        chips=len(devices) // made.cores if made else len(devices),
-        topology="x".join(map(str, torus.sides[: made.dims])) if torus else None,
-        slices=len({getattr(device, "slice_index", 0) for device in devices}),
-        tile=list(config.mesh.tile or torus.closest_tile(config.mesh.mp)) if torus else None,
-        step_seconds=statistics.median(seconds),
-        step_seconds_range=[min(seconds), max(seconds)],
-        peak_bytes_per_device=stats.get("peak_bytes_in_use", step.memory_analysis().peak_memory_in_bytes),
-        limit_bytes_per_device=limit,
-        fits=True,
-        compile_seconds=compile_seconds,
-        comm_seconds=None,
-        exposed_comm_seconds=None,
-        versions={"jax": jax.__version__},
-        **of_config(config, len(devices), machine_peak(devices)),
-    )
-    return Measurement(row, step.as_text(), mesh)
+    facts |= {
+        "step_seconds": statistics.median(seconds),
+        "step_seconds_range": [min(seconds), max(seconds)],
+        "peak_bytes_per_device": stats.get("peak_bytes_in_use", step.memory_analysis().peak_memory_in_bytes),
+        "fits": True,
+        "compile_seconds": compile_seconds,
+    }
+    return Measurement(Row(**facts), step.as_text(), mesh)
 
 
 def stepper(config: Config, programs: Programs, step: jax.stages.Compiled) -> Callable[[], dict]:

@@ -12,12 +12,12 @@ from jax.typing import DTypeLike
 
 from shmap_tp.config import Config
 from shmap_tp.hardware import table_peak
-from shmap_tp.mesh import Torus, make_mesh
+from shmap_tp.mesh import make_mesh
 from shmap_tp.plan.ahead import Compiled, compile_ahead, coordinates
 from shmap_tp.plan.links import Links
 from shmap_tp.plan.module import parse
 from shmap_tp.plan.replay import replay
-from shmap_tp.plan.row import EXPLICIT, Row, of_config
+from shmap_tp.plan.row import EXPLICIT, Row, of_config, placed
 from shmap_tp.plan.slices import Slice, topology_devices
 from shmap_tp.step import Programs, build_programs
 
@@ -60,29 +60,29 @@ def predict(config: Config, asked: Slice, build: Builder = build_programs, cache
     mesh = make_mesh(config.mesh, devices)
     programs = build(config, mesh, jnp.dtype(jnp.bfloat16))
     compiled = compile_ahead(programs.step.lower(programs.shapes, programs.tokens), mesh, cache)
-    spent = None
-    if compiled.fits:
-        spent = replay(parse(compiled.text), Links.of(asked.generation, coordinates(mesh)))
-    torus = Torus.of(devices)
-    kind = devices[0].device_kind
     row = Row(
         kind="predicted",
         program=EXPLICIT if build is build_programs else build.__module__,
-        device_kind=kind,
-        chips=len(devices) // asked.generation.cores,
-        topology=asked.topology,
-        slices=asked.slices,
-        tile=list(config.mesh.tile or torus.closest_tile(config.mesh.mp)),
-        step_seconds=spent.seconds if spent else None,
-        step_seconds_range=None,
         peak_bytes_per_device=compiled.peak_bytes,
         limit_bytes_per_device=compiled.limit_bytes,
         fits=compiled.fits,
         compile_seconds=compiled.seconds,
-        comm_seconds=spent.comm_seconds if spent else None,
-        exposed_comm_seconds=spent.exposed_comm_seconds if spent else None,
-        places=dict(spent.places) if spent else {},
         versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
-        **of_config(config, len(devices), table_peak(kind, len(devices))),
+        **of_config(config, len(devices), table_peak(devices[0].device_kind, len(devices))),
+        **placed(mesh, config),
+        **_spent(compiled, asked, mesh),
     )
     return Prediction(row, compiled, mesh, programs)
+
+
+def _spent(compiled: Compiled, asked: Slice, mesh: Mesh) -> dict:
+    """The fields of a Row that a replay fills; none where there is nothing to replay."""
+    if compiled.text is None:
+        return {}
+    spent = replay(parse(compiled.text), Links.of(asked.generation, coordinates(mesh)))
+    return {
+        "step_seconds": spent.seconds,
+        "comm_seconds": spent.comm_seconds,
+        "exposed_comm_seconds": spent.exposed_comm_seconds,
+        "places": dict(spent.places),
+    }

@@ -2,9 +2,12 @@
 
 from dataclasses import asdict, dataclass, field
 
+from jax.sharding import Mesh
+
 from shmap_tp.config import Config
 from shmap_tp.flops import flops_per_token, hardware_flops_per_token, parameters
-from shmap_tp.hardware import GIB, Peak
+from shmap_tp.hardware import GIB, Peak, generation
+from shmap_tp.mesh import DP, MP, Torus
 
 EXPLICIT = "explicit"
 FORMULA = (
@@ -43,15 +46,15 @@ class Row:
     model_flops_per_device: float
     """Of one step."""
     hardware_flops_per_device: float
-    step_seconds: float | None
-    step_seconds_range: list[float] | None
-    """Of the steps that were timed, the fastest and the slowest."""
-    peak_bytes_per_device: float | None
-    limit_bytes_per_device: float | None
     fits: bool
     compile_seconds: float
-    comm_seconds: float | None
-    exposed_comm_seconds: float | None
+    step_seconds: float | None = None
+    step_seconds_range: list[float] | None = None
+    """Of the steps that were timed, the fastest and the slowest."""
+    peak_bytes_per_device: float | None = None
+    limit_bytes_per_device: float | None = None
+    comm_seconds: float | None = None
+    exposed_comm_seconds: float | None = None
     tokens_per_second: float | None = None
     tokens_per_second_per_chip: float | None = None
     tflops_per_chip: float | None = None
@@ -84,8 +87,8 @@ def of_config(config: Config, devices: int, peak: Peak | None) -> dict:
     return {
         "model": model.name,
         "params": parameters(model),
-        "dp": config.mesh.dp,
-        "mp": config.mesh.mp,
+        DP: config.mesh.dp,
+        MP: config.mesh.mp,
         "devices": devices,
         "global_batch": config.train.batch,
         "context": model.context,
@@ -96,6 +99,19 @@ def of_config(config: Config, devices: int, peak: Peak | None) -> dict:
         "peak_source": peak.source if peak else None,
         "model_flops_per_device": tokens * flops_per_token(model) / devices,
         "hardware_flops_per_device": tokens * hardware_flops_per_token(model) / devices,
+    }
+
+
+def placed(mesh: Mesh, config: Config) -> dict:
+    """The fields of a Row that say where the devices of a mesh are."""
+    devices = list(mesh.devices.flat)
+    torus, made = Torus.of(devices), generation(devices[0].device_kind)
+    return {
+        "device_kind": devices[0].device_kind,
+        "chips": len(devices) // made.cores if made else len(devices),
+        "topology": "x".join(map(str, torus.sides[: made.dims])) if torus else None,
+        "slices": len({getattr(device, "slice_index", 0) for device in devices}),
+        "tile": list(config.mesh.tile or torus.closest_tile(config.mesh.mp)) if torus else None,
     }
 
 

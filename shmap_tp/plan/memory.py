@@ -7,13 +7,18 @@ import jax
 
 from shmap_tp.hardware import GIB
 from shmap_tp.plan.ahead import Compiled
-from shmap_tp.step import Programs
+from shmap_tp.step import Programs, State
 
 
 def shard_bytes(tree: Any) -> int:
     """Bytes of one device's part of every ShapeDtypeStruct of a tree, without the padding of layouts."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def state_bytes(shapes: State) -> int:
+    """What a step needs at least: weights, optimizer state, and as much as the weights for the gradients' totals."""
+    return 2 * shard_bytes(shapes.params) + shard_bytes(shapes.optimizer)
 
 
 def memory(programs: Programs, compiled: Compiled) -> dict[str, float]:

@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shmap_tp.config import Config
-from shmap_tp.hardware import table_peak
+from shmap_tp.hardware import DEVICES, table_peak
 from shmap_tp.mesh import make_mesh
 from shmap_tp.plan.ahead import Compiled, compile_ahead, coordinates
 from shmap_tp.plan.links import Links
+from shmap_tp.plan.memory import state_bytes
 from shmap_tp.plan.module import parse
 from shmap_tp.plan.replay import replay
 from shmap_tp.plan.row import EXPLICIT, Row, of_config, placed
@@ -54,12 +55,18 @@ class Prediction:
 def predict(config: Config, asked: Slice, build: Builder = build_programs, cache: Path | None = CACHE) -> Prediction:
     """Compile the step of `config`, in bfloat16, for a slice, and replay it where it fits.
 
+    What cannot fit whatever the compiler does, because the state and the gradients alone do not, is not compiled.
     Raises InputError where the mesh does not cover the slice, or the compiler is missing.
     """
     devices = topology_devices(asked)
     mesh = make_mesh(config.mesh, devices)
     programs = build(config, mesh, jnp.dtype(jnp.bfloat16))
-    compiled = compile_ahead(programs.step.lower(programs.shapes, programs.tokens), mesh, cache)
+    kind = devices[0].device_kind
+    least = state_bytes(programs.shapes)
+    if least > DEVICES[kind].memory:
+        compiled = Compiled(None, least, DEVICES[kind].memory, None, 0.0)
+    else:
+        compiled = compile_ahead(programs.step.lower(programs.shapes, programs.tokens), mesh, cache)
     row = Row(
         kind="predicted",
         program=EXPLICIT if build is build_programs else build.__module__,
@@ -68,7 +75,7 @@ def predict(config: Config, asked: Slice, build: Builder = build_programs, cache
         fits=compiled.fits,
         compile_seconds=compiled.seconds,
         versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
-        **of_config(config, len(devices), table_peak(devices[0].device_kind, len(devices))),
+        **of_config(config, len(devices), table_peak(kind, len(devices))),
         **placed(mesh, config),
         **_spent(compiled, asked, mesh),
     )

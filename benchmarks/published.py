@@ -1,0 +1,126 @@
+"""Every published figure on a TPU, and our own step predicted for the same slice, model and tokens.
+
+    python benchmarks/published.py [--only v5e-256] [--json benchmarks/results/published.jsonl]
+
+The mesh is ours: where the published run cut its weights over dp (FSDP), mp alone has to make them fit.  What cannot
+fit says what it needs.  `ratio` is predicted : published.  Rows that are in the file already are not done again.  MFU
+counts causal attention at half; MaxText and PaLM count it whole, which at these widths is 1 to 5 % more.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from shmap_tp.plan.benchmark import append, door
+from shmap_tp.plan.predict import predict
+from shmap_tp.plan.row import describe
+from shmap_tp.plan.slices import Slice
+from shmap_tp.settings import CONF, load
+
+RESULTS = Path(__file__).parent / "results" / "published.jsonl"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure that someone measured, and our settings for the same work."""
+
+    name: str
+    figure: str
+    """mfu, or tokens_per_second."""
+    value: float
+    version: str
+    sides: tuple[int, ...]
+    mesh: tuple[int, int]
+    model: str
+    batch: int
+    microbatches: int
+    more: tuple[str, ...] = ()
+    slices: int = 1
+    note: str = ""
+
+
+def maxtext(shape: str, mfu: list[float], mesh: tuple[int, int], each: int) -> list[Published]:
+    """v5e-256 in 1, 2, 4 ... slices; `each` sequences per chip, two a microbatch and part of dp."""
+    rows = []
+    for i, value in enumerate(mfu):
+        slices = 2**i
+        dp, batch = mesh[0] * slices, 256 * each * slices
+        name = f"MaxText {shape}, v5e-256" + (f" x {slices}" if slices > 1 else "")
+        parts = batch // (2 * dp)
+        rows.append(Published(name, "mfu", value, "v5e", (16, 16), (dp, mesh[1]), shape, batch, parts, slices=slices))
+    return rows
+
+
+def t5x(tile: str, rate: float, batch: int, microbatches: int) -> Published:
+    more = (f"mesh.tile=[{tile}]",)
+    name = f"T5X 11B, v4-512, mp on ({tile}), batch {batch}"
+    return Published(name, "tokens_per_second", rate, "v4", (4, 8, 8), (16, 16), "11b", batch, microbatches, more)
+
+
+WIDE_13B = ("model.width=5120", "model.layers=40", "model.heads=40", "model.kv_heads=40", "model.head_dim=128")
+WIDE_13B += ("model.ffn=20480", "model.name=13b")
+
+TABLE = [
+    Published("transformer_shmap 2.83B, v2-32", "mfu", 0.63, "v2", (4, 4), (4, 8), "2_8b", 1024, 32),
+    Published("transformer_shmap 6.86B, v3-32", "mfu", 0.44, "v3", (4, 4), (4, 8), "6_9b", 1024, 128),
+    Published("mesh-transformer-jax 2.7B, v3-8", "mfu", 0.485, "v3", (2, 2), (1, 8), "2_8b", 64, 16, note="47-50 %"),
+    Published("mesh-transformer-jax 10B, v3-8", "mfu", 0.485, "v3", (2, 2), (1, 8), "gpt2_10b", 16, 16),
+    Published("Levanter 6.7B, v3-256", "mfu", 0.473, "v3", (8, 16), (32, 8), "6_9b", 1024, 16),
+    Published("Levanter 13B, v3-256", "mfu", 0.544, "v3", (8, 16), (32, 8), "6_9b", 1024, 32, WIDE_13B),
+    Published("MaxText 22B, v4-128", "mfu", 0.55, "v4", (4, 4, 4), (8, 8), "22b", 512, 32, note="53-57 %"),
+    *maxtext("16b", [0.611, 0.594, 0.591, 0.583, 0.566, 0.547], (8, 32), 6),
+    *maxtext("32b", [0.669, 0.648, 0.641, 0.637, 0.623, 0.604], (4, 64), 4),
+    *maxtext("64b", [0.599, 0.567, 0.559, 0.550, 0.533, 0.502], (4, 64), 2),
+    *maxtext("128b", [0.561, 0.558, 0.549, 0.529, 0.509, 0.463], (2, 128), 1),
+    Published("MaxText Llama2-70B, v5p-128", "mfu", 0.654, "v5p", (4, 4, 4), (4, 16), "llama2_70b", 64, 16),
+    Published("MaxText Llama3.1-8B, v6e-256", "mfu", 0.455, "v6e", (16, 16), (32, 8), "llama3_8b", 256, 8),
+    Published("MaxText Llama3.1-70B, v6e-256", "mfu", 0.503, "v6e", (16, 16), (4, 64), "llama3_70b", 256, 64),
+    t5x("2,2,4,1", 286e3, 896, 4),
+    t5x("2,4,2,1", 300e3, 896, 4),
+    t5x("4,2,2,1", 304e3, 896, 4),
+    t5x("4,2,2,1", 322e3, 5376, 24),
+    Published("PyTorch/XLA FSDP 128B, v4-512", "mfu", 0.29, "v4", (4, 8, 8), (16, 16), "gpt2_128b", 1024, 64),
+]
+"""PaLM's 540B on 6144 chips is left out: two pods, and its state needs 168 GiB a chip at the largest mp, 48 heads."""
+
+
+def main(arguments: argparse.Namespace) -> None:
+    file = Path(arguments.json)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    done = {json.loads(line)["published"]["name"] for line in file.read_text().splitlines()} if file.exists() else set()
+    for row in TABLE:
+        if arguments.only not in row.name or row.name in done:
+            continue
+        print(f"\n{row.name}, published {row.figure} {row.value:,.3g} {row.note}", flush=True)
+        made = predict(configuration(row), Slice(row.version, row.sides, row.slices)).row
+        made.command = "python benchmarks/published.py"
+        print(describe(made), flush=True)
+        found = made.to_json()
+        ratio = found[row.figure] / row.value if found[row.figure] else None
+        if ratio:
+            print(f"  predicted : published = {ratio:.2f}", flush=True)
+        facts = {"name": row.name, "figure": row.figure, "value": row.value, "note": row.note, "ratio": ratio}
+        append(found | {"published": facts}, file)
+
+
+def configuration(row: Published):
+    settings = [
+        f"model={row.model}",
+        f"mesh.dp={row.mesh[0]}",
+        f"mesh.mp={row.mesh[1]}",
+        f"train.batch={row.batch}",
+        f"train.microbatches={row.microbatches}",
+    ]
+    return load(str(CONF / "config.yaml"), [*settings, *row.more])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="the rows whose name contains this")
+    parser.add_argument(
+        "--json", default=str(RESULTS), help=f"one object a line is added here (default: {RESULTS.name})"
+    )
+    parsed = parser.parse_args()
+    sys.exit(door(lambda: main(parsed)))

@@ -1,0 +1,155 @@
+"""A grid of settings, each measured or predicted, sorted by tokens/s.
+
+    python benchmarks/sweep.py --version v4 --topology 4x8x8 --out sweeps/t5x model=11b mesh.dp=16 mesh.mp=16 \\
+        'mesh.tile=[2,2,4,1],[2,4,2,1],[4,2,2,1]' train.batch=896,1792 train.microbatches=4,8
+    python benchmarks/sweep.py --emulate 8 --out sweeps/try model=test mesh=8x1,4x2,2x4 train.batch=16
+
+Every key=value of the configuration may have several values, with commas between; `mesh=4x8,2x16` stands for dp x mp
+together.  The grid is all their combinations.  Without a slice of that version here they are predicted; --emulate N
+runs them for real on N CPU devices.  A setting that does not fit is a row that says what it needs; one that cannot be
+cut is a row with the reason.  Rows are kept in OUT/rows.jsonl as they come: started again, the sweep goes on where it stopped.
+At the end OUT holds rows.json and rows.csv, sorted, and sweep.png.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+import matplotlib
+from benchmark_tpu import slice_is_here
+
+from shmap_tp.config import Config, InputError
+from shmap_tp.hardware import GENERATIONS, GIB
+from shmap_tp.plan.benchmark import append, door, emulated, measured
+from shmap_tp.plan.predict import predict
+from shmap_tp.plan.slices import find_slice
+from shmap_tp.settings import CONF, load
+
+COLUMNS = [
+    *("kind", "setting", "dp", "mp", "tile", "global_batch", "microbatches", "remat", "fits", "tokens_per_second"),
+    *("step_seconds", "mfu", "hfu", "exposed_comm_seconds", "peak_bytes_per_device", "limit_bytes_per_device", "error"),
+]
+
+
+def grid(overrides: list[str]) -> list[dict[str, str]]:
+    """Every combination of the values that each key is given.  Raises InputError for what is not key=value."""
+    keys, choices = [], []
+    for given in overrides:
+        key, equals, values = given.partition("=")
+        if not key or not equals:
+            raise InputError(f"{given!r} is not key=value[,value...]; write it as in train.microbatches=4,8")
+        keys.append(key)
+        choices.append(re.split(r",(?![^\[]*\])", values))
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*choices)]
+
+
+def configuration(setting: dict[str, str]) -> Config:
+    """conf/config.yaml with one point of the grid."""
+    given = dict(setting)
+    if "mesh" in given:
+        sizes = given.pop("mesh").split("x")
+        if len(sizes) != 2:
+            raise InputError(f"mesh={setting['mesh']} is not dp x mp; write it as in mesh=4x8")
+        given |= {"mesh.dp": sizes[0], "mesh.mp": sizes[1]}
+    return load(str(CONF / "config.yaml"), [f"{key}={value}" for key, value in given.items()])
+
+
+def run(setting: dict[str, str], arguments: argparse.Namespace) -> dict:
+    """One row, as JSON."""
+    try:
+        config = configuration(setting)
+        devices = config.mesh.dp * config.mesh.mp
+        if arguments.emulate:
+            if devices != arguments.emulate:
+                raise InputError(f"mesh dp={config.mesh.dp} x mp={config.mesh.mp} is not --emulate {arguments.emulate}")
+            row = emulated(config, arguments.steps).row
+        elif slice_is_here(config, arguments.version):
+            row = measured(config, arguments.steps).row
+        else:
+            row = predict(config, find_slice(arguments.version, devices, arguments.topology, arguments.slices)).row
+    except InputError as error:
+        return {"kind": "impossible", "fits": False, "error": str(error)}
+    return row.to_json()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    points, out = grid(arguments.overrides), Path(arguments.out)
+    out.mkdir(parents=True, exist_ok=True)
+    file, fixed = out / "rows.jsonl", [arguments.version, arguments.topology, arguments.slices, arguments.emulate]
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if any(row["sweep"] != fixed for row in rows):
+        raise InputError(f"{file} holds rows of another slice ({rows[0]['sweep']}); choose another --out")
+    done = [row["setting"] for row in rows]
+    for number, setting in enumerate(points, 1):
+        words = " ".join(f"{key}={value}" for key, value in setting.items())
+        if setting in done:
+            continue
+        row = run(setting, arguments) | {"setting": setting, "sweep": fixed}
+        append(row, file)
+        rows.append(row)
+        print(f"{number}/{len(points)}  {words}: {outcome(row)}", flush=True)
+    finish([row for row in rows if row["setting"] in points], out)
+
+
+def outcome(row: dict) -> str:
+    """One line on how it went."""
+    if row["kind"] == "impossible":
+        return row["error"].splitlines()[0]
+    if not row["fits"]:
+        needs, has = row["peak_bytes_per_device"], row["limit_bytes_per_device"]
+        return f"does not fit: needs {(needs or 0) / GIB:.2f} of {(has or 0) / GIB:.2f} GiB a device"
+    mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
+    return f"{row['tokens_per_second']:,.0f} tokens/s{mfu} ({row['kind']})"
+
+
+def finish(rows: list[dict], out: Path) -> None:
+    """Sort, print, and write what is to be read."""
+    rows.sort(key=lambda row: -(row.get("tokens_per_second") or 0))
+    varied = [key for key in rows[0]["setting"] if len({row["setting"][key] for row in rows}) > 1]
+    names = [" ".join(f"{key}={row['setting'][key]}" for key in varied) or "the one setting" for row in rows]
+    (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+    with (out / "rows.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows([row | {"setting": name} for name, row in zip(names, rows, strict=True)])
+    print()
+    width = max(map(len, names))
+    for name, row in zip(names, rows, strict=True):
+        print(f"{name:<{width}}  {outcome(row)}")
+    draw(names, rows, out / "sweep.png")
+    print(f"\nwritten: {out}/rows.json, rows.csv, sweep.png")
+
+
+def draw(names: list[str], rows: list[dict], file: Path) -> None:
+    """A bar of tokens/s for each row, the fastest on top; what has none says why."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.32 * len(rows)), layout="constrained")
+    rates = [row.get("tokens_per_second") or 0 for row in rows]
+    axes.barh(range(len(rows)), rates, color="C0")
+    for place, row in enumerate(rows):
+        text = outcome(row) if rates[place] else outcome(row).split(":")[0]
+        axes.text(max(rates) * 0.01, place, text, va="center", fontsize=8, color="white" if rates[place] else "0.3")
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"tokens/s, {', '.join(sorted({row['kind'] for row in rows}))}")
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="of the TPU (default v3)")
+    parser.add_argument("--topology", help="chips along each side of a slice, as in 4x8x8 (default: the most compact)")
+    parser.add_argument("--slices", type=int, default=1, help="how many slices, the outer part of dp (default 1)")
+    parser.add_argument("--emulate", type=int, metavar="N", help="run for real on N emulated CPU devices")
+    parser.add_argument("--steps", type=int, default=10, help="how many are timed, where they are run (default 10)")
+    parser.add_argument("--out", required=True, help="directory for the rows and the plot")
+    parser.add_argument("overrides", nargs="+", metavar="key=value[,value...]")
+    parsed = parser.parse_intermixed_args()
+    sys.exit(door(lambda: main(parsed)))

@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from shmap_tp.config import Config, InputError
+from shmap_tp.disk import writing
 from shmap_tp.hardware import Peak
 from shmap_tp.settings import to_dict
 
@@ -41,8 +42,9 @@ class Recorder:
             "segment": kept[-1]["segment"] + 1 if kept else 0,
         }
         rewritten = self._file.with_suffix(".tmp")
-        rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        rewritten.replace(self._file)
+        with writing(self._file):
+            rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            rewritten.replace(self._file)
         self._stream = self._file.open("a", buffering=1)
         if config.log.tensorboard:
             self._writers.append(_TensorBoard(directory / "tensorboard"))
@@ -86,13 +88,15 @@ class Recorder:
     def __exit__(self, *exception: object) -> None:
         if self._speaks:
             self._bar.close()
-            self._stream.close()
+            with writing(self._file):
+                self._stream.close()
             for writer in self._writers:
                 writer.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         line = line | self._common
-        self._stream.write(json.dumps(line) + "\n")
+        with writing(self._file):
+            self._stream.write(json.dumps(line) + "\n")
         for writer in self._writers:
             writer.write(line)
 
@@ -150,17 +154,31 @@ class Meter:
 
 
 class _TensorBoard:
-    def __init__(self, directory: Path):
-        from tensorboardX import SummaryWriter
+    """An event file, written here and now: SummaryWriter has a thread that a full disk kills, and then waits for it."""
 
-        self._writer = SummaryWriter(str(directory))
+    def __init__(self, directory: Path):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        self._event, self._scalar = Event, scalar
+        self._directory, self._flushed = directory, time.monotonic()
+        with writing(directory):
+            directory.mkdir(exist_ok=True)
+            self._writer = EventsWriter(str(directory / "events"))
 
     def write(self, line: dict[str, Any]) -> None:
-        for name, value in _numbers(line).items():
-            self._writer.add_scalar(f"{line['split']}/{name}", value, line["step"])
+        with writing(self._directory):
+            for name, value in _numbers(line).items():
+                scalar = self._scalar(f"{line['split']}/{name}", value)
+                self._writer.write_event(self._event(wall_time=time.time(), step=line["step"], summary=scalar))
+            if time.monotonic() - self._flushed > 30:
+                self._writer.flush()
+                self._flushed = time.monotonic()
 
     def close(self) -> None:
-        self._writer.close()
+        with writing(self._directory):
+            self._writer.close()
 
 
 class _WeightsAndBiases:

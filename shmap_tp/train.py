@@ -4,8 +4,6 @@ The loop never waits for its own step: step N is dispatched before the metrics o
 request to stop before every step, and leaves by the same door as a run that is done: everything read, saved and drawn.
 """
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from jax.typing import DTypeLike
 from shmap_tp.checkpoint import Checkpoints
 from shmap_tp.config import Config, InputError, Precision, Resume
 from shmap_tp.data import SPLITS, Batches
+from shmap_tp.disk import make_directory, writing
 from shmap_tp.flops import flops_per_token, parameters
 from shmap_tp.hardware import machine_peak
 from shmap_tp.mesh import join, make_mesh
@@ -54,7 +53,8 @@ def _run(
 ) -> int:
     """Train on from `state`, which is the checkpoint of step `saved`, or new where that is None."""
     if jax.process_index() == 0:
-        save(config, Path(config.run.dir) / "config.yaml")
+        with writing(file := Path(config.run.dir) / "config.yaml"):
+            save(config, file)
     first = saved or 0
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
     say(f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters ...")
@@ -151,23 +151,14 @@ def _decisive(model: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
 
 def _prepare(config: Config) -> None:
     """The run directory, the data where it can be made here, and the cache of compiled programs."""
-    _make_directory("run.dir", config.run.dir)
+    make_directory("run.dir", config.run.dir)
     data = Path(config.data.dir)
     if config.data.source == "stdlib" and not (data / "train.bin").exists():
         say(f"preparing {data} from the Python library on this machine ...")
         prepare_stdlib(data)
     if config.run.compilation_cache:
-        _make_directory("run.compilation_cache", config.run.compilation_cache)
+        make_directory("run.compilation_cache", config.run.compilation_cache)
         jax.config.update("jax_compilation_cache_dir", str(Path(config.run.compilation_cache).resolve()))
-
-
-def _make_directory(key: str, directory: str) -> None:
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(errno.EACCES, "no permission")
-    except OSError as error:
-        raise InputError(f"{key}={directory} cannot be written: {error.strerror}; choose another") from error
 
 
 def _dtype(precision: Precision) -> DTypeLike:
@@ -192,7 +183,8 @@ def _close(config: Config, done: int) -> None:
     if jax.process_index():
         return
     directory = Path(config.run.dir)
-    picture = plot_losses(directory)
+    with writing(directory / "loss.png"):
+        picture = plot_losses(directory)
     finished = done >= config.train.steps
     say(f"{'done' if finished else 'stopped and saved'} at step {done} of {config.train.steps}")
     say(f"  metrics     {directory / 'metrics.jsonl'}")

@@ -229,6 +229,23 @@ def test_each_line_of_metrics_holds_what_others_script_against(straight):
     assert rates[0] == 0 and max(rates) == rates[2] == pytest.approx(3e-3) and rates[3:] == sorted(rates[3:])[::-1]
 
 
+def test_tensorboard_is_told_the_same(tmp_path):
+    """Read back record by record: its length, 4 bytes of check, an event, 4 bytes of check."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (tmp_path / "run").mkdir()
+    with Recorder(tiny(tmp_path, "log.tensorboard=true"), 0, speaks=True) as recorder:
+        recorder.validation(4, 0.5)
+    (file,) = (tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")
+    rest, events = file.read_bytes(), []
+    while rest:
+        end = 12 + int.from_bytes(rest[:8], "little")
+        events.append(Event.FromString(rest[12:end]))
+        rest = rest[end + 4 :]
+    told = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
+    assert told == [(4, "validation/loss", 0.5)]
+
+
 def test_the_plot_shows_every_segment_and_mesh(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))

@@ -4,6 +4,7 @@ The loop never waits for its own step: step N is dispatched before the metrics o
 request to stop before every step, and leaves by the same door as a run that is done: everything read, saved and drawn.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +39,23 @@ def train(config: Config) -> int:
         programs = build_programs(config, mesh, _dtype(config.train.precision))
         batches = Batches(config, programs.tokens)
         with Checkpoints(config.checkpoint, say) as checkpoints:
-            state, saved = _start(config, checkpoints, programs, batches)
-            return _run(config, state, saved, programs, batches, checkpoints, stop)
+            run = Run(config, programs, batches, checkpoints)
+            return _loop(run, *_start(run), stop)
 
 
-def _run(
-    config: Config,
-    state: State,
-    saved: int | None,
-    programs: Programs,
-    batches: Batches,
-    checkpoints: Checkpoints,
-    stop: StopRequest,
-) -> int:
+@dataclass(frozen=True)
+class Run:
+    """What a run works with."""
+
+    config: Config
+    programs: Programs
+    batches: Batches
+    checkpoints: Checkpoints
+
+
+def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     """Train on from `state`, which is the checkpoint of step `saved`, or new where that is None."""
+    config, programs, batches = run.config, run.programs, run.batches
     if jax.process_index() == 0:
         with writing(file := Path(config.run.dir) / "config.yaml"):
             save(config, file)
@@ -70,16 +74,16 @@ def _run(
             meter.hand(done, metrics)
             if _due(done, config.evaluate.every, config.train.steps):
                 with meter.paused():
-                    recorder.validation(done, _evaluate(programs, state, batches))
+                    recorder.validation(done, _evaluate(run, state))
             if _due(done, config.checkpoint.every, config.train.steps):
                 with meter.paused():
-                    checkpoints.save(done, state, facts)
+                    run.checkpoints.save(done, state, facts)
                     saved = done
 
         with meter.paused():
             if saved != done:
-                checkpoints.save(done, state, facts)
-            checkpoints.wait()
+                run.checkpoints.save(done, state, facts)
+            run.checkpoints.wait()
     _close(config, done)
     return 0 if done >= config.train.steps else STOPPED
 
@@ -88,14 +92,16 @@ def _due(done: int, every: int, last: int) -> bool:
     return done == last or (every > 0 and done % every == 0)
 
 
-def _evaluate(programs: Programs, state: State, batches: Batches) -> float:
+def _evaluate(run: Run, state: State) -> float:
     """Mean cross entropy over the validation batches, each of which counts the same number of tokens."""
-    losses = [programs.evaluate(state.params, batches.validation(i)) for i in range(batches.validation_count)]
+    batches = run.batches
+    losses = [run.programs.evaluate(state.params, batches.validation(i)) for i in range(batches.validation_count)]
     return float(np.mean(jax.device_get(losses)))
 
 
-def _start(config: Config, checkpoints: Checkpoints, programs: Programs, batches: Batches) -> tuple[State, int | None]:
+def _start(run: Run) -> tuple[State, int | None]:
     """As `checkpoint.resume` says, the newest intact checkpoint's state and step, or a new state and None."""
+    config, checkpoints = run.config, run.checkpoints
     where, resume = config.checkpoint.dir, config.checkpoint.resume
     there = checkpoints.steps()
     if resume == Resume.never and there:
@@ -109,19 +115,19 @@ def _start(config: Config, checkpoints: Checkpoints, programs: Programs, batches
             f"(checkpoint.resume=never), or name the run with run.dir=..."
         )
     if not there:
-        return programs.init(), None
+        return run.programs.init(), None
     unfinished = checkpoints.first_save_unfinished()
     step = checkpoints.newest_intact()
     if step is None and resume == Resume.if_present and unfinished:
         checkpoints.discard_after(-1)
-        return programs.init(), None
+        return run.programs.init(), None
     if step is None:
         raise InputError(
             f"no checkpoint in {where} is intact (there: {', '.join(map(str, there))}); restore one from a copy, "
             f"or start another run with run.dir=..."
         )
-    _refuse_differences(checkpoints.facts(step), config, batches.identity, f"checkpoint {where}/{step}")
-    state = checkpoints.restore(step, programs.shapes)
+    _refuse_differences(checkpoints.facts(step), config, run.batches.identity, f"checkpoint {where}/{step}")
+    state = checkpoints.restore(step, run.programs.shapes)
     checkpoints.discard_after(step)
     mesh = checkpoints.facts(step)["mesh"]
     say(f"going on from step {step} of {where}, saved on mesh dp={mesh[0]}, mp={mesh[1]}")

@@ -91,8 +91,7 @@ class Checkpoints:
                     found = step
                     break
                 self._say(f"checkpoint {self._dir / str(step)} is passed over: {fault}")
-        if jax.process_count() > 1:
-            found = int(multihost_utils.broadcast_one_to_all(found))
+        found = agreed(found)
         return None if found < 0 else found
 
     def first_save_unfinished(self) -> bool:
@@ -169,6 +168,11 @@ class Checkpoints:
             if expected.get(name) != actual[name]:
                 return f"file {name} is not what was saved: its sha256 is not the one in {MANIFEST}"
         return None
+
+
+def agreed(value: int) -> int:
+    """Process 0's value, on every process."""
+    return int(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
 
 
 def _leaves(state: Any) -> dict[str, str]:

@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from shmap_tp.checkpoint import Checkpoints
+from shmap_tp.checkpoint import Checkpoints, agreed
 from shmap_tp.config import Config, InputError, Precision, Resume
 from shmap_tp.data import SPLITS, Batches
 from shmap_tp.disk import make_directory, writing
 from shmap_tp.flops import flops_per_token, parameters
 from shmap_tp.hardware import machine_peak
 from shmap_tp.mesh import join, make_mesh
-from shmap_tp.metrics import Meter, Recorder, plot_losses
+from shmap_tp.metrics import Meter, Recorder, plot_losses, read_metrics
 from shmap_tp.prepare import prepare_stdlib
-from shmap_tp.settings import save, to_dict
+from shmap_tp.settings import load, save, to_dict
 from shmap_tp.step import Programs, State, build_programs
 from shmap_tp.stop import StopRequest
 
@@ -115,10 +115,12 @@ def _start(run: Run) -> tuple[State, int | None]:
             f"(checkpoint.resume=never), or name the run with run.dir=..."
         )
     if not there:
+        _refuse_to_empty(config)
         return run.programs.init(), None
     unfinished = checkpoints.first_save_unfinished()
     step = checkpoints.newest_intact()
     if step is None and resume == Resume.if_present and unfinished:
+        _refuse_to_empty(config)
         checkpoints.discard_after(-1)
         return run.programs.init(), None
     if step is None:
@@ -132,6 +134,26 @@ def _start(run: Run) -> tuple[State, int | None]:
     mesh = checkpoints.facts(step)["mesh"]
     say(f"going on from step {step} of {where}, saved on mesh dp={mesh[0]}, mp={mesh[1]}")
     return state, step
+
+
+def _refuse_to_empty(config: Config) -> None:
+    """Raises InputError where a new run would empty the metrics.jsonl of one whose checkpoints are elsewhere.
+
+    With if_present, one that was killed before its first checkpoint begins again: its lines are of steps that are lost.
+    """
+    file, where = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
+    held = max([line["step"] for line in read_metrics(file)], default=-1) if jax.process_index() == 0 else -1
+    if held >= 0 and config.checkpoint.resume == Resume.if_present:
+        try:
+            same = load(str(file.with_name("config.yaml")), []).checkpoint.dir == where
+        except InputError:
+            same = False
+        held = -1 if same else held
+    if (held := agreed(held)) >= 0:
+        raise InputError(
+            f"{file} holds a run up to step {held} and a new one would empty it: {where} has no checkpoint;\n"
+            f"name its own checkpoint.dir=... with --resume, start another with run.dir=..., or remove the file"
+        )
 
 
 def _refuse_differences(saved: dict[str, Any], config: Config, order: dict[str, Any], where: str) -> None:

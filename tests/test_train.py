@@ -286,6 +286,24 @@ def test_a_directory_that_holds_a_run_is_not_started_in(copied):
     assert "--resume" in said and "run.dir=" in said
 
 
+@pytest.mark.parametrize("resume", ["never", "if_present"])
+def test_the_metrics_of_a_run_whose_checkpoints_are_elsewhere_are_not_emptied(copied, resume):
+    elsewhere = copied / "elsewhere"
+    elsewhere.mkdir()
+    said = refused(copied, f"checkpoint.dir={elsewhere}", f"checkpoint.resume={resume}")
+    assert f"{copied}/run/metrics.jsonl holds a run up to step 8" in said and f"{elsewhere} has no checkpoint" in said
+    assert "checkpoint.dir=... with --resume" in said and "run.dir=" in said and "remove the file" in said
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_only_if_told_to(straight, tmp_path):
+    assert train.train(tiny(tmp_path, "train.steps=2")) == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    assert f"{tmp_path}/run/metrics.jsonl holds a run up to step 2" in refused(tmp_path)
+    assert train.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0
+    assert values(tmp_path) == values(straight)
+    assert [line["segment"] for line in lines(tmp_path)] == [0] * STEPS
+
+
 def test_resume_with_nothing_to_resume(tmp_path):
     write_tokens(tmp_path / "data")
     with pytest.raises(InputError, match=r"no checkpoint in .*/run/checkpoints; leave it out .* or name the run"):

@@ -64,6 +64,8 @@ BAD = {
     "too few windows to evaluate": (few, ["validation.bin: 7 windows", "train.batch=8", "use train.batch=7 or less"]),
     "no token file": (none, ["train.bin is not there", "python -m shmap_tp.prepare"]),
     "a run directory below a file": (["run.dir=FILE/x"], ["run.dir=", "cannot be written: Not a directory", "choose"]),
+    "data in a file": (["data.dir=FILE", "data.source=stdlib"], ["/file is a file", "data.dir names a directory"]),
+    "data below a file": (["data.dir=FILE/x", "data.source=stdlib"], ["/file/x cannot be", "name another data.dir"]),
     "a checkpoint directory below a file": (["checkpoint.dir=FILE/x"], ["checkpoint.dir=", "cannot be written"]),
     "a cache below a file": (["run.compilation_cache=FILE/x"], ["run.compilation_cache=", "cannot be written"]),
     "nothing to resume": (["--resume"], ["no checkpoint in", "leave it out", "run.dir="]),

@@ -45,11 +45,11 @@ class Recorder:
         with writing(self._file):
             rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept))
             rewritten.replace(self._file)
-        self._stream = self._file.open("a", buffering=1)
         if config.log.tensorboard:
             self._writers.append(_TensorBoard(directory / "tensorboard"))
         if config.log.wandb:
             self._writers.append(_WeightsAndBiases(config))
+        self._stream = self._file.open("a", buffering=1)
         self._bar = tqdm(
             total=self._steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True, smoothing=0.1,
             bar_format="{n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}",
@@ -187,9 +187,15 @@ class _WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise InputError("log.wandb=true needs wandb: pip install -e '.[wandb]'") from error
-        self._run = wandb.init(
-            project=config.log.wandb_project, name=config.run.name, dir=config.run.dir, config=to_dict(config)
-        )
+        given = {"project": config.log.wandb_project, "name": config.run.name, "dir": config.run.dir}
+        try:
+            self._run = wandb.init(**given, config=to_dict(config))
+        except wandb.Error as error:
+            raise InputError(
+                f"log.wandb=true, but W&B cannot begin: {str(error).splitlines()[0]}\n"
+                f"log in with `wandb login`, keep it here with WANDB_MODE=offline, or set log.wandb=false"
+            ) from error
+        self._run.define_metric("*", step_metric="step")  # else its axis counts lines, those of validation too
 
     def write(self, line: dict[str, Any]) -> None:
         named = {f"{line['split']}/{name}": value for name, value in _numbers(line).items()}

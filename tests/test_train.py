@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -244,6 +246,26 @@ def test_tensorboard_is_told_the_same(tmp_path):
         rest = rest[end + 4 :]
     told = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
     assert told == [(4, "validation/loss", 0.5)]
+
+
+class LoginError(Exception):
+    """What wandb.Error is here, where wandb need not be installed."""
+
+
+def no_login(**_: object) -> None:
+    raise LoginError("No API key configured. Use `wandb login` to log in.")
+
+
+@pytest.mark.parametrize(
+    "wandb, said",
+    [(None, "needs wandb: pip install"), (SimpleNamespace(init=no_login, Error=LoginError), "No API key.*\n.*offline")],
+    ids=["not installed", "not logged in"],
+)
+def test_wandb_that_cannot_begin_is_told(tmp_path, monkeypatch, wandb, said):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(InputError, match=said):
+        Recorder(tiny(tmp_path, "log.wandb=true"), 0, speaks=True)
 
 
 def test_the_plot_shows_every_segment_and_mesh(tmp_path, monkeypatch):

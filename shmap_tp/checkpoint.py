@@ -7,8 +7,10 @@ bit without a word.
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -17,9 +19,13 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config import CheckpointConfig, InputError
+from shmap_tp.disk import writing
 from shmap_tp.step import State
 
 MANIFEST = "sha256.json"
+
+logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in record.getMessage())
+"""Orbax logs the traceback of each of its threads that fails; what failed is raised here all the same."""
 
 
 class Checkpoints:
@@ -62,10 +68,11 @@ class Checkpoints:
     def save(self, step: int, state: State, facts: dict[str, Any]) -> None:
         """Begin to save; returns as soon as `state` may be donated.  `facts` is JSON, kept with the arrays.
 
-        Raises what a save before this one failed with.
+        Raises what a save before this one failed with: InputError where the disk is full.
         """
         self.wait()
-        written = ocp.save_checkpointables_async(self._dir / str(step), {"state": state}, custom_metadata=facts)
+        with self._writing(step):
+            written = ocp.save_checkpointables_async(self._dir / str(step), {"state": state}, custom_metadata=facts)
         self._saving = self._background.submit(self._complete, step, written)
 
     def wait(self) -> None:
@@ -84,8 +91,7 @@ class Checkpoints:
                     found = step
                     break
                 self._say(f"checkpoint {self._dir / str(step)} is passed over: {fault}")
-        if jax.process_count() > 1:
-            found = int(multihost_utils.broadcast_one_to_all(found))
+        found = agreed(found)
         return None if found < 0 else found
 
     def first_save_unfinished(self) -> bool:
@@ -127,14 +133,18 @@ class Checkpoints:
 
     def _complete(self, step: int, written: Any) -> None:
         """Once Orbax has `written` the files: hash them, and only then delete the checkpoints that are not kept."""
-        written.result()
-        if jax.process_index() == 0:
-            directory = self._dir / str(step)
-            (directory / f"{MANIFEST}.tmp").write_text(json.dumps(_hashes(directory), indent=1))
-            (directory / f"{MANIFEST}.tmp").rename(directory / MANIFEST)
-            for old in self.steps()[self._keep :]:
-                if not self._keep_every or old % self._keep_every:
-                    self._delete(old)
+        with self._writing(step):
+            written.result()
+            if jax.process_index() == 0:
+                directory = self._dir / str(step)
+                (directory / f"{MANIFEST}.tmp").write_text(json.dumps(_hashes(directory), indent=1))
+                (directory / f"{MANIFEST}.tmp").rename(directory / MANIFEST)
+                for old in self.steps()[self._keep :]:
+                    if not self._keep_every or old % self._keep_every:
+                        self._delete(old)
+
+    def _writing(self, step: int) -> AbstractContextManager[None]:
+        return writing(f"checkpoint {self._dir / str(step)}")
 
     def _delete(self, step: int) -> None:
         (self._dir / str(step) / MANIFEST).unlink(missing_ok=True)  # first: what is half deleted is not complete
@@ -158,6 +168,11 @@ class Checkpoints:
             if expected.get(name) != actual[name]:
                 return f"file {name} is not what was saved: its sha256 is not the one in {MANIFEST}"
         return None
+
+
+def agreed(value: int) -> int:
+    """Process 0's value, on every process."""
+    return int(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
 
 
 def _leaves(state: Any) -> dict[str, str]:

@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from shmap_tp.config import Config, InputError
+from shmap_tp.disk import writing
 from shmap_tp.hardware import Peak
 from shmap_tp.settings import to_dict
 
@@ -41,13 +42,14 @@ class Recorder:
             "segment": kept[-1]["segment"] + 1 if kept else 0,
         }
         rewritten = self._file.with_suffix(".tmp")
-        rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        rewritten.replace(self._file)
-        self._stream = self._file.open("a", buffering=1)
+        with writing(self._file):
+            rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            rewritten.replace(self._file)
         if config.log.tensorboard:
             self._writers.append(_TensorBoard(directory / "tensorboard"))
         if config.log.wandb:
             self._writers.append(_WeightsAndBiases(config))
+        self._stream = self._file.open("a", buffering=1)
         self._bar = tqdm(
             total=self._steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True, smoothing=0.1,
             bar_format="{n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}",
@@ -86,13 +88,15 @@ class Recorder:
     def __exit__(self, *exception: object) -> None:
         if self._speaks:
             self._bar.close()
-            self._stream.close()
+            with writing(self._file):
+                self._stream.close()
             for writer in self._writers:
                 writer.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         line = line | self._common
-        self._stream.write(json.dumps(line) + "\n")
+        with writing(self._file):
+            self._stream.write(json.dumps(line) + "\n")
         for writer in self._writers:
             writer.write(line)
 
@@ -150,17 +154,31 @@ class Meter:
 
 
 class _TensorBoard:
-    def __init__(self, directory: Path):
-        from tensorboardX import SummaryWriter
+    """An event file, written here and now: SummaryWriter has a thread that a full disk kills, and then waits for it."""
 
-        self._writer = SummaryWriter(str(directory))
+    def __init__(self, directory: Path):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        self._event, self._scalar = Event, scalar
+        self._directory, self._flushed = directory, time.monotonic()
+        with writing(directory):
+            directory.mkdir(exist_ok=True)
+            self._writer = EventsWriter(str(directory / "events"))
 
     def write(self, line: dict[str, Any]) -> None:
-        for name, value in _numbers(line).items():
-            self._writer.add_scalar(f"{line['split']}/{name}", value, line["step"])
+        with writing(self._directory):
+            for name, value in _numbers(line).items():
+                scalar = self._scalar(f"{line['split']}/{name}", value)
+                self._writer.write_event(self._event(wall_time=time.time(), step=line["step"], summary=scalar))
+            if time.monotonic() - self._flushed > 30:
+                self._writer.flush()
+                self._flushed = time.monotonic()
 
     def close(self) -> None:
-        self._writer.close()
+        with writing(self._directory):
+            self._writer.close()
 
 
 class _WeightsAndBiases:
@@ -169,9 +187,15 @@ class _WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise InputError("log.wandb=true needs wandb: pip install -e '.[wandb]'") from error
-        self._run = wandb.init(
-            project=config.log.wandb_project, name=config.run.name, dir=config.run.dir, config=to_dict(config)
-        )
+        given = {"project": config.log.wandb_project, "name": config.run.name, "dir": config.run.dir}
+        try:
+            self._run = wandb.init(**given, config=to_dict(config))
+        except wandb.Error as error:
+            raise InputError(
+                f"log.wandb=true, but W&B cannot begin: {str(error).splitlines()[0]}\n"
+                f"log in with `wandb login`, keep it here with WANDB_MODE=offline, or set log.wandb=false"
+            ) from error
+        self._run.define_metric("*", step_metric="step")  # else its axis counts lines, those of validation too
 
     def write(self, line: dict[str, Any]) -> None:
         named = {f"{line['split']}/{name}": value for name, value in _numbers(line).items()}

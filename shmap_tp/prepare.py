@@ -46,14 +46,16 @@ class TokenWriter:
         return self._digest.hexdigest()
 
 
-def prepare(source: sources.Source, tokenizer: Bytes | Subwords, out: Path | str, *, overwrite: bool = False) -> dict:
+def prepare(
+    source: sources.Source, tokenizer: Bytes | Subwords, out: Path | str, *, overwrite: bool = False, key: str = "--out"
+) -> dict:
     """Writes `out` (train.bin, validation.bin, meta.json) from a source and returns what meta.json says.
 
-    Raises `InputError` where `out` holds anything already (with `overwrite`: anything but prepared data), cannot be
-    written, or one of the two splits gets no document.
+    `key` is what the user named `out` with.  Raises `InputError` where `out` holds anything already (with `overwrite`:
+    anything but prepared data), cannot be written, or one of the two splits gets no document.
     """
     target = Path(out).resolve()
-    _check_free(target, overwrite)
+    _check_free(target, overwrite, key)
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
         partial.mkdir(parents=True)
@@ -61,16 +63,16 @@ def prepare(source: sources.Source, tokenizer: Bytes | Subwords, out: Path | str
         (partial / META).write_text(json.dumps(meta, indent=2) + "\n")
         _put_in_place(partial, target, overwrite)
     except OSError as error:
-        raise InputError(f"{out} cannot be prepared: {error}; mend that, or name another --out") from None
+        raise InputError(f"{out} cannot be prepared: {error}; mend that, or name another {key}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return meta
 
 
 def prepare_stdlib(out: Path | str) -> dict:
-    """`--source stdlib`, unless `out` is prepared already; several processes may do this to one `out` at once."""
+    """`--source stdlib` into the data.dir `out`, unless it is prepared; several processes may do so at once."""
     try:
-        return prepare(sources.stdlib(), Bytes(), out)
+        return prepare(sources.stdlib(), Bytes(), out, key="data.dir")
     except InputError:
         if not (Path(out) / META).is_file():
             raise
@@ -121,15 +123,18 @@ def _grouped(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, s
         yield group
 
 
-def _check_free(target: Path, overwrite: bool) -> None:
+def _check_free(target: Path, overwrite: bool, key: str) -> None:
     """Whether `target` may be written: new or empty, or prepared data that may be replaced."""
     if target.exists() and not target.is_dir():
-        raise InputError(f"{target} is a file; --out names a directory")
+        raise InputError(f"{target} is a file; {key} names a directory")
     held = {path.name for path in target.iterdir()} if target.is_dir() else set()
     if held - _FILES:
-        raise InputError(f"{target} holds {min(held - _FILES)}, which is not prepared data; name another --out")
+        raise InputError(f"{target} holds {min(held - _FILES)}, which is not prepared data; name another {key}")
     if held and not overwrite:
-        raise InputError(f"{target} is prepared already; name another --out, or replace it with --overwrite")
+        raise InputError(
+            f"{target} is prepared already; name another {key}, or replace it with "
+            "`python -m shmap_tp.prepare ... --overwrite`"
+        )
 
 
 def _put_in_place(partial: Path, target: Path, overwrite: bool) -> None:

@@ -54,8 +54,10 @@ def _override(given: str, directory: Path) -> str:
 
 
 def save(config: Config, file: Path) -> None:
-    """Write `config`, every value resolved, so that `--cfg FILE` gives it back."""
-    file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    """Write `config`, every value resolved, so that `--cfg FILE` gives it back; until all is there, the old one is."""
+    written = file.with_suffix(".tmp")
+    written.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    written.replace(file)
 
 
 def to_dict(config: object) -> dict:

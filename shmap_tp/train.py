@@ -4,8 +4,7 @@ The loop never waits for its own step: step N is dispatched before the metrics o
 request to stop before every step, and leaves by the same door as a run that is done: everything read, saved and drawn.
 """
 
-import errno
-import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from shmap_tp.checkpoint import Checkpoints
+from shmap_tp.checkpoint import Checkpoints, agreed
 from shmap_tp.config import Config, InputError, Precision, Resume
 from shmap_tp.data import SPLITS, Batches
+from shmap_tp.disk import make_directory, writing
 from shmap_tp.flops import flops_per_token, parameters
 from shmap_tp.hardware import machine_peak
 from shmap_tp.mesh import join, make_mesh
-from shmap_tp.metrics import Meter, Recorder, plot_losses
+from shmap_tp.metrics import Meter, Recorder, plot_losses, read_metrics
 from shmap_tp.prepare import prepare_stdlib
-from shmap_tp.settings import save, to_dict
+from shmap_tp.settings import load, save, to_dict
 from shmap_tp.step import Programs, State, build_programs
 from shmap_tp.stop import StopRequest
 
@@ -39,22 +39,26 @@ def train(config: Config) -> int:
         programs = build_programs(config, mesh, _dtype(config.train.precision))
         batches = Batches(config, programs.tokens)
         with Checkpoints(config.checkpoint, say) as checkpoints:
-            state, saved = _start(config, checkpoints, programs, batches)
-            return _run(config, state, saved, programs, batches, checkpoints, stop)
+            run = Run(config, programs, batches, checkpoints)
+            return _loop(run, *_start(run), stop)
 
 
-def _run(
-    config: Config,
-    state: State,
-    saved: int | None,
-    programs: Programs,
-    batches: Batches,
-    checkpoints: Checkpoints,
-    stop: StopRequest,
-) -> int:
+@dataclass(frozen=True)
+class Run:
+    """What a run works with."""
+
+    config: Config
+    programs: Programs
+    batches: Batches
+    checkpoints: Checkpoints
+
+
+def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     """Train on from `state`, which is the checkpoint of step `saved`, or new where that is None."""
+    config, programs, batches = run.config, run.programs, run.batches
     if jax.process_index() == 0:
-        save(config, Path(config.run.dir) / "config.yaml")
+        with writing(file := Path(config.run.dir) / "config.yaml"):
+            save(config, file)
     first = saved or 0
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
     say(f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters ...")
@@ -70,16 +74,16 @@ def _run(
             meter.hand(done, metrics)
             if _due(done, config.evaluate.every, config.train.steps):
                 with meter.paused():
-                    recorder.validation(done, _evaluate(programs, state, batches))
+                    recorder.validation(done, _evaluate(run, state))
             if _due(done, config.checkpoint.every, config.train.steps):
                 with meter.paused():
-                    checkpoints.save(done, state, facts)
+                    run.checkpoints.save(done, state, facts)
                     saved = done
 
         with meter.paused():
             if saved != done:
-                checkpoints.save(done, state, facts)
-            checkpoints.wait()
+                run.checkpoints.save(done, state, facts)
+            run.checkpoints.wait()
     _close(config, done)
     return 0 if done >= config.train.steps else STOPPED
 
@@ -88,14 +92,16 @@ def _due(done: int, every: int, last: int) -> bool:
     return done == last or (every > 0 and done % every == 0)
 
 
-def _evaluate(programs: Programs, state: State, batches: Batches) -> float:
+def _evaluate(run: Run, state: State) -> float:
     """Mean cross entropy over the validation batches, each of which counts the same number of tokens."""
-    losses = [programs.evaluate(state.params, batches.validation(i)) for i in range(batches.validation_count)]
+    batches = run.batches
+    losses = [run.programs.evaluate(state.params, batches.validation(i)) for i in range(batches.validation_count)]
     return float(np.mean(jax.device_get(losses)))
 
 
-def _start(config: Config, checkpoints: Checkpoints, programs: Programs, batches: Batches) -> tuple[State, int | None]:
+def _start(run: Run) -> tuple[State, int | None]:
     """As `checkpoint.resume` says, the newest intact checkpoint's state and step, or a new state and None."""
+    config, checkpoints = run.config, run.checkpoints
     where, resume = config.checkpoint.dir, config.checkpoint.resume
     there = checkpoints.steps()
     if resume == Resume.never and there:
@@ -109,23 +115,45 @@ def _start(config: Config, checkpoints: Checkpoints, programs: Programs, batches
             f"(checkpoint.resume=never), or name the run with run.dir=..."
         )
     if not there:
-        return programs.init(), None
+        _refuse_to_empty(config)
+        return run.programs.init(), None
     unfinished = checkpoints.first_save_unfinished()
     step = checkpoints.newest_intact()
     if step is None and resume == Resume.if_present and unfinished:
+        _refuse_to_empty(config)
         checkpoints.discard_after(-1)
-        return programs.init(), None
+        return run.programs.init(), None
     if step is None:
         raise InputError(
             f"no checkpoint in {where} is intact (there: {', '.join(map(str, there))}); restore one from a copy, "
             f"or start another run with run.dir=..."
         )
-    _refuse_differences(checkpoints.facts(step), config, batches.identity, f"checkpoint {where}/{step}")
-    state = checkpoints.restore(step, programs.shapes)
+    _refuse_differences(checkpoints.facts(step), config, run.batches.identity, f"checkpoint {where}/{step}")
+    state = checkpoints.restore(step, run.programs.shapes)
     checkpoints.discard_after(step)
     mesh = checkpoints.facts(step)["mesh"]
     say(f"going on from step {step} of {where}, saved on mesh dp={mesh[0]}, mp={mesh[1]}")
     return state, step
+
+
+def _refuse_to_empty(config: Config) -> None:
+    """Raises InputError where a new run would empty the metrics.jsonl of one whose checkpoints are elsewhere.
+
+    With if_present, one that was killed before its first checkpoint begins again: its lines are of steps that are lost.
+    """
+    file, where = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
+    held = max([line["step"] for line in read_metrics(file)], default=-1) if jax.process_index() == 0 else -1
+    if held >= 0 and config.checkpoint.resume == Resume.if_present:
+        try:
+            same = load(str(file.with_name("config.yaml")), []).checkpoint.dir == where
+        except InputError:
+            same = False
+        held = -1 if same else held
+    if (held := agreed(held)) >= 0:
+        raise InputError(
+            f"{file} holds a run up to step {held} and a new one would empty it: {where} has no checkpoint;\n"
+            f"name its own checkpoint.dir=... with --resume, start another with run.dir=..., or remove the file"
+        )
 
 
 def _refuse_differences(saved: dict[str, Any], config: Config, order: dict[str, Any], where: str) -> None:
@@ -151,23 +179,14 @@ def _decisive(model: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
 
 def _prepare(config: Config) -> None:
     """The run directory, the data where it can be made here, and the cache of compiled programs."""
-    _make_directory("run.dir", config.run.dir)
+    make_directory("run.dir", config.run.dir)
     data = Path(config.data.dir)
     if config.data.source == "stdlib" and not (data / "train.bin").exists():
         say(f"preparing {data} from the Python library on this machine ...")
         prepare_stdlib(data)
     if config.run.compilation_cache:
-        _make_directory("run.compilation_cache", config.run.compilation_cache)
+        make_directory("run.compilation_cache", config.run.compilation_cache)
         jax.config.update("jax_compilation_cache_dir", str(Path(config.run.compilation_cache).resolve()))
-
-
-def _make_directory(key: str, directory: str) -> None:
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(errno.EACCES, "no permission")
-    except OSError as error:
-        raise InputError(f"{key}={directory} cannot be written: {error.strerror}; choose another") from error
 
 
 def _dtype(precision: Precision) -> DTypeLike:
@@ -192,7 +211,8 @@ def _close(config: Config, done: int) -> None:
     if jax.process_index():
         return
     directory = Path(config.run.dir)
-    picture = plot_losses(directory)
+    with writing(directory / "loss.png"):
+        picture = plot_losses(directory)
     finished = done >= config.train.steps
     say(f"{'done' if finished else 'stopped and saved'} at step {done} of {config.train.steps}")
     say(f"  metrics     {directory / 'metrics.jsonl'}")

@@ -248,7 +248,10 @@ def test_a_save_that_failed_in_the_background_is_heard_of(programs, tmp_path, mo
 
     state = random_state(programs(2, 4), 1)
     monkeypatch.setattr(checkpoint, "_hashes", full)
-    with pytest.raises(OSError, match="no space left"), Checkpoints(settings(tmp_path), print) as checkpoints:
+    with (
+        pytest.raises(InputError, match=r"checkpoint .*/1 could not be written: no space left"),
+        Checkpoints(settings(tmp_path), print) as checkpoints,
+    ):
         checkpoints.save(1, state, FACTS)
 
 

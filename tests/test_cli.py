@@ -1,22 +1,16 @@
 """`python main.py` as a user meets it: bad input is explained in a line or two, a kill loses nothing that was saved."""
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from tiny import FIRST, lines, overrides, state_at, tiny, values, write_tokens
+from tiny import FIRST, ROOT, lines, overrides, start, state_at, tiny, values, wait_for_step, write_tokens
 
 import main
 from shmap_tp import mesh, train
-from shmap_tp.metrics import read_metrics
-
-ROOT = Path(main.__file__).parent
 
 
 def call(monkeypatch, *arguments: str) -> int:
@@ -26,30 +20,6 @@ def call(monkeypatch, *arguments: str) -> int:
         return main.main()
     except SystemExit as exit_:
         return exit_.code
-
-
-def start(*arguments: str) -> subprocess.Popen:
-    """main.py as a process of its own, which may use the programs that the tests have compiled."""
-    cache = jax.config.jax_compilation_cache_dir
-    return subprocess.Popen(
-        [sys.executable, "main.py", *arguments, *([f"run.compilation_cache={cache}"] if cache else [])],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None:
-    """Until metrics.jsonl tells of `step`."""
-    for _ in range(6000):
-        seen = read_metrics(directory / "run" / "metrics.jsonl")
-        if seen and seen[-1]["step"] >= step:
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} did not come in two minutes")
 
 
 # Bad input
@@ -94,6 +64,8 @@ BAD = {
     "too few windows to evaluate": (few, ["validation.bin: 7 windows", "train.batch=8", "use train.batch=7 or less"]),
     "no token file": (none, ["train.bin is not there", "python -m shmap_tp.prepare"]),
     "a run directory below a file": (["run.dir=FILE/x"], ["run.dir=", "cannot be written: Not a directory", "choose"]),
+    "data in a file": (["data.dir=FILE", "data.source=stdlib"], ["/file is a file", "data.dir names a directory"]),
+    "data below a file": (["data.dir=FILE/x", "data.source=stdlib"], ["/file/x cannot be", "name another data.dir"]),
     "a checkpoint directory below a file": (["checkpoint.dir=FILE/x"], ["checkpoint.dir=", "cannot be written"]),
     "a cache below a file": (["run.compilation_cache=FILE/x"], ["run.compilation_cache=", "cannot be written"]),
     "nothing to resume": (["--resume"], ["no checkpoint in", "leave it out", "run.dir="]),

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp import data
@@ -123,6 +123,15 @@ def test_the_devices_hold_the_global_batch_and_each_row_is_read_once(windows, dp
     assert batch.sharding.spec == P(None, "dp", None)
     assert (np.asarray(batch).reshape(BATCH, -1) == batch_at(windows, 2)).all()
     assert sorted(spy.asked) == list(range(BATCH))
+
+
+def test_rows_go_by_the_place_of_a_device_in_the_mesh_not_by_its_number(windows):
+    """On a TPU the two differ: the mesh follows the torus."""
+    shuffled = np.array(jax.devices())[[5, 3, 0, 6, 1, 7, 4, 2]].reshape(2, 4)
+    mesh = Mesh(shuffled, ("dp", "mp"), axis_types=(AxisType.Auto,) * 2)
+    batch = data.device_batch(Spy(windows), NamedSharding(mesh, P(None, "dp", None)), SHAPE)
+    whole = batch_at(windows, 2).reshape(SHAPE)
+    assert all((np.asarray(shard.data) == whole[shard.index]).all() for shard in batch.addressable_shards)
 
 
 WORKER = """

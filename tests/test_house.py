@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shmap_tp"
 
 FLOORS = [
-    {"config", "settings", "mesh", "hardware"},  # words
+    {"config", "disk", "settings", "mesh", "hardware"},  # words
     {"sharding", "collectives", "flops"},  # facts about arrays
     {"layers"},  # the product
     {"transformer", "loss"},  # the model

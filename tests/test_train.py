@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -229,6 +231,43 @@ def test_each_line_of_metrics_holds_what_others_script_against(straight):
     assert rates[0] == 0 and max(rates) == rates[2] == pytest.approx(3e-3) and rates[3:] == sorted(rates[3:])[::-1]
 
 
+def test_tensorboard_is_told_the_same(tmp_path):
+    """Read back record by record: its length, 4 bytes of check, an event, 4 bytes of check."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (tmp_path / "run").mkdir()
+    with Recorder(tiny(tmp_path, "log.tensorboard=true"), 0, speaks=True) as recorder:
+        recorder.validation(4, 0.5)
+    (file,) = (tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")
+    rest, events = file.read_bytes(), []
+    while rest:
+        end = 12 + int.from_bytes(rest[:8], "little")
+        events.append(Event.FromString(rest[12:end]))
+        rest = rest[end + 4 :]
+    told = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
+    assert told == [(4, "validation/loss", 0.5)]
+
+
+class LoginError(Exception):
+    """What wandb.Error is here, where wandb need not be installed."""
+
+
+def no_login(**_: object) -> None:
+    raise LoginError("No API key configured. Use `wandb login` to log in.")
+
+
+@pytest.mark.parametrize(
+    "wandb, said",
+    [(None, "needs wandb: pip install"), (SimpleNamespace(init=no_login, Error=LoginError), "No API key.*\n.*offline")],
+    ids=["not installed", "not logged in"],
+)
+def test_wandb_that_cannot_begin_is_told(tmp_path, monkeypatch, wandb, said):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(InputError, match=said):
+        Recorder(tiny(tmp_path, "log.wandb=true"), 0, speaks=True)
+
+
 def test_the_plot_shows_every_segment_and_mesh(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
@@ -267,6 +306,24 @@ def test_a_directory_that_holds_a_run_is_not_started_in(copied):
     said = refused(copied)
     assert f"{copied}/run/checkpoints holds this run up to step 8" in said
     assert "--resume" in said and "run.dir=" in said
+
+
+@pytest.mark.parametrize("resume", ["never", "if_present"])
+def test_the_metrics_of_a_run_whose_checkpoints_are_elsewhere_are_not_emptied(copied, resume):
+    elsewhere = copied / "elsewhere"
+    elsewhere.mkdir()
+    said = refused(copied, f"checkpoint.dir={elsewhere}", f"checkpoint.resume={resume}")
+    assert f"{copied}/run/metrics.jsonl holds a run up to step 8" in said and f"{elsewhere} has no checkpoint" in said
+    assert "checkpoint.dir=... with --resume" in said and "run.dir=" in said and "remove the file" in said
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_only_if_told_to(straight, tmp_path):
+    assert train.train(tiny(tmp_path, "train.steps=2")) == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    assert f"{tmp_path}/run/metrics.jsonl holds a run up to step 2" in refused(tmp_path)
+    assert train.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0
+    assert values(tmp_path) == values(straight)
+    assert [line["segment"] for line in lines(tmp_path)] == [0] * STEPS
 
 
 def test_resume_with_nothing_to_resume(tmp_path):

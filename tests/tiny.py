@@ -1,11 +1,16 @@
 """What the tests of a whole run share: a model of two layers, a few thousand random tokens, and how to start a run."""
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import main
 from shmap_tp.checkpoint import Checkpoints
 from shmap_tp.config import Config
 from shmap_tp.mesh import make_mesh
@@ -13,6 +18,7 @@ from shmap_tp.metrics import read_metrics
 from shmap_tp.settings import CONF, load
 from shmap_tp.step import State, build_programs
 
+ROOT = Path(main.__file__).parent
 FIRST = str(CONF / "config.yaml")
 CONTEXT, VOCABULARY, BATCH = 16, 64, 8
 
@@ -72,3 +78,28 @@ def values(directory: Path, split: str = "train") -> list[tuple]:
         (line["step"], line["loss"], line.get("grad_norm"), line.get("learning_rate"))
         for line in lines(directory, split)
     ]
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen:
+    """main.py as a process of its own, which may use the programs that the tests have compiled."""
+    cache = jax.config.jax_compilation_cache_dir
+    given = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "main.py", *arguments, *([f"run.compilation_cache={cache}"] if cache else [])],
+        cwd=ROOT,
+        env=os.environ | given | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None:
+    """Until metrics.jsonl tells of `step`."""
+    for _ in range(6000):
+        seen = read_metrics(directory / "run" / "metrics.jsonl")
+        if seen and seen[-1]["step"] >= step:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} did not come in two minutes")

@@ -1,0 +1,39 @@
+"""What a disk refuses, in words: where a run may write, and what it could not write."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shmap_tp.config import InputError
+
+
+def make_directory(key: str, directory: str) -> None:
+    """Make the directory that `key` names.  Raises InputError where it cannot be written."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission")
+    except OSError as error:
+        raise InputError(f"{key}={directory} cannot be written: {error.strerror}; choose another") from error
+
+
+@contextmanager
+def writing(what: object) -> Iterator[None]:
+    """Raises InputError where the disk does not take `what`, a full one above all.
+
+    Of Orbax's own files TensorStore tells it, as a ValueError that has the system's number in its text.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        number = re.search(r"os_error_code='(\d+)'", str(error))
+        reason = os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)[:200]
+        raise InputError(
+            f"{what} could not be written: {reason}; the checkpoints that are complete are intact:\n"
+            f"make room, then go on from the newest with checkpoint.resume=if_present (without any, it starts again)"
+        ) from error

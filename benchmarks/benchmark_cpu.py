@@ -1,6 +1,6 @@
 """How much of this CPU's matrix-product rate a training step keeps, on emulated devices; and the compiler's twin of it.
 
-    python benchmarks/benchmark_cpu.py [--rounds 5] [--compile] [--twin] [key=value ...]
+    python benchmarks/benchmark_cpu.py [--rounds 5] [--compile] [--twin] [--json FILE] [key=value ...]
 
 The work: 4 devices, 33.6M parameters, context 256, batch 16, 2 microbatches, AdamW, float32.  Each round times one
 step on each mesh and, beside it, the jitted product of two float32 matrices of 2048 cubed on one device, which uses all
@@ -13,10 +13,13 @@ those of one device.
 """
 
 import argparse
+import json
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -133,11 +136,39 @@ def print_comparison(explicit: dict[tuple[int, int], Row], twin: dict[tuple[int,
             )
 
 
+def as_json(name: str, rows: dict[tuple[int, int], Row], matmul: Timed, config: Config) -> list[dict]:
+    """One object for each mesh: seconds are medians of the rounds, rates FLOP/s."""
+    tokens = config.train.batch * config.model.context
+    work, product = tokens * flops_per_token(config.model), 2 * MATMUL**3
+    wall, cpu = statistics.median(matmul.wall), statistics.median(matmul.cpu)
+    return [
+        {
+            "kind": "emulated",
+            "program": name,
+            "model": config.model.name,
+            "mesh": mesh,
+            "step_seconds": statistics.median(row.timed.wall),
+            "step_seconds_range": [min(row.timed.wall), max(row.timed.wall)],
+            "processor_seconds": statistics.median(row.timed.cpu),
+            "tokens_per_second": tokens / statistics.median(row.timed.wall),
+            "matmul_rate": product / wall,
+            "ratio": work / statistics.median(row.timed.wall) / (product / wall),
+            "processor_ratio": work / statistics.median(row.timed.cpu) / (product / cpu),
+            "temporary_bytes": row.step.memory_analysis().temp_size_in_bytes,
+            "compile_seconds": row.compile_seconds,
+            "collectives": wires(row.step, mesh),
+            "command": shlex.join(["python", "benchmarks/benchmark_cpu.py", *sys.argv[1:]]),
+        }
+        for mesh, row in rows.items()
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps on each mesh")
     parser.add_argument("--compile", action="store_true", help="also compile 32 layers, for the compile time")
     parser.add_argument("--twin", action="store_true", help="also time the same step as the compiler cuts it")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE, one JSON object a line")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     jax.config.update("jax_platforms", "cpu")
@@ -158,9 +189,15 @@ def main() -> int:
             for rows in programs[:: 1 if number % 2 == 0 else -1]:
                 rows[mesh].timed.again()
 
-    print_rates(programs[0], matmul, configuration(*MESHES[0], arguments.overrides))
+    config = configuration(*MESHES[0], arguments.overrides)
+    print_rates(programs[0], matmul, config)
     if arguments.twin:
         print_comparison(*programs)
+    if arguments.json:
+        lines = [
+            as_json(name, rows, matmul, config) for name, rows in zip(("explicit", "gspmd"), programs, strict=False)
+        ]
+        Path(arguments.json).write_text("".join(json.dumps(line) + "\n" for rows in lines for line in rows))
     if arguments.compile:
         config = configuration(2, 2, [*arguments.overrides, "model.layers=32"])
         print(f"32 layers on (2, 2): compiled in {compiled_step(config, build_programs)[2]:.1f} s")

@@ -7,8 +7,8 @@
 Every key=value of the configuration may have several values, with commas between; `mesh=4x8,2x16` stands for dp x mp
 together.  The grid is all their combinations.  Without a slice of that version here they are predicted; --emulate N
 runs them for real on N CPU devices.  A setting that does not fit is a row that says what it needs; one that cannot be
-cut is a row with the reason.  Rows are kept in OUT/rows.jsonl as they come: started again, the sweep goes on where it stopped.
-At the end OUT holds rows.json and rows.csv, sorted, and sweep.png.
+cut is a row with the reason.  Rows are kept in OUT/rows.jsonl as they come: started again, the sweep goes on where it
+stopped.  At the end OUT holds rows.json and rows.csv, sorted, and sweep.png.
 """
 
 import argparse
@@ -131,13 +131,13 @@ def draw(names: list[str], rows: list[dict], file: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(9, 1 + 0.32 * len(rows)), layout="constrained")
     rates = [row.get("tokens_per_second") or 0 for row in rows]
-    axes.barh(range(len(rows)), rates, color="C0")
+    axes.barh(range(len(rows)), rates, color="C0", alpha=0.4)
     for place, row in enumerate(rows):
         text = outcome(row) if rates[place] else outcome(row).split(":")[0]
-        axes.text(max(rates) * 0.01, place, text, va="center", fontsize=8, color="white" if rates[place] else "0.3")
+        axes.text(max(rates) * 0.01, place, text, va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"tokens/s, {', '.join(sorted({row['kind'] for row in rows}))}")
+    axes.set_xlabel(f"tokens/s, {', '.join(sorted({row['kind'] for row in rows if row['fits']}))}")
     figure.savefig(file, dpi=120)
     plt.close(figure)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from shmap_tp.hardware import GIB
 from shmap_tp.plan.ahead import Compiled
+from shmap_tp.plan.ledger import human
 from shmap_tp.step import Programs, State
 
 
@@ -40,4 +40,4 @@ def memory(programs: Programs, compiled: Compiled) -> dict[str, float]:
 def describe(parts: dict[str, float], compiled: Compiled) -> str:
     """As an aligned table."""
     rows = [*parts.items(), ("in all", compiled.peak_bytes), ("there is", compiled.limit_bytes)]
-    return "\n".join(f"  {name:<26}{size / GIB:>8.2f} GiB {size / compiled.limit_bytes:>6.1%}" for name, size in rows)
+    return "\n".join(f"  {name:<26}{human(int(size)):>10} {size / compiled.limit_bytes:>6.1%}" for name, size in rows)

@@ -6,8 +6,9 @@ from jax.sharding import Mesh
 
 from shmap_tp.config import Config
 from shmap_tp.flops import flops_per_token, hardware_flops_per_token, parameters
-from shmap_tp.hardware import GIB, Peak, generation
+from shmap_tp.hardware import Peak, generation
 from shmap_tp.mesh import DP, MP, Torus
+from shmap_tp.plan.ledger import human
 
 EXPLICIT = "explicit"
 FORMULA = (
@@ -128,11 +129,11 @@ def describe(row: Row) -> str:
         f"{row.tokens_per_step:,} tokens; remat {row.remat}",
     ]
     if row.peak_bytes_per_device is not None:
-        share = f" of {row.limit_bytes_per_device / GIB:.2f}" if row.limit_bytes_per_device else ""
-        lines.append(
-            f"  memory    {row.peak_bytes_per_device / GIB:.4g}{share} GiB a device"
-            + ("" if row.fits else ": DOES NOT FIT; try more microbatches, a larger mp, or remat=full")
-        )
+        needs = human(int(row.peak_bytes_per_device))
+        has = f" of {human(int(row.limit_bytes_per_device))}" if row.limit_bytes_per_device else ""
+        least = "at least " if not row.fits and not row.compile_seconds else ""
+        way = ": DOES NOT FIT; try a larger mp, more microbatches, or model.remat=full"
+        lines.append(f"  memory    {least}{needs}{has} a device{'' if row.fits else way}")
     lines.append(f"  compile   {row.compile_seconds:.1f} s")
     if row.step_seconds is not None:
         lines += _timed(row)

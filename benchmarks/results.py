@@ -1,0 +1,196 @@
+"""Write RESULTS.md from the JSON in results/: tables only say what a file says, each with the command that made it.
+
+    python benchmarks/results.py
+
+results/published.jsonl   published.py            results/cpu.jsonl         benchmark_cpu.py --json
+results/tpu.jsonl         benchmark_tpu.py --json results/gpu.jsonl         benchmark_gpu.py --json
+results/layerwise.jsonl   layerwise.py --json     results/observed.jsonl    written by hand: what, value, command
+"""
+
+import json
+import math
+from pathlib import Path
+
+HERE = Path(__file__).parent
+GIB = 2**30
+HEAD = """# Results
+
+Made from `results/*.jsonl` by `python benchmarks/results.py`; not edited by hand.  *Measured*: on the devices named.
+*Emulated*: run for real on CPU devices that JAX emulates; it says nothing about other hardware.  *Predicted*: the
+training step compiled for the slice by its own compiler (libtpu) on a CPU machine, its schedule replayed with the
+compiler's estimate of cycles and the link model of `shmap_tp/plan/links.py`.  MFU counts causal attention at half and
+nothing that is recomputed; the peaks are those of `shmap_tp/hardware.py` (v3: 123 TFLOP/s a chip).
+"""
+
+
+def rows(name: str) -> list[dict]:
+    file = HERE / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def table(columns: list[str], lines: list[list[str]]) -> str:
+    cut = ["---"] * len(columns)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [columns, cut, *lines])
+
+
+def commands(found: list[dict]) -> str:
+    return "```sh\n" + "\n".join(dict.fromkeys(row["command"] for row in found)) + "\n```"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def memory(row: dict) -> str:
+    needs = "-" if row["peak_bytes_per_device"] is None else f"{row['peak_bytes_per_device'] / GIB:.2f}"
+    has = "" if row["limit_bytes_per_device"] is None else f" of {row['limit_bytes_per_device'] / GIB:.2f}"
+    return f"{needs}{has}" + ("" if row["fits"] else ", **does not fit**")
+
+
+def published() -> str:
+    found = rows("published")
+    lines = []
+    for row in found:
+        known = row["published"]
+        is_mfu = known["figure"] == "mfu"
+        figure = percent(known["value"]) if is_mfu else f"{known['value']:,.0f} tokens/s"
+        ours = percent(row["mfu"]) if is_mfu else f"{row['tokens_per_second'] or 0:,.0f} tokens/s"
+        exposed = row["exposed_comm_seconds"] / row["step_seconds"] if row["step_seconds"] else None
+        lines.append(
+            [
+                known["name"],
+                figure + (f" ({known['note']})" if known["note"] else ""),
+                ours if row["fits"] else "-",
+                f"**{known['ratio']:.2f}**" if known["ratio"] else "-",
+                f"({row['dp']}, {row['mp']})",
+                percent(exposed),
+                memory(row),
+                f"{row['compile_seconds']:.0f}",
+            ]
+        )
+    ratios = [row["published"]["ratio"] for row in found if row["published"]["ratio"]]
+    middle = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    columns = ["system and slice", "published", "predicted, ours", "ratio", "(dp, mp)", "exposed wires", "GiB a device"]
+    return f"""## Calibration: what others published, and what is predicted for our step
+
+{commands(found)}
+
+{table([*columns, "compile s"], lines)}
+
+The published runs are other programs: most cut weights over dp, which ours does not yet, so the mesh here is the one
+that fits.  A ratio away from 1 is therefore the model's error and the programs' difference together; only the two
+transformer_shmap rows are the same program in all that matters (parallel block, Megatron all-reduces, same mesh), and
+they are the calibration proper.  Ratios here: {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {middle:.2f}.
+"""
+
+
+def predicted() -> str:
+    found = rows("tpu")
+    lines = [
+        [
+            row["model"] + ("" if row["program"] == "explicit" else f", {row['program']} twin"),
+            f"{row['chips']} x {row['device_kind']}" + (f" x {row['slices']} slices" if row["slices"] > 1 else ""),
+            f"({row['dp']}, {row['mp']}) on {'x'.join(map(str, row['tile'] or []))}",
+            f"{row['tokens_per_step']:,} / {row['microbatches']}",
+            seconds(row["step_seconds"]),
+            f"{row['tokens_per_second_per_chip']:,.0f}" if row["tokens_per_second_per_chip"] else "-",
+            f"{percent(row['mfu'])} / {percent(row['hfu'])}",
+            percent(row["exposed_comm_seconds"] / row["step_seconds"]) if row["step_seconds"] else "-",
+            memory(row),
+            f"{row['compile_seconds']:.0f}",
+        ]
+        for row in found
+    ]
+    columns = ["model", "chips", "mesh", "tokens a step / microbatches", "step s", "tokens/s a chip", "MFU / HFU"]
+    columns += ["exposed wires", "GiB a device", "compile s"]
+    return f"## Steps on TPU slices, {kinds(found)}\n\n{commands(found)}\n\n{table(columns, lines)}\n"
+
+
+def kinds(found: list[dict]) -> str:
+    return ", ".join(sorted({row["kind"] for row in found}))
+
+
+def gpu() -> str:
+    found = rows("gpu")
+    if not found:
+        return "## GPUs\n\nNone measured yet: no GPU was at hand.\n"
+    lines = [
+        [
+            f"{row['devices']} x {row['device_kind']}",
+            row["model"] + ("" if row["program"] == "explicit" else f", {row['program']} twin"),
+            f"({row['dp']}, {row['mp']})",
+            seconds(row["step_seconds"]),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{percent(row['mfu'])} / {percent(row['hfu'])}",
+            memory(row),
+        ]
+        for row in found
+    ]
+    columns = ["devices", "model", "mesh", "step s", "tokens/s", "MFU / HFU", "GiB a device"]
+    return f"## GPUs, {kinds(found)}\n\n{commands(found)}\n\n{table(columns, lines)}\n"
+
+
+def cpu() -> str:
+    found = rows("cpu")
+    lines = [
+        [
+            str(tuple(row["mesh"])),
+            row["program"],
+            f"{row['step_seconds']:.2f} ({' - '.join(f'{s:.2f}' for s in row['step_seconds_range'])})",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['processor_ratio']:.2f}",
+            f"{row['processor_seconds']:.2f}",
+            f"{row['temporary_bytes'] / 2**20:.0f}",
+            " / ".join(row["collectives"]),
+            f"{row['compile_seconds']:.1f}",
+        ]
+        for row in found
+    ]
+    columns = ["mesh", "program", "step s, median (min - max)", "tokens/s", "ratio to matmul", "by processor time"]
+    columns += ["processor s", "temporaries MiB", "collectives in loops / outside", "compile s"]
+    return f"""## A step on this CPU, against its own matrix products, emulated
+
+{commands(found)}
+
+4 devices on 2 cores; 33.6M parameters, context 256, batch 16, 2 microbatches, AdamW, float32.  The product of two
+float32 matrices of 2048 cubed, timed between the steps, runs at {found[0]["matmul_rate"] / 1e9:.0f} GFLOP/s,
+and the ratios are to it.
+
+{table(columns, lines)}
+"""
+
+
+def layerwise() -> str:
+    found = rows("layerwise")
+    if not found:
+        return ""
+    columns = ["program", "pass", "where", "s", "wires s", "exposed s", "published s"]
+    lines = [
+        [
+            row["program"],
+            row["pass"],
+            f"{row['devices']} x {row['device_kind']}, {row['kind']}",
+            seconds(row["seconds"]),
+            seconds(row["comm_seconds"]),
+            seconds(row["exposed_comm_seconds"]),
+            seconds(row.get("published_seconds")),
+        ]
+        for row in found
+    ]
+    return f"## Weights gathered layer by layer, {kinds(found)}\n\n{commands(found)}\n\n{table(columns, lines)}\n"
+
+
+def observed() -> str:
+    found = rows("observed")
+    lines = [[row["what"], row["value"], row["kind"], f"`{row['command']}`"] for row in found]
+    return "## What was seen\n\n" + table(["what", "value", "kind", "command"], lines) + "\n"
+
+
+if __name__ == "__main__":
+    parts = [HEAD, published(), predicted(), gpu(), layerwise(), cpu(), observed()]
+    (HERE / "RESULTS.md").write_text("\n".join(part for part in parts if part))

@@ -10,7 +10,8 @@ https://jax-ml.github.io/scaling-book/sharding):
 
 rate is the sum over the torus dimensions that the group spans: two links' where the group closes to a ring there, else
 one link's (a line: the end of it gets everything over one link).  Groups that interleave share the links: a stride of s
-chips gives each 1/s of them, and one core of a chip 1/cores.  Each hop of the longest way adds LATENCY.
+chips gives each 1/s of them, and one core of a chip 1/cores.  Where the compiler says that it makes one ring of all the
+group, it uses two links of each chip, whatever dimensions there are.  Each hop of the longest way adds LATENCY.
 
 Between slices each device reduces or gathers over its share of its host's network.
 """
@@ -44,12 +45,14 @@ class Links:
         at = np.array(coordinates)
         return cls(generation, at, tuple(int(side) + 1 for side in at[:, :3].max(axis=0)))
 
-    def collective(self, kind: str, whole: float, group: Sequence[int]) -> float:
+    def collective(self, kind: str, whole: float, group: Sequence[int], *, one_ring: bool = False) -> float:
         """Seconds of `kind` (all-gather, reduce-scatter, all-reduce, all-to-all) on `whole` bytes of the whole array,
-        among the devices of one group."""
+        among the devices of one group; `one_ring` where the compiler goes once around all of them."""
         if len(group) == 1:
             return 0.0
         rate, hops = self._spread(group)
+        if one_ring:
+            rate = min(rate, 2 * self.generation.link_rate)
         once = whole * (len(group) - 1) / len(group) / rate + hops * LATENCY
         return once * {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0.25}[kind]
 

@@ -189,7 +189,8 @@ class _Walk:
             return self._links.permute(size, [tuple(map(int, pair.split(","))) for pair in _pairs(found[1])])
         group = sorted(min(replica_groups(instruction.attributes, len(self._links.coordinates)), key=min))
         whole = size * len(group) if kind == "reduce-scatter" else size
-        return self._links.collective(kind.removesuffix(" of a whole"), whole, group)
+        one_ring = '"strategy":"StrategyRing"' in instruction.attributes or "1DRing" in instruction.attributes
+        return self._links.collective(kind.removesuffix(" of a whole"), whole, group, one_ring=one_ring)
 
     def _network_seconds(self, instruction: Instruction) -> float:
         kind = "all-reduce" if '"ALL_REDUCE"' in instruction.attributes else "all-gather"

@@ -21,8 +21,8 @@ from shmap_tp.plan.benchmark import configuration, door
 from shmap_tp.plan.carried import carried
 from shmap_tp.plan.ledger import table, travelling
 from shmap_tp.plan.predict import Prediction, predict
-from shmap_tp.plan.row import FORMULA, describe
-from shmap_tp.plan.slices import find_slice
+from shmap_tp.plan.row import FORMULA, Row, describe
+from shmap_tp.plan.slices import Slice, find_slice
 from shmap_tp.plan.theory import theory
 
 ROWS, PARTS = 1, 16
@@ -73,15 +73,17 @@ def sizes(config: Config) -> dict[str, int]:
 
 
 def every_mesh(arguments: argparse.Namespace) -> None:
-    """Predict each (dp, mp) of the devices on the same batch, and list them by speed."""
+    """Predict each (dp, mp) of the devices on the same batch, and list them by speed.
+
+    Without --microbatches each mesh starts with as many as make one window a device, and doubles them until it fits.
+    """
     asked = find_slice(arguments.version, arguments.devices, arguments.topology, arguments.slices)
-    rows = []
-    if arguments.batch is None:
-        arguments.batch = arguments.devices * PARTS
+    arguments.batch = arguments.batch or asked.devices * PARTS
+    rows, given = [], arguments.microbatches
     for mp in [n for n in range(1, asked.devices + 1) if asked.devices % n == 0]:
         arguments.dp, arguments.mp = asked.devices // mp, mp
         try:
-            row = predict(configuration(arguments, "6_9b", ROWS, PARTS), asked).row
+            row = largest_fitting(arguments, asked, given)
         except InputError as error:
             print(f"dp={arguments.dp} mp={mp}: {str(error).splitlines()[0]}", flush=True)
             continue
@@ -100,6 +102,19 @@ def every_mesh(arguments: argparse.Namespace) -> None:
             print(f"{where}does not fit: needs {needs}")
     if rows[0].fits:
         print(f"\nthe best: --dp {rows[0].dp} --mp {rows[0].mp}\n{FORMULA}")
+
+
+def largest_fitting(arguments: argparse.Namespace, asked: Slice, given: int | None) -> Row:
+    """The row with the largest microbatches that fit, or with the smallest where none does."""
+    least = max(1, arguments.batch // asked.devices)
+    most = max(1, arguments.batch // arguments.dp)
+    choices = [given] if given else [least * 2**i for i in range(most // least) if least * 2**i <= most]
+    for parts in choices or [most]:
+        arguments.microbatches = parts
+        row = predict(configuration(arguments, "6_9b", ROWS, PARTS), asked).row
+        if row.fits:
+            break
+    return row
 
 
 if __name__ == "__main__":

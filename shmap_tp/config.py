@@ -44,6 +44,11 @@ class Precision(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Zero(StrEnum):
+    none = "none"
+    optimizer = "optimizer"
+
+
 class Resume(StrEnum):
     never = "never"
     if_present = "if_present"
@@ -71,6 +76,9 @@ class MeshConfig:
     tile: list[int] | None
     """Which devices of a TPU share a layer: [x, y, z, cores], how far mp reaches along each side of the slice; null
     takes the tile with the fewest hops."""
+    zero: Zero
+    """What dp shares out instead of keeping it everywhere.  none: nothing.  optimizer: the optimizer's state and update
+    (ZeRO-1)."""
     processes: int
     """How many processes train together, one per host.  Start the same command on each: they find each other by their
     TPU, GKE or Slurm environment."""

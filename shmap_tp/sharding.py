@@ -6,6 +6,7 @@
 What is made of parameters, the optimizer's state above all, is cut as they are.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +68,30 @@ def optimizer_specs(optimizer: optax.GradientTransformation, model: Any, specs: 
     """PartitionSpecs of the optimizer's state: what is shaped like a parameter is cut like it, the rest is whole."""
     state = jax.eval_shape(optimizer.init, model)
     return optax.tree_map_params(optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: P())
+
+
+def cut_further(shapes: Any, specs: Any, axis: str, axis_sizes: dict[str, int]) -> Any:
+    """`specs` with the first dim of each array whose part on a device `axis` divides cut along it, too."""
+
+    def further(shape: Any, spec: P) -> P:
+        dims = (*spec, *(None,) * (len(shape.shape) - len(spec)))
+        for i, (size, axes) in enumerate(zip(shape.shape, dims, strict=True)):
+            axes = _together(axes)
+            if size // math.prod(axis_sizes[a] for a in axes) % axis_sizes[axis] == 0:
+                return P(*dims[:i], (*axes, axis), *dims[i + 1 :])
+        return spec
+
+    return jax.tree.map(further, shapes, specs)
+
+
+def cut_dim(spec: P, axis: str) -> int | None:
+    """The dim that a spec cuts along `axis`."""
+    return next((i for i, axes in enumerate(spec) if axis in _together(axes)), None)
+
+
+def _together(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """One entry of a PartitionSpec, as the axes that cut its dim."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def named(mesh: Mesh, specs: Any) -> Any:

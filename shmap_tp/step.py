@@ -3,7 +3,7 @@
 A microbatches, B windows of a microbatch on this device, T time.  B/dp: dim B cut along dp.
 
 The step in four sentences: make the parameters varying over dp, so that gradients stay at home; accumulate them over
-the microbatches, talking over mp only; meet once over dp; update.
+the microbatches, talking over mp only; meet once over dp; update, each its own part where dp shares the update.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.collectives import sum_over, vary
-from shmap_tp.config import Config
+from shmap_tp.config import Config, Zero
 from shmap_tp.loss import vocab_parallel_cross_entropy
 from shmap_tp.mesh import DP
 from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
 from shmap_tp.sharding import named, optimizer_specs, partition_specs
 from shmap_tp.transformer import Transformer
+from shmap_tp.zero import Owners, owned_specs, owners
 
 TOKENS = P(None, DP, None)
 """tokens[A B/dp T+1]: the layout of a step's batch."""
@@ -62,11 +63,12 @@ def counted_tokens(tokens_ABT: Int[Array, "A B T"]) -> Float[Array, ""]:
 
 
 def loss_and_gradients(
-    objective: Objective, params: Transformer, tokens_ABT: Int[Array, "A B T"]
+    objective: Objective, params: Transformer, tokens_ABT: Int[Array, "A B T"], owners: Owners
 ) -> tuple[Float[Array, ""], Transformer]:
-    """(cross entropy, gradients) of the whole step, whole over dp, cut over mp like the parameters, in their dtype.
+    """(cross entropy, gradients) of the whole step, in the parameters' dtype: of each parameter what this device owns.
 
-    Wire    over mp what the model and the loss say, per microbatch; over dp one all-reduce of every gradient, once.
+    Wire    over mp what the model and the loss say, per microbatch; over dp one all-reduce of every gradient, once, or
+            one reduce-scatter where its owners share it.
     """
     at_home = vary(params, DP)
     counted = counted_tokens(tokens_ABT)
@@ -81,7 +83,7 @@ def loss_and_gradients(
     loss, _ = lax.scan(microbatch, vary(jnp.zeros(()), DP), tokens_ABT)
     gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_meets"):
-        return sum_over(loss, DP), sum_over(gradients, DP)
+        return sum_over(loss, DP), owners.meet(gradients)
 
 
 class Programs(eqx.Module):
@@ -110,11 +112,12 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
         return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
     def step(state: State, tokens_ABT: Array) -> tuple[State, dict[str, Array]]:
-        loss, gradients = loss_and_gradients(objective, state.params, tokens_ABT)
+        loss, gradients = loss_and_gradients(objective, state.params, tokens_ABT, owns)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
-            updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-            params = optax.apply_updates(state.params, updates)
+            own = owns.own(state.params)
+            updates, optimizer_state = optimizer.update(gradients, state.optimizer, own)
+            params = owns.whole(optax.apply_updates(own, updates))
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": schedule(state.step)}
         return State(params, optimizer_state, state.step + 1), metrics
 
@@ -123,7 +126,7 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
         return sum_over(jnp.sum(lax.map(lambda tokens_BT: objective(params, tokens_BT, counted)[1], tokens_ABT)), DP)
 
     shapes = jax.eval_shape(init)
-    specs = state_specs(shapes, optimizer, mesh)
+    specs, owns = state_specs(shapes, optimizer, mesh, config.mesh.zero)
     shardings = named(mesh, specs)
     parts = config.train.microbatches
     tokens = (parts, config.train.batch // parts, config.model.context + 1)
@@ -139,8 +142,9 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
     )
 
 
-def state_specs(shapes: State, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
-    """PartitionSpecs of a State: declared by the layers, derived for the optimizer."""
+def state_specs(shapes: State, optimizer: optax.GradientTransformation, mesh: Mesh, zero: Zero) -> tuple[Any, Owners]:
+    """(PartitionSpecs of a State, who updates what): declared by the layers, derived for the optimizer."""
     specs = partition_specs(shapes.params, dict(mesh.shape))
-    whole = (specs, optimizer_specs(optimizer, shapes.params, specs), P())
-    return eqx.tree_at(lambda state: (state.params, state.optimizer, state.step), shapes, whole)
+    owned = owned_specs(zero, shapes.params, specs, dict(mesh.shape))
+    whole = (specs, optimizer_specs(optimizer, shapes.params, owned), P())
+    return eqx.tree_at(lambda state: (state.params, state.optimizer, state.step), shapes, whole), owners(owned)

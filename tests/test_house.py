@@ -13,7 +13,7 @@ FLOORS = [
     {"sharding", "collectives", "flops"},  # facts about arrays
     {"layers"},  # the product
     {"transformer", "loss"},  # the model
-    {"optimizer", "data", "sources", "tokenizer", "prepare", "metrics", "stop"},  # what training needs
+    {"optimizer", "zero", "data", "sources", "tokenizer", "prepare", "metrics", "stop"},  # what training needs
     {"step", "checkpoint", "train"},  # running; a checkpoint holds the step's State
     {"plan"},  # beside it: what would run elsewhere
 ]

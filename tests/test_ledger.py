@@ -114,6 +114,7 @@ PROGRAMS = {
     "in chunks": "attention_chunk=3",
     "in chunks, full": "attention_chunk=3 remat=full",
     "2 key/value heads": "kv_heads=2 positions=rotary mlp=swiglu norm=rmsnorm",
+    "shared update": "kv_heads=2 positions=learned zero",
     "1 key/value head, sequential full": "kv_heads=1 block=sequential remat=full positions=learned tied=true",
 }
 
@@ -121,7 +122,9 @@ PROGRAMS = {
 def settings(program: str, shape: tuple[int, int]) -> Config:
     """Two microbatches and three layers of one of PROGRAMS."""
     sizes = f"mesh.dp={shape[0]} mesh.mp={shape[1]} model.layers=3 train.batch=16 train.microbatches=2"
-    return config(*sizes.split(), *[f"model.{setting}" for setting in PROGRAMS[program].split()])
+    words = PROGRAMS[program].split()
+    zero = ["mesh.zero=optimizer"] if "zero" in words else []
+    return config(*sizes.split(), *zero, *[f"model.{setting}" for setting in words if setting != "zero"])
 
 
 def by_direction(entries: list[Entry]) -> dict[Direction, Any]:
@@ -138,7 +141,8 @@ def says(conf: Config, precision: str) -> list[Entry]:
     ("program", "shape", "precision"),
     [(program, (2, 4), "bfloat16") for program in PROGRAMS]
     + [("1 key/value head, sequential full", shape, "bfloat16") for shape in MESHES if shape != (2, 4)]
-    + [("2 key/value heads", shape, "float32") for shape in MESHES],
+    + [("2 key/value heads", shape, "float32") for shape in MESHES]
+    + [("shared update", shape, "float32") for shape in MESHES],
     ids=str,
 )
 def test_a_step_talks_as_the_theory_says(program, shape, precision):

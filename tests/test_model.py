@@ -20,6 +20,7 @@ from shmap_tp.config import Config
 from shmap_tp.sharding import partition_specs
 from shmap_tp.step import TOKENS, Objective, loss_and_gradients
 from shmap_tp.transformer import Transformer
+from shmap_tp.zero import owners
 
 MODELS = {
     "parallel layernorm gelu alibi": [],
@@ -55,7 +56,7 @@ def on_mesh(config: Config, shape: tuple[int, int], precision: str, *, forward_t
     specs = partition_specs(shapes_of(partial(Transformer, config.model)), dict(mesh(shape).shape))
 
     def local(params: Transformer, tokens_ABT: Any) -> dict[str, Any]:
-        loss, gradients = loss_and_gradients(objective, params, tokens_ABT)
+        loss, gradients = loss_and_gradients(objective, params, tokens_ABT, owners(specs))
         logits = {"logits": params(tokens_ABT[0, :, :-1], objective.dtype)} if forward_too else {}
         return logits | {"loss": loss, "gradients": gradients}
 

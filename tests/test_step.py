@@ -11,9 +11,10 @@ import reference
 from closeness import RELATIVE, assert_close, assert_same_bits, by_path
 from small import MESHES, config, every_mesh, mesh
 
-from shmap_tp.config import Config
+from shmap_tp.config import Config, Zero
 from shmap_tp.plan.carried import carried
 from shmap_tp.plan.ledger import tally
+from shmap_tp.plan.memory import shard_bytes
 from shmap_tp.plan.theory import theory
 from shmap_tp.plan.wires import bodies
 from shmap_tp.step import Programs, build_programs
@@ -38,8 +39,8 @@ def settings(shape: tuple[int, int], *more: str) -> Config:
 
 
 @cache
-def programs(shape: tuple[int, int], precision: str) -> Programs:
-    return build_programs(settings(shape), mesh(shape), jnp.dtype(precision))
+def programs(shape: tuple[int, int], precision: str, zero: Zero = Zero.none) -> Programs:
+    return build_programs(settings(shape, f"mesh.zero={zero}"), mesh(shape), jnp.dtype(precision))
 
 
 @cache
@@ -89,6 +90,22 @@ def test_50_steps_have_one_loss_curve_on_every_mesh(shape):
     assert apart(trained(shape).losses, trained((1, 1)).losses) <= 1e-5
 
 
+@pytest.mark.parametrize("shape", [(8, 1), (4, 2), (2, 4)], ids=str)
+def test_an_update_that_dp_shares_is_the_same_update(shape):
+    """Of a run of ten steps: the losses, and the state, of which each part of dp holds just its own share."""
+    shared, losses = programs(shape, "float32", Zero.optimizer), []
+    state = shared.init()
+    for i in range(10):
+        state, metrics = shared.step(state, jax.device_put(batch(i, shared.tokens.shape), shared.tokens.sharding))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, trained(shape).losses[:10], rtol=1e-6)
+    whole = programs(shape, "float32").shapes
+    assert shard_bytes(shared.shapes.params) == shard_bytes(whole.params)
+    assert shard_bytes(shared.shapes.optimizer) <= shard_bytes(whole.optimizer) / shape[0] + 100
+    assert_same_bits(shared.init(), programs(shape, "float32").init())
+    assert_copies_agree(state.params)
+
+
 @pytest.mark.parametrize(
     "shape", [(1, 1), (8, 1), (2, 4), *[pytest.param(s, marks=pytest.mark.slow) for s in [(4, 2), (1, 8)]]], ids=str
 )
@@ -107,15 +124,19 @@ def test_the_same_mesh_twice_gives_the_same_bits(shape):
 
 @every_mesh
 def test_copies_are_still_the_same_bits_on_every_device(shape):
-    """Whatever two devices hold the same part of, whole leaves among them."""
+    assert assert_copies_agree(trained(shape).state) > 0 or shape == (1, 1)
+
+
+def assert_copies_agree(state: Any) -> int:
+    """Whatever two devices hold the same part of, whole leaves among them, has the same bits.  Returns how many."""
     copies = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trained(shape).state):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         parts: dict[str, bytes] = {}
         for shard in leaf.addressable_shards:
             bits = np.asarray(shard.data).tobytes()
             copies += str(shard.index) in parts
             assert parts.setdefault(str(shard.index), bits) == bits, (path, shard.device, shard.index)
-    assert copies > 0 or shape == (1, 1)
+    return copies
 
 
 def test_a_step_is_adamw_on_the_gradients_of_the_dense_reference():

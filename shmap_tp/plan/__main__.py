@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from shmap_tp.config import Config, InputError
 from shmap_tp.hardware import GENERATIONS, GIB
+from shmap_tp.mesh import DP, MP
 from shmap_tp.plan import memory
 from shmap_tp.plan.account import account
 from shmap_tp.plan.benchmark import configuration, door
@@ -69,7 +70,7 @@ def print_account(config: Config, made: Prediction) -> None:
 
 
 def sizes(config: Config) -> dict[str, int]:
-    return {"dp": config.mesh.dp, "mp": config.mesh.mp}
+    return {DP: config.mesh.dp, MP: config.mesh.mp}
 
 
 def every_mesh(arguments: argparse.Namespace) -> None:

@@ -12,16 +12,18 @@ layers.
     head             enters with h[B T D]                                                              A times
     cross entropy    forward one max and two all-reduces of [B T] over mp, float32                     A times
     step             over dp the count of targets, the loss, and every gradient; over mp the norm      once
+    zero: optimizer  every gradient is reduce-scattered, and what was updated all-gathered             once
 
 What entering and leaving are is said by `entering` and `leaving`, and by nothing else.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from shmap_tp.config import Block, Config, Mlp, ModelConfig, Positions, Remat, padded_vocabulary
+from shmap_tp.config import Block, Config, Mlp, ModelConfig, Positions, Remat, Zero, padded_vocabulary
 from shmap_tp.mesh import DP, MP
 from shmap_tp.plan.ledger import Direction, Entry, Operation
 
@@ -94,19 +96,44 @@ def cross_entropy(positions: Travels) -> list[Entry]:
     ]
 
 
-def parameters(model: ModelConfig, mp: int) -> dict[str, int]:
-    """How many values of each parameter, all layers of it, lie on one device."""
-    width, layers = model.width, model.layers
-    table = width * padded_vocabulary(model) // mp
-    query = layers * width * model.heads * model.head_dim // mp
-    key_or_value = layers * width * model.kv_heads * model.head_dim // (mp if mp <= model.kv_heads else 1)
-    ffn = layers * width * model.ffn // mp
-    found = {"embedding": table, "query": query, "key": key_or_value, "value": key_or_value, "out": query}
-    found |= {"up": ffn, "down": ffn} | ({"gate": ffn} if model.mlp == Mlp.swiglu else {})
+Shape = tuple[int, ...]
+
+
+def parameters(model: ModelConfig, mp: int) -> dict[str, tuple[Shape, bool]]:
+    """Of each parameter, all layers of it: (its shape on one device, whether mp cuts it)."""
+    width, layers, heads_are_cut = model.width, model.layers, mp <= model.kv_heads
+    table = (padded_vocabulary(model) // mp, width), True
+    query, ffn = model.heads * model.head_dim // mp, model.ffn // mp
+    key_or_value = layers, width, model.kv_heads // (mp if heads_are_cut else 1), model.head_dim
+    found = {"embedding": table, "query": ((layers, width, query), True)}
+    found |= dict.fromkeys(("key", "value"), (key_or_value, heads_are_cut)) | {"out": ((layers, query, width), True)}
+    found |= dict.fromkeys(("up", "gate") if model.mlp == Mlp.swiglu else ("up",), ((layers, width, ffn), True))
     norms = ["norm"] if model.block == Block.parallel else ["attention norm", "MLP norm"]
-    found |= dict.fromkeys(norms, layers * width) | {"final norm": width}
-    found |= {"positions": model.context * width} if model.positions == Positions.learned else {}
+    found |= {"down": ((layers, ffn, width), True)} | dict.fromkeys(norms, ((layers, width), False))
+    found |= {"final norm": ((width,), False)}
+    found |= {"positions": ((model.context, width), False)} if model.positions == Positions.learned else {}
     return found if model.tied else found | {"head": table}
+
+
+def update(config: Config) -> list[Entry]:
+    """The gradients over dp, the norm, and where dp shares the update, what has been updated.
+
+    A parameter is shared if dp divides one of its dims on a device.  The squares of the norm are summed over just the
+    axes that cut a gradient: one all-reduce for each such set of axes.
+    """
+    entries, axes = [], set()
+    for name, (shape, cut_by_mp) in parameters(config.model, config.mesh.mp).items():
+        is_shared = config.mesh.zero == Zero.optimizer and any(size % config.mesh.dp == 0 for size in shape)
+        axes.add((DP,) * is_shared + (MP,) * cut_by_mp)
+        whole = Travels(math.prod(shape), "float32", 1)
+        if is_shared:
+            part = replace(whole, values=whole.values // config.mesh.dp)
+            entries.append(whole.over(DP, f"gradient of {name}", Operation.reduce_scatter, Direction.once))
+            entries.append(part.over(DP, f"update of {name}", Operation.all_gather, Direction.once))
+        else:
+            entries += summing(DP, f"gradient of {name}", whole)
+    norms = [summing(" ".join(each), "norm of gradients", Travels(1, "float32", 1)) for each in sorted(axes) if each]
+    return entries + [entry for norm in norms for entry in norm]
 
 
 # The programs
@@ -136,13 +163,7 @@ def theory(config: Config, dtype: DTypeLike) -> list[Entry]:
 
     A mesh axis of one device is there too, since it stands in the program: see `ledger.travelling`.
     """
-    gradients = [
-        entry
-        for name, size in parameters(config.model, config.mesh.mp).items()
-        for entry in summing(DP, f"gradient of {name}", Travels(size, "float32", 1))
-    ]
-    norm = summing(MP, "norm of gradients", Travels(1, "float32", 1))
-    return [*_forward_and_backward(config, dtype), *_counts(), *gradients, *norm]
+    return [*_forward_and_backward(config, dtype), *_counts(), *update(config)]
 
 
 def theory_of_evaluation(config: Config, dtype: DTypeLike) -> list[Entry]:

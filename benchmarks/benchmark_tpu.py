@@ -28,8 +28,8 @@ from shmap_tp.step import build_programs
 
 DEFAULTS = {
     # version: (model, windows of a microbatch on each part of dp, microbatches)
-    "v2": ("2_8b", 8, 32),
-    "v3": ("6_9b", 2, 128),  # as many windows a step as the predecessor's 8 and 32, which do not fit with fp32 masters
+    "v2": ("2_8b", 8, 32),  # the predecessor's: 32 accumulations of 8 windows on each of 4 parts of dp
+    "v3": ("6_9b", 8, 32),
     "v4": ("6_9b", 8, 8),
     "v5e": ("6_9b", 2, 32),
     "v5p": ("6_9b", 8, 8),

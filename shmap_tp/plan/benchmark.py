@@ -39,8 +39,8 @@ def flags(description: str) -> argparse.ArgumentParser:
 
 
 def configuration(arguments: argparse.Namespace, model: str, rows: int, parts: int) -> Config:
-    """conf/config.yaml with what the flags say.  Where they do not: this model, and `parts` microbatches of `rows`
-    windows on each part of dp.  Raises InputError."""
+    """conf/config.yaml with what the flags say.  Where they do not: this model, `parts` microbatches of `rows` windows
+    on each part of dp, and dp sharing the optimizer's state.  Raises InputError."""
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps} is too small; it must be 1 or more")
     parts = arguments.microbatches or parts
@@ -55,6 +55,7 @@ def configuration(arguments: argparse.Namespace, model: str, rows: int, parts: i
         f"mesh.mp={arguments.mp}",
         f"train.batch={batch}",
         f"train.microbatches={parts}",
+        "mesh.zero=optimizer",
     ]
     given += [f"model.context={arguments.context}"] if arguments.context is not None else []
     return load(str(CONF / "config.yaml"), given + arguments.overrides)

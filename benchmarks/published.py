@@ -3,8 +3,9 @@
     python benchmarks/published.py [--only v5e-256] [--json benchmarks/results/published.jsonl]
 
 The mesh is ours: where the published run cut its weights over dp (FSDP), ours cuts them over mp alone, and dp shares
-the optimizer's state (ZeRO-1).  What cannot fit says what it needs.  `ratio` is predicted : published.  Rows that are in the file already are not done again.  MFU
-counts causal attention at half; MaxText and PaLM count it whole, which at these widths is 1 to 5 % more.
+the optimizer's state (ZeRO-1).  What cannot fit says what it needs.  `ratio` is predicted : published.  Rows that are in
+the file already are not done again.  MFU counts causal attention at half; MaxText and PaLM count it whole, which at
+these widths is 1 to 5 % more.
 """
 
 import argparse
@@ -83,7 +84,7 @@ TABLE = [
     t5x("4,2,2,1", 322e3, 5376, 24),
     Published("PyTorch/XLA FSDP 128B, v4-512", "mfu", 0.29, "v4", (4, 8, 8), (16, 16), "gpt2_128b", 1024, 64),
 ]
-"""PaLM's 540B on 6144 chips is left out: two pods, and weights and gradients alone are 84 GiB a chip at mp = 48 heads."""
+"""PaLM's 540B on 6144 chips is left out: two pods; weights and gradients alone are 84 GiB a chip at mp = 48 heads."""
 
 
 def main(arguments: argparse.Namespace) -> None:

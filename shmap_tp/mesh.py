@@ -95,7 +95,7 @@ class Torus:
         return self.grid.shape[1:]
 
     def tiles(self, mp: int) -> list[tuple[int, ...]]:
-        """Every (x, y, z, core) of `mp` devices that the slice can be cut into.  Raises InputError where there is none."""
+        """Every (x, y, z, core) of `mp` devices that cuts the slice.  Raises InputError where there is none."""
         choices = list(itertools.product(*[[n for n in range(1, side + 1) if side % n == 0] for side in self.sides]))
         found = [tile for tile in choices if math.prod(tile) == mp]
         if not found:

@@ -1,4 +1,4 @@
-"""Devices to a mesh: each stands in it once, mp on a compact tile of the torus, slices apart in the outer part of dp."""
+"""Devices to a mesh: each stands in it once, mp on a compact tile of the torus, slices in the outer part of dp."""
 
 import itertools
 import math

@@ -25,10 +25,10 @@ class Compiled:
 
     text: str | None
     """The scheduled module; None where it does not fit."""
-    peak_bytes: float
+    peak_bytes: int | float
     """Most memory in use at a time; where it does not fit, what the compiler says that it needs."""
-    limit_bytes: float
-    argument_bytes: float | None
+    limit_bytes: int | float
+    argument_bytes: int | None
     seconds: float
     """The compiler took, when it was asked."""
 

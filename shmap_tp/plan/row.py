@@ -43,8 +43,8 @@ class Row:
     step_seconds: float | None
     step_seconds_range: list[float] | None
     """Of the steps that were timed, the fastest and the slowest."""
-    peak_bytes_per_device: float | None
-    limit_bytes_per_device: float | None
+    peak_bytes_per_device: int | float | None
+    limit_bytes_per_device: int | float | None
     fits: bool
     compile_seconds: float
     comm_seconds: float | None

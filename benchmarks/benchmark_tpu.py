@@ -71,15 +71,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check(arguments)
     config = configuration(arguments)
     if arguments.emulate:
         jax.config.update("jax_platforms", "cpu")
         emulate(arguments.dp * arguments.mp)
-        made = measure(config, make_mesh(config.mesh), jnp.dtype(jnp.float32), arguments.steps)
+        made = measure(config, make_mesh(config.mesh), precision(config, Precision.float32), arguments.steps)
         text = made.text
     elif slice_is_here(config, arguments.version):
-        dtype = jnp.float32 if config.train.precision == Precision.float32 else jnp.bfloat16
-        made = measure(config, make_mesh(config.mesh), jnp.dtype(dtype), arguments.steps)
+        made = measure(config, make_mesh(config.mesh), precision(config, Precision.bfloat16), arguments.steps)
         text = made.text
     else:
         devices = arguments.dp * arguments.mp
@@ -91,10 +91,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """What the configuration does not: flags that would be passed over, files that could not be written at the end."""
+    for name in ("dp", "mp", "batch", "context", "microbatches", "steps"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name} {value} is too small; it must be 1 or more")
+    if arguments.emulate and (arguments.topology is not None or arguments.slices != 1):
+        raise InputError("--topology and --slices are of TPUs; leave them out, or leave out --emulate to predict")
+    for name in ("json", "hlo"):
+        file = getattr(arguments, name)
+        if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):
+            raise InputError(f"--{name} {file}: no file can be written there; make the folder, or choose another")
+
+
+def precision(config: Config, auto: Precision) -> jnp.dtype:
+    """The dtype that is computed in; `auto` on these devices."""
+    return jnp.dtype(str(auto if config.train.precision == Precision.auto else config.train.precision))
+
+
 def configuration(arguments: argparse.Namespace) -> Config:
     """conf/config.yaml with the benchmark's defaults, then the flags, then the overrides."""
-    if arguments.steps < 1:
-        raise InputError(f"--steps {arguments.steps} is too small; it must be 1 or more")
     model, rows, parts = DEFAULTS["emulate" if arguments.emulate else arguments.version]
     if arguments.batch is None:
         parts = arguments.microbatches or parts

@@ -13,7 +13,7 @@ and waiting for slower devices are not in it.  benchmarks/RESULTS.md says how fa
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from shmap_tp.hardware import DEVICES
@@ -95,7 +95,7 @@ class _Walk:
         """One run through a computation, its async operations started and awaited."""
         spent = Replay()
         ends: dict[str, tuple[float, str]] = {}  # by name of the start: (when it ends, on which wire)
-        free: Counter[str] = Counter()  # by kind of wire: when the last transfer on it ends
+        free: defaultdict[str, float] = defaultdict(float)  # by kind of wire: when the last transfer on it ends
         for instruction in computation.instructions.values():
             kind, start = instruction.opcode, self._async_start(instruction, computation)
             if start is not None:
@@ -112,9 +112,10 @@ class _Walk:
                 spent.add(max(runs, key=lambda run: run.seconds))
             elif (collective := self._collective(instruction)) and not _chain(collective[0]):
                 seconds = self._collective_seconds(*collective)
-                free["links"] = max(free["links"], spent.seconds) + seconds
-                spent.comm_seconds += seconds
                 self._wait(spent, (free["links"], "links"))
+                spent.comm_seconds += seconds
+                spent.exposed_comm_seconds += seconds
+                spent.spend(COLLECTIVES_WAITED, seconds)
             elif kind not in FREE:
                 self._compute(spent, instruction, computation)
         return spent

@@ -22,9 +22,9 @@ DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
 """(model, windows of a microbatch on each part of dp, microbatches)"""
 
 
-def main(arguments: Namespace) -> None:
+def run(arguments: Namespace) -> None:
     config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
-    run = emulated if arguments.emulate else measured
+    make = emulated if arguments.emulate else measured
     if not arguments.emulate:
         join(config.mesh)
         if jax.default_backend() != "gpu":
@@ -32,11 +32,15 @@ def main(arguments: Namespace) -> None:
                 f"no GPU here that JAX can use, only {jax.default_backend()}; install its support with "
                 f"pip install -e '.[cuda]', or run on CPU devices with --emulate"
             )
-    made = run(config, arguments.steps)
-    twin = run(config, arguments.steps, build_gspmd_programs) if arguments.twin else None
+    made = make(config, arguments.steps)
+    twin = make(config, arguments.steps, build_gspmd_programs) if arguments.twin else None
     report(made, arguments, "benchmark_gpu.py", twin)
 
 
+def main() -> int:
+    arguments = flags(__doc__).parse_intermixed_args()
+    return door(lambda: run(arguments))
+
+
 if __name__ == "__main__":
-    parsed = flags(__doc__).parse_intermixed_args()
-    sys.exit(door(lambda: main(parsed)))
+    sys.exit(main())

@@ -39,10 +39,11 @@ DEFAULTS = {
 }
 
 
-def main(arguments: Namespace) -> None:
+def run(arguments: Namespace) -> None:
     config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else arguments.version])
-    run = way(config, arguments)
-    report(run(build_programs), arguments, "benchmark_tpu.py", run(build_gspmd_programs) if arguments.twin else None)
+    make = way(config, arguments)
+    twin = make(build_gspmd_programs) if arguments.twin else None
+    report(make(build_programs), arguments, "benchmark_tpu.py", twin)
 
 
 def way(config: Config, arguments: Namespace) -> Callable[[Builder], Made]:
@@ -67,10 +68,14 @@ def slice_is_here(config: Config, version: str) -> bool:
     return devices[0].device_kind in kinds and len(devices) == config.mesh.dp * config.mesh.mp
 
 
-if __name__ == "__main__":
+def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="of the TPU (default v3)")
     parser.add_argument("--topology", help="chips along each side of a slice, as in 4x8x8 (default: the most compact)")
     parser.add_argument("--slices", type=int, default=1, help="how many slices, the outer part of dp (default 1)")
-    parsed = parser.parse_intermixed_args()
-    sys.exit(door(lambda: main(parsed)))
+    arguments = parser.parse_intermixed_args()
+    return door(lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

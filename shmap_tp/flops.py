@@ -75,7 +75,8 @@ def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, in
     gradient needs the scores again (not the values product, which nothing in it reads).
     With remat full: one more forward of every block, but not of the head.  The chunks in it keep nothing either, so
     their scores are computed a third time.
-    With remat none or dots: nothing else, since dots keeps the matrix products.
+    With remat dots: scores and values once more; it keeps the products with weights, not those of two activations.
+    With remat none: nothing else.
 
     A whole forward is the convention of Korthikanti et al., and an upper bound here: JAX drops a recomputed product
     whose result no gradient reads, which is the last one of a block (the down projection; in a parallel block the
@@ -85,6 +86,8 @@ def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, in
     again = dict.fromkeys(forward, 0)
     if model.remat == Remat.full:
         again |= {name: flops for name, flops in forward.items() if name != "head"}
+    if model.remat == Remat.dots:
+        again |= {name: forward[name] for name in ("scores", "values")}
     if model.attention_chunk < model.context:
         again["scores"] += forward["scores"]
     return again

@@ -135,5 +135,5 @@ if __name__ == "__main__":
     parser.add_argument("--ledger", action="store_true", help="only the ledger; nothing is compiled")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any of the configuration: model.remat=dots")
     parsed = parser.parse_intermixed_args()
-    parsed.steps = 1
+    parsed.steps = None
     sys.exit(door(lambda: main(parsed)))

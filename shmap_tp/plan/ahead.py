@@ -1,13 +1,14 @@
 """Compile a program for devices that are not here, and keep what came out.
 
 A program is kept by the hash of all that it is made from: its StableHLO, the devices' kind and coordinates in mesh
-order, the compiler's options and version.  The second time it is read, not compiled.
+order, the compiler's options (LIBTPU_INIT_ARGS among them) and version.  The second time it is read, not compiled.
 """
 
 import gzip
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import time
 from dataclasses import asdict, dataclass
@@ -25,10 +26,10 @@ class Compiled:
 
     text: str | None
     """The scheduled module; None where it does not fit."""
-    peak_bytes: float
+    peak_bytes: int | float
     """Most memory in use at a time; where it does not fit, what the compiler says that it needs."""
-    limit_bytes: float
-    argument_bytes: float | None
+    limit_bytes: int | float
+    argument_bytes: int | None
     seconds: float
     """The compiler took, when it was asked."""
 
@@ -47,7 +48,8 @@ def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cache: Path | None, o
     kind = mesh.devices.flat[0].device_kind
     slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
     versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
-    made_from = [lowered.as_text(), kind, coordinates(mesh), slices, versions, options or {}]
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    made_from = [lowered.as_text(), kind, coordinates(mesh), slices, versions, options or {}, flags]
     key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:24]
     kept = cache / f"{key}.json.gz" if cache else None
     if kept and kept.exists():
@@ -55,7 +57,7 @@ def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cache: Path | None, o
     compiled = _compile(lowered, DEVICES[kind].memory, options)
     if kept:
         cache.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(".part")
+        part = kept.with_suffix(f".{os.getpid()}")  # another process may keep the same
         part.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 3))
         part.replace(kept)
     return compiled

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from shmap_tp.config import Config, InputError, Precision
-from shmap_tp.mesh import emulate, make_mesh
+from shmap_tp.mesh import DP, MP, emulate, make_mesh
 from shmap_tp.plan.measure import Measurement, measure
 from shmap_tp.plan.predict import Builder, Prediction
 from shmap_tp.plan.row import FORMULA, compare, describe
@@ -41,8 +42,7 @@ def flags(description: str) -> argparse.ArgumentParser:
 def configuration(arguments: argparse.Namespace, model: str, rows: int, parts: int) -> Config:
     """conf/config.yaml with what the flags say.  Where they do not: this model, `parts` microbatches of `rows` windows
     on each part of dp, and dp sharing the optimizer's state.  Raises InputError."""
-    if arguments.steps < 1:
-        raise InputError(f"--steps {arguments.steps} is too small; it must be 1 or more")
+    check(arguments)
     parts = arguments.microbatches or parts
     batch = arguments.batch
     if batch is None:
@@ -61,17 +61,35 @@ def configuration(arguments: argparse.Namespace, model: str, rows: int, parts: i
     return load(str(CONF / "config.yaml"), given + arguments.overrides)
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """What the configuration does not: flags that would be passed over, files that could not be written at the end."""
+    given = vars(arguments)
+    for name in (DP, MP, "batch", "context", "microbatches", "steps"):
+        if given[name] is not None and given[name] < 1:
+            raise InputError(f"--{name} {given[name]} is too small; it must be 1 or more")
+    if given.get("emulate") and (given.get("topology") is not None or given.get("slices", 1) != 1):
+        raise InputError("--topology and --slices are of TPUs; leave them out, or leave out --emulate to predict")
+    for name in ("json", "hlo"):
+        file = given.get(name)
+        if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):
+            raise InputError(f"--{name} {file}: no file can be written there; make the folder, or choose another")
+
+
 def emulated(config: Config, steps: int, build: Builder = build_programs) -> Measurement:
-    """Run for real, in float32, on as many CPU devices as the mesh has."""
+    """Run for real on as many CPU devices as the mesh has, in float32 unless the configuration asks for bfloat16."""
     jax.config.update("jax_platforms", "cpu")
     emulate(config.mesh.dp * config.mesh.mp)
-    return measure(config, make_mesh(config.mesh), jnp.dtype(jnp.float32), steps, build)
+    return measure(config, make_mesh(config.mesh), _dtype(config, Precision.float32), steps, build)
 
 
 def measured(config: Config, steps: int, build: Builder = build_programs) -> Measurement:
     """Time the step on JAX's own devices, in bfloat16 unless the configuration asks for float32."""
-    dtype = jnp.float32 if config.train.precision == Precision.float32 else jnp.bfloat16
-    return measure(config, make_mesh(config.mesh), jnp.dtype(dtype), steps, build)
+    return measure(config, make_mesh(config.mesh), _dtype(config, Precision.bfloat16), steps, build)
+
+
+def _dtype(config: Config, auto: Precision) -> DTypeLike:
+    """What is computed in; `auto` on these devices."""
+    return jnp.dtype(str(auto if config.train.precision == Precision.auto else config.train.precision))
 
 
 def report(made: Made, arguments: argparse.Namespace, script: str, twin: Made | None = None) -> None:

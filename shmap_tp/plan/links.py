@@ -68,10 +68,10 @@ class Links:
         return once * (2 if kind == "all-reduce" else 1)
 
     def _hops(self, a: int, b: int) -> int:
-        return sum(self._apart(dim, self.coordinates[a, dim], self.coordinates[b, dim]) for dim in range(3))
+        return sum(self._apart(dim, int(self.coordinates[a, dim]), int(self.coordinates[b, dim])) for dim in range(3))
 
     def _apart(self, dim: int, a: int, b: int) -> int:
-        side, apart = self.sides[dim], abs(int(a) - int(b))
+        side, apart = self.sides[dim], abs(a - b)
         return min(apart, side - apart) if self.wraps(dim) else apart
 
     def wraps(self, dim: int) -> bool:

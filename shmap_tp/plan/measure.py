@@ -99,11 +99,8 @@ def step_seconds(once: Callable[[], dict], steps: int) -> list[float]:
     for _ in range(WARM_UP):
         jax.block_until_ready(once())
     pending, ends = once(), []
-    jax.block_until_ready(pending)
-    ends.append(time.perf_counter())
-    pending = once()
-    for i in range(steps):
-        following = once() if i + 1 < steps else None
+    for i in range(steps + 1):
+        following = once() if i < steps else None
         jax.block_until_ready(pending)
         ends.append(time.perf_counter())
         pending = following

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config import Config
+from shmap_tp.config import Config, Precision
 from shmap_tp.hardware import DEVICES, table_peak
 from shmap_tp.mesh import make_mesh
 from shmap_tp.plan.ahead import Compiled, compile_ahead, coordinates
@@ -53,14 +53,15 @@ class Prediction:
 
 
 def predict(config: Config, asked: Slice, build: Builder = build_programs, cache: Path | None = CACHE) -> Prediction:
-    """Compile the step of `config`, in bfloat16, for a slice, and replay it where it fits.
+    """Compile the step of `config` for a slice (in bfloat16, if its precision is auto), and replay it where it fits.
 
     What cannot fit whatever the compiler does, because the state and the gradients alone do not, is not compiled.
     Raises InputError where the mesh does not cover the slice, or the compiler is missing.
     """
     devices = topology_devices(asked)
     mesh = make_mesh(config.mesh, devices)
-    programs = build(config, mesh, jnp.dtype(jnp.bfloat16))
+    precision = Precision.bfloat16 if config.train.precision == Precision.auto else config.train.precision
+    programs = build(config, mesh, jnp.dtype(str(precision)))
     kind = devices[0].device_kind
     least = state_bytes(programs.shapes)
     if least > DEVICES[kind].memory:

@@ -13,7 +13,7 @@ and waiting for slower devices are not in it.  benchmarks/RESULTS.md says how fa
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from shmap_tp.hardware import DEVICES
@@ -26,7 +26,7 @@ KERNEL_EFFICIENCY = 0.6
 
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
-    *("add-dependency", "opt-barrier", "send-done", "domain"),
+    *("add-dependency", "opt-barrier", "domain"),
 }
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
@@ -95,23 +95,24 @@ class _Walk:
         """One run through a computation, its async operations started and awaited."""
         spent = Replay()
         ends: dict[str, tuple[float, str]] = {}  # by name of the start: (when it ends, on which wire)
-        free: Counter[str] = Counter()  # by kind of wire: when the last transfer on it ends
+        free: defaultdict[str, float] = defaultdict(float)  # by kind of wire: when the last transfer on it ends
         for instruction in computation.instructions.values():
             kind, start = instruction.opcode, self._async_start(instruction, computation)
             if start is not None:
                 wire, seconds = start
                 free[wire] = max(free[wire], spent.seconds) + seconds
-                ends[instruction.name] = free[wire], wire
+                ends[self._transfer(instruction, computation)] = free[wire], wire
                 spent.comm_seconds += seconds if wire in WIRES else 0.0
             elif kind.endswith("-done") or (kind == "fusion" and "async-collective-done" in instruction.name):
-                self._wait(spent, ends.get(_started(instruction, computation)))
+                self._wait(spent, ends.get(self._transfer(instruction, computation)))
             elif kind == "while":
                 self._loop(spent, instruction, computation)
             elif kind in ("call", "conditional"):
                 runs = [self.computation(self._module.computations[name]) for _, name in instruction.called]
                 spent.add(max(runs, key=lambda run: run.seconds))
-            elif collective := self._collective(instruction):
+            elif (collective := self._collective(instruction)) and not _chain(collective[0]):
                 seconds = self._collective_seconds(*collective)
+                self._wait(spent, (free["links"], "links"))
                 spent.comm_seconds += seconds
                 spent.exposed_comm_seconds += seconds
                 spent.spend(COLLECTIVES_WAITED, seconds)
@@ -145,7 +146,14 @@ class _Walk:
             spent.spend(where, moved / self._device.memory_rate)
 
     # Async operations come as X-start / X-done, as async-start / async-done around a computation, and as custom
-    # fusions called async-collective-start / -done.
+    # fusions called async-collective-start / -done, with fusions between them that compute while carrying it along: all
+    # of them hold the same collective, of one chain_id.
+
+    def _transfer(self, instruction: Instruction, computation: Computation) -> str:
+        """What a start and its -done have in common: the chain, or the name of the start."""
+        if instruction.opcode == "fusion":
+            return f"chain {_chain(self._collective(instruction)[0])}"
+        return _started(instruction, computation) if instruction.opcode.endswith("-done") else instruction.name
 
     def _async_start(self, instruction: Instruction, computation: Computation) -> tuple[str, float] | None:
         """(the wire it takes, its seconds), where the instruction starts something and goes on."""
@@ -194,9 +202,16 @@ class _Walk:
 
     def _network_seconds(self, instruction: Instruction) -> float:
         kind = "all-reduce" if '"ALL_REDUCE"' in instruction.attributes else "all-gather"
-        targets = re.search(r"_xla_megascale_target=\{\{([\d,]+)\}", instruction.attributes)
-        slices = len(targets[1].split(",")) if targets else 2
-        return self._links.network(kind, sum(array_bytes(instruction.shape)), slices)
+        slices = re.search(r'_xla_megascale_target=(?:"|\{)\{([\d,]+)\}', instruction.attributes)
+        if not slices:
+            raise ValueError(f"{instruction.name}: how many slices meet cannot be read")
+        return self._links.network(kind, float(sum(array_bytes(instruction.shape))), len(slices[1].split(",")))
+
+
+def _chain(collective: Instruction) -> str | None:
+    """The number that the parts of an async collective share which fusions carry along."""
+    found = re.search(r'chain_id="(\d+)"', collective.attributes)
+    return found[1] if found else None
 
 
 def _started(instruction: Instruction, computation: Computation) -> str:
@@ -211,9 +226,9 @@ def _result_bytes(instruction: Instruction) -> float:
     """Of a collective's result: the tuple of a -start holds the operands before it, but for an all-reduce's."""
     sizes = array_bytes(instruction.shape)
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
-        return sum(sizes)
+        return float(sum(sizes))
     flags = [size for size in sizes if size > FLAG]
-    return sum(flags[len(flags) // 2 :])
+    return float(sum(flags[len(flags) // 2 :]))
 
 
 def _moved_bytes(instruction: Instruction, computation: Computation) -> float:

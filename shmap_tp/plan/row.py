@@ -52,8 +52,8 @@ class Row:
     step_seconds: float | None = None
     step_seconds_range: list[float] | None = None
     """Of the steps that were timed, the fastest and the slowest."""
-    peak_bytes_per_device: float | None = None
-    limit_bytes_per_device: float | None = None
+    peak_bytes_per_device: int | float | None = None
+    limit_bytes_per_device: int | float | None = None
     comm_seconds: float | None = None
     exposed_comm_seconds: float | None = None
     tokens_per_second: float | None = None

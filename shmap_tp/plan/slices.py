@@ -87,12 +87,13 @@ def find_slice(version: str, devices: int, topology: str | None, slices: int) ->
 
 def _sides(version: str, topology: str) -> tuple[int, ...]:
     made, parts = GENERATIONS[version], topology.split("x")
-    sides = tuple(int(part) for part in parts if part.isdigit())
+    sides = tuple(int(part) for part in parts if part.isdecimal())
     if len(sides) != len(parts) or sorted(sides) not in [sorted(shape) for shape in shapes(made)]:
         some = [shape for shape in shapes(made) if math.prod(shape) <= 512]
+        more = " and larger" if len(some) < len(shapes(made)) else ""
         raise InputError(
             f"--topology {topology}: {version} has no such slice; "
-            f"it has {', '.join('x'.join(map(str, shape)) for shape in some)} and larger"
+            f"it has {', '.join('x'.join(map(str, shape)) for shape in some)}{more}"
         )
     return sides
 

@@ -1,0 +1,221 @@
+"""Devices to a mesh: each stands in it once, mp on a compact tile of the torus, slices in the outer part of dp."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+
+from shmap_tp.config import InputError, MeshConfig, Zero
+from shmap_tp.hardware import GENERATIONS
+from shmap_tp.mesh import DP, MP, Torus, make_mesh
+
+
+@dataclass(frozen=True)
+class Stand:
+    """What a mesh asks of a TPU device; passes for one where types are checked."""
+
+    device_kind: str
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+    slice_index: int = 0
+    __class__ = jax.Device
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """(x, y, z, core)."""
+        return (*self.coords, self.core_on_chip)
+
+
+def box(version: str, *sides: int, slices: int = 1) -> list[Stand]:
+    """The devices of `slices` slices of `sides` chips, in an order that means nothing."""
+    made = GENERATIONS[version]
+    sides = (*sides, 1)[:3]
+    places = itertools.product(range(slices), *map(range, sides), range(made.cores))
+    devices = [Stand(made.kind, (x, y, z), core, number) for number, x, y, z, core in places]
+    return [devices[i] for i in np.random.default_rng(0).permutation(len(devices))]
+
+
+BOXES = {
+    "v2 4x4": (box("v2", 4, 4), 4),
+    "v3 4x8": (box("v3", 4, 8), 8),
+    "v4 2x4x4": (box("v4", 2, 4, 4), 8),
+    "v5e 4x4, 3 slices": (box("v5e", 4, 4, slices=3), 4),
+    "v5p 4x4x4, 2 slices": (box("v5p", 4, 4, 4, slices=2), 16),
+    "v6e 8x8": (box("v6e", 8, 8), 1),
+    "tpu7x 2x2x2": (box("tpu7x", 2, 2, 2), 16),
+}
+every_tile = pytest.mark.parametrize(
+    ("name", "tile"), [(name, tile) for name, (devices, mp) in BOXES.items() for tile in Torus.of(devices).tiles(mp)]
+)
+
+
+@every_tile
+def test_every_tile_lays_out_every_device_once(name, tile):
+    devices, mp = BOXES[name]
+    laid = Torus.of(devices).laid_out(tile, mp)
+    assert laid.shape == (len(devices) // mp, mp)
+    assert len(set(laid.flat)) == len(devices) and set(laid.flat) == set(devices)
+
+
+@every_tile
+def test_mp_is_the_box_that_the_tile_says_row_by_row(name, tile):
+    devices, mp = BOXES[name]
+    inside = list(itertools.product(*map(range, tile)))
+    for group in Torus.of(devices).laid_out(tile, mp):
+        corner = np.array(group[0].place)
+        assert [tuple(np.array(device.place) - corner) for device in group] == inside
+        assert not (corner % tile).any()
+
+
+@every_tile
+def test_slices_are_the_outer_part_of_dp(name, tile):
+    devices, mp = BOXES[name]
+    numbers = [[device.slice_index for device in group] for group in Torus.of(devices).laid_out(tile, mp)]
+    assert all(len(set(group)) == 1 for group in numbers), "an mp group on two slices"
+    assert [group[0] for group in numbers] == sorted(group[0] for group in numbers)
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_tiles_are_all_boxes_that_fit(name):
+    devices, mp = BOXES[name]
+    torus = Torus.of(devices)
+    fit = [
+        tile
+        for tile in itertools.product(*[range(1, side + 1) for side in torus.sides])
+        if math.prod(tile) == mp and not any(side % size for side, size in zip(torus.sides, tile, strict=True))
+    ]
+    assert torus.tiles(mp) == fit
+
+
+def test_coordinates_may_begin_anywhere():
+    """Part of a larger slice: a process that was given a corner of it."""
+    moved = [Stand(d.device_kind, tuple(c + 4 for c in d.coords), 0, 7) for d in box("v5e", 2, 2)]
+    laid = Torus.of(moved).laid_out((2, 2, 1, 1), 4)
+    assert [device.coords for device in laid[0]] == [(4, 4, 4), (4, 5, 4), (5, 4, 4), (5, 5, 4)]
+
+
+# Which tile
+
+
+def average(torus: Torus, tile: tuple[int, ...]) -> float:
+    """Links between two devices of a tile, over all pairs, walked one after the other."""
+    places = list(itertools.product(*map(range, tile[:3])))
+
+    def apart(a, b):
+        sides = zip(a, b, torus.sides, torus.wraps, strict=False)
+        return sum(min(abs(i - j), side - abs(i - j)) if wraps else abs(i - j) for i, j, side, wraps in sides)
+
+    return np.mean([apart(a, b) for a in places for b in places])
+
+
+@every_tile
+def test_hops_are_those_of_all_pairs(name, tile):
+    torus = Torus.of(BOXES[name][0])
+    assert torus.hops(tile) == pytest.approx(average(torus, tile))
+
+
+CLOSEST = {
+    # T5X measured the same order of tiles on the same slice: 4x2x2 before 2x4x2 and 2x2x4 (published figures)
+    "v4 4x8x8": (box("v4", 4, 8, 8), 16, (4, 2, 2, 1), 2.0),  # a ring of 4 is 1 on average, a pair 1/2
+    # a ring of 16 is 4 links wide on average, a square 2 x 1.25, though nothing of it wraps
+    "v5e 16x16": (box("v5e", 16, 16), 16, (4, 4, 1, 1), 2.5),
+    "v5e 8x16": (box("v5e", 8, 16), 8, (4, 2, 1, 1), 1.75),
+    "v5e 4x4": (box("v5e", 4, 4), 2, (2, 1, 1, 1), 0.5),  # of equals the one along x
+    # both cores of 4 chips: 1 link; 8 chips would be 1.75 at best
+    "v3 4x4": (box("v3", 4, 4), 8, (2, 2, 1, 2), 1.0),
+    "v3 4x4, 2": (box("v3", 4, 4), 2, (1, 1, 1, 2), 0.0),
+    "tpu7x 4x4x4": (box("tpu7x", 4, 4, 4), 16, (4, 2, 1, 2), 1.5),  # as near as 2x2x2
+}
+
+
+@pytest.mark.parametrize("name", CLOSEST)
+def test_the_closest_tile(name):
+    devices, mp, tile, hops = CLOSEST[name]
+    torus = Torus.of(devices)
+    assert torus.closest_tile(mp) == tile
+    assert torus.hops(tile) == hops == min(torus.hops(other) for other in torus.tiles(mp))
+
+
+def test_a_ring_of_16_is_further_than_a_square_of_4():
+    torus = Torus.of(box("v5e", 16, 16))
+    assert torus.hops((16, 1, 1, 1)) == torus.hops((1, 16, 1, 1)) == 4
+    assert torus.hops((8, 2, 1, 1)) == 21 / 8 + 1 / 2 > torus.hops((4, 4, 1, 1))
+
+
+WRAPS = {
+    ("v2", 8, 8): (False, False, False),
+    ("v2", 8, 16): (False, True, False),
+    ("v3", 16, 32): (False, True, False),
+    ("v4", 2, 4, 8): (False, True, True),
+    ("v4", 4, 4, 12): (True, True, True),
+    ("v5e", 8, 16): (False, True, False),
+    ("v5e", 4, 4): (False, False, False),
+    ("v5p", 2, 2, 4): (False, False, True),
+    ("v6e", 16, 16): (True, True, False),
+    ("tpu7x", 2, 4, 4): (False, True, True),
+}
+
+
+@pytest.mark.parametrize("slice_", WRAPS, ids=str)
+def test_which_sides_close_to_a_ring(slice_):
+    """2-D tori on a full side, 3-D ones where optical switches join cubes of 4."""
+    assert Torus.of(box(*slice_)).wraps == WRAPS[slice_]
+
+
+# What cannot be
+
+
+def refused(config: MeshConfig, devices: list) -> str:
+    with pytest.raises(InputError) as found:
+        make_mesh(config, devices)
+    assert len(str(found.value).splitlines()) <= 2
+    return str(found.value)
+
+
+def test_a_bad_tile_names_the_good_ones():
+    said = refused(MeshConfig(4, 4, tile=[1, 1, 4, 1], zero=Zero.none, processes=1), box("v5e", 4, 4))
+    assert said == (
+        "mesh.tile=[1, 1, 4, 1] does not cut mp=4 out of a slice of 4 x 4 x 1 chips with 1 devices each; "
+        "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1"
+    )
+    for tile in ([4, 4, 1, 1], [2, 2], [3, 1, 1, 1], [-2, -2, 1, 1]):
+        assert "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1" in refused(MeshConfig(4, 4, tile, Zero.none, 1), box("v5e", 4, 4))
+
+
+@pytest.mark.parametrize("tile", [None, [3, 1, 1, 1]])
+def test_an_mp_that_no_tile_makes_is_named(tile):
+    said = refused(MeshConfig(16, 3, tile, Zero.none, 1), box("v5e", 4, 4, slices=3))
+    assert said == (
+        "mp=3 cannot be cut out of a slice of 4 x 4 x 1 chips with 1 devices each; use mp in {1, 2, 4, 8, 16}"
+    )
+
+
+def test_a_tile_needs_a_torus():
+    said = refused(MeshConfig(2, 4, tile=[2, 2, 1, 1], zero=Zero.none, processes=1), jax.devices())
+    assert said == "mesh.tile=[2, 2, 1, 1]: cpu devices lie on no torus; leave it null"
+    hole = box("v5e", 2, 2)[:3]
+    assert Torus.of(hole) is None
+    assert "lie on no torus" in refused(MeshConfig(1, 3, tile=[3, 1, 1, 1], zero=Zero.none, processes=1), hole)
+
+
+@pytest.mark.parametrize("devices", [jax.devices(), box("v3", 2, 2)], ids=["cpu", "v3"])
+def test_dp_times_mp_is_the_number_of_devices(devices):
+    said = refused(MeshConfig(2, 2, tile=None, zero=Zero.none, processes=1), devices)
+    assert said == (
+        f"mesh dp=2 x mp=2 needs 4 devices, this machine has 8 ({devices[0].device_kind}); "
+        "choose mesh.dp and mesh.mp with dp x mp = 8"
+    )
+
+
+# Where there is no torus
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (2, 4), (4, 2), (8, 1)], ids=str)
+def test_cpu_devices_stand_row_by_row(shape):
+    made = make_mesh(MeshConfig(*shape, tile=None, zero=Zero.none, processes=1))
+    assert dict(made.shape) == {DP: shape[0], MP: shape[1]} and made.axis_names == (DP, MP)
+    assert list(made.devices.flat) == jax.devices()
+    assert Torus.of(jax.devices()) is None

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from shmap_tp.config import Config
 from shmap_tp.flops import flops_per_token, hardware_flops_per_token, parameters
 from shmap_tp.hardware import GIB, Peak
+from shmap_tp.mesh import DP, MP
 
 FORMULA = (
     "MFU = tokens/s x model FLOPs per token (causal attention at half, nothing that is recomputed) / peak; "
@@ -81,8 +82,8 @@ def of_config(config: Config, devices: int, peak: Peak | None) -> dict:
     return {
         "model": model.name,
         "params": parameters(model),
-        "dp": config.mesh.dp,
-        "mp": config.mesh.mp,
+        DP: config.mesh.dp,
+        MP: config.mesh.mp,
         "devices": devices,
         "global_batch": config.train.batch,
         "context": model.context,

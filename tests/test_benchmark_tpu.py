@@ -74,7 +74,7 @@ def consistent(row: dict, *overrides: str) -> None:
     assert row["mfu"] == pytest.approx(per_second / row["peak_flops_per_device"])
     assert 0 < row["mfu"] <= row["hfu"] <= 1
     assert row["hfu"] / row["mfu"] == pytest.approx(hardware_flops_per_token(model) / flops_per_token(model))
-    assert row["fits"] and row["peak_bytes_per_device"] > 3 * 4 * row["params"] / row["mp"]
+    assert row["fits"] and row["peak_bytes_per_device"] > (4 + 8 / row["dp"]) * row["params"] / row["mp"]
 
 
 # Measured on emulated devices

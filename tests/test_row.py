@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shmap_tp.config import Block, Config, MeshConfig, Remat, padded_vocabulary
+from shmap_tp.config import Block, Config, MeshConfig, Remat, Zero, padded_vocabulary
 from shmap_tp.flops import forward_terms, parameters, recomputed_terms
 from shmap_tp.hardware import GIB, Peak, table_peak
 from shmap_tp.mesh import make_mesh
@@ -135,7 +135,7 @@ def test_without_a_time_or_a_peak_nothing_is_made_up():
         comm_seconds=None, exposed_comm_seconds=None,
     )  # fmt: skip
     assert too_large.mfu is too_large.tokens_per_second is None
-    assert "16.00 of 15.48 GiB a device: DOES NOT FIT" in describe(too_large)
+    assert "16.0 GiB of 15.5 GiB a device: DOES NOT FIT" in describe(too_large)
     assert "time" not in describe(too_large)
 
 
@@ -143,7 +143,7 @@ def test_a_row_is_json_and_reads_as_what_it_is():
     made = row(config(), table_peak("TPU v3", 8))
     assert json.loads(json.dumps(made.to_json())) == made.to_json()
     text = describe(made)
-    assert text.startswith("PREDICTED  test, 0.00B parameters, on 8 x TPU v3, 2x2 chips\n")
+    assert text.startswith("PREDICTED  test, 0.23M parameters, on 8 x TPU v3, 2x2 chips\n")
     assert "0.200 s, of which 0.100 s (20.0% of the step) nothing hides" in text
     assert "mlp 80.0%, other 20.0%" in text
     assert row(config(), None, kind="emulated").to_json()["kind"] == "emulated"
@@ -225,7 +225,7 @@ def test_a_device_that_is_faster_than_its_host_is_timed_by_the_host(monkeypatch)
 
 def test_an_emulated_step_is_measured():
     made = config("mesh.mp=2")
-    mesh = make_mesh(MeshConfig(2, 2, None, 1), jax.devices()[:4])
+    mesh = make_mesh(MeshConfig(2, 2, None, Zero.none, 1), jax.devices()[:4])
     found = measure.measure(made, mesh, jnp.dtype(jnp.float32), 3)
     row = found.row
     assert (row.kind, row.device_kind, row.devices, row.chips, row.tile) == ("emulated", "cpu", 4, 4, None)

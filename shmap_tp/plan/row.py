@@ -140,7 +140,7 @@ def describe(row: Row) -> str:
     return "\n".join(lines)
 
 
-def _count(number: float) -> str:
+def _count(number: int) -> str:
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 

@@ -28,6 +28,8 @@ NETWORK_LATENCY = 1e-4
 """Seconds a message between slices takes at least: an assumption."""
 
 Coordinates = Sequence[Sequence[int]]
+Lanes = frozenset[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Links in one direction: (chip, chip), by coordinates."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +60,13 @@ class Links:
         hops = max((self._hops(a, b) for a, b in pairs), default=0)
         return hops * (size / self.generation.link_rate + LATENCY)
 
+    def lanes(self, pairs: Sequence[tuple[int, int]]) -> Lanes | None:
+        """The links that a permute between neighbours takes; None where one of its ways is longer."""
+        if any(self._hops(a, b) > 1 for a, b in pairs):
+            return None
+        chips = [tuple(int(side) for side in place[:3]) for place in self.coordinates]
+        return frozenset((chips[a], chips[b]) for a, b in pairs)
+
     def network(self, kind: str, whole: float, slices: int) -> float:
         """Seconds of `kind` on `whole` bytes of each device, among as many slices."""
         hosts_share = int(np.prod(self.generation.host)) * self.generation.cores
@@ -65,10 +74,10 @@ class Links:
         return once * (2 if kind == "all-reduce" else 1)
 
     def _hops(self, a: int, b: int) -> int:
-        return sum(self._apart(dim, self.coordinates[a, dim], self.coordinates[b, dim]) for dim in range(3))
+        return sum(self._apart(dim, int(self.coordinates[a, dim]), int(self.coordinates[b, dim])) for dim in range(3))
 
     def _apart(self, dim: int, a: int, b: int) -> int:
-        side, apart = self.sides[dim], abs(int(a) - int(b))
+        side, apart = self.sides[dim], abs(a - b)
         return min(apart, side - apart) if self.wraps(dim) else apart
 
     def wraps(self, dim: int) -> bool:
@@ -92,3 +101,20 @@ class Links:
         if rate == 0.0:  # cores of one chip: no link between them
             return self.generation.link_rate * 2 * self.generation.dims, 1
         return rate * share, hops
+
+
+class Traffic:
+    """What is under way on the wires of a device: a transfer begins when those in its way have ended."""
+
+    def __init__(self):
+        self._under_way: list[tuple[str, Lanes | None, float]] = []
+
+    def end(self, wire: str, lanes: Lanes | None, now: float, seconds: float) -> float:
+        """When a transfer ends that is asked for now; it takes these lanes of the wire, or where None all of them."""
+        self._under_way = [one for one in self._under_way if one[2] > now]
+        begin = now
+        for other, taken, end in self._under_way:
+            if other == wire and (lanes is None or taken is None or lanes & taken):
+                begin = max(begin, end)
+        self._under_way.append((wire, lanes, begin + seconds))
+        return begin + seconds

@@ -1,8 +1,9 @@
 """The time of a scheduled TPU module: its instructions walked in their order, compute by the compiler's own estimate.
 
     compute       estimated cycles / clock; without an estimate, bytes in and out / memory rate
-    collectives   plan/links.py; a sync one stops the clock until it is done, an async one ends at its start plus its
-                  time (after those before it on the same wires), and its -done waits for that
+    collectives   plan/links.py; each begins when those before it on the same links have ended; a sync one stops the
+                  clock until it is done, for an async one its -done does; ppermutes to a neighbour share links only
+                  with those that send between the same chips: both directions of a ring flow at once
     copies        between memory and the cores' own: async, bytes / memory rate, one after the other
     loops         the body's time x its true trip count, from the start, step and limit in the text
     kernels       Pallas: the FLOPs that the kernel declares, at KERNEL_EFFICIENCY of the peak
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 
 from shmap_tp.hardware import DEVICES
 from shmap_tp.plan.carried import replica_groups
-from shmap_tp.plan.links import Links
+from shmap_tp.plan.links import Lanes, Links, Traffic
 from shmap_tp.plan.module import Computation, Instruction, Module, array_bytes
 
 KERNEL_EFFICIENCY = 0.6
@@ -26,7 +27,7 @@ KERNEL_EFFICIENCY = 0.6
 
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
-    *("add-dependency", "opt-barrier", "send-done", "domain"),
+    *("add-dependency", "opt-barrier", "domain"),
 }
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
@@ -95,26 +96,25 @@ class _Walk:
         """One run through a computation, its async operations started and awaited."""
         spent = Replay()
         ends: dict[str, tuple[float, str]] = {}  # by name of the start: (when it ends, on which wire)
-        free: Counter[str] = Counter()  # by kind of wire: when the last transfer on it ends
+        wires = Traffic()
         for instruction in computation.instructions.values():
             kind, start = instruction.opcode, self._async_start(instruction, computation)
             if start is not None:
                 wire, seconds = start
-                free[wire] = max(free[wire], spent.seconds) + seconds
-                ends[instruction.name] = free[wire], wire
+                end = wires.end(wire, self._lanes(instruction), spent.seconds, seconds)
+                ends[self._transfer(instruction, computation)] = end, wire
                 spent.comm_seconds += seconds if wire in WIRES else 0.0
             elif kind.endswith("-done") or (kind == "fusion" and "async-collective-done" in instruction.name):
-                self._wait(spent, ends.get(_started(instruction, computation)))
+                self._wait(spent, ends.get(self._transfer(instruction, computation)))
             elif kind == "while":
                 self._loop(spent, instruction, computation)
             elif kind in ("call", "conditional"):
                 runs = [self.computation(self._module.computations[name]) for _, name in instruction.called]
                 spent.add(max(runs, key=lambda run: run.seconds))
-            elif collective := self._collective(instruction):
+            elif (collective := self._collective(instruction)) and not _chain(collective[0]):
                 seconds = self._collective_seconds(*collective)
                 spent.comm_seconds += seconds
-                spent.exposed_comm_seconds += seconds
-                spent.spend(COLLECTIVES_WAITED, seconds)
+                self._wait(spent, (wires.end("links", self._lanes(instruction), spent.seconds, seconds), "links"))
             elif kind not in FREE:
                 self._compute(spent, instruction, computation)
         return spent
@@ -145,7 +145,14 @@ class _Walk:
             spent.spend(where, moved / self._device.memory_rate)
 
     # Async operations come as X-start / X-done, as async-start / async-done around a computation, and as custom
-    # fusions called async-collective-start / -done.
+    # fusions called async-collective-start / -done, with fusions between them that compute while carrying it along: all
+    # of them hold the same collective, of one chain_id.
+
+    def _transfer(self, instruction: Instruction, computation: Computation) -> str:
+        """What a start and its -done have in common: the chain, or the name of the start."""
+        if instruction.opcode == "fusion":
+            return f"chain {_chain(self._collective(instruction)[0])}"
+        return _started(instruction, computation) if instruction.opcode.endswith("-done") else instruction.name
 
     def _async_start(self, instruction: Instruction, computation: Computation) -> tuple[str, float] | None:
         """(the wire it takes, its seconds), where the instruction starts something and goes on."""
@@ -179,23 +186,35 @@ class _Walk:
                     return deeper[0], deeper[1] or inside
         return None
 
+    def _lanes(self, instruction: Instruction) -> Lanes | None:
+        """The links that a collective takes; None for all that there are."""
+        collective = self._collective(instruction)
+        pairs = _pairs(collective[0].attributes) if collective else []
+        return self._links.lanes(pairs) if pairs else None
+
     def _collective_seconds(self, instruction: Instruction, inside: Computation | None) -> float:
         kind = instruction.opcode.removesuffix("-start")
         if inside is not None and inside.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter of a whole"
         size = _result_bytes(instruction)
         if kind == "collective-permute":
-            found = re.search(r"source_target_pairs=\{([\d,{}]*)\}", instruction.attributes)
-            return self._links.permute(size, [tuple(map(int, pair.split(","))) for pair in _pairs(found[1])])
+            return self._links.permute(size, _pairs(instruction.attributes))
         group = sorted(min(replica_groups(instruction.attributes, len(self._links.coordinates)), key=min))
         whole = size * len(group) if kind == "reduce-scatter" else size
         return self._links.collective(kind.removesuffix(" of a whole"), whole, group)
 
     def _network_seconds(self, instruction: Instruction) -> float:
         kind = "all-reduce" if '"ALL_REDUCE"' in instruction.attributes else "all-gather"
-        targets = re.search(r"_xla_megascale_target=\{\{([\d,]+)\}", instruction.attributes)
-        slices = len(targets[1].split(",")) if targets else 2
-        return self._links.network(kind, sum(array_bytes(instruction.shape)), slices)
+        slices = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', instruction.attributes)  # x the devices of one
+        if not slices:
+            raise ValueError(f"{instruction.name}: how many slices meet cannot be read")
+        return self._links.network(kind, float(sum(array_bytes(instruction.shape))), len(slices[1].split(",")))
+
+
+def _chain(collective: Instruction) -> str | None:
+    """The number that the parts of an async collective share which fusions carry along."""
+    found = re.search(r'chain_id="(\d+)"', collective.attributes)
+    return found[1] if found else None
 
 
 def _started(instruction: Instruction, computation: Computation) -> str:
@@ -210,9 +229,9 @@ def _result_bytes(instruction: Instruction) -> float:
     """Of a collective's result: the tuple of a -start holds the operands before it, but for an all-reduce's."""
     sizes = array_bytes(instruction.shape)
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
-        return sum(sizes)
+        return float(sum(sizes))
     flags = [size for size in sizes if size > FLAG]
-    return sum(flags[len(flags) // 2 :])
+    return float(sum(flags[len(flags) // 2 :]))
 
 
 def _moved_bytes(instruction: Instruction, computation: Computation) -> float:
@@ -233,5 +252,7 @@ def _kernel_flops(instruction: Instruction) -> float:
     return float(found[1])
 
 
-def _pairs(text: str) -> list[str]:
-    return re.findall(r"\d+,\d+", text)
+def _pairs(attributes: str) -> list[tuple[int, int]]:
+    """(from, to) of a ppermute."""
+    found = re.search(r"source_target_pairs=\{([\d,{}]*)\}", attributes)
+    return [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", found[1])] if found else []

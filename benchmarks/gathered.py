@@ -131,14 +131,22 @@ def build(name: str, mesh: Mesh, layers: int, backward: bool) -> jax.stages.Wrap
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=out))
 
 
-def line_mesh(devices: list[jax.Device]) -> Mesh:
-    """One axis to and fro along each side of the torus: from each device to the next is one link."""
+def ring_mesh(devices: list[jax.Device]) -> Mesh:
+    """One axis, round the torus where there is one."""
+    return Mesh(np.array(ring_order(devices), object), (DP,), axis_types=(AxisType.Auto,))
+
+
+def ring_order(devices: list[jax.Device]) -> list[jax.Device]:
+    """TPUs so that each is one link from the next and the last from the first, on any slice with an even side but x:
+    out through all chips with x > 0, to and fro along x, and back through those with x = 0.  Others as they come."""
+    if not hasattr(devices[0], "coords"):
+        return devices
+    height = max(device.coords[1] for device in devices) + 1
 
     def place(device: jax.Device) -> tuple[int, ...]:
-        (x, y, z), (last_x, last_y) = device.coords, (max(other.coords[i] for other in devices) for i in (0, 1))
-        y = last_y - y if z % 2 else y
-        x = last_x - x if (z * (last_y + 1) + y) % 2 else x
-        return (z, y, x, device.core_on_chip)
+        x, y, z = device.coords
+        row = z * height + (height - 1 - y if z % 2 else y)
+        out = (0, row, -x if row % 2 else x)
+        return (*(out if x else (1, -row, 0)), device.core_on_chip)
 
-    ordered = sorted(devices, key=place) if hasattr(devices[0], "coords") else devices
-    return Mesh(np.array(ordered, object), (DP,), axis_types=(AxisType.Auto,))
+    return sorted(devices, key=place)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from gathered import PROGRAMS, ROWS, build, line_mesh
+from gathered import PROGRAMS, ROWS, build, ring_mesh
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=int, default=4, help="products, one after the other (default 4)")
     made.add_argument("--steps", type=int, default=10, help="how many are timed (default 10)")
     made.add_argument("--options", default=ASYNC, help=f"of XLA for TPU, name=value,...; '' for none (default {ASYNC})")
-    made.add_argument("--draw", action="store_true", help="draw how activations and weights are cut (needs rich)")
+    made.add_argument(
+        "--draw", action="store_true", help="draw how activations and weights are cut (pip install -e '.[draw]')"
+    )
     made.add_argument("--json", metavar="FILE", help="add the rows to FILE, one JSON object a line")
     return made
 
@@ -82,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("--width, --rows, --layers and --steps must be 1 or more")
     if work.width % len(devices):
         raise InputError(f"--width {work.width} is not a multiple of the {len(devices)} devices; choose one that is")
-    mesh = line_mesh(devices)
+    mesh = ring_mesh(devices)
     if arguments.draw:
         draw(work, mesh)
     peak = machine_peak(devices) if small else table_peak(devices[0].device_kind, len(devices))
@@ -240,9 +242,7 @@ def draw(work: Work, mesh: Mesh) -> None:
         try:
             jax.debug.visualize_sharding(array.shape, array.sharding)
         except ValueError as error:
-            raise InputError(
-                f"--draw needs the package rich, which is not installed: pip install rich ({error})"
-            ) from error
+            raise InputError("--draw needs the package rich, which is not here: pip install -e '.[draw]'") from error
 
 
 if __name__ == "__main__":

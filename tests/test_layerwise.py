@@ -1,5 +1,7 @@
 """Weights that are gathered layer by layer: every program of the study is the dense stack of products."""
 
+from types import SimpleNamespace
+
 import gathered
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ def dense(x, weights):
 @pytest.mark.parametrize("devices", [1, 4, 8])
 @pytest.mark.parametrize("name", gathered.PROGRAMS)
 def test_every_program_is_the_dense_one(name, devices, arrays):
-    mesh = gathered.line_mesh(jax.devices()[:devices])
+    mesh = gathered.ring_mesh(jax.devices()[:devices])
     placed = jax.device_put(arrays, NamedSharding(mesh, gathered.ROWS))
     y, gradients = dense(*arrays)
     forward, both = (gathered.build(name, mesh, LAYERS, backward) for backward in (False, True))
@@ -47,7 +49,7 @@ def test_every_program_is_the_dense_one(name, devices, arrays):
 
 def collectives(name: str) -> str:
     """The collectives of forward and backward on 4 devices, as they are traced, in order."""
-    mesh = gathered.line_mesh(jax.devices()[:4])
+    mesh = gathered.ring_mesh(jax.devices()[:4])
     shape = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     text = str(gathered.build(name, mesh, LAYERS, True).trace(shape, (shape,) * LAYERS).jaxpr)
     words = {"all_gather": "G", "reduce_scatter": "S", "ppermute": "P", "dot_general": "x"}
@@ -65,3 +67,11 @@ def test_the_ring_replaces_each_reduce_scatter():
     assert "S" not in traced
     assert traced.count("G") == 2 * LAYERS - 1
     assert traced.count("P") == LAYERS * 3
+
+
+@pytest.mark.parametrize("sides", [(2, 2, 1), (4, 4, 1), (4, 8, 1), (2, 2, 2), (4, 4, 4), (4, 4, 12)])
+def test_a_ring_is_one_link_from_device_to_device(sides):
+    devices = [SimpleNamespace(coords=coords, core_on_chip=0) for coords in np.ndindex(*sides)]
+    at = np.array([device.coords for device in gathered.ring_order(devices)])
+    assert len({tuple(coords) for coords in at}) == len(devices)
+    assert (np.abs(at - np.roll(at, 1, axis=0)).sum(axis=1) == 1).all()

@@ -157,7 +157,12 @@ def _groups(sizes: dict[str, int], axes: tuple[str, ...]) -> set[frozenset[int]]
 
 
 def replica_groups(attributes: str, devices: int) -> set[frozenset[int]]:
-    """{{0,1},{2,3}} lists them; [4,2]<=[2,4]T(1,0) numbers a [2, 4] grid, transposes it, cuts it into 4 rows."""
+    """{{0,1},{2,3}} lists them; [4,2]<=[2,4]T(1,0) numbers a [2, 4] grid, transposes it, cuts it into 4 rows;
+    mesh['a'=2,'b'=4] {'b'} names axes of a grid."""
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{('\w+'(?:,'\w+')*)\}", attributes)
+    if named:
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        return _groups(sizes, tuple(axis for axis in sizes if f"'{axis}'" in named[2]))
     rows = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if rows:
         shape, grid, order = ([int(n) for n in part.split(",")] if part else None for part in rows.groups())

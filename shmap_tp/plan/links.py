@@ -29,6 +29,8 @@ NETWORK_LATENCY = 1e-4
 """Seconds a message between slices takes at least: an assumption."""
 
 Coordinates = Sequence[Sequence[int]]
+Lanes = frozenset[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Links in one direction: (chip, chip), by coordinates."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,13 @@ class Links:
         """Seconds to send `size` bytes over every (from, to) at once."""
         hops = max((self._hops(a, b) for a, b in pairs), default=0)
         return hops * (size / self.generation.link_rate + LATENCY)
+
+    def lanes(self, pairs: Sequence[tuple[int, int]]) -> Lanes | None:
+        """The links that a permute between neighbours takes; None where one of its ways is longer."""
+        if any(self._hops(a, b) > 1 for a, b in pairs):
+            return None
+        chips = [tuple(int(side) for side in place[:3]) for place in self.coordinates]
+        return frozenset((chips[a], chips[b]) for a, b in pairs)
 
     def network(self, kind: str, whole: float, slices: int) -> float:
         """Seconds of `kind` on `whole` bytes of each device, among as many slices."""
@@ -95,3 +104,20 @@ class Links:
         if rate == 0.0:  # cores of one chip: no link between them
             return self.generation.link_rate * 2 * self.generation.dims, 1
         return rate * share, hops
+
+
+class Traffic:
+    """What is under way on the wires of a device: a transfer begins when those in its way have ended."""
+
+    def __init__(self):
+        self._under_way: list[tuple[str, Lanes | None, float]] = []
+
+    def end(self, wire: str, lanes: Lanes | None, now: float, seconds: float) -> float:
+        """When a transfer ends that is asked for now; it takes these lanes of the wire, or where None all of them."""
+        self._under_way = [one for one in self._under_way if one[2] > now]
+        begin = now
+        for other, taken, end in self._under_way:
+            if other == wire and (lanes is None or taken is None or lanes & taken):
+                begin = max(begin, end)
+        self._under_way.append((wire, lanes, begin + seconds))
+        return begin + seconds

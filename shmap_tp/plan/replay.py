@@ -1,8 +1,9 @@
 """The time of a scheduled TPU module: its instructions walked in their order, compute by the compiler's own estimate.
 
     compute       estimated cycles / clock; without an estimate, bytes in and out / memory rate
-    collectives   plan/links.py; a sync one stops the clock until it is done, an async one ends at its start plus its
-                  time (after those before it on the same wires), and its -done waits for that
+    collectives   plan/links.py; each begins when those before it on the same links have ended; a sync one stops the
+                  clock until it is done, for an async one its -done does; ppermutes to a neighbour share links only
+                  with those that send between the same chips: both directions of a ring flow at once
     copies        between memory and the cores' own: async, bytes / memory rate, one after the other
     loops         the body's time x its true trip count, from the start, step and limit in the text
     kernels       Pallas: the FLOPs that the kernel declares, at KERNEL_EFFICIENCY of the peak
@@ -13,12 +14,12 @@ and waiting for slower devices are not in it.  benchmarks/RESULTS.md says how fa
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 
 from shmap_tp.hardware import DEVICES
 from shmap_tp.plan.carried import replica_groups
-from shmap_tp.plan.links import Links
+from shmap_tp.plan.links import Lanes, Links, Traffic
 from shmap_tp.plan.module import Computation, Instruction, Module, array_bytes
 
 KERNEL_EFFICIENCY = 0.6
@@ -95,13 +96,13 @@ class _Walk:
         """One run through a computation, its async operations started and awaited."""
         spent = Replay()
         ends: dict[str, tuple[float, str]] = {}  # by name of the start: (when it ends, on which wire)
-        free: defaultdict[str, float] = defaultdict(float)  # by kind of wire: when the last transfer on it ends
+        wires = Traffic()
         for instruction in computation.instructions.values():
             kind, start = instruction.opcode, self._async_start(instruction, computation)
             if start is not None:
                 wire, seconds = start
-                free[wire] = max(free[wire], spent.seconds) + seconds
-                ends[self._transfer(instruction, computation)] = free[wire], wire
+                end = wires.end(wire, self._lanes(instruction), spent.seconds, seconds)
+                ends[self._transfer(instruction, computation)] = end, wire
                 spent.comm_seconds += seconds if wire in WIRES else 0.0
             elif kind.endswith("-done") or (kind == "fusion" and "async-collective-done" in instruction.name):
                 self._wait(spent, ends.get(self._transfer(instruction, computation)))
@@ -112,10 +113,8 @@ class _Walk:
                 spent.add(max(runs, key=lambda run: run.seconds))
             elif (collective := self._collective(instruction)) and not _chain(collective[0]):
                 seconds = self._collective_seconds(*collective)
-                self._wait(spent, (free["links"], "links"))
                 spent.comm_seconds += seconds
-                spent.exposed_comm_seconds += seconds
-                spent.spend(COLLECTIVES_WAITED, seconds)
+                self._wait(spent, (wires.end("links", self._lanes(instruction), spent.seconds, seconds), "links"))
             elif kind not in FREE:
                 self._compute(spent, instruction, computation)
         return spent
@@ -187,14 +186,19 @@ class _Walk:
                     return deeper[0], deeper[1] or inside
         return None
 
+    def _lanes(self, instruction: Instruction) -> Lanes | None:
+        """The links that a collective takes; None for all that there are."""
+        collective = self._collective(instruction)
+        pairs = _pairs(collective[0].attributes) if collective else []
+        return self._links.lanes(pairs) if pairs else None
+
     def _collective_seconds(self, instruction: Instruction, inside: Computation | None) -> float:
         kind = instruction.opcode.removesuffix("-start")
         if inside is not None and inside.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter of a whole"
         size = _result_bytes(instruction)
         if kind == "collective-permute":
-            found = re.search(r"source_target_pairs=\{([\d,{}]*)\}", instruction.attributes)
-            return self._links.permute(size, [tuple(map(int, pair.split(","))) for pair in _pairs(found[1])])
+            return self._links.permute(size, _pairs(instruction.attributes))
         group = sorted(min(replica_groups(instruction.attributes, len(self._links.coordinates)), key=min))
         whole = size * len(group) if kind == "reduce-scatter" else size
         one_ring = '"strategy":"StrategyRing"' in instruction.attributes or "1DRing" in instruction.attributes
@@ -249,5 +253,7 @@ def _kernel_flops(instruction: Instruction) -> float:
     return float(found[1])
 
 
-def _pairs(text: str) -> list[str]:
-    return re.findall(r"\d+,\d+", text)
+def _pairs(attributes: str) -> list[tuple[int, int]]:
+    """(from, to) of a ppermute."""
+    found = re.search(r"source_target_pairs=\{([\d,{}]*)\}", attributes)
+    return [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", found[1])] if found else []

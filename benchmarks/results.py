@@ -169,11 +169,11 @@ def layerwise() -> str:
     found = rows("layerwise")
     if not found:
         return ""
-    columns = ["program", "pass", "where", "s", "wires s", "exposed s", "published s"]
+    columns = ["program", "passes", "where", "s", "wires s", "exposed s", "published s"]
     lines = [
         [
             row["program"],
-            row["pass"],
+            row["passes"],
             f"{row['devices']} x {row['device_kind']}, {row['kind']}",
             seconds(row["seconds"]),
             seconds(row["comm_seconds"]),

@@ -15,7 +15,7 @@ from small import mesh
 from shmap_tp.collectives import vary
 from shmap_tp.mesh import DP, MP
 from shmap_tp.plan.account import account
-from shmap_tp.plan.carried import carried
+from shmap_tp.plan.carried import carried, replica_groups
 from shmap_tp.plan.ledger import Direction, Entry, Operation, key
 from shmap_tp.plan.wires import written
 
@@ -226,3 +226,11 @@ def test_a_trace_that_cannot_be_counted_is_refused():
         )
     with pytest.raises(ValueError, match="does not know"):
         written(over(lambda x: lax.psum(x + lax.all_to_all(vary(jnp.ones((4, 1)), MP), MP, 0, 0)[0], MP)))
+
+
+def test_a_named_grid_may_number_its_places_otherwise():
+    """As the twin's gradients are written for a V3-32 on (4, 8): 4 x 8 devices, taken column by column."""
+    text = "replica_groups=mesh['axis_0'=8,'axis_1'=1,'axis_2'=4], device_ids=([4,8]T(1,0)) {'axis_0'}, use_global"
+    assert replica_groups(text, 32) == {frozenset(range(8 * row, 8 * row + 8)) for row in range(4)}
+    text = "replica_groups=mesh['axis_0'=8,'axis_1'=4], device_ids=([4,8]T(1,0)) {'axis_1'}"
+    assert replica_groups(text, 32) == {frozenset(range(column, 32, 8)) for column in range(8)}

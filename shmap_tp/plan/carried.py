@@ -133,9 +133,6 @@ def _axis(attributes: str, sizes: dict[str, int]) -> str:
 
     Devices are numbered by their place in the mesh, whatever their ids.
     """
-    named = re.search(r"replica_groups=mesh\[[^\]]*\] ?\{('\w+'(?:,'\w+')*)\}", attributes)
-    if named:
-        return " ".join(axis for axis in sizes if f"'{axis}'" in named[1] and sizes[axis] > 1)
     larger = [axis for axis in sizes if sizes[axis] > 1]
     choices = [axes for count in range(len(larger) + 1) for axes in combinations(larger, count)]
     pairs = re.search(r"source_target_pairs=\{([\d,{}]*)\}", attributes)
@@ -158,21 +155,31 @@ def _groups(sizes: dict[str, int], axes: tuple[str, ...]) -> set[frozenset[int]]
 
 def replica_groups(attributes: str, devices: int) -> set[frozenset[int]]:
     """{{0,1},{2,3}} lists them; [4,2]<=[2,4]T(1,0) numbers a [2, 4] grid, transposes it, cuts it into 4 rows;
-    mesh['a'=2,'b'=4] {'b'} names axes of a grid."""
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{('\w+'(?:,'\w+')*)\}", attributes)
+    mesh['a'=2,'b'=4] {'b'} names axes of a grid, whose places may be numbered otherwise: device_ids=([4,2]T(1,0))."""
+    named = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{('\w+'(?:,'\w+')*)\}",
+        attributes,
+    )
     if named:
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        return _groups(sizes, tuple(axis for axis in sizes if f"'{axis}'" in named[2]))
+        groups = _groups(sizes, tuple(axis for axis in sizes if f"'{axis}'" in named[4]))
+        ids = _numbered(named[2], named[3]).reshape(-1) if named[2] else np.arange(devices)
+        return {frozenset(int(ids[place]) for place in group) for group in groups}
     rows = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if rows:
-        shape, grid, order = ([int(n) for n in part.split(",")] if part else None for part in rows.groups())
-        places = np.arange(math.prod(grid)).reshape(grid)
-        places = places if order is None else places.transpose(order)
-        return {frozenset(group) for group in places.reshape(shape).tolist()}
+        places = _numbered(rows[2], rows[3]).reshape([int(n) for n in rows[1].split(",")])
+        return {frozenset(group) for group in places.tolist()}
     listed = re.search(r"replica_groups=\{([\d,{}]*)\}", attributes)
     if not listed:
         raise ValueError(f"replica groups in another form: {attributes[:120]}")
     return _listed(listed[1]) or {frozenset(range(devices))}
+
+
+def _numbered(grid: str, order: str | None) -> np.ndarray:
+    """0, 1, 2 ... as a grid of these sides, its dims put into that order."""
+    sides = [int(n) for n in grid.split(",")]
+    places = np.arange(math.prod(sides)).reshape(sides)
+    return places.transpose([int(n) for n in order.split(",")]) if order else places
 
 
 def _listed(text: str) -> set[frozenset[int]]:

@@ -81,10 +81,11 @@ def published() -> str:
 
 {table([*columns, "compile s"], lines)}
 
-Ratios: {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {middle:.2f}.  The published runs are other programs: those
-at 0.6 and below cut weights over dp, which ours does not yet, and the mesh here is the one that fits; there a ratio is
-the programs' difference and the model's error together.  The transformer_shmap, mesh-transformer-jax and Levanter 6.7B
-rows are near enough to ours (Megatron all-reduces, full remat) to say what the model's error is: within 20 %.
+Ratios: {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {middle:.2f}.  The published runs are other programs:
+those at 0.6 and below cut weights over dp, which ours does not yet, and the mesh here is the one that fits; there a
+ratio is the programs' difference and the model's error together.  The transformer_shmap, mesh-transformer-jax and
+Levanter 6.7B rows are near enough to ours (Megatron all-reduces, full remat) to say what the model's error is: within
+20 %.
 
 T5X's three placements differ by 6 % where they were measured, and by nothing here: today's compiler goes once around
 all 16 chips of each tile (`StrategyRing` in the module), and rings of neighbours are equal in our link model.  Counted

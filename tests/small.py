@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from shmap_tp import settings
-from shmap_tp.config import Config, MeshConfig
+from shmap_tp.config import Config, MeshConfig, Wire
 from shmap_tp.mesh import make_mesh
 
 MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
@@ -31,7 +31,7 @@ def config(*overrides: str) -> Config:
 
 def mesh(shape: tuple[int, int]) -> Mesh:
     """A (dp, mp) mesh over as many of the eight devices as it takes."""
-    return make_mesh(MeshConfig(*shape, tile=None, processes=1), jax.devices()[: shape[0] * shape[1]])
+    return make_mesh(MeshConfig(*shape, Wire.all_reduce, tile=None, processes=1), jax.devices()[: shape[0] * shape[1]])
 
 
 def random_like(shapes: Any, dtype: str, *, spread: float = 0.25) -> Any:

@@ -23,14 +23,17 @@ that (it never keeps what was gathered, which is mp times as large), `enter` gat
 AllReduce is f and g of Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053, and
 SequenceParallel g and g-bar of Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2,
 https://arxiv.org/abs/2205.05198.  Under `check_vma=True` they are types and need no custom gradient: a value is either
-varying over mp or it is not, and JAX derives the transpose.  A partial sum that is never left does not compile.
+varying over mp or it is not, and JAX derives the transpose.  A partial sum that is never left does not compile: by its
+type where the stream is whole, by its shape where it is cut.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -82,11 +85,12 @@ class SequenceParallel:
 
     def enter(self, x_BTD: Float[Array, "B part D"]) -> Float[Array, "B T D"]:
         """x[B T/mp D] -> x[B T D]: one all-gather over mp.  Backward: one reduce-scatter of dx[B T D], in x's dtype."""
-        return lax.all_gather(x_BTD, MP, axis=1, tiled=True)
+        return _along_time(lambda x, dim: lax.all_gather(x, MP, axis=dim, tiled=True), x_BTD)
 
     def leave(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B part D"]:
         """y[B T D] {+mp} -> y[B T/mp D]: one reduce-scatter over mp.  Backward: one all-gather to dy[B T D]."""
-        return checkpoint_name(lax.psum_scatter(y_BTD, MP, scatter_dimension=1, tiled=True), LEFT)
+        part_BTD = _along_time(lambda y, dim: lax.psum_scatter(y, MP, scatter_dimension=dim, tiled=True), y_BTD)
+        return checkpoint_name(part_BTD, LEFT)
 
     def beside(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
         """Those rows of w, one for each position, that stand beside x[B time D] in the residual stream: this part's."""
@@ -95,6 +99,12 @@ class SequenceParallel:
     def at_home(self, params: Any) -> Any:
         """Parameters whose gradients stay on the device that computes them until they `meet` over mp and dp."""
         return vary(vary(params, MP), DP)
+
+
+def _along_time(move: Callable[[Array, int], Array], x_BTD: Float[Array, "B T D"]) -> Float[Array, "B part D"]:
+    """`move` of (x, which of its dims is T).  A single window goes as a matrix: of a reduce-scatter along T of
+    [1 T D] the compiler for TPU makes an all-reduce of the whole (libtpu 0.0.42)."""
+    return move(jnp.squeeze(x_BTD, 0), 0)[None] if x_BTD.shape[0] == 1 else move(x_BTD, 1)
 
 
 AnyWire = AllReduce | SequenceParallel

@@ -126,13 +126,13 @@ PROGRAMS = {
 
 PROGRAMS |= {
     f"{program}; sequence": f"{settings} mesh.wire=sequence context=8" for program, settings in PROGRAMS.items()
-}
+} | {"a window at a time; sequence": "mesh.wire=sequence context=8 train.batch=4"}
 
 
 def settings(program: str, shape: tuple[int, int]) -> Config:
     """Two microbatches and three layers of one of PROGRAMS."""
     sizes = f"mesh.dp={shape[0]} mesh.mp={shape[1]} model.layers=3 train.batch=16 train.microbatches=2"
-    more = [setting if setting.startswith("mesh.") else f"model.{setting}" for setting in PROGRAMS[program].split()]
+    more = [setting if "." in setting else f"model.{setting}" for setting in PROGRAMS[program].split()]
     return config(*sizes.split(), *more)
 
 

@@ -29,8 +29,8 @@ SMALL_SEQUENCE = ["mesh.wire=sequence", "model.context=8"]
 
 
 def programs(wire: str) -> Programs:
-    """Of a step in which everything that is whole over mp has a gradient to be summed."""
-    more = ["model.context=8", "model.positions=learned", "model.kv_heads=2", "model.remat=dots"]
+    """Of a step in which everything that is whole over mp has a gradient to be summed, a window at a time."""
+    more = ["train.batch=4", "model.context=8", "model.positions=learned", "model.kv_heads=2", "model.remat=dots"]
     return build_programs(settings((2, 4), f"mesh.wire={wire}", *more), mesh((2, 4)), jnp.dtype("float32"))
 
 

@@ -4,7 +4,7 @@ What a good user of jit writes, in the manner of T5X and MaxText: whole shapes e
 shmap_tp's own spec trees, a sharding constraint on every activation that decides something, gradients accumulated over
 a scan of microbatches.  Which collectives that takes is the partitioner's choice (GSPMD; since jax 0.7 the layouts in
 between are found by Shardy).  Parameters, norms, matrix products, attention, remat policies, clipping and optimizer are
-shmap_tp's, so the two programs differ in who cuts them and in nothing else.
+shmap_tp's, so the two programs differ in who cuts them and in nothing else.  `mesh.wire` is not asked.
 
 B batch, T time, D model width, F hidden width, H query heads, N key/value heads, K head dim, V vocabulary rows, padded.
 """
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shmap_tp.collectives import LEFT
+from shmap_tp.collectives import LEFT, AllReduce
 from shmap_tp.config import Config, Remat
 from shmap_tp.layers.attention import Attention, KeyValueHeads, causal_attention
 from shmap_tp.layers.embedding import score
@@ -94,7 +94,7 @@ def apply_block(
 def transformer(params: Transformer, ids_BT: Int[Array, "B T"], dtype: DTypeLike, lay: Layout) -> Float[Array, "B T V"]:
     """Logits, computed in `dtype`; an id below zero stands behind the last token that counts, and reads zeros."""
     rows_BTD = params.embedding.weight.at[ids_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    x_BTD = params.positions.at_input(residual(rows_BTD.astype(dtype), lay))
+    x_BTD = params.positions.at_input(residual(rows_BTD.astype(dtype), lay), AllReduce())
 
     def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
         return lay(apply_block(block, x_BTD, params.positions, lay), DP, None, None), None

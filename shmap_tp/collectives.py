@@ -1,26 +1,47 @@
 """The wires: every byte between devices goes through one of these.
 
-                    forward                              backward
-    enter_parallel  nothing                              all-reduce of dx over mp
-    leave_parallel  all-reduce of x over mp              nothing
-    vary            nothing                              sum over the axes, wherever the gradient meets the whole value
-    sum_over        all-reduce over the axes             nothing
-    scatter_sum     reduce-scatter over the axis         not differentiated
-    gather_whole    all-gather over the axis             not differentiated
+A tensor-parallel region is entered with the residual stream and left with a sum over mp still owed.  How, a wire says;
+one is chosen for the whole program and handed down as a value, and no layer knows which it is.
 
-enter and leave are f and g of Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053.  Under
-`check_vma=True` both are types and need no custom gradient: a value is either varying over mp or it is not, and JAX
-derives the transpose of the cast.  A partial sum that is never left does not compile.
+B batch, T time, D model width.  T/mp: dim T cut along mp.  {+mp}: a sum over mp still owed.
+
+                     forward                                          backward
+    AllReduce        between regions x[B T D], whole on every device of mp
+      enter          nothing                                          all-reduce of dx[B T D]
+      leave          all-reduce of x[B T D]                           nothing
+    SequenceParallel between regions x[B T/mp D]: norms and sums are of 1/mp of the positions, and so is what is saved
+      enter          all-gather to h[B T D]                           reduce-scatter of dh[B T D]
+      leave          reduce-scatter of y[B T D]                       all-gather of dy to [B T D]
+    vary, at_home    nothing                                          whatever is owed then, `meet_over` sums
+    sum_over         all-reduce over the axis                         nothing
+    meet_over        all-reduce over the axis, where owed             not differentiated
+    scatter_sum      reduce-scatter over the axis                     not differentiated
+    gather_whole     all-gather over the axis                         not differentiated
+
+In a ring an all-reduce sends as much as a reduce-scatter and an all-gather of the same whole array.  So the two wires
+cost the same, and what lies between regions takes 1/mp of the memory in the second; but where a remat policy keeps just
+that (it never keeps what was gathered, which is mp times as large), `enter` gathers once more in the backward pass.
+
+AllReduce is f and g of Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053, and
+SequenceParallel g and g-bar of Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2,
+https://arxiv.org/abs/2205.05198.  Under `check_vma=True` they are types and need no custom gradient: a value is either
+varying over mp or it is not, and JAX derives the transpose.  A partial sum that is never left does not compile: by its
+type where the stream is whole, by its shape where it is cut.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from shmap_tp.mesh import MP
+from shmap_tp.config import Wire
+from shmap_tp.mesh import DP, MP
 
 LEFT = "left_parallel"  # names what a collective returned, so that a remat policy can keep it
 
@@ -35,19 +56,73 @@ def vary(tree: Any, axis: str) -> Any:
     return jax.tree.map(lambda x: x if axis in varying(x) else lax.pcast(x, axis, to="varying"), tree)
 
 
-def enter_parallel(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x, about to meet weights that are cut over mp.  Backward: one all-reduce of dx over mp, in x's dtype."""
-    return lax.pcast(x, MP, to="varying")
+@dataclass(frozen=True)
+class AllReduce:
+    """The residual stream is whole on every device of mp.  Shoeybi et al. 2019"""
+
+    def enter(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """x, about to meet weights that are cut over mp.  Backward: one all-reduce of dx over mp, in x's dtype."""
+        return lax.pcast(x_BTD, MP, to="varying")
+
+    def leave(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """y {+mp} -> y: one all-reduce over mp, in y's dtype.  Backward: nothing."""
+        return checkpoint_name(lax.psum(y_BTD, MP), LEFT)
+
+    def beside(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
+        """Those rows of w, one for each position, that stand beside x[B time D] in the residual stream: the first."""
+        return w_TD[:time]
+
+    def at_home(self, params: Any) -> Any:
+        """Parameters whose gradients stay on the device that computes them until they meet over dp."""
+        return vary(params, DP)
 
 
-def leave_parallel(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x {+mp} -> x: one all-reduce over mp, in x's dtype.  Backward: nothing."""
-    return checkpoint_name(lax.psum(x, MP), LEFT)
+@dataclass(frozen=True)
+class SequenceParallel:
+    """Each device of mp has its own T/mp positions of the residual stream.  Korthikanti et al. 2022, section 4.2
+
+    A norm's scale, or learned positions, whole over mp, meet other positions on every device.  Their gradient is a sum
+    over mp, once per step; so is that of key/value heads fewer than mp.
+    """
+
+    def enter(self, x_BTD: Float[Array, "B part D"]) -> Float[Array, "B T D"]:
+        """x[B T/mp D] -> x[B T D]: one all-gather over mp.  Backward: one reduce-scatter of dx[B T D], in x's dtype."""
+        return _along_time(lambda x, dim: lax.all_gather(x, MP, axis=dim, tiled=True), x_BTD)
+
+    def leave(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B part D"]:
+        """y[B T D] {+mp} -> y[B T/mp D]: one reduce-scatter over mp.  Backward: one all-gather to dy[B T D]."""
+        part_BTD = _along_time(lambda y, dim: lax.psum_scatter(y, MP, scatter_dimension=dim, tiled=True), y_BTD)
+        return checkpoint_name(part_BTD, LEFT)
+
+    def beside(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
+        """Those rows of w, one for each position, that stand beside x[B time D] in the residual stream: this part's."""
+        return lax.dynamic_slice_in_dim(w_TD, lax.axis_index(MP) * time, time)
+
+    def at_home(self, params: Any) -> Any:
+        """Parameters whose gradients stay on the device that computes them until they meet over mp and dp."""
+        return vary(vary(params, MP), DP)
+
+
+def _along_time(move: Callable[[Array, int], Array], x_BTD: Float[Array, "B T D"]) -> Float[Array, "B part D"]:
+    """`move` of (x, which of its dims is T).  A single window goes as a matrix: of a reduce-scatter along T of
+    [1 T D] the compiler for TPU makes an all-reduce of the whole (libtpu 0.0.42)."""
+    return move(jnp.squeeze(x_BTD, 0), 0)[None] if x_BTD.shape[0] == 1 else move(x_BTD, 1)
+
+
+AnyWire = AllReduce | SequenceParallel
+WIRES: dict[Wire, AnyWire] = {Wire.all_reduce: AllReduce(), Wire.sequence: SequenceParallel()}
 
 
 def sum_over(tree: Any, axis: str) -> Any:
     """Every array of `tree` {+axis} summed over `axis`; all arrays travel in as few all-reduces as XLA can make."""
     return lax.psum(tree, axis)
+
+
+def meet_over(axis: str, gradients: Any, params: Any) -> Any:
+    """Each gradient summed over `axis`, where it varies over it and its parameter does not."""
+    owing = jax.tree.map(lambda dw, w: axis in varying(dw) - varying(w), gradients, params)
+    owed, complete = eqx.partition(gradients, owing)
+    return eqx.combine(sum_over(owed, axis), complete)
 
 
 def scatter_sum(x: Float[Array, "..."], axis: str, dim: int) -> Float[Array, "..."]:

@@ -11,6 +11,11 @@ class InputError(ValueError):
     """Something the user gave cannot be used.  The message is one or two lines: the rule, both numbers, the way out."""
 
 
+class Wire(StrEnum):
+    all_reduce = "all_reduce"
+    sequence = "sequence"
+
+
 class Block(StrEnum):
     parallel = "parallel"
     sequential = "sequential"
@@ -73,6 +78,9 @@ class MeshConfig:
     """Data-parallel size: how many parts the batch is cut into."""
     mp: int
     """Model-parallel size: how many devices share each layer."""
+    wire: Wire
+    """How the devices of a layer talk.  all_reduce: activations between layers are whole on each (Megatron).  sequence:
+    cut along time, gathered for each layer and scattered after it; mp must divide the context."""
     tile: list[int] | None
     """Which devices of a TPU share a layer: [x, y, z, cores], how far mp reaches along each side of the slice; null
     takes the tile with the fewest hops."""
@@ -105,9 +113,9 @@ class ModelConfig:
     vocabulary_multiple: int
     """The embedding and head are padded to a multiple of this, which mp must divide; the loss does not change."""
     context: int
-    """T, tokens per training window."""
+    """T, tokens per training window; with mesh.wire=sequence mp must divide it."""
     block: Block
-    """parallel: attention and MLP side by side, one reduction per layer.  sequential: one after the other, two."""
+    """parallel: attention and MLP side by side, one region per layer.  sequential: one after the other, two."""
     norm: Norm
     mlp: Mlp
     positions: Positions

@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from shmap_tp.config import Config, InputError, ModelConfig, Positions, padded_vocabulary
+from shmap_tp.config import Config, InputError, ModelConfig, Positions, Wire, padded_vocabulary
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 """The project's own configuration; its groups (model=..., data=...) are found from a file anywhere else, too."""
@@ -113,6 +113,8 @@ def check(config: Config) -> None:
         ("the padded vocabulary", padded_vocabulary(model)),
     ]:
         _check_divides(mesh.mp, f"{what}={size} (model {model.name})", size)
+    if mesh.wire == Wire.sequence:
+        _check_divides(mesh.mp, f"context={model.context} (model {model.name}, mesh.wire=sequence)", model.context)
     _check_heads(model, mesh.mp)
     _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
     part = train.batch // train.microbatches

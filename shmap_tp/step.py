@@ -2,8 +2,9 @@
 
 A microbatches, B windows of a microbatch on this device, T time.  B/dp: dim B cut along dp.
 
-The step in four sentences: make the parameters varying over dp, so that gradients stay at home; accumulate them over
-the microbatches, talking over mp only; meet once over dp; update, each its own part where dp shares the update.
+The step in four sentences: make the parameters varying over dp, and where the wire says so over mp, so that gradients
+stay at home; accumulate them over the microbatches, talking over mp only; meet once over dp; update, each its own part
+where dp shares the update.
 """
 
 from collections.abc import Callable
@@ -19,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shmap_tp.collectives import sum_over, vary
+from shmap_tp.collectives import WIRES, AnyWire, meet_over, sum_over, vary
 from shmap_tp.config import Config, Zero
 from shmap_tp.loss import vocab_parallel_cross_entropy
-from shmap_tp.mesh import DP
+from shmap_tp.mesh import DP, MP
 from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
 from shmap_tp.sharding import named, optimizer_specs, partition_specs
 from shmap_tp.transformer import Transformer
@@ -46,12 +47,13 @@ class Objective(eqx.Module):
     vocabulary: int
     z_loss: float
     dtype: DTypeLike
+    wire: AnyWire = eqx.field(static=True)
 
     def __call__(
         self, params: Transformer, tokens_BT: Int[Array, "B T"], counted: Array
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """This device's share of (the objective, the cross entropy), `counted` being the tokens of the whole step."""
-        logits_BTV = params(tokens_BT[:, :-1], self.dtype)
+        logits_BTV = params(tokens_BT[:, :-1], self.dtype, self.wire)
         nll_BT, logz_BT = vocab_parallel_cross_entropy(logits_BTV, tokens_BT[:, 1:], self.vocabulary)
         loss = jnp.sum(nll_BT) / counted
         return loss + self.z_loss * jnp.sum(jnp.square(logz_BT)) / counted, loss
@@ -68,9 +70,10 @@ def loss_and_gradients(
     """(cross entropy, gradients) of the whole step, in the parameters' dtype: of each parameter what this device owns.
 
     Wire    over mp what the model and the loss say, per microbatch; over dp one all-reduce of every gradient, once, or
-            one reduce-scatter where its owners share it.
+            one reduce-scatter where its owners share it.  SequenceParallel: over mp one all-reduce of each gradient of
+            what is whole there, once.
     """
-    at_home = vary(params, DP)
+    at_home = objective.wire.at_home(params)
     counted = counted_tokens(tokens_ABT)
 
     totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), at_home)
@@ -83,7 +86,7 @@ def loss_and_gradients(
     loss, _ = lax.scan(microbatch, vary(jnp.zeros(()), DP), tokens_ABT)
     gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_meets"):
-        return sum_over(loss, DP), owners.meet(gradients)
+        return sum_over(loss, DP), owners.meet(meet_over(MP, gradients, params))
 
 
 class Programs(eqx.Module):
@@ -105,7 +108,7 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
     """The programs of `config` on `mesh`, computing in `dtype`; nothing is compiled before its first call."""
     optimizer = make_optimizer(config.optimizer)
     schedule = learning_rate_schedule(config.optimizer)
-    objective = Objective(config.model.vocabulary, config.train.z_loss, dtype)
+    objective = Objective(config.model.vocabulary, config.train.z_loss, dtype, WIRES[config.mesh.wire])
 
     def init() -> State:
         params = Transformer(config.model, key=jax.random.key(config.run.seed))

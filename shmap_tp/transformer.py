@@ -3,11 +3,18 @@
 B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still
 owed.
 
-Between blocks the residual stream x[B T D] is whole on every device of mp.  A block enters the parallel region after a
-norm and leaves it before the residual sum:
+A block enters the parallel region after a norm and leaves it before the residual sum:
 
-    parallel     h = enter(norm(x));  x + leave(attention(h) + mlp(h))                one all-reduce each way
-    sequential   x + leave(attention(enter(norm(x)))), then the same with the MLP     two each way
+    parallel     h = enter(norm(x));  x + leave(attention(h) + mlp(h))                one region
+    sequential   x + leave(attention(enter(norm(x)))), then the same with the MLP     two
+
+What the residual stream is between regions, and what entering and leaving are, says the wire that is handed down
+(`collectives`).  Forward and backward, a region costs
+
+    AllReduce          x[B T D]       leave: an all-reduce                            enter: an all-reduce
+    SequenceParallel   x[B T/mp D]    enter: an all-gather, leave: a reduce-scatter   the same, the other way around
+
+where an all-reduce is as much as the two others together.
 """
 
 import equinox as eqx
@@ -16,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.collectives import LEFT, enter_parallel, leave_parallel
+from shmap_tp.collectives import LEFT, AnyWire
 from shmap_tp.config import Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
 from shmap_tp.layers.attention import Attention
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, score
@@ -51,7 +58,7 @@ class ParallelBlock(eqx.Module):
     """y = x + attention(norm(x)) + mlp(norm(x)).  Wang and Komatsuzaki 2021, GPT-J; Chowdhery et al. 2022, PaLM,
     section 2
 
-    Wire    forward one all-reduce of B T D values over mp; backward one.
+    Wire    one region; `remat: dots` and `full` enter it again.
     """
 
     norm: LayerNorm | RMSNorm
@@ -64,19 +71,19 @@ class ParallelBlock(eqx.Module):
         self.attention = _attention(config, key_attention)
         self.mlp = _mlp(config, key_mlp)
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions) -> Float[Array, "B T D"]:
-        h_BTD = enter_parallel(self.norm(x_BTD))
+    def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire) -> Float[Array, "B T D"]:
+        h_BTD = wire.enter(self.norm(x_BTD))
         with jax.named_scope("attention"):
             owed_BTD = self.attention(h_BTD, positions)
         with jax.named_scope("mlp"):
             owed_BTD = owed_BTD + self.mlp(h_BTD)
-        return x_BTD + leave_parallel(owed_BTD)
+        return x_BTD + wire.leave(owed_BTD)
 
 
 class SequentialBlock(eqx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).  Radford et al. 2019, GPT-2
 
-    Wire    forward two all-reduces of B T D values over mp; backward two.
+    Wire    two regions; `remat: dots` enters both again, `full` leaves the attention's again, too.
     """
 
     attention_norm: LayerNorm | RMSNorm
@@ -91,11 +98,11 @@ class SequentialBlock(eqx.Module):
         self.mlp_norm = NORMS[config.norm](config.width)
         self.mlp = _mlp(config, key_mlp)
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions) -> Float[Array, "B T D"]:
+    def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire) -> Float[Array, "B T D"]:
         with jax.named_scope("attention"):
-            x_BTD = x_BTD + leave_parallel(self.attention(enter_parallel(self.attention_norm(x_BTD)), positions))
+            x_BTD = x_BTD + wire.leave(self.attention(wire.enter(self.attention_norm(x_BTD)), positions))
         with jax.named_scope("mlp"):
-            return x_BTD + leave_parallel(self.mlp(enter_parallel(self.mlp_norm(x_BTD))))
+            return x_BTD + wire.leave(self.mlp(wire.enter(self.mlp_norm(x_BTD))))
 
 
 BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
@@ -104,9 +111,13 @@ BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
 class Transformer(eqx.Module):
     """Logits of the next token at every position.
 
-    Wire    forward one all-reduce of B T D values for the embedding, and the blocks'; backward one for the head, and
-            the blocks'.  `remat: full` adds what a block must reduce again to recompute itself: nothing in a parallel
-            block, one all-reduce in a sequential one.
+    Wire    the embedding leaves, the blocks enter and leave, the head enters; each x[B T D].
+
+    What a policy keeps is what lies between regions: `full` the input of a block, `dots` what it left with, too.  What
+    is entered is entered again by the backward pass: with AllReduce that moves nothing, with SequenceParallel it is the
+    all-gather, for each region once more; kept, it would take mp times the memory of what it was gathered from.  What a
+    region left with is owed again only with `full` in a sequential block: the attention's, which the second norm reads.
+    With `remat: none` JAX keeps all that the gradients read, what was gathered included.
     """
 
     embedding: VocabParallelEmbedding
@@ -127,20 +138,20 @@ class Transformer(eqx.Module):
         self.head = None if config.tied else VocabParallelHead(*table, std=config.init_std, key=key_head)
         self.remat = config.remat
 
-    def __call__(self, ids_BT: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T V"]:
+    def __call__(self, ids_BT: Int[Array, "B T"], dtype: DTypeLike, wire: AnyWire) -> Float[Array, "B T V"]:
         """ids[B T] -> logits[B T V/mp], computed in `dtype`."""
         with jax.named_scope("embedding"):
-            x_BTD = self.positions.at_input(leave_parallel(self.embedding(ids_BT, dtype)))
+            x_BTD = self.positions.at_input(wire.leave(self.embedding(ids_BT, dtype)), wire)
 
         def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
-            return block(x_BTD, self.positions), None
+            return block(x_BTD, self.positions, wire), None
 
         if self.remat != Remat.none:
             layer = jax.checkpoint(layer, policy=POLICIES[self.remat], prevent_cse=False)
         with jax.named_scope("blocks"):
             x_BTD, _ = lax.scan(layer, x_BTD, self.blocks)
         with jax.named_scope("head"):
-            h_BTD = enter_parallel(self.norm(x_BTD))
+            h_BTD = wire.enter(self.norm(x_BTD))
             return score(h_BTD, self.embedding.weight) if self.head is None else self.head(h_BTD)
 
 

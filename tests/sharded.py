@@ -16,12 +16,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from small import mesh, random_like, shapes_of
 
-from shmap_tp.collectives import sum_over, vary
+from shmap_tp.collectives import AllReduce, AnyWire, SequenceParallel, meet_over
 from shmap_tp.mesh import DP, MP
 from shmap_tp.sharding import partition_specs
 
+ALL_REDUCE, SEQUENCE = AllReduce(), SequenceParallel()
+
 ROWS = P(DP, None, None)  # [B/dp T D], whole over mp
 COLUMNS = P(DP, None, MP)  # [B/dp T F/mp]
+TIMES = P(DP, MP, None)  # [B/dp T/mp D]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,8 @@ class Case:
     """(shape of floats, or integers as they are; layout) of each input."""
     out: Any
     """Layout of the output, or a tuple of them."""
+    wire: AnyWire = ALL_REDUCE
+    """By which `call` enters and leaves, and parameters are kept at home."""
 
     def arrays(self, precision: str) -> tuple[eqx.Module, list[np.ndarray]]:
         """(the layer with random parameters, the inputs)."""
@@ -69,8 +74,8 @@ def on_mesh(case: Case, mesh: Mesh) -> Callable[[Any, list[Any], Any], dict[str,
     floats = {i: spec for i, (x, spec) in enumerate(case.inputs) if not isinstance(x, np.ndarray)}
 
     def local(params: Any, inputs: list[Any], cotangent: Any) -> dict[str, Any]:
-        found = differentiated(case.call, vary(params, DP), inputs, cotangent)
-        return found | {"d_params": sum_over(found["d_params"], DP)}
+        found = differentiated(case.call, case.wire.at_home(params), inputs, cotangent)
+        return found | {"d_params": meet_over(DP, meet_over(MP, found["d_params"], params), params)}
 
     outs = {"out": case.out, "d_params": specs, "d_inputs": floats}
     return jax.shard_map(local, mesh=mesh, in_specs=(specs, case.layouts, case.out), out_specs=outs)

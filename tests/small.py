@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from shmap_tp import settings
-from shmap_tp.config import Config, MeshConfig, Zero
+from shmap_tp.config import Config, MeshConfig, Wire, Zero
 from shmap_tp.mesh import make_mesh
 
 MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
@@ -31,7 +31,9 @@ def config(*overrides: str) -> Config:
 
 def mesh(shape: tuple[int, int]) -> Mesh:
     """A (dp, mp) mesh over as many of the eight devices as it takes."""
-    return make_mesh(MeshConfig(*shape, tile=None, zero=Zero.none, processes=1), jax.devices()[: shape[0] * shape[1]])
+    dp, mp = shape
+    config = MeshConfig(dp, mp, Wire.all_reduce, tile=None, zero=Zero.none, processes=1)
+    return make_mesh(config, jax.devices()[: dp * mp])
 
 
 def random_like(shapes: Any, dtype: str, *, spread: float = 0.25) -> Any:

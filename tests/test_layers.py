@@ -11,10 +11,10 @@ import pytest
 import reference
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from sharded import COLUMNS, ROWS, Case, compare
+from sharded import ALL_REDUCE, COLUMNS, ROWS, SEQUENCE, TIMES, Case, compare
 from small import config, every_mesh, every_precision
 
-from shmap_tp.collectives import enter_parallel, leave_parallel
+from shmap_tp.collectives import AnyWire
 from shmap_tp.layers.attention import Attention, KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -27,13 +27,14 @@ from shmap_tp.transformer import ParallelBlock, SequentialBlock
 B, T, D, F, H, K = 8, 7, 24, 40, 8, 4
 VOCABULARY, V = 50, 64
 HEADS = P(DP, None, MP, None)  # [B/dp T H/mp K]
-IDS = np.random.default_rng(3).integers(0, VOCABULARY, (B, T)).astype(np.int32)
+STREAM = {ALL_REDUCE: (((B, T, D), ROWS),), SEQUENCE: (((B, T + 1, D), TIMES),)}
+"""(shape, layout) of the residual stream by wire; 8 positions may be cut along any mp."""
 POSITIONS = {"alibi": Alibi(H), "rotary": Rotary(10_000.0)}
 
 
 def parallel(layer, x, *more):
     """As its owner calls a layer that maps whole to owed."""
-    return leave_parallel(layer(enter_parallel(x), *more))
+    return ALL_REDUCE.leave(layer(ALL_REDUCE.enter(x), *more))
 
 
 def attention(kv_heads: int, positions: str, chunk: int, heads: int = H) -> Case:
@@ -50,7 +51,7 @@ def shared_heads(kv_heads: int) -> Case:
     """KeyValueHeads as the query heads of each device see them: one key head for each."""
 
     def seen(layer, x):
-        k_BTNK = layer(enter_parallel(x))
+        k_BTNK = layer(ALL_REDUCE.enter(x))
         return jnp.repeat(k_BTNK, H // lax.axis_size(MP) // k_BTNK.shape[2], axis=2)
 
     def dense(p, x):
@@ -59,28 +60,65 @@ def shared_heads(kv_heads: int) -> Case:
     return Case(partial(KeyValueHeads, D, kv_heads, K, std=1.0), seen, dense, (((B, T, D), ROWS),), HEADS)
 
 
-def block(make, *settings: str) -> Case:
-    model = config(*[f"model.{setting}" for setting in settings]).model
+def block(make, *settings: str, wire: AnyWire = ALL_REDUCE) -> Case:
+    model, ((shape, layout),) = config(*[f"model.{setting}" for setting in settings]).model, STREAM[wire]
     return Case(
         partial(make, model),
-        lambda layer, x: layer(x, POSITIONS[model.positions]),
+        lambda layer, x: layer(x, POSITIONS[model.positions], wire),
         partial(reference.block, config=model),
-        (((B, T, D), ROWS),),
-        ROWS,
+        ((shape, layout),),
+        layout,
+        wire,
+    )
+
+
+def embedding(wire: AnyWire) -> Case:
+    ((shape, layout),) = STREAM[wire]
+    ids = np.random.default_rng(3).integers(0, VOCABULARY, shape[:2]).astype(np.int32)
+    return Case(
+        partial(VocabParallelEmbedding, VOCABULARY, V, D, std=1.0),
+        lambda layer, ids, like: wire.leave(layer(ids, like.dtype)) * like,
+        lambda p, ids, like: reference.embedding(p, ids) * like,
+        ((ids, P(DP, None)), (shape, layout)),
+        layout,
+        wire,
+    )
+
+
+def head(wire: AnyWire) -> Case:
+    return Case(
+        partial(VocabParallelHead, VOCABULARY, V, D, std=1.0),
+        lambda layer, x: layer(wire.enter(x)),
+        lambda p, x: x @ p["weight"].T,
+        STREAM[wire],
+        COLUMNS,
+        wire,
+    )
+
+
+def learned(wire: AnyWire) -> Case:
+    ((shape, layout),) = STREAM[wire]
+    return Case(
+        partial(Learned, shape[1] + 2, D, std=1.0),
+        lambda layer, x: layer.at_input(x, wire),
+        lambda p, x: x + p["weight"][None, : shape[1]],
+        ((shape, layout),),
+        layout,
+        wire,
     )
 
 
 LAYERS = {
     "column": Case(
         partial(ColumnParallelLinear, D, F, std=1.0),
-        lambda layer, x: layer(enter_parallel(x)),
+        lambda layer, x: layer(ALL_REDUCE.enter(x)),
         lambda p, x: x @ p["weight"],
         (((B, T, D), ROWS),),
         COLUMNS,
     ),
     "row": Case(
         partial(RowParallelLinear, F, D, std=1.0),
-        lambda layer, x: leave_parallel(layer(x)),
+        lambda layer, x: ALL_REDUCE.leave(layer(x)),
         lambda p, x: x @ p["weight"],
         (((B, T, F), COLUMNS),),
         ROWS,
@@ -95,27 +133,12 @@ LAYERS = {
         lambda key: LayerNorm(D), lambda layer, x: layer(x), reference.layernorm, (((B, T, D), ROWS),), ROWS
     ),
     "rmsnorm": Case(lambda key: RMSNorm(D), lambda layer, x: layer(x), reference.rmsnorm, (((B, T, D), ROWS),), ROWS),
-    "embedding": Case(
-        partial(VocabParallelEmbedding, VOCABULARY, V, D, std=1.0),
-        lambda layer, ids, like: leave_parallel(layer(ids, like.dtype)) * like,
-        lambda p, ids, like: reference.embedding(p, ids) * like,
-        ((IDS, P(DP, None)), ((B, T, D), ROWS)),
-        ROWS,
-    ),
-    "head": Case(
-        partial(VocabParallelHead, VOCABULARY, V, D, std=1.0),
-        lambda layer, x: layer(enter_parallel(x)),
-        lambda p, x: x @ p["weight"].T,
-        (((B, T, D), ROWS),),
-        COLUMNS,
-    ),
-    "learned": Case(
-        partial(Learned, T + 2, D, std=1.0),
-        lambda layer, x: layer.at_input(x),
-        lambda p, x: x + p["weight"][None, :T],
-        (((B, T, D), ROWS),),
-        ROWS,
-    ),
+    "embedding": embedding(ALL_REDUCE),
+    "embedding, sequence": embedding(SEQUENCE),
+    "head": head(ALL_REDUCE),
+    "head, sequence": head(SEQUENCE),
+    "learned": learned(ALL_REDUCE),
+    "learned, sequence": learned(SEQUENCE),
     "rotary": Case(
         lambda key: Rotary(10_000.0),
         lambda layer, x: layer.on_heads(x),
@@ -129,6 +152,10 @@ LAYERS = {
     "attention_rotary_1_of_8_in_chunks_of_3": attention(1, "rotary", 3),
     "parallel_block_2_of_8": block(ParallelBlock, "kv_heads=2", "norm=rmsnorm", "mlp=swiglu", "positions=rotary"),
     "sequential_block": block(SequentialBlock, "block=sequential"),
+    "parallel_block_2_of_8, sequence": block(
+        ParallelBlock, "kv_heads=2", "norm=rmsnorm", "mlp=swiglu", "positions=rotary", wire=SEQUENCE
+    ),
+    "sequential_block, sequence": block(SequentialBlock, "block=sequential", wire=SEQUENCE),
 }
 
 

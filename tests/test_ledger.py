@@ -13,13 +13,12 @@ import pytest
 import test_layers
 import test_loss
 from jax import lax
-from sharded import Case, on_mesh
+from sharded import SEQUENCE, Case, on_mesh
 from small import MESHES, config, every_mesh, mesh, shapes_of
 
-import shmap_tp.step
-import shmap_tp.transformer
-from shmap_tp import collectives
-from shmap_tp.config import Config
+import shmap_tp.optimizer
+from shmap_tp.collectives import AllReduce
+from shmap_tp.config import Config, MeshConfig, Wire, Zero
 from shmap_tp.mesh import DP, MP
 from shmap_tp.plan.account import Account, account
 from shmap_tp.plan.carried import carried
@@ -39,7 +38,6 @@ from shmap_tp.plan.theory import (
 from shmap_tp.plan.wires import written
 from shmap_tp.sharding import partition_specs
 from shmap_tp.step import build_programs
-from shmap_tp.transformer import Transformer
 
 
 def model(*settings: str):
@@ -47,40 +45,47 @@ def model(*settings: str):
     return config(*[f"model.{setting}" for setting in settings]).model
 
 
-def across(x: Travels) -> list[Entry]:
-    return [*entering("x", x), *leaving("x", x)]
+def across(x: Travels, mesh: MeshConfig) -> list[Entry]:
+    return [*entering(mesh, "x", x), *leaving(mesh, "x", x)]
 
 
-# layer: what travels over mp where it is entered or left with x[B T D] on a mesh of this mp
+# layer: what travels over mp where it is entered or left with x[B T D] on this mesh, by its wire
 LAYERS = {
-    "column": lambda x, mp: entering("x", x),
-    "row": lambda x, mp: leaving("x", x),
-    "gelu": lambda x, mp: across(x),
-    "swiglu": lambda x, mp: across(x),
-    "layernorm": lambda x, mp: [],
-    "rmsnorm": lambda x, mp: [],
-    "embedding": lambda x, mp: leaving("x", x),
-    "head": lambda x, mp: entering("x", x),
-    "learned": lambda x, mp: [],
-    "rotary": lambda x, mp: [],
-    "key_value_2_of_8": lambda x, mp: [*entering("x", x), *key_value(model("kv_heads=2"), mp, 1)],
-    "attention_alibi": lambda x, mp: [*across(x), *attention(model(), mp, 1)],
-    "attention_alibi_24_heads": lambda x, mp: [*across(x), *attention(model("heads=24", "kv_heads=24"), mp, 1)],
-    "attention_rotary_1_of_8_in_chunks_of_3": lambda x, mp: [*across(x), *attention(model("kv_heads=1"), mp, 1)],
-    "parallel_block_2_of_8": lambda x, mp: block(model("kv_heads=2"), mp, x),
-    "sequential_block": lambda x, mp: block(model("block=sequential"), mp, x),
-}
+    "column": lambda x, mesh: entering(mesh, "x", x),
+    "row": lambda x, mesh: leaving(mesh, "x", x),
+    "gelu": across,
+    "swiglu": across,
+    "layernorm": lambda x, mesh: [],
+    "rmsnorm": lambda x, mesh: [],
+    "embedding": lambda x, mesh: leaving(mesh, "x", x),
+    "head": lambda x, mesh: entering(mesh, "x", x),
+    "learned": lambda x, mesh: [],
+    "rotary": lambda x, mesh: [],
+    "key_value_2_of_8": lambda x, mesh: [*entering(mesh, "x", x), *key_value(model("kv_heads=2"), mesh, 1)],
+    "attention_alibi": lambda x, mesh: [*across(x, mesh), *attention(model(), mesh, 1)],
+    "attention_alibi_24_heads": lambda x, mesh: [
+        *across(x, mesh), *attention(model("heads=24", "kv_heads=24"), mesh, 1)
+    ],
+    "attention_rotary_1_of_8_in_chunks_of_3": lambda x, mesh: [
+        *across(x, mesh), *attention(model("kv_heads=1"), mesh, 1)
+    ],
+    "parallel_block_2_of_8": lambda x, mesh: block(model("kv_heads=2"), mesh, x),
+    "sequential_block": lambda x, mesh: block(model("block=sequential"), mesh, x),
+}  # fmt: skip
 
 
 def traced(case: Case, shape: tuple[int, int]) -> tuple[list[Entry], list[Entry], list[Entry]]:
-    """(what a layer says forward, what it says in both directions, its parameters' gradients meeting over dp)."""
+    """(what a layer says forward, what it says in both directions, its parameters' gradients meeting)."""
     params, inputs = case.arrays("float32")
     specs = partition_specs(shapes_of(case.make), dict(mesh(shape).shape))
     forward = jax.shard_map(case.call, mesh=mesh(shape), in_specs=(specs, *case.layouts), out_specs=case.out)
     out = jax.eval_shape(forward, params, *inputs)
     both = jax.make_jaxpr(on_mesh(case, mesh(shape)))(params, inputs, out).jaxpr
     cut = jax.tree.map(lambda x, spec: x.size // (shape[1] if MP in spec else 1), params, specs)
-    meeting = [entry for size in jax.tree.leaves(cut) for entry in summing(DP, "dw", Travels(size, "float32", 1))]
+    whole = [size for size, spec in zip(jax.tree.leaves(cut), jax.tree.leaves(specs), strict=True) if MP not in spec]
+    axes = {DP: jax.tree.leaves(cut), MP: whole if case.wire == SEQUENCE else []}
+    dw = [(axis, Travels(size, "float32", 1)) for axis, sizes in axes.items() for size in sizes]
+    meeting = [entry for axis, x in dw for entry in summing(axis, "dw", x)]
     return written(jax.make_jaxpr(forward)(params, *inputs).jaxpr), written(both), meeting
 
 
@@ -93,9 +98,15 @@ def hold(case: Case, shape: tuple[int, int], planned: list[Entry]) -> None:
 @every_mesh
 @pytest.mark.parametrize("layer", test_layers.LAYERS)
 def test_a_layer_talks_as_its_docstring_says(layer, shape):
-    dp, mp = shape
-    x = Travels(test_layers.B // dp * test_layers.T * test_layers.D, "float32", 1)
-    hold(test_layers.LAYERS[layer], shape, LAYERS[layer](x, mp))
+    case, (plain, _, named) = test_layers.LAYERS[layer], layer.partition(", ")
+    (((batch, time, width), _),) = test_layers.STREAM[case.wire]
+    assert named == ("sequence" if case.wire == SEQUENCE else "")
+    x = Travels(batch // shape[0] * time * width, "float32", 1)
+    hold(
+        case,
+        shape,
+        LAYERS[plain](x, MeshConfig(*shape, Wire(named or "all_reduce"), tile=None, zero=Zero.none, processes=1)),
+    )
 
 
 @every_mesh
@@ -114,17 +125,20 @@ PROGRAMS = {
     "in chunks": "attention_chunk=3",
     "in chunks, full": "attention_chunk=3 remat=full",
     "2 key/value heads": "kv_heads=2 positions=rotary mlp=swiglu norm=rmsnorm",
-    "shared update": "kv_heads=2 positions=learned zero",
+    "shared update": "kv_heads=2 positions=learned mesh.zero=optimizer",
     "1 key/value head, sequential full": "kv_heads=1 block=sequential remat=full positions=learned tied=true",
 }
+
+PROGRAMS |= {
+    f"{program}; sequence": f"{settings} mesh.wire=sequence context=8" for program, settings in PROGRAMS.items()
+} | {"a window at a time; sequence": "mesh.wire=sequence context=8 train.batch=4"}
 
 
 def settings(program: str, shape: tuple[int, int]) -> Config:
     """Two microbatches and three layers of one of PROGRAMS."""
     sizes = f"mesh.dp={shape[0]} mesh.mp={shape[1]} model.layers=3 train.batch=16 train.microbatches=2"
-    words = PROGRAMS[program].split()
-    zero = ["mesh.zero=optimizer"] if "zero" in words else []
-    return config(*sizes.split(), *zero, *[f"model.{setting}" for setting in words if setting != "zero"])
+    more = [setting if "." in setting else f"model.{setting}" for setting in PROGRAMS[program].split()]
+    return config(*sizes.split(), *more)
 
 
 def by_direction(entries: list[Entry]) -> dict[Direction, Any]:
@@ -142,7 +156,9 @@ def says(conf: Config, precision: str) -> list[Entry]:
     [(program, (2, 4), "bfloat16") for program in PROGRAMS]
     + [("1 key/value head, sequential full", shape, "bfloat16") for shape in MESHES if shape != (2, 4)]
     + [("2 key/value heads", shape, "float32") for shape in MESHES]
-    + [("shared update", shape, "float32") for shape in MESHES],
+    + [(program, shape, "float32") for program in ("shared update", "shared update; sequence") for shape in MESHES]
+    + [("1 key/value head, sequential full; sequence", shape, "float32") for shape in MESHES]
+    + [("2 key/value heads; sequence", shape, "bfloat16") for shape in MESHES if shape != (2, 4)],
     ids=str,
 )
 def test_a_step_talks_as_the_theory_says(program, shape, precision):
@@ -152,8 +168,9 @@ def test_a_step_talks_as_the_theory_says(program, shape, precision):
 
 
 @every_mesh
-def test_the_other_programs_talk_as_the_theory_says(shape):
-    conf = settings("sequential full", shape)
+@pytest.mark.parametrize("program", ["sequential full", "sequential full; sequence"])
+def test_the_other_programs_talk_as_the_theory_says(program, shape):
+    conf = settings(program, shape)
     made = build_programs(conf, mesh(shape), jnp.bfloat16)
     found = written(jax.make_jaxpr(made.evaluate)(made.shapes.params, made.tokens).jaxpr)
     assert by_direction(found) == by_direction(theory_of_evaluation(conf, "bfloat16"))
@@ -185,6 +202,7 @@ def compiled(conf: Config, precision: str) -> Account:
         ("1 key/value head, sequential full", (2, 4), "bfloat16", 3),  # a layer's key, value and input gradients, too
         ("2 key/value heads", (8, 1), "bfloat16", 1),  # nothing travels over an mp of one device
         ("sequential dots", (1, 8), "float32", 1),  # nor over a dp of one
+        ("1 key/value head, sequential full; sequence", (2, 4), "float32", 3),  # what meets over mp
     ],
     ids=str,
 )
@@ -198,7 +216,8 @@ def test_the_compiler_merges_and_adds_nothing(program, shape, precision, togethe
 def test_an_extra_sum_is_seen(monkeypatch):
     """As traced and as compiled there is one more wherever x leaves, and another for its gradient."""
     conf = settings("parallel", (2, 4))
-    monkeypatch.setattr(shmap_tp.transformer, "leave_parallel", lambda x: lax.psum(collectives.leave_parallel(x), MP))
+    leave = AllReduce.leave
+    monkeypatch.setattr(AllReduce, "leave", lambda self, x: lax.psum(leave(self, x), MP))
     more = {(Operation.all_reduce, MP, "float32", 4 * 4 * 7 * 24): 2 * 2 * (3 + 1)}
     assert tally(says(conf, "float32")) - tally(theory(conf, "float32")) == more
     found = compiled(conf, "float32")
@@ -206,15 +225,11 @@ def test_an_extra_sum_is_seen(monkeypatch):
 
 
 def test_dp_that_speaks_in_every_microbatch_is_seen(monkeypatch):
-    """Parameters that do not vary over dp: JAX sums their gradients where they arise, and we once more."""
-
-    def forget_the_parameters(tree: Any, axis: str) -> Any:
-        return tree if isinstance(tree, Transformer) else collectives.vary(tree, axis)
-
-    monkeypatch.setattr(shmap_tp.step, "vary", forget_the_parameters)
+    """Parameters that are not kept at home: JAX sums their gradients where they arise."""
+    monkeypatch.setattr(AllReduce, "at_home", lambda self, params: params)
     found = compiled(settings("parallel", (2, 4)), "float32")
     assert {entry.axis for entry in found.unplanned} == {DP}
-    assert all(entry.count % 2 == 0 for entry in found.unplanned)
+    assert max(entry.count for entry in found.unplanned) == 4 * 3 * 2  # projections, layers, microbatches
 
 
 def test_a_sum_that_is_left_out_is_seen(monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from stands import Stand, box
 
-from shmap_tp.config import InputError, MeshConfig, Zero
+from shmap_tp.config import InputError, MeshConfig, Wire, Zero
 from shmap_tp.mesh import DP, MP, Torus, make_mesh
 
 BOXES = {
@@ -149,34 +149,42 @@ def refused(config: MeshConfig, devices: list) -> str:
 
 
 def test_a_bad_tile_names_the_good_ones():
-    said = refused(MeshConfig(4, 4, tile=[1, 1, 4, 1], zero=Zero.none, processes=1), box("v5e", 4, 4))
+    said = refused(
+        MeshConfig(4, 4, tile=[1, 1, 4, 1], wire=Wire.all_reduce, zero=Zero.none, processes=1), box("v5e", 4, 4)
+    )
     assert said == (
         "mesh.tile=[1, 1, 4, 1] does not cut mp=4 out of a slice of 4 x 4 x 1 chips with 1 devices each; "
         "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1"
     )
     for tile in ([4, 4, 1, 1], [2, 2], [3, 1, 1, 1], [-2, -2, 1, 1]):
-        assert "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1" in refused(MeshConfig(4, 4, tile, Zero.none, 1), box("v5e", 4, 4))
+        assert "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1" in refused(
+            MeshConfig(4, 4, Wire.all_reduce, tile, Zero.none, 1), box("v5e", 4, 4)
+        )
 
 
 @pytest.mark.parametrize("tile", [None, [3, 1, 1, 1]])
 def test_an_mp_that_no_tile_makes_is_named(tile):
-    said = refused(MeshConfig(16, 3, tile, Zero.none, 1), box("v5e", 4, 4, slices=3))
+    said = refused(MeshConfig(16, 3, Wire.all_reduce, tile, Zero.none, 1), box("v5e", 4, 4, slices=3))
     assert said == (
         "mp=3 cannot be cut out of a slice of 4 x 4 x 1 chips with 1 devices each; use mp in {1, 2, 4, 8, 16}"
     )
 
 
 def test_a_tile_needs_a_torus():
-    said = refused(MeshConfig(2, 4, tile=[2, 2, 1, 1], zero=Zero.none, processes=1), jax.devices())
+    said = refused(
+        MeshConfig(2, 4, tile=[2, 2, 1, 1], wire=Wire.all_reduce, zero=Zero.none, processes=1), jax.devices()
+    )
     assert said == "mesh.tile=[2, 2, 1, 1]: cpu devices lie on no torus; leave it null"
     hole = box("v5e", 2, 2)[:3]
     assert Torus.of(hole) is None
-    assert "lie on no torus" in refused(MeshConfig(1, 3, tile=[3, 1, 1, 1], zero=Zero.none, processes=1), hole)
+    assert "lie on no torus" in refused(
+        MeshConfig(1, 3, tile=[3, 1, 1, 1], wire=Wire.all_reduce, zero=Zero.none, processes=1), hole
+    )
 
 
 @pytest.mark.parametrize("devices", [jax.devices(), box("v3", 2, 2)], ids=["cpu", "v3"])
 def test_dp_times_mp_is_the_number_of_devices(devices):
-    said = refused(MeshConfig(2, 2, tile=None, zero=Zero.none, processes=1), devices)
+    said = refused(MeshConfig(2, 2, tile=None, wire=Wire.all_reduce, zero=Zero.none, processes=1), devices)
     assert said == (
         f"mesh dp=2 x mp=2 needs 4 devices, this machine has 8 ({devices[0].device_kind}); "
         "choose mesh.dp and mesh.mp with dp x mp = 8"
@@ -188,7 +196,7 @@ def test_dp_times_mp_is_the_number_of_devices(devices):
 
 @pytest.mark.parametrize("shape", [(1, 8), (2, 4), (4, 2), (8, 1)], ids=str)
 def test_cpu_devices_stand_row_by_row(shape):
-    made = make_mesh(MeshConfig(*shape, tile=None, zero=Zero.none, processes=1))
+    made = make_mesh(MeshConfig(*shape, tile=None, wire=Wire.all_reduce, zero=Zero.none, processes=1))
     assert dict(made.shape) == {DP: shape[0], MP: shape[1]} and made.axis_names == (DP, MP)
     assert list(made.devices.flat) == jax.devices()
     assert Torus.of(jax.devices()) is None

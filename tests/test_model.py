@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import COLUMNS, widened
 from small import config, every_mesh, every_precision, mesh, random_like, shapes_of
 
+from shmap_tp.collectives import WIRES
 from shmap_tp.config import Config
 from shmap_tp.sharding import partition_specs
 from shmap_tp.step import TOKENS, Objective, loss_and_gradients
@@ -32,7 +33,16 @@ MODELS = {
         "model.block=sequential", "model.positions=learned", "model.kv_heads=1", "model.vocabulary=64",
         "model.remat=full", "train.z_loss=0.01",
     ],
+    "sequence: parallel rmsnorm swiglu rotary, 2 kv heads of 8, in chunks of 3, dots, z-loss": [
+        "mesh.wire=sequence", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary",
+        "model.kv_heads=2", "model.attention_chunk=3", "model.remat=dots", "train.z_loss=0.01",
+    ],
+    "sequence: sequential layernorm gelu learned, 1 kv head of 8, no padding, tied, full": [
+        "mesh.wire=sequence", "model.context=8", "model.block=sequential", "model.positions=learned",
+        "model.kv_heads=1", "model.vocabulary=64", "model.tied=true", "model.remat=full",
+    ],
 }  # fmt: skip
+SEQUENCE = [model for model in MODELS if "sequence" in model]
 
 
 def tokens(config: Config) -> np.ndarray:
@@ -52,12 +62,13 @@ def parameters(config: Config, precision: str) -> Transformer:
 
 def on_mesh(config: Config, shape: tuple[int, int], precision: str, *, forward_too: bool = True) -> Any:
     """The compiled (params, tokens[A B T+1]) -> {loss, gradients, logits}."""
-    objective = Objective(config.model.vocabulary, config.train.z_loss, jnp.dtype(precision))
+    wire = WIRES[config.mesh.wire]
+    objective = Objective(config.model.vocabulary, config.train.z_loss, jnp.dtype(precision), wire)
     specs = partition_specs(shapes_of(partial(Transformer, config.model)), dict(mesh(shape).shape))
 
     def local(params: Transformer, tokens_ABT: Any) -> dict[str, Any]:
         loss, gradients = loss_and_gradients(objective, params, tokens_ABT, owners(specs))
-        logits = {"logits": params(tokens_ABT[0, :, :-1], objective.dtype)} if forward_too else {}
+        logits = {"logits": params(tokens_ABT[0, :, :-1], objective.dtype, wire)} if forward_too else {}
         return logits | {"loss": loss, "gradients": gradients}
 
     outs = ({"logits": COLUMNS} if forward_too else {}) | {"loss": P(), "gradients": specs}
@@ -81,8 +92,19 @@ def expected(model: str, precision: str) -> dict[str, Any]:
 
 @every_precision
 @every_mesh
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in SEQUENCE])
 def test_the_model_is_its_dense_reference(model, shape, precision):
+    hold(model, shape, precision)
+
+
+@every_mesh
+@pytest.mark.parametrize(("model", "precision"), [*zip(SEQUENCE, ["float32", "float64"], strict=True)])
+def test_the_model_with_the_sequence_wire_is_its_dense_reference(model, shape, precision):
+    """Its blocks are compared in both precisions (test_layers); compiling takes seconds."""
+    hold(model, shape, precision)
+
+
+def hold(model: str, shape: tuple[int, int], precision: str) -> None:
     conf = config(*MODELS[model])
     promotion = "standard" if precision == "float64" else "strict"
     with jax.enable_x64(precision == "float64"), jax.numpy_dtype_promotion(promotion):

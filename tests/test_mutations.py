@@ -24,14 +24,15 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from small import config, mesh
 
+import shmap_tp.collectives
 import shmap_tp.layers.attention
 import shmap_tp.layers.embedding
 import shmap_tp.layers.positions
 import shmap_tp.loss
 import shmap_tp.optimizer
 import shmap_tp.step
-import shmap_tp.transformer
-from shmap_tp import collectives
+import shmap_tp.zero
+from shmap_tp.collectives import AllReduce
 from shmap_tp.layers.attention import KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -40,7 +41,6 @@ from shmap_tp.mesh import DP, MP
 from shmap_tp.plan.ledger import Direction
 from shmap_tp.plan.wires import written
 from shmap_tp.step import build_programs
-from shmap_tp.transformer import Transformer
 
 BLOCKS = ["parallel_block_2_of_8", "sequential_block"]
 
@@ -84,7 +84,7 @@ def declare(monkeypatch, layer: type, *axes: str | None, **more: bool) -> None:
 
 @pytest.mark.parametrize("block", ["parallel", "sequential"])
 def test_leaving_without_the_sum_is_refused(monkeypatch, block):
-    monkeypatch.setattr(shmap_tp.transformer, "leave_parallel", lambda x: x)
+    monkeypatch.setattr(AllReduce, "leave", lambda self, x: x)
     with refused_by_type:
         trace_step(f"model.block={block}")
     with refused_by_type:
@@ -100,14 +100,14 @@ def test_a_loss_without_its_sums_is_refused(monkeypatch):
 
 
 def test_gradients_that_never_meet_over_dp_are_refused(monkeypatch):
-    monkeypatch.setattr(shmap_tp.step, "sum_over", lambda tree, axis: tree)
+    monkeypatch.setattr(shmap_tp.zero, "sum_over", lambda tree, axis: tree)
     with refused_by_type:
         trace_step()
 
 
 def test_a_second_sum_is_wrong(monkeypatch):
     """JAX accepts it: the sum of mp equal values is mp times the value."""
-    monkeypatch.setattr(shmap_tp.transformer, "leave_parallel", lambda x: lax.psum(lax.psum(x, MP), MP))
+    monkeypatch.setattr(AllReduce, "leave", lambda self, x: lax.psum(lax.psum(x, MP), MP))
     with wrong:
         compare(BLOCKS[0])
 
@@ -118,7 +118,7 @@ def test_a_second_sum_is_wrong(monkeypatch):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_entering_without_a_word_is_wasteful(monkeypatch, block):
     """The values are right, but each product that the input meets sums its gradient for itself."""
-    monkeypatch.setattr(shmap_tp.transformer, "enter_parallel", lambda x: x)
+    monkeypatch.setattr(AllReduce, "enter", lambda self, x: x)
     compare(block)
     with pytest.raises(AssertionError):
         test_ledger.test_a_layer_talks_as_its_docstring_says(block, (2, 4))
@@ -129,7 +129,7 @@ def test_a_classic_custom_gradient_for_entering_is_wrong(monkeypatch, block):
     """Megatron's f, right where nothing is checked: under check_vma JAX has summed already, and dx comes mp times."""
     enter = jax.custom_vjp(lambda x: x)
     enter.defvjp(lambda x: (x, None), lambda _, dx: (lax.psum(dx, MP),))
-    monkeypatch.setattr(shmap_tp.transformer, "enter_parallel", enter)
+    monkeypatch.setattr(AllReduce, "enter", lambda self, x: enter(x))
     with wrong:
         compare(block)
 
@@ -137,18 +137,14 @@ def test_a_classic_custom_gradient_for_entering_is_wrong(monkeypatch, block):
 def test_a_classic_custom_gradient_for_leaving_is_refused(monkeypatch):
     leave = jax.custom_vjp(lambda x: lax.psum(x, MP))
     leave.defvjp(lambda x: (lax.psum(x, MP), None), lambda _, dx: (dx,))
-    monkeypatch.setattr(shmap_tp.transformer, "leave_parallel", leave)
+    monkeypatch.setattr(AllReduce, "leave", lambda self, x: leave(x))
     with refused_by_type:
         compare(BLOCKS[0])
 
 
 def test_parameters_that_do_not_vary_over_dp_are_seen(monkeypatch):
-    """Their gradients are then summed over dp by JAX, in every microbatch, and once more by us."""
-
-    def forget_the_parameters(tree: Any, axis: str) -> Any:
-        return tree if isinstance(tree, Transformer) else collectives.vary(tree, axis)
-
-    monkeypatch.setattr(shmap_tp.step, "vary", forget_the_parameters)
+    """Their gradients are then summed over dp by JAX, in every microbatch; right, and wasteful."""
+    monkeypatch.setattr(AllReduce, "at_home", lambda self, params: params)
     over_dp = [entry for entry in written(trace_step()) if entry.axis == DP]
     assert any(entry.direction == Direction.backward and entry.count > 1 for entry in over_dp)
 
@@ -228,6 +224,7 @@ def test_the_norm_of_optax_is_refused(monkeypatch):
         (shmap_tp.layers.attention, "key_value_2_of_8"),
         (shmap_tp.layers.embedding, "embedding"),
         (shmap_tp.layers.positions, "attention_alibi"),
+        (shmap_tp.collectives, "learned, sequence"),
         (shmap_tp.loss, None),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),

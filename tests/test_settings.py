@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tiny import FIRST
 
 from shmap_tp import settings
-from shmap_tp.config import Config, InputError, Precision
+from shmap_tp.config import Config, InputError, Precision, Wire
 from shmap_tp.settings import CONF, load, save, to_dict
 
 BASE = Path(FIRST).read_text()
@@ -143,6 +143,7 @@ OVERRIDES = {
     "mesh.mp=3": "mesh.mp=3 does not divide heads=8 (model bytes); use mesh.mp in {1, 2, 4, 8}",
     "model.ffn=510": "mesh.mp=4 does not divide ffn=510 (model bytes); use mesh.mp in {1, 2, 3, 5, 6, 10,",
     "model.vocabulary_multiple=3": "mesh.mp=4 does not divide the padded vocabulary=258 (model bytes); use",
+    "mesh.wire=ring": "mesh.wire=ring must be one of all_reduce, sequence",
     "model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=8; choose a divisor",
     "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 windows (train.batch / train.microbatches); "
     "use mesh.dp in {1, 2, 4, 8, 16}",
@@ -155,6 +156,14 @@ def test_a_bad_override_is_explained(override):
     assert OVERRIDES[override] in refusal(FIRST, override)
 
 
+def test_a_context_that_the_sequence_wire_cannot_cut():
+    assert load(FIRST, ["model.context=6"]).mesh.wire is Wire.all_reduce
+    said = refusal(FIRST, "model.context=6", "mesh.wire=sequence")
+    assert said == (
+        "mesh.mp=4 does not divide context=6 (model bytes, mesh.wire=sequence); use mesh.mp in {1, 2, 3, 6}"
+    )
+
+
 def test_grouped_heads_that_mp_neither_divides_nor_multiplies():
     said = refusal(
         FIRST, "model.heads=12", "model.kv_heads=4", "mesh.mp=6", "model.ffn=48", "model.vocabulary_multiple=6"
@@ -165,9 +174,9 @@ def test_grouped_heads_that_mp_neither_divides_nor_multiplies():
 
 
 FILES = {
-    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 55: not YAML, expected ',' or ']'"),
+    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 56: not YAML, expected ',' or ']'"),
     "a tab": ("run:\n\tname: x\n", ", line 2: not YAML, found character '\\t'"),
-    "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), "line 22: not YAML, found dup"),
+    "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), "line 23: not YAML, found dup"),
     "an unknown key": (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),
     "an unknown section": (BASE + "training:\n  steps: 3\n", "unknown key training; did you mean train?"),
     "a wrong type": (BASE.replace("steps: 300", "steps: many"), "train.steps=many must be of type int"),

@@ -186,12 +186,13 @@ def test_one_mesh_goes_on_where_any_other_stopped(tmp_path):
     assert compared == 25
 
 
-def test_a_run_goes_on_on_another_mesh(straight, copied):
+@pytest.mark.parametrize("override", ["mesh.dp=8 mesh.mp=1", "mesh.wire=sequence"])
+def test_a_run_goes_on_on_another_mesh_or_wire(straight, copied, override):
     run = copied / "run"
     for step in (6, 8):
         shutil.rmtree(run / "checkpoints" / str(step))
-    assert train.train(tiny(copied, "checkpoint.resume=must", "mesh.dp=8", "mesh.mp=1")) == 0
-    assert [line["mesh"] for line in lines(copied)] == [[2, 4]] * 4 + [[8, 1]] * 4
+    assert train.train(tiny(copied, "checkpoint.resume=must", *override.split())) == 0
+    assert [line["mesh"] for line in lines(copied)] == [[2, 4]] * 4 + [[2, 4] if "wire" in override else [8, 1]] * 4
     assert [line["loss"] for line in lines(copied)] == pytest.approx(
         [line["loss"] for line in lines(straight)], rel=1e-6
     )

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.collectives import enter_parallel
+from shmap_tp.collectives import vary
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, matmul
 from shmap_tp.layers.positions import AnyPositions
 from shmap_tp.mesh import MP
@@ -29,7 +29,8 @@ class KeyValueHeads(eqx.Module):
 
     Shapes  h[B T D], varying over mp (entered) -> k[B T N/mp K]; where mp > N, w is whole on every device, and k is the
             one head [B T 1 K] shared by all query heads here.
-    Wire    none here where mp <= N.  Where mp > N, backward: one all-reduce of dw (D N K values, float32) over mp.
+    Wire    none here where mp <= N.  Where mp > N, backward: one all-reduce of dw (D N K values, float32) over mp,
+            unless the wire made w vary over mp before: its gradient then meets with all others.
     """
 
     weight: Float[Array, "D N K"] = param(None, MP, None, whole_if_fewer=True)
@@ -43,7 +44,7 @@ class KeyValueHeads(eqx.Module):
         weight_DNK = self.weight
         if lax.axis_size(MP) > self.heads:
             mine = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
-            weight_DNK = lax.dynamic_slice_in_dim(enter_parallel(weight_DNK), mine, 1, axis=1)
+            weight_DNK = lax.dynamic_slice_in_dim(vary(weight_DNK, MP), mine, 1, axis=1)
         width, heads, head_dim = weight_DNK.shape
         k = matmul(h_BTD, weight_DNK.reshape(width, heads * head_dim))
         return k.reshape(*h_BTD.shape[:2], heads, head_dim)
@@ -52,8 +53,7 @@ class KeyValueHeads(eqx.Module):
 class Attention(eqx.Module):
     """y = softmax(q k' / sqrt(K) + bias, s <= t) v @ out, each device its own heads.
 
-    Wire    none here but KeyValueHeads' own where mp > N; entering and leaving cost one all-reduce of B T D values
-    each.
+    Wire    none here but KeyValueHeads' own where mp > N; entering and leaving cost what the wire in use says.
     """
 
     query: ColumnParallelLinear

@@ -30,7 +30,7 @@ class VocabParallelEmbedding(eqx.Module):
     """x = w[ids], each device looking up the ids that fall into its own rows.
 
     Shapes  ids[B T] of 0 <= id < V -> x[B T D] {+mp}, in `dtype`.
-    Wire    none here; leaving costs one all-reduce of x (B T D values) over mp in the forward pass, none backward.
+    Wire    none here; x is left, by the wire in use.
     """
 
     weight: Float[Array, "V D"] = param(MP, None)
@@ -50,7 +50,7 @@ class VocabParallelHead(eqx.Module):
     """logits = x @ w', each device scoring its own rows of the vocabulary.
 
     Shapes  x[B T D], varying over mp (entered) -> logits[B T V/mp], in x's dtype; padded rows are scored too.
-    Wire    none here; entering costs one all-reduce of dx (B T D values) over mp in the backward pass.
+    Wire    none here; x was entered, by the wire in use.
     """
 
     weight: Float[Array, "V D"] = param(MP, None)

@@ -8,7 +8,7 @@ B batch, T time, D features in, F features out.  F/mp: dim F cut along mp.  {+mp
     row      x[B T D/mp]  @ w[D/mp F]  ->  y[B T F] {+mp}
 
 Neither talks.  Whoever composes them enters before the columns and leaves after the rows, once for all the products in
-between: that is where the two all-reduces of a Megatron layer stand.
+between: that is where the two all-reduces of a Megatron layer stand, or whatever stands for them (`collectives`).
 """
 
 import equinox as eqx
@@ -23,7 +23,7 @@ class ColumnParallelLinear(eqx.Module):
     """y = x @ w, each device computing its own columns of y.  No bias.
 
     Shapes  x[B T D], varying over mp (entered) -> y[B T F/mp], in x's dtype; w is cast to it.
-    Wire    none here; entering costs one all-reduce of dx (B T D values) over mp in the backward pass.
+    Wire    none here; x was entered for all the columns that it meets.
     """
 
     weight: Float[Array, "D F"] = param(None, MP)
@@ -39,7 +39,7 @@ class RowParallelLinear(eqx.Module):
     """y = x @ w, each device adding up its own rows of w.  No bias.
 
     Shapes  x[B T D/mp] -> y[B T F] {+mp}, in x's dtype; w is cast to it.
-    Wire    none here; leaving costs one all-reduce of y (B T F values) over mp in the forward pass.
+    Wire    none here; y is left once, with whatever else is owed beside it.
     """
 
     weight: Float[Array, "D F"] = param(MP, None)

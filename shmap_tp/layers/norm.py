@@ -4,8 +4,9 @@ B batch, T time, D model width.
 
     x[B T D]  ->  y[B T D]      computed in float32 (or wider), returned in x's dtype; no wire
 
-x is whole on every device of mp, so every device computes the same y, and the scale's gradient is already complete over
-mp: nothing is summed.
+Positions are normalised one by one.  Where x is whole on every device of mp, every device computes the same y, and the
+scale's gradient is complete over mp.  Where a device has T/mp of them, it is {+mp}: the scale was made to vary over mp
+before (`collectives.SequenceParallel.at_home`), or JAX would sum its gradient here, layer by layer.
 """
 
 import equinox as eqx

@@ -7,7 +7,8 @@ B batch, T time, D model width, H heads on this device, K head dim.
     rotary    x                      rotated by position          None
     learned   x + w[:T]              q, k                         None
 
-No wire: positions are the same on every device, except that a head's slope goes by its number in the whole model.
+No wire: positions are the same on every device, except that a head's slope goes by its number in the whole model, and
+that x may be a part of time, T/mp, which the wire in use knows.
 """
 
 import math
@@ -19,6 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from shmap_tp.collectives import AnyWire
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
 
@@ -28,7 +30,7 @@ class Alibi(eqx.Module):
 
     heads: int = eqx.field(static=True)
 
-    def at_input(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def at_input(self, x_BTD: Float[Array, "B T D"], wire: AnyWire) -> Float[Array, "B T D"]:
         return x_BTD
 
     def on_heads(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
@@ -57,7 +59,7 @@ class Rotary(eqx.Module):
 
     base: float = eqx.field(static=True)
 
-    def at_input(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def at_input(self, x_BTD: Float[Array, "B T D"], wire: AnyWire) -> Float[Array, "B T D"]:
         return x_BTD
 
     def on_heads(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
@@ -81,8 +83,8 @@ class Learned(eqx.Module):
     def __init__(self, context: int, width: int, *, std: float, key: PRNGKeyArray):
         self.weight = std * jax.random.normal(key, (context, width))
 
-    def at_input(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return x_BTD + self.weight[: x_BTD.shape[1]].astype(x_BTD.dtype)[None]
+    def at_input(self, x_BTD: Float[Array, "B T D"], wire: AnyWire) -> Float[Array, "B T D"]:
+        return x_BTD + wire.beside(self.weight, x_BTD.shape[1]).astype(x_BTD.dtype)[None]
 
     def on_heads(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
         return x_BTHK

@@ -41,6 +41,8 @@ class Row:
     context: int
     microbatches: int
     remat: str
+    wire: str
+    """Of `explicit`; the compiler's twin is not told."""
     tokens_per_step: int
     peak_flops_per_device: float | None
     peak_source: str | None
@@ -95,6 +97,7 @@ def of_config(config: Config, devices: int, peak: Peak | None) -> dict:
         "context": model.context,
         "microbatches": config.train.microbatches,
         "remat": str(model.remat),
+        "wire": str(config.mesh.wire),
         "tokens_per_step": tokens,
         "peak_flops_per_device": peak.flops / devices if peak else None,
         "peak_source": peak.source if peak else None,
@@ -122,11 +125,12 @@ def describe(row: Row) -> str:
     where += f", {row.slices} slices" if row.slices > 1 else ""
     tile = f", mp on {'x'.join(map(str, row.tile))} (x, y, z, core)" if row.tile else ""
     program = "" if row.program == EXPLICIT else f"{row.program} of "
+    wire = f"; wire {row.wire}" if row.program == EXPLICIT else ""
     lines = [
         f"{row.kind.upper()}  {program}{row.model}, {_count(row.params)} parameters, on {where}",
         f"  mesh      dp={row.dp}, mp={row.mp}{tile}",
         f"  step      {row.global_batch} windows of {row.context} in {row.microbatches} microbatches = "
-        f"{row.tokens_per_step:,} tokens; remat {row.remat}",
+        f"{row.tokens_per_step:,} tokens; remat {row.remat}{wire}",
     ]
     if row.peak_bytes_per_device is not None:
         needs = human(int(row.peak_bytes_per_device))

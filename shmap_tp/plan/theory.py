@@ -8,13 +8,16 @@ layers.
     embedding        leaves with x[B T D]                                                              A times
     parallel block   enters with h[B T D], leaves with y[B T D]                                        A L times
     sequential       the same, twice; with remat full the attention leaves once more                   A L times
+    remat            dots and full enter once more whatever a block enters                             A L times
     key, value       where mp > N: backward all-reduce of dw[D N K] over mp, float32, each             A L times
     head             enters with h[B T D]                                                              A times
     cross entropy    forward one max and two all-reduces of [B T] over mp, float32                     A times
     step             over dp the count of targets, the loss, and every gradient; over mp the norm      once
     zero: optimizer  every gradient is reduce-scattered, and what was updated all-gathered             once
 
-What entering and leaving are is said by `entering` and `leaving`, and by nothing else.
+What entering and leaving are, by wire, is said by `entering` and `leaving`, and by nothing else.  With the sequence
+wire the step sums over mp, once, every gradient of what is whole there: norms, learned positions, and key and value
+where mp > N, which then are not summed A L times.
 """
 
 import math
@@ -23,7 +26,18 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from shmap_tp.config import Block, Config, Mlp, ModelConfig, Positions, Remat, Zero, padded_vocabulary
+from shmap_tp.config import (
+    Block,
+    Config,
+    MeshConfig,
+    Mlp,
+    ModelConfig,
+    Positions,
+    Remat,
+    Wire,
+    Zero,
+    padded_vocabulary,
+)
 from shmap_tp.mesh import DP, MP
 from shmap_tp.plan.ledger import Direction, Entry, Operation
 
@@ -44,15 +58,36 @@ class Travels:
 # The wires
 
 
-def entering(what: str, x: Travels) -> list[Entry]:
-    """`enter_parallel(x)`: backward one all-reduce of dx over mp."""
-    return [x.over(MP, f"{what} enter", Operation.all_reduce, Direction.backward)]
+def entering(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) -> list[Entry]:
+    """`enter` to a whole x, and once more where a recomputation needs it `again`.
+
+    all_reduce   forward nothing; backward one all-reduce of dx over mp
+    sequence     forward one all-gather over mp of the parts of x; backward one reduce-scatter of dx
+    """
+    what = f"{what} enter"
+    if mesh.wire == Wire.all_reduce:
+        return [x.over(MP, what, Operation.all_reduce, Direction.backward)]
+    part = replace(x, values=x.values // mesh.mp)
+    forward = [part.over(MP, what, Operation.all_gather, direction) for direction in _forward(again)]
+    return [*forward, x.over(MP, what, Operation.reduce_scatter, Direction.backward)]
 
 
-def leaving(what: str, x: Travels, *, again: bool = False) -> list[Entry]:
-    """`leave_parallel(x)`: forward one all-reduce of x over mp, and one more where a recomputation needs it `again`."""
-    directions = [Direction.forward, Direction.recompute] if again else [Direction.forward]
-    return [x.over(MP, f"{what} leave", Operation.all_reduce, direction) for direction in directions]
+def leaving(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) -> list[Entry]:
+    """`leave` with a whole x {+mp}, and once more where a recomputation needs it `again`.
+
+    all_reduce   forward one all-reduce of x over mp; backward nothing
+    sequence     forward one reduce-scatter of x over mp; backward one all-gather of the parts of dx
+    """
+    what = f"{what} leave"
+    if mesh.wire == Wire.all_reduce:
+        return [x.over(MP, what, Operation.all_reduce, direction) for direction in _forward(again)]
+    part = replace(x, values=x.values // mesh.mp)
+    forward = [x.over(MP, what, Operation.reduce_scatter, direction) for direction in _forward(again)]
+    return [*forward, part.over(MP, what, Operation.all_gather, Direction.backward)]
+
+
+def _forward(again: bool) -> list[Direction]:
+    return [Direction.forward, Direction.recompute] if again else [Direction.forward]
 
 
 def summing(axis: str, what: str, x: Travels) -> list[Entry]:
@@ -63,28 +98,36 @@ def summing(axis: str, what: str, x: Travels) -> list[Entry]:
 # The parts of a model
 
 
-def key_value(model: ModelConfig, mp: int, count: int) -> list[Entry]:
-    """Of one projection, key or value: where mp > N its weight is whole on every device, and the gradient summed."""
+def key_value(model: ModelConfig, mesh: MeshConfig, count: int) -> list[Entry]:
+    """Of one projection, key or value: where mp > N its weight is whole on every device, and the gradient summed: here,
+    or with the sequence wire after the last microbatch."""
+    if mesh.mp <= model.kv_heads or mesh.wire == Wire.sequence:
+        return []
     weight = Travels(model.width * model.kv_heads * model.head_dim, "float32", count)
-    return entering("key/value weight", weight) if mp > model.kv_heads else []
+    return [weight.over(MP, "key/value weight", Operation.all_reduce, Direction.backward)]
 
 
-def attention(model: ModelConfig, mp: int, count: int) -> list[Entry]:
-    return 2 * key_value(model, mp, count)
+def attention(model: ModelConfig, mesh: MeshConfig, count: int) -> list[Entry]:
+    return 2 * key_value(model, mesh, count)
 
 
-def block(model: ModelConfig, mp: int, x: Travels) -> list[Entry]:
+def block(model: ModelConfig, mesh: MeshConfig, x: Travels) -> list[Entry]:
     """A block that is entered with x and leaves with x.
 
-    With remat full a sequential block sums the attention again, because the norm of the MLP reads it; what a block
-    leaves with at its end is read by nothing in it.  Remat dots keeps whatever left.
+    What it entered with is never kept where anything is recomputed.  With remat full a sequential block sums the
+    attention again, because the norm of the MLP reads it; what a block leaves with at its end is read by nothing in it.
+    Remat dots keeps whatever left.
     """
-    within = attention(model, mp, x.count)
+    within, again = attention(model, mesh, x.count), model.remat != Remat.none
     if model.block == Block.parallel:
-        return [*within, *entering("block", x), *leaving("block", x)]
-    again = model.remat == Remat.full
-    halves = [*entering("attention", x), *leaving("attention", x, again=again), *entering("MLP", x), *leaving("MLP", x)]
-    return [*within, *halves]
+        return [*within, *entering(mesh, "block", x, again=again), *leaving(mesh, "block", x)]
+    return [
+        *within,
+        *entering(mesh, "attention", x, again=again),
+        *leaving(mesh, "attention", x, again=model.remat == Remat.full),
+        *entering(mesh, "MLP", x, again=again),
+        *leaving(mesh, "MLP", x),
+    ]
 
 
 def cross_entropy(positions: Travels) -> list[Entry]:
@@ -118,6 +161,7 @@ def parameters(model: ModelConfig, mp: int) -> dict[str, tuple[Shape, bool]]:
 def update(config: Config) -> list[Entry]:
     """The gradients over dp, the norm, and where dp shares the update, what has been updated.
 
+    With the sequence wire, over mp before that, the gradients of what mp does not cut.
     A parameter is shared if dp divides one of its dims on a device.  The squares of the norm are summed over just the
     axes that cut a gradient: one all-reduce for each such set of axes.
     """
@@ -126,6 +170,8 @@ def update(config: Config) -> list[Entry]:
         is_shared = config.mesh.zero == Zero.optimizer and any(size % config.mesh.dp == 0 for size in shape)
         axes.add((DP,) * is_shared + (MP,) * cut_by_mp)
         whole = Travels(math.prod(shape), "float32", 1)
+        if config.mesh.wire == Wire.sequence and not cut_by_mp:
+            entries += summing(MP, f"gradient of {name}", whole)
         if is_shared:
             part = replace(whole, values=whole.values // config.mesh.dp)
             entries.append(whole.over(DP, f"gradient of {name}", Operation.reduce_scatter, Direction.once))
@@ -141,14 +187,14 @@ def update(config: Config) -> list[Entry]:
 
 def _forward_and_backward(config: Config, dtype: DTypeLike) -> list[Entry]:
     """All that travels for the sake of the microbatches, in a step."""
-    model, mp, times = config.model, config.mesh.mp, config.train.microbatches
-    positions = config.train.batch // (times * config.mesh.dp) * model.context
+    model, mesh, times = config.model, config.mesh, config.train.microbatches
+    positions = config.train.batch // (times * mesh.dp) * model.context
     x = Travels(positions * model.width, jnp.dtype(dtype).name, times)
     wide = jnp.promote_types(dtype, jnp.float32).name
     return [
-        *leaving("embedding", x),
-        *block(model, mp, replace(x, count=times * model.layers)),
-        *entering("head", x),
+        *leaving(mesh, "embedding", x),
+        *block(model, mesh, replace(x, count=times * model.layers)),
+        *entering(mesh, "head", x),
         *cross_entropy(Travels(positions, wide, times)),
     ]
 

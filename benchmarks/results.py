@@ -102,6 +102,7 @@ def predicted() -> str:
             f"{row['chips']} x {row['device_kind']}" + (f" x {row['slices']} slices" if row["slices"] > 1 else ""),
             f"({row['dp']}, {row['mp']}) on {'x'.join(map(str, row['tile'] or []))}",
             f"{row['tokens_per_step']:,} / {row['microbatches']}",
+            f"{row.get('wire', 'all_reduce')}, {row['remat']}",
             seconds(row["step_seconds"]),
             f"{row['tokens_per_second_per_chip']:,.0f}" if row["tokens_per_second_per_chip"] else "-",
             f"{percent(row['mfu'])} / {percent(row['hfu'])}",
@@ -111,9 +112,16 @@ def predicted() -> str:
         ]
         for row in found
     ]
-    columns = ["model", "chips", "mesh", "tokens a step / microbatches", "step s", "tokens/s a chip", "MFU / HFU"]
-    columns += ["exposed wires", "GiB a device", "compile s"]
-    return f"## Steps on TPU slices, {kinds(found)}\n\n{commands(found)}\n\n{table(columns, lines)}\n"
+    columns = ["model", "chips", "mesh", "tokens a step / microbatches", "wire, remat", "step s"]
+    columns += ["tokens/s a chip", "MFU / HFU", "exposed wires", "GiB a device", "compile s"]
+    return f"## Steps on TPU slices, {kinds(found)}\n\n{commands(found)}\n\n{table(columns, lines)}\n{BASELINE}"
+
+
+BASELINE = """
+MaxText's step for the 6B GPT-J shape, compiled and replayed the same way, takes 2.22 s on the V3-32, 2.49 s on the 16
+chips of v4, 1.26 s on the 16 of v5e for the same tokens: ours takes 1.11, 1.24 and 0.91 of that.  On v4 it loses in the
+attention, which is plain XLA in chunks here and a kernel there, and in wires that nothing hides.
+"""
 
 
 def kinds(found: list[dict]) -> str:

@@ -41,7 +41,7 @@ def flags(description: str) -> argparse.ArgumentParser:
 
 def configuration(arguments: argparse.Namespace, model: str, rows: int, parts: int) -> Config:
     """conf/config.yaml with what the flags say.  Where they do not: this model, `parts` microbatches of `rows` windows
-    on each part of dp, and dp sharing the optimizer's state.  Raises InputError."""
+    on each part of dp, sequence parallelism, and dp sharing the optimizer's state.  Raises InputError."""
     check(arguments)
     parts = arguments.microbatches or parts
     batch = arguments.batch
@@ -55,6 +55,7 @@ def configuration(arguments: argparse.Namespace, model: str, rows: int, parts: i
         f"mesh.mp={arguments.mp}",
         f"train.batch={batch}",
         f"train.microbatches={parts}",
+        "mesh.wire=sequence",
         "mesh.zero=optimizer",
     ]
     given += [f"model.context={arguments.context}"] if arguments.context is not None else []

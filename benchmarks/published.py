@@ -63,6 +63,11 @@ def t5x(tile: str, rate: float, batch: int, microbatches: int) -> Published:
 WIDE_13B = ("model.width=5120", "model.layers=40", "model.heads=40", "model.kv_heads=40", "model.head_dim=128")
 WIDE_13B += ("model.ffn=20480", "model.name=13b")
 
+PALM = ("model.name=palm_540b", "model.width=18432", "model.layers=118", "model.heads=48", "model.kv_heads=1")
+PALM += ("model.head_dim=256", "model.ffn=73728", "model.mlp=swiglu", "model.positions=rotary", "model.tied=true")
+PALM += ("model.vocabulary=256000", "model.vocabulary_multiple=6144", "model.context=2048")
+"""Chowdhery et al. 2022, "PaLM", table 1, https://arxiv.org/abs/2204.02311"""
+
 TABLE = [
     Published("transformer_shmap 2.83B, v2-32", "mfu", 0.63, "v2", (4, 4), (4, 8), "2_8b", 1024, 32),
     Published("transformer_shmap 6.86B, v3-32", "mfu", 0.44, "v3", (4, 4), (4, 8), "6_9b", 1024, 32),
@@ -82,9 +87,9 @@ TABLE = [
     t5x("2,4,2,1", 300e3, 896, 4),
     t5x("4,2,2,1", 304e3, 896, 4),
     t5x("4,2,2,1", 322e3, 5376, 24),
+    Published("PaLM 540B, 6144 v4", "mfu", 0.462, "v4", (12, 16, 16), (128, 48), "6_9b", 2048, 16, PALM, slices=2),
     Published("PyTorch/XLA FSDP 128B, v4-512", "mfu", 0.29, "v4", (4, 8, 8), (16, 16), "gpt2_128b", 1024, 64),
 ]
-"""PaLM's 540B on 6144 chips is left out: two pods; weights and gradients alone are 84 GiB a chip at mp = 48 heads."""
 
 
 def main(arguments: argparse.Namespace) -> None:

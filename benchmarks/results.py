@@ -207,6 +207,11 @@ def observed() -> str:
     return "## What was seen\n\n" + table(["what", "value", "kind", "command"], lines) + "\n"
 
 
-if __name__ == "__main__":
+def text() -> str:
+    """The whole of RESULTS.md."""
     parts = [HEAD, published(), predicted(), gpu(), layerwise(), cpu(), observed()]
-    (HERE / "RESULTS.md").write_text("\n".join(part for part in parts if part))
+    return "\n".join(part for part in parts if part)
+
+
+if __name__ == "__main__":
+    (HERE / "RESULTS.md").write_text(text())

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+import results
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shmap_tp"
@@ -88,3 +89,8 @@ def test_the_check_is_never_switched_off(file):
     """check_vma=True is the default of shard_map: a forgotten collective does not compile."""
     for node in ast.walk(ast.parse(file.read_text())):
         assert not (isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")), node.value.lineno
+
+
+def test_the_results_are_what_their_json_says():
+    """Otherwise: python benchmarks/results.py"""
+    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == results.text()

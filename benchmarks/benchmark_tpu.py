@@ -58,7 +58,7 @@ def way(config: Config, arguments: Namespace) -> Callable[[Builder], Made]:
 
 def slice_is_here(config: Config, version: str) -> bool:
     """Whether JAX's own devices are the slice that is asked for.  JAX is asked on machines with TPUs only: elsewhere
-    libtpu would look for them for minutes."""
+    libtpu would look for them, and complain."""
     if not (glob("/dev/accel*") or glob("/dev/vfio/[0-9]*")):
         jax.config.update("jax_platforms", "cpu")
         return False

@@ -58,6 +58,10 @@ class Generation:
     source: str
     """Where `link_rate` and `wraps_at` come from."""
 
+    def wraps(self, side: int) -> bool:
+        """Whether a side of so many chips closes to a ring."""
+        return side % self.wraps_at == 0
+
 
 CLOUD = "cloud.google.com/tpu/docs, bf16"
 NVIDIA = "NVIDIA data sheet, bf16 dense"

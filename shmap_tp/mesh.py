@@ -87,7 +87,7 @@ class Torus:
         grid[tuple(at.T)] = devices
         if grid.size != len(devices):
             return None
-        return cls(grid, tuple(side % made.wraps_at == 0 for side in grid.shape[1:4]))
+        return cls(grid, tuple(made.wraps(side) for side in grid.shape[1:4]))
 
     @property
     def sides(self) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ def loss_and_gradients(
     """
     at_home = objective.wire.at_home(params)
     counted = counted_tokens(tokens_ABT)
-
+    # The transpose of the layer scan adds each layer's gradient to its total in place: no stack of them exists beside.
     totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), at_home)
 
     def microbatch(total: Array, tokens_BT: Array) -> tuple[Array, None]:

@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -121,7 +122,7 @@ def append(row: dict, file: Path) -> None:
         raise InputError(f"{file} cannot be written: {error.strerror}; choose another --json") from error
 
 
-def door(run) -> int:
+def door(run: Callable[[], None]) -> int:
     """Call `run`; an InputError ends in two lines and exit code 2."""
     try:
         run()

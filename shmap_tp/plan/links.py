@@ -85,7 +85,7 @@ class Links:
 
     def wraps(self, dim: int) -> bool:
         """Whether this side of the slice closes to a ring."""
-        return self.sides[dim] % self.generation.wraps_at == 0
+        return self.generation.wraps(self.sides[dim])
 
     def _spread(self, group: Sequence[int]) -> tuple[float, int]:
         """(bytes/s that every device of the group can take in, links of the longest way)."""

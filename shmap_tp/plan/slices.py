@@ -113,10 +113,7 @@ def shapes(made: Generation) -> list[tuple[int, ...]]:
 
 
 def topology_devices(asked: Slice) -> list[jax.Device]:
-    """The devices of a slice, to compile for.  Raises InputError where libtpu is missing or knows no such slice.
-
-    JAX's own default stays the CPU: without a TPU, looking for one takes libtpu minutes.
-    """
+    """The devices of a slice, to compile for.  Raises InputError where libtpu is missing or knows no such slice."""
     if importlib.util.find_spec("libtpu") is None:
         raise InputError("predicting needs the TPU compiler, libtpu, which is not installed: pip install -e '.[tpu]'")
     for name, value in ALONE.items():

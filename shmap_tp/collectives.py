@@ -16,6 +16,7 @@ B batch, T time, D model width.  T/mp: dim T cut along mp.  {+mp}: a sum over mp
     sum_over         all-reduce over the axis                         nothing
     meet_over        all-reduce over the axis, where owed             not differentiated
     scatter_sum      reduce-scatter over the axis                     not differentiated
+    gather           all-gather over the axis                         reduce-scatter of the gradient
     gather_whole     all-gather over the axis                         not differentiated
 
 In a ring an all-reduce sends as much as a reduce-scatter and an all-gather of the same whole array.  So the two wires
@@ -127,15 +128,21 @@ def meet_over(axis: str, gradients: Any, params: Any) -> Any:
 
 def scatter_sum(x: Float[Array, "..."], axis: str, dim: int) -> Float[Array, "..."]:
     """x {+axis} -> the part of the sum along `dim` that is this device's: one reduce-scatter over `axis`, of x."""
-    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
+
+
+def gather(x: Float[Array, "..."], axis: str, dim: int) -> Float[Array, "..."]:
+    """The parts of x along `dim` -> x, about to be used differently on each device: one all-gather over `axis`, of x.
+    Backward: one reduce-scatter of dx, in x's dtype."""
+    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True)
 
 
 def own_part(x: Float[Array, "..."], axis: str, dim: int) -> Float[Array, "..."]:
     """x, whole over `axis` -> its part along `dim` that is this device's.  Nothing travels."""
     size = x.shape[dim] // lax.axis_size(axis)
-    return lax.dynamic_slice_in_dim(vary(x, axis), lax.axis_index(axis) * size, size, dim)
+    return lax.dynamic_slice_in_dim(vary(x, axis), lax.axis_index(axis) * size, size, dim % x.ndim)
 
 
 def gather_whole(x: Float[Array, "..."], axis: str, dim: int) -> Float[Array, "..."]:
     """The parts of x along `dim` -> x, typed as whole over `axis`: one all-gather over it, of x."""
-    return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
+    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying")

@@ -52,6 +52,7 @@ class Precision(StrEnum):
 class Zero(StrEnum):
     none = "none"
     optimizer = "optimizer"
+    parameters = "parameters"
 
 
 class Resume(StrEnum):
@@ -86,7 +87,7 @@ class MeshConfig:
     takes the tile with the fewest hops."""
     zero: Zero
     """What dp shares out instead of keeping it everywhere.  none: nothing.  optimizer: the optimizer's state and update
-    (ZeRO-1)."""
+    (ZeRO-1).  parameters: the weights as well, gathered layer by layer (ZeRO-3, FSDP)."""
     processes: int
     """How many processes train together, one per host.  Start the same command on each: they find each other by their
     TPU, GKE or Slurm environment."""

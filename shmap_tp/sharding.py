@@ -70,23 +70,24 @@ def optimizer_specs(optimizer: optax.GradientTransformation, model: Any, specs: 
     return optax.tree_map_params(optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: P())
 
 
-def cut_further(shapes: Any, specs: Any, axis: str, axis_sizes: dict[str, int]) -> Any:
-    """`specs` with the first dim of each array whose part on a device `axis` divides cut along it, too."""
+def cut_further(model: eqx.Module, specs: Any, axis: str, axis_sizes: dict[str, int]) -> Any:
+    """`specs` of `model` (arrays or shapes), each matrix cut along `axis`, too: along the first of its dims whose part
+    on a device `axis` divides, the layers of a stack being no such dim; where there is none, its spec as it is."""
 
-    def further(shape: Any, spec: P) -> P:
-        dims = (*spec, *(None,) * (len(shape.shape) - len(spec)))
-        for i, (size, axes) in enumerate(zip(shape.shape, dims, strict=True)):
-            axes = _together(axes)
-            if size // math.prod(axis_sizes[a] for a in axes) % axis_sizes[axis] == 0:
-                return P(*dims[:i], (*axes, axis), *dims[i + 1 :])
+    def further(path: tuple, leaf: Any, spec: P) -> P:
+        metadata, is_stacked = _declaration(model, path)
+        for i in range(is_stacked, len(leaf.shape) if len(metadata["axes"]) > 1 else 0):
+            axes = _together(spec[i])
+            if leaf.shape[i] // math.prod(axis_sizes[a] for a in axes) % axis_sizes[axis] == 0:
+                return P(*spec[:i], (*axes, axis), *spec[i + 1 :])
         return spec
 
-    return jax.tree.map(further, shapes, specs)
+    return tree_util.tree_map_with_path(further, model, specs)
 
 
 def cut_dim(spec: P, axis: str) -> int | None:
-    """The dim that a spec cuts along `axis`."""
-    return next((i for i, axes in enumerate(spec) if axis in _together(axes)), None)
+    """The dim that a spec cuts along `axis`, counted from the last."""
+    return next((i - len(spec) for i, axes in enumerate(spec) if axis in _together(axes)), None)
 
 
 def _together(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from shmap_tp.mesh import DP, MP
 from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
 from shmap_tp.sharding import named, optimizer_specs, partition_specs
 from shmap_tp.transformer import Transformer
-from shmap_tp.zero import Owners, owned_specs, owners
+from shmap_tp.zero import shared_out
 
 TOKENS = P(None, DP, None)
 """tokens[A B/dp T+1]: the layout of a step's batch."""
@@ -48,12 +48,14 @@ class Objective(eqx.Module):
     z_loss: float
     dtype: DTypeLike
     wire: AnyWire = eqx.field(static=True)
+    owners: Any = eqx.field(static=True)
+    """A tree like the parameters: who keeps, uses and updates what of each (`zero`)."""
 
     def __call__(
         self, params: Transformer, tokens_BT: Int[Array, "B T"], counted: Array
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """This device's share of (the objective, the cross entropy), `counted` being the tokens of the whole step."""
-        logits_BTV = params(tokens_BT[:, :-1], self.dtype, self.wire)
+        logits_BTV = params(tokens_BT[:, :-1], self.dtype, self.wire, self.owners)
         nll_BT, logz_BT = vocab_parallel_cross_entropy(logits_BTV, tokens_BT[:, 1:], self.vocabulary)
         loss = jnp.sum(nll_BT) / counted
         return loss + self.z_loss * jnp.sum(jnp.square(logz_BT)) / counted, loss
@@ -65,12 +67,14 @@ def counted_tokens(tokens_ABT: Int[Array, "A B T"]) -> Float[Array, ""]:
 
 
 def loss_and_gradients(
-    objective: Objective, params: Transformer, tokens_ABT: Int[Array, "A B T"], owners: Owners
+    objective: Objective, params: Transformer, tokens_ABT: Int[Array, "A B T"]
 ) -> tuple[Float[Array, ""], Transformer]:
-    """(cross entropy, gradients) of the whole step, in the parameters' dtype: of each parameter what this device owns.
+    """(cross entropy, gradients) of the whole step, in the parameters' dtype: of each parameter what this device
+    updates.
 
-    Wire    over mp what the model and the loss say, per microbatch; over dp one all-reduce of every gradient, once, or
-            one reduce-scatter where its owners share it.  SequenceParallel: over mp one all-reduce of each gradient of
+    Wire    over mp what the model and the loss say, per microbatch; over dp, once, one all-reduce of every gradient, or
+            one reduce-scatter where dp shares the update; where it shares the weight, an all-gather and a
+            reduce-scatter for each use, per microbatch.  SequenceParallel: over mp one all-reduce of each gradient of
             what is whole there, once.
     """
     at_home = objective.wire.at_home(params)
@@ -86,7 +90,8 @@ def loss_and_gradients(
     loss, _ = lax.scan(microbatch, vary(jnp.zeros(()), DP), tokens_ABT)
     gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_meets"):
-        return sum_over(loss, DP), owners.meet(meet_over(MP, gradients, params))
+        met = jax.tree.map(lambda owner, dw: owner.meet(dw), objective.owners, gradients)
+        return sum_over(loss, DP), meet_over(MP, met, params)
 
 
 class Programs(eqx.Module):
@@ -108,19 +113,17 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
     """The programs of `config` on `mesh`, computing in `dtype`; nothing is compiled before its first call."""
     optimizer = make_optimizer(config.optimizer)
     schedule = learning_rate_schedule(config.optimizer)
-    objective = Objective(config.model.vocabulary, config.train.z_loss, dtype, WIRES[config.mesh.wire])
-
     def init() -> State:
         params = Transformer(config.model, key=jax.random.key(config.run.seed))
         return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
     def step(state: State, tokens_ABT: Array) -> tuple[State, dict[str, Array]]:
-        loss, gradients = loss_and_gradients(objective, state.params, tokens_ABT, owns)
+        loss, gradients = loss_and_gradients(objective, state.params, tokens_ABT)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
-            own = owns.own(state.params)
+            own = jax.tree.map(lambda owner, w: owner.own(w), owners, state.params)
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, own)
-            params = owns.whole(optax.apply_updates(own, updates))
+            params = jax.tree.map(lambda owner, w: owner.keep(w), owners, optax.apply_updates(own, updates))
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": schedule(state.step)}
         return State(params, optimizer_state, state.step + 1), metrics
 
@@ -129,7 +132,9 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
         return sum_over(jnp.sum(lax.map(lambda tokens_BT: objective(params, tokens_BT, counted)[1], tokens_ABT)), DP)
 
     shapes = jax.eval_shape(init)
-    specs, owns = state_specs(shapes, optimizer, mesh, config.mesh.zero)
+    specs, owners = state_specs(shapes, optimizer, mesh, config.mesh.zero)
+    wire = WIRES[config.mesh.wire]
+    objective = Objective(config.model.vocabulary, config.train.z_loss, dtype, wire, owners)
     shardings = named(mesh, specs)
     parts = config.train.microbatches
     tokens = (parts, config.train.batch // parts, config.model.context + 1)
@@ -145,9 +150,9 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
     )
 
 
-def state_specs(shapes: State, optimizer: optax.GradientTransformation, mesh: Mesh, zero: Zero) -> tuple[Any, Owners]:
-    """(PartitionSpecs of a State, who updates what): declared by the layers, derived for the optimizer."""
-    specs = partition_specs(shapes.params, dict(mesh.shape))
-    owned = owned_specs(zero, shapes.params, specs, dict(mesh.shape))
-    whole = (specs, optimizer_specs(optimizer, shapes.params, owned), P())
-    return eqx.tree_at(lambda state: (state.params, state.optimizer, state.step), shapes, whole), owners(owned)
+def state_specs(shapes: State, optimizer: optax.GradientTransformation, mesh: Mesh, zero: Zero) -> tuple[Any, Any]:
+    """(PartitionSpecs of a State, the owner of each parameter): declared by the layers, derived for the rest."""
+    sizes = dict(mesh.shape)
+    kept, updated, owners = shared_out(zero, shapes.params, partition_specs(shapes.params, sizes), sizes)
+    whole = (kept, optimizer_specs(optimizer, shapes.params, updated), P())
+    return eqx.tree_at(lambda state: (state.params, state.optimizer, state.step), shapes, whole), owners

@@ -17,6 +17,8 @@ What the residual stream is between regions, and what entering and leaving are, 
 where an all-reduce is as much as the two others together.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 from jax import lax
@@ -30,17 +32,33 @@ from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead,
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, AnyPositions, Learned, Rotary
+from shmap_tp.mesh import DP
 from shmap_tp.sharding import stacked
+from shmap_tp.zero import are_gathered, use
 
 NORMS = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
 MLPS = {Mlp.gelu: GeluMlp, Mlp.swiglu: SwigluMlp}
+LAYOUT = {
+    *("reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "dynamic_slice", "slice"),
+    *("pvary", "pcast"),
+}
+
+
+def all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keep everything but weights that were gathered over dp, and what is only another view of an array."""
+    gathered = primitive.name == "all_gather" and DP in params["axis_name"]
+    return not gathered and primitive.name not in LAYOUT
+
+
 POLICIES = {
+    Remat.none: all_but_weights,
     Remat.full: jax.checkpoint_policies.nothing_saveable,
     Remat.dots: jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names(LEFT),
     ),
 }
+"""What the backward pass finds kept.  None of them keeps a weight that dp shares: it is gathered again."""
 
 
 def _attention(config: ModelConfig, key: PRNGKeyArray) -> Attention:
@@ -138,21 +156,26 @@ class Transformer(eqx.Module):
         self.head = None if config.tied else VocabParallelHead(*table, std=config.init_std, key=key_head)
         self.remat = config.remat
 
-    def __call__(self, ids_BT: Int[Array, "B T"], dtype: DTypeLike, wire: AnyWire) -> Float[Array, "B T V"]:
-        """ids[B T] -> logits[B T V/mp], computed in `dtype`."""
+    def __call__(
+        self, ids_BT: Int[Array, "B T"], dtype: DTypeLike, wire: AnyWire, owners: Any
+    ) -> Float[Array, "B T V"]:
+        """ids[B T] -> logits[B T V/mp], computed in `dtype`; `owners` is a tree like this one (`zero.owners`)."""
         with jax.named_scope("embedding"):
-            x_BTD = self.positions.at_input(wire.leave(self.embedding(ids_BT, dtype)), wire)
+            embedding, positions = use(owners.embedding, self.embedding, dtype), use(owners.positions, self.positions, dtype)
+            x_BTD = positions.at_input(wire.leave(embedding(ids_BT, dtype)), wire)
 
         def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
-            return block(x_BTD, self.positions, wire), None
+            return use(owners.blocks, block, dtype)(x_BTD, positions, wire), None
 
-        if self.remat != Remat.none:
+        if self.remat != Remat.none or are_gathered(owners.blocks):
             layer = jax.checkpoint(layer, policy=POLICIES[self.remat], prevent_cse=False)
         with jax.named_scope("blocks"):
             x_BTD, _ = lax.scan(layer, x_BTD, self.blocks)
         with jax.named_scope("head"):
             h_BTD = wire.enter(self.norm(x_BTD))
-            return score(h_BTD, self.embedding.weight) if self.head is None else self.head(h_BTD)
+            if self.head is None:
+                return score(h_BTD, use(owners.embedding, self.embedding, dtype).weight)
+            return use(owners.head, self.head, dtype)(h_BTD)
 
 
 def _positions(config: ModelConfig, key: PRNGKeyArray) -> AnyPositions:

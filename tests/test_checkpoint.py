@@ -96,20 +96,20 @@ def test_the_bits_saved_are_the_bits_restored_on_every_mesh(programs, tmp_path, 
             assert all(jax.tree.leaves(laid_out)), target
 
 
-def test_the_bits_are_the_same_whoever_keeps_the_optimizer_state(tmp_path):
-    """Saved where dp shares it out, restored where all keep all of it, and the other way round."""
+def test_the_bits_are_the_same_whoever_keeps_them(tmp_path):
+    """Saved where dp shares out the optimizer's state, or the weights too, or nothing, and restored on each of them."""
 
     def made(dp: int, mp: int, zero: str) -> Programs:
         config = tiny(tmp_path, f"mesh.dp={dp}", f"mesh.mp={mp}", f"mesh.zero={zero}")
         return build_programs(config, make_mesh(config.mesh, jax.devices()[: dp * mp]), jnp.float32)
 
-    shared, whole = made(4, 2, "optimizer"), made(2, 4, "none")
+    levels = [made(4, 2, "optimizer"), made(2, 4, "none"), made(8, 1, "parameters"), made(2, 2, "parameters")]
     with Checkpoints(settings(tmp_path), print) as checkpoints:
-        for step, source in enumerate([shared, whole]):
+        for step, source in enumerate(levels):
             state = random_state(source, seed=step)
             checkpoints.save(step, state, FACTS)
             checkpoints.wait()
-            for target in [shared, whole]:
+            for target in levels:
                 assert bits(checkpoints.restore(step, target.shapes)) == bits(state)
 
 

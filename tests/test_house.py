@@ -11,10 +11,10 @@ PACKAGE = ROOT / "shmap_tp"
 
 FLOORS = [
     {"config", "disk", "settings", "mesh", "hardware"},  # words
-    {"sharding", "collectives", "flops"},  # facts about arrays
+    {"sharding", "collectives", "zero", "flops"},  # facts about arrays
     {"layers"},  # the product
     {"transformer", "loss"},  # the model
-    {"optimizer", "zero", "data", "sources", "tokenizer", "prepare", "metrics", "stop"},  # what training needs
+    {"optimizer", "data", "sources", "tokenizer", "prepare", "metrics", "stop"},  # what training needs
     {"step", "checkpoint", "train"},  # running; a checkpoint holds the step's State
     {"plan"},  # beside it: what would run elsewhere
 ]

@@ -62,12 +62,12 @@ LAYERS = {
     "learned": lambda x, mesh: [],
     "rotary": lambda x, mesh: [],
     "key_value_2_of_8": lambda x, mesh: [*entering(mesh, "x", x), *key_value(model("kv_heads=2"), mesh, 1)],
-    "attention_alibi": lambda x, mesh: [*across(x, mesh), *attention(model(), mesh, 1)],
+    "attention_alibi": lambda x, mesh: [*across(x, mesh), *attention(model(), mesh, x)],
     "attention_alibi_24_heads": lambda x, mesh: [
-        *across(x, mesh), *attention(model("heads=24", "kv_heads=24"), mesh, 1)
+        *across(x, mesh), *attention(model("heads=24", "kv_heads=24"), mesh, x)
     ],
     "attention_rotary_1_of_8_in_chunks_of_3": lambda x, mesh: [
-        *across(x, mesh), *attention(model("kv_heads=1"), mesh, 1)
+        *across(x, mesh), *attention(model("kv_heads=1"), mesh, x)
     ],
     "parallel_block_2_of_8": lambda x, mesh: block(model("kv_heads=2"), mesh, x),
     "sequential_block": lambda x, mesh: block(model("block=sequential"), mesh, x),
@@ -126,6 +126,8 @@ PROGRAMS = {
     "in chunks, full": "attention_chunk=3 remat=full",
     "2 key/value heads": "kv_heads=2 positions=rotary mlp=swiglu norm=rmsnorm",
     "shared update": "kv_heads=2 positions=learned mesh.zero=optimizer",
+    "shared weights": "kv_heads=2 positions=learned mesh.zero=parameters",
+    "shared weights, tied, full": "kv_heads=2 tied=true remat=full block=sequential mlp=swiglu mesh.zero=parameters",
     "1 key/value head, sequential full": "kv_heads=1 block=sequential remat=full positions=learned tied=true",
 }
 

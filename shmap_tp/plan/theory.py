@@ -9,11 +9,14 @@ layers.
     parallel block   enters with h[B T D], leaves with y[B T D]                                        A L times
     sequential       the same, twice; with remat full the attention leaves once more                   A L times
     remat            dots and full enter once more whatever a block enters                             A L times
-    key, value       where mp > N: backward all-reduce of dw[D N K] over mp, float32, each             A L times
+    key, value       where mp > N: backward all-reduce of dw[D N K] over mp, float32, each;            A L times
+                     in the dtype of the activations where dp shares the weight
     head             enters with h[B T D]                                                              A times
     cross entropy    forward one max and two all-reduces of [B T] over mp, float32                     A times
     step             over dp the count of targets, the loss, and every gradient; over mp the norm      once
-    zero: optimizer  every gradient is reduce-scattered, and what was updated all-gathered             once
+    zero: optimizer  a matrix's gradient is reduce-scattered instead, its update all-gathered          once
+    zero: parameters a matrix is all-gathered, that of a block in the backward pass again              A times a layer
+                     and its gradient reduce-scattered, both in the dtype of the activations           A times a layer
 
 What entering and leaving are, by wire, is said by `entering` and `leaving`, and by nothing else.  With the sequence
 wire the step sums over mp, once, every gradient of what is whole there: norms, learned positions, and key and value
@@ -98,17 +101,20 @@ def summing(axis: str, what: str, x: Travels) -> list[Entry]:
 # The parts of a model
 
 
-def key_value(model: ModelConfig, mesh: MeshConfig, count: int) -> list[Entry]:
-    """Of one projection, key or value: where mp > N its weight is whole on every device, and the gradient summed: here,
-    or with the sequence wire after the last microbatch."""
+def key_value(model: ModelConfig, mesh: MeshConfig, count: int, dtype: DTypeLike = jnp.float32) -> list[Entry]:
+    """Of one projection, key or value: where mp > N its weight is whole on every device of mp, and its gradient, in the
+    `dtype` that it is used in, summed: here, or with the sequence wire after the last microbatch."""
     if mesh.mp <= model.kv_heads or mesh.wire == Wire.sequence:
         return []
-    weight = Travels(model.width * model.kv_heads * model.head_dim, "float32", count)
+    weight = Travels(model.width * model.kv_heads * model.head_dim, jnp.dtype(dtype).name, count)
     return [weight.over(MP, "key/value weight", Operation.all_reduce, Direction.backward)]
 
 
-def attention(model: ModelConfig, mesh: MeshConfig, count: int) -> list[Entry]:
-    return 2 * key_value(model, mesh, count)
+def attention(model: ModelConfig, mesh: MeshConfig, x: Travels) -> list[Entry]:
+    """In a region that is entered with x."""
+    weight = parameters(model, mesh.mp)["key"]
+    gathered = mesh.zero == Zero.parameters and weight.is_shared(mesh.dp)
+    return 2 * key_value(model, mesh, x.count, x.dtype if gathered else jnp.float32)
 
 
 def block(model: ModelConfig, mesh: MeshConfig, x: Travels) -> list[Entry]:
@@ -118,7 +124,7 @@ def block(model: ModelConfig, mesh: MeshConfig, x: Travels) -> list[Entry]:
     attention again, because the norm of the MLP reads it; what a block leaves with at its end is read by nothing in it.
     Remat dots keeps whatever left.
     """
-    within, again = attention(model, mesh, x.count), model.remat != Remat.none
+    within, again = attention(model, mesh, x), model.remat != Remat.none
     if model.block == Block.parallel:
         return [*within, *entering(mesh, "block", x, again=again), *leaving(mesh, "block", x)]
     return [
@@ -139,45 +145,81 @@ def cross_entropy(positions: Travels) -> list[Entry]:
     ]
 
 
-Shape = tuple[int, ...]
+@dataclass(frozen=True)
+class Parameter:
+    """An array of one layer, as mp leaves it to a device, and of how many layers there is one."""
+
+    shape: tuple[int, ...]
+    cut_by_mp: bool
+    layers: int = 1
+
+    def is_shared(self, dp: int) -> bool:
+        """A matrix, if dp divides one of its dims."""
+        return len(self.shape) > 1 and any(size % dp == 0 for size in self.shape)
+
+    def travels(self, dtype: str, *, together: bool) -> Travels:
+        """All layers together, once, or one after the other."""
+        size = math.prod(self.shape)
+        return Travels(size * self.layers, dtype, 1) if together else Travels(size, dtype, self.layers)
 
 
-def parameters(model: ModelConfig, mp: int) -> dict[str, tuple[Shape, bool]]:
-    """Of each parameter, all layers of it: (its shape on one device, whether mp cuts it)."""
+def parameters(model: ModelConfig, mp: int) -> dict[str, Parameter]:
     width, layers, heads_are_cut = model.width, model.layers, mp <= model.kv_heads
-    table = (padded_vocabulary(model) // mp, width), True
+    table = Parameter((padded_vocabulary(model) // mp, width), cut_by_mp=True)
     query, ffn = model.heads * model.head_dim // mp, model.ffn // mp
-    key_or_value = layers, width, model.kv_heads // (mp if heads_are_cut else 1), model.head_dim
-    found = {"embedding": table, "query": ((layers, width, query), True)}
-    found |= dict.fromkeys(("key", "value"), (key_or_value, heads_are_cut)) | {"out": ((layers, query, width), True)}
-    found |= dict.fromkeys(("up", "gate") if model.mlp == Mlp.swiglu else ("up",), ((layers, width, ffn), True))
+    key_or_value = width, model.kv_heads // (mp if heads_are_cut else 1), model.head_dim
+    found = {"embedding": table, "query": Parameter((width, query), cut_by_mp=True, layers=layers)}
+    found |= dict.fromkeys(("key", "value"), Parameter(key_or_value, heads_are_cut, layers))
+    found |= {"out": Parameter((query, width), cut_by_mp=True, layers=layers)}
+    ups = ("up", "gate") if model.mlp == Mlp.swiglu else ("up",)
+    found |= dict.fromkeys(ups, Parameter((width, ffn), cut_by_mp=True, layers=layers))
+    found |= {"down": Parameter((ffn, width), cut_by_mp=True, layers=layers)}
     norms = ["norm"] if model.block == Block.parallel else ["attention norm", "MLP norm"]
-    found |= {"down": ((layers, ffn, width), True)} | dict.fromkeys(norms, ((layers, width), False))
-    found |= {"final norm": ((width,), False)}
-    found |= {"positions": ((model.context, width), False)} if model.positions == Positions.learned else {}
+    found |= dict.fromkeys(norms, Parameter((width,), cut_by_mp=False, layers=layers))
+    found |= {"final norm": Parameter((width,), cut_by_mp=False)}
+    if model.positions == Positions.learned:
+        found |= {"positions": Parameter((model.context, width), cut_by_mp=False)}
     return found if model.tied else found | {"head": table}
 
 
-def update(config: Config) -> list[Entry]:
-    """The gradients over dp, the norm, and where dp shares the update, what has been updated.
+def using(config: Config, dtype: str) -> list[Entry]:
+    """What dp keeps in parts, gathered for each use: of a block in the backward pass once more, of a tied embedding as
+    the head, too."""
+    if config.mesh.zero != Zero.parameters:
+        return []
+    entries, dp = [], config.mesh.dp
+    uses = list(parameters(config.model, config.mesh.mp).items())
+    uses += [(name, table) for name, table in uses if name == "embedding" and config.model.tied]
+    for name, parameter in uses:
+        if parameter.is_shared(dp):
+            whole = parameter.travels(dtype, together=False)
+            whole = replace(whole, count=whole.count * config.train.microbatches)
+            part, again = replace(whole, values=whole.values // dp), name not in ("embedding", "positions", "head")
+            entries += [part.over(DP, name, Operation.all_gather, direction) for direction in _forward(again)]
+            entries.append(whole.over(DP, f"gradient of {name}", Operation.reduce_scatter, Direction.backward))
+    return entries
 
-    With the sequence wire, over mp before that, the gradients of what mp does not cut.
-    A parameter is shared if dp divides one of its dims on a device.  The squares of the norm are summed over just the
-    axes that cut a gradient: one all-reduce for each such set of axes.
+
+def update(config: Config) -> list[Entry]:
+    """The gradients over dp, the norm, and where dp shares the update, what has been updated; gradients of shared
+    weights have met.
+
+    With the sequence wire, over mp after that, the gradients of what mp does not cut: of what is shared, the parts.
+    The squares of the norm are summed over just the axes that cut a gradient: one all-reduce for each such set of axes.
     """
-    entries, axes = [], set()
-    for name, (shape, cut_by_mp) in parameters(config.model, config.mesh.mp).items():
-        is_shared = config.mesh.zero == Zero.optimizer and any(size % config.mesh.dp == 0 for size in shape)
-        axes.add((DP,) * is_shared + (MP,) * cut_by_mp)
-        whole = Travels(math.prod(shape), "float32", 1)
-        if config.mesh.wire == Wire.sequence and not cut_by_mp:
-            entries += summing(MP, f"gradient of {name}", whole)
-        if is_shared:
-            part = replace(whole, values=whole.values // config.mesh.dp)
+    entries, axes, dp = [], set(), config.mesh.dp
+    for name, parameter in parameters(config.model, config.mesh.mp).items():
+        is_shared = config.mesh.zero != Zero.none and parameter.is_shared(dp)
+        axes.add((DP,) * is_shared + (MP,) * parameter.cut_by_mp)
+        whole = parameter.travels("float32", together=True)
+        own = replace(whole, values=whole.values // dp) if is_shared else whole
+        if is_shared and config.mesh.zero == Zero.optimizer:
             entries.append(whole.over(DP, f"gradient of {name}", Operation.reduce_scatter, Direction.once))
-            entries.append(part.over(DP, f"update of {name}", Operation.all_gather, Direction.once))
-        else:
+            entries.append(own.over(DP, f"update of {name}", Operation.all_gather, Direction.once))
+        if not is_shared:
             entries += summing(DP, f"gradient of {name}", whole)
+        if config.mesh.wire == Wire.sequence and not parameter.cut_by_mp:
+            entries += summing(MP, f"gradient of {name}", own)
     norms = [summing(" ".join(each), "norm of gradients", Travels(1, "float32", 1)) for each in sorted(axes) if each]
     return entries + [entry for norm in norms for entry in norm]
 
@@ -192,6 +234,7 @@ def _forward_and_backward(config: Config, dtype: DTypeLike) -> list[Entry]:
     x = Travels(positions * model.width, jnp.dtype(dtype).name, times)
     wide = jnp.promote_types(dtype, jnp.float32).name
     return [
+        *using(config, x.dtype),
         *leaving(mesh, "embedding", x),
         *block(model, mesh, replace(x, count=times * model.layers)),
         *entering(mesh, "head", x),

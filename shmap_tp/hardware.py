@@ -86,6 +86,21 @@ DEVICES = {
 """By jax.Device.device_kind."""
 DEVICES["TPU v5p"] = DEVICES["TPU v5"]  # some releases of libtpu call it so
 
+COMPILER_OPTIONS = {
+    "TPU v4": {"xla_enable_async_all_gather": "true"},
+    "TPU v5 lite": {
+        "xla_enable_async_all_reduce": "true",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+    },
+}
+"""What the step is compiled with, by jax.Device.device_kind: options that are off by themselves, and help."""
+
+
+def compiler_options(kind: str) -> dict[str, str]:
+    """For jax.stages.Lowered.compile; empty where nothing but the compiler's own choice is known to help."""
+    return COMPILER_OPTIONS.get(kind, {})
+
+
 GPU_LINK_RATE = {"NVIDIA A100": 300e9, "NVIDIA H100": 450e9, "NVIDIA H200": 450e9}
 """Bytes/s of all NVLinks of one GPU in one direction, by the beginning of its kind.  NVIDIA data sheets."""
 

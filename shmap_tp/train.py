@@ -18,7 +18,7 @@ from shmap_tp.config import Config, InputError, Precision, Resume
 from shmap_tp.data import SPLITS, Batches
 from shmap_tp.disk import make_directory, writing
 from shmap_tp.flops import flops_per_token, parameters
-from shmap_tp.hardware import machine_peak
+from shmap_tp.hardware import compiler_options, machine_peak
 from shmap_tp.mesh import join, make_mesh
 from shmap_tp.metrics import Meter, Recorder, plot_losses, read_metrics
 from shmap_tp.prepare import prepare_stdlib
@@ -62,7 +62,8 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     first = saved or 0
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
     say(f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters ...")
-    step_program = programs.step.lower(programs.shapes, programs.tokens).compile()
+    options = compiler_options(jax.devices()[0].device_kind)
+    step_program = programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=options)
     with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
         tokens = config.train.batch * config.model.context
         meter = Meter(recorder.train, tokens, flops_per_token(config.model), _peak())

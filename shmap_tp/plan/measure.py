@@ -57,7 +57,7 @@ def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Bui
     programs = build(config, mesh, dtype)
     start, step = time.perf_counter(), None
     try:
-        step = programs.step.lower(programs.shapes, programs.tokens).compile()
+        step = programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=facts["compiler_options"])
         compile_seconds = time.perf_counter() - start
         seconds = step_seconds(stepper(config, programs, step), steps)
     except jax.errors.JaxRuntimeError as error:

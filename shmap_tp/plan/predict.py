@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shmap_tp.config import Config, Precision
-from shmap_tp.hardware import DEVICES, table_peak
+from shmap_tp.hardware import DEVICES, compiler_options, table_peak
 from shmap_tp.mesh import make_mesh
 from shmap_tp.plan.ahead import Compiled, compile_ahead, coordinates
 from shmap_tp.plan.links import Links
@@ -67,7 +67,8 @@ def predict(config: Config, asked: Slice, build: Builder = build_programs, cache
     if least > DEVICES[kind].memory:
         compiled = Compiled(None, least, DEVICES[kind].memory, None, 0.0)
     else:
-        compiled = compile_ahead(programs.step.lower(programs.shapes, programs.tokens), mesh, cache)
+        lowered = programs.step.lower(programs.shapes, programs.tokens)
+        compiled = compile_ahead(lowered, mesh, cache, compiler_options(kind))
     row = Row(
         kind="predicted",
         program=EXPLICIT if build is build_programs else build.__module__,

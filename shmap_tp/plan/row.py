@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from shmap_tp.config import Config
 from shmap_tp.flops import flops_per_token, hardware_flops_per_token, parameters
-from shmap_tp.hardware import Peak, generation
+from shmap_tp.hardware import Peak, compiler_options, generation
 from shmap_tp.mesh import DP, MP, Torus
 from shmap_tp.plan.ledger import human
 
@@ -43,6 +43,7 @@ class Row:
     remat: str
     wire: str
     """Of `explicit`; the compiler's twin is not told."""
+    zero: str
     tokens_per_step: int
     peak_flops_per_device: float | None
     peak_source: str | None
@@ -65,6 +66,8 @@ class Row:
     hfu: float | None = None
     places: dict[str, float] = field(default_factory=dict)
     """Seconds of a step by place in the source."""
+    compiler_options: dict[str, str] = field(default_factory=dict)
+    """Beyond the compiler's own choice (hardware.COMPILER_OPTIONS)."""
     versions: dict[str, str] = field(default_factory=dict)
     command: str = ""
 
@@ -98,6 +101,7 @@ def of_config(config: Config, devices: int, peak: Peak | None) -> dict:
         "microbatches": config.train.microbatches,
         "remat": str(model.remat),
         "wire": str(config.mesh.wire),
+        "zero": str(config.mesh.zero),
         "tokens_per_step": tokens,
         "peak_flops_per_device": peak.flops / devices if peak else None,
         "peak_source": peak.source if peak else None,
@@ -112,6 +116,7 @@ def placed(mesh: Mesh, config: Config) -> dict:
     torus, made = Torus.of(devices), generation(devices[0].device_kind)
     return {
         "device_kind": devices[0].device_kind,
+        "compiler_options": compiler_options(devices[0].device_kind),
         "chips": len(devices) // made.cores if made else len(devices),
         "topology": "x".join(map(str, torus.sides[: made.dims])) if torus else None,
         "slices": len({getattr(device, "slice_index", 0) for device in devices}),
@@ -130,7 +135,7 @@ def describe(row: Row) -> str:
         f"{row.kind.upper()}  {program}{row.model}, {_count(row.params)} parameters, on {where}",
         f"  mesh      dp={row.dp}, mp={row.mp}{tile}",
         f"  step      {row.global_batch} windows of {row.context} in {row.microbatches} microbatches = "
-        f"{row.tokens_per_step:,} tokens; remat {row.remat}{wire}",
+        f"{row.tokens_per_step:,} tokens; remat {row.remat}{wire}; zero {row.zero}",
     ]
     if row.peak_bytes_per_device is not None:
         needs = human(int(row.peak_bytes_per_device))

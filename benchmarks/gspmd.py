@@ -10,6 +10,7 @@ B batch, T time, D model width, F hidden width, H query heads, N key/value heads
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from shmap_tp.collectives import LEFT, AllReduce
 from shmap_tp.config import Config, Remat
-from shmap_tp.layers.attention import Attention, KeyValueHeads, causal_attention
+from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
 from shmap_tp.layers.embedding import score
 from shmap_tp.layers.linear import matmul
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
@@ -57,8 +58,17 @@ def attention(
     k_BTNK = positions.on_heads(heads(matmul(h_BTD, key_value_weight(layer.key, lay))))
     v_BTNK = heads(matmul(h_BTD, key_value_weight(layer.value, lay)))
     slopes_H = jnp.asarray(alibi_slopes(positions.heads)) if isinstance(positions, Alibi) else None
-    mixed_BTHK = lay(causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, layer.chunk), DP, None, MP, None)
+    mixed_BTHK = lay(attend(layer, lay)(q_BTHK, k_BTNK, v_BTNK, slopes_H), DP, None, MP, None)
     return layer.out(mixed_BTHK.reshape(batch, time, -1))
+
+
+def attend(layer: Attention, lay: Layout) -> Callable[..., Float[Array, "B T H K"]]:
+    """The attention of each head.  A partitioner cannot cut a kernel: under shard_map each device runs its own heads'.
+    A kernel takes no slopes."""
+    if isinstance(layer.attend, Chunked):
+        return layer.attend
+    heads = P(DP, None, MP, None)
+    return jax.shard_map(layer.attend, mesh=lay.mesh, in_specs=(heads, heads, heads, None), out_specs=heads)
 
 
 def key_value_weight(layer: KeyValueHeads, lay: Layout) -> Float[Array, "D F"]:

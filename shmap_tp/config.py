@@ -43,6 +43,13 @@ class Remat(StrEnum):
     dots = "dots"
 
 
+class AttentionKernel(StrEnum):
+    auto = "auto"
+    chunked = "chunked"
+    splash = "splash"
+    cudnn = "cudnn"
+
+
 class Precision(StrEnum):
     auto = "auto"
     float32 = "float32"
@@ -126,9 +133,13 @@ class ModelConfig:
     """Standard deviation of the initial weights; what writes to the residual stream is scaled by (2 layers)^-1/2."""
     remat: Remat
     """What the backward pass recomputes.  none: nothing.  full: the block, from its input.
-    dots: everything but matrix products and what a collective returned."""
+    dots: everything but matrix products with weights, what a collective returned, and what an attention kernel made."""
+    attention: AttentionKernel
+    """What computes softmax(q k') v.  chunked: XLA, attention_chunk queries at a time.  splash: a TPU kernel, v4 and
+    later.  cudnn: NVIDIA's.  auto: the kernel of the devices, where it can run this model; else chunked."""
     attention_chunk: int
-    """Queries whose scores are held at a time; a [T, T] score matrix exists only where this is T or more."""
+    """For `chunked`: queries whose scores are held at a time; a [T, T] score matrix exists only where this is T or
+    more."""
 
 
 @dataclass

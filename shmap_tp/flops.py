@@ -15,7 +15,7 @@ under a percent of the whole at sizes where MFU is worth stating.  The embedding
 D width, L layers, H query heads, N key/value heads, K head dim, F ffn, V vocabulary, T context.
 """
 
-from shmap_tp.config import Block, Mlp, ModelConfig, Positions, Remat, padded_vocabulary
+from shmap_tp.config import AttentionKernel, Block, Mlp, ModelConfig, Positions, Remat, padded_vocabulary
 
 
 def parameter_terms(model: ModelConfig, *, padded: bool = False) -> dict[str, int]:
@@ -71,24 +71,30 @@ def forward_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, int]:
 def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, int]:
     """FLOPs for one token that the backward pass spends on computing again what the forward pass did not keep.
 
-    Scores, where attention_chunk < context: each chunk of queries is checkpointed whatever `remat` says, and its
-    gradient needs the scores again (not the values product, which nothing in it reads).
+    `model.attention` must say which it is: what `auto` is, only the devices tell.
+
+    Scores, whatever `remat` says: chunked, where attention_chunk < context, each chunk of queries is checkpointed, and
+    its gradient needs the scores again (not the values product, which nothing in it reads); a kernel, whose backward
+    pass is flash attention's and begins with the scores.
     With remat full: one more forward of every block, but not of the head.  The chunks in it keep nothing either, so
-    their scores are computed a third time.
-    With remat dots: scores and values once more; it keeps the products with weights, not those of two activations.
+    their scores are computed a third time, and so are a kernel's.
+    With remat dots: chunked, scores and values once more, since it keeps the products with weights and not those of two
+    activations; a kernel, nothing, since it keeps what the forward kernel made.
     With remat none: nothing else.
 
     A whole forward is the convention of Korthikanti et al., and an upper bound here: JAX drops a recomputed product
     whose result no gradient reads, which is the last one of a block (the down projection; in a parallel block the
     attention's out projection as well).
     """
+    assert model.attention != AttentionKernel.auto, "how much is computed again is not told by auto"
+    is_chunked = model.attention == AttentionKernel.chunked
     forward = forward_terms(model, causal=causal)
     again = dict.fromkeys(forward, 0)
     if model.remat == Remat.full:
         again |= {name: flops for name, flops in forward.items() if name != "head"}
-    if model.remat == Remat.dots:
+    if model.remat == Remat.dots and is_chunked:
         again |= {name: forward[name] for name in ("scores", "values")}
-    if model.attention_chunk < model.context:
+    if not is_chunked or model.attention_chunk < model.context:
         again["scores"] += forward["scores"]
     return again
 

@@ -62,6 +62,11 @@ class Generation:
         """Whether a side of so many chips closes to a ring."""
         return side % self.wraps_at == 0
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Pallas can multiply bfloat16 matrices: Mosaic (libtpu 0.0.42) has no such product for v2 and v3."""
+        return self.platform not in ("v2", "v3")
+
 
 CLOUD = "cloud.google.com/tpu/docs, bf16"
 NVIDIA = "NVIDIA data sheet, bf16 dense"

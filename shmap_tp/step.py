@@ -22,6 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from shmap_tp.collectives import WIRES, AnyWire, meet_over, sum_over, vary
 from shmap_tp.config import Config, Zero
+from shmap_tp.layers.attention import AnyAttention
+from shmap_tp.layers.choice import choose
 from shmap_tp.loss import vocab_parallel_cross_entropy
 from shmap_tp.mesh import DP, MP
 from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
@@ -107,14 +109,21 @@ class Programs(eqx.Module):
     """ShapeDtypeStructs of the whole state, each with its sharding."""
     tokens: jax.ShapeDtypeStruct
     """tokens[A B T+1] of a step, int32, with its sharding."""
+    attention: AnyAttention = eqx.field(static=True)
+    """What computes the attention of each head, on this mesh."""
 
 
 def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
-    """The programs of `config` on `mesh`, computing in `dtype`; nothing is compiled before its first call."""
+    """The programs of `config` on `mesh`, computing in `dtype`; nothing is compiled before its first call.
+
+    Raises InputError where model.attention names a kernel that these devices cannot run.
+    """
+    attend = choose(config.model, mesh.devices.flat[0], dtype)
     optimizer = make_optimizer(config.optimizer)
     schedule = learning_rate_schedule(config.optimizer)
+
     def init() -> State:
-        params = Transformer(config.model, key=jax.random.key(config.run.seed))
+        params = Transformer(config.model, attend, key=jax.random.key(config.run.seed))
         return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
     def step(state: State, tokens_ABT: Array) -> tuple[State, dict[str, Array]]:
@@ -147,6 +156,7 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
         evaluate=jax.jit(jax.shard_map(evaluate, mesh=mesh, in_specs=(specs.params, TOKENS), out_specs=P())),
         shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
         tokens=jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, TOKENS)),
+        attention=attend,
     )
 
 

@@ -19,6 +19,7 @@ from shmap_tp.data import SPLITS, Batches
 from shmap_tp.disk import make_directory, writing
 from shmap_tp.flops import flops_per_token, parameters
 from shmap_tp.hardware import compiler_options, machine_peak
+from shmap_tp.layers.choice import named
 from shmap_tp.mesh import join, make_mesh
 from shmap_tp.metrics import Meter, Recorder, plot_losses, read_metrics
 from shmap_tp.prepare import prepare_stdlib
@@ -61,7 +62,10 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
             save(config, file)
     first = saved or 0
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
-    say(f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters ...")
+    say(
+        f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
+        f"attention {named(programs.attention)} ..."
+    )
     options = compiler_options(jax.devices()[0].device_kind)
     step_program = programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=options)
     with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
@@ -170,7 +174,7 @@ def _refuse_differences(saved: dict[str, Any], config: Config, order: dict[str, 
 
 def _decisive(model: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
     """All that must not change within a run, by the key that sets it.  Names and ways to compute the same may."""
-    shape = {f"model.{key}": model[key] for key in model.keys() - {"name", "remat", "attention_chunk"}}
+    shape = {f"model.{key}": model[key] for key in model.keys() - {"name", "remat", "attention", "attention_chunk"}}
     files = {
         f"data.dir ({split}.bin)": f"{order[split]['tokens']} tokens of sha256 {order[split]['sha256'][:12]}"
         for split in SPLITS

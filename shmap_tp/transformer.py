@@ -27,8 +27,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from shmap_tp.collectives import LEFT, AnyWire
 from shmap_tp.config import Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
-from shmap_tp.layers.attention import Attention
+from shmap_tp.layers.attention import AnyAttention, Attention
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, score
+from shmap_tp.layers.kernels import ATTENDED
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, AnyPositions, Learned, Rotary
@@ -55,16 +56,15 @@ POLICIES = {
     Remat.full: jax.checkpoint_policies.nothing_saveable,
     Remat.dots: jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(LEFT),
+        jax.checkpoint_policies.save_only_these_names(LEFT, ATTENDED),
     ),
 }
 """What the backward pass finds kept.  None of them keeps a weight that dp shares: it is gathered again."""
 
 
-def _attention(config: ModelConfig, key: PRNGKeyArray) -> Attention:
+def _attention(config: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Attention:
     heads, std_out = (config.heads, config.kv_heads), config.init_std * (2 * config.layers) ** -0.5
-    chunk, std = config.attention_chunk, config.init_std
-    return Attention(config.width, heads, config.head_dim, chunk, std=std, std_out=std_out, key=key)
+    return Attention(config.width, heads, config.head_dim, attend, std=config.init_std, std_out=std_out, key=key)
 
 
 def _mlp(config: ModelConfig, key: PRNGKeyArray) -> GeluMlp | SwigluMlp:
@@ -83,10 +83,10 @@ class ParallelBlock(eqx.Module):
     attention: Attention
     mlp: GeluMlp | SwigluMlp
 
-    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray):
         key_attention, key_mlp = jax.random.split(key)
         self.norm = NORMS[config.norm](config.width)
-        self.attention = _attention(config, key_attention)
+        self.attention = _attention(config, attend, key_attention)
         self.mlp = _mlp(config, key_mlp)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire) -> Float[Array, "B T D"]:
@@ -109,10 +109,10 @@ class SequentialBlock(eqx.Module):
     mlp_norm: LayerNorm | RMSNorm
     mlp: GeluMlp | SwigluMlp
 
-    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray):
         key_attention, key_mlp = jax.random.split(key)
         self.attention_norm = NORMS[config.norm](config.width)
-        self.attention = _attention(config, key_attention)
+        self.attention = _attention(config, attend, key_attention)
         self.mlp_norm = NORMS[config.norm](config.width)
         self.mlp = _mlp(config, key_mlp)
 
@@ -145,13 +145,14 @@ class Transformer(eqx.Module):
     head: VocabParallelHead | None
     remat: Remat = eqx.field(static=True)
 
-    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray):
         key_embedding, key_positions, key_blocks, key_head = jax.random.split(key, 4)
         table = (config.vocabulary, padded_vocabulary(config), config.width)
         self.embedding = VocabParallelEmbedding(*table, std=config.init_std, key=key_embedding)
         self.positions = _positions(config, key_positions)
         block = BLOCKS[config.block]
-        self.blocks = eqx.filter_vmap(lambda key: block(config, key=key))(jax.random.split(key_blocks, config.layers))
+        keys = jax.random.split(key_blocks, config.layers)
+        self.blocks = eqx.filter_vmap(lambda key: block(config, attend, key=key))(keys)
         self.norm = NORMS[config.norm](config.width)
         self.head = None if config.tied else VocabParallelHead(*table, std=config.init_std, key=key_head)
         self.remat = config.remat
@@ -161,7 +162,10 @@ class Transformer(eqx.Module):
     ) -> Float[Array, "B T V"]:
         """ids[B T] -> logits[B T V/mp], computed in `dtype`; `owners` is a tree like this one (`zero.owners`)."""
         with jax.named_scope("embedding"):
-            embedding, positions = use(owners.embedding, self.embedding, dtype), use(owners.positions, self.positions, dtype)
+            embedding, positions = (
+                use(owners.embedding, self.embedding, dtype),
+                use(owners.positions, self.positions, dtype),
+            )
             x_BTD = positions.at_input(wire.leave(embedding(ids_BT, dtype)), wire)
 
         def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:

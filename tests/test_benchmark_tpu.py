@@ -62,7 +62,8 @@ def consistent(row: dict, *overrides: str) -> None:
     """The contract's fields, and every relation between them; the model is `test` with `overrides`."""
     for name, kind in CONTRACT.items():
         assert isinstance(row[name], kind) or row[name] is None, (name, row[name])
-    model = load(str(CONF / "config.yaml"), ["model=test", "mesh.mp=1", "mesh.dp=1", *overrides]).model
+    overrides = ("mesh.mp=1", "mesh.dp=1", f"model.attention={row['attention']}", *overrides)
+    model = load(str(CONF / "config.yaml"), ["model=test", *overrides]).model
     assert (row["model"], row["context"]) == ("test", model.context) and row["params"] == parameters(model)
     assert row["dp"] * row["mp"] == row["devices"]
     assert row["global_batch"] % (row["dp"] * row["microbatches"]) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from shmap_tp.config import Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
+from shmap_tp.config import AttentionKernel, Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
 from shmap_tp.flops import (
     flops_per_token,
     forward_terms,
@@ -50,7 +50,8 @@ EXPECTED = {
 TINY = ModelConfig(
     name="tiny", width=8, layers=2, heads=6, kv_heads=3, head_dim=5, ffn=7, vocabulary=11, vocabulary_multiple=4,
     context=4, block=Block.sequential, norm=Norm.rmsnorm, mlp=Mlp.swiglu, positions=Positions.learned, tied=False,
-    init_std=0.02, remat=Remat.none, attention_chunk=4,
+    init_std=0.02, remat=Remat.none,
+    attention=AttentionKernel.chunked, attention_chunk=4,
 )  # fmt: skip
 
 LARGE = [name for name, (exact, _, _) in EXPECTED.items() if exact > 2e9]
@@ -178,6 +179,22 @@ def test_recomputation_by_hand():
     assert recomputed_terms(full)["head"] == 0
 
 
+@pytest.mark.parametrize("kernel", [AttentionKernel.splash, AttentionKernel.cudnn])
+def test_recomputation_around_a_kernel_by_hand(kernel):
+    """Its backward pass begins with the scores, 240, whatever is kept; `dots` keeps what it made, `full` does not."""
+    model = replace(TINY, attention=kernel)
+    assert recomputed_terms(model) == recomputed_terms(replace(model, remat=Remat.dots))
+    assert recomputed_terms(model) == {"projections": 0, "scores": 240, "values": 0, "mlp": 0, "head": 0}
+    assert recomputed_terms(replace(model, attention_chunk=2)) == recomputed_terms(model)
+    again = {"projections": 2880, "scores": 480, "values": 240, "mlp": 672, "head": 0}
+    assert recomputed_terms(replace(model, remat=Remat.full)) == again
+
+
+def test_auto_does_not_tell_what_is_recomputed():
+    with pytest.raises(AssertionError, match="not told by auto"):
+        recomputed_terms(replace(TINY, attention=AttentionKernel.auto))
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_whole_attention_is_palms_6n_plus_12lhkt(name):
     """PaLM, appendix B, with N the parameters that take part in a matrix product."""
@@ -192,7 +209,7 @@ def test_whole_attention_is_palms_6n_plus_12lhkt(name):
 @pytest.mark.parametrize("name", ["gpt2_10b", "gpt2_128b"])
 def test_full_remat_of_a_gpt_is_narayanans_formula(name):
     """96 L D^2 (1 + T / 6D + V / 16LD) per token: Narayanan et al. 2021, section 5.1, https://arxiv.org/abs/2104.04473"""
-    model = replace(load(name), attention_chunk=1024)
+    model = replace(load(name), attention=AttentionKernel.chunked, attention_chunk=1024)
     depth, width = model.layers, model.width
     by_formula = 96 * depth * width**2 * (1 + model.context / (6 * width) + model.vocabulary / (16 * depth * width))
     assert hardware_flops_per_token(model, causal=False) == pytest.approx(by_formula, rel=1e-12)

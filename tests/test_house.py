@@ -85,10 +85,16 @@ def test_axes_are_named_in_mesh_only(file):
 @pytest.mark.parametrize(
     "file", [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")], ids=lambda file: file.name
 )
-def test_the_check_is_never_switched_off(file):
-    """check_vma=True is the default of shard_map: a forgotten collective does not compile."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        assert not (isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")), node.value.lineno
+def test_the_check_is_switched_off_in_one_place(file):
+    """check_vma=True is the default of shard_map: a forgotten collective does not compile.  The one place is the fence
+    around kernels that cannot be checked; and it has none that could."""
+    tree = ast.parse(file.read_text())
+    fence = next((node for node in ast.walk(tree) if getattr(node, "name", None) == "_unchecked"), None)
+    inside = set(ast.walk(fence)) if fence and file == PACKAGE / "layers" / "kernels.py" else set()
+    for node in ast.walk(tree):
+        if node not in inside:
+            assert not (isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")), node.value.lineno
+    assert len(inside) <= 200, "small enough to be seen whole"
 
 
 def test_the_results_are_what_their_json_says():

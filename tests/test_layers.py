@@ -15,7 +15,7 @@ from sharded import ALL_REDUCE, COLUMNS, ROWS, SEQUENCE, TIMES, Case, compare
 from small import config, every_mesh, every_precision
 
 from shmap_tp.collectives import AnyWire
-from shmap_tp.layers.attention import Attention, KeyValueHeads
+from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
@@ -39,7 +39,7 @@ def parallel(layer, x, *more):
 
 def attention(kv_heads: int, positions: str, chunk: int, heads: int = H) -> Case:
     return Case(
-        partial(Attention, D, (heads, kv_heads), K, chunk, std=1.0, std_out=1.0),
+        partial(Attention, D, (heads, kv_heads), K, Chunked(chunk), std=1.0, std_out=1.0),
         lambda layer, x: parallel(layer, x, Alibi(heads) if positions == "alibi" else Rotary(10_000.0)),
         partial(reference.attention, positions=positions),
         (((B, T, D), ROWS),),
@@ -63,7 +63,7 @@ def shared_heads(kv_heads: int) -> Case:
 def block(make, *settings: str, wire: AnyWire = ALL_REDUCE) -> Case:
     model, ((shape, layout),) = config(*[f"model.{setting}" for setting in settings]).model, STREAM[wire]
     return Case(
-        partial(make, model),
+        partial(make, model, Chunked(model.attention_chunk)),
         lambda layer, x: layer(x, POSITIONS[model.positions], wire),
         partial(reference.block, config=model),
         ((shape, layout),),

@@ -19,6 +19,7 @@ from small import config, every_mesh, every_precision, mesh, random_like, shapes
 
 from shmap_tp.collectives import WIRES
 from shmap_tp.config import Config
+from shmap_tp.layers.attention import Chunked
 from shmap_tp.sharding import partition_specs
 from shmap_tp.step import TOKENS, Objective, loss_and_gradients
 from shmap_tp.transformer import Transformer
@@ -66,14 +67,18 @@ def parameters(config: Config, precision: str) -> Transformer:
     """In float32 as spread as they are at the start of a run: wilder weights amplify its own rounding beyond 1e-6, on
     one device or many (2e-6 at a spread of 0.25).  Float64 takes them wilder."""
     spread = config.model.init_std if precision == "float32" else 0.25
-    return random_like(shapes_of(partial(Transformer, config.model)), precision, spread=spread)
+    return random_like(shapes(config), precision, spread=spread)
+
+
+def shapes(config: Config) -> Transformer:
+    return shapes_of(partial(Transformer, config.model, Chunked(config.model.attention_chunk)))
 
 
 def on_mesh(config: Config, shape: tuple[int, int], precision: str, *, forward_too: bool = True) -> Any:
     """The compiled (params, tokens[A B T+1]) -> {loss, gradients, logits}."""
     wire = WIRES[config.mesh.wire]
-    shapes, sizes = shapes_of(partial(Transformer, config.model)), dict(mesh(shape).shape)
-    specs, _, owners = shared_out(config.mesh.zero, shapes, partition_specs(shapes, sizes), sizes)
+    model, sizes = shapes(config), dict(mesh(shape).shape)
+    specs, _, owners = shared_out(config.mesh.zero, model, partition_specs(model, sizes), sizes)
     objective = Objective(config.model.vocabulary, config.train.z_loss, jnp.dtype(precision), wire, owners)
 
     def local(params: Transformer, tokens_ABT: Any) -> dict[str, Any]:

@@ -114,6 +114,49 @@ def test_a_kernel_takes_the_flops_that_it_declares():
         run(kernel)
 
 
+def splash(phase: str, block: tuple[int, int], q: str, out: str) -> str:
+    """A kernel of splash attention as XLA for TPU writes it: over three lines."""
+    of_phase, residuals = ("", "residuals") if phase == "fwd" else (f"_{phase}", "no_residuals")
+    name = f"splash_mqa_{phase}_{residuals}"
+    said = f'{{\\"block_q{of_phase}\\": {block[0]}, \\"block_kv{of_phase}\\": {block[1]}, \\"q_layout\\": 1}}'
+    return (
+        f'%{name}.1 = {out} custom-call(%x, %x), custom_call_target="tpu_custom_call", '
+        f"operand_layout_constraints={{s8[1,4,4]{{2,1,0}}, {q}{{3,2,1,0}}, bf16[8,2048,256]{{2,1,0}}, s32[2048,128]}}, "
+        f'frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{said}"\n}}}}, '
+        f'metadata={{op_name="jit(step)/jvp(blocks)/attention/attend/{name}/pallas_call"}}, '
+        f'backend_config={{"flag_configs":[],"custom_call_config":{{"body":"TUzv"}}}}'
+    )
+
+
+DQ, DK = "bf16[8,1,2048,256]", "bf16[8,2048,256]"
+SPLASH = {
+    "forward": ("fwd", (512, 512), DQ, 10 * 512 * 512 * 2),
+    "forward, a block": ("fwd", (2048, 2048), DQ, 2048 * 2048 * 2),
+    "forward, wide blocks": ("fwd", (512, 1024), DQ, 6 * 512 * 1024 * 2),
+    "forward, high blocks": ("fwd", (1024, 512), DQ, 6 * 512 * 1024 * 2),
+    "backward": ("dkv", (512, 512), f"(f32[8,512,256], f32[8,512,256], {DK}, {DK})", 10 * 512 * 512 * 4),
+    "backward, dq too": ("dkv", (512, 512), f"(f32[8,512,256], bf16[8,4,1,2048,256], {DK}, {DK})", 10 * 512 * 512 * 5),
+    "dq": ("dq", (512, 512), f"(f32[8,512,256], {DQ})", 10 * 512 * 512 * 3),
+}
+
+
+@pytest.mark.parametrize("case", SPLASH)
+def test_splash_attention_takes_the_products_of_the_blocks_that_it_computes(case):
+    """8 heads of 256 and 2048 positions: of 16 blocks of 512, the 10 that the mask does not rule out."""
+    phase, block, out, products = SPLASH[case]
+    spent = run(splash(phase, block, "bf16[8,1,2048,256]", out))
+    flops = 8 * 2 * 256 * products
+    assert spent.seconds == pytest.approx(flops / (KERNEL_EFFICIENCY * DEVICES["TPU v5 lite"].flops))
+    assert spent.places.keys() == {"attention"}, "what stands behind the kernel's own words is read"
+
+
+def test_splash_attention_of_unknown_blocks_is_refused():
+    kernel = splash("fwd", (512, 512), DQ, DQ)
+    for old, new in {"block_kv": "block_k", "bf16[8,1,2048,256]{3": "s8[8,1,2048,256]{3"}.items():
+        with pytest.raises(ValueError, match=r"splash_mqa_fwd_residuals\.1: the block sizes and the shape of q"):
+            run(kernel.replace(old, new).replace("bf16[8,2048,256]{2", "s8[8,2048,256]{2"))
+
+
 PLACES = {
     "jit(step)/shard_map/while/body/closed_call/jvp(blocks)/while/body/closed_call/attention/dot_general": "attention",
     "jit(step)/shard_map/while/body/closed_call/transpose(jvp(blocks))/while/body/closed_call/mlp/dot_general": "mlp",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shmap_tp.config import Block, Config, MeshConfig, Remat, Wire, Zero, padded_vocabulary
+from shmap_tp.config import AttentionKernel, Block, Config, MeshConfig, Remat, Wire, Zero, padded_vocabulary
 from shmap_tp.flops import forward_terms, parameters, recomputed_terms
 from shmap_tp.hardware import GIB, Peak, table_peak
 from shmap_tp.mesh import make_mesh
@@ -73,7 +73,7 @@ TRACED = {
 def test_the_flops_of_a_row_are_the_products_of_the_step(overrides):
     """Exactly, once what a row leaves out is put back: keys that are masked out, padding of the vocabulary; and once
     the upper bound of full remat is lowered by the last product of a block, which nothing reads again."""
-    made = config(*overrides)
+    made = config("model.attention=chunked", *overrides)
     model, step, devices = made.model, programs(made), made.mesh.dp * made.mesh.mp
     masked_too = (model.context + model.attention_chunk) / model.context  # of the half that a row counts
     seen = {"scores": masked_too, "values": masked_too, "head": padded_vocabulary(model) / model.vocabulary}
@@ -86,7 +86,7 @@ def test_the_flops_of_a_row_are_the_products_of_the_step(overrides):
         last = model.ffn + (model.heads * model.head_dim if model.block == Block.parallel else 0)
         unread = 2 * model.layers * model.width * last
     tokens = made.train.batch * model.context
-    row = of_config(made, devices, None)
+    row = of_config(made, AttentionKernel.chunked, devices, None)
     traced = products(jax.make_jaxpr(step.step)(step.shapes, step.tokens).jaxpr)
     assert traced * devices == tokens * (3 * sum(forward.values()) + sum(again.values()) - unread)
     assert row["model_flops_per_device"] * devices == tokens * 3 * sum(forward_terms(model).values())
@@ -105,7 +105,7 @@ def row(config: Config, peak: Peak | None, **given: Any) -> Row:
         step_seconds=0.5, step_seconds_range=None, peak_bytes_per_device=GIB, limit_bytes_per_device=15.48 * GIB,
         fits=True, compile_seconds=1.0, comm_seconds=0.2, exposed_comm_seconds=0.1, places={"mlp": 0.4, "other": 0.1},
     )  # fmt: skip
-    return Row(**({"program": "explicit"} | fields | of_config(config, 8, peak) | given))
+    return Row(**({"program": "explicit"} | fields | of_config(config, AttentionKernel.chunked, 8, peak) | given))
 
 
 def test_by_hand():

@@ -8,7 +8,12 @@ H/mp: dim H cut along mp.  {+mp}: a sum over mp still owed.
 
     h[B T D] (entered)  --query, key, value-->  q[B T H/mp K], k and v[B T N/mp K]
                         --attention, head by head-->  [B T H/mp K]  --out-->  y[B T D] {+mp}
+
+What computes the attention of each head is a value, too: `Chunked`, here, in XLA's own operations, or a kernel of
+kernels.py.  Whoever builds the model chooses it (choice.py); none of them moves anything between devices.
 """
+
+from dataclasses import dataclass
 
 import equinox as eqx
 import jax
@@ -18,10 +23,31 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.collectives import vary
+from shmap_tp.layers.kernels import Cudnn, Splash
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, matmul
 from shmap_tp.layers.positions import AnyPositions
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """softmax(q k' / sqrt(K) + bias, s <= t) v by `causal_attention`: for any device, shape, dtype and bias."""
+
+    chunk: int
+
+    def __call__(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BTNK: Float[Array, "B T N K"],
+        v_BTNK: Float[Array, "B T N K"],
+        slopes_H: Float[Array, " H"] | None,
+    ) -> Float[Array, "B T H K"]:
+        """Wire: nothing."""
+        return causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk)
+
+
+AnyAttention = Chunked | Splash | Cudnn
 
 
 class KeyValueHeads(eqx.Module):
@@ -61,33 +87,33 @@ class Attention(eqx.Module):
     value: KeyValueHeads
     out: RowParallelLinear
     head_dim: int = eqx.field(static=True)
-    chunk: int = eqx.field(static=True)
+    attend: AnyAttention = eqx.field(static=True)
 
     def __init__(
         self,
         width: int,
         heads: tuple[int, int],
         head_dim: int,
-        chunk: int,
+        attend: AnyAttention,
         *,
         std: float,
         std_out: float,
         key: PRNGKeyArray,
     ):
-        """`heads` is (query heads, key/value heads); `chunk` as in `causal_attention`."""
+        """`heads` is (query heads, key/value heads)."""
         key_q, key_k, key_v, key_out = jax.random.split(key, 4)
         self.query = ColumnParallelLinear(width, heads[0] * head_dim, std=std, key=key_q)
         self.key = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_k)
         self.value = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_v)
         self.out = RowParallelLinear(heads[0] * head_dim, width, std=std_out, key=key_out)
         self.head_dim = head_dim
-        self.chunk = chunk
+        self.attend = attend
 
     def __call__(self, h_BTD: Float[Array, "B T D"], positions: AnyPositions) -> Float[Array, "B T D"]:
         batch, time, _ = h_BTD.shape
         q_BTHK = positions.on_heads(self.query(h_BTD).reshape(batch, time, -1, self.head_dim))
         k_BTNK = positions.on_heads(self.key(h_BTD))
-        mixed_BTHK = causal_attention(q_BTHK, k_BTNK, self.value(h_BTD), positions.slopes(), self.chunk)
+        mixed_BTHK = self.attend(q_BTHK, k_BTNK, self.value(h_BTD), positions.slopes())
         return self.out(mixed_BTHK.reshape(batch, time, -1))
 
 

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from shmap_tp.config import Config
 from shmap_tp.hardware import DEVICES, machine_peak
+from shmap_tp.layers.choice import named
 from shmap_tp.plan.ahead import coordinates, needed
 from shmap_tp.plan.predict import Builder
 from shmap_tp.plan.row import EXPLICIT, Row, of_config, placed
@@ -47,14 +48,14 @@ def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Bui
     """
     devices = list(mesh.devices.flat)
     first = devices[0]
-    facts = of_config(config, len(devices), machine_peak(devices)) | {
+    programs = build(config, mesh, dtype)
+    facts = of_config(config, named(programs.attention), len(devices), machine_peak(devices)) | {
         "program": EXPLICIT if build is build_programs else build.__module__,
         "kind": "emulated" if first.platform == "cpu" else "measured",
         "versions": {"jax": jax.__version__},
         "limit_bytes_per_device": DEVICES[first.device_kind].memory if first.device_kind in DEVICES else None,
         **placed(mesh, config),
     }
-    programs = build(config, mesh, dtype)
     start, step = time.perf_counter(), None
     try:
         step = programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=facts["compiler_options"])

@@ -16,6 +16,8 @@ from functools import cached_property
 ARRAY = re.compile(r"\b(pred|token|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 LINE = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 CALLED = re.compile(r"\b(calls|to_apply|body|condition|called_computations|[a-z]+_computations?)=(\{[^}]*\}|%[^\s,)]+)")
+METADATA = re.compile(r"(kernel_metadata=\{)\n\s*([^\n]*)\n\s*(\}\})")
+"""What a Pallas kernel says of itself stands on a line of its own, the only thing that is broken into lines."""
 BRANCHES = {"branch_computations", "true_computation", "false_computation"}
 ALREADY_RUNNING = ("-done", "-update")
 """The end of an asynchronous instruction names the computation that its start has run."""
@@ -141,7 +143,7 @@ def array_bytes(shape: str) -> list[int]:
 def parse(text: str) -> Module:
     """The computations of a module's text."""
     computations: dict[str, Computation] = {}
-    for line in text.splitlines():
+    for line in METADATA.sub(r"\1\2\3", text).splitlines():
         if line.startswith(("ENTRY", "%")) and line.rstrip().endswith("{"):
             name = line.removeprefix("ENTRY").strip().removeprefix("%").split(" ")[0]
             computations[name] = Computation(name, {})

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from shmap_tp.config import Config, Precision
 from shmap_tp.hardware import DEVICES, compiler_options, table_peak
+from shmap_tp.layers.choice import named
 from shmap_tp.mesh import make_mesh
 from shmap_tp.plan.ahead import Compiled, compile_ahead, coordinates
 from shmap_tp.plan.links import Links
@@ -77,7 +78,7 @@ def predict(config: Config, asked: Slice, build: Builder = build_programs, cache
         fits=compiled.fits,
         compile_seconds=compiled.seconds,
         versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
-        **of_config(config, len(devices), table_peak(kind, len(devices))),
+        **of_config(config, named(programs.attention), len(devices), table_peak(kind, len(devices))),
         **placed(mesh, config),
         **_spent(compiled, asked, mesh),
     )

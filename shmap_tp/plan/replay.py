@@ -6,7 +6,8 @@
                   with those that send between the same chips: both directions of a ring flow at once
     copies        between memory and the cores' own: async, bytes / memory rate, one after the other
     loops         the body's time x its true trip count, from the start, step and limit in the text
-    kernels       Pallas: the FLOPs that the kernel declares, at KERNEL_EFFICIENCY of the peak
+    kernels       Pallas: the FLOPs that the kernel declares, at KERNEL_EFFICIENCY of the peak; splash attention, which
+                  declares none: those of the blocks that it computes (`splash_flops`)
 
 What compute is not estimated, how the compiler's estimate differs from a chip, contention between copies and compute,
 and waiting for slower devices are not in it.  benchmarks/RESULTS.md says how far off it is where a figure is published.
@@ -20,10 +21,17 @@ from dataclasses import dataclass, field
 from shmap_tp.hardware import DEVICES
 from shmap_tp.plan.carried import replica_groups
 from shmap_tp.plan.links import Lanes, Links, Traffic
-from shmap_tp.plan.module import Computation, Instruction, Module, array_bytes
+from shmap_tp.plan.module import ARRAY, Computation, Instruction, Module, array_bytes
 
 KERNEL_EFFICIENCY = 0.6
-"""Of the peak, for a Pallas kernel: an assumption."""
+"""Of the peak, for a Pallas kernel: an assumption, for all of them and all generations.
+
+No measured figure was found for splash attention on v4, v5e or v5p.  What the compiler says of its own schedule
+(libtpu 0.0.42, v5e, K = 128, blocks of 512; LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true") is an
+upper bound, since memory may be waited for: forward, 1179 instructions for a block whose products take 1024 cycles at
+peak, and for each step of the grid and each row of blocks some 200 and 500 more, which is 0.61 of the peak at
+T = 2048; backward, 2371 for a block of 2560 cycles and 230 and 200 more, at most 0.85.
+"""
 
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
@@ -138,7 +146,7 @@ class _Walk:
         if instruction.cycles is not None:
             spent.spend(where, instruction.cycles / self._device.clock)
         elif KERNEL in instruction.attributes:
-            spent.spend(where, _kernel_flops(instruction) / (KERNEL_EFFICIENCY * self._device.flops))
+            spent.spend(where, kernel_flops(instruction) / (KERNEL_EFFICIENCY * self._device.flops))
         elif instruction.opcode != "custom-call":  # those that are not kernels only mark something
             moved = _moved_bytes(instruction, computation)
             spent.unestimated_bytes += moved
@@ -246,11 +254,42 @@ def _moved_bytes(instruction: Instruction, computation: Computation) -> float:
     return sum(operands) + float(sum(array_bytes(instruction.shape)))
 
 
-def _kernel_flops(instruction: Instruction) -> float:
+def kernel_flops(instruction: Instruction) -> float:
+    """Those that the kernel declares, or splash attention's.  Raises ValueError where neither tells."""
     found = re.search(r'"flops":"?(\d+)', instruction.attributes)
-    if not found:
-        raise ValueError(f"{instruction.name}: a kernel that does not declare its FLOPs (cost_estimate of pallas_call)")
-    return float(found[1])
+    if found:
+        return float(found[1])
+    splash = re.search(r"\bsplash_m[hq]a_(fwd|dq|dkv)_", instruction.attributes)
+    if splash:
+        return splash_flops(splash[1], instruction)
+    raise ValueError(f"{instruction.name}: a kernel that does not declare its FLOPs (cost_estimate of pallas_call)")
+
+
+SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Matrix products of a block.  fwd: scores, values.  dq: scores, dp, dq.  dkv: scores, dv, dp, dk; and dq, where it
+returns that as well, one part for each block of keys: an array of one dim more than q."""
+
+
+def splash_flops(phase: str, instruction: Instruction) -> float:
+    """FLOPs of a kernel of jax.experimental.pallas.ops.tpu.splash_attention under a causal mask, of what it computes.
+
+    2 x block_q x block_kv x K for each product of each block in which any query sees any key, those on the diagonal
+    whole: with blocks of 512 at T = 2048 that is 10 of 16, where the mask lets through just over 8 of them.  Its own
+    words tell the block sizes, its first operand of three dims or more and of floats is q[... T K].
+    """
+    said = instruction.attributes
+    of_phase = "" if phase == "fwd" else f"_{phase}"
+    found = [re.search(rf'"{side}{of_phase}\\": (\d+)', said) for side in ("block_q", "block_kv")]
+    operands = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", said)
+    shapes = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", operands[1] if operands else "")
+    if not all(found) or not shapes or shapes[0].count(",") < 2:
+        raise ValueError(f"{instruction.name}: the block sizes and the shape of q cannot be read")
+    block_q, block_kv = (int(match[1]) for match in found)
+    *outer, time, head_dim = (int(size) for size in shapes[0].split(","))
+    computed = sum(-(-end // block_kv) for end in range(block_q, time + 1, block_q))
+    parts_of_dq = [dims for _, _, dims in ARRAY.findall(instruction.shape) if dims.count(",") > shapes[0].count(",")]
+    products = SPLASH_PRODUCTS[phase] + bool(parts_of_dq)
+    return float(2 * math.prod(outer) * computed * block_q * block_kv * head_dim * products)
 
 
 def _pairs(attributes: str) -> list[tuple[int, int]]:

@@ -1,10 +1,10 @@
 """One row of a benchmark: what was run or predicted, and what came out.  As JSON, and for reading."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from jax.sharding import Mesh
 
-from shmap_tp.config import Config
+from shmap_tp.config import AttentionKernel, Config
 from shmap_tp.flops import flops_per_token, hardware_flops_per_token, parameters
 from shmap_tp.hardware import Peak, compiler_options, generation
 from shmap_tp.mesh import DP, MP, Torus
@@ -44,6 +44,8 @@ class Row:
     wire: str
     """Of `explicit`; the compiler's twin is not told."""
     zero: str
+    attention: str
+    """What computes the attention of each head: as named, or as `auto` chose for these devices."""
     tokens_per_step: int
     peak_flops_per_device: float | None
     peak_source: str | None
@@ -87,9 +89,10 @@ class Row:
         return asdict(self)
 
 
-def of_config(config: Config, devices: int, peak: Peak | None) -> dict:
-    """The fields of a Row that a configuration and its devices decide; `peak` is of all of them."""
-    model, tokens = config.model, config.train.batch * config.model.context
+def of_config(config: Config, attention: AttentionKernel, devices: int, peak: Peak | None) -> dict:
+    """The fields of a Row that a configuration and its devices decide; `peak` is of all of them, and `attention` what
+    computes it there."""
+    model, tokens = replace(config.model, attention=attention), config.train.batch * config.model.context
     return {
         "model": model.name,
         "params": parameters(model),
@@ -102,6 +105,7 @@ def of_config(config: Config, devices: int, peak: Peak | None) -> dict:
         "remat": str(model.remat),
         "wire": str(config.mesh.wire),
         "zero": str(config.mesh.zero),
+        "attention": str(attention),
         "tokens_per_step": tokens,
         "peak_flops_per_device": peak.flops / devices if peak else None,
         "peak_source": peak.source if peak else None,
@@ -135,7 +139,7 @@ def describe(row: Row) -> str:
         f"{row.kind.upper()}  {program}{row.model}, {_count(row.params)} parameters, on {where}",
         f"  mesh      dp={row.dp}, mp={row.mp}{tile}",
         f"  step      {row.global_batch} windows of {row.context} in {row.microbatches} microbatches = "
-        f"{row.tokens_per_step:,} tokens; remat {row.remat}{wire}; zero {row.zero}",
+        f"{row.tokens_per_step:,} tokens; remat {row.remat}; attention {row.attention}{wire}; zero {row.zero}",
     ]
     if row.peak_bytes_per_device is not None:
         needs = human(int(row.peak_bytes_per_device))

@@ -1,0 +1,249 @@
+"""Attention kernels: the values and gradients of the dense reference, which devices get which, and how often one runs.
+
+B batch, T time, D model width, H query heads, N key/value heads, K head dim.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import reference
+from jax.sharding import PartitionSpec as P
+from sharded import ALL_REDUCE, ROWS, Case, compare
+from small import config, mesh, shapes_of
+from stands import Stand
+
+from shmap_tp.collectives import varying
+from shmap_tp.config import AttentionKernel, InputError, ModelConfig, Positions
+from shmap_tp.layers import kernels
+from shmap_tp.layers.attention import AnyAttention, Attention, Chunked
+from shmap_tp.layers.choice import choose, named
+from shmap_tp.layers.kernels import Cudnn, Splash
+from shmap_tp.layers.positions import Rotary
+from shmap_tp.mesh import DP, MP
+from shmap_tp.plan.wires import bodies
+from shmap_tp.settings import CONF, load
+from shmap_tp.sharding import partition_specs
+from shmap_tp.step import TOKENS, Objective, loss_and_gradients
+from shmap_tp.transformer import Transformer
+from shmap_tp.zero import owners
+
+B, T, D, H = 4, 256, 24, 4
+"""Blocks of 128: two on the diagonal, one below it, one above that is left out."""
+
+
+def attention(kv_heads: int, head_dim: int) -> Case:
+    """Of half the input: sharper softmaxes amplify float32's rounding, in the kernel to 1.6e-6, in XLA to 0.9e-6."""
+    return Case(
+        partial(Attention, D, (H, kv_heads), head_dim, Splash(interpret=True), std=1.0, std_out=1.0),
+        lambda layer, x: ALL_REDUCE.leave(layer(ALL_REDUCE.enter(0.5 * x), Rotary(10_000.0))),
+        lambda p, x: reference.attention(p, 0.5 * x, positions="rotary"),
+        (((B, T, D), ROWS),),
+        ROWS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "shape"),
+    [(4, 64, (1, 1)), (4, 64, (4, 2)), (1, 64, (4, 2)), (2, 64, (2, 4)), (4, 128, (2, 4)), (2, 256, (1, 1))],
+)
+def test_splash_is_the_dense_reference(monkeypatch, kv_heads, head_dim, shape):
+    """Output, input gradient and parameter gradients; mp larger than the number of key/value heads, too."""
+    monkeypatch.setattr(kernels, "BLOCKS", (128,))
+    compare(attention(kv_heads, head_dim), shape, "float32")
+
+
+def test_what_comes_out_of_the_fence_varies_as_what_went_in():
+    """q is cut over both axes, k and v over dp alone; its gradient then owes a sum over mp, which JAX pays."""
+    heads, shared = P(DP, None, MP, None), P(DP, None, None, None)
+
+    def local(q, k, v):
+        mixed, pull = jax.vjp(lambda *qkv: Splash(interpret=True)(*qkv, None), q, k, v)
+        gradients = pull(mixed)
+        assert varying(mixed) == varying(gradients[0]) == {DP, MP}
+        assert varying(gradients[1]) == varying(gradients[2]) == {DP}
+        return gradients
+
+    specs = (heads, shared, shared)
+    q, k, v = [jnp.ones((2, 128, n, 64)) for n in (4, 1, 1)]
+    jax.eval_shape(jax.shard_map(local, mesh=mesh((2, 4)), in_specs=specs, out_specs=specs), q, k, v)
+
+
+# Which devices get which
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What is asked of a GPU; passes for one where types are checked."""
+
+    device_kind: str
+    compute_capability: str
+    __class__ = jax.Device
+
+
+DEVICES = {
+    "cpu": jax.devices("cpu")[0],
+    "v2": Stand("TPU v2", (0, 0, 0)),
+    "v3": Stand("TPU v3", (0, 0, 0)),
+    "v4": Stand("TPU v4", (0, 0, 0)),
+    "v5e": Stand("TPU v5 lite", (0, 0, 0)),
+    "v5p": Stand("TPU v5p", (0, 0, 0)),
+    "v6e": Stand("TPU v6 lite", (0, 0, 0)),
+    "tpu7x": Stand("TPU7x", (0, 0, 0)),
+    "V100": Gpu("Tesla V100-SXM2-16GB", "7.0"),
+    "A100": Gpu("NVIDIA A100-SXM4-40GB", "8.0"),
+    "H100": Gpu("NVIDIA H100 80GB HBM3", "9.0"),
+    "MI300": Gpu("AMD Instinct MI300X", "gfx942"),
+}
+
+
+def chosen(device: str, *overrides: str, dtype: str = "bfloat16") -> AnyAttention:
+    return choose(loaded(*overrides), DEVICES[device], jnp.dtype(dtype))
+
+
+@cache
+def loaded(*overrides: str) -> ModelConfig:
+    given = ["model=llama3_8b", "mesh.mp=1", *[f"model.{setting}" for setting in overrides]]
+    return load(str(CONF / "config.yaml"), given).model
+
+
+AUTO = {
+    "cpu": Chunked(512), "v2": Chunked(512), "v3": Chunked(512), "v4": Splash(), "v5e": Splash(), "v5p": Splash(),
+    "v6e": Splash(), "tpu7x": Splash(), "V100": Chunked(512), "A100": Cudnn(), "H100": Cudnn(), "MI300": Chunked(512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_auto_is_the_kernel_of_the_devices(device):
+    assert chosen(device) == AUTO[device]
+    assert chosen(device, "attention=chunked") == Chunked(512), "whatever the device"
+    assert chosen(device, f"attention={named(AUTO[device])}") == AUTO[device], "and by its name"
+    assert chosen(device, "positions=alibi") == Chunked(512)
+
+
+@pytest.mark.parametrize(
+    ("device", "override", "dtype", "made"),
+    [
+        ("v5e", "context=2112", "bfloat16", Chunked(512)),
+        ("v5e", "context=2176", "bfloat16", Splash()),
+        ("v5e", "head_dim=80", "bfloat16", Chunked(512)),
+        ("v5e", "head_dim=256", "float32", Splash()),
+        ("H100", "head_dim=256", "bfloat16", Cudnn()),
+        ("A100", "head_dim=256", "bfloat16", Chunked(512)),
+        ("H100", "head_dim=100", "bfloat16", Chunked(512)),
+        ("H100", "head_dim=128", "float32", Chunked(512)),
+        ("H100", "context=2112", "float16", Cudnn()),
+    ],
+)
+def test_auto_takes_no_kernel_that_cannot(device, override, dtype, made):
+    assert chosen(device, override, dtype=dtype) == made
+
+
+REFUSED = {
+    ("cpu", "splash", "", "bfloat16"): "(model llama3_8b, cpu): it is for TPU v4 and later",
+    ("v3", "splash", "", "bfloat16"): "(model llama3_8b, TPU v3): it is for TPU v4 and later",
+    ("H100", "splash", "", "bfloat16"): "it is for TPU v4 and later",
+    ("v4", "splash", "positions=alibi", "bfloat16"): "it adds no bias to scores, and model.positions=alibi is one",
+    ("v4", "splash", "context=2112", "bfloat16"): "of 128 positions, which does not divide model.context=2112",
+    ("v4", "splash", "head_dim=80", "bfloat16"): "model.head_dim=80 is not one of its 64, 128, 256",
+    ("cpu", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later",
+    ("v5e", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs",
+    ("V100", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later",
+    ("MI300", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs",
+    ("H100", "cudnn", "positions=alibi", "bfloat16"): "it is used without a bias, and model.positions=alibi is one",
+    ("H100", "cudnn", "", "float32"): "in bfloat16 or float16, not float32; set train.precision=bfloat16",
+    ("A100", "cudnn", "head_dim=256", "bfloat16"): "model.head_dim=256 must be a multiple of 8, and 128 or less",
+    ("H100", "cudnn", "head_dim=100", "bfloat16"): "model.head_dim=100 must be a multiple of 8, and 256 or less",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=" ".join)
+def test_a_kernel_that_cannot_is_refused_by_name(case):
+    device, kernel, override, dtype = case
+    with pytest.raises(InputError) as caught:
+        chosen(device, f"attention={kernel}", *filter(None, [override]), dtype=dtype)
+    said = str(caught.value)
+    assert said.startswith(f"model.attention={kernel} (model llama3_8b, ") and REFUSED[case] in said
+    assert len(said.splitlines()) <= 2 and said.endswith("use model.attention=auto, or chunked, which runs everywhere")
+
+
+# How often a kernel runs
+
+
+def kernels_in(jaxpr: Any) -> list[str]:
+    """The names of all Pallas kernels of a program, each as often as it stands there."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            name = equation.params["name"] if "name" in equation.params else equation.params["name_and_src_info"].name
+            found.append(name)
+        else:
+            found += [name for body in bodies(equation.params) for name in kernels_in(body)]
+    return found
+
+
+def traced(model: ModelConfig, attend: AnyAttention, shape: tuple[int, int] = (2, 4)) -> Any:
+    """The jaxpr of loss and gradients."""
+    params = shapes_of(partial(Transformer, model, attend))
+    specs = partition_specs(params, {DP: shape[0], MP: shape[1]})
+    objective = Objective(model.vocabulary, 0.0, jnp.dtype("float32"), ALL_REDUCE)
+    tokens = jax.ShapeDtypeStruct((1, 4, model.context + 1), jnp.int32)
+    step = jax.shard_map(
+        lambda params, tokens: loss_and_gradients(objective, params, tokens, owners(specs)),
+        mesh=mesh(shape), in_specs=(specs, TOKENS), out_specs=(P(), specs),
+    )  # fmt: skip
+    return jax.make_jaxpr(step)(params, tokens).jaxpr
+
+
+FORWARD, BACKWARD = "splash_mqa_fwd_residuals", "splash_mqa_dkv_no_residuals"
+AGAIN = {"none": [FORWARD], "dots": [FORWARD], "full": [FORWARD, FORWARD]}
+
+
+@pytest.mark.parametrize("block", ["parallel", "sequential"])
+@pytest.mark.parametrize("remat", AGAIN)
+def test_the_forward_kernel_runs_once_but_with_full(remat, block):
+    """In the scans over layers, forward and backward: `dots` keeps by name what the forward kernel made."""
+    made = config("model.context=128", "model.positions=rotary", f"model.remat={remat}", f"model.block={block}").model
+    assert sorted(kernels_in(traced(made, Splash()))) == sorted([*AGAIN[remat], BACKWARD])
+
+
+def test_without_its_name_it_runs_twice(monkeypatch):
+    monkeypatch.setattr(kernels, "ATTENDED", "something else")
+    made = config("model.context=128", "model.positions=rotary", "model.remat=dots").model
+    assert sorted(kernels_in(traced(made, Splash()))) == sorted([FORWARD, FORWARD, BACKWARD])
+
+
+# cuDNN, as far as it goes without a GPU
+
+
+@pytest.mark.parametrize(("remat", "forward"), [("none", 1), ("dots", 1), ("full", 2)])
+def test_cudnn_is_lowered_to_its_own_calls(monkeypatch, remat, forward):
+    """Of a whole model in bfloat16 on (2, 4), two key/value heads shared by eight: forward and backward calls."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    model = config(
+        "model.head_dim=8", "model.kv_heads=4", "model.context=16", "model.positions=rotary", f"model.remat={remat}"
+    ).model
+    params = shapes_of(partial(Transformer, model, Cudnn()))
+    specs = partition_specs(params, {DP: 2, MP: 4})
+    objective = Objective(model.vocabulary, 0.0, jnp.dtype("bfloat16"), ALL_REDUCE)
+    step = jax.shard_map(
+        lambda params, tokens: loss_and_gradients(objective, params, tokens, owners(specs)),
+        mesh=mesh((2, 4)), in_specs=(specs, TOKENS), out_specs=(P(), specs),
+    )  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((1, 4, model.context + 1), jnp.int32)
+    text = jax.jit(step).trace(params, tokens).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == forward
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
+    assert "tensor<2x16x2x8xbf16>" in text, "q[B/dp T H/mp K]"
+
+
+def test_a_kernel_takes_no_slopes():
+    made = replace(config("model.context=128").model, positions=Positions.alibi, attention=AttentionKernel.splash)
+    for attend in (Splash(), Cudnn()):
+        with pytest.raises(AssertionError, match="adds no bias"):
+            traced(made, attend)

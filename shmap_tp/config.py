@@ -40,6 +40,7 @@ class Positions(StrEnum):
 class Remat(StrEnum):
     none = "none"
     full = "full"
+    attention = "attention"
     dots = "dots"
 
 
@@ -133,7 +134,7 @@ class ModelConfig:
     """Standard deviation of the initial weights; what writes to the residual stream is scaled by (2 layers)^-1/2."""
     remat: Remat
     """What the backward pass recomputes.  none: nothing.  full: the block, from its input.
-    dots: everything but matrix products with weights, what a collective returned, and what an attention kernel made."""
+    dots: everything but matrix products and what a collective returned.  attention: the MLP's first products, too."""
     attention: AttentionKernel
     """What computes softmax(q k') v.  chunked: XLA, attention_chunk queries at a time.  splash: a TPU kernel, v4 and
     later.  cudnn: NVIDIA's.  auto: the kernel of the devices, where it can run this model; else chunked."""

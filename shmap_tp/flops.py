@@ -73,28 +73,26 @@ def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, in
 
     `model.attention` must say which it is: what `auto` is, only the devices tell.
 
-    Scores, whatever `remat` says: chunked, where attention_chunk < context, each chunk of queries is checkpointed, and
-    its gradient needs the scores again (not the values product, which nothing in it reads); a kernel, whose backward
-    pass is flash attention's and begins with the scores.
-    With remat full: one more forward of every block, but not of the head.  The chunks in it keep nothing either, so
-    their scores are computed a third time, and so are a kernel's.
-    With remat dots: chunked, scores and values once more, since it keeps the products with weights and not those of two
-    activations; a kernel, nothing, since it keeps what the forward kernel made.
-    With remat none: nothing else.
+    Scores: a kernel's backward pass is flash attention's and begins with them; chunked, where attention_chunk <
+    context, each chunk of queries is checkpointed, and its gradient needs them again (not the values product, which
+    nothing in it reads); and wherever anything is recomputed, since no policy keeps them.
+    With remat full: one more forward of every block, but not of the head.  Neither chunks nor a kernel find anything
+    kept then, so that their scores are computed a third time.
+    With remat attention: the first products of the MLP.  With dots, or none: nothing else.
 
     A whole forward is the convention of Korthikanti et al., and an upper bound here: JAX drops a recomputed product
     whose result no gradient reads, which is the last one of a block (the down projection; in a parallel block the
     attention's out projection as well).
     """
     assert model.attention != AttentionKernel.auto, "how much is computed again is not told by auto"
-    is_chunked = model.attention == AttentionKernel.chunked
+    in_one = model.attention == AttentionKernel.chunked and model.attention_chunk >= model.context
     forward = forward_terms(model, causal=causal)
     again = dict.fromkeys(forward, 0)
     if model.remat == Remat.full:
         again |= {name: flops for name, flops in forward.items() if name != "head"}
-    if model.remat == Remat.dots and is_chunked:
-        again |= {name: forward[name] for name in ("scores", "values")}
-    if not is_chunked or model.attention_chunk < model.context:
+    if model.remat == Remat.attention:
+        again["mlp"] = forward["mlp"] - 2 * model.layers * model.width * model.ffn
+    if not in_one or model.remat in (Remat.attention, Remat.dots):
         again["scores"] += forward["scores"]
     return again
 

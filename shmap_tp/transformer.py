@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from shmap_tp.collectives import LEFT, AnyWire
 from shmap_tp.config import Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
-from shmap_tp.layers.attention import AnyAttention, Attention
+from shmap_tp.layers.attention import QUERY_KEY_VALUE, AnyAttention, Attention
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, score
 from shmap_tp.layers.kernels import ATTENDED
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
@@ -56,8 +56,9 @@ POLICIES = {
     Remat.full: jax.checkpoint_policies.nothing_saveable,
     Remat.dots: jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(LEFT, ATTENDED),
+        jax.checkpoint_policies.save_only_these_names(LEFT, QUERY_KEY_VALUE, ATTENDED),
     ),
+    Remat.attention: jax.checkpoint_policies.save_only_these_names(LEFT, QUERY_KEY_VALUE, ATTENDED),
 }
 """What the backward pass finds kept.  None of them keeps a weight that dp shares: it is gathered again."""
 
@@ -131,7 +132,7 @@ class Transformer(eqx.Module):
 
     Wire    the embedding leaves, the blocks enter and leave, the head enters; each x[B T D].
 
-    What a policy keeps is what lies between regions: `full` the input of a block, `dots` what it left with, too.  What
+    What a policy keeps is what lies between regions: `full` the input of a block, the others what it left with, too.  What
     is entered is entered again by the backward pass: with AllReduce that moves nothing, with SequenceParallel it is the
     all-gather, for each region once more; kept, it would take mp times the memory of what it was gathered from.  What a
     region left with is owed again only with `full` in a sequential block: the attention's, which the second norm reads.

@@ -1,7 +1,7 @@
 """Who keeps, uses and updates what of a parameter, among the parts of dp that could all hold it.
 
-A parameter's owner is a value; `shared_out` makes a tree of them, shaped like the parameters.  D a dim of a matrix that dp
-divides.  D/dp: dim D cut along dp.  {+dp}: a sum over dp still owed.
+A parameter's owner is a value; `shared_out` makes a tree of them, shaped like the parameters.  D a dim of a matrix that
+dp divides.  D/dp: dim D cut along dp.  {+dp}: a sum over dp still owed.
 
     Everyone       keeps the weight and its optimizer state, and makes the same update
                        step      dw {+dp}   --all-reduce-->  dw

@@ -168,12 +168,17 @@ def test_head_costs_the_same_tied_or_not_and_padded_or_not():
 
 
 def test_recomputation_by_hand():
-    full, dots = replace(TINY, remat=Remat.full), replace(TINY, remat=Remat.dots)
+    full, dots, keeps = [replace(TINY, remat=remat) for remat in (Remat.full, Remat.dots, Remat.attention)]
     model = flops_per_token(TINY)
     assert hardware_flops_per_token(TINY) == model
-    assert hardware_flops_per_token(dots) == model + 480
+    assert hardware_flops_per_token(dots) == model + 240
     assert hardware_flops_per_token(replace(TINY, attention_chunk=2)) == model + 240
-    assert hardware_flops_per_token(replace(dots, attention_chunk=2)) == model + 480 + 240
+    assert hardware_flops_per_token(replace(dots, attention_chunk=2)) == model + 240
+    assert hardware_flops_per_token(keeps) == model + 240 + 336
+    assert (
+        hardware_flops_per_token(replace(keeps, mlp=Mlp.swiglu)) - flops_per_token(replace(keeps, mlp=Mlp.swiglu))
+        == 240 + 672
+    )
     assert hardware_flops_per_token(full) == model + 2880 + 480 + 672
     assert hardware_flops_per_token(replace(full, attention_chunk=2)) == model + 2880 + 480 + 672 + 240
     assert recomputed_terms(full)["head"] == 0

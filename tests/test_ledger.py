@@ -121,6 +121,7 @@ PROGRAMS = {
     "parallel full": "remat=full",
     "sequential": "block=sequential",
     "sequential dots": "block=sequential remat=dots",
+    "sequential attention": "block=sequential remat=attention",
     "sequential full": "block=sequential remat=full",
     "in chunks": "attention_chunk=3",
     "in chunks, full": "attention_chunk=3 remat=full",

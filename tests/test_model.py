@@ -39,9 +39,9 @@ MODELS = {
         "mesh.wire=sequence", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary",
         "model.kv_heads=2", "model.attention_chunk=3", "model.remat=dots", "train.z_loss=0.01",
     ],
-    "sharded: sequential rmsnorm gelu learned, 2 kv heads of 8, in chunks of 3, full, z-loss": [
+    "sharded: sequential rmsnorm gelu learned, 2 kv heads of 8, in chunks of 3, attention, z-loss": [
         "mesh.zero=parameters", "model.block=sequential", "model.norm=rmsnorm", "model.positions=learned",
-        "model.kv_heads=2", "model.attention_chunk=3", "model.remat=full", "train.z_loss=0.01",
+        "model.kv_heads=2", "model.attention_chunk=3", "model.remat=attention", "train.z_loss=0.01",
     ],
     "sequence, sharded: parallel layernorm swiglu rotary, 4 kv heads of 8, tied": [
         "mesh.zero=parameters", "mesh.wire=sequence", "model.context=8", "model.mlp=swiglu", "model.positions=rotary",

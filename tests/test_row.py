@@ -63,10 +63,14 @@ TRACED = {
     "padded": ["model.vocabulary=200"],
     "dots": ["model.remat=dots"],
     "dots in chunks": ["model.remat=dots", "model.attention_chunk=8"],
+    "attention": ["model.remat=attention"],
+    "attention in chunks, swiglu, sequential": [
+        "model.remat=attention", "model.attention_chunk=8", "model.mlp=swiglu", "model.block=sequential",
+    ],
     "full": ["model.remat=full"],
     "full, sequential": ["model.remat=full", "model.block=sequential"],
     "full in chunks": ["model.remat=full", "model.attention_chunk=8"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("overrides", TRACED.values(), ids=TRACED)

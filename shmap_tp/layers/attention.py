@@ -19,15 +19,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.collectives import vary
-from shmap_tp.layers.kernels import Cudnn, Splash
+from shmap_tp.layers.kernels import ATTENDED, Cudnn, Splash
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, matmul
 from shmap_tp.layers.positions import AnyPositions
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
+
+QUERY_KEY_VALUE = "query_key_value"
+"""Names what the heads are made of, so that a remat policy can keep it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Chunked:
         slopes_H: Float[Array, " H"] | None,
     ) -> Float[Array, "B T H K"]:
         """Wire: nothing."""
-        return causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk)
+        return checkpoint_name(causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk), ATTENDED)
 
 
 AnyAttention = Chunked | Splash | Cudnn
@@ -113,7 +117,8 @@ class Attention(eqx.Module):
         batch, time, _ = h_BTD.shape
         q_BTHK = positions.on_heads(self.query(h_BTD).reshape(batch, time, -1, self.head_dim))
         k_BTNK = positions.on_heads(self.key(h_BTD))
-        mixed_BTHK = self.attend(q_BTHK, k_BTNK, self.value(h_BTD), positions.slopes())
+        qkv = checkpoint_name((q_BTHK, k_BTNK, self.value(h_BTD)), QUERY_KEY_VALUE)
+        mixed_BTHK = self.attend(*qkv, positions.slopes())
         return self.out(mixed_BTHK.reshape(batch, time, -1))
 
 

@@ -8,7 +8,7 @@ layers.
     embedding        leaves with x[B T D]                                                              A times
     parallel block   enters with h[B T D], leaves with y[B T D]                                        A L times
     sequential       the same, twice; with remat full the attention leaves once more                   A L times
-    remat            dots and full enter once more whatever a block enters                             A L times
+    remat            any but none enters once more whatever a block enters                             A L times
     key, value       where mp > N: backward all-reduce of dw[D N K] over mp, float32, each;            A L times
                      in the dtype of the activations where dp shares the weight
     head             enters with h[B T D]                                                              A times
@@ -122,7 +122,7 @@ def block(model: ModelConfig, mesh: MeshConfig, x: Travels) -> list[Entry]:
 
     What it entered with is never kept where anything is recomputed.  With remat full a sequential block sums the
     attention again, because the norm of the MLP reads it; what a block leaves with at its end is read by nothing in it.
-    Remat dots keeps whatever left.
+    The other policies keep whatever left.
     """
     within, again = attention(model, mesh, x), model.remat != Remat.none
     if model.block == Block.parallel:

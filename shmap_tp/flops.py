@@ -77,6 +77,7 @@ def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, in
     their scores are computed a third time.
     With remat dots: scores and values once more; it keeps the products with weights, not those of two activations.
     With remat none: nothing else.
+    The head is computed once whatever `remat` says: its gradients are taken while its logits are there (`loss`).
 
     A whole forward is the convention of Korthikanti et al., and an upper bound here: JAX drops a recomputed product
     whose result no gradient reads, which is the last one of a block (the down projection; in a parallel block the

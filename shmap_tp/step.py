@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from shmap_tp.collectives import WIRES, AnyWire, meet_over, sum_over, vary
 from shmap_tp.config import Config, Zero
-from shmap_tp.loss import vocab_parallel_cross_entropy
+from shmap_tp.loss import LinearCrossEntropy
 from shmap_tp.mesh import DP, MP
 from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
 from shmap_tp.sharding import named, optimizer_specs, partition_specs
@@ -42,10 +42,9 @@ class State(eqx.Module):
 
 
 class Objective(eqx.Module):
-    """What is minimised: mean cross entropy of the counted tokens, plus z_loss times the mean of log(z)^2."""
+    """What is minimised, of a model's parameters and tokens."""
 
-    vocabulary: int
-    z_loss: float
+    loss: LinearCrossEntropy
     dtype: DTypeLike
     wire: AnyWire = eqx.field(static=True)
 
@@ -53,10 +52,8 @@ class Objective(eqx.Module):
         self, params: Transformer, tokens_BT: Int[Array, "B T"], counted: Array
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """This device's share of (the objective, the cross entropy), `counted` being the tokens of the whole step."""
-        logits_BTV = params(tokens_BT[:, :-1], self.dtype, self.wire)
-        nll_BT, logz_BT = vocab_parallel_cross_entropy(logits_BTV, tokens_BT[:, 1:], self.vocabulary)
-        loss = jnp.sum(nll_BT) / counted
-        return loss + self.z_loss * jnp.sum(jnp.square(logz_BT)) / counted, loss
+        h_BTD = params(tokens_BT[:, :-1], self.dtype, self.wire)
+        return self.loss(h_BTD, params.table, tokens_BT[:, 1:], counted)
 
 
 def counted_tokens(tokens_ABT: Int[Array, "A B T"]) -> Float[Array, ""]:
@@ -108,7 +105,8 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
     """The programs of `config` on `mesh`, computing in `dtype`; nothing is compiled before its first call."""
     optimizer = make_optimizer(config.optimizer)
     schedule = learning_rate_schedule(config.optimizer)
-    objective = Objective(config.model.vocabulary, config.train.z_loss, dtype, WIRES[config.mesh.wire])
+    loss = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
+    objective = Objective(loss, dtype, WIRES[config.mesh.wire])
 
     def init() -> State:
         params = Transformer(config.model, key=jax.random.key(config.run.seed))

@@ -1,4 +1,4 @@
-"""The model: embedding, a scan over stacked blocks, the final norm, the head.
+"""The model: embedding, a scan over stacked blocks, the final norm; what comes of it the loss scores (`loss`).
 
 B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still
 owed.
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from shmap_tp.collectives import LEFT, AnyWire
 from shmap_tp.config import Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
 from shmap_tp.layers.attention import Attention
-from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, score
+from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, AnyPositions, Learned, Rotary
@@ -109,7 +109,7 @@ BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
 
 
 class Transformer(eqx.Module):
-    """Logits of the next token at every position.
+    """What the next token at every position is scored by, with `table`.
 
     Wire    the embedding leaves, the blocks enter and leave, the head enters; each x[B T D].
 
@@ -138,8 +138,13 @@ class Transformer(eqx.Module):
         self.head = None if config.tied else VocabParallelHead(*table, std=config.init_std, key=key_head)
         self.remat = config.remat
 
-    def __call__(self, ids_BT: Int[Array, "B T"], dtype: DTypeLike, wire: AnyWire) -> Float[Array, "B T V"]:
-        """ids[B T] -> logits[B T V/mp], computed in `dtype`."""
+    @property
+    def table(self) -> Float[Array, "V D"]:
+        """w[V/mp D] of logits = h @ w': the head's own, or the embedding's where the two are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def __call__(self, ids_BT: Int[Array, "B T"], dtype: DTypeLike, wire: AnyWire) -> Float[Array, "B T D"]:
+        """ids[B T] -> h[B T D] that the head is to score, entered; computed in `dtype`."""
         with jax.named_scope("embedding"):
             x_BTD = self.positions.at_input(wire.leave(self.embedding(ids_BT, dtype)), wire)
 
@@ -151,8 +156,7 @@ class Transformer(eqx.Module):
         with jax.named_scope("blocks"):
             x_BTD, _ = lax.scan(layer, x_BTD, self.blocks)
         with jax.named_scope("head"):
-            h_BTD = wire.enter(self.norm(x_BTD))
-            return score(h_BTD, self.embedding.weight) if self.head is None else self.head(h_BTD)
+            return wire.enter(self.norm(x_BTD))
 
 
 def _positions(config: ModelConfig, key: PRNGKeyArray) -> AnyPositions:

@@ -26,7 +26,6 @@ from jaxtyping import Array, Float, Int
 from shmap_tp.collectives import LEFT, AllReduce
 from shmap_tp.config import Config, Remat
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
-from shmap_tp.layers.embedding import score
 from shmap_tp.layers.linear import matmul
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.positions import Alibi, AnyPositions, alibi_slopes
@@ -112,8 +111,7 @@ def transformer(params: Transformer, ids_BT: Int[Array, "B T"], dtype: DTypeLike
     if params.remat != Remat.none:
         layer = jax.checkpoint(layer, policy=POLICIES[params.remat], prevent_cse=False)
     x_BTD, _ = lax.scan(layer, x_BTD, params.blocks)
-    table = params.embedding if params.head is None else params.head
-    return lay(score(lay(params.norm(x_BTD), DP, None, None), table.weight), DP, None, MP)
+    return lay(matmul(lay(params.norm(x_BTD), DP, None, None), params.table.T), DP, None, MP)
 
 
 def cross_entropy(

@@ -165,6 +165,8 @@ class TrainConfig:
     """dtype of the activations and matrix products; masters stay float32.  auto: bfloat16, on CPU float32."""
     z_loss: float
     """Weight of the squared log-partition added to the loss (PaLM, section 5); 0 leaves it out."""
+    loss_chunk: int
+    """Positions of a device whose logits are held at a time."""
 
 
 @dataclass

@@ -79,6 +79,7 @@ def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, in
     With remat full: one more forward of every block, but not of the head.  Neither chunks nor a kernel find anything
     kept then, so that their scores are computed a third time.
     With remat attention: the first products of the MLP.  With dots, or none: nothing else.
+    The head is computed once whatever `remat` says: its gradients are taken while its logits are there (`loss`).
 
     A whole forward is the convention of Korthikanti et al., and an upper bound here: JAX drops a recomputed product
     whose result no gradient reads, which is the last one of a block (the down projection; in a parallel block the

@@ -76,6 +76,7 @@ def check(config: Config) -> None:
         ("train.steps", train.steps, 1),
         ("train.batch", train.batch, 1),
         ("train.microbatches", train.microbatches, 1),
+        ("train.loss_chunk", train.loss_chunk, 1),
         ("model.width", model.width, 1),
         ("model.layers", model.layers, 1),
         ("model.heads", model.heads, 1),

@@ -24,7 +24,7 @@ from shmap_tp.collectives import WIRES, AnyWire, meet_over, sum_over, vary
 from shmap_tp.config import Config, Zero
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.choice import choose
-from shmap_tp.loss import vocab_parallel_cross_entropy
+from shmap_tp.loss import LinearCrossEntropy
 from shmap_tp.mesh import DP, MP
 from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
 from shmap_tp.sharding import named, optimizer_specs, partition_specs
@@ -44,10 +44,9 @@ class State(eqx.Module):
 
 
 class Objective(eqx.Module):
-    """What is minimised: mean cross entropy of the counted tokens, plus z_loss times the mean of log(z)^2."""
+    """What is minimised, of a model's parameters and tokens."""
 
-    vocabulary: int
-    z_loss: float
+    loss: LinearCrossEntropy
     dtype: DTypeLike
     wire: AnyWire = eqx.field(static=True)
     owners: Any = eqx.field(static=True)
@@ -57,10 +56,8 @@ class Objective(eqx.Module):
         self, params: Transformer, tokens_BT: Int[Array, "B T"], counted: Array
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """This device's share of (the objective, the cross entropy), `counted` being the tokens of the whole step."""
-        logits_BTV = params(tokens_BT[:, :-1], self.dtype, self.wire, self.owners)
-        nll_BT, logz_BT = vocab_parallel_cross_entropy(logits_BTV, tokens_BT[:, 1:], self.vocabulary)
-        loss = jnp.sum(nll_BT) / counted
-        return loss + self.z_loss * jnp.sum(jnp.square(logz_BT)) / counted, loss
+        h_BTD = params(tokens_BT[:, :-1], self.dtype, self.wire, self.owners)
+        return self.loss(h_BTD, params.table(self.dtype, self.owners), tokens_BT[:, 1:], counted)
 
 
 def counted_tokens(tokens_ABT: Int[Array, "A B T"]) -> Float[Array, ""]:
@@ -143,7 +140,8 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
     shapes = jax.eval_shape(init)
     specs, owners = state_specs(shapes, optimizer, mesh, config.mesh.zero)
     wire = WIRES[config.mesh.wire]
-    objective = Objective(config.model.vocabulary, config.train.z_loss, dtype, wire, owners)
+    loss = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
+    objective = Objective(loss, dtype, wire, owners)
     shardings = named(mesh, specs)
     parts = config.train.microbatches
     tokens = (parts, config.train.batch // parts, config.model.context + 1)

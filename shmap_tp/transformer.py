@@ -1,4 +1,4 @@
-"""The model: embedding, a scan over stacked blocks, the final norm, the head.
+"""The model: embedding, a scan over stacked blocks, the final norm; what comes of it the loss scores (`loss`).
 
 B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still
 owed.
@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from shmap_tp.collectives import LEFT, AnyWire
 from shmap_tp.config import Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
 from shmap_tp.layers.attention import QUERY_KEY_VALUE, AnyAttention, Attention
-from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, score
+from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from shmap_tp.layers.kernels import ATTENDED
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
@@ -128,14 +128,15 @@ BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
 
 
 class Transformer(eqx.Module):
-    """Logits of the next token at every position.
+    """What the next token at every position is scored by, with `table`.
 
     Wire    the embedding leaves, the blocks enter and leave, the head enters; each x[B T D].
 
-    What a policy keeps is what lies between regions: `full` the input of a block, the others what it left with, too.  What
-    is entered is entered again by the backward pass: with AllReduce that moves nothing, with SequenceParallel it is the
-    all-gather, for each region once more; kept, it would take mp times the memory of what it was gathered from.  What a
-    region left with is owed again only with `full` in a sequential block: the attention's, which the second norm reads.
+    What a policy keeps is what lies between regions: `full` the input of a block, the others what it left with, too.
+    What is entered is entered again by the backward pass: with AllReduce that moves nothing, with SequenceParallel it
+    is the all-gather, for each region once more; kept, it would take mp times the memory of what it was gathered from.
+    What a region left with is owed again only with `full` in a sequential block: the attention's, which the second norm
+    reads.
     With `remat: none` JAX keeps all that the gradients read, what was gathered included.
     """
 
@@ -158,15 +159,20 @@ class Transformer(eqx.Module):
         self.head = None if config.tied else VocabParallelHead(*table, std=config.init_std, key=key_head)
         self.remat = config.remat
 
+    def table(self, dtype: DTypeLike, owners: Any) -> Float[Array, "V D"]:
+        """w[V/mp D] of logits = h @ w': the head's own, or the embedding's where the two are tied."""
+        if self.head is None:
+            return use(owners.embedding, self.embedding, dtype).weight
+        return use(owners.head, self.head, dtype).weight
+
     def __call__(
         self, ids_BT: Int[Array, "B T"], dtype: DTypeLike, wire: AnyWire, owners: Any
-    ) -> Float[Array, "B T V"]:
-        """ids[B T] -> logits[B T V/mp], computed in `dtype`; `owners` is a tree like this one (`zero.owners`)."""
+    ) -> Float[Array, "B T D"]:
+        """ids[B T] -> h[B T D] that the head is to score, entered; computed in `dtype`.  `owners` is a tree like this
+        one (`zero`)."""
         with jax.named_scope("embedding"):
-            embedding, positions = (
-                use(owners.embedding, self.embedding, dtype),
-                use(owners.positions, self.positions, dtype),
-            )
+            positions = use(owners.positions, self.positions, dtype)
+            embedding = use(owners.embedding, self.embedding, dtype)
             x_BTD = positions.at_input(wire.leave(embedding(ids_BT, dtype)), wire)
 
         def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
@@ -177,10 +183,7 @@ class Transformer(eqx.Module):
         with jax.named_scope("blocks"):
             x_BTD, _ = lax.scan(layer, x_BTD, self.blocks)
         with jax.named_scope("head"):
-            h_BTD = wire.enter(self.norm(x_BTD))
-            if self.head is None:
-                return score(h_BTD, use(owners.embedding, self.embedding, dtype).weight)
-            return use(owners.head, self.head, dtype)(h_BTD)
+            return wire.enter(self.norm(x_BTD))
 
 
 def _positions(config: ModelConfig, key: PRNGKeyArray) -> AnyPositions:

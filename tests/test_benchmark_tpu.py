@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks import benchmark_tpu
 from shmap_tp.flops import flops_per_token, hardware_flops_per_token, parameters
 from shmap_tp.hardware import DEVICES, GIB
 from shmap_tp.plan import benchmark
+from shmap_tp.plan.module import parse
 from shmap_tp.settings import CONF, load
 
 ROOT = Path(__file__).parents[1]
@@ -163,6 +165,17 @@ def test_its_schedule_is_written_with_what_a_reader_of_it_needs(predicted):
     for group in (meta["coords"][:2], meta["coords"][2:]):
         apart = [abs(a - b) for a, b in zip(*group, strict=True)]
         assert apart == [size - 1 for size in row["tile"]], "mp is neighbours in mesh order"
+
+
+def test_the_head_is_three_products_as_compiled(predicted):
+    """Logits, dh and dw, of 64 positions, 128 rows and a width of 64: none is computed again for a second use."""
+    module, found = parse((predicted[1] / "step.hlo").read_text()), Counter()
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "convolution" and re.search(r'op_name="[^"]*\bhead\b', instruction.attributes):
+                found[instruction.shape.split("{")[0]] += module.runs[computation.name]
+    microbatches = rows(predicted[1] / "rows.jsonl")[0]["microbatches"]
+    assert found == dict.fromkeys(("f32[64,128]", "bf16[64,64]", "f32[128,64]"), microbatches)
 
 
 def test_another_precision_is_another_program(predicted):

@@ -174,11 +174,8 @@ def test_recomputation_by_hand():
     assert hardware_flops_per_token(dots) == model + 240
     assert hardware_flops_per_token(replace(TINY, attention_chunk=2)) == model + 240
     assert hardware_flops_per_token(replace(dots, attention_chunk=2)) == model + 240
-    assert hardware_flops_per_token(keeps) == model + 240 + 336
-    assert (
-        hardware_flops_per_token(replace(keeps, mlp=Mlp.swiglu)) - flops_per_token(replace(keeps, mlp=Mlp.swiglu))
-        == 240 + 672
-    )
+    assert hardware_flops_per_token(keeps) == model + 240 + 448
+    assert hardware_flops_per_token(replace(keeps, mlp=Mlp.gelu)) == model - 3 * 224 + 240 + 224
     assert hardware_flops_per_token(full) == model + 2880 + 480 + 672
     assert hardware_flops_per_token(replace(full, attention_chunk=2)) == model + 2880 + 480 + 672 + 240
     assert recomputed_terms(full)["head"] == 0

@@ -14,7 +14,10 @@ from shmap_tp.step import build_programs
 
 STEPS, RELATIVE = 3, 1e-5
 CASES = {
-    "parallel gelu alibi, 2 of 8 kv heads": ((2, 4), ["model.kv_heads=2", "model.remat=dots"]),
+    "parallel gelu alibi, 2 of 8 kv heads, the loss in chunks": (
+        (2, 4),
+        ["model.kv_heads=2", "model.remat=dots", "train.loss_chunk=10"],
+    ),
     "sequential swiglu rotary tied": (
         (2, 4),
         ["model.block=sequential", "model.mlp=swiglu", "model.positions=rotary", "model.tied=true", "model.remat=full"],

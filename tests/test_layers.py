@@ -5,6 +5,7 @@ B batch, T time, D model width, F hidden width, H query heads, N key/value heads
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from small import config, every_mesh, every_precision
 
 from shmap_tp.collectives import AnyWire
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
-from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, score
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
@@ -88,7 +89,7 @@ def embedding(wire: AnyWire) -> Case:
 def head(wire: AnyWire) -> Case:
     return Case(
         partial(VocabParallelHead, VOCABULARY, V, D, std=1.0),
-        lambda layer, x: layer(wire.enter(x)),
+        lambda layer, x: jax.vmap(score, (0, None))(wire.enter(x), layer.weight),
         lambda p, x: x @ p["weight"].T,
         STREAM[wire],
         COLUMNS,

@@ -4,6 +4,7 @@ and of the step as compiled, where the compiler may merge and move, and nothing 
 B windows on this device, T time, D model width.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,9 +111,17 @@ def test_a_layer_talks_as_its_docstring_says(layer, shape):
 
 
 @every_mesh
-def test_the_loss_talks_as_its_docstring_says(shape):
+@pytest.mark.parametrize("chunks", test_loss.CHUNKS)
+def test_the_loss_talks_as_its_docstring_says(chunks, shape):
+    """And its test enters with h, and sums the objective and the loss over dp."""
     positions = Travels(test_loss.B // shape[0] * test_loss.T, "float32", 1)
-    hold(test_loss.LOSSES["all columns are real"], shape, cross_entropy(positions))
+    on = MeshConfig(*shape, Wire.all_reduce, tile=None, zero=Zero.none, processes=1)
+    planned = [
+        *entering(on, "h", replace(positions, values=positions.values * test_loss.D)),
+        *cross_entropy(positions, test_loss.CHUNKS[chunks]),
+        *2 * [Travels(1, "float32", 1).over(DP, "sums", Operation.all_reduce, Direction.forward)],
+    ]
+    hold(test_loss.LOSSES[f"all columns are real, {chunks}"], shape, planned)
 
 
 PROGRAMS = {
@@ -123,7 +132,7 @@ PROGRAMS = {
     "sequential dots": "block=sequential remat=dots",
     "sequential attention": "block=sequential remat=attention",
     "sequential full": "block=sequential remat=full",
-    "in chunks": "attention_chunk=3",
+    "in chunks": "attention_chunk=3 train.loss_chunk=14",
     "in chunks, full": "attention_chunk=3 remat=full",
     "2 key/value heads": "kv_heads=2 positions=rotary mlp=swiglu norm=rmsnorm",
     "shared update": "kv_heads=2 positions=learned mesh.zero=optimizer",
@@ -201,11 +210,12 @@ def compiled(conf: Config, precision: str) -> Account:
 @pytest.mark.parametrize(
     ("program", "shape", "precision", "together"),
     [
-        ("parallel", (2, 4), "float32", 2),  # the loss's two sums; all that meets over dp
-        ("1 key/value head, sequential full", (2, 4), "bfloat16", 3),  # a layer's key, value and input gradients, too
+        ("parallel", (2, 4), "float32", 1),  # all that meets over dp
+        ("in chunks", (2, 4), "float32", 1),
+        ("1 key/value head, sequential full", (2, 4), "bfloat16", 2),  # a layer's key, value and input gradients, too
         ("2 key/value heads", (8, 1), "bfloat16", 1),  # nothing travels over an mp of one device
-        ("sequential dots", (1, 8), "float32", 1),  # nor over a dp of one
-        ("1 key/value head, sequential full; sequence", (2, 4), "float32", 3),  # what meets over mp
+        ("sequential dots", (1, 8), "float32", 0),  # nor over a dp of one
+        ("1 key/value head, sequential full; sequence", (2, 4), "float32", 2),  # what meets over mp
     ],
     ids=str,
 )

@@ -20,6 +20,8 @@ from small import config, every_mesh, every_precision, mesh, random_like, shapes
 from shmap_tp.collectives import WIRES
 from shmap_tp.config import Config
 from shmap_tp.layers.attention import Chunked
+from shmap_tp.layers.embedding import score
+from shmap_tp.loss import LinearCrossEntropy
 from shmap_tp.sharding import partition_specs
 from shmap_tp.step import TOKENS, Objective, loss_and_gradients
 from shmap_tp.transformer import Transformer
@@ -27,17 +29,17 @@ from shmap_tp.zero import shared_out
 
 MODELS = {
     "parallel layernorm gelu alibi": [],
-    "parallel rmsnorm swiglu rotary, 2 kv heads of 8, in chunks of 4, tied, dots, z-loss": [
+    "parallel rmsnorm swiglu rotary, 2 kv heads of 8, in chunks of 4, tied, dots, z-loss in chunks of 5": [
         "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary", "model.kv_heads=2",
-        "model.attention_chunk=4", "model.tied=true", "model.remat=dots", "train.z_loss=0.01",
+        "model.attention_chunk=4", "model.tied=true", "model.remat=dots", "train.z_loss=0.01", "train.loss_chunk=5",
     ],
     "sequential layernorm gelu learned, 1 kv head of 8, no padding, full, z-loss": [
         "model.block=sequential", "model.positions=learned", "model.kv_heads=1", "model.vocabulary=64",
         "model.remat=full", "train.z_loss=0.01",
     ],
-    "sequence: parallel rmsnorm swiglu rotary, 2 kv heads of 8, in chunks of 3, dots, z-loss": [
+    "sequence: parallel rmsnorm swiglu rotary, 2 kv heads of 8, in chunks of 3, dots, z-loss in chunks of 7": [
         "mesh.wire=sequence", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary",
-        "model.kv_heads=2", "model.attention_chunk=3", "model.remat=dots", "train.z_loss=0.01",
+        "model.kv_heads=2", "model.attention_chunk=3", "model.remat=dots", "train.z_loss=0.01", "train.loss_chunk=7",
     ],
     "sharded: sequential rmsnorm gelu learned, 2 kv heads of 8, in chunks of 3, attention, z-loss": [
         "mesh.zero=parameters", "model.block=sequential", "model.norm=rmsnorm", "model.positions=learned",
@@ -79,12 +81,16 @@ def on_mesh(config: Config, shape: tuple[int, int], precision: str, *, forward_t
     wire = WIRES[config.mesh.wire]
     model, sizes = shapes(config), dict(mesh(shape).shape)
     specs, _, owners = shared_out(config.mesh.zero, model, partition_specs(model, sizes), sizes)
-    objective = Objective(config.model.vocabulary, config.train.z_loss, jnp.dtype(precision), wire, owners)
+    loss = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
+    objective = Objective(loss, jnp.dtype(precision), wire, owners)
 
     def local(params: Transformer, tokens_ABT: Any) -> dict[str, Any]:
         loss, gradients = loss_and_gradients(objective, params, tokens_ABT)
-        logits = {"logits": params(tokens_ABT[0, :, :-1], objective.dtype, wire, owners)} if forward_too else {}
-        return logits | {"loss": loss, "gradients": gradients}
+        if not forward_too:
+            return {"loss": loss, "gradients": gradients}
+        h_BTD = params(tokens_ABT[0, :, :-1], objective.dtype, wire, owners)
+        logits_BTV = jax.vmap(score, (0, None))(h_BTD, params.table(objective.dtype, owners))
+        return {"logits": logits_BTV, "loss": loss, "gradients": gradients}
 
     outs = ({"logits": COLUMNS} if forward_too else {}) | {"loss": P(), "gradients": specs}
     return jax.jit(jax.shard_map(local, mesh=mesh(shape), in_specs=(specs, TOKENS), out_specs=outs))

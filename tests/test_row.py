@@ -61,6 +61,7 @@ TRACED = {
     "tied": ["model.tied=true"],
     "chunks": ["model.attention_chunk=8"],
     "padded": ["model.vocabulary=200"],
+    "loss in chunks": ["train.loss_chunk=16"],
     "dots": ["model.remat=dots"],
     "dots in chunks": ["model.remat=dots", "model.attention_chunk=8"],
     "attention": ["model.remat=attention"],

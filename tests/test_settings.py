@@ -134,6 +134,7 @@ OVERRIDES = {
     "mesh.mp=-2": "mesh.mp=-2 is too small; it must be 1 or more",
     "model.kv_heads=0": "model.kv_heads=0 is too small; it must be 1 or more",
     "model.vocabulary_multiple=0": "model.vocabulary_multiple=0 is too small; it must be 1 or more",
+    "train.loss_chunk=0": "train.loss_chunk=0 is too small; it must be 1 or more",
     "checkpoint.keep=1": "checkpoint.keep=1 is too small; it must be 2 or more",
     "checkpoint.keep_every=-5": "checkpoint.keep_every=-5 is too small; it must be 1 or more",
     "optimizer.learning_rate=nan": "optimizer.learning_rate=nan is too small; it must be 0 or more",
@@ -174,7 +175,7 @@ def test_grouped_heads_that_mp_neither_divides_nor_multiplies():
 
 
 FILES = {
-    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 56: not YAML, expected ',' or ']'"),
+    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 57: not YAML, expected ',' or ']'"),
     "a tab": ("run:\n\tname: x\n", ", line 2: not YAML, found character '\\t'"),
     "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), "line 23: not YAML, found dup"),
     "an unknown key": (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),

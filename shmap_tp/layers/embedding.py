@@ -2,10 +2,11 @@
 
 Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053
 
-B batch, T time, D model width, V vocabulary rows, padded.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still owed.
+B batch, T time, N positions of a chunk, D model width, V vocabulary rows, padded.  V/mp: dim V cut along mp.  {+mp}: a
+sum over mp still owed.
 
-    lookup   ids[B T]               w[V/mp D]  ->  x[B T D] {+mp}      rows of other devices count as zero
-    score    x[B T D] (entered)  @  w[V/mp D]' ->  logits[B T V/mp]    never gathered: the loss works on the shards
+    lookup   ids[B T]             w[V/mp D]  ->  x[B T D] {+mp}    rows of other devices count as zero
+    score    x[N D] (entered)  @  w[V/mp D]' ->  logits[N V/mp]    never gathered: the loss works on the shards
 """
 
 import equinox as eqx
@@ -15,7 +16,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.layers.linear import matmul
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
 
@@ -47,21 +47,20 @@ class VocabParallelEmbedding(eqx.Module):
 
 
 class VocabParallelHead(eqx.Module):
-    """logits = x @ w', each device scoring its own rows of the vocabulary.
-
-    Shapes  x[B T D], varying over mp (entered) -> logits[B T V/mp], in x's dtype; padded rows are scored too.
-    Wire    none here; x was entered, by the wire in use.
-    """
+    """A table of its own to score with, where the embedding's is not tied to it; each device has its own rows."""
 
     weight: Float[Array, "V D"] = param(MP, None)
 
     def __init__(self, vocabulary: int, rows: int, width: int, *, std: float, key: PRNGKeyArray):
         self.weight = _table(vocabulary, rows, width, std, key)
 
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        return score(x_BTD, self.weight)
 
+def score(x_ND: Float[Array, "N D"], weight_VD: Float[Array, "V D"]) -> Float[Array, "N V"]:
+    """logits = x @ w' with any table w: the head's own, or the embedding's where the two are tied.
 
-def score(x_BTD: Float[Array, "B T D"], weight_VD: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-    """x @ w' with any table w: the head's own, or the embedding's where the two are tied."""
-    return matmul(x_BTD, weight_VD.T)
+    Shapes  x[N D], varying over mp (entered) -> logits[N V/mp]; w is cast to x's dtype, and what comes out is float32
+            (or wider): not rounded to x's dtype in between.  Padded rows are scored too.
+    Wire    none here; x was entered, by the wire in use.
+    """
+    wide = jnp.promote_types(x_ND.dtype, jnp.float32)
+    return jnp.matmul(x_ND, weight_VD.astype(x_ND.dtype).T, preferred_element_type=wide)

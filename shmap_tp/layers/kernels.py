@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 from shmap_tp.collectives import vary, varying
 
 ATTENDED = "attended"
-"""Names what attention made, of a kernel the output and each query's denominator, so that a remat policy can keep it."""
+"""Names what attention made, so that a remat policy can keep it: the output; of a kernel, each query's denominator."""
 
 BLOCKS = (512, 256, 128)
 """Positions of a block of queries and of keys: the first that divides T.  With larger ones more of the masked half is

@@ -12,7 +12,7 @@ layers.
     key, value       where mp > N: backward all-reduce of dw[D N K] over mp, float32, each;            A L times
                      in the dtype of the activations where dp shares the weight
     head             enters with h[B T D]                                                              A times
-    cross entropy    forward one max and two all-reduces of [B T] over mp, float32                     A times
+    cross entropy    forward, of each chunk of the B T, an all-gather of [3 chunk] over mp, float32    A chunks times
     step             over dp the count of targets, the loss, and every gradient; over mp the norm      once
     zero: optimizer  a matrix's gradient is reduce-scattered instead, its update all-gathered          once
     zero: parameters a matrix is all-gathered, that of a block in the backward pass again              A times a layer
@@ -136,13 +136,12 @@ def block(model: ModelConfig, mesh: MeshConfig, x: Travels) -> list[Entry]:
     ]
 
 
-def cross_entropy(positions: Travels) -> list[Entry]:
-    """The greatest logit, the sum of exponentials and the target's own logit; their gradients stay where they are."""
-    return [
-        positions.over(MP, "loss max", Operation.max, Direction.forward),
-        positions.over(MP, "loss sum", Operation.all_reduce, Direction.forward),
-        positions.over(MP, "loss target", Operation.all_reduce, Direction.forward),
-    ]
+def cross_entropy(positions: Travels, chunk: int) -> list[Entry]:
+    """Of each chunk together: the greatest logit, the sum of exponentials and the target's own logit, as each device
+    has them of its columns.  As few chunks as it takes, of as even a size as there is."""
+    chunks = math.ceil(positions.values / chunk)
+    each = replace(positions, values=3 * math.ceil(positions.values / chunks), count=positions.count * chunks)
+    return [each.over(MP, "loss", Operation.all_gather, Direction.forward)]
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ def _forward_and_backward(config: Config, dtype: DTypeLike) -> list[Entry]:
         *leaving(mesh, "embedding", x),
         *block(model, mesh, replace(x, count=times * model.layers)),
         *entering(mesh, "head", x),
-        *cross_entropy(Travels(positions, wide, times)),
+        *cross_entropy(Travels(positions, wide, times), config.train.loss_chunk),
     ]
 
 

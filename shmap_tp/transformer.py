@@ -161,9 +161,8 @@ class Transformer(eqx.Module):
 
     def table(self, dtype: DTypeLike, owners: Any) -> Float[Array, "V D"]:
         """w[V/mp D] of logits = h @ w': the head's own, or the embedding's where the two are tied."""
-        if self.head is None:
-            return use(owners.embedding, self.embedding, dtype).weight
-        return use(owners.head, self.head, dtype).weight
+        owner, table = (owners.embedding, self.embedding) if self.head is None else (owners.head, self.head)
+        return use(owner, _apart(table), dtype).weight
 
     def __call__(
         self, ids_BT: Int[Array, "B T"], dtype: DTypeLike, wire: AnyWire, owners: Any
@@ -172,7 +171,7 @@ class Transformer(eqx.Module):
         one (`zero`)."""
         with jax.named_scope("embedding"):
             positions = use(owners.positions, self.positions, dtype)
-            embedding = use(owners.embedding, self.embedding, dtype)
+            embedding = use(owners.embedding, _apart(self.embedding), dtype)
             x_BTD = positions.at_input(wire.leave(embedding(ids_BT, dtype)), wire)
 
         def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
@@ -184,6 +183,12 @@ class Transformer(eqx.Module):
             x_BTD, _ = lax.scan(layer, x_BTD, self.blocks)
         with jax.named_scope("head"):
             return wire.enter(self.norm(x_BTD))
+
+
+def _apart(module: Any) -> Any:
+    """`module`, its gradient apart from the total that it is added to: XLA for TPU fails on an all-reduce that a loop
+    adds up directly (libtpu 0.0.42, RET_CHECK in while_loop_all_reduce_code_motion)."""
+    return jax.tree.map(lax.optimization_barrier, module)
 
 
 def _positions(config: ModelConfig, key: PRNGKeyArray) -> AnyPositions:

@@ -182,8 +182,9 @@ def test_another_precision_is_another_program(predicted):
     """float32 on the wire is twice the bytes."""
     folder = predicted[1]
     worked(call(folder, *V5E, "train.precision=float32", "--json", "float32.jsonl", "--hlo", "float32.hlo"))
-    assert re.search(r"= bf16\[\S* all-reduce\(", (folder / "step.hlo").read_text())
-    assert not re.search(r"= bf16\[\S* all-reduce\(", (folder / "float32.hlo").read_text())
+    of_bfloat16 = r"= bf16\[\S* all-gather\("
+    assert re.search(of_bfloat16, (folder / "step.hlo").read_text())
+    assert not re.search(of_bfloat16, (folder / "float32.hlo").read_text())
     (row,) = rows(folder / "float32.jsonl")
     assert row["comm_seconds"] > rows(folder / "rows.jsonl")[0]["comm_seconds"]
 

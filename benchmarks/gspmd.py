@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from shmap_tp.collectives import LEFT, AllReduce
 from shmap_tp.config import Config, Remat
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
-from shmap_tp.layers.linear import matmul
+from shmap_tp.layers.linear import into_heads, out_of_heads
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.positions import Alibi, AnyPositions, alibi_slopes
 from shmap_tp.mesh import DP, MP
@@ -48,17 +48,16 @@ class Layout:
 def attention(
     layer: Attention, h_BTD: Float[Array, "B T D"], positions: AnyPositions, lay: Layout
 ) -> Float[Array, "B T D"]:
-    batch, time, _ = h_BTD.shape
 
-    def heads(x_BTF: Array) -> Array:
-        return lay(x_BTF.reshape(batch, time, -1, layer.head_dim), DP, None, MP, None)
+    def heads(weight_DF: Array) -> Array:
+        return lay(into_heads(h_BTD, weight_DF, layer.head_dim), DP, None, MP, None)
 
-    q_BTHK = positions.on_heads(heads(layer.query(h_BTD)))
-    k_BTNK = positions.on_heads(heads(matmul(h_BTD, key_value_weight(layer.key, lay))))
-    v_BTNK = heads(matmul(h_BTD, key_value_weight(layer.value, lay)))
+    q_BTHK = positions.on_heads(heads(layer.query.weight))
+    k_BTNK = positions.on_heads(heads(key_value_weight(layer.key, lay)))
+    v_BTNK = heads(key_value_weight(layer.value, lay))
     slopes_H = jnp.asarray(alibi_slopes(positions.heads)) if isinstance(positions, Alibi) else None
     mixed_BTHK = lay(attend(layer, lay)(q_BTHK, k_BTNK, v_BTNK, slopes_H), DP, None, MP, None)
-    return layer.out(mixed_BTHK.reshape(batch, time, -1))
+    return out_of_heads(mixed_BTHK, layer.out.weight)
 
 
 def attend(layer: Attention, lay: Layout) -> Callable[..., Float[Array, "B T H K"]]:

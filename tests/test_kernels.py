@@ -1,6 +1,6 @@
 """Attention kernels: the values and gradients of the dense reference, which devices get which, and how often one runs.
 
-B batch, T time, D model width, H query heads, N key/value heads, K head dim.
+T time, D model width, H query heads, N key/value heads, K head dim.
 """
 
 from dataclasses import dataclass, replace
@@ -31,17 +31,17 @@ from shmap_tp.step import TOKENS, Objective, loss_and_gradients
 from shmap_tp.transformer import Transformer
 from shmap_tp.zero import owners
 
-B, T, D, H = 4, 256, 24, 4
+T, D, H = 256, 24, 4
 """Blocks of 128: two on the diagonal, one below it, one above that is left out."""
 
 
-def attention(kv_heads: int, head_dim: int) -> Case:
+def attention(kv_heads: int, head_dim: int, windows: int) -> Case:
     """Of half the input: sharper softmaxes amplify float32's rounding, in the kernel to 1.6e-6, in XLA to 0.9e-6."""
     return Case(
         partial(Attention, D, (H, kv_heads), head_dim, Splash(interpret=True), std=1.0, std_out=1.0),
         lambda layer, x: ALL_REDUCE.leave(layer(ALL_REDUCE.enter(0.5 * x), Rotary(10_000.0))),
         lambda p, x: reference.attention(p, 0.5 * x, positions="rotary"),
-        (((B, T, D), ROWS),),
+        (((windows, T, D), ROWS),),
         ROWS,
     )
 
@@ -53,7 +53,7 @@ def attention(kv_heads: int, head_dim: int) -> Case:
 def test_splash_is_the_dense_reference(monkeypatch, kv_heads, head_dim, shape):
     """Output, input gradient and parameter gradients; mp larger than the number of key/value heads, too."""
     monkeypatch.setattr(kernels, "BLOCKS", (128,))
-    compare(attention(kv_heads, head_dim), shape, "float32")
+    compare(attention(kv_heads, head_dim, shape[0]), shape, "float32")
 
 
 def test_what_comes_out_of_the_fence_varies_as_what_went_in():

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.collectives import vary
 from shmap_tp.layers.kernels import ATTENDED, Cudnn, Splash
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, matmul
+from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, into_heads, out_of_heads
 from shmap_tp.layers.positions import AnyPositions
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
@@ -75,9 +75,8 @@ class KeyValueHeads(eqx.Module):
         if lax.axis_size(MP) > self.heads:
             mine = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
             weight_DNK = lax.dynamic_slice_in_dim(vary(weight_DNK, MP), mine, 1, axis=1)
-        width, heads, head_dim = weight_DNK.shape
-        k = matmul(h_BTD, weight_DNK.reshape(width, heads * head_dim))
-        return k.reshape(*h_BTD.shape[:2], heads, head_dim)
+        width, _, head_dim = weight_DNK.shape
+        return into_heads(h_BTD, weight_DNK.reshape(width, -1), head_dim)
 
 
 class Attention(eqx.Module):
@@ -114,12 +113,10 @@ class Attention(eqx.Module):
         self.attend = attend
 
     def __call__(self, h_BTD: Float[Array, "B T D"], positions: AnyPositions) -> Float[Array, "B T D"]:
-        batch, time, _ = h_BTD.shape
-        q_BTHK = positions.on_heads(self.query(h_BTD).reshape(batch, time, -1, self.head_dim))
+        q_BTHK = positions.on_heads(into_heads(h_BTD, self.query.weight, self.head_dim))
         k_BTNK = positions.on_heads(self.key(h_BTD))
         qkv = checkpoint_name((q_BTHK, k_BTNK, self.value(h_BTD)), QUERY_KEY_VALUE)
-        mixed_BTHK = self.attend(*qkv, positions.slopes())
-        return self.out(mixed_BTHK.reshape(batch, time, -1))
+        return out_of_heads(self.attend(*qkv, positions.slopes()), self.out.weight)
 
 
 def causal_attention(

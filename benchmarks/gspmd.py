@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from shmap_tp.collectives import LEFT, AllReduce
 from shmap_tp.config import Config, Remat
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
-from shmap_tp.layers.linear import into_heads, out_of_heads
+from shmap_tp.layers.linear import into_heads, matmul, out_of_heads
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.positions import Alibi, AnyPositions, alibi_slopes
 from shmap_tp.mesh import DP, MP
@@ -110,7 +110,8 @@ def transformer(params: Transformer, ids_BT: Int[Array, "B T"], dtype: DTypeLike
     if params.remat != Remat.none:
         layer = jax.checkpoint(layer, policy=POLICIES[params.remat], prevent_cse=False)
     x_BTD, _ = lax.scan(layer, x_BTD, params.blocks)
-    return lay(matmul(lay(params.norm(x_BTD), DP, None, None), params.table.T), DP, None, MP)
+    table = params.embedding if params.head is None else params.head
+    return lay(matmul(lay(params.norm(x_BTD), DP, None, None), table.weight.T), DP, None, MP)
 
 
 def cross_entropy(

@@ -1,6 +1,7 @@
-"""Sequence parallelism is another way to say the same: one state, one curve; and the mistakes that only it can have.
+"""Sequence parallelism is another way to say the same, its ring a third: one state, one curve; and the mistakes that
+only they can have.
 
-What it shares with the other wire, parity and ledger above all, stands where that does: test_layers, test_model,
+What they share with the first wire, parity and ledger above all, stands where that does: test_layers, test_model,
 test_ledger, test_train.
 """
 
@@ -23,7 +24,7 @@ from shmap_tp.plan.ledger import Direction, Operation
 from shmap_tp.plan.wires import written
 from shmap_tp.step import Programs, build_programs
 
-WIRES = ["all_reduce", "sequence"]
+WIRES = ["all_reduce", "sequence", "ring"]
 SEQUENCE = ["parallel_block_2_of_8, sequence", "sequential_block, sequence"]
 SMALL_SEQUENCE = ["mesh.wire=sequence", "model.context=8"]
 
@@ -34,15 +35,16 @@ def programs(wire: str) -> Programs:
     return build_programs(settings((2, 4), f"mesh.wire={wire}", *more), mesh((2, 4)), jnp.dtype("float32"))
 
 
-def test_both_wires_have_one_state():
-    """Its structure, shapes, dtypes and layouts: a checkpoint is of either."""
-    one, other = (programs(wire).shapes for wire in WIRES)
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for leaf, same in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert (leaf.shape, leaf.dtype, leaf.sharding) == (same.shape, same.dtype, same.sharding)
+def test_all_wires_have_one_state():
+    """Its structure, shapes, dtypes and layouts: a checkpoint is of any."""
+    one, *others = (programs(wire).shapes for wire in WIRES)
+    for other in others:
+        assert jax.tree.structure(one) == jax.tree.structure(other)
+        for leaf, same in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            assert (leaf.shape, leaf.dtype, leaf.sharding) == (same.shape, same.dtype, same.sharding)
 
 
-def test_50_steps_have_one_loss_curve_by_either_wire():
+def test_50_steps_have_one_loss_curve_by_any_wire():
     curves = {}
     for wire in WIRES:
         made, losses = programs(wire), []
@@ -51,10 +53,11 @@ def test_50_steps_have_one_loss_curve_by_either_wire():
             state, metrics = made.step(state, jax.device_put(batch(i, made.tokens.shape), made.tokens.sharding))
             losses.append(float(metrics["loss"]))
         curves[wire] = np.array(losses)
-    one, other = curves.values()
+    one, *others = curves.values()
     assert one[-1] < one[0] - 1
-    assert apart(one[:3], other[:3]) <= 1e-6
-    assert apart(one, other) <= 1e-5
+    for other in others:
+        assert apart(one[:3], other[:3]) <= 1e-6
+        assert apart(one, other) <= 1e-5
 
 
 # Mistakes, each made on purpose, and what catches it: see test_mutations

@@ -6,8 +6,8 @@ Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053;
 B batch, T time (queries), S time (keys), D model width, H query heads, N key/value heads, K head dim, G = H / N.
 H/mp: dim H cut along mp.  {+mp}: a sum over mp still owed.
 
-    h[B T D] (entered)  --query, key, value-->  q[B T H/mp K], k and v[B T N/mp K]
-                        --attention, head by head-->  [B T H/mp K]  --out-->  y[B T D] {+mp}
+    x  --into: query, key, value-->  q[B T H/mp K], k and v[B T N/mp K]  --attention, head by head-->
+       mixed[B T H/mp K]  --out_of: out {+mp}-->  y
 
 What computes the attention of each head is a value, too: `Chunked`, here, in XLA's own operations, or a kernel of
 kernels.py.  Whoever builds the model chooses it (choice.py); none of them moves anything between devices.
@@ -23,12 +23,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.collectives import vary
+from shmap_tp.collectives import Columns, Product, vary
 from shmap_tp.layers.kernels import ATTENDED, Cudnn, Splash
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, matmul
 from shmap_tp.layers.positions import AnyPositions
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
+from shmap_tp.wire import AnyWire
 
 QUERY_KEY_VALUE = "query_key_value"
 """Names what the heads are made of, so that a remat policy can keep it."""
@@ -57,8 +58,8 @@ AnyAttention = Chunked | Splash | Cudnn
 class KeyValueHeads(eqx.Module):
     """k (or v) = h @ w for the key/value heads that this device's query heads look at.
 
-    Shapes  h[B T D], varying over mp (entered) -> k[B T N/mp K]; where mp > N, w is whole on every device, and k is the
-            one head [B T 1 K] shared by all query heads here.
+    Shapes  h[B T D], varying over mp (entered) -> k[B T F], F = N/mp K; where mp > N, w is whole on every device, and k
+            is the one head, F = K, shared by all query heads here.
     Wire    none here where mp <= N.  Where mp > N, backward: one all-reduce of dw (D N K values, float32) over mp,
             unless the wire made w vary over mp before: its gradient then meets with all others.
     """
@@ -70,20 +71,19 @@ class KeyValueHeads(eqx.Module):
         self.weight = std * jax.random.normal(key, (width, heads, head_dim))
         self.heads = heads
 
-    def __call__(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T N K"]:
+    def __call__(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
         weight_DNK = self.weight
         if lax.axis_size(MP) > self.heads:
             mine = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
             weight_DNK = lax.dynamic_slice_in_dim(vary(weight_DNK, MP), mine, 1, axis=1)
-        width, heads, head_dim = weight_DNK.shape
-        k = matmul(h_BTD, weight_DNK.reshape(width, heads * head_dim))
-        return k.reshape(*h_BTD.shape[:2], heads, head_dim)
+        return matmul(h_BTD, weight_DNK.reshape(weight_DNK.shape[0], -1))
 
 
 class Attention(eqx.Module):
-    """y = softmax(q k' / sqrt(K) + bias, s <= t) v @ out, each device its own heads.
+    """mixed = softmax(q k' / sqrt(K) + bias, s <= t) v, each device its own heads; q, k, v are products of the columns,
+    and y = mixed @ out.
 
-    Wire    none here but KeyValueHeads' own where mp > N; entering and leaving cost what the wire in use says.
+    Wire    none here but KeyValueHeads' own where mp > N; what `into` and `out_of` cost, the wire in use says.
     """
 
     query: ColumnParallelLinear
@@ -113,13 +113,18 @@ class Attention(eqx.Module):
         self.head_dim = head_dim
         self.attend = attend
 
-    def __call__(self, h_BTD: Float[Array, "B T D"], positions: AnyPositions) -> Float[Array, "B T D"]:
-        batch, time, _ = h_BTD.shape
-        q_BTHK = positions.on_heads(self.query(h_BTD).reshape(batch, time, -1, self.head_dim))
-        k_BTNK = positions.on_heads(self.key(h_BTD))
-        qkv = checkpoint_name((q_BTHK, k_BTNK, self.value(h_BTD)), QUERY_KEY_VALUE)
-        mixed_BTHK = self.attend(*qkv, positions.slopes())
-        return self.out(mixed_BTHK.reshape(batch, time, -1))
+    @property
+    def columns(self) -> Columns:
+        return self.query, self.key, self.value
+
+    def __call__(self, q: Product, k: Product, v: Product, positions: AnyPositions, wire: AnyWire) -> Product:
+        q_BTHK, k_BTNK, v_BTNK = (self._heads(wire.in_time(y)) for y in (q, k, v))
+        qkv = positions.on_heads(q_BTHK), positions.on_heads(k_BTNK), v_BTNK
+        mixed_BTHK = self.attend(*checkpoint_name(qkv, QUERY_KEY_VALUE), positions.slopes())
+        return wire.in_parts(mixed_BTHK.reshape(*mixed_BTHK.shape[:2], -1))
+
+    def _heads(self, y_BTF: Float[Array, "B T F"]) -> Float[Array, "B T H K"]:
+        return y_BTF.reshape(*y_BTF.shape[:2], -1, self.head_dim)
 
 
 def causal_attention(

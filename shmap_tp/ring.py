@@ -87,22 +87,29 @@ def _passed(x: Array, by: int) -> Array:
 
 
 def _gathered(x_BTD: Float[Array, "B part D"]) -> Parts:
-    """x of every place, the nearest first, each passed on as soon as it is there."""
-    order, parts = places(lax.axis_size(MP)), {0: x_BTD}
+    """x of every place, the nearest first, each passed on as soon as it is there.  Its gradients are added up as
+    `_scattered` adds: the casts are for their sake."""
+    order, parts = places(lax.axis_size(MP)), {0: _wide(x_BTD)}
     for place in order[1:]:
         way = 1 if place > 0 else -1
-        parts[place] = _passed(parts[place - way], -way)
-    return tuple(parts[place] for place in order)
+        parts[place] = _wide(_passed(parts[place - way].astype(x_BTD.dtype), -way))
+    return tuple(parts[place].astype(x_BTD.dtype) for place in order)
 
 
 def _scattered(owed: Parts) -> Float[Array, "B part D"]:
     """The sum of what all devices owe to this one, each place added up on its way here, the farthest first."""
-    order = places(lax.axis_size(MP))
-    sums = dict(zip(order, owed, strict=True))
+    order, dtype = places(lax.axis_size(MP)), owed[0].dtype
+    sums = {place: _wide(part) for place, part in zip(order, owed, strict=True)}
     for place in reversed(order[1:]):
         way = 1 if place > 0 else -1
-        sums[place - way] += _passed(sums[place], way)
-    return sums[0]
+        sums[place - way] += _wide(_passed(sums[place].astype(dtype), way))
+    return sums[0].astype(dtype)
+
+
+def _wide(x: Array) -> Array:
+    """In float32 or wider.  So is added what comes round the ring, which travels in its own dtype: it rounds less, and
+    takes a v5e two thirds of the time of a sum in bfloat16, by the compiler's estimate (libtpu 0.0.42)."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 # Between parts and time, each the other's gradient: JAX's own would clear and add what is only put elsewhere
@@ -114,7 +121,7 @@ def _starts(parts: int, size: int) -> list[Array]:
 
 def _put_in_time(parts: Parts) -> Float[Array, "B T F"]:
     (batch, size, *features), n = parts[0].shape, len(parts)
-    y = vary(jnp.zeros((batch, n * size, *features), parts[0].dtype), MP)
+    y = vary(lax.empty((batch, n * size, *features), parts[0].dtype), MP)  # all of it is written
     for start, part in zip(_starts(n, size), parts, strict=True):
         y = lax.dynamic_update_slice_in_dim(y, part, start, axis=1)
     return y

@@ -14,6 +14,7 @@ class InputError(ValueError):
 class Wire(StrEnum):
     all_reduce = "all_reduce"
     sequence = "sequence"
+    ring = "ring"
 
 
 class Block(StrEnum):
@@ -89,7 +90,8 @@ class MeshConfig:
     """Model-parallel size: how many devices share each layer."""
     wire: Wire
     """How the devices of a layer talk.  all_reduce: activations between layers are whole on each (Megatron).  sequence:
-    cut along time, gathered for each layer and scattered after it; mp must divide the context."""
+    cut along time, gathered for each layer and scattered after it; mp must divide the context.  ring: the same, in
+    steps around a ring, each under the products of the step before (collective matmul)."""
     tile: list[int] | None
     """Which devices of a TPU share a layer: [x, y, z, cores], how far mp reaches along each side of the slice; null
     takes the tile with the fewest hops."""
@@ -122,7 +124,7 @@ class ModelConfig:
     vocabulary_multiple: int
     """The embedding and head are padded to a multiple of this, which mp must divide; the loss does not change."""
     context: int
-    """T, tokens per training window; with mesh.wire=sequence mp must divide it."""
+    """T, tokens per training window; with mesh.wire=sequence or ring mp must divide it."""
     block: Block
     """parallel: attention and MLP side by side, one region per layer.  sequential: one after the other, two."""
     norm: Norm

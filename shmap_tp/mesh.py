@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from shmap_tp.config import InputError, MeshConfig
+from shmap_tp.config import InputError, MeshConfig, Wire
 from shmap_tp.hardware import generation
 
 DP = "dp"
@@ -48,8 +48,9 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     """A (dp, mp) mesh over `devices` (all there are, unless given).
 
     On a torus, mp fills tiles of `config.tile` chips and cores, or where that is None of the shape with the fewest hops
-    between its devices; dp is what the tiles make of the slice, and slices are the outer part of dp.  Elsewhere mp is
-    consecutive devices, which are those of one host.  Raises InputError where the devices cannot be cut so.
+    between its devices, with the ring wire in the order of a walk round the tile; dp is what the tiles make of the
+    slice, and slices are the outer part of dp.  Elsewhere mp is consecutive devices, which are those of one host.
+    Raises InputError where the devices cannot be cut so.
     """
     devices = jax.devices() if devices is None else devices
     wanted = config.dp * config.mp
@@ -64,7 +65,10 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     if torus is None:
         arranged = np.array(devices, object).reshape(config.dp, config.mp)
     else:
-        arranged = torus.laid_out(tuple(config.tile) if config.tile else torus.closest_tile(config.mp), config.mp)
+        tile = tuple(config.tile) if config.tile else torus.closest_tile(config.mp)
+        arranged = torus.laid_out(tile, config.mp)
+        if config.wire == Wire.ring:
+            arranged = arranged[:, torus.round_trip(tile)]
     return Mesh(arranged, (DP, MP), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -126,6 +130,32 @@ class Torus:
         cut = [n for side, size in zip(self.sides, tile, strict=True) for n in (side // size, size)]
         outer, inner = [2 * i + 1 for i in range(4)], [2 * i + 2 for i in range(4)]
         return self.grid.reshape(-1, *cut).transpose(0, *outer, *inner).reshape(-1, mp)
+
+    def round_trip(self, tile: tuple[int, ...]) -> list[int]:
+        """The devices of a tile, by their places in `laid_out`, so that each is one link from the next, the last from
+        the first: out row by row through all but an edge, and back along that.  Of a line that closes to no ring every
+        other one, then the rest backwards: two links.  Cores of a chip follow each other.  A tile of odd sides has no
+        such trip: row by row, and some ways are long."""
+        *sides, cores = tile
+        chips = list(itertools.product(*map(range, sides)))
+        long = [dim for dim in range(3) if sides[dim] > 1]
+        edges = [dim for dim in long if math.prod(sides) // sides[dim] % 2 == 0]
+
+        def across(chip: tuple[int, ...]) -> tuple[int, ...]:
+            out, (near, far) = chip[edges[0]], (dim for dim in range(3) if dim != edges[0])
+            row = chip[far] * sides[near] + (sides[near] - 1 - chip[near] if chip[far] % 2 else chip[near])
+            return (0, row, -out if row % 2 else out) if out else (1, -row, 0)
+
+        def along(chip: tuple[int, ...]) -> tuple[int, ...]:
+            return (1, -sum(chip)) if sum(chip) % 2 else (0, sum(chip))
+
+        if edges:
+            trip = sorted(chips, key=across)
+        elif len(long) == 1 and not (self.wraps[long[0]] and sides[long[0]] == self.sides[long[0]]):
+            trip = sorted(chips, key=along)
+        else:
+            trip = chips
+        return [chips.index(chip) * cores + core for chip in trip for core in range(cores)]
 
     def _words(self) -> str:
         return " x ".join(map(str, self.sides[:3])) + f" chips with {self.sides[3]} devices each"

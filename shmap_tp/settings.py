@@ -114,8 +114,8 @@ def check(config: Config) -> None:
         ("the padded vocabulary", padded_vocabulary(model)),
     ]:
         _check_divides(mesh.mp, f"{what}={size} (model {model.name})", size)
-    if mesh.wire == Wire.sequence:
-        _check_divides(mesh.mp, f"context={model.context} (model {model.name}, mesh.wire=sequence)", model.context)
+    if mesh.wire != Wire.all_reduce:
+        _check_divides(mesh.mp, f"context={model.context} (model {model.name}, mesh.wire={mesh.wire})", model.context)
     _check_heads(model, mesh.mp)
     _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
     part = train.batch // train.microbatches

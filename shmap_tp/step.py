@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shmap_tp.collectives import WIRES, AnyWire, meet_over, sum_over, vary
+from shmap_tp.collectives import meet_over, sum_over, vary
 from shmap_tp.config import Config, Zero
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.choice import choose
@@ -29,6 +29,7 @@ from shmap_tp.mesh import DP, MP
 from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
 from shmap_tp.sharding import named, optimizer_specs, partition_specs
 from shmap_tp.transformer import Transformer
+from shmap_tp.wire import WIRES, AnyWire
 from shmap_tp.zero import shared_out
 
 TOKENS = P(None, DP, None)

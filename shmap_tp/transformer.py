@@ -3,18 +3,20 @@
 B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still
 owed.
 
-A block enters the parallel region after a norm and leaves it before the residual sum:
+A block goes into the parallel region after a norm, through the columns of its layers, and out of it before the residual
+sum, through their rows:
 
-    parallel     h = enter(norm(x));  x + leave(attention(h) + mlp(h))                one region
-    sequential   x + leave(attention(enter(norm(x)))), then the same with the MLP     two
+    parallel     x + out_of(attention(into(norm(x))) + mlp(into(norm(x))))            one region, one `into`
+    sequential   x + out_of(attention(into(norm(x)))), then the same with the MLP     two
 
-What the residual stream is between regions, and what entering and leaving are, says the wire that is handed down
-(`collectives`).  Forward and backward, a region costs
+What the residual stream is between regions, and what travels, says the wire that is handed down (`collectives`).
+Forward and backward, a region costs
 
-    AllReduce          x[B T D]       leave: an all-reduce                            enter: an all-reduce
-    SequenceParallel   x[B T/mp D]    enter: an all-gather, leave: a reduce-scatter   the same, the other way around
+    AllReduce          x[B T D]       out_of: an all-reduce                           into: an all-reduce
+    SequenceParallel   x[B T/mp D]    into: an all-gather, out_of: a reduce-scatter   the same, the other way around
+    Ring               x[B T/mp D]    each: mp - 1 ppermutes of a part                the same
 
-where an all-reduce is as much as the two others together.
+where an all-reduce is as much as the two others together, and so are 2 (mp - 1) ppermutes.
 """
 
 from typing import Any
@@ -25,7 +27,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.collectives import LEFT, AnyWire
+from shmap_tp.collectives import LEFT
 from shmap_tp.config import Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
 from shmap_tp.layers.attention import QUERY_KEY_VALUE, AnyAttention, Attention
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
@@ -35,6 +37,7 @@ from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, AnyPositions, Learned, Rotary
 from shmap_tp.mesh import DP
 from shmap_tp.sharding import stacked
+from shmap_tp.wire import AnyWire
 from shmap_tp.zero import are_gathered, use
 
 NORMS = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
@@ -91,12 +94,12 @@ class ParallelBlock(eqx.Module):
         self.mlp = _mlp(config, key_mlp)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire) -> Float[Array, "B T D"]:
-        h_BTD = wire.enter(self.norm(x_BTD))
+        heads, hidden = wire.into(self.norm(x_BTD), attention=self.attention.columns, mlp=self.mlp.columns)
         with jax.named_scope("attention"):
-            owed_BTD = self.attention(h_BTD, positions)
+            mixed = self.attention(*heads, positions, wire)
         with jax.named_scope("mlp"):
-            owed_BTD = owed_BTD + self.mlp(h_BTD)
-        return x_BTD + wire.leave(owed_BTD)
+            hidden = self.mlp(*hidden)
+        return x_BTD + wire.out_of(attention=(mixed, self.attention.rows), mlp=(hidden, self.mlp.down))
 
 
 class SequentialBlock(eqx.Module):
@@ -119,9 +122,12 @@ class SequentialBlock(eqx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire) -> Float[Array, "B T D"]:
         with jax.named_scope("attention"):
-            x_BTD = x_BTD + wire.leave(self.attention(wire.enter(self.attention_norm(x_BTD)), positions))
+            (heads,) = wire.into(self.attention_norm(x_BTD), attention=self.attention.columns)
+            mixed = self.attention(*heads, positions, wire)
+            x_BTD = x_BTD + wire.out_of(attention=(mixed, self.attention.rows))
         with jax.named_scope("mlp"):
-            return x_BTD + wire.leave(self.mlp(wire.enter(self.mlp_norm(x_BTD))))
+            (hidden,) = wire.into(self.mlp_norm(x_BTD), mlp=self.mlp.columns)
+            return x_BTD + wire.out_of(mlp=(self.mlp(*hidden), self.mlp.down))
 
 
 BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
@@ -130,11 +136,13 @@ BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
 class Transformer(eqx.Module):
     """What the next token at every position is scored by, with `table`.
 
-    Wire    the embedding leaves, the blocks enter and leave, the head enters; each x[B T D].
+    Wire    the embedding leaves, the blocks go in and out, the head enters; each x[B T D].  With Ring the blocks do so
+            around the ring, embedding and head as with SequenceParallel: no product of theirs stands there.
 
     What a policy keeps is what lies between regions: `full` the input of a block, the others what it left with, too.
-    What is entered is entered again by the backward pass: with AllReduce that moves nothing, with SequenceParallel it
-    is the all-gather, for each region once more; kept, it would take mp times the memory of what it was gathered from.
+    What is entered is entered again by the backward pass: with AllReduce that moves nothing, with the others it is the
+    all-gather or its ring, for each region once more; kept, it would take mp times the memory of what it was gathered
+    from.
     What a region left with is owed again only with `full` in a sequential block: the attention's, which the second norm
     reads.
     With `remat: none` JAX keeps all that the gradients read, what was gathered included.

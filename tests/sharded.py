@@ -16,11 +16,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from small import mesh, random_like, shapes_of
 
-from shmap_tp.collectives import AllReduce, AnyWire, SequenceParallel, meet_over
+from shmap_tp.collectives import AllReduce, SequenceParallel, meet_over
 from shmap_tp.mesh import DP, MP
+from shmap_tp.ring import Ring
 from shmap_tp.sharding import partition_specs
+from shmap_tp.wire import AnyWire
 
-ALL_REDUCE, SEQUENCE = AllReduce(), SequenceParallel()
+ALL_REDUCE, SEQUENCE, RING = AllReduce(), SequenceParallel(), Ring()
 
 ROWS = P(DP, None, None)  # [B/dp T D], whole over mp
 COLUMNS = P(DP, None, MP)  # [B/dp T F/mp]

@@ -12,10 +12,9 @@ import pytest
 import reference
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from sharded import ALL_REDUCE, COLUMNS, ROWS, SEQUENCE, TIMES, Case, compare
+from sharded import ALL_REDUCE, COLUMNS, RING, ROWS, SEQUENCE, TIMES, Case, compare
 from small import config, every_mesh, every_precision
 
-from shmap_tp.collectives import AnyWire
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, score
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -24,35 +23,46 @@ from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, Learned, Rotary
 from shmap_tp.mesh import DP, MP
 from shmap_tp.transformer import ParallelBlock, SequentialBlock
+from shmap_tp.wire import AnyWire
 
 B, T, D, F, H, K = 8, 7, 24, 40, 8, 4
 VOCABULARY, V = 50, 64
 HEADS = P(DP, None, MP, None)  # [B/dp T H/mp K]
-STREAM = {ALL_REDUCE: (((B, T, D), ROWS),), SEQUENCE: (((B, T + 1, D), TIMES),)}
+STREAM = {ALL_REDUCE: (((B, T, D), ROWS),)} | dict.fromkeys((SEQUENCE, RING), (((B, T + 1, D), TIMES),))
 """(shape, layout) of the residual stream by wire; 8 positions may be cut along any mp."""
 POSITIONS = {"alibi": Alibi(H), "rotary": Rotary(10_000.0)}
 
 
-def parallel(layer, x, *more):
-    """As its owner calls a layer that maps whole to owed."""
-    return ALL_REDUCE.leave(layer(ALL_REDUCE.enter(x), *more))
+def attention(kv_heads: int, positions: str, chunk: int, heads: int = H, wire: AnyWire = ALL_REDUCE) -> Case:
+    def call(layer, x):
+        (qkv,) = wire.into(x, attention=layer.columns)
+        mixed = layer(*qkv, Alibi(heads) if positions == "alibi" else Rotary(10_000.0), wire)
+        return wire.out_of(attention=(mixed, layer.rows))
 
-
-def attention(kv_heads: int, positions: str, chunk: int, heads: int = H) -> Case:
     return Case(
         partial(Attention, D, (heads, kv_heads), K, Chunked(chunk), std=1.0, std_out=1.0),
-        lambda layer, x: parallel(layer, x, Alibi(heads) if positions == "alibi" else Rotary(10_000.0)),
+        call,
         partial(reference.attention, positions=positions),
-        (((B, T, D), ROWS),),
-        ROWS,
+        STREAM[wire],
+        STREAM[wire][0][1],
+        wire,
     )
+
+
+def mlp(make, dense, wire: AnyWire = ALL_REDUCE) -> Case:
+    def call(layer, x):
+        (hidden,) = wire.into(x, mlp=layer.columns)
+        return wire.out_of(mlp=(layer(*hidden), layer.down))
+
+    return Case(partial(make, D, F, std=1.0, std_out=1.0), call, dense, STREAM[wire], STREAM[wire][0][1], wire)
 
 
 def shared_heads(kv_heads: int) -> Case:
     """KeyValueHeads as the query heads of each device see them: one key head for each."""
 
     def seen(layer, x):
-        k_BTNK = layer(ALL_REDUCE.enter(x))
+        k_BTF = layer(ALL_REDUCE.enter(x))
+        k_BTNK = k_BTF.reshape(*k_BTF.shape[:2], -1, K)
         return jnp.repeat(k_BTNK, H // lax.axis_size(MP) // k_BTNK.shape[2], axis=2)
 
     def dense(p, x):
@@ -124,12 +134,9 @@ LAYERS = {
         (((B, T, F), COLUMNS),),
         ROWS,
     ),
-    "gelu": Case(
-        partial(GeluMlp, D, F, std=1.0, std_out=1.0), parallel, reference.gelu_mlp, (((B, T, D), ROWS),), ROWS
-    ),
-    "swiglu": Case(
-        partial(SwigluMlp, D, F, std=1.0, std_out=1.0), parallel, reference.swiglu_mlp, (((B, T, D), ROWS),), ROWS
-    ),
+    "gelu": mlp(GeluMlp, reference.gelu_mlp),
+    "gelu, ring": mlp(GeluMlp, reference.gelu_mlp, RING),
+    "swiglu": mlp(SwigluMlp, reference.swiglu_mlp),
     "layernorm": Case(
         lambda key: LayerNorm(D), lambda layer, x: layer(x), reference.layernorm, (((B, T, D), ROWS),), ROWS
     ),
@@ -151,12 +158,17 @@ LAYERS = {
     "attention_alibi": attention(8, "alibi", T),
     "attention_alibi_24_heads": attention(24, "alibi", T, heads=24),
     "attention_rotary_1_of_8_in_chunks_of_3": attention(1, "rotary", 3),
+    "attention_rotary_1_of_8_in_chunks_of_3, ring": attention(1, "rotary", 3, wire=RING),
     "parallel_block_2_of_8": block(ParallelBlock, "kv_heads=2", "norm=rmsnorm", "mlp=swiglu", "positions=rotary"),
     "sequential_block": block(SequentialBlock, "block=sequential"),
     "parallel_block_2_of_8, sequence": block(
         ParallelBlock, "kv_heads=2", "norm=rmsnorm", "mlp=swiglu", "positions=rotary", wire=SEQUENCE
     ),
     "sequential_block, sequence": block(SequentialBlock, "block=sequential", wire=SEQUENCE),
+    "parallel_block_2_of_8, ring": block(
+        ParallelBlock, "kv_heads=2", "norm=rmsnorm", "mlp=swiglu", "positions=rotary", wire=RING
+    ),
+    "sequential_block, ring": block(SequentialBlock, "block=sequential", wire=RING),
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 import test_layers
 import test_loss
 from jax import lax
-from sharded import SEQUENCE, Case, on_mesh
+from sharded import ALL_REDUCE, RING, SEQUENCE, Case, on_mesh
 from small import MESHES, config, every_mesh, mesh, shapes_of
 
 import shmap_tp.optimizer
@@ -30,8 +30,10 @@ from shmap_tp.plan.theory import (
     block,
     cross_entropy,
     entering,
+    into,
     key_value,
     leaving,
+    out_of,
     summing,
     theory,
     theory_of_evaluation,
@@ -47,7 +49,7 @@ def model(*settings: str):
 
 
 def across(x: Travels, mesh: MeshConfig) -> list[Entry]:
-    return [*entering(mesh, "x", x), *leaving(mesh, "x", x)]
+    return [*into(mesh, "x", x), *out_of(mesh, "x", x)]
 
 
 # layer: what travels over mp where it is entered or left with x[B T D] on this mesh, by its wire
@@ -84,7 +86,7 @@ def traced(case: Case, shape: tuple[int, int]) -> tuple[list[Entry], list[Entry]
     both = jax.make_jaxpr(on_mesh(case, mesh(shape)))(params, inputs, out).jaxpr
     cut = jax.tree.map(lambda x, spec: x.size // (shape[1] if MP in spec else 1), params, specs)
     whole = [size for size, spec in zip(jax.tree.leaves(cut), jax.tree.leaves(specs), strict=True) if MP not in spec]
-    axes = {DP: jax.tree.leaves(cut), MP: whole if case.wire == SEQUENCE else []}
+    axes = {DP: jax.tree.leaves(cut), MP: [] if case.wire == ALL_REDUCE else whole}
     dw = [(axis, Travels(size, "float32", 1)) for axis, sizes in axes.items() for size in sizes]
     meeting = [entry for axis, x in dw for entry in summing(axis, "dw", x)]
     return written(jax.make_jaxpr(forward)(params, *inputs).jaxpr), written(both), meeting
@@ -101,7 +103,7 @@ def hold(case: Case, shape: tuple[int, int], planned: list[Entry]) -> None:
 def test_a_layer_talks_as_its_docstring_says(layer, shape):
     case, (plain, _, named) = test_layers.LAYERS[layer], layer.partition(", ")
     (((batch, time, width), _),) = test_layers.STREAM[case.wire]
-    assert named == ("sequence" if case.wire == SEQUENCE else "")
+    assert named == {SEQUENCE: "sequence", RING: "ring", ALL_REDUCE: ""}[case.wire]
     x = Travels(batch // shape[0] * time * width, "float32", 1)
     hold(
         case,
@@ -142,7 +144,9 @@ PROGRAMS = {
 }
 
 PROGRAMS |= {
-    f"{program}; sequence": f"{settings} mesh.wire=sequence context=8" for program, settings in PROGRAMS.items()
+    f"{program}; {wire}": f"{settings} mesh.wire={wire} context=8"
+    for wire in ("sequence", "ring")
+    for program, settings in PROGRAMS.items()
 } | {"a window at a time; sequence": "mesh.wire=sequence context=8 train.batch=4"}
 
 
@@ -169,7 +173,11 @@ def says(conf: Config, precision: str) -> list[Entry]:
     + [("1 key/value head, sequential full", shape, "bfloat16") for shape in MESHES if shape != (2, 4)]
     + [("2 key/value heads", shape, "float32") for shape in MESHES]
     + [(program, shape, "float32") for program in ("shared update", "shared update; sequence") for shape in MESHES]
-    + [("1 key/value head, sequential full; sequence", shape, "float32") for shape in MESHES]
+    + [
+        (f"1 key/value head, sequential full; {wire}", shape, "float32")
+        for wire in ("sequence", "ring")
+        for shape in MESHES
+    ]
     + [("2 key/value heads; sequence", shape, "bfloat16") for shape in MESHES if shape != (2, 4)],
     ids=str,
 )
@@ -180,7 +188,7 @@ def test_a_step_talks_as_the_theory_says(program, shape, precision):
 
 
 @every_mesh
-@pytest.mark.parametrize("program", ["sequential full", "sequential full; sequence"])
+@pytest.mark.parametrize("program", ["sequential full", "sequential full; sequence", "sequential full; ring"])
 def test_the_other_programs_talk_as_the_theory_says(program, shape):
     conf = settings(program, shape)
     made = build_programs(conf, mesh(shape), jnp.bfloat16)
@@ -216,6 +224,8 @@ def compiled(conf: Config, precision: str) -> Account:
         ("2 key/value heads", (8, 1), "bfloat16", 1),  # nothing travels over an mp of one device
         ("sequential dots", (1, 8), "float32", 0),  # nor over a dp of one
         ("1 key/value head, sequential full; sequence", (2, 4), "float32", 2),  # what meets over mp
+        ("sequential dots; ring", (1, 8), "float32", 1),
+        ("1 key/value head, sequential full; ring", (2, 4), "float32", 2),
     ],
     ids=str,
 )

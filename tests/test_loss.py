@@ -18,12 +18,13 @@ from jax.sharding import PartitionSpec as P
 from sharded import ALL_REDUCE, ROWS, SEQUENCE, TIMES, Case, compare
 from small import config, every_mesh, every_precision, mesh
 
-from shmap_tp.collectives import AnyWire, sum_over
+from shmap_tp.collectives import sum_over
 from shmap_tp.layers.embedding import VocabParallelHead, score
 from shmap_tp.loss import LinearCrossEntropy
 from shmap_tp.mesh import DP, MP
 from shmap_tp.plan.wires import bodies
 from shmap_tp.step import build_programs
+from shmap_tp.wire import AnyWire
 
 B, T, D, V = 8, 8, 24, 64
 TARGETS = P(DP, None)

@@ -43,6 +43,40 @@ def test_mp_is_the_box_that_the_tile_says_row_by_row(name, tile):
         assert not (corner % tile).any()
 
 
+@pytest.mark.parametrize(
+    ("name", "tile", "links"),
+    [
+        ("v5e 4x4, 3 slices", (2, 2, 1, 1), 1),
+        ("v5e 4x4, 3 slices", (4, 1, 1, 1), 2),  # a line, from end to end
+        ("v6e 8x8", (4, 2, 1, 1), 1),
+        ("v3 4x8", (2, 4, 1, 2), 1),
+        ("v4 2x4x4", (2, 2, 2, 1), 1),
+        ("v5p 4x4x4, 2 slices", (1, 4, 1, 1), 1),  # a whole side, which closes
+        ("v5p 4x4x4, 2 slices", (4, 4, 2, 1), 1),
+    ],
+)
+def test_a_ring_goes_round_its_tile_link_by_link(name, tile, links):
+    torus = Torus.of(BOXES[name][0])
+    places = list(itertools.product(*map(range, tile)))
+    trip = [places[i][:3] for i in torus.round_trip(tile)]
+    assert sorted(torus.round_trip(tile)) == list(range(math.prod(tile)))
+    closes = [wraps and size == side for wraps, size, side in zip(torus.wraps, tile, torus.sides, strict=False)]
+    for here, there in itertools.pairwise([*trip, trip[0]]):
+        apart = [abs(a - b) for a, b in zip(here, there, strict=True)]
+        assert sum(min(d, n - d) if ring else d for d, n, ring in zip(apart, tile, closes, strict=False)) <= links
+
+
+def test_only_the_ring_wire_takes_that_order():
+    devices = box("v5e", 4, 4)
+    one, ring = (
+        make_mesh(MeshConfig(4, 4, wire, tile=None, zero=Zero.none, processes=1), devices).devices
+        for wire in (Wire.sequence, Wire.ring)
+    )
+    assert [[list(group).index(device) for device in there] for group, there in zip(one, ring, strict=True)] == (
+        4 * [[2, 3, 1, 0]]
+    )
+
+
 @every_tile
 def test_slices_are_the_outer_part_of_dp(name, tile):
     devices, mp = BOXES[name]

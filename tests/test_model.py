@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from sharded import COLUMNS, widened
 from small import config, every_mesh, every_precision, mesh, random_like, shapes_of
 
-from shmap_tp.collectives import WIRES
 from shmap_tp.config import Config
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.embedding import score
@@ -25,6 +24,7 @@ from shmap_tp.loss import LinearCrossEntropy
 from shmap_tp.sharding import partition_specs
 from shmap_tp.step import TOKENS, Objective, loss_and_gradients
 from shmap_tp.transformer import Transformer
+from shmap_tp.wire import WIRES
 from shmap_tp.zero import shared_out
 
 MODELS = {
@@ -49,12 +49,20 @@ MODELS = {
         "mesh.zero=parameters", "mesh.wire=sequence", "model.context=8", "model.mlp=swiglu", "model.positions=rotary",
         "model.kv_heads=4", "model.tied=true",
     ],
+    "ring: parallel rmsnorm swiglu rotary, 2 kv heads of 8, in chunks of 3, dots, z-loss in chunks of 7": [
+        "mesh.wire=ring", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary",
+        "model.kv_heads=2", "model.attention_chunk=3", "model.remat=dots", "train.z_loss=0.01", "train.loss_chunk=7",
+    ],
+    "ring, sharded: sequential layernorm gelu learned, 1 kv head of 8, tied, full": [
+        "mesh.zero=parameters", "mesh.wire=ring", "model.context=8", "model.block=sequential",
+        "model.positions=learned", "model.kv_heads=1", "model.tied=true", "model.remat=full",
+    ],
     "sequence: sequential layernorm gelu learned, 1 kv head of 8, no padding, tied, full": [
         "mesh.wire=sequence", "model.context=8", "model.block=sequential", "model.positions=learned",
         "model.kv_heads=1", "model.vocabulary=64", "model.tied=true", "model.remat=full",
     ],
 }  # fmt: skip
-SEQUENCE = [model for model in MODELS if "sequence" in model]
+CUT_IN_TIME = [model for model in MODELS if model.startswith(("sequence", "ring"))]
 
 
 def tokens(config: Config) -> np.ndarray:
@@ -113,14 +121,14 @@ def expected(model: str, precision: str) -> dict[str, Any]:
 
 @every_precision
 @every_mesh
-@pytest.mark.parametrize("model", [model for model in MODELS if model not in SEQUENCE])
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in CUT_IN_TIME])
 def test_the_model_is_its_dense_reference(model, shape, precision):
     hold(model, shape, precision)
 
 
 @every_mesh
-@pytest.mark.parametrize(("model", "precision"), [*zip(SEQUENCE, cycle(["float32", "float64"]))])
-def test_the_model_with_the_sequence_wire_is_its_dense_reference(model, shape, precision):
+@pytest.mark.parametrize(("model", "precision"), [*zip(CUT_IN_TIME, cycle(["float32", "float64"]))])
+def test_the_model_cut_in_time_is_its_dense_reference(model, shape, precision):
     """Its blocks are compared in both precisions (test_layers); compiling takes seconds."""
     hold(model, shape, precision)
 

@@ -30,6 +30,7 @@ import shmap_tp.layers.embedding
 import shmap_tp.layers.positions
 import shmap_tp.loss
 import shmap_tp.optimizer
+import shmap_tp.ring
 import shmap_tp.step
 import shmap_tp.zero
 from shmap_tp.collectives import AllReduce
@@ -226,6 +227,7 @@ def test_the_norm_of_optax_is_refused(monkeypatch):
         (shmap_tp.layers.embedding, "embedding"),
         (shmap_tp.layers.positions, "attention_alibi"),
         (shmap_tp.collectives, "learned, sequence"),
+        (shmap_tp.ring, "sequential_block, ring"),
         (shmap_tp.loss, None),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),

@@ -1,6 +1,7 @@
-"""Sequence parallelism is another way to say the same: one state, one curve; and the mistakes that only it can have.
+"""Sequence parallelism is another way to say the same, its ring a third: one state, one curve; and the mistakes that
+only they can have.
 
-What it shares with the other wire, parity and ledger above all, stands where that does: test_layers, test_model,
+What they share with the first wire, parity and ledger above all, stands where that does: test_layers, test_model,
 test_ledger, test_train.
 """
 
@@ -16,15 +17,18 @@ from small import mesh
 from test_mutations import compare, refused_by_shape, refused_by_type, trace_step, wrong
 from test_step import STEPS, apart, batch, settings
 
+import shmap_tp.ring
 import shmap_tp.step
 from shmap_tp.collectives import AllReduce, SequenceParallel
 from shmap_tp.mesh import MP
 from shmap_tp.plan.ledger import Direction, Operation
 from shmap_tp.plan.wires import written
+from shmap_tp.ring import Ring
 from shmap_tp.step import Programs, build_programs
 
-WIRES = ["all_reduce", "sequence"]
+WIRES = ["all_reduce", "sequence", "ring"]
 SEQUENCE = ["parallel_block_2_of_8, sequence", "sequential_block, sequence"]
+AROUND = ["parallel_block_2_of_8, ring", "sequential_block, ring"]
 SMALL_SEQUENCE = ["mesh.wire=sequence", "model.context=8"]
 
 
@@ -34,15 +38,16 @@ def programs(wire: str) -> Programs:
     return build_programs(settings((2, 4), f"mesh.wire={wire}", *more), mesh((2, 4)), jnp.dtype("float32"))
 
 
-def test_both_wires_have_one_state():
-    """Its structure, shapes, dtypes and layouts: a checkpoint is of either."""
-    one, other = (programs(wire).shapes for wire in WIRES)
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for leaf, same in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert (leaf.shape, leaf.dtype, leaf.sharding) == (same.shape, same.dtype, same.sharding)
+def test_all_wires_have_one_state():
+    """Its structure, shapes, dtypes and layouts: a checkpoint is of any."""
+    one, *others = (programs(wire).shapes for wire in WIRES)
+    for other in others:
+        assert jax.tree.structure(one) == jax.tree.structure(other)
+        for leaf, same in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            assert (leaf.shape, leaf.dtype, leaf.sharding) == (same.shape, same.dtype, same.sharding)
 
 
-def test_50_steps_have_one_loss_curve_by_either_wire():
+def test_50_steps_have_one_loss_curve_by_any_wire():
     curves = {}
     for wire in WIRES:
         made, losses = programs(wire), []
@@ -51,10 +56,11 @@ def test_50_steps_have_one_loss_curve_by_either_wire():
             state, metrics = made.step(state, jax.device_put(batch(i, made.tokens.shape), made.tokens.sharding))
             losses.append(float(metrics["loss"]))
         curves[wire] = np.array(losses)
-    one, other = curves.values()
+    one, *others = curves.values()
     assert one[-1] < one[0] - 1
-    assert apart(one[:3], other[:3]) <= 1e-6
-    assert apart(one, other) <= 1e-5
+    for other in others:
+        assert apart(one[:3], other[:3]) <= 1e-6
+        assert apart(one, other) <= 1e-5
 
 
 # Mistakes, each made on purpose, and what catches it: see test_mutations
@@ -125,3 +131,38 @@ def test_scales_whose_gradients_never_meet_over_mp_are_refused(monkeypatch):
     monkeypatch.setattr(shmap_tp.step, "meet_over", lambda axis, gradients, params: gradients)
     with refused_by_type:
         trace_step(*SMALL_SEQUENCE)
+
+
+@pytest.mark.parametrize(
+    "passed", [lambda pass_on, x, by: x, lambda pass_on, x, by: pass_on(x, -by)], ids=["kept", "the other way"]
+)
+@pytest.mark.parametrize("block", AROUND)
+def test_a_part_that_does_not_go_on_round_the_ring_is_wrong(monkeypatch, block, passed):
+    """Of the same shape and type as the one that is waited for."""
+    pass_on = shmap_tp.ring._passed
+    monkeypatch.setattr(shmap_tp.ring, "_passed", lambda x, by: passed(pass_on, x, by))
+    with wrong:
+        compare(block)
+
+
+@pytest.mark.parametrize("block", AROUND)
+def test_positions_that_stay_in_the_order_of_the_ring_are_wrong(monkeypatch, block):
+    """An MLP does not see it; attention takes the present for the future."""
+    monkeypatch.setattr(Ring, "in_time", lambda self, y: jnp.concatenate(y, axis=1))
+    monkeypatch.setattr(Ring, "in_parts", lambda self, y: tuple(jnp.split(y, lax.axis_size(MP), axis=1)))
+    compare("gelu, ring")
+    with wrong:
+        compare(block)
+
+
+@pytest.mark.parametrize("block", AROUND)
+def test_a_ring_that_gathers_at_once_is_seen(monkeypatch, block):
+    """Its values are right, and nothing flows under a product."""
+
+    def at_once(self: Ring, x_BTD: Any, **regions: Any) -> Any:
+        return jax.tree.map(self.in_parts, SequenceParallel().into(x_BTD, **regions))
+
+    monkeypatch.setattr(Ring, "into", at_once)
+    compare(block)
+    with pytest.raises(AssertionError):
+        test_ledger.test_a_layer_talks_as_its_docstring_says(block, (2, 4))

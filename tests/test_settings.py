@@ -144,7 +144,7 @@ OVERRIDES = {
     "mesh.mp=3": "mesh.mp=3 does not divide heads=8 (model bytes); use mesh.mp in {1, 2, 4, 8}",
     "model.ffn=510": "mesh.mp=4 does not divide ffn=510 (model bytes); use mesh.mp in {1, 2, 3, 5, 6, 10,",
     "model.vocabulary_multiple=3": "mesh.mp=4 does not divide the padded vocabulary=258 (model bytes); use",
-    "mesh.wire=ring": "mesh.wire=ring must be one of all_reduce, sequence",
+    "mesh.wire=line": "mesh.wire=line must be one of all_reduce, sequence, ring",
     "model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=8; choose a divisor",
     "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 windows (train.batch / train.microbatches); "
     "use mesh.dp in {1, 2, 4, 8, 16}",
@@ -157,11 +157,12 @@ def test_a_bad_override_is_explained(override):
     assert OVERRIDES[override] in refusal(FIRST, override)
 
 
-def test_a_context_that_the_sequence_wire_cannot_cut():
+@pytest.mark.parametrize("wire", ["sequence", "ring"])
+def test_a_context_that_the_wire_cannot_cut(wire):
     assert load(FIRST, ["model.context=6"]).mesh.wire is Wire.all_reduce
-    said = refusal(FIRST, "model.context=6", "mesh.wire=sequence")
+    said = refusal(FIRST, "model.context=6", f"mesh.wire={wire}")
     assert said == (
-        "mesh.mp=4 does not divide context=6 (model bytes, mesh.wire=sequence); use mesh.mp in {1, 2, 3, 6}"
+        f"mesh.mp=4 does not divide context=6 (model bytes, mesh.wire={wire}); use mesh.mp in {{1, 2, 3, 6}}"
     )
 
 

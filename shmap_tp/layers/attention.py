@@ -6,8 +6,8 @@ Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053;
 B batch, T time (queries), S time (keys), D model width, H query heads, N key/value heads, K head dim, G = H / N.
 H/mp: dim H cut along mp.  {+mp}: a sum over mp still owed.
 
-    h[B T D] (entered)  --query, key, value-->  q[B T H/mp K], k and v[B T N/mp K]
-                        --attention, head by head-->  [B T H/mp K]  --out-->  y[B T D] {+mp}
+    x  --into: query, key, value-->  q[B T H/mp K], k and v[B T N/mp K]  --attention, head by head-->
+       mixed[B T H/mp K]  --out_of: out {+mp}-->  y
 
 What computes the attention of each head is a value, too: `Chunked`, here, in XLA's own operations, or a kernel of
 kernels.py.  Whoever builds the model chooses it (choice.py); none of them moves anything between devices.
@@ -23,12 +23,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.collectives import vary
+from shmap_tp.collectives import Columns, Product, vary
 from shmap_tp.layers.kernels import ATTENDED, Cudnn, Splash
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, into_heads, out_of_heads
 from shmap_tp.layers.positions import AnyPositions
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
+from shmap_tp.wire import AnyWire
 
 QUERY_KEY_VALUE = "query_key_value"
 """Names what the heads are made of, so that a remat policy can keep it."""
@@ -80,9 +81,10 @@ class KeyValueHeads(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """y = softmax(q k' / sqrt(K) + bias, s <= t) v @ out, each device its own heads.
+    """mixed = softmax(q k' / sqrt(K) + bias, s <= t) v, each device its own heads; q, k, v are products of the columns,
+    and y = mixed @ out.
 
-    Wire    none here but KeyValueHeads' own where mp > N; entering and leaving cost what the wire in use says.
+    Wire    none here but KeyValueHeads' own where mp > N; what `into` and `out_of` cost, the wire in use says.
     """
 
     query: ColumnParallelLinear
@@ -112,11 +114,21 @@ class Attention(eqx.Module):
         self.head_dim = head_dim
         self.attend = attend
 
-    def __call__(self, h_BTD: Float[Array, "B T D"], positions: AnyPositions) -> Float[Array, "B T D"]:
-        q_BTHK = positions.on_heads(into_heads(h_BTD, self.query.weight, self.head_dim))
-        k_BTNK = positions.on_heads(self.key(h_BTD))
-        qkv = checkpoint_name((q_BTHK, k_BTNK, self.value(h_BTD)), QUERY_KEY_VALUE)
-        return out_of_heads(self.attend(*qkv, positions.slopes()), self.out.weight)
+    @property
+    def columns(self) -> Columns:
+        return self._query, self.key, self.value
+
+    def _query(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
+        return into_heads(h_BTD, self.query.weight, self.head_dim)
+
+    def rows(self, mixed_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
+        """mixed @ out {+mp}."""
+        return out_of_heads(mixed_BTHK, self.out.weight)
+
+    def __call__(self, q: Product, k: Product, v: Product, positions: AnyPositions, wire: AnyWire) -> Product:
+        q_BTHK, k_BTNK, v_BTNK = (wire.in_time(y) for y in (q, k, v))
+        qkv = positions.on_heads(q_BTHK), positions.on_heads(k_BTNK), v_BTNK
+        return wire.in_parts(self.attend(*checkpoint_name(qkv, QUERY_KEY_VALUE), positions.slopes()))
 
 
 def causal_attention(

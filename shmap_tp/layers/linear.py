@@ -7,8 +7,9 @@ B batch, T time, D features in, F features out.  F/mp: dim F cut along mp.  {+mp
     column   x[B T D]     @ w[D F/mp]  ->  y[B T F/mp]
     row      x[B T D/mp]  @ w[D/mp F]  ->  y[B T F] {+mp}
 
-Neither talks.  Whoever composes them enters before the columns and leaves after the rows, once for all the products in
-between: that is where the two all-reduces of a Megatron layer stand, or whatever stands for them (`collectives`).
+Neither talks.  Whoever composes them hands the columns to a wire's `into` and the rows to its `out_of`, once for all
+the products of a region: that is where the two all-reduces of a Megatron layer stand, or whatever stands for them
+(`collectives`).  T is all of time there, or a part of it.
 """
 
 import equinox as eqx

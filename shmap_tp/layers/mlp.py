@@ -4,18 +4,21 @@ Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053
 
 B batch, T time, D model width, F hidden width.  F/mp: dim F cut along mp.  {+mp}: a sum over mp still owed.
 
-    h[B T D] (entered)  --up-->  [B T F/mp]  --activation-->  [B T F/mp]  --down-->  y[B T D] {+mp}
+    x  --into: up-->  [B T F/mp]  --activation-->  [B T F/mp]  --out_of: down {+mp}-->  y
+
+The activation is of each position by itself: the order in which a wire hands them over does not matter.
 """
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
+from shmap_tp.collectives import Columns, Product
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class GeluMlp(eqx.Module):
-    """y = gelu(h @ up) @ down, GELU in its tanh form.  Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415"""
+    """y = gelu(x @ up) @ down, GELU in its tanh form.  Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415"""
 
     up: ColumnParallelLinear
     down: RowParallelLinear
@@ -25,12 +28,16 @@ class GeluMlp(eqx.Module):
         self.up = ColumnParallelLinear(width, hidden, std=std, key=key_up)
         self.down = RowParallelLinear(hidden, width, std=std_out, key=key_down)
 
-    def __call__(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(jax.nn.gelu(self.up(h_BTD)))
+    @property
+    def columns(self) -> Columns:
+        return (self.up,)
+
+    def __call__(self, up: Product) -> Product:
+        return jax.tree.map(jax.nn.gelu, up)
 
 
 class SwigluMlp(eqx.Module):
-    """y = (silu(h @ gate) * (h @ up)) @ down.  Shazeer 2020, https://arxiv.org/abs/2002.05202"""
+    """y = (silu(x @ gate) * (x @ up)) @ down.  Shazeer 2020, https://arxiv.org/abs/2002.05202"""
 
     gate: ColumnParallelLinear
     up: ColumnParallelLinear
@@ -42,5 +49,9 @@ class SwigluMlp(eqx.Module):
         self.up = ColumnParallelLinear(width, hidden, std=std, key=key_up)
         self.down = RowParallelLinear(hidden, width, std=std_out, key=key_down)
 
-    def __call__(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(jax.nn.silu(self.gate(h_BTD)) * self.up(h_BTD))
+    @property
+    def columns(self) -> Columns:
+        return self.gate, self.up
+
+    def __call__(self, gate: Product, up: Product) -> Product:
+        return jax.tree.map(lambda gate, up: jax.nn.silu(gate) * up, gate, up)

@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.collectives import AnyWire
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
+from shmap_tp.wire import AnyWire
 
 
 class Alibi(eqx.Module):

@@ -6,9 +6,9 @@ A microbatches, B windows of a microbatch on this device, T time, D model width,
 layers.
 
     embedding        leaves with x[B T D]                                                              A times
-    parallel block   enters with h[B T D], leaves with y[B T D]                                        A L times
-    sequential       the same, twice; with remat full the attention leaves once more                   A L times
-    remat            any but none enters once more whatever a block enters                             A L times
+    parallel block   goes into its region with h[B T D], and out of it with y[B T D]                   A L times
+    sequential       the same, twice; with remat full out of the attention's once more                 A L times
+    remat            any but none goes once more into whatever a block goes into                       A L times
     key, value       where mp > N: backward all-reduce of dw[D N K] over mp, float32, each;            A L times
                      in the dtype of the activations where dp shares the weight
     head             enters with h[B T D]                                                              A times
@@ -18,9 +18,9 @@ layers.
     zero: parameters a matrix is all-gathered, that of a block in the backward pass again              A times a layer
                      and its gradient reduce-scattered, both in the dtype of the activations           A times a layer
 
-What entering and leaving are, by wire, is said by `entering` and `leaving`, and by nothing else.  With the sequence
-wire the step sums over mp, once, every gradient of what is whole there: norms, learned positions, and key and value
-where mp > N, which then are not summed A L times.
+What these are, by wire, is said by `entering` and `leaving`, `into` and `out_of`, and by nothing else.  Where the wire
+cuts time the step sums over mp, once, every gradient of what is whole there: norms, learned positions, and key and
+value where mp > N, which then are not summed A L times.
 """
 
 import math
@@ -65,7 +65,7 @@ def entering(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) ->
     """`enter` to a whole x, and once more where a recomputation needs it `again`.
 
     all_reduce   forward nothing; backward one all-reduce of dx over mp
-    sequence     forward one all-gather over mp of the parts of x; backward one reduce-scatter of dx
+    the others   forward one all-gather over mp of the parts of x; backward one reduce-scatter of dx
     """
     what = f"{what} enter"
     if mesh.wire == Wire.all_reduce:
@@ -79,7 +79,7 @@ def leaving(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) -> 
     """`leave` with a whole x {+mp}, and once more where a recomputation needs it `again`.
 
     all_reduce   forward one all-reduce of x over mp; backward nothing
-    sequence     forward one reduce-scatter of x over mp; backward one all-gather of the parts of dx
+    the others   forward one reduce-scatter of x over mp; backward one all-gather of the parts of dx
     """
     what = f"{what} leave"
     if mesh.wire == Wire.all_reduce:
@@ -87,6 +87,33 @@ def leaving(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) -> 
     part = replace(x, values=x.values // mesh.mp)
     forward = [x.over(MP, what, Operation.reduce_scatter, direction) for direction in _forward(again)]
     return [*forward, part.over(MP, what, Operation.all_gather, Direction.backward)]
+
+
+def into(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) -> list[Entry]:
+    """`into` a region with a whole x, and once more where a recomputation needs it `again`.
+
+    ring         forward mp - 1 ppermutes over mp of a part of x; backward as many of a part of dx
+    the others   `entering`
+    """
+    if mesh.wire != Wire.ring:
+        return entering(mesh, what, x, again=again)
+    return _around(mesh, f"{what} into", x, [*_forward(again), Direction.backward])
+
+
+def out_of(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) -> list[Entry]:
+    """`out_of` a region with a whole x {+mp}, and once more where a recomputation needs it `again`.
+
+    ring         forward mp - 1 ppermutes over mp of a part of the sum; backward as many of a part of its gradient
+    the others   `leaving`
+    """
+    if mesh.wire != Wire.ring:
+        return leaving(mesh, what, x, again=again)
+    return _around(mesh, f"{what} out of", x, [*_forward(again), Direction.backward])
+
+
+def _around(mesh: MeshConfig, what: str, x: Travels, directions: list[Direction]) -> list[Entry]:
+    part = replace(x, values=x.values // mesh.mp, count=x.count * (mesh.mp - 1))
+    return [part.over(MP, what, Operation.ppermute, direction) for direction in directions if part.count]
 
 
 def _forward(again: bool) -> list[Direction]:
@@ -103,22 +130,22 @@ def summing(axis: str, what: str, x: Travels) -> list[Entry]:
 
 def key_value(model: ModelConfig, mesh: MeshConfig, count: int, dtype: DTypeLike = jnp.float32) -> list[Entry]:
     """Of one projection, key or value: where mp > N its weight is whole on every device of mp, and its gradient, in the
-    `dtype` that it is used in, summed: here, or with the sequence wire after the last microbatch."""
-    if mesh.mp <= model.kv_heads or mesh.wire == Wire.sequence:
+    `dtype` that it is used in, summed: here, or where the wire cuts time after the last microbatch."""
+    if mesh.mp <= model.kv_heads or mesh.wire != Wire.all_reduce:
         return []
     weight = Travels(model.width * model.kv_heads * model.head_dim, jnp.dtype(dtype).name, count)
     return [weight.over(MP, "key/value weight", Operation.all_reduce, Direction.backward)]
 
 
 def attention(model: ModelConfig, mesh: MeshConfig, x: Travels) -> list[Entry]:
-    """In a region that is entered with x."""
+    """In a region with x."""
     weight = parameters(model, mesh.mp)["key"]
     gathered = mesh.zero == Zero.parameters and weight.is_shared(mesh.dp)
     return 2 * key_value(model, mesh, x.count, x.dtype if gathered else jnp.float32)
 
 
 def block(model: ModelConfig, mesh: MeshConfig, x: Travels) -> list[Entry]:
-    """A block that is entered with x and leaves with x.
+    """A block, from x to x.
 
     What it entered with is never kept where anything is recomputed.  With remat full a sequential block sums the
     attention again, because the norm of the MLP reads it; what a block leaves with at its end is read by nothing in it.
@@ -126,13 +153,13 @@ def block(model: ModelConfig, mesh: MeshConfig, x: Travels) -> list[Entry]:
     """
     within, again = attention(model, mesh, x), model.remat != Remat.none
     if model.block == Block.parallel:
-        return [*within, *entering(mesh, "block", x, again=again), *leaving(mesh, "block", x)]
+        return [*within, *into(mesh, "block", x, again=again), *out_of(mesh, "block", x)]
     return [
         *within,
-        *entering(mesh, "attention", x, again=again),
-        *leaving(mesh, "attention", x, again=model.remat == Remat.full),
-        *entering(mesh, "MLP", x, again=again),
-        *leaving(mesh, "MLP", x),
+        *into(mesh, "attention", x, again=again),
+        *out_of(mesh, "attention", x, again=model.remat == Remat.full),
+        *into(mesh, "MLP", x, again=again),
+        *out_of(mesh, "MLP", x),
     ]
 
 
@@ -203,7 +230,7 @@ def update(config: Config) -> list[Entry]:
     """The gradients over dp, the norm, and where dp shares the update, what has been updated; gradients of shared
     weights have met.
 
-    With the sequence wire, over mp after that, the gradients of what mp does not cut: of what is shared, the parts.
+    Where the wire cuts time, over mp after that, the gradients of what mp does not cut: of what is shared, the parts.
     The squares of the norm are summed over just the axes that cut a gradient: one all-reduce for each such set of axes.
     """
     entries, axes, dp = [], set(), config.mesh.dp
@@ -217,7 +244,7 @@ def update(config: Config) -> list[Entry]:
             entries.append(own.over(DP, f"update of {name}", Operation.all_gather, Direction.once))
         if not is_shared:
             entries += summing(DP, f"gradient of {name}", whole)
-        if config.mesh.wire == Wire.sequence and not parameter.cut_by_mp:
+        if config.mesh.wire != Wire.all_reduce and not parameter.cut_by_mp:
             entries += summing(MP, f"gradient of {name}", own)
     norms = [summing(" ".join(each), "norm of gradients", Travels(1, "float32", 1)) for each in sorted(axes) if each]
     return entries + [entry for norm in norms for entry in norm]

@@ -3,11 +3,13 @@
 import pytest
 
 from shmap_tp.hardware import (
+    COMPILER_OPTIONS,
     DEVICES,
     GENERATIONS,
     GIB,
     GPU_LINK_RATE,
     NETWORK_RATE,
+    compiler_options,
     generation,
     table_peak,
 )
@@ -94,3 +96,9 @@ def test_a_peak_is_of_all_devices_and_says_where_it_is_from():
     peak = table_peak("TPU v3", 32)
     assert peak.flops == pytest.approx(16 * 123e12) and peak.source.startswith("32 x TPU v3: ")
     assert table_peak("cpu", 8) is None
+
+
+def test_options_are_for_devices_of_the_table():
+    assert COMPILER_OPTIONS.keys() <= DEVICES.keys()
+    assert compiler_options("cpu") == {}
+    assert compiler_options("TPU v4") == COMPILER_OPTIONS["TPU v4"]

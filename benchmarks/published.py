@@ -3,9 +3,9 @@
     python benchmarks/published.py [--only v5e-256] [--json benchmarks/results/published.jsonl]
 
 The mesh is ours: where the published run cut its weights over dp (FSDP), this table still cuts them over mp alone, and
-dp shares the optimizer's state (ZeRO-1); RESULTS.md has such runs with mesh.zero=parameters beside MaxText's.  What cannot fit says what it needs.  `ratio` is predicted : published.  Rows that are
-in the file already are not done again.  MFU counts causal attention at half; MaxText and PaLM count it whole, which at
-these widths is 1 to 5 % more.
+dp shares the optimizer's state (ZeRO-1); RESULTS.md has such runs with mesh.zero=parameters beside MaxText's.  What
+cannot fit says what it needs.  `ratio` is predicted : published.  Rows that are in the file already are not done again.
+MFU counts causal attention at half; MaxText and PaLM count it whole, which at these widths is 1 to 5 % more.
 """
 
 import argparse

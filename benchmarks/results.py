@@ -84,8 +84,8 @@ def published() -> str:
 Ratios: {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {middle:.2f}.  These rows were predicted before the step
 could share weights over dp (`mesh.zero=parameters`), and before the attention kernels and the head in chunks, with the
 all-reduce wire: most of the published runs share weights, and the mesh here is the one that fits without.  A ratio is
-the programs' difference and the model's error together; only the transformer_shmap and mesh-transformer-jax rows, which share each
-layer between the devices as ours does, come near to saying what the error alone is.
+the programs' difference and the model's error together; only the transformer_shmap and mesh-transformer-jax rows, which
+share each layer between the devices as ours does, come near to saying what the error alone is.
 
 T5X's three placements differ by 6 % where they were measured, and by nothing here: today's compiler goes once around
 all 16 chips of each tile (`StrategyRing` in the module), and rings of neighbours are equal in our link model.  Counted

@@ -16,6 +16,11 @@ Nothing waits for a product but the next sum, and nothing for a part but its own
 under the products of the other.  Each is the transpose of the other, so JAX derives both backward passes, which are
 rings, too.  An MLP does not care in which order positions come: its parts stay apart from `into` to `out_of`.
 Attention does: `in_time` puts them in order, once.
+
+What it costs: each weight is cast for n products instead of one, and its gradient is added up of n.  So it pays where
+the wires show and parts are large.  And XLA for TPU (libtpu 0.0.42) lets a ppermute flow only where it sees memory to
+spare: of a program that fills four fifths of it every -done stands right behind its -start, unless
+LIBTPU_INIT_ARGS=--xla_tpu_scheduler_percent_shared_memory_limit=100 allows it all.
 """
 
 from dataclasses import dataclass

@@ -195,8 +195,13 @@ class Transformer(eqx.Module):
 
 def _apart(module: Any) -> Any:
     """`module`, its gradient apart from the total that it is added to: XLA for TPU fails on an all-reduce that a loop
-    adds up directly (libtpu 0.0.42, RET_CHECK in while_loop_all_reduce_code_motion)."""
-    return jax.tree.map(lax.optimization_barrier, module)
+    adds up directly (libtpu 0.0.42, RET_CHECK in while_loop_all_reduce_code_motion).  The dim around the barrier is for
+    jax 0.12, which adds no barrier's gradient to a total."""
+
+    def apart(w: Array) -> Array:
+        return lax.squeeze(lax.optimization_barrier(lax.expand_dims(w, (0,))), (0,))
+
+    return jax.tree.map(apart, module)
 
 
 def _positions(config: ModelConfig, key: PRNGKeyArray) -> AnyPositions:

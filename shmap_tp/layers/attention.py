@@ -57,8 +57,8 @@ AnyAttention = Chunked | Splash | Cudnn
 
 def _kept(x_BTHK: Float[Array, "B T H K"], name: str) -> Float[Array, "B T H K"]:
     """x, by a name for remat policies, kept head by head.  Stacked over layers as [B T H K], the few heads of a device
-    are padded to the rows of a TPU's tile: at 6.9B, 8 ways on a v3, so much memory that the compiler gathered again, and
-    a step took 33.8 s instead of 31.7 (predicted)."""
+    are padded to the rows of a TPU's tile: at 6.9B, 8 ways on a v3, so much memory that the compiler gathered again,
+    and a step took 33.8 s instead of 31.7 (predicted)."""
     return checkpoint_name(x_BTHK.transpose(0, 2, 1, 3), name).transpose(0, 2, 1, 3)
 
 

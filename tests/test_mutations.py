@@ -36,7 +36,7 @@ import shmap_tp.zero
 from shmap_tp.collectives import AllReduce
 from shmap_tp.layers.attention import KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.linear import ColumnParallelLinear, into_heads, RowParallelLinear
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.mesh import DP, MP
 from shmap_tp.plan.ledger import Direction
@@ -241,13 +241,17 @@ def test_counting_devices_from_the_other_end_is_wrong(monkeypatch, module, layer
 
 @pytest.mark.parametrize("layer", ["column", "gelu", "attention_alibi", "parallel_block_2_of_8"])
 def test_the_columns_of_a_neighbour_are_wrong(monkeypatch, layer):
-    """The heads of a query, or the hidden dim of an MLP, moved on by one device."""
+    """The heads, or the hidden dim of an MLP, moved on by one device."""
 
-    def moved(self: ColumnParallelLinear, x_BTD: Any) -> Any:
+    def neighbours(weight: Any) -> Any:
         size = lax.axis_size(MP)
-        return x_BTD @ lax.ppermute(self.weight, MP, [(i, (i + 1) % size) for i in range(size)])
+        return lax.ppermute(weight, MP, [(i, (i + 1) % size) for i in range(size)])
 
-    monkeypatch.setattr(ColumnParallelLinear, "__call__", moved)
+    def of_heads(x_BTD: Any, weight_DF: Any, head_dim: int) -> Any:
+        return into_heads(x_BTD, neighbours(weight_DF), head_dim)
+
+    monkeypatch.setattr(ColumnParallelLinear, "__call__", lambda self, x_BTD: x_BTD @ neighbours(self.weight))
+    monkeypatch.setattr(shmap_tp.layers.attention, "into_heads", of_heads)
     with wrong:
         compare(layer)
 

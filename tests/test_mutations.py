@@ -36,7 +36,7 @@ import shmap_tp.zero
 from shmap_tp.collectives import AllReduce
 from shmap_tp.layers.attention import KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding
-from shmap_tp.layers.linear import ColumnParallelLinear, into_heads, RowParallelLinear
+from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, into_heads
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.mesh import DP, MP
 from shmap_tp.plan.ledger import Direction

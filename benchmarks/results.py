@@ -210,7 +210,7 @@ def cpu() -> str:
 
 4 devices on 2 cores; 33.6M parameters, context 256, batch 16, 2 microbatches, AdamW, float32.  The product of two
 float32 matrices of 2048 cubed, timed between the steps, runs at {found[0]["matmul_rate"] / 1e9:.0f} GFLOP/s,
-and the ratios are to it.
+and the ratios are to it.  Seen before the head in chunks and the heads' layout.
 
 {table(columns, lines)}
 """

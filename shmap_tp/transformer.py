@@ -145,7 +145,7 @@ class Transformer(eqx.Module):
     from.
     What a region left with is owed again only with `full` in a sequential block: the attention's, which the second norm
     reads.
-    With `remat: none` JAX keeps all that the gradients read, what was gathered included.
+    With `remat: none` JAX keeps all that the gradients read, what was gathered over mp included.
     """
 
     embedding: VocabParallelEmbedding

@@ -46,6 +46,7 @@ LAYOUT = {
     *("reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "dynamic_slice", "slice"),
     *("pvary", "pcast"),
 }
+"""Operations that compute nothing: what one of them made of a gathered weight is that weight."""
 
 
 def all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -80,7 +81,7 @@ class ParallelBlock(eqx.Module):
     """y = x + attention(norm(x)) + mlp(norm(x)).  Wang and Komatsuzaki 2021, GPT-J; Chowdhery et al. 2022, PaLM,
     section 2
 
-    Wire    one region; `remat: dots` and `full` enter it again.
+    Wire    one region; every `remat` but `none` enters it again.
     """
 
     norm: LayerNorm | RMSNorm
@@ -105,7 +106,7 @@ class ParallelBlock(eqx.Module):
 class SequentialBlock(eqx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).  Radford et al. 2019, GPT-2
 
-    Wire    two regions; `remat: dots` enters both again, `full` leaves the attention's again, too.
+    Wire    two regions; every `remat` but `none` enters both again, `full` leaves the attention's again, too.
     """
 
     attention_norm: LayerNorm | RMSNorm

@@ -61,8 +61,7 @@ def shared_heads(kv_heads: int) -> Case:
     """KeyValueHeads as the query heads of each device see them: one key head for each."""
 
     def seen(layer, x):
-        k_BTF = layer(ALL_REDUCE.enter(x))
-        k_BTNK = k_BTF.reshape(*k_BTF.shape[:2], -1, K)
+        k_BTNK = layer(ALL_REDUCE.enter(x))
         return jnp.repeat(k_BTNK, H // lax.axis_size(MP) // k_BTNK.shape[2], axis=2)
 
     def dense(p, x):

@@ -19,6 +19,7 @@ import sharded
 import test_layers
 import test_ledger
 import test_loss
+import test_model
 from closeness import RELATIVE, assert_close
 from jax import lax
 from jax.sharding import AxisType, Mesh
@@ -105,6 +106,29 @@ def test_gradients_that_never_meet_over_dp_are_refused(monkeypatch):
     monkeypatch.setattr(shmap_tp.zero, "sum_over", lambda tree, axis: tree)
     with refused_by_type:
         trace_step()
+
+
+def test_a_shared_weight_that_is_not_gathered_is_refused(monkeypatch):
+    monkeypatch.setattr(shmap_tp.zero, "gather", lambda x, axis, dim: x)
+    with refused_by_shape:
+        trace_step("mesh.zero=parameters")
+
+
+def test_a_shared_weight_gathered_out_of_order_is_wrong(monkeypatch):
+    def out_of_order(x: Any, axis: str, dim: int) -> Any:
+        return jnp.flip(lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True), dim)
+
+    monkeypatch.setattr(shmap_tp.zero, "gather", out_of_order)
+    (model,) = (model for model in test_model.MODELS if model.startswith("sharded"))
+    with wrong:
+        test_model.hold(model, (2, 4), "float32")
+
+
+def test_a_gradient_that_its_owner_scatters_twice_is_refused(monkeypatch):
+    """A shared weight's gradient is met where it is gathered, and nowhere else."""
+    monkeypatch.setattr(shmap_tp.zero.SharedWeight, "meet", shmap_tp.zero.SharedUpdate.meet)
+    with refused_by_shape:
+        trace_step("mesh.zero=parameters")
 
 
 def test_a_second_sum_is_wrong(monkeypatch):

@@ -72,7 +72,7 @@ def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="of the TPU (default v3)")
     parser.add_argument("--topology", help="chips along each side of a slice, as in 4x8x8 (default: the most compact)")
-    parser.add_argument("--slices", type=int, default=1, help="how many slices, the outer part of dp (default 1)")
+    parser.add_argument("--slices", type=int, default=1, help="how many slices dp spans (default 1)")
     arguments = parser.parse_intermixed_args()
     return door(lambda: run(arguments))
 

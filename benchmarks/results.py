@@ -94,6 +94,10 @@ the other two, which a torus cannot tell apart: y and z are both 8.
 """
 
 
+def _shared(row: dict) -> str:
+    return row["zero"] + (f", gradients {row['gradients']}" if row.get("gradients", "scatter") != "scatter" else "")
+
+
 def predicted() -> str:
     found = rows("tpu")
     lines = [
@@ -102,7 +106,7 @@ def predicted() -> str:
             f"{row['chips']} x {row['device_kind']}" + (f" x {row['slices']} slices" if row["slices"] > 1 else ""),
             f"({row['dp']}, {row['mp']}) on {'x'.join(map(str, row['tile'] or []))}",
             f"{row['tokens_per_step']:,} / {row['microbatches']}",
-            f"{row['wire']}, {row['zero']}, {row['remat']}, {row['attention']}",
+            f"{row['wire']}, {_shared(row)}, {row['remat']}, {row['attention']}",
             seconds(row["step_seconds"]),
             f"{row['tokens_per_second_per_chip']:,.0f}" if row["tokens_per_second_per_chip"] else "-",
             f"{percent(row['mfu'])} / {percent(row['hfu'])}",
@@ -115,7 +119,8 @@ def predicted() -> str:
     columns = ["model", "chips", "mesh", "tokens a step / microbatches"]
     columns += ["wire, zero, remat, attention", "step s"]
     columns += ["tokens/s a chip", "MFU / HFU", "exposed wires", "GiB a device", "compile s"]
-    return f"## Steps on TPU slices, {kinds(found)}\n\n{commands(found)}\n\n{table(columns, lines)}\n{baseline(found)}"
+    steps = f"## Steps on TPU slices, {kinds(found)}\n\n{commands(found)}\n\n{table(columns, lines)}"
+    return "\n".join([steps, baseline(found), scaling(found)]).rstrip() + "\n"
 
 
 MAXTEXT = {
@@ -135,7 +140,7 @@ def baseline(found: list[dict]) -> str:
     best: dict[tuple[str, str], dict] = {}
     for row in found:
         key = row["model"], row["device_kind"]
-        if key in MAXTEXT and row["step_seconds"] and row["program"] == "explicit":
+        if key in MAXTEXT and row["step_seconds"] and row["program"] == "explicit" and row["slices"] == 1:
             best[key] = min(row, best.get(key, row), key=lambda row: row["step_seconds"])
     lines = [
         [
@@ -154,6 +159,34 @@ def baseline(found: list[dict]) -> str:
     return f"""
 Equal work beside MaxText: the same chips, shape, tokens a step and optimizer.  MaxText's step was compiled by the same
 libtpu and replayed by an earlier replay with the same kind of link model.
+
+{table(columns, lines)}
+"""
+
+
+def scaling(found: list[dict]) -> str:
+    """Rows of several slices beside the same step of one, with as many tokens a chip."""
+    lines = []
+    for row in (row for row in found if row["slices"] > 1 and row["step_seconds"]):
+        alike = ["model", "device_kind", "mp", "remat", "wire", "zero", "gradients", "microbatches", "program"]
+        share = row["tokens_per_step"] / row["chips"]
+        ones = [
+            one
+            for one in found
+            if one["slices"] == 1
+            and one["tokens_per_step"] / one["chips"] == share
+            and all(one.get(name) == row.get(name) for name in alike)
+        ]
+        rate = row["tokens_per_second_per_chip"]
+        where = f"{row['slices']} x {row['topology']} {row['device_kind']}"
+        lines += [
+            [row["model"], where, f"{rate:,.0f}", percent(rate / one["tokens_per_second_per_chip"])]
+            for one in ones[-1:]
+        ]
+    if not lines:
+        return ""
+    columns = ["model", "slices", "tokens/s a chip", "of one slice's"]
+    return f"""Weak scaling over slices, which meet over the network between hosts (`mesh.slices`):
 
 {table(columns, lines)}
 """

@@ -54,7 +54,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from shmap_tp.mesh import DP, MP
+from shmap_tp.mesh import DP, MP, Groups
 
 LEFT = "left_parallel"  # names what a collective returned, so that a remat policy can keep it
 
@@ -192,15 +192,16 @@ def meet_over(axis: str, gradients: Any, params: Any) -> Any:
     return eqx.combine(sum_over(owed, axis), complete)
 
 
-def scatter_sum(x: Float[Array, "..."], axis: str, dim: int) -> Float[Array, "..."]:
-    """x {+axis} -> the part of the sum along `dim` that is this device's: one reduce-scatter over `axis`, of x."""
-    return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
+def scatter_sum(x: Float[Array, "..."], axis: str, dim: int, groups: Groups | None = None) -> Float[Array, "..."]:
+    """x {+axis} -> the part of the sum along `dim` that is this device's: one reduce-scatter over `axis`, of x.
+    `groups` of the axis each do so for themselves."""
+    return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True, axis_index_groups=groups)
 
 
-def gather(x: Float[Array, "..."], axis: str, dim: int) -> Float[Array, "..."]:
+def gather(x: Float[Array, "..."], axis: str, dim: int, groups: Groups | None = None) -> Float[Array, "..."]:
     """The parts of x along `dim` -> x, about to be used differently on each device: one all-gather over `axis`, of x.
-    Backward: one reduce-scatter of dx, in x's dtype."""
-    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True)
+    `groups` of the axis each do so for themselves.  Backward: one reduce-scatter of dx, in x's dtype."""
+    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, axis_index_groups=groups)
 
 
 def own_part(x: Float[Array, "..."], axis: str, dim: int) -> Float[Array, "..."]:

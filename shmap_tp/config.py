@@ -64,6 +64,11 @@ class Zero(StrEnum):
     parameters = "parameters"
 
 
+class Gradients(StrEnum):
+    scatter = "scatter"
+    ring = "ring"
+
+
 class Resume(StrEnum):
     never = "never"
     if_present = "if_present"
@@ -98,6 +103,12 @@ class MeshConfig:
     zero: Zero
     """What dp shares out instead of keeping it everywhere.  none: nothing.  optimizer: the optimizer's state and update
     (ZeRO-1).  parameters: the weights as well, gathered layer by layer (ZeRO-3, FSDP)."""
+    gradients: Gradients
+    """How gradients of weights that dp shares go home, with zero=parameters.  scatter: one reduce-scatter after each
+    product.  ring: in steps around a ring, each under the product of the next part."""
+    slices: int
+    """How many slices dp spans: groups of devices with a fast network of their own, and a slow one in between, which is
+    crossed once per step."""
     processes: int
     """How many processes train together, one per host.  Start the same command on each: they find each other by their
     TPU, GKE or Slurm environment."""

@@ -23,6 +23,7 @@ spare: of a program that fills four fifths of it every -done stands right behind
 LIBTPU_INIT_ARGS=--xla_tpu_scheduler_percent_shared_memory_limit=100 allows it all.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shmap_tp.collectives import LEFT, Columns, Product, Rows, SequenceParallel, owed_by, products_of, vary
@@ -59,7 +61,7 @@ class Ring:
             owed_by({name: (parts[i], rows) for name, (parts, rows) in regions.items()})
             for i in range(lax.axis_size(MP))
         ]
-        return checkpoint_name(_scattered(tuple(owed)), LEFT)
+        return checkpoint_name(scattered(owed, owed[0].dtype, _passed), LEFT)
 
     def in_time(self, y: Product) -> Float[Array, "B T ..."]:
         return _in_time(y)
@@ -93,7 +95,7 @@ def _passed(x: Array, by: int) -> Array:
 
 def _gathered(x_BTD: Float[Array, "B part D"]) -> Parts:
     """x of every place, the nearest first, each passed on as soon as it is there.  Its gradients are added up as
-    `_scattered` adds: the casts are for their sake."""
+    `scattered` adds: the casts are for their sake."""
     order, parts = places(lax.axis_size(MP)), {0: _wide(x_BTD)}
     for place in order[1:]:
         way = 1 if place > 0 else -1
@@ -101,13 +103,14 @@ def _gathered(x_BTD: Float[Array, "B part D"]) -> Parts:
     return tuple(parts[place].astype(x_BTD.dtype) for place in order)
 
 
-def _scattered(owed: Parts) -> Float[Array, "B part D"]:
-    """The sum of what all devices owe to this one, each place added up on its way here, the farthest first."""
-    order, dtype = places(lax.axis_size(MP)), owed[0].dtype
+def scattered(owed: Sequence[Array], dtype: DTypeLike, passed: Callable[[Array, int], Array]) -> Array:
+    """The sum of what all devices of a ring owe to this one, each place added up on its way here, the farthest first;
+    `owed` of every place, in the order of `places`.  `passed(x, by)`, in `dtype`, is x to the device `by` farther."""
+    order = places(len(owed))
     sums = {place: _wide(part) for place, part in zip(order, owed, strict=True)}
     for place in reversed(order[1:]):
         way = 1 if place > 0 else -1
-        sums[place - way] += _wide(_passed(sums[place].astype(dtype), way))
+        sums[place - way] += _wide(passed(sums[place].astype(dtype), way))
     return sums[0].astype(dtype)
 
 

@@ -11,7 +11,17 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from shmap_tp.config import Config, InputError, ModelConfig, Positions, Wire, padded_vocabulary
+from shmap_tp.config import (
+    Config,
+    Gradients,
+    InputError,
+    MeshConfig,
+    ModelConfig,
+    Positions,
+    Wire,
+    Zero,
+    padded_vocabulary,
+)
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 """The project's own configuration; its groups (model=..., data=...) are found from a file anywhere else, too."""
@@ -72,6 +82,7 @@ def check(config: Config) -> None:
         ("run.seed", config.run.seed, 0),
         ("mesh.dp", mesh.dp, 1),
         ("mesh.mp", mesh.mp, 1),
+        ("mesh.slices", mesh.slices, 1),
         ("mesh.processes", mesh.processes, 1),
         ("train.steps", train.steps, 1),
         ("train.batch", train.batch, 1),
@@ -117,6 +128,7 @@ def check(config: Config) -> None:
     if mesh.wire != Wire.all_reduce:
         _check_divides(mesh.mp, f"context={model.context} (model {model.name}, mesh.wire={mesh.wire})", model.context)
     _check_heads(model, mesh.mp)
+    _check_dp(mesh)
     _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
     part = train.batch // train.microbatches
     _check_divides(mesh.dp, f"a microbatch of {part} windows (train.batch / train.microbatches)", part, "mesh.dp")
@@ -130,6 +142,19 @@ def _check_divides(divisor: int, what: str, size: int, name: str = "mesh.mp") ->
 
 def _divisors(size: int) -> list[int]:
     return [n for n in range(1, min(size, 1024) + 1) if size % n == 0]
+
+
+def _check_dp(mesh: MeshConfig) -> None:
+    _check_divides(mesh.slices, f"mesh.dp={mesh.dp}: mp does not reach from slice to slice", mesh.dp, "mesh.slices")
+    if mesh.gradients == Gradients.ring and mesh.zero != Zero.parameters:
+        raise InputError(
+            f"mesh.gradients=ring is of weights that dp shares, but mesh.zero={mesh.zero}; set mesh.zero=parameters"
+        )
+    if mesh.gradients == Gradients.ring and mesh.wire == Wire.ring:
+        raise InputError(
+            "mesh.gradients=ring goes around once for each product, and mesh.wire=ring makes mp products of each; "
+            "use mesh.wire=sequence, or mesh.gradients=scatter"
+        )
 
 
 def _check_heads(model: ModelConfig, mp: int) -> None:

@@ -64,6 +64,11 @@ def matrices(model: eqx.Module) -> Any:
     return tree_util.tree_map_with_path(lambda path, _: len(_declaration(model, path)[0]["axes"]) > 1, model)
 
 
+def in_layers(model: eqx.Module) -> Any:
+    """`model` with every array replaced by whether it is stacked over layers."""
+    return tree_util.tree_map_with_path(lambda path, _: _declaration(model, path)[1], model)
+
+
 def optimizer_specs(optimizer: optax.GradientTransformation, model: Any, specs: Any) -> Any:
     """PartitionSpecs of the optimizer's state: what is shaped like a parameter is cut like it, the rest is whole."""
     state = jax.eval_shape(optimizer.init, model)

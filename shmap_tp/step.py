@@ -21,16 +21,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.collectives import meet_over, sum_over, vary
-from shmap_tp.config import Config, Zero
+from shmap_tp.config import Config, MeshConfig
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.choice import choose
 from shmap_tp.loss import LinearCrossEntropy
-from shmap_tp.mesh import DP, MP
+from shmap_tp.mesh import DP, MP, DpParts
 from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
 from shmap_tp.sharding import named, optimizer_specs, partition_specs
 from shmap_tp.transformer import Transformer
 from shmap_tp.wire import WIRES, AnyWire
-from shmap_tp.zero import shared_out
+from shmap_tp.zero import held, shared_out
 
 TOKENS = P(None, DP, None)
 """tokens[A B/dp T+1]: the layout of a step's batch."""
@@ -74,10 +74,10 @@ def loss_and_gradients(
 
     Wire    over mp what the model and the loss say, per microbatch; over dp, once, one all-reduce of every gradient, or
             one reduce-scatter where dp shares the update; where it shares the weight, an all-gather and a
-            reduce-scatter for each use, per microbatch.  SequenceParallel: over mp one all-reduce of each gradient of
-            what is whole there, once.
+            reduce-scatter for each use, per microbatch, within a slice, and between slices once.  SequenceParallel:
+            over mp one all-reduce of each gradient of what is whole there, once.
     """
-    at_home = objective.wire.at_home(params)
+    at_home = held(objective.owners, objective.wire.at_home(params))
     counted = counted_tokens(tokens_ABT)
     # The transpose of the layer scan adds each layer's gradient to its total in place: no stack of them exists beside.
     totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), at_home)
@@ -135,11 +135,11 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
         return State(params, optimizer_state, state.step + 1), metrics
 
     def evaluate(params: Transformer, tokens_ABT: Array) -> Array:
-        counted = counted_tokens(tokens_ABT)
+        params, counted = held(owners, params), counted_tokens(tokens_ABT)
         return sum_over(jnp.sum(lax.map(lambda tokens_BT: objective(params, tokens_BT, counted)[1], tokens_ABT)), DP)
 
     shapes = jax.eval_shape(init)
-    specs, owners = state_specs(shapes, optimizer, mesh, config.mesh.zero)
+    specs, owners = state_specs(shapes, optimizer, config.mesh)
     wire = WIRES[config.mesh.wire]
     loss = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
     objective = Objective(loss, dtype, wire, owners)
@@ -159,9 +159,9 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
     )
 
 
-def state_specs(shapes: State, optimizer: optax.GradientTransformation, mesh: Mesh, zero: Zero) -> tuple[Any, Any]:
+def state_specs(shapes: State, optimizer: optax.GradientTransformation, mesh: MeshConfig) -> tuple[Any, Any]:
     """(PartitionSpecs of a State, the owner of each parameter): declared by the layers, derived for the rest."""
-    sizes = dict(mesh.shape)
-    kept, updated, owners = shared_out(zero, shapes.params, partition_specs(shapes.params, sizes), sizes)
+    sizes, parts = {DP: mesh.dp, MP: mesh.mp}, DpParts.of(mesh)
+    kept, updated, owners = shared_out(mesh.zero, shapes.params, partition_specs(shapes.params, sizes), sizes, parts)
     whole = (kept, optimizer_specs(optimizer, shapes.params, updated), P())
     return eqx.tree_at(lambda state: (state.params, state.optimizer, state.step), shapes, whole), owners

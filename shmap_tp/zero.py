@@ -1,7 +1,8 @@
 """Who keeps, uses and updates what of a parameter, among the parts of dp that could all hold it.
 
 A parameter's owner is a value; `shared_out` makes a tree of them, shaped like the parameters.  D a dim of a matrix that
-dp divides.  D/dp: dim D cut along dp.  {+dp}: a sum over dp still owed.
+dp divides.  D/dp: dim D cut along dp.  D/slice: cut along the parts of dp of one slice.  {+dp}: a sum over dp still
+owed.
 
     Everyone       keeps the weight and its optimizer state, and makes the same update
                        step      dw {+dp}   --all-reduce-->  dw
@@ -9,12 +10,20 @@ dp divides.  D/dp: dim D cut along dp.  {+dp}: a sum over dp still owed.
                        step      dw[D] {+dp}  --reduce-scatter-->  dw[D/dp]  --update-->  w[D/dp]  --all-gather-->  w[D]
     SharedWeight   keeps 1/dp of the weight, too: ZeRO stage 3, fully sharded data parallelism
                        each use  w[D/dp] in the dtype of the products  --all-gather-->  w[D]
-                       backward  dw[D] {+dp} in that dtype  --reduce-scatter-->  dw[D/dp], added up in float32
+                       backward  dw[D] {+dp} in that dtype  --reduce-scatter, or a ring (`shared`)-->  dw[D/dp], added
+                                 up in float32
                        step      nothing: gradient and update are where the weight is
+
+Where dp spans slices, the slow network in between is crossed once per step, by the smallest shard there is:
+
+    SharedUpdate       step      the reduce-scatter within each slice, then one between them: dw[D/slice] -> dw[D/dp]
+    SharedWeight       step      first w[D/dp]  --all-gather between slices-->  w[D/slice], gathered within the slice
+                                 for each use; last dw[D/slice] {+dp}  --reduce-scatter between slices-->  dw[D/dp]
 
 Rajbhandari et al. 2020, "ZeRO", sections 5.1 and 5.3, https://arxiv.org/abs/1910.02054.  A ring carries as many bytes
 for a reduce-scatter and an all-gather as for one all-reduce.  Memory of a parameter, in bytes, with AdamW and what
-gradients are added up in: 16, 8 + 8 / dp, 16 / dp, and with the last one layer's weight, gathered, while it is used.
+gradients are added up in: 16, 8 + 8 / dp, 16 / dp, and with the last one layer's weight, gathered, while it is used;
+over several slices 4 for what a slice holds of it during a step, and 4 for its gradient, by dp / slices.
 
 Which dim is cut is derived: of a matrix the first that dp divides, as it lies on a device, and never the one that
 layers are stacked along.  What is no matrix, or has no such dim, is everyone's.
@@ -24,25 +33,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shmap_tp.collectives import gather, gather_whole, own_part, scatter_sum, sum_over
 from shmap_tp.config import Zero
-from shmap_tp.mesh import DP
-from shmap_tp.sharding import cut_dim, cut_further
+from shmap_tp.mesh import DP, MP, DpParts
+from shmap_tp.sharding import cut_dim, cut_further, in_layers
+from shmap_tp.shared import RingWeight, Weight
 
 
 @dataclass(frozen=True)
 class Everyone:
     """Every part of dp keeps and updates all of it."""
 
-    def use(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-        """What the layer computes with.  Nothing travels."""
+    def hold(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The weight as it is kept -> what this device holds of it during a step, and has the gradient of."""
+        return w
+
+    def use(self, w: Float[Array, "..."], dtype: DTypeLike) -> Weight:
+        """What this device holds -> what the layer computes with.  Nothing travels."""
         return w
 
     def meet(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Gradient {+dp} -> what this device updates of it, summed over dp."""
+        """Gradient {+dp} of what this device holds -> of what it updates, summed over dp."""
         return sum_over(dw, DP)
 
     def own(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -60,12 +76,17 @@ class SharedUpdate:
 
     dim: int
     """Counted from the last, so that it is the same of one layer and of a stack."""
+    parts: DpParts
 
-    def use(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    def hold(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+        return w
+
+    def use(self, w: Float[Array, "..."], dtype: DTypeLike) -> Weight:
         return w
 
     def meet(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
-        return scatter_sum(dw, DP, self.dim)
+        within = scatter_sum(dw, DP, self.dim, self.parts.inside)
+        return _met_between(within, self.dim, self.parts)
 
     def own(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         return own_part(w, DP, self.dim)
@@ -76,16 +97,27 @@ class SharedUpdate:
 
 @dataclass(frozen=True)
 class SharedWeight:
-    """Every part of dp keeps and updates its own part along `dim`, and gathers the rest for each use, in `dtype`."""
+    """Every part of dp keeps and updates its own part along `dim`, and gathers the rest for each use, in the dtype of
+    the products."""
 
     dim: int
     """Counted from the last."""
+    parts: DpParts
+    around: str | None
+    """Where its gradients go home in a ring: whether the weight is cut along its "rows" or its "columns"."""
 
-    def use(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-        return gather(w.astype(dtype), DP, self.dim)
+    def hold(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+        return w if self.parts.slices == 1 else gather(w, DP, self.dim, self.parts.between)
+
+    def use(self, w: Float[Array, "..."], dtype: DTypeLike) -> Weight:
+        part = w.astype(dtype)
+        if self.around is None:
+            return gather(part, DP, self.dim, self.parts.inside)
+        whole = gather(lax.stop_gradient(part), DP, self.dim, self.parts.inside)
+        return RingWeight(whole, part, self.around == "rows", self.parts)
 
     def meet(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
-        return dw
+        return _met_between(dw, self.dim, self.parts)
 
     def own(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         return w
@@ -95,6 +127,15 @@ class SharedWeight:
 
 
 AnyOwner = Everyone | SharedUpdate | SharedWeight
+
+
+def _met_between(dw: Float[Array, "..."], dim: int, parts: DpParts) -> Float[Array, "..."]:
+    return dw if parts.slices == 1 else scatter_sum(dw, DP, dim, parts.between)
+
+
+def held(owners: Any, params: Any) -> Any:
+    """All parameters, as a device holds them during a step."""
+    return jax.tree.map(lambda owner, w: owner.hold(w), owners, params)
 
 
 def use(owners: Any, module: Any, dtype: DTypeLike) -> Any:
@@ -107,11 +148,28 @@ def are_gathered(owners: Any) -> bool:
     return any(isinstance(owner, SharedWeight) for owner in jax.tree.leaves(owners))
 
 
-def shared_out(zero: Zero, model: Any, specs: Any, axis_sizes: dict[str, int]) -> tuple[Any, Any, Any]:
+def shared_out(zero: Zero, model: Any, specs: Any, axis_sizes: dict[str, int], parts: DpParts) -> tuple[Any, Any, Any]:
     """(PartitionSpecs of what a device keeps of each parameter, of what it updates, the owners), from its own specs."""
     if zero == Zero.none:
         return specs, specs, jax.tree.map(lambda _: Everyone(), specs)
     updated = cut_further(model, specs, DP, axis_sizes)
-    kept, shared = (updated, SharedWeight) if zero == Zero.parameters else (specs, SharedUpdate)
-    dims = jax.tree.map(lambda spec: Everyone() if (dim := cut_dim(spec, DP)) is None else shared(dim), updated)
-    return kept, updated, dims
+
+    def owner(spec: P, own: P, in_layer: bool) -> AnyOwner:
+        dim = cut_dim(spec, DP)
+        if dim is None:
+            return Everyone()
+        if zero == Zero.optimizer:
+            return SharedUpdate(dim, parts)
+        of_product = in_layer and cut_dim(own, MP) is not None
+        return SharedWeight(dim, parts, _around(spec, dim, parts) if of_product else None)
+
+    owners = jax.tree.map(owner, updated, specs, in_layers(model))
+    return updated if zero == Zero.parameters else specs, updated, owners
+
+
+def _around(spec: P, dim: int, parts: DpParts) -> str | None:
+    """How `shared` sends the gradient of a product's weight home, which a layer's is if mp cuts it.  The columns of
+    [rows, heads, head] are heads."""
+    if parts.ring == 1:
+        return None
+    return {1: "rows", 2: "columns"}.get(len(spec) + dim)

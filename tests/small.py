@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from shmap_tp import settings
-from shmap_tp.config import Config, MeshConfig, Wire, Zero
+from shmap_tp.config import Config, Gradients, MeshConfig, Wire, Zero
 from shmap_tp.mesh import make_mesh
 
 MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
@@ -29,11 +29,16 @@ def config(*overrides: str) -> Config:
     return settings.load(str(settings.CONF / "config.yaml"), ["model=test", *model, "train.batch=8", *overrides])
 
 
+def mesh_config(dp: int, mp: int, **others: Any) -> MeshConfig:
+    """The plainest there is, but for `others`."""
+    plain = {"wire": Wire.all_reduce, "tile": None, "zero": Zero.none, "gradients": Gradients.scatter}
+    return MeshConfig(dp, mp, **plain | {"slices": 1, "processes": 1} | others)
+
+
 def mesh(shape: tuple[int, int]) -> Mesh:
     """A (dp, mp) mesh over as many of the eight devices as it takes."""
     dp, mp = shape
-    config = MeshConfig(dp, mp, Wire.all_reduce, tile=None, zero=Zero.none, processes=1)
-    return make_mesh(config, jax.devices()[: dp * mp])
+    return make_mesh(mesh_config(dp, mp), jax.devices()[: dp * mp])
 
 
 def random_like(shapes: Any, dtype: str, *, spread: float = 0.25) -> Any:

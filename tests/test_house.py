@@ -11,7 +11,7 @@ PACKAGE = ROOT / "shmap_tp"
 
 FLOORS = [
     {"config", "disk", "settings", "mesh", "hardware"},  # words
-    {"sharding", "collectives", "ring", "wire", "zero", "flops"},  # facts about arrays
+    {"sharding", "collectives", "ring", "wire", "shared", "zero", "flops"},  # facts about arrays
     {"layers"},  # the product
     {"transformer", "loss"},  # the model
     {"optimizer", "data", "sources", "tokenizer", "prepare", "metrics", "stop"},  # what training needs

@@ -15,11 +15,11 @@ import test_layers
 import test_loss
 from jax import lax
 from sharded import ALL_REDUCE, RING, SEQUENCE, Case, on_mesh
-from small import MESHES, config, every_mesh, mesh, shapes_of
+from small import MESHES, config, every_mesh, mesh, mesh_config, shapes_of
 
 import shmap_tp.optimizer
 from shmap_tp.collectives import AllReduce
-from shmap_tp.config import Config, MeshConfig, Wire, Zero
+from shmap_tp.config import Config, MeshConfig, Wire
 from shmap_tp.mesh import DP, MP
 from shmap_tp.plan.account import Account, account
 from shmap_tp.plan.carried import carried
@@ -108,7 +108,7 @@ def test_a_layer_talks_as_its_docstring_says(layer, shape):
     hold(
         case,
         shape,
-        LAYERS[plain](x, MeshConfig(*shape, Wire(named or "all_reduce"), tile=None, zero=Zero.none, processes=1)),
+        LAYERS[plain](x, mesh_config(*shape, wire=Wire(named or "all_reduce"))),
     )
 
 
@@ -117,7 +117,7 @@ def test_a_layer_talks_as_its_docstring_says(layer, shape):
 def test_the_loss_talks_as_its_docstring_says(chunks, shape):
     """And its test enters with h, and sums the objective and the loss over dp."""
     positions = Travels(test_loss.B // shape[0] * test_loss.T, "float32", 1)
-    on = MeshConfig(*shape, Wire.all_reduce, tile=None, zero=Zero.none, processes=1)
+    on = mesh_config(*shape)
     planned = [
         *entering(on, "h", replace(positions, values=positions.values * test_loss.D)),
         *cross_entropy(positions, test_loss.CHUNKS[chunks]),
@@ -140,6 +140,10 @@ PROGRAMS = {
     "shared update": "kv_heads=2 positions=learned mesh.zero=optimizer",
     "shared weights": "kv_heads=2 positions=learned mesh.zero=parameters",
     "shared weights, tied, full": "kv_heads=2 tied=true remat=full block=sequential mlp=swiglu mesh.zero=parameters",
+    "gradients in a ring": "kv_heads=2 mesh.zero=parameters mesh.gradients=ring",
+    "2 slices": "kv_heads=2 positions=learned mesh.zero=parameters mesh.slices=2",
+    "2 slices, gradients in a ring": "mlp=swiglu remat=full mesh.zero=parameters mesh.gradients=ring mesh.slices=2",
+    "2 slices, shared update": "kv_heads=2 positions=learned mesh.zero=optimizer mesh.slices=2",
     "1 key/value head, sequential full": "kv_heads=1 block=sequential remat=full positions=learned tied=true",
 }
 
@@ -147,6 +151,7 @@ PROGRAMS |= {
     f"{program}; {wire}": f"{settings} mesh.wire={wire} context=8"
     for wire in ("sequence", "ring")
     for program, settings in PROGRAMS.items()
+    if not (wire == "ring" and "gradients=ring" in settings)
 } | {"a window at a time; sequence": "mesh.wire=sequence context=8 train.batch=4"}
 
 
@@ -170,6 +175,8 @@ def says(conf: Config, precision: str) -> list[Entry]:
 @pytest.mark.parametrize(
     ("program", "shape", "precision"),
     [(program, (2, 4), "bfloat16") for program in PROGRAMS]
+    + [(program, shape, "bfloat16") for program in PROGRAMS if "slices" in program for shape in ((4, 2), (8, 1))]
+    + [("gradients in a ring", (8, 1), "float32")]
     + [("1 key/value head, sequential full", shape, "bfloat16") for shape in MESHES if shape != (2, 4)]
     + [("2 key/value heads", shape, "float32") for shape in MESHES]
     + [(program, shape, "float32") for program in ("shared update", "shared update; sequence") for shape in MESHES]

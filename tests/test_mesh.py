@@ -1,4 +1,5 @@
-"""Devices to a mesh: each stands in it once, mp on a compact tile of the torus, slices in the outer part of dp."""
+"""Devices to a mesh: each stands in it once, mp on a compact tile of the torus; dp counts around rings of
+neighbours, and each slice has one part in so many."""
 
 import itertools
 import math
@@ -6,10 +7,11 @@ import math
 import jax
 import numpy as np
 import pytest
+from small import mesh_config
 from stands import Stand, box
 
-from shmap_tp.config import InputError, MeshConfig, Wire, Zero
-from shmap_tp.mesh import DP, MP, Torus, make_mesh
+from shmap_tp.config import Gradients, InputError, MeshConfig, Wire, Zero
+from shmap_tp.mesh import DP, MP, DpParts, Torus, make_mesh
 
 BOXES = {
     "v2 4x4": (box("v2", 4, 4), 4),
@@ -68,21 +70,87 @@ def test_a_ring_goes_round_its_tile_link_by_link(name, tile, links):
 
 def test_only_the_ring_wire_takes_that_order():
     devices = box("v5e", 4, 4)
-    one, ring = (
-        make_mesh(MeshConfig(4, 4, wire, tile=None, zero=Zero.none, processes=1), devices).devices
-        for wire in (Wire.sequence, Wire.ring)
-    )
+    one, ring = (make_mesh(mesh_config(4, 4, wire=wire), devices).devices for wire in (Wire.sequence, Wire.ring))
     assert [[list(group).index(device) for device in there] for group, there in zip(one, ring, strict=True)] == (
         4 * [[2, 3, 1, 0]]
     )
 
 
 @every_tile
-def test_slices_are_the_outer_part_of_dp(name, tile):
+def test_tiles_are_laid_out_slice_by_slice(name, tile):
     devices, mp = BOXES[name]
     numbers = [[device.slice_index for device in group] for group in Torus.of(devices).laid_out(tile, mp)]
     assert all(len(set(group)) == 1 for group in numbers), "an mp group on two slices"
     assert [group[0] for group in numbers] == sorted(group[0] for group in numbers)
+
+
+PARTS = {
+    # name: (devices, (dp, mp), slices, devices of a ring)
+    "v5e 4x4": (box("v5e", 4, 4), (16, 1), 1, 16),
+    "v5e 16x16": (box("v5e", 16, 16), (256, 1), 1, 16),
+    "v5e 16x16, mp 4": (box("v5e", 16, 16), (64, 4), 1, 16),
+    "v3 4x4": (box("v3", 4, 4), (32, 1), 1, 16),
+    "v4 2x2x4": (box("v4", 2, 2, 4), (16, 1), 1, 16),
+    "v5e 4x8, 2 slices": (box("v5e", 4, 8, slices=2), (64, 1), 2, 16),
+    "v5p 4x4x4, 2 slices": (box("v5p", 4, 4, 4, slices=2), (32, 4), 2, 16),
+}
+
+
+def counted(name: str) -> tuple[list[list], DpParts, int]:
+    """(the devices of each part of dp, how the parts lie, the chips along a side of an mp tile)."""
+    devices, (dp, mp), slices, ring = PARTS[name]
+    config = mesh_config(dp, mp, zero=Zero.parameters, gradients=Gradients.ring, slices=slices)
+    parts = DpParts.of(config)
+    assert (parts.count, parts.slices, parts.ring) == (dp, slices, ring)
+    made = make_mesh(config, devices).devices
+    assert set(made.flat) == set(devices) and len(set(made.flat)) == dp * mp
+    return made.tolist(), parts, 1 if mp == 1 else 2
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_ring_of_gradients_is_one_of_neighbours(name):
+    """All pass on along one link, or with tiles of two chips a side along two, and around comes back where it began."""
+    laid, parts, links = counted(name)
+    sides = Torus.of(PARTS[name][0]).sides
+    wraps = Torus.of(PARTS[name][0]).wraps
+    for here, there in parts.passed(1):
+        for a, b in zip(laid[here], laid[there], strict=True):
+            apart = [abs(x - y) for x, y in zip(a.coords, b.coords, strict=True)]
+            assert a.slice_index == b.slice_index
+            assert sum(min(d, n - d) if w else d for d, n, w in zip(apart, sides, wraps, strict=False)) <= links
+    at = {here: there for here, there in parts.passed(1)}
+    assert parts.passed(-1) == sorted((there, here) for here, there in at.items())
+    steps = [0]
+    while (following := at[steps[-1]]) != 0:
+        steps.append(following)
+    assert len(steps) == parts.ring
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_meet_within_a_slice_and_between_slices(name):
+    laid, parts, _ = counted(name)
+    slices = [part[0].slice_index for part in laid]
+    within = parts.inside or [list(range(parts.count))]
+    assert all(len({slices[i] for i in group}) == 1 for group in within)
+    assert sorted(itertools.chain(*within)) == list(range(parts.count))
+    if parts.slices > 1:
+        assert all(sorted(slices[i] for i in group) == list(range(parts.slices)) for group in parts.between)
+    around = dict(parts.passed(1))
+    for group in parts.beside or []:
+        assert len({slices[i] for i in group}) == 1 and not {around[i] for i in group} & set(group)
+
+
+def test_a_ring_needs_a_divisor():
+    said = refused(mesh_config(17, 1, zero=Zero.parameters, gradients=Gradients.ring), box("v5e", 4, 4)[:1] * 17)
+    assert "no number from 2 to 16 divides mesh.dp / mesh.slices = 17" in said
+
+
+def test_slices_are_those_of_the_devices():
+    said = refused(mesh_config(16, 1, slices=1), box("v5e", 2, 4, slices=2))
+    assert said == "mesh.slices=1, but these devices lie in slices: 2; set mesh.slices=2"
+    assert "in slices: 1;" in refused(mesh_config(16, 1, slices=2), box("v5e", 4, 4))
+    made = make_mesh(mesh_config(4, 2, slices=2))
+    assert [[d.id for d in part] for part in made.devices] == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
 @pytest.mark.parametrize("name", BOXES)
@@ -183,42 +251,34 @@ def refused(config: MeshConfig, devices: list) -> str:
 
 
 def test_a_bad_tile_names_the_good_ones():
-    said = refused(
-        MeshConfig(4, 4, tile=[1, 1, 4, 1], wire=Wire.all_reduce, zero=Zero.none, processes=1), box("v5e", 4, 4)
-    )
+    said = refused(mesh_config(4, 4, tile=[1, 1, 4, 1]), box("v5e", 4, 4))
     assert said == (
         "mesh.tile=[1, 1, 4, 1] does not cut mp=4 out of a slice of 4 x 4 x 1 chips with 1 devices each; "
         "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1"
     )
     for tile in ([4, 4, 1, 1], [2, 2], [3, 1, 1, 1], [-2, -2, 1, 1]):
-        assert "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1" in refused(
-            MeshConfig(4, 4, Wire.all_reduce, tile, Zero.none, 1), box("v5e", 4, 4)
-        )
+        assert "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1" in refused(mesh_config(4, 4, tile=tile), box("v5e", 4, 4))
 
 
 @pytest.mark.parametrize("tile", [None, [3, 1, 1, 1]])
 def test_an_mp_that_no_tile_makes_is_named(tile):
-    said = refused(MeshConfig(16, 3, Wire.all_reduce, tile, Zero.none, 1), box("v5e", 4, 4, slices=3))
+    said = refused(mesh_config(16, 3, tile=tile, slices=3), box("v5e", 4, 4, slices=3))
     assert said == (
         "mp=3 cannot be cut out of a slice of 4 x 4 x 1 chips with 1 devices each; use mp in {1, 2, 4, 8, 16}"
     )
 
 
 def test_a_tile_needs_a_torus():
-    said = refused(
-        MeshConfig(2, 4, tile=[2, 2, 1, 1], wire=Wire.all_reduce, zero=Zero.none, processes=1), jax.devices()
-    )
+    said = refused(mesh_config(2, 4, tile=[2, 2, 1, 1]), jax.devices())
     assert said == "mesh.tile=[2, 2, 1, 1]: cpu devices lie on no torus; leave it null"
     hole = box("v5e", 2, 2)[:3]
     assert Torus.of(hole) is None
-    assert "lie on no torus" in refused(
-        MeshConfig(1, 3, tile=[3, 1, 1, 1], wire=Wire.all_reduce, zero=Zero.none, processes=1), hole
-    )
+    assert "lie on no torus" in refused(mesh_config(1, 3, tile=[3, 1, 1, 1]), hole)
 
 
 @pytest.mark.parametrize("devices", [jax.devices(), box("v3", 2, 2)], ids=["cpu", "v3"])
 def test_dp_times_mp_is_the_number_of_devices(devices):
-    said = refused(MeshConfig(2, 2, tile=None, wire=Wire.all_reduce, zero=Zero.none, processes=1), devices)
+    said = refused(mesh_config(2, 2), devices)
     assert said == (
         f"mesh dp=2 x mp=2 needs 4 devices, this machine has 8 ({devices[0].device_kind}); "
         "choose mesh.dp and mesh.mp with dp x mp = 8"
@@ -230,7 +290,7 @@ def test_dp_times_mp_is_the_number_of_devices(devices):
 
 @pytest.mark.parametrize("shape", [(1, 8), (2, 4), (4, 2), (8, 1)], ids=str)
 def test_cpu_devices_stand_row_by_row(shape):
-    made = make_mesh(MeshConfig(*shape, tile=None, wire=Wire.all_reduce, zero=Zero.none, processes=1))
+    made = make_mesh(mesh_config(*shape))
     assert dict(made.shape) == {DP: shape[0], MP: shape[1]} and made.axis_names == (DP, MP)
     assert list(made.devices.flat) == jax.devices()
     assert Torus.of(jax.devices()) is None

@@ -3,6 +3,7 @@
 And what follows without a reference: no position sees a later one, and k microbatches are one batch.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
 from typing import Any
@@ -21,11 +22,12 @@ from shmap_tp.config import Config
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.embedding import score
 from shmap_tp.loss import LinearCrossEntropy
+from shmap_tp.mesh import DpParts
 from shmap_tp.sharding import partition_specs
 from shmap_tp.step import TOKENS, Objective, loss_and_gradients
 from shmap_tp.transformer import Transformer
 from shmap_tp.wire import WIRES
-from shmap_tp.zero import shared_out
+from shmap_tp.zero import held, shared_out
 
 MODELS = {
     "parallel layernorm gelu alibi": [],
@@ -44,6 +46,14 @@ MODELS = {
     "sharded: sequential rmsnorm gelu learned, 2 kv heads of 8, in chunks of 3, attention, z-loss": [
         "mesh.zero=parameters", "model.block=sequential", "model.norm=rmsnorm", "model.positions=learned",
         "model.kv_heads=2", "model.attention_chunk=3", "model.remat=attention", "train.z_loss=0.01",
+    ],
+    "sharded over two slices, gradients in rings: parallel rmsnorm swiglu rotary, 2 kv heads of 8, dots": [
+        "mesh.zero=parameters", "mesh.gradients=ring", "mesh.slices=2", "model.norm=rmsnorm", "model.mlp=swiglu",
+        "model.positions=rotary", "model.kv_heads=2", "model.remat=dots",
+    ],
+    "sequence, sharded, gradients in a ring: sequential layernorm gelu learned, 1 kv head of 8, tied, full": [
+        "mesh.zero=parameters", "mesh.gradients=ring", "mesh.wire=sequence", "model.context=8",
+        "model.block=sequential", "model.positions=learned", "model.kv_heads=1", "model.tied=true", "model.remat=full",
     ],
     "sequence, sharded: parallel layernorm swiglu rotary, 4 kv heads of 8, tied": [
         "mesh.zero=parameters", "mesh.wire=sequence", "model.context=8", "model.mlp=swiglu", "model.positions=rotary",
@@ -88,7 +98,9 @@ def on_mesh(config: Config, shape: tuple[int, int], precision: str, *, forward_t
     """The compiled (params, tokens[A B T+1]) -> {loss, gradients, logits}."""
     wire = WIRES[config.mesh.wire]
     model, sizes = shapes(config), dict(mesh(shape).shape)
-    specs, _, owners = shared_out(config.mesh.zero, model, partition_specs(model, sizes), sizes)
+    slices = min(config.mesh.slices, shape[0])
+    parts = DpParts.of(replace(config.mesh, dp=shape[0], mp=shape[1], slices=slices))
+    specs, _, owners = shared_out(config.mesh.zero, model, partition_specs(model, sizes), sizes, parts)
     loss = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
     objective = Objective(loss, jnp.dtype(precision), wire, owners)
 
@@ -96,6 +108,7 @@ def on_mesh(config: Config, shape: tuple[int, int], precision: str, *, forward_t
         loss, gradients = loss_and_gradients(objective, params, tokens_ABT)
         if not forward_too:
             return {"loss": loss, "gradients": gradients}
+        params = held(owners, params)
         h_BTD = params(tokens_ABT[0, :, :-1], objective.dtype, wire, owners)
         logits_BTV = jax.vmap(score, (0, None))(h_BTD, params.table(objective.dtype, owners))
         return {"logits": logits_BTV, "loss": loss, "gradients": gradients}

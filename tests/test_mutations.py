@@ -32,6 +32,7 @@ import shmap_tp.layers.positions
 import shmap_tp.loss
 import shmap_tp.optimizer
 import shmap_tp.ring
+import shmap_tp.shared
 import shmap_tp.step
 import shmap_tp.zero
 from shmap_tp.collectives import AllReduce
@@ -59,7 +60,7 @@ def compare_loss() -> None:
 def trace_step(*settings: str) -> Any:
     """The jaxpr of the step; nothing is compiled."""
     conf = config("mesh.dp=2", "mesh.mp=4", "train.batch=16", "train.microbatches=2", *settings)
-    made = build_programs(conf, mesh((2, 4)), jnp.float32)
+    made = build_programs(conf, mesh((conf.mesh.dp, conf.mesh.mp)), jnp.float32)
     return jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr
 
 
@@ -109,19 +110,34 @@ def test_gradients_that_never_meet_over_dp_are_refused(monkeypatch):
 
 
 def test_a_shared_weight_that_is_not_gathered_is_refused(monkeypatch):
-    monkeypatch.setattr(shmap_tp.zero, "gather", lambda x, axis, dim: x)
+    monkeypatch.setattr(shmap_tp.zero, "gather", lambda x, axis, dim, groups: x)
     with refused_by_shape:
         trace_step("mesh.zero=parameters")
 
 
 def test_a_shared_weight_gathered_out_of_order_is_wrong(monkeypatch):
-    def out_of_order(x: Any, axis: str, dim: int) -> Any:
+    def out_of_order(x: Any, axis: str, dim: int, groups: None) -> Any:
         return jnp.flip(lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True), dim)
 
     monkeypatch.setattr(shmap_tp.zero, "gather", out_of_order)
-    (model,) = (model for model in test_model.MODELS if model.startswith("sharded"))
+    (model,) = (model for model in test_model.MODELS if model.startswith("sharded:"))
     with wrong:
         test_model.hold(model, (2, 4), "float32")
+
+
+def test_a_ring_of_gradients_that_adds_up_its_own_alone_is_wrong(monkeypatch):
+    """No type sees it: what a device has of its own is as large as what it ought to get."""
+    monkeypatch.setattr(shmap_tp.shared, "scattered", lambda owed, dtype, passed: owed[0].astype(dtype))
+    (model,) = (model for model in test_model.MODELS if model.startswith("sharded over two slices"))
+    with wrong:
+        test_model.hold(model, (4, 2), "float32")
+
+
+@pytest.mark.parametrize("method", ["hold", "meet"])
+def test_slices_that_do_not_meet_are_refused(monkeypatch, method):
+    monkeypatch.setattr(shmap_tp.zero.SharedWeight, method, lambda self, w: w)
+    with refused_by_shape:
+        trace_step("mesh.zero=parameters", "mesh.slices=2", "mesh.dp=4", "mesh.mp=2")
 
 
 def test_a_gradient_that_its_owner_scatters_twice_is_refused(monkeypatch):

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from small import mesh_config
 
-from shmap_tp.config import AttentionKernel, Block, Config, MeshConfig, Remat, Wire, Zero, padded_vocabulary
+from shmap_tp.config import AttentionKernel, Block, Config, Remat, padded_vocabulary
 from shmap_tp.flops import forward_terms, parameters, recomputed_terms
 from shmap_tp.hardware import GIB, Peak, table_peak
 from shmap_tp.mesh import make_mesh
@@ -230,7 +231,7 @@ def test_a_device_that_is_faster_than_its_host_is_timed_by_the_host(monkeypatch)
 
 def test_an_emulated_step_is_measured():
     made = config("mesh.mp=2")
-    mesh = make_mesh(MeshConfig(2, 2, Wire.all_reduce, None, Zero.none, 1), jax.devices()[:4])
+    mesh = make_mesh(mesh_config(2, 2), jax.devices()[:4])
     found = measure.measure(made, mesh, jnp.dtype(jnp.float32), 3)
     row = found.row
     assert (row.kind, row.device_kind, row.devices, row.chips, row.tile) == ("emulated", "cpu", 4, 4, None)

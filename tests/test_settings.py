@@ -145,6 +145,8 @@ OVERRIDES = {
     "model.ffn=510": "mesh.mp=4 does not divide ffn=510 (model bytes); use mesh.mp in {1, 2, 3, 5, 6, 10,",
     "model.vocabulary_multiple=3": "mesh.mp=4 does not divide the padded vocabulary=258 (model bytes); use",
     "mesh.wire=line": "mesh.wire=line must be one of all_reduce, sequence, ring",
+    "mesh.slices=3": "mesh.slices=3 does not divide mesh.dp=2: mp does not reach from slice to slice; use mesh",
+    "mesh.gradients=ring": "mesh.gradients=ring is of weights that dp shares, but mesh.zero=none; set mesh.zero=param",
     "model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=8; choose a divisor",
     "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 windows (train.batch / train.microbatches); "
     "use mesh.dp in {1, 2, 4, 8, 16}",
@@ -155,6 +157,11 @@ OVERRIDES = {
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_a_bad_override_is_explained(override):
     assert OVERRIDES[override] in refusal(FIRST, override)
+
+
+def test_one_ring_does_not_go_around_for_each_step_of_another():
+    said = refusal(FIRST, "mesh.zero=parameters", "mesh.gradients=ring", "mesh.wire=ring")
+    assert said.endswith("use mesh.wire=sequence, or mesh.gradients=scatter")
 
 
 @pytest.mark.parametrize("wire", ["sequence", "ring"])
@@ -176,9 +183,9 @@ def test_grouped_heads_that_mp_neither_divides_nor_multiplies():
 
 
 FILES = {
-    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 57: not YAML, expected ',' or ']'"),
+    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 59: not YAML, expected ',' or ']'"),
     "a tab": ("run:\n\tname: x\n", ", line 2: not YAML, found character '\\t'"),
-    "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), "line 23: not YAML, found dup"),
+    "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), "line 25: not YAML, found dup"),
     "an unknown key": (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),
     "an unknown section": (BASE + "training:\n  steps: 3\n", "unknown key training; did you mean train?"),
     "a wrong type": (BASE.replace("steps: 300", "steps: many"), "train.steps=many must be of type int"),

@@ -11,7 +11,7 @@ import reference
 from closeness import RELATIVE, assert_close, assert_same_bits, by_path
 from small import MESHES, config, every_mesh, mesh
 
-from shmap_tp.config import Config, Zero
+from shmap_tp.config import Config
 from shmap_tp.plan.carried import carried
 from shmap_tp.plan.ledger import tally
 from shmap_tp.plan.memory import shard_bytes
@@ -39,8 +39,9 @@ def settings(shape: tuple[int, int], *more: str) -> Config:
 
 
 @cache
-def programs(shape: tuple[int, int], precision: str, zero: Zero = Zero.none) -> Programs:
-    return build_programs(settings(shape, f"mesh.zero={zero}"), mesh(shape), jnp.dtype(precision))
+def programs(shape: tuple[int, int], precision: str, shared: str = "zero=none") -> Programs:
+    given = [f"mesh.{setting}" for setting in shared.split()]
+    return build_programs(settings(shape, *given), mesh(shape), jnp.dtype(precision))
 
 
 @cache
@@ -90,12 +91,15 @@ def test_50_steps_have_one_loss_curve_on_every_mesh(shape):
     assert apart(trained(shape).losses, trained((1, 1)).losses) <= 1e-5
 
 
-@pytest.mark.parametrize("zero", [Zero.optimizer, Zero.parameters], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    ["zero=optimizer", "zero=parameters", "zero=optimizer slices=2", "zero=parameters gradients=ring slices=2"],
+)
 @pytest.mark.parametrize("shape", [(8, 1), (4, 2), (2, 4)], ids=str)
-def test_what_dp_shares_changes_nothing_but_who_keeps_it(shape, zero):
+def test_what_dp_shares_changes_nothing_but_who_keeps_it(shape, how):
     """A run of ten steps: the losses, the copies, and the state, of which each part of dp holds its own share: norm
     scales are whole."""
-    shared, losses = programs(shape, "float32", zero), []
+    shared, losses = programs(shape, "float32", how), []
     state = shared.init()
     for i in range(10):
         state, metrics = shared.step(state, jax.device_put(batch(i, shared.tokens.shape), shared.tokens.sharding))
@@ -103,7 +107,7 @@ def test_what_dp_shares_changes_nothing_but_who_keeps_it(shape, zero):
     np.testing.assert_allclose(losses, trained(shape).losses[:10], rtol=1e-6)
     whole = programs(shape, "float32").shapes
     norms = 4 * (2 + 1) * 24
-    parts = shape[0] if zero == Zero.parameters else 1
+    parts = shape[0] if "parameters" in how else 1
     assert shard_bytes(shared.shapes.params) <= (shard_bytes(whole.params) - norms) / parts + norms
     assert shard_bytes(shared.shapes.optimizer) <= shard_bytes(whole.optimizer) / shape[0] + 2 * norms
     assert_same_bits(shared.init(), programs(shape, "float32").init())

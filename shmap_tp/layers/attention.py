@@ -83,8 +83,7 @@ class KeyValueHeads(eqx.Module):
         if lax.axis_size(MP) > self.heads:
             mine = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
             weight_DNK = lax.dynamic_slice_in_dim(vary(weight_DNK, MP), mine, 1, axis=1)
-        width, _, head_dim = weight_DNK.shape
-        return into_heads(h_BTD, weight_DNK.reshape(width, -1), head_dim)
+        return into_heads(h_BTD, weight_DNK, weight_DNK.shape[2])
 
 
 class Attention(eqx.Module):

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
+from shmap_tp.shared import Weight, product
 
 
 class ColumnParallelLinear(eqx.Module):
@@ -53,29 +54,41 @@ class RowParallelLinear(eqx.Module):
         return matmul(x_BTD, self.weight)
 
 
-def matmul(x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"]) -> Float[Array, "B T F"]:
+def matmul(x_BTD: Float[Array, "B T D"], weight: Weight) -> Float[Array, "B T F"]:
     """x @ w in x's dtype, as one product of two matrices.
 
     The rows are flattened because XLA on CPU copies a three-dimensional operand transposed for the weight's gradient,
     and computes an activation again, element by element, inside that copy: a third of an MLP's time.
     """
-    batch, time, width = x_BTD.shape
-    y = x_BTD.reshape(batch * time, width) @ weight_DF.astype(x_BTD.dtype)
-    return y.reshape(batch, time, weight_DF.shape[1])
+
+    def multiply(x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"]) -> Float[Array, "B T F"]:
+        batch, time, width = x_BTD.shape
+        y = x_BTD.reshape(batch * time, width) @ weight_DF.astype(x_BTD.dtype)
+        return y.reshape(batch, time, weight_DF.shape[1])
+
+    return product(multiply, x_BTD, weight)
 
 
-def into_heads(x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"], head_dim: int) -> Float[Array, "B T H K"]:
-    """x @ w in x's dtype, its F = H K columns as heads.
+def into_heads(x_BTD: Float[Array, "B T D"], weight: Weight, head_dim: int) -> Float[Array, "B T H K"]:
+    """x @ w in x's dtype, the columns of w, H K in all, as heads.
 
     It is the weight that is reshaped and not the result, so that a compiler is free to write the result head by head,
     as attention reads it: on TPU the other way costs copies of q, k and v, forward and backward, a sixth of the layer's
     time with two heads of 256 on a device (predicted, v5e).
     """
-    weight_DHK = weight_DF.astype(x_BTD.dtype).reshape(weight_DF.shape[0], -1, head_dim)
-    return jnp.einsum("btd,dhk->bthk", x_BTD, weight_DHK)
+
+    def multiply(x_BTD: Float[Array, "B T D"], weight: Float[Array, "D ..."]) -> Float[Array, "B T H K"]:
+        weight_DHK = weight.astype(x_BTD.dtype).reshape(weight.shape[0], -1, head_dim)
+        return jnp.einsum("btd,dhk->bthk", x_BTD, weight_DHK)
+
+    return product(multiply, x_BTD, weight)
 
 
-def out_of_heads(x_BTHK: Float[Array, "B T H K"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T D"]:
+def out_of_heads(x_BTHK: Float[Array, "B T H K"], weight: Weight) -> Float[Array, "B T D"]:
     """x @ w in x's dtype, the F = H K rows of w met by heads: the other way of `into_heads`."""
-    weight_HKD = weight_FD.astype(x_BTHK.dtype).reshape(*x_BTHK.shape[2:], weight_FD.shape[1])
-    return jnp.einsum("bthk,hkd->btd", x_BTHK, weight_HKD)
+
+    def multiply(x_BTHK: Float[Array, "B T H K"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T D"]:
+        weight_HKD = weight_FD.astype(x_BTHK.dtype).reshape(*x_BTHK.shape[2:], weight_FD.shape[1])
+        return jnp.einsum("bthk,hkd->btd", x_BTHK, weight_HKD)
+
+    return product(multiply, x_BTHK, weight)

@@ -124,7 +124,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="of the TPU (default v3)")
     parser.add_argument("--topology", help="chips along each side of a slice, as in 4x8x8 (default: the most compact)")
-    parser.add_argument("--slices", type=int, default=1, help="how many slices, the outer part of dp (default 1)")
+    parser.add_argument("--slices", type=int, default=1, help="how many slices dp spans (default 1)")
     parser.add_argument("--devices", type=int, help="of all slices together: predict every mesh of them")
     parser.add_argument("--dp", type=int, help="data-parallel size")
     parser.add_argument("--mp", type=int, help="model-parallel size")

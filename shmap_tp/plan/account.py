@@ -7,13 +7,12 @@ over which axis by which operation.
 XLA on CPU sums bfloat16 in float32: there the plan to hold a module to is that of float32.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shmap_tp.plan.carried import Collective
-from shmap_tp.plan.ledger import Entry, Key, Operation, key, tally, travelling
+from shmap_tp.plan.ledger import Entry, Key, Operation, key, size_of, tally, travelling
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _borders(found: list[Collective], sizes: dict[str, int]) -> list[Entry]:
     borders = []
     for scatter in (collective for collective in found if collective.padding):
         (entry,) = scatter.entries
-        n = math.prod(sizes[axis] for axis in entry.axis.split())
+        n = size_of(entry.axis, sizes)
         wanted = Operation.ppermute, entry.axis, entry.dtype, scatter.padding * (n - 1) // n
         alike = [other for other in single if key(other) == wanted and other.count == entry.count]
         borders += [other for other in alike if other not in borders][:1]

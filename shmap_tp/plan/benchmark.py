@@ -58,6 +58,7 @@ def configuration(arguments: argparse.Namespace, model: str, rows: int, parts: i
         f"train.microbatches={parts}",
         "mesh.wire=sequence",
         "mesh.zero=optimizer",
+        f"mesh.slices={vars(arguments).get('slices', 1)}",
     ]
     given += [f"model.context={arguments.context}"] if arguments.context is not None else []
     return load(str(CONF / "config.yaml"), given + arguments.overrides)

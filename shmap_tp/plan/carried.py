@@ -5,14 +5,14 @@ XLA for CPU and for TPU: synchronous, -start and -done, carried along by fusions
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 from jax import numpy as jnp
 
-from shmap_tp.plan.ledger import Direction, Entry, Operation
+from shmap_tp.plan.ledger import Direction, Entry, Operation, part_of
 from shmap_tp.plan.module import Computation, Instruction, Module, parse
 
 OPCODES = {
@@ -129,7 +129,8 @@ def _direction(attributes: str, *, looped: bool) -> Direction:
 
 
 def _axis(attributes: str, sizes: dict[str, int]) -> str:
-    """The axes over which these devices talk, "" where each is alone; the groups as written if they are no axis.
+    """The axes, or the part of one, over which these devices talk, "" where each is alone; the groups as written if
+    they are neither.
 
     Devices are numbered by their place in the mesh, whatever their ids.
     """
@@ -142,7 +143,18 @@ def _axis(attributes: str, sizes: dict[str, int]) -> str:
     else:
         met = replica_groups(attributes, math.prod(sizes.values()))
         fits = [axes for axes in choices if _groups(sizes, axes) == met]
+        fits = fits or [(name,) for name, within in _parts(sizes) if _groups(within, (name,)) == met]
     return " ".join(fits[0]) if fits else str(sorted(sorted(group) for group in met))
+
+
+def _parts(sizes: dict[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
+    """(its name, the sizes of the mesh with that axis cut so) of every part of an axis (`ledger.part_of`)."""
+    for cut, size in sizes.items():
+        whole = [(count, apart) for count in range(2, size) for apart in range(1, size) if size % (count * apart) == 0]
+        for count, apart in whole:
+            name = part_of(cut, count, apart)
+            inner = {f"{cut} outside": size // count // apart, name: count, f"{cut} inside": apart}
+            yield name, {key: n for axis in sizes for key, n in (inner if axis == cut else {axis: sizes[axis]}).items()}
 
 
 def _groups(sizes: dict[str, int], axes: tuple[str, ...]) -> set[frozenset[int]]:

@@ -4,10 +4,13 @@
 was compiled, and `account.account` holds the last to any of the others.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from shmap_tp.mesh import Groups
 
 
 class Operation(StrEnum):
@@ -36,7 +39,8 @@ class Entry:
     what: str
     operation: Operation
     axis: str
-    """A mesh axis; two together, where they are one group, with a space between."""
+    """A mesh axis; two together, where they are one group, with a space between.  dp:16/2 where groups of 16 parts of
+    dp meet, each the second after the one before."""
     dtype: str
     bytes: int
     """Of the array that one device puts in, each time.  Its links carry something else: in a ring of n devices each
@@ -66,9 +70,27 @@ def tally(entries: Iterable[Entry]) -> Counter[Key]:
     return +total
 
 
+def among(axis: str, groups: Groups | None) -> str:
+    """The name of an axis of which such groups meet, or all of it; of groups that are alike and evenly spread."""
+    if groups is None:
+        return axis
+    apart = groups[0][1] - groups[0][0] if len(groups[0]) > 1 else 1
+    return part_of(axis, len(groups[0]), apart)
+
+
+def part_of(axis: str, count: int, apart: int) -> str:
+    return f"{axis}:{count}/{apart}"
+
+
+def size_of(axes: str, sizes: dict[str, int]) -> int:
+    """How many devices meet over them, on a mesh of these sizes."""
+    named = (axis.partition(":") for axis in axes.split())
+    return math.prod(int(part.partition("/")[0]) if part else sizes[axis] for axis, _, part in named)
+
+
 def travelling(entries: Iterable[Entry], sizes: dict[str, int]) -> list[Entry]:
     """`entries` without what would only travel over an axis of one device.  `sizes` are those of the mesh."""
-    kept = [(entry, " ".join(axis for axis in entry.axis.split() if sizes[axis] > 1)) for entry in entries]
+    kept = [(entry, " ".join(axis for axis in entry.axis.split() if size_of(axis, sizes) > 1)) for entry in entries]
     return [replace(entry, axis=axis) for entry, axis in kept if axis]
 
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from jax.sharding import Mesh
 
-from shmap_tp.config import AttentionKernel, Config
+from shmap_tp.config import AttentionKernel, Config, Gradients
 from shmap_tp.flops import flops_per_token, hardware_flops_per_token, parameters
 from shmap_tp.hardware import Peak, compiler_options, generation
 from shmap_tp.mesh import DP, MP, Torus
@@ -66,6 +66,8 @@ class Row:
     tflops_per_chip: float | None = None
     mfu: float | None = None
     hfu: float | None = None
+    gradients: str = "scatter"
+    """How those of shared weights go home."""
     places: dict[str, float] = field(default_factory=dict)
     """Seconds of a step by place in the source."""
     compiler_options: dict[str, str] = field(default_factory=dict)
@@ -105,6 +107,7 @@ def of_config(config: Config, attention: AttentionKernel, devices: int, peak: Pe
         "remat": str(model.remat),
         "wire": str(config.mesh.wire),
         "zero": str(config.mesh.zero),
+        "gradients": str(config.mesh.gradients),
         "attention": str(attention),
         "tokens_per_step": tokens,
         "peak_flops_per_device": peak.flops / devices if peak else None,
@@ -133,13 +136,15 @@ def describe(row: Row) -> str:
     where = f"{row.devices} x {row.device_kind}" + (f", {row.topology} chips" if row.topology else "")
     where += f", {row.slices} slices" if row.slices > 1 else ""
     tile = f", mp on {'x'.join(map(str, row.tile))} (x, y, z, core)" if row.tile else ""
+    gradients = "" if row.gradients == Gradients.scatter else f", gradients {row.gradients}"
     program = "" if row.program == EXPLICIT else f"{row.program} of "
     wire = f"; wire {row.wire}" if row.program == EXPLICIT else ""
     lines = [
         f"{row.kind.upper()}  {program}{row.model}, {_count(row.params)} parameters, on {where}",
         f"  mesh      dp={row.dp}, mp={row.mp}{tile}",
         f"  step      {row.global_batch} windows of {row.context} in {row.microbatches} microbatches = "
-        f"{row.tokens_per_step:,} tokens; remat {row.remat}; attention {row.attention}{wire}; zero {row.zero}",
+        f"{row.tokens_per_step:,} tokens; remat {row.remat}; attention {row.attention}{wire}; "
+        f"zero {row.zero}{gradients}",
     ]
     if row.peak_bytes_per_device is not None:
         needs = human(int(row.peak_bytes_per_device))

@@ -17,6 +17,10 @@ layers.
     zero: optimizer  a matrix's gradient is reduce-scattered instead, its update all-gathered          once
     zero: parameters a matrix is all-gathered, that of a block in the backward pass again              A times a layer
                      and its gradient reduce-scattered, both in the dtype of the activations           A times a layer
+    gradients: ring  of a block's matrix goes around a ring of dp, and is reduce-scattered between     A times a layer
+                     the rings
+    slices           all of that within a slice; between slices, float32: what `zero` keeps is         once
+                     all-gathered, and the gradient of what it updates reduce-scattered
 
 What these are, by wire, is said by `entering` and `leaving`, `into` and `out_of`, and by nothing else.  Where the wire
 cuts time the step sums over mp, once, every gradient of what is whole there: norms, learned positions, and key and
@@ -41,8 +45,8 @@ from shmap_tp.config import (
     Zero,
     padded_vocabulary,
 )
-from shmap_tp.mesh import DP, MP
-from shmap_tp.plan.ledger import Direction, Entry, Operation
+from shmap_tp.mesh import DP, MP, DpParts
+from shmap_tp.plan.ledger import Direction, Entry, Operation, among
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,11 @@ class Parameter:
         """A matrix, if dp divides one of its dims."""
         return len(self.shape) > 1 and any(size % dp == 0 for size in self.shape)
 
+    def goes_around(self, dp: int) -> bool:
+        """Whether its gradient goes home in a ring: that of a product in a block, cut along rows or along columns."""
+        first = next(i for i, size in enumerate(self.shape) if size % dp == 0)
+        return self.cut_by_mp and first < 2
+
     def travels(self, dtype: str, *, together: bool) -> Travels:
         """All layers together, once, or one after the other."""
         size = math.prod(self.shape)
@@ -209,20 +218,48 @@ def parameters(model: ModelConfig, mp: int) -> dict[str, Parameter]:
 
 
 def using(config: Config, dtype: str) -> list[Entry]:
-    """What dp keeps in parts, gathered for each use: of a block in the backward pass once more, of a tied embedding as
-    the head, too."""
+    """What dp keeps in parts, gathered within a slice for each use: of a block in the backward pass once more, of a
+    tied embedding as the head, too; and its gradient on the way home."""
     if config.mesh.zero != Zero.parameters:
         return []
-    entries, dp = [], config.mesh.dp
+    entries, parts = [], DpParts.of(config.mesh)
+    dp, inside = config.mesh.dp, among(DP, parts.inside)
     uses = list(parameters(config.model, config.mesh.mp).items())
     uses += [(name, table) for name, table in uses if name == "embedding" and config.model.tied]
     for name, parameter in uses:
         if parameter.is_shared(dp):
             whole = parameter.travels(dtype, together=False)
             whole = replace(whole, count=whole.count * config.train.microbatches)
-            part, again = replace(whole, values=whole.values // dp), name not in ("embedding", "positions", "head")
-            entries += [part.over(DP, name, Operation.all_gather, direction) for direction in _forward(again)]
-            entries.append(whole.over(DP, f"gradient of {name}", Operation.reduce_scatter, Direction.backward))
+            again = name not in ("embedding", "positions", "head")
+            part = replace(whole, values=whole.values // dp * parts.slices)
+            entries += [part.over(inside, name, Operation.all_gather, direction) for direction in _forward(again)]
+            around = again and parts.ring > 1 and parameter.goes_around(dp)
+            entries += _home(whole, f"gradient of {name}", parts, around=around)
+    return entries
+
+
+def _home(whole: Travels, what: str, parts: DpParts, *, around: bool) -> list[Entry]:
+    """One reduce-scatter within the slice, or ring - 1 ppermutes of a part, and one between the rings of that."""
+    if not around:
+        return [whole.over(among(DP, parts.inside), what, Operation.reduce_scatter, Direction.backward)]
+    part = replace(whole, values=whole.values // parts.ring)
+    steps = replace(part, count=part.count * (parts.ring - 1))
+    entries = [steps.over(DP, what, Operation.ppermute, Direction.backward)]
+    if parts.beside is not None:
+        entries.append(part.over(among(DP, parts.beside), what, Operation.reduce_scatter, Direction.backward))
+    return entries
+
+
+def holding(config: Config) -> list[Entry]:
+    """What dp keeps in parts, gathered between slices once."""
+    parts, entries = DpParts.of(config.mesh), []
+    if config.mesh.zero != Zero.parameters or parts.slices == 1:
+        return []
+    for name, parameter in parameters(config.model, config.mesh.mp).items():
+        if parameter.is_shared(parts.count):
+            whole = parameter.travels("float32", together=True)
+            part = replace(whole, values=whole.values // parts.count)
+            entries.append(part.over(among(DP, parts.between), name, Operation.all_gather, Direction.once))
     return entries
 
 
@@ -233,14 +270,19 @@ def update(config: Config) -> list[Entry]:
     Where the wire cuts time, over mp after that, the gradients of what mp does not cut: of what is shared, the parts.
     The squares of the norm are summed over just the axes that cut a gradient: one all-reduce for each such set of axes.
     """
-    entries, axes, dp = [], set(), config.mesh.dp
+    entries, axes, dp, parts = [], set(), config.mesh.dp, DpParts.of(config.mesh)
     for name, parameter in parameters(config.model, config.mesh.mp).items():
         is_shared = config.mesh.zero != Zero.none and parameter.is_shared(dp)
         axes.add((DP,) * is_shared + (MP,) * parameter.cut_by_mp)
         whole = parameter.travels("float32", together=True)
         own = replace(whole, values=whole.values // dp) if is_shared else whole
+        if is_shared and parts.slices > 1:
+            held = replace(whole, values=whole.values // dp * parts.slices)
+            between = among(DP, parts.between)
+            entries.append(held.over(between, f"gradient of {name}", Operation.reduce_scatter, Direction.once))
         if is_shared and config.mesh.zero == Zero.optimizer:
-            entries.append(whole.over(DP, f"gradient of {name}", Operation.reduce_scatter, Direction.once))
+            inside = among(DP, parts.inside)
+            entries.append(whole.over(inside, f"gradient of {name}", Operation.reduce_scatter, Direction.once))
             entries.append(own.over(DP, f"update of {name}", Operation.all_gather, Direction.once))
         if not is_shared:
             entries += summing(DP, f"gradient of {name}", whole)
@@ -278,10 +320,10 @@ def theory(config: Config, dtype: DTypeLike) -> list[Entry]:
 
     A mesh axis of one device is there too, since it stands in the program: see `ledger.travelling`.
     """
-    return [*_forward_and_backward(config, dtype), *_counts(), *update(config)]
+    return [*holding(config), *_forward_and_backward(config, dtype), *_counts(), *update(config)]
 
 
 def theory_of_evaluation(config: Config, dtype: DTypeLike) -> list[Entry]:
     """The same of one evaluation of as many tokens: the forward half of it."""
     forward = [entry for entry in _forward_and_backward(config, dtype) if entry.direction == Direction.forward]
-    return [*forward, *_counts()]
+    return [*holding(config), *forward, *_counts()]

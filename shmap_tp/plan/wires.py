@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from shmap_tp.plan.ledger import Direction, Entry, Operation
+from shmap_tp.plan.ledger import Direction, Entry, Operation, among
 
 OPERATIONS = {
     "psum": Operation.all_reduce,
@@ -36,10 +36,11 @@ def _written(jaxpr: Any, scope: str, scans: int, times: int) -> list[Entry]:
         here = f"{scope}/{equation.source_info.name_stack}".strip("/")
         axes = _axes(params)
         if axes and name not in SILENT:
-            if name not in OPERATIONS or params.get("axis_index_groups"):
+            if name not in OPERATIONS:
                 raise ValueError(f"a collective that the ledger does not know: {equation}")
+            axis = among(" ".join(axes), params.get("axis_index_groups"))
             found += [
-                Entry(here, OPERATIONS[name], " ".join(axes), str(x.dtype), x.size * x.dtype.itemsize, times, towards)
+                Entry(here, OPERATIONS[name], axis, str(x.dtype), x.size * x.dtype.itemsize, times, towards)
                 for x, towards in ((var.aval, _direction(here, scans)) for var in equation.invars)
             ]
         inner = (scans + 1, times * params["length"]) if name == "scan" else (scans, times)

@@ -1,0 +1,105 @@
+"""A gathered weight whose gradient goes home in a ring, under the product that makes it.
+
+B batch, T time, I features in, O features out, n devices of a ring of dp, one of which is at place r.
+I/dp: dim I cut along dp.  {+dp}: a sum over dp still owed.
+
+    forward    y = x[B T I] @ w[I O], gathered
+    backward   dx = dy @ w'
+               dw[I/n O] = x[B T I/n]' @ dy, of every place in turn, the farthest first; each is added to what comes
+               for the same device from farther, and passed on to the neighbour nearer to it
+               then, where a slice has several rings, one reduce-scatter between them:  dw[I/n O] {+dp} -> dw[I/dp O]
+
+What travels is as much as one reduce-scatter of dw[I O], in x's dtype; it is added up in float32.  But nothing waits
+for it: XLA for TPU lets ppermutes flow under products, and reduce-scatters never (libtpu 0.0.42), of which, over all
+the devices there are, it even makes an all-reduce.  Where w is cut along O, so is dy instead of x.
+
+Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
+section 5, https://doi.org/10.1145/3567955.3567959
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from shmap_tp.collectives import scatter_sum
+from shmap_tp.mesh import DP, DpParts
+from shmap_tp.ring import places, scattered
+
+
+class RingWeight(eqx.Module):
+    """w[I O], or with the features in several dims, as `product` takes it."""
+
+    whole: Float[Array, "..."]
+    """Gathered; takes no gradient."""
+    part: Float[Array, "..."]
+    """This device's part of it: takes it."""
+    by_rows: bool = eqx.field(static=True)
+    """Whether it is cut along I, else along O."""
+    parts: DpParts = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+
+Weight = Float[Array, "..."] | RingWeight
+Product = Callable[[Array, Array], Array]
+"""(x[B T I...], w[I... O...]) -> y[B T O...], linear in each of the two, in x's dtype."""
+
+
+def product(multiply: Product, x: Float[Array, "B T ..."], weight: Weight) -> Float[Array, "B T ..."]:
+    """multiply(x, w); of a RingWeight the gradient goes home in a ring."""
+    if not isinstance(weight, RingWeight):
+        return multiply(x, weight)
+    return _product(multiply, weight.by_rows, weight.parts, x, weight.whole, weight.part)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(multiply: Product, by_rows: bool, parts: DpParts, x: Array, whole: Array, part: Array) -> Array:
+    """This custom gradient stands for no collective's by itself: dw of `part` is what the gather of `part` would give,
+    a sum over dp of which each device has its own.  It says only how that is summed."""
+    return multiply(x, whole)
+
+
+def _forward(multiply: Product, by_rows: bool, parts: DpParts, x: Array, whole: Array, part: Array) -> tuple:
+    return multiply(x, whole), (x, whole, part)
+
+
+def _backward(multiply: Product, by_rows: bool, parts: DpParts, kept: tuple, dy: Array) -> tuple:
+    x, whole, part = kept
+    (dx,) = jax.linear_transpose(lambda x: multiply(x, whole), x)(dy)
+    return dx, None, _sent_home(x, dy, by_rows, parts).reshape(part.shape)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _sent_home(x: Array, dy: Array, by_rows: bool, parts: DpParts) -> Float[Array, "..."]:
+    """x' @ dy {+dp}, of which each device gets its rows, or its columns."""
+    cut, rest = (_flat(x), dy) if by_rows else (_flat(dy), x)
+    size = cut.shape[2] // parts.ring
+    here = lax.axis_index(DP) // (parts.count // parts.ring)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def owed(place: int) -> Array:
+        piece = lax.dynamic_slice_in_dim(cut, (here + place) % parts.ring * size, size, axis=2)
+        pair = (piece, rest) if by_rows else (rest, piece)
+        return jnp.tensordot(*pair, axes=((0, 1), (0, 1)), preferred_element_type=wide)
+
+    def passed(sums: Array, by: int) -> Array:
+        return lax.ppermute(sums, DP, parts.passed(by))
+
+    dw = scattered([owed(place) for place in places(parts.ring)], x.dtype, passed)
+    if parts.beside is None:
+        return dw
+    return scatter_sum(dw, DP, 0 if by_rows else -1, parts.beside)
+
+
+def _flat(x: Float[Array, "B T ..."]) -> Float[Array, "B T features"]:
+    return x.reshape(*x.shape[:2], math.prod(x.shape[2:]))

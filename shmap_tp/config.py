@@ -190,6 +190,19 @@ class OptimizerConfig:
 
 
 @dataclass
+class GuardConfig:
+    """A step whose loss or gradient is not finite is always skipped: weights and optimizer stay as they are."""
+
+    spike: float | None
+    """So is one whose loss is this many standard deviations above the running mean of those before; 6 is usual.  null:
+    no finite loss is too large."""
+    window: int
+    """Steps that mean and deviation remember; a run's first so many are no spikes."""
+    stop_after: int | None
+    """So many skipped steps in a row stop the run; null: it never stops for them."""
+
+
+@dataclass
 class EvaluateConfig:
     every: int
     """Steps between evaluations; 0 evaluates only at the end."""
@@ -228,6 +241,7 @@ class Config:
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig
+    guard: GuardConfig
     evaluate: EvaluateConfig
     checkpoint: CheckpointConfig
     log: LogConfig

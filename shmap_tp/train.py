@@ -4,6 +4,7 @@ The loop never waits for its own step: step N is dispatched before the metrics o
 request to stop before every step, and leaves by the same door as a run that is done: everything read, saved and drawn.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from shmap_tp.checkpoint import Checkpoints, agreed
-from shmap_tp.config import Config, InputError, Precision, Resume
-from shmap_tp.data import SPLITS, Batches
+from shmap_tp.checkpoint import Checkpoints
+from shmap_tp.config import Config, InputError, Precision
+from shmap_tp.data import Batches
 from shmap_tp.disk import make_directory, writing
 from shmap_tp.flops import flops_per_token, parameters
+from shmap_tp.guard import Watch
 from shmap_tp.hardware import compiler_options, machine_peak
 from shmap_tp.layers.choice import named
 from shmap_tp.mesh import join, make_mesh
-from shmap_tp.metrics import Meter, Recorder, plot_losses, read_metrics
+from shmap_tp.metrics import Meter, Recorder, plot_losses, say
 from shmap_tp.prepare import prepare_stdlib
-from shmap_tp.settings import load, save, to_dict
+from shmap_tp.settings import save, to_dict
+from shmap_tp.start import start
 from shmap_tp.step import Programs, State, build_programs
 from shmap_tp.stop import StopRequest
 
@@ -32,7 +35,8 @@ STOPPED = 75
 
 
 def train(config: Config) -> int:
-    """Train as `config` says.  Returns 0, or STOPPED.  Raises InputError before anything is trained."""
+    """Train as `config` says.  Returns 0, or STOPPED.  Raises InputError before anything is trained, or once too many
+    steps in a row had to be skipped."""
     join(config.mesh)
     with StopRequest() as stop:
         mesh = make_mesh(config.mesh)
@@ -41,7 +45,7 @@ def train(config: Config) -> int:
         batches = Batches(config, programs.tokens)
         with Checkpoints(config.checkpoint, say) as checkpoints:
             run = Run(config, programs, batches, checkpoints)
-            return _loop(run, *_start(run), stop)
+            return _loop(run, *start(config, programs, batches, checkpoints), stop)
 
 
 @dataclass(frozen=True)
@@ -56,24 +60,15 @@ class Run:
 
 def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     """Train on from `state`, which is the checkpoint of step `saved`, or new where that is None."""
-    config, programs, batches = run.config, run.programs, run.batches
-    if jax.process_index() == 0:
-        with writing(file := Path(config.run.dir) / "config.yaml"):
-            save(config, file)
-    first = saved or 0
+    config, batches = run.config, run.batches
+    first = done = saved or 0
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
-    say(
-        f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
-        f"attention {named(programs.attention)} ..."
-    )
-    options = compiler_options(jax.devices()[0].device_kind)
-    step_program = programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=options)
+    step_program = _compile(run)
+    watch = Watch(config.guard, batches.windows, f"{config.data.dir}/train.bin")
     with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
-        tokens = config.train.batch * config.model.context
-        meter = Meter(recorder.train, tokens, flops_per_token(config.model), _peak())
-        done = first
+        meter = _meter(config, lambda line: recorder.train(line | watch.of(line)))
 
-        while done < config.train.steps and not stop.asked(done):
+        while done < config.train.steps and not stop.asked(done) and not watch.verdict:
             state, metrics = step_program(state, batches.training(done))
             done += 1
             meter.hand(done, metrics)
@@ -82,15 +77,39 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
                     recorder.validation(done, _evaluate(run, state))
             if _due(done, config.checkpoint.every, config.train.steps):
                 with meter.paused():
-                    run.checkpoints.save(done, state, facts)
-                    saved = done
+                    if not watch.in_a_row:  # the weights of the one before would replace older ones
+                        run.checkpoints.save(done, state, facts)
+                        saved = done
 
         with meter.paused():
             if saved != done:
                 run.checkpoints.save(done, state, facts)
             run.checkpoints.wait()
-    _close(config, done)
+    _close(run, done)
+    if watch.verdict:
+        raise InputError(f"{watch.verdict};\n{_after_skips(config, done)}")
     return 0 if done >= config.train.steps else STOPPED
+
+
+def _compile(run: Run) -> Any:
+    """The step's program.  The run is under way from here on: its directory says so."""
+    config, programs = run.config, run.programs
+    if jax.process_index() == 0:
+        with writing(file := Path(config.run.dir) / "config.yaml"):
+            save(config, file)
+    say(
+        f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
+        f"attention {named(programs.attention)} ..."
+    )
+    options = compiler_options(jax.devices()[0].device_kind)
+    return programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=options)
+
+
+def _after_skips(config: Config, done: int) -> str:
+    return (
+        f"checkpoint {config.checkpoint.dir}/{done} has the weights from before them: --resume goes on with the next "
+        f"batches; if those fail, too, remove it and go on from an older one with a lower optimizer.learning_rate"
+    )
 
 
 def _due(done: int, every: int, last: int) -> bool:
@@ -102,84 +121,6 @@ def _evaluate(run: Run, state: State) -> float:
     batches = run.batches
     losses = [run.programs.evaluate(state.params, batches.validation(i)) for i in range(batches.validation_count)]
     return float(np.mean(jax.device_get(losses)))
-
-
-def _start(run: Run) -> tuple[State, int | None]:
-    """As `checkpoint.resume` says, the newest intact checkpoint's state and step, or a new state and None."""
-    config, checkpoints = run.config, run.checkpoints
-    where, resume = config.checkpoint.dir, config.checkpoint.resume
-    there = checkpoints.steps()
-    if resume == Resume.never and there:
-        raise InputError(
-            f"{where} holds this run up to step {there[0]}; go on from it with --resume, "
-            f"or start another with run.name=... or run.dir=..."
-        )
-    if not there and resume == Resume.must:
-        raise InputError(
-            f"checkpoint.resume=must (--resume): no checkpoint in {where}; leave it out to start there "
-            f"(checkpoint.resume=never), or name the run with run.dir=..."
-        )
-    if not there:
-        _refuse_to_empty(config)
-        return run.programs.init(), None
-    unfinished = checkpoints.first_save_unfinished()
-    step = checkpoints.newest_intact()
-    if step is None and resume == Resume.if_present and unfinished:
-        _refuse_to_empty(config)
-        checkpoints.discard_after(-1)
-        return run.programs.init(), None
-    if step is None:
-        raise InputError(
-            f"no checkpoint in {where} is intact (there: {', '.join(map(str, there))}); restore one from a copy, "
-            f"or start another run with run.dir=..."
-        )
-    _refuse_differences(checkpoints.facts(step), config, run.batches.identity, f"checkpoint {where}/{step}")
-    state = checkpoints.restore(step, run.programs.shapes)
-    checkpoints.discard_after(step)
-    mesh = checkpoints.facts(step)["mesh"]
-    say(f"going on from step {step} of {where}, saved on mesh dp={mesh[0]}, mp={mesh[1]}")
-    return state, step
-
-
-def _refuse_to_empty(config: Config) -> None:
-    """Raises InputError where a new run would empty the metrics.jsonl of one whose checkpoints are elsewhere.
-
-    With if_present, one that was killed before its first checkpoint begins again: its lines are of steps that are lost.
-    """
-    file, where = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
-    held = max([line["step"] for line in read_metrics(file)], default=-1) if jax.process_index() == 0 else -1
-    if held >= 0 and config.checkpoint.resume == Resume.if_present:
-        try:
-            same = load(str(file.with_name("config.yaml")), []).checkpoint.dir == where
-        except InputError:
-            same = False
-        held = -1 if same else held
-    if (held := agreed(held)) >= 0:
-        raise InputError(
-            f"{file} holds a run up to step {held} and a new one would empty it: {where} has no checkpoint;\n"
-            f"name its own checkpoint.dir=... with --resume, start another with run.dir=..., or remove the file"
-        )
-
-
-def _refuse_differences(saved: dict[str, Any], config: Config, order: dict[str, Any], where: str) -> None:
-    """Raises InputError where the model, or what decides which sample comes when, is not the one that was saved."""
-    then, now = _decisive(saved["config"]["model"], saved["data"]), _decisive(to_dict(config.model), order)
-    for key in sorted(then.keys() | now.keys()):
-        if then.get(key) != now.get(key):
-            raise InputError(
-                f"{where} is of another run: {key} was {then.get(key)}, is {now.get(key)};\n"
-                f"make it the same again to go on, or start another run with run.dir=..."
-            )
-
-
-def _decisive(model: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
-    """All that must not change within a run, by the key that sets it.  Names and ways to compute the same may."""
-    shape = {f"model.{key}": model[key] for key in model.keys() - {"name", "remat", "attention", "attention_chunk"}}
-    files = {
-        f"data.dir ({split}.bin)": f"{order[split]['tokens']} tokens of sha256 {order[split]['sha256'][:12]}"
-        for split in SPLITS
-    }
-    return shape | files | {"run.seed": order["seed"], "train.batch": order["batch"]}
 
 
 def _prepare(config: Config) -> None:
@@ -200,7 +141,8 @@ def _dtype(precision: Precision) -> DTypeLike:
     return jnp.dtype(str(precision))
 
 
-def _peak() -> Any:
+def _meter(config: Config, record: Callable[[dict[str, Any]], None]) -> Meter:
+    """A meter that knows this machine's peak, and says so."""
     peak = machine_peak(jax.devices())
     if peak is None:
         say(f"no MFU: the peak of {jax.devices()[0].device_kind} is not in shmap_tp/hardware.py")
@@ -209,13 +151,13 @@ def _peak() -> Any:
             f"MFU = tokens/s x model FLOPs per token (causal attention at half, recomputation not counted) / "
             f"{peak.flops / 1e12:.3g} TFLOP/s ({peak.source})"
         )
-    return peak
+    return Meter(record, config.train.batch * config.model.context, flops_per_token(config.model), peak)
 
 
-def _close(config: Config, done: int) -> None:
+def _close(run: Run, done: int) -> None:
     if jax.process_index():
         return
-    directory = Path(config.run.dir)
+    config, directory = run.config, Path(run.config.run.dir)
     with writing(directory / "loss.png"):
         picture = plot_losses(directory)
     finished = done >= config.train.steps
@@ -226,9 +168,3 @@ def _close(config: Config, done: int) -> None:
     more = f"train.steps={2 * config.train.steps} " if finished else ""
     say(f"  to go on    python main.py --cfg {directory / 'config.yaml'} {more}--resume")
     say("              (any mesh.dp=... mesh.mp=... will do)")
-
-
-def say(text: str) -> None:
-    """One line, from process 0 only."""
-    if jax.process_index() == 0:
-        print(text, flush=True)

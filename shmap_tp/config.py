@@ -169,6 +169,9 @@ class TrainConfig:
     """Weight of the squared log-partition added to the loss (PaLM, section 5); 0 leaves it out."""
     loss_chunk: int
     """Positions of a device whose logits are held at a time."""
+    profile: list[int] | None
+    """[first, last]: the steps, counted from 1, of which a trace is written to the run directory, for XProf or
+    TensorBoard; null: none."""
 
 
 @dataclass

@@ -4,7 +4,8 @@ The loop never waits for its own step: step N is dispatched before the metrics o
 request to stop before every step, and leaves by the same door as a run that is done: everything read, saved and drawn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from shmap_tp.checkpoint import Checkpoints
-from shmap_tp.config import Config, InputError, Precision
+from shmap_tp.config import Config, InputError, Precision, Resume
 from shmap_tp.data import Batches
 from shmap_tp.disk import make_directory, writing
 from shmap_tp.flops import flops_per_token, parameters
+from shmap_tp.goodput import Cause, Clock
 from shmap_tp.guard import Watch
 from shmap_tp.hardware import compiler_options, machine_peak
 from shmap_tp.layers.choice import named
 from shmap_tp.mesh import join, make_mesh
 from shmap_tp.metrics import Meter, Recorder, plot_losses, say
 from shmap_tp.prepare import prepare_stdlib
+from shmap_tp.profile import Profile
 from shmap_tp.settings import save, to_dict
 from shmap_tp.start import start
 from shmap_tp.step import Programs, State, build_programs
@@ -38,13 +41,13 @@ def train(config: Config) -> int:
     """Train as `config` says.  Returns 0, or STOPPED.  Raises InputError before anything is trained, or once too many
     steps in a row had to be skipped."""
     join(config.mesh)
-    with StopRequest() as stop:
+    with StopRequest() as stop, Clock() as clock:
         mesh = make_mesh(config.mesh)
         _prepare(config)
         programs = build_programs(config, mesh, _dtype(config.train.precision))
         batches = Batches(config, programs.tokens)
         with Checkpoints(config.checkpoint, say) as checkpoints:
-            run = Run(config, programs, batches, checkpoints)
+            run = Run(config, programs, batches, checkpoints, clock)
             return _loop(run, *start(config, programs, batches, checkpoints), stop)
 
 
@@ -56,32 +59,39 @@ class Run:
     programs: Programs
     batches: Batches
     checkpoints: Checkpoints
+    clock: Clock
 
 
 def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     """Train on from `state`, which is the checkpoint of step `saved`, or new where that is None."""
-    config, batches = run.config, run.batches
+    config, batches, clock = run.config, run.batches, run.clock
     first = done = saved or 0
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
-    step_program = _compile(run)
+    step_program = _compile(run, first)
     watch = Watch(config.guard, batches.windows, f"{config.data.dir}/train.bin")
     with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
-        meter = _meter(config, lambda line: recorder.train(line | watch.of(line)))
+        meter = _meter(config, lambda line: recorder.train(line | watch.of(line) | clock.of(line)))
+        clock.turn(Cause.steps)
 
-        while done < config.train.steps and not stop.asked(done) and not watch.verdict:
-            state, metrics = step_program(state, batches.training(done))
-            done += 1
-            meter.hand(done, metrics)
-            if _due(done, config.evaluate.every, config.train.steps):
-                with meter.paused():
-                    recorder.validation(done, _evaluate(run, state))
-            if _due(done, config.checkpoint.every, config.train.steps):
-                with meter.paused():
-                    if not watch.in_a_row:  # the weights of the one before would replace older ones
-                        run.checkpoints.save(done, state, facts)
-                        saved = done
+        with _profile(run, first, meter) as profile:
+            while done < config.train.steps and not stop.asked(done) and not watch.verdict:
+                with profile.around(done + 1):
+                    with clock.fetching():
+                        tokens = batches.training(done)
+                    state, metrics = step_program(state, tokens)
+                    clock.dispatched(metrics)
+                    done += 1
+                    meter.hand(done, metrics)
+                if _due(done, config.evaluate.every, config.train.steps):
+                    with meter.paused(), clock.on(Cause.evaluation):
+                        recorder.validation(done, _evaluate(run, state))
+                if _due(done, config.checkpoint.every, config.train.steps):
+                    with meter.paused(), clock.on(Cause.checkpoint):
+                        if not watch.in_a_row:  # the weights of the one before would replace older ones
+                            run.checkpoints.save(done, state, facts)
+                            saved = done
 
-        with meter.paused():
+        with meter.paused(), clock.on(Cause.checkpoint):
             if saved != done:
                 run.checkpoints.save(done, state, facts)
             run.checkpoints.wait()
@@ -91,18 +101,35 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     return 0 if done >= config.train.steps else STOPPED
 
 
-def _compile(run: Run) -> Any:
+def _compile(run: Run, first: int) -> Any:
     """The step's program.  The run is under way from here on: its directory says so."""
-    config, programs = run.config, run.programs
-    if jax.process_index() == 0:
-        with writing(file := Path(config.run.dir) / "config.yaml"):
+    config, programs, speaks = run.config, run.programs, jax.process_index() == 0
+    directory = Path(config.run.dir)
+    if speaks:
+        with writing(file := directory / "config.yaml"):
             save(config, file)
+    run.clock.open(directory / "time.jsonl" if speaks else None, first, anew=config.checkpoint.resume == Resume.never)
     say(
         f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
         f"attention {named(programs.attention)} ..."
     )
     options = compiler_options(jax.devices()[0].device_kind)
     return programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=options)
+
+
+def _profile(run: Run, first: int, meter: Meter) -> Profile:
+    """The trace that was asked for, unless its first step was before this start."""
+    steps, directory = run.config.train.profile, Path(run.config.run.dir) / "profile"
+    if steps and steps[0] <= first:
+        say(f"no profile: train.profile={steps} begins before step {first + 1}, the first from here on")
+        steps = None
+
+    @contextmanager
+    def pause() -> Iterator[None]:
+        with meter.paused(), run.clock.on(Cause.profile):
+            yield
+
+    return Profile(steps, directory, pause)
 
 
 def _after_skips(config: Config, done: int) -> str:
@@ -158,8 +185,9 @@ def _close(run: Run, done: int) -> None:
     if jax.process_index():
         return
     config, directory = run.config, Path(run.config.run.dir)
-    with writing(directory / "loss.png"):
+    with run.clock.on(Cause.drawing), writing(directory / "loss.png"):
         picture = plot_losses(directory)
+    say(run.clock.spent.table())
     finished = done >= config.train.steps
     say(f"{'done' if finished else 'stopped and saved'} at step {done} of {config.train.steps}")
     say(f"  metrics     {directory / 'metrics.jsonl'}")

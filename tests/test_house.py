@@ -15,7 +15,7 @@ FLOORS = [
     {"layers"},  # the product
     {"transformer", "loss"},  # the model
     # what training needs
-    {"optimizer", "guard", "data", "sources", "tokenizer", "prepare", "metrics", "stop"},
+    {"optimizer", "guard", "data", "sources", "tokenizer", "prepare", "metrics", "goodput", "profile", "stop"},
     {"step", "checkpoint", "start", "train"},  # running; a checkpoint holds the step's State
     {"plan"},  # beside it: what would run elsewhere
 ]

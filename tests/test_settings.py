@@ -144,6 +144,13 @@ OVERRIDES = {
     "guard.window=1": "guard.window=1 is too small; it must be 2 or more",
     "guard.stop_after=0": "guard.stop_after=0 is too small; it must be 1 or more",
     "guard.spike=true": "guard.spike=True must be of type float | None",
+    # the steps of a profile
+    "train.profile=[5]": "train.profile=[5] must be [first, last], two steps from 1 to train.steps=300",
+    "train.profile=[0,2]": "train.profile=[0, 2] must be [first, last], two steps from 1",
+    "train.profile=[9,8]": "train.profile=[9, 8] must be [first, last]",
+    "train.profile=[299,301]": "train.profile=[299, 301] must be [first, last], two steps from 1 to train.steps=300",
+    "train.profile=7": "train.profile=7 must be of type list[int] | None",
+    "train.profile=[1,a]": "train.profile[1]=a must be of type list[int] | None",
     # what must divide
     "mesh.mp=3": "mesh.mp=3 does not divide heads=8 (model bytes); use mesh.mp in {1, 2, 4, 8}",
     "model.ffn=510": "mesh.mp=4 does not divide ffn=510 (model bytes); use mesh.mp in {1, 2, 3, 5, 6, 10,",
@@ -180,7 +187,7 @@ def test_grouped_heads_that_mp_neither_divides_nor_multiplies():
 
 
 FILES = {
-    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 62: not YAML, expected ',' or ']'"),
+    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 63: not YAML, expected ',' or ']'"),
     "a tab": ("run:\n\tname: x\n", ", line 2: not YAML, found character '\\t'"),
     "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), "line 23: not YAML, found dup"),
     "an unknown key": (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),

@@ -4,9 +4,9 @@ Goodput is the share of the wall time, since the run was first started, that wen
 has: neither skipped by the guard nor trained once more after a restart.
 
 A line of time.jsonl is a span: cause, begin (seconds since 1970) and seconds; of steps also first and last (steps first
-+ 1 to last) and how many of them were skipped; of a start the step it goes on from.  It is written when it ends, and
-steps every ten seconds at the latest, so that a kill loses the account of no more than that: what is not in the file
-was down time, Python's own start included.
++ 1 to last) and how many of them were skipped; of a start the step it goes on from.  It is written when it ends; what a
+kill left unwritten of steps is found from the times in metrics.jsonl.  All else that is not in the file was down time,
+Python's own start included.
 """
 
 import json
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,6 @@ import jax
 
 from shmap_tp.disk import write_lines, writing
 from shmap_tp.metrics import read_metrics
-
-FLUSH = 10.0
-"""Seconds after which a step's end ends a span, too."""
 
 
 class Cause(StrEnum):
@@ -65,7 +63,8 @@ class Spent:
         self.starts = 0
         self._seconds = dict.fromkeys(Cause, 0.0)
         self._steps: list[tuple[int, float]] = []
-        self._end: float | None = None
+        self.end: float | None = None
+        """When the last line ended."""
 
     def add(self, line: dict[str, Any]) -> None:
         """Take the next line.  A start makes those steps lost that come after the one it goes on from."""
@@ -76,14 +75,14 @@ class Spent:
             self._steps = [(last, spent) for last, spent in self._steps if last <= line["first"]]
             self._seconds[Cause.steps] -= lost
             self._seconds[Cause.lost] += lost
-            self._seconds[Cause.down] += max(0.0, begin - self._end) if self._end else 0.0
+            self._seconds[Cause.down] += max(0.0, begin - self.end) if self.end else 0.0
         if cause == Cause.steps:
             skipped = seconds * line["skipped"] / max(1, line["last"] - line["first"])
             self._seconds[Cause.skipped] += skipped
             seconds -= skipped
             self._steps.append((line["last"], seconds))
         self._seconds[cause] += seconds
-        self._end = max(self._end or 0.0, begin + line["seconds"])
+        self.end = max(self.end or 0.0, begin + line["seconds"])
 
     def of(self, cause: Cause) -> float:
         return self._seconds[cause]
@@ -115,15 +114,19 @@ class Clock:
         self._step_ends: Future[float] | None = None
         self._background = ThreadPoolExecutor(1, "goodput")
 
-    def open(self, file: Path | None, first: int, *, anew: bool) -> None:
-        """End the start-up of a run that goes on from step `first`; `anew` forgets what is in `file`."""
+    def open(self, directory: Path | None, first: int, *, anew: bool) -> None:
+        """End the start-up of a run in `directory` that goes on from step `first`, or is begun `anew`."""
         self._first = self._done = first
-        if file:
-            before = [] if anew else read_metrics(file)
+        if directory:
+            self._file = directory / "time.jsonl"
+            before = [] if anew else read_metrics(self._file)
             for line in before:
                 self.spent.add(line)
-            write_lines(file, before)
-            self._stream, self._file = file.open("a", buffering=1), file
+            if before and (left := _unwritten(read_metrics(directory / "metrics.jsonl"), self.spent.end)):
+                self.spent.add(left)
+                before.append(left)
+            write_lines(self._file, before)
+            self._stream = self._file.open("a", buffering=1)
         self.turn(Cause.compile)
 
     def turn(self, cause: Cause) -> None:
@@ -165,17 +168,15 @@ class Clock:
         """A step is under way that makes `outputs`: its end is noted beside the loop, which does not wait for it."""
         self._step_ends = self._background.submit(lambda: (jax.block_until_ready(outputs), self._now())[1])
 
-    def of(self, line: dict[str, Any]) -> dict[str, float]:
-        """What there is to add to the metrics of a step that has ended: the goodput so far."""
+    def of(self, line: dict[str, Any]) -> dict[str, Any]:
+        """What there is to add to the metrics of a step that has ended: when, and the goodput so far."""
         self._done = line["step"]
         self._skipped += line["skipped_in_a_row"] > 0
-        whole = self._now() - self._begin
-        if whole >= FLUSH:
-            self.turn(Cause.steps)
-            whole = 0.0
+        now = self._now()
         taken = 1 - self._skipped / max(1, self._done - self._first)
-        now = self.spent.of(Cause.steps) + (whole - self._waited) * taken
-        return {"goodput": now / max(self.spent.total + whole, 1e-9)}
+        steps = self.spent.of(Cause.steps) + (now - self._begin - self._waited) * taken
+        goodput = steps / max(self.spent.total + now - self._begin, 1e-9)
+        return {"time": datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"), "goodput": goodput}
 
     def __enter__(self) -> "Clock":
         return self
@@ -190,3 +191,14 @@ class Clock:
         if self._stream:
             with writing(self._file):
                 self._stream.write(json.dumps(line) + "\n")
+
+
+def _unwritten(metrics: list[dict[str, Any]], end: float) -> dict[str, Any] | None:
+    """The steps that ended after `end`, of which metrics.jsonl tells and time.jsonl does not."""
+    ended = [(datetime.fromisoformat(line["time"]).timestamp(), line) for line in metrics if "time" in line]
+    later = [(time, line) for time, line in ended if time > end]
+    if not later:
+        return None
+    steps = {"first": later[0][1]["step"] - 1, "last": later[-1][1]["step"]}
+    skipped = sum(line["skipped_in_a_row"] > 0 for _, line in later)
+    return {"cause": Cause.steps, "begin": end, "seconds": later[-1][0] - end} | steps | {"skipped": skipped}

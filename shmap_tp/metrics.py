@@ -25,8 +25,8 @@ class Recorder:
 
     One line of metrics.jsonl is one object: step, split, loss, mesh [dp, mp], segment (how often the run was started
     before), and for split `train` tokens_per_second, grad_norm, learning_rate, tokens (seen so far), mfu (or null),
-    skipped and skipped_in_a_row (steps, up to this one), goodput (so far); of a skipped step also why_skipped and the
-    windows that it read.  What is not finite is null.
+    skipped and skipped_in_a_row (steps, up to this one), time (of its end) and goodput (so far); of a skipped step also
+    why_skipped and the windows that it read.  What is not finite is null.
     """
 
     def __init__(self, config: Config, first_step: int, *, speaks: bool):

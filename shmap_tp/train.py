@@ -108,7 +108,7 @@ def _compile(run: Run, first: int) -> Any:
     if speaks:
         with writing(file := directory / "config.yaml"):
             save(config, file)
-    run.clock.open(directory / "time.jsonl" if speaks else None, first, anew=config.checkpoint.resume == Resume.never)
+    run.clock.open(directory if speaks else None, first, anew=config.checkpoint.resume == Resume.never)
     say(
         f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
         f"attention {named(programs.attention)} ..."

@@ -218,7 +218,7 @@ class CheckpointConfig:
     dir: str
     """Where checkpoints go: a directory or a gs:// path."""
     every: int
-    """Steps between checkpoints; 0 saves only at the end.  A stopped run always saves."""
+    """Steps between checkpoints, but for skipped ones; 0 saves only at the end.  A stopped run always saves."""
     keep: int
     """How many of the newest are kept."""
     keep_every: int | None

@@ -98,9 +98,8 @@ class Watch:
         read = f"{', '.join(map(str, windows[:4]))}{', ...' if len(windows) > 4 else ''} of {self._file}"
         # A run that goes on after it was stopped has as many again.
         if self._config.stop_after and self.in_a_row % self._config.stop_after == 0:
-            first = step - self.in_a_row + 1
             self.verdict = (
-                f"steps {first} to {step} were skipped, {self.in_a_row} in a row (guard.stop_after="
-                f"{self._config.stop_after}); of the last {why}; it read windows {read}"
+                f"steps {step - self.in_a_row + 1} to {step} were skipped, {self.in_a_row} in a row (guard.stop_after="
+                f"{self._config.stop_after}); the last read windows {read}, and {why}"
             )
         return {"why_skipped": why, "windows": windows}

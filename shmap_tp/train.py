@@ -97,7 +97,7 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
             run.checkpoints.wait()
     _close(run, done)
     if watch.verdict:
-        raise InputError(f"{watch.verdict};\n{_after_skips(config, done)}")
+        raise InputError(f"{watch.verdict};\n{_behind_skips(config, done, done - watch.in_a_row)}")
     return 0 if done >= config.train.steps else STOPPED
 
 
@@ -132,9 +132,10 @@ def _profile(run: Run, first: int, meter: Meter) -> Profile:
     return Profile(steps, directory, pause)
 
 
-def _after_skips(config: Config, done: int) -> str:
+def _behind_skips(config: Config, done: int, taken: int) -> str:
+    """How to go on from step `done`, the last of which that was taken is `taken`."""
     return (
-        f"checkpoint {config.checkpoint.dir}/{done} has the weights from before them: --resume goes on with the next "
+        f"checkpoint {config.checkpoint.dir}/{done} has the weights of step {taken}: --resume goes on with the next "
         f"batches; if those fail, too, remove it and go on from an older one with a lower optimizer.learning_rate"
     )
 

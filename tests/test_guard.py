@@ -200,7 +200,7 @@ def test_too_many_in_a_row_stop_the_run_which_can_go_on_behind_them(spoilt, caps
     assert "steps 4 to 5 were skipped, 2 in a row (guard.stop_after=2)" in said and "gradient nan" in said
     windows = lines(spoilt)[4]["windows"]
     assert f"windows {', '.join(map(str, windows[:4]))}, ... of {spoilt}/data/train.bin" in said
-    assert f"checkpoint {spoilt}/run/checkpoints/6 has the weights" in said and "--resume" in said
+    assert f"checkpoint {spoilt}/run/checkpoints/6 has the weights of step 6" in said and "--resume" in said
     assert "stopped and saved at step 6" in capsys.readouterr().out
     assert checkpoints_of(spoilt) == [2, 6]
     assert train.train(tiny(spoilt, "guard.stop_after=2", "checkpoint.resume=must")) == 0

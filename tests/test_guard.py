@@ -26,7 +26,7 @@ from shmap_tp.checkpoint import Checkpoints
 from shmap_tp.collectives import sum_over, varying
 from shmap_tp.config import GuardConfig, InputError
 from shmap_tp.data import Batches
-from shmap_tp.guard import Guard, begun
+from shmap_tp.guard import Guard, Watch, begun
 from shmap_tp.mesh import DP, make_mesh
 from shmap_tp.step import Objective, State, build_programs
 from shmap_tp.train import STOPPED
@@ -76,6 +76,29 @@ def test_old_losses_are_forgotten():
     falling = [10.0] * 8 + [1.0, 1.1] * 40
     assert judged([*falling, 3.0])[0][-1] is False
     assert judged([*falling, 1.2])[0][-1] is True
+
+
+def line(step: int, in_a_row: int, loss: float, norm: float = 1.0) -> dict[str, Any]:
+    return {"step": step, "skipped_in_a_row": in_a_row, "loss": loss, "grad_norm": norm, "loss_limit": 2.7}
+
+
+def test_the_host_says_why_a_step_was_skipped_what_it_read_and_when_it_is_enough():
+    """Step s is the s-1st from 0.  Two more in a row after a stop that was gone on from stop it again."""
+    watch = Watch(dataclasses.replace(GUARD, stop_after=2), lambda step: np.arange(10 * step, 10 * step + 6), "the.bin")
+    assert watch.of(line(1, 0, 2.5)) == {} and watch.in_a_row == 0
+    spike = watch.of(line(2, 1, 3.5))
+    assert spike == {"why_skipped": "its loss is 3.5, above 2.7 (guard.spike=6)", "windows": [10, 11, 12, 13, 14, 15]}
+    assert watch.of(line(3, 0, 2.5)) == {} and not watch.verdict
+    assert watch.of(line(4, 3, 2.5, np.inf))["why_skipped"] == "its loss is 2.5, the norm of its gradient inf"
+    assert not watch.verdict, "a run that goes on from its third skipped step"
+    watch.of(line(5, 4, np.nan))
+    assert watch.verdict == (
+        "steps 2 to 5 were skipped, 4 in a row (guard.stop_after=2); the last read windows 40, 41, 42, 43, ... of "
+        "the.bin, and its loss is nan, the norm of its gradient 1"
+    )
+    never = Watch(dataclasses.replace(GUARD, stop_after=None), lambda step: np.arange(6), "the.bin")
+    never.of(line(5, 1000, np.nan))
+    assert not never.verdict
 
 
 # In the step

@@ -18,7 +18,7 @@ key=value
                         every key of conf/config.yaml; shmap_tp/config.py has a sentence on each
 
 exit codes
-  0 done    2 bad input or a full disk, explained in a line or two
+  0 done    2 bad input, a full disk, or steps that fail one after the other, explained in a line or two
   75 told to stop (SIGTERM, Ctrl-C) and saved: start again with --resume
 """
 

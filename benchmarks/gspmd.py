@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from shmap_tp.collectives import LEFT, AllReduce
 from shmap_tp.config import Config, Remat
+from shmap_tp.guard import chosen
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
 from shmap_tp.layers.linear import into_heads, matmul, out_of_heads
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
@@ -155,10 +156,13 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Progra
         (loss, gradients), _ = lax.scan(microbatch, (jnp.zeros(()), zeros), tokens_ABT)
         gradients = lax.with_sharding_constraint(gradients, shardings.params)
         gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
+        good, guard = state.guard.judge(loss, norm, config.guard)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": schedule(state.step)}
-        return State(params, optimizer_state, state.step + 1), metrics
+        updated = (optax.apply_updates(state.params, updates), optimizer_state)
+        params, optimizer_state = chosen(good, updated, (state.params, state.optimizer))
+        rate = schedule(state.step - state.guard.skipped)
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate} | guard.counts()
+        return State(params, optimizer_state, guard, state.step + 1), metrics
 
     def evaluate(params: Transformer, tokens_ABT: Array) -> Array:
         counted = counted_tokens(tokens_ABT)

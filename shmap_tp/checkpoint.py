@@ -20,6 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config import CheckpointConfig, InputError
 from shmap_tp.disk import writing
+from shmap_tp.guard import begun
 from shmap_tp.step import State
 
 MANIFEST = "sha256.json"
@@ -111,22 +112,26 @@ class Checkpoints:
         return ocp.checkpointables_metadata(self._dir / str(step)).custom_metadata
 
     def restore(self, step: int, shapes: State) -> State:
-        """The bits that were saved, laid out as `shapes` says.
+        """The bits that were saved, laid out as `shapes` says; a guard that begins anew where it was saved without one.
 
         Raises InputError where they are of other names, shapes or dtypes (Orbax would cast a dtype without a word), or
         cannot be read.
         """
         directory = self._dir / str(step)
         saved = _leaves(ocp.checkpointables_metadata(directory).metadata["state"])
-        wanted = _leaves(shapes)
+        asked = {field: getattr(shapes, field) for field in vars(shapes)}
+        if not any(name.startswith("guard/") for name in saved):
+            del asked["guard"]
+        wanted = _leaves(asked)
         for name in sorted(saved.keys() | wanted.keys()):
             if saved.get(name) != wanted.get(name):
                 raise InputError(
                     f"checkpoint {directory} holds {name} as {saved.get(name)}, needed is {wanted.get(name)};\n"
                     f"go on with the version of shmap_tp that saved it, or start another run with run.dir=..."
                 )
+        begins = jax.jit(begun, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes.guard))()
         try:
-            return ocp.load_checkpointables(directory, {"state": shapes})["state"]
+            return State(**{"guard": begins} | ocp.load_checkpointables(directory, {"state": asked})["state"])
         except Exception as error:
             cause = str(error.__cause__ or error).strip().splitlines()[0][:200]
             raise InputError(f"checkpoint {directory} cannot be restored: {cause}") from error

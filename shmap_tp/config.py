@@ -180,6 +180,9 @@ class TrainConfig:
     """Weight of the squared log-partition added to the loss (PaLM, section 5); 0 leaves it out."""
     loss_chunk: int
     """Positions of a device whose logits are held at a time."""
+    profile: list[int] | None
+    """[first, last]: the steps, counted from 1, of which a trace is written to the run directory, for XProf or
+    TensorBoard; null: none."""
 
 
 @dataclass
@@ -201,6 +204,19 @@ class OptimizerConfig:
 
 
 @dataclass
+class GuardConfig:
+    """A step whose loss or gradient is not finite is always skipped: weights and optimizer stay as they are."""
+
+    spike: float | None
+    """So is one whose loss is this many standard deviations above the running mean of those before; 6 is usual.  null:
+    no finite loss is too large."""
+    window: int
+    """Steps that mean and deviation remember; a run's first so many are no spikes."""
+    stop_after: int | None
+    """So many skipped steps in a row stop the run; null: it never stops for them."""
+
+
+@dataclass
 class EvaluateConfig:
     every: int
     """Steps between evaluations; 0 evaluates only at the end."""
@@ -213,7 +229,7 @@ class CheckpointConfig:
     dir: str
     """Where checkpoints go: a directory or a gs:// path."""
     every: int
-    """Steps between checkpoints; 0 saves only at the end.  A stopped run always saves."""
+    """Steps between checkpoints, but for skipped ones; 0 saves only at the end.  A stopped run always saves."""
     keep: int
     """How many of the newest are kept."""
     keep_every: int | None
@@ -239,6 +255,7 @@ class Config:
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig
+    guard: GuardConfig
     evaluate: EvaluateConfig
     checkpoint: CheckpointConfig
     log: LogConfig

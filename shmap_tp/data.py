@@ -186,6 +186,10 @@ class Batches:
         self.identity = identity(self._train, self._validation, seed=self._seed, batch=self._batch)
         self.validation_count = evaluation_batches(self._validation, config.evaluate.batches, self._batch)
 
+    def windows(self, step: int) -> Int[np.ndarray, " batch"]:
+        """Numbers of the windows of train.bin that a step reads, counted from 0, as the steps are."""
+        return training_order(len(self._train), self._seed, step * self._batch, (step + 1) * self._batch)
+
     def training(self, step: int) -> Int32[jax.Array, "microbatches b tokens"]:
         """The batch of a step, counted from 0."""
         rows = partial(training_rows, self._train, self._seed, step, self._batch)

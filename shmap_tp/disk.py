@@ -1,11 +1,13 @@
 """What a disk refuses, in words: where a run may write, and what it could not write."""
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from shmap_tp.config import InputError
 
@@ -37,3 +39,11 @@ def writing(what: object) -> Iterator[None]:
             f"{what} could not be written: {reason}; the checkpoints that are complete are intact:\n"
             f"make room, then go on from the newest with checkpoint.resume=if_present (without any, it starts again)"
         ) from error
+
+
+def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
+    """Make these, as JSON, the lines of `file`; until all are there, it has those of before."""
+    written = file.with_suffix(".tmp")
+    with writing(file):
+        written.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        written.replace(file)

@@ -1,6 +1,7 @@
 """What a run says: metrics.jsonl, TensorBoard and W&B where asked, a progress bar or plain lines, a loss plot."""
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from shmap_tp.config import Config, InputError
-from shmap_tp.disk import writing
+from shmap_tp.disk import write_lines, writing
 from shmap_tp.hardware import Peak
 from shmap_tp.settings import to_dict
 
@@ -23,7 +24,9 @@ class Recorder:
     """Writes what process 0 is told; on every other process the same calls say nothing.
 
     One line of metrics.jsonl is one object: step, split, loss, mesh [dp, mp], segment (how often the run was started
-    before), and for split `train` tokens_per_second, grad_norm, learning_rate, tokens (seen so far), mfu (or null).
+    before), and for split `train` tokens_per_second, grad_norm, learning_rate, tokens (seen so far), mfu (or null),
+    skipped and skipped_in_a_row (steps, up to this one), time (of its end) and goodput (so far); of a skipped step also
+    why_skipped and the windows that it read.  What is not finite is null.
     """
 
     def __init__(self, config: Config, first_step: int, *, speaks: bool):
@@ -41,10 +44,7 @@ class Recorder:
             "mesh": [config.mesh.dp, config.mesh.mp],
             "segment": kept[-1]["segment"] + 1 if kept else 0,
         }
-        rewritten = self._file.with_suffix(".tmp")
-        with writing(self._file):
-            rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            rewritten.replace(self._file)
+        write_lines(self._file, kept)
         if config.log.tensorboard:
             self._writers.append(_TensorBoard(directory / "tensorboard"))
         if config.log.wandb:
@@ -60,6 +60,8 @@ class Recorder:
         if not self._speaks:
             return
         self._write({"split": "train"} | line)
+        if why := line.get("why_skipped"):
+            self.say(f"step {line['step']} is skipped, the weights stay as they are: {why}")
         text = f"loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s" + (
             f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
         )
@@ -94,7 +96,7 @@ class Recorder:
                 writer.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        line = line | self._common
+        line = {name: value if _is_told(value) else None for name, value in (line | self._common).items()}
         with writing(self._file):
             self._stream.write(json.dumps(line) + "\n")
         for writer in self._writers:
@@ -140,7 +142,7 @@ class Meter:
         if pending is None:
             return
         step, metrics = pending
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         self._ends.append(time.perf_counter())
         seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         rate = self._tokens / seconds
@@ -205,6 +207,11 @@ class _WeightsAndBiases:
         self._run.finish()
 
 
+def _is_told(value: Any) -> bool:
+    """JSON has no number that is not finite."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in line.items() if isinstance(value, float)}
 
@@ -230,11 +237,12 @@ def plot_losses(directory: Path) -> Path:
         mesh = tuple(own[0]["mesh"])
         label = None if mesh in colours else f"mesh dp={mesh[0]}, mp={mesh[1]}"
         colour = colours.setdefault(mesh, f"C{len(colours) % 10}")
-        train = np.array([(line["step"], line["loss"]) for line in own if line["split"] == "train"]).reshape(-1, 2)
+        train = np.array([(line["step"], line["loss"]) for line in own if line["split"] == "train"], float)
+        train = train.reshape(-1, 2)
         axes.plot(*train.T, color=colour, linewidth=1, label=label)
         if segment and len(train):
             axes.axvline(train[0, 0] - 1, color="0.6", linewidth=0.8, linestyle="--")
-    validation = np.array([(line["step"], line["loss"]) for line in lines if line["split"] == "validation"])
+    validation = np.array([(line["step"], line["loss"]) for line in lines if line["split"] == "validation"], float)
     axes.plot(*validation.reshape(-1, 2).T, "o", color="black", markersize=4, label="validation")
     axes.set(xlabel="step", ylabel="cross entropy, nats per token")
     axes.grid(alpha=0.3)
@@ -242,3 +250,9 @@ def plot_losses(directory: Path) -> Path:
     figure.savefig(directory / "loss.png", dpi=130)
     plt.close(figure)
     return directory / "loss.png"
+
+
+def say(text: str) -> None:
+    """One line, from process 0 only."""
+    if jax.process_index() == 0:
+        print(text, flush=True)

@@ -98,6 +98,9 @@ def check(config: Config) -> None:
         ("model.vocabulary_multiple", model.vocabulary_multiple, 1),
         ("model.context", model.context, 1),
         ("model.attention_chunk", model.attention_chunk, 1),
+        ("guard.spike", 1 if config.guard.spike is None else config.guard.spike, 1),
+        ("guard.window", config.guard.window, 2),
+        ("guard.stop_after", 1 if config.guard.stop_after is None else config.guard.stop_after, 1),
         ("evaluate.every", config.evaluate.every, 0),
         ("evaluate.batches", config.evaluate.batches, 1),
         ("checkpoint.every", config.checkpoint.every, 0),
@@ -119,6 +122,8 @@ def check(config: Config) -> None:
         )
     if not optimizer.clip_norm > 0:
         raise InputError(f"optimizer.clip_norm={optimizer.clip_norm} must be above 0; 1.0 is usual")
+    if train.profile is not None:
+        _check_profile(train.profile, train.steps)
     for what, size in [
         ("heads", model.heads),
         ("ffn", model.ffn),
@@ -132,6 +137,15 @@ def check(config: Config) -> None:
     _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
     part = train.batch // train.microbatches
     _check_divides(mesh.dp, f"a microbatch of {part} windows (train.batch / train.microbatches)", part, "mesh.dp")
+
+
+def _check_profile(profile: list[int], steps: int) -> None:
+    two = len(profile) == 2 and all(isinstance(step, int) for step in profile)
+    if not (two and 1 <= profile[0] <= profile[1] <= steps):
+        raise InputError(
+            f"train.profile={profile} must be [first, last], two steps from 1 to train.steps={steps}, "
+            f"such as [{min(10, steps)},{min(12, steps)}]; null takes no profile"
+        )
 
 
 def _check_divides(divisor: int, what: str, size: int, name: str = "mesh.mp") -> None:
@@ -202,7 +216,7 @@ def _explain(error: Exception, file: str) -> str:
 
 def _kind(key: str) -> str:
     """What the schema says the value of `key` is."""
-    section, _, name = key.partition(".")
+    section, _, name = key.partition("[")[0].partition(".")  # of a list, the list's
     kind = Config.__dataclass_fields__[section].type.__dataclass_fields__[name].type
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(kind)}"

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from shmap_tp.collectives import meet_over, sum_over, vary
 from shmap_tp.config import Config, MeshConfig
+from shmap_tp.guard import Guard, begun, chosen
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.choice import choose
 from shmap_tp.loss import LinearCrossEntropy
@@ -41,7 +42,9 @@ class State(eqx.Module):
 
     params: Transformer
     optimizer: optax.OptState
+    guard: Guard
     step: Int[Array, ""]
+    """How many batches were used, skipped steps among them."""
 
 
 class Objective(eqx.Module):
@@ -122,17 +125,22 @@ def build_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
 
     def init() -> State:
         params = Transformer(config.model, attend, key=jax.random.key(config.run.seed))
-        return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+        return State(params, optimizer.init(params), begun(), jnp.zeros((), jnp.int32))
 
     def step(state: State, tokens_ABT: Array) -> tuple[State, dict[str, Array]]:
         loss, gradients = loss_and_gradients(objective, state.params, tokens_ABT)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
+            good, guard = state.guard.judge(loss, norm, config.guard)
             own = jax.tree.map(lambda owner, w: owner.own(w), owners, state.params)
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, own)
-            params = jax.tree.map(lambda owner, w: owner.keep(w), owners, optax.apply_updates(own, updates))
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": schedule(state.step)}
-        return State(params, optimizer_state, state.step + 1), metrics
+            updated = chosen(good, optax.apply_updates(own, updates), own)
+            params = jax.tree.map(lambda owner, w: owner.keep(w), owners, updated)
+        rate = schedule(state.step - state.guard.skipped)
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate} | guard.counts()
+        if config.guard.spike is not None:
+            metrics["loss_limit"] = state.guard.limit(config.guard)
+        return State(params, chosen(good, optimizer_state, state.optimizer), guard, state.step + 1), metrics
 
     def evaluate(params: Transformer, tokens_ABT: Array) -> Array:
         params, counted = held(owners, params), counted_tokens(tokens_ABT)
@@ -163,5 +171,6 @@ def state_specs(shapes: State, optimizer: optax.GradientTransformation, mesh: Me
     """(PartitionSpecs of a State, the owner of each parameter): declared by the layers, derived for the rest."""
     sizes, parts = {DP: mesh.dp, MP: mesh.mp}, DpParts.of(mesh)
     kept, updated, owners = shared_out(mesh.zero, shapes.params, partition_specs(shapes.params, sizes), sizes, parts)
-    whole = (kept, optimizer_specs(optimizer, shapes.params, updated), P())
-    return eqx.tree_at(lambda state: (state.params, state.optimizer, state.step), shapes, whole), owners
+    state = jax.tree.map(lambda _: P(), shapes)  # but for:
+    cut = (kept, optimizer_specs(optimizer, shapes.params, updated))
+    return eqx.tree_at(lambda state: (state.params, state.optimizer), state, cut), owners

@@ -4,6 +4,8 @@ The loop never waits for its own step: step N is dispatched before the metrics o
 request to stop before every step, and leaves by the same door as a run that is done: everything read, saved and drawn.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from shmap_tp.checkpoint import Checkpoints, agreed
+from shmap_tp.checkpoint import Checkpoints
 from shmap_tp.config import Config, InputError, Precision, Resume
-from shmap_tp.data import SPLITS, Batches
+from shmap_tp.data import Batches
 from shmap_tp.disk import make_directory, writing
 from shmap_tp.flops import flops_per_token, parameters
+from shmap_tp.goodput import Cause, Clock
+from shmap_tp.guard import Watch
 from shmap_tp.hardware import compiler_options, machine_peak
 from shmap_tp.layers.choice import named
 from shmap_tp.mesh import join, make_mesh
-from shmap_tp.metrics import Meter, Recorder, plot_losses, read_metrics
+from shmap_tp.metrics import Meter, Recorder, plot_losses, say
 from shmap_tp.prepare import prepare_stdlib
-from shmap_tp.settings import load, save, to_dict
+from shmap_tp.profile import Profile
+from shmap_tp.settings import save, to_dict
+from shmap_tp.start import start
 from shmap_tp.step import Programs, State, build_programs
 from shmap_tp.stop import StopRequest
 
@@ -32,16 +38,17 @@ STOPPED = 75
 
 
 def train(config: Config) -> int:
-    """Train as `config` says.  Returns 0, or STOPPED.  Raises InputError before anything is trained."""
+    """Train as `config` says.  Returns 0, or STOPPED.  Raises InputError before anything is trained, or once too many
+    steps in a row had to be skipped."""
     join(config.mesh)
-    with StopRequest() as stop:
+    with StopRequest() as stop, Clock() as clock:
         mesh = make_mesh(config.mesh)
         _prepare(config)
         programs = build_programs(config, mesh, _dtype(config.train.precision))
         batches = Batches(config, programs.tokens)
         with Checkpoints(config.checkpoint, say) as checkpoints:
-            run = Run(config, programs, batches, checkpoints)
-            return _loop(run, *_start(run), stop)
+            run = Run(config, programs, batches, checkpoints, clock)
+            return _loop(run, *start(config, programs, batches, checkpoints), stop)
 
 
 @dataclass(frozen=True)
@@ -52,45 +59,85 @@ class Run:
     programs: Programs
     batches: Batches
     checkpoints: Checkpoints
+    clock: Clock
 
 
 def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     """Train on from `state`, which is the checkpoint of step `saved`, or new where that is None."""
-    config, programs, batches = run.config, run.programs, run.batches
-    if jax.process_index() == 0:
-        with writing(file := Path(config.run.dir) / "config.yaml"):
-            save(config, file)
-    first = saved or 0
+    config, batches, clock = run.config, run.batches, run.clock
+    first = done = saved or 0
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
+    step_program = _compile(run, first)
+    watch = Watch(config.guard, batches.windows, f"{config.data.dir}/train.bin")
+    with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
+        meter = _meter(config, lambda line: recorder.train(line | watch.of(line) | clock.of(line)))
+        clock.turn(Cause.steps)
+
+        with _profile(run, first, meter) as profile:
+            while done < config.train.steps and not stop.asked(done) and not watch.verdict:
+                with profile.around(done + 1):
+                    with clock.fetching():
+                        tokens = batches.training(done)
+                    state, metrics = step_program(state, tokens)
+                    clock.dispatched(metrics)
+                    done += 1
+                    meter.hand(done, metrics)
+                if _due(done, config.evaluate.every, config.train.steps):
+                    with meter.paused(), clock.on(Cause.evaluation):
+                        recorder.validation(done, _evaluate(run, state))
+                if _due(done, config.checkpoint.every, config.train.steps):
+                    with meter.paused(), clock.on(Cause.checkpoint):
+                        if not watch.in_a_row:  # the weights of the one before would replace older ones
+                            run.checkpoints.save(done, state, facts)
+                            saved = done
+
+        with meter.paused(), clock.on(Cause.checkpoint):
+            if saved != done:
+                run.checkpoints.save(done, state, facts)
+            run.checkpoints.wait()
+    _close(run, done)
+    if watch.verdict:
+        raise InputError(f"{watch.verdict};\n{_behind_skips(config, done, done - watch.in_a_row)}")
+    return 0 if done >= config.train.steps else STOPPED
+
+
+def _compile(run: Run, first: int) -> Any:
+    """The step's program.  The run is under way from here on: its directory says so."""
+    config, programs, speaks = run.config, run.programs, jax.process_index() == 0
+    directory = Path(config.run.dir)
+    if speaks:
+        with writing(file := directory / "config.yaml"):
+            save(config, file)
+    run.clock.open(directory if speaks else None, first, anew=config.checkpoint.resume == Resume.never)
     say(
         f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
         f"attention {named(programs.attention)} ..."
     )
     options = compiler_options(jax.devices()[0].device_kind)
-    step_program = programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=options)
-    with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
-        tokens = config.train.batch * config.model.context
-        meter = Meter(recorder.train, tokens, flops_per_token(config.model), _peak())
-        done = first
+    return programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=options)
 
-        while done < config.train.steps and not stop.asked(done):
-            state, metrics = step_program(state, batches.training(done))
-            done += 1
-            meter.hand(done, metrics)
-            if _due(done, config.evaluate.every, config.train.steps):
-                with meter.paused():
-                    recorder.validation(done, _evaluate(run, state))
-            if _due(done, config.checkpoint.every, config.train.steps):
-                with meter.paused():
-                    run.checkpoints.save(done, state, facts)
-                    saved = done
 
-        with meter.paused():
-            if saved != done:
-                run.checkpoints.save(done, state, facts)
-            run.checkpoints.wait()
-    _close(config, done)
-    return 0 if done >= config.train.steps else STOPPED
+def _profile(run: Run, first: int, meter: Meter) -> Profile:
+    """The trace that was asked for, unless its first step was before this start."""
+    steps, directory = run.config.train.profile, Path(run.config.run.dir) / "profile"
+    if steps and steps[0] <= first:
+        say(f"no profile: train.profile={steps} begins before step {first + 1}, the first from here on")
+        steps = None
+
+    @contextmanager
+    def pause() -> Iterator[None]:
+        with meter.paused(), run.clock.on(Cause.profile):
+            yield
+
+    return Profile(steps, directory, pause)
+
+
+def _behind_skips(config: Config, done: int, taken: int) -> str:
+    """How to go on from step `done`, the last of which that was taken is `taken`."""
+    return (
+        f"checkpoint {config.checkpoint.dir}/{done} has the weights of step {taken}: --resume goes on with the next "
+        f"batches; if those fail, too, remove it and go on from an older one with a lower optimizer.learning_rate"
+    )
 
 
 def _due(done: int, every: int, last: int) -> bool:
@@ -102,84 +149,6 @@ def _evaluate(run: Run, state: State) -> float:
     batches = run.batches
     losses = [run.programs.evaluate(state.params, batches.validation(i)) for i in range(batches.validation_count)]
     return float(np.mean(jax.device_get(losses)))
-
-
-def _start(run: Run) -> tuple[State, int | None]:
-    """As `checkpoint.resume` says, the newest intact checkpoint's state and step, or a new state and None."""
-    config, checkpoints = run.config, run.checkpoints
-    where, resume = config.checkpoint.dir, config.checkpoint.resume
-    there = checkpoints.steps()
-    if resume == Resume.never and there:
-        raise InputError(
-            f"{where} holds this run up to step {there[0]}; go on from it with --resume, "
-            f"or start another with run.name=... or run.dir=..."
-        )
-    if not there and resume == Resume.must:
-        raise InputError(
-            f"checkpoint.resume=must (--resume): no checkpoint in {where}; leave it out to start there "
-            f"(checkpoint.resume=never), or name the run with run.dir=..."
-        )
-    if not there:
-        _refuse_to_empty(config)
-        return run.programs.init(), None
-    unfinished = checkpoints.first_save_unfinished()
-    step = checkpoints.newest_intact()
-    if step is None and resume == Resume.if_present and unfinished:
-        _refuse_to_empty(config)
-        checkpoints.discard_after(-1)
-        return run.programs.init(), None
-    if step is None:
-        raise InputError(
-            f"no checkpoint in {where} is intact (there: {', '.join(map(str, there))}); restore one from a copy, "
-            f"or start another run with run.dir=..."
-        )
-    _refuse_differences(checkpoints.facts(step), config, run.batches.identity, f"checkpoint {where}/{step}")
-    state = checkpoints.restore(step, run.programs.shapes)
-    checkpoints.discard_after(step)
-    mesh = checkpoints.facts(step)["mesh"]
-    say(f"going on from step {step} of {where}, saved on mesh dp={mesh[0]}, mp={mesh[1]}")
-    return state, step
-
-
-def _refuse_to_empty(config: Config) -> None:
-    """Raises InputError where a new run would empty the metrics.jsonl of one whose checkpoints are elsewhere.
-
-    With if_present, one that was killed before its first checkpoint begins again: its lines are of steps that are lost.
-    """
-    file, where = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
-    held = max([line["step"] for line in read_metrics(file)], default=-1) if jax.process_index() == 0 else -1
-    if held >= 0 and config.checkpoint.resume == Resume.if_present:
-        try:
-            same = load(str(file.with_name("config.yaml")), []).checkpoint.dir == where
-        except InputError:
-            same = False
-        held = -1 if same else held
-    if (held := agreed(held)) >= 0:
-        raise InputError(
-            f"{file} holds a run up to step {held} and a new one would empty it: {where} has no checkpoint;\n"
-            f"name its own checkpoint.dir=... with --resume, start another with run.dir=..., or remove the file"
-        )
-
-
-def _refuse_differences(saved: dict[str, Any], config: Config, order: dict[str, Any], where: str) -> None:
-    """Raises InputError where the model, or what decides which sample comes when, is not the one that was saved."""
-    then, now = _decisive(saved["config"]["model"], saved["data"]), _decisive(to_dict(config.model), order)
-    for key in sorted(then.keys() | now.keys()):
-        if then.get(key) != now.get(key):
-            raise InputError(
-                f"{where} is of another run: {key} was {then.get(key)}, is {now.get(key)};\n"
-                f"make it the same again to go on, or start another run with run.dir=..."
-            )
-
-
-def _decisive(model: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
-    """All that must not change within a run, by the key that sets it.  Names and ways to compute the same may."""
-    shape = {f"model.{key}": model[key] for key in model.keys() - {"name", "remat", "attention", "attention_chunk"}}
-    files = {
-        f"data.dir ({split}.bin)": f"{order[split]['tokens']} tokens of sha256 {order[split]['sha256'][:12]}"
-        for split in SPLITS
-    }
-    return shape | files | {"run.seed": order["seed"], "train.batch": order["batch"]}
 
 
 def _prepare(config: Config) -> None:
@@ -200,7 +169,8 @@ def _dtype(precision: Precision) -> DTypeLike:
     return jnp.dtype(str(precision))
 
 
-def _peak() -> Any:
+def _meter(config: Config, record: Callable[[dict[str, Any]], None]) -> Meter:
+    """A meter that knows this machine's peak, and says so."""
     peak = machine_peak(jax.devices())
     if peak is None:
         say(f"no MFU: the peak of {jax.devices()[0].device_kind} is not in shmap_tp/hardware.py")
@@ -209,15 +179,16 @@ def _peak() -> Any:
             f"MFU = tokens/s x model FLOPs per token (causal attention at half, recomputation not counted) / "
             f"{peak.flops / 1e12:.3g} TFLOP/s ({peak.source})"
         )
-    return peak
+    return Meter(record, config.train.batch * config.model.context, flops_per_token(config.model), peak)
 
 
-def _close(config: Config, done: int) -> None:
+def _close(run: Run, done: int) -> None:
     if jax.process_index():
         return
-    directory = Path(config.run.dir)
-    with writing(directory / "loss.png"):
+    config, directory = run.config, Path(run.config.run.dir)
+    with run.clock.on(Cause.drawing), writing(directory / "loss.png"):
         picture = plot_losses(directory)
+    say(run.clock.spent.table())
     finished = done >= config.train.steps
     say(f"{'done' if finished else 'stopped and saved'} at step {done} of {config.train.steps}")
     say(f"  metrics     {directory / 'metrics.jsonl'}")
@@ -226,9 +197,3 @@ def _close(config: Config, done: int) -> None:
     more = f"train.steps={2 * config.train.steps} " if finished else ""
     say(f"  to go on    python main.py --cfg {directory / 'config.yaml'} {more}--resume")
     say("              (any mesh.dp=... mesh.mp=... will do)")
-
-
-def say(text: str) -> None:
-    """One line, from process 0 only."""
-    if jax.process_index() == 0:
-        print(text, flush=True)

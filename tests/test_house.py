@@ -14,8 +14,9 @@ FLOORS = [
     {"sharding", "collectives", "ring", "wire", "shared", "zero", "flops"},  # facts about arrays
     {"layers"},  # the product
     {"transformer", "loss"},  # the model
-    {"optimizer", "data", "sources", "tokenizer", "prepare", "metrics", "stop"},  # what training needs
-    {"step", "checkpoint", "train"},  # running; a checkpoint holds the step's State
+    # what training needs
+    {"optimizer", "guard", "data", "sources", "tokenizer", "prepare", "metrics", "goodput", "profile", "stop"},
+    {"step", "checkpoint", "start", "train"},  # running; a checkpoint holds the step's State
     {"plan"},  # beside it: what would run elsewhere
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

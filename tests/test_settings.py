@@ -140,6 +140,17 @@ OVERRIDES = {
     "optimizer.learning_rate=nan": "optimizer.learning_rate=nan is too small; it must be 0 or more",
     "optimizer.decay_steps=30": "optimizer.decay_steps=30 must be above optimizer.warmup_steps=30",
     "optimizer.clip_norm=0": "optimizer.clip_norm=0.0 must be above 0",
+    "guard.spike=0.5": "guard.spike=0.5 is too small; it must be 1 or more",
+    "guard.window=1": "guard.window=1 is too small; it must be 2 or more",
+    "guard.stop_after=0": "guard.stop_after=0 is too small; it must be 1 or more",
+    "guard.spike=true": "guard.spike=True must be of type float | None",
+    # the steps of a profile
+    "train.profile=[5]": "train.profile=[5] must be [first, last], two steps from 1 to train.steps=300",
+    "train.profile=[0,2]": "train.profile=[0, 2] must be [first, last], two steps from 1",
+    "train.profile=[9,8]": "train.profile=[9, 8] must be [first, last]",
+    "train.profile=[299,301]": "train.profile=[299, 301] must be [first, last], two steps from 1 to train.steps=300",
+    "train.profile=7": "train.profile=7 must be of type list[int] | None",
+    "train.profile=[1,a]": "train.profile[1]=a must be of type list[int] | None",
     # what must divide
     "mesh.mp=3": "mesh.mp=3 does not divide heads=8 (model bytes); use mesh.mp in {1, 2, 4, 8}",
     "model.ffn=510": "mesh.mp=4 does not divide ffn=510 (model bytes); use mesh.mp in {1, 2, 3, 5, 6, 10,",
@@ -183,7 +194,7 @@ def test_grouped_heads_that_mp_neither_divides_nor_multiplies():
 
 
 FILES = {
-    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 59: not YAML, expected ',' or ']'"),
+    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 65: not YAML, expected ',' or ']'"),
     "a tab": ("run:\n\tname: x\n", ", line 2: not YAML, found character '\\t'"),
     "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), "line 25: not YAML, found dup"),
     "an unknown key": (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),
@@ -194,7 +205,7 @@ FILES = {
     "an unknown group": (BASE.replace("model: bytes", "modle: bytes"), "modle/bytes"),
     "an interpolation that leads nowhere": (BASE.replace("${run.name}", "${run.nam}"), "'run.nam' not found"),
     "an interpolation that is never closed": (BASE.replace("${run.name}", "${run.name"), "run.dir: no viable"),
-    "nothing": ("", "no value for checkpoint, data, evaluate, log, mesh, model, optimizer, run, train; give each"),
+    "nothing": ("", "no value for checkpoint, data, evaluate, guard, log, mesh, model, optimizer, run, train; give"),
     "a list": ("- 1\n- 2\n", "must be a DictConfig, got ListConfig"),
     "a word": ("hello\n", "unknown key hello"),
 }  # fmt: skip

@@ -212,7 +212,8 @@ def test_evaluating_changes_nothing_in_the_training(straight, tmp_path):
 
 def test_the_run_directory_holds_what_others_script_against(straight):
     run = straight / "run"
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "loss.png"}
+    files = {"config.yaml", "metrics.jsonl", "time.jsonl", "checkpoints", "loss.png"}
+    assert {path.name for path in run.iterdir()} == files
     assert checkpoints_of(straight) == [4, 6, 8]
     assert load(str(run / "config.yaml"), []) == tiny(straight)
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -224,7 +225,8 @@ def test_each_line_of_metrics_holds_what_others_script_against(straight):
         assert type(line["step"]) is int and 1 <= line["step"] <= STEPS
         assert 3 < line["loss"] < 5
         if line["split"] == "train":
-            assert line["tokens_per_second"] > 0 and line["grad_norm"] > 0
+            assert line["tokens_per_second"] > 0 and line["grad_norm"] > 0 and 0 < line["goodput"] < 1
+            assert line["skipped"] == line["skipped_in_a_row"] == 0 and "windows" not in line
             assert line["tokens"] == line["step"] * BATCH * CONTEXT
     assert [line["step"] for line in lines(straight)] == list(range(1, STEPS + 1))
     assert [line["step"] for line in lines(straight, "validation")] == [4, 8]

@@ -20,12 +20,17 @@ key=value
 exit codes
   0 done    2 bad input or a full disk, explained in a line or two
   75 told to stop (SIGTERM, Ctrl-C) and saved: start again with --resume
+  69 other processes were not there in time, or one was lost (134 where that was process 0): start all again
+
+several processes, one per host
+  on a TPU slice, GKE or Slurm    the same command on every host, with --processes N
+  elsewhere                       and with --coordinator HOST:PORT, the same for all, and a --process-id for each
 """
 
 
 def main() -> int:
     from shmap_tp.config import InputError
-    from shmap_tp.settings import CONF, load
+    from shmap_tp.settings import CONF, check_place, load
 
     names = {
         group: ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in ("model", "data")
@@ -37,14 +42,20 @@ def main() -> int:
     )
     parser.add_argument("--cfg", metavar="FILE", required=True, help="configuration, such as conf/config.yaml")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many train together; sets mesh.processes")
+    parser.add_argument("--process-id", type=int, metavar="I", help="which of them this is, 0 to N-1")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0: its host and a free port there")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of FILE")
     arguments = parser.parse_intermixed_args()
-    resume = ["checkpoint.resume=must"] if arguments.resume else []
+    given = ["checkpoint.resume=must"] if arguments.resume else []
+    given += [f"mesh.processes={arguments.processes}"] if arguments.processes is not None else []
     try:
-        config = load(arguments.cfg, arguments.overrides + resume)
+        config = load(arguments.cfg, arguments.overrides + given)
+        check_place(arguments.coordinator, arguments.process_id, config.mesh.processes)
+        from shmap_tp.processes import Place
         from shmap_tp.train import train
 
-        return train(config)
+        return train(config, Place(arguments.coordinator, arguments.process_id) if arguments.coordinator else None)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -15,8 +15,8 @@ import jax
 from gspmd import build_gspmd_programs
 
 from shmap_tp.config import InputError
-from shmap_tp.mesh import join
 from shmap_tp.plan.benchmark import configuration, door, emulated, flags, measured, report
+from shmap_tp.processes import meet
 
 DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
 """(model, windows of a microbatch on each part of dp, microbatches)"""
@@ -26,7 +26,7 @@ def run(arguments: Namespace) -> None:
     config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
     make = emulated if arguments.emulate else measured
     if not arguments.emulate:
-        join(config.mesh)
+        meet(config)
         if jax.default_backend() != "gpu":
             raise InputError(
                 f"no GPU here that JAX can use, only {jax.default_backend()}; install its support with "

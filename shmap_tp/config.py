@@ -80,6 +80,10 @@ class RunConfig:
     """Seeds the initial parameters and the order of the data."""
     compilation_cache: str | None
     """Directory that keeps compiled programs between runs; null compiles afresh every time."""
+    join_seconds: int
+    """How long a process waits for all the others to be started, where there are several."""
+    lost_seconds: int
+    """How long a process may be silent before the others take it for dead, and end."""
 
 
 @dataclass
@@ -100,7 +104,7 @@ class MeshConfig:
     (ZeRO-1).  parameters: the weights as well, gathered layer by layer (ZeRO-3, FSDP)."""
     processes: int
     """How many processes train together, one per host.  Start the same command on each: they find each other by their
-    TPU, GKE or Slurm environment."""
+    TPU, GKE or Slurm environment, or by --coordinator and --process-id of main.py."""
 
 
 @dataclass

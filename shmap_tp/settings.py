@@ -70,6 +70,8 @@ def check(config: Config) -> None:
     model, mesh, train = config.model, config.mesh, config.train
     for name, value, least in [
         ("run.seed", config.run.seed, 0),
+        ("run.join_seconds", config.run.join_seconds, 1),
+        ("run.lost_seconds", config.run.lost_seconds, 5),
         ("mesh.dp", mesh.dp, 1),
         ("mesh.mp", mesh.mp, 1),
         ("mesh.processes", mesh.processes, 1),
@@ -120,6 +122,22 @@ def check(config: Config) -> None:
     _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
     part = train.batch // train.microbatches
     _check_divides(mesh.dp, f"a microbatch of {part} windows (train.batch / train.microbatches)", part, "mesh.dp")
+
+
+def check_place(coordinator: str | None, process: int | None, processes: int) -> None:
+    """Raises InputError where --coordinator and --process-id do not say which of `processes` this is, or only half."""
+    if coordinator is None and process is None:
+        return
+    if coordinator is None or process is None:
+        missing = "--coordinator HOST:PORT" if coordinator is None else "--process-id I"
+        raise InputError(f"--coordinator and --process-id go together; give {missing}, too")
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(f"--coordinator {coordinator} is not HOST:PORT; write it as in --coordinator 10.0.0.2:8476")
+    if processes == 1:
+        raise InputError("--coordinator is for several processes, and mesh.processes=1; give --processes N, too")
+    if not 0 <= process < processes:
+        raise InputError(f"--process-id {process} of --processes {processes}: they are 0 to {processes - 1}")
 
 
 def _check_divides(divisor: int, what: str, size: int, name: str = "mesh.mp") -> None:

@@ -1,7 +1,8 @@
 """A run, from its configuration to its last checkpoint.
 
 The loop never waits for its own step: step N is dispatched before the metrics of N - 1 are read.  It looks for a
-request to stop before every step, and leaves by the same door as a run that is done: everything read, saved and drawn.
+request to stop before every step and validation batch, and leaves by the same door as a run that is done: everything
+read, saved and drawn.
 """
 
 from dataclasses import dataclass
@@ -20,21 +21,22 @@ from shmap_tp.disk import make_directory, writing
 from shmap_tp.flops import flops_per_token, parameters
 from shmap_tp.hardware import compiler_options, machine_peak
 from shmap_tp.layers.choice import named
-from shmap_tp.mesh import join, make_mesh
+from shmap_tp.mesh import make_mesh
 from shmap_tp.metrics import Meter, Recorder, plot_losses, read_metrics
 from shmap_tp.prepare import prepare_stdlib
+from shmap_tp.processes import STOPPED, STOPPED_EARLY, Place, joined
 from shmap_tp.settings import load, save, to_dict
 from shmap_tp.step import Programs, State, build_programs
 from shmap_tp.stop import StopRequest
 
-STOPPED = 75
-"""Exit code of a run that was told to stop and has saved: start it again with --resume (EX_TEMPFAIL of sysexits.h)."""
 
+def train(config: Config, place: Place | None = None) -> int:
+    """Train as `config` says.  Returns 0, or STOPPED.  Raises InputError before anything is trained.
 
-def train(config: Config) -> int:
-    """Train as `config` says.  Returns 0, or STOPPED.  Raises InputError before anything is trained."""
-    join(config.mesh)
-    with StopRequest() as stop:
+    Where it is one of several processes, and no environment tells how they meet, `place` does; there an error does not
+    return, but ends all of them.
+    """
+    with StopRequest() as stop, joined(config, place, stop.told) as stop.peers:
         mesh = make_mesh(config.mesh)
         _prepare(config)
         programs = build_programs(config, mesh, _dtype(config.train.precision))
@@ -42,6 +44,8 @@ def train(config: Config) -> int:
         with Checkpoints(config.checkpoint, say) as checkpoints:
             run = Run(config, programs, batches, checkpoints)
             return _loop(run, *_start(run), stop)
+    print(STOPPED_EARLY[1])
+    return STOPPED
 
 
 @dataclass(frozen=True)
@@ -68,18 +72,22 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     )
     options = compiler_options(jax.devices()[0].device_kind)
     step_program = programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=options)
+    stop.training()
     with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
         tokens = config.train.batch * config.model.context
         meter = Meter(recorder.train, tokens, flops_per_token(config.model), _peak())
-        done = first
+        done, whole = first, True
+        if first and _due(first, config.evaluate.every, config.train.steps) and not agreed(recorder.validated):
+            with meter.paused():  # the run was stopped in the middle of it
+                whole = _validate(run, done, state, recorder, stop)
 
-        while done < config.train.steps and not stop.asked(done):
+        while done < config.train.steps and not stop.asked():
             state, metrics = step_program(state, batches.training(done))
             done += 1
             meter.hand(done, metrics)
             if _due(done, config.evaluate.every, config.train.steps):
                 with meter.paused():
-                    recorder.validation(done, _evaluate(run, state))
+                    whole = _validate(run, done, state, recorder, stop)
             if _due(done, config.checkpoint.every, config.train.steps):
                 with meter.paused():
                     run.checkpoints.save(done, state, facts)
@@ -89,19 +97,28 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
             if saved != done:
                 run.checkpoints.save(done, state, facts)
             run.checkpoints.wait()
-    _close(config, done)
-    return 0 if done >= config.train.steps else STOPPED
+    finished = whole and done >= config.train.steps
+    _close(config, done, finished)
+    return 0 if finished else STOPPED
 
 
 def _due(done: int, every: int, last: int) -> bool:
     return done == last or (every > 0 and done % every == 0)
 
 
-def _evaluate(run: Run, state: State) -> float:
-    """Mean cross entropy over the validation batches, each of which counts the same number of tokens."""
-    batches = run.batches
-    losses = [run.programs.evaluate(state.params, batches.validation(i)) for i in range(batches.validation_count)]
-    return float(np.mean(jax.device_get(losses)))
+def _validate(run: Run, done: int, state: State, recorder: Recorder, stop: StopRequest) -> bool:
+    """Record the mean cross entropy over the validation batches, each of which counts the same number of tokens.
+
+    False where it was broken off to stop; the run that goes on from here does it then.
+    """
+    losses: list[Any] = []
+    for i in range(run.batches.validation_count):
+        if stop.asked():
+            return False
+        losses.append(run.programs.evaluate(state.params, run.batches.validation(i)))
+        jax.block_until_ready(losses[-2:-1])  # the next is under way, no more: a stop is heeded a batch later
+    recorder.validation(done, float(np.mean(jax.device_get(losses))))
+    return True
 
 
 def _start(run: Run) -> tuple[State, int | None]:
@@ -212,13 +229,12 @@ def _peak() -> Any:
     return peak
 
 
-def _close(config: Config, done: int) -> None:
+def _close(config: Config, done: int, finished: bool) -> None:
     if jax.process_index():
         return
     directory = Path(config.run.dir)
     with writing(directory / "loss.png"):
         picture = plot_losses(directory)
-    finished = done >= config.train.steps
     say(f"{'done' if finished else 'stopped and saved'} at step {done} of {config.train.steps}")
     say(f"  metrics     {directory / 'metrics.jsonl'}")
     say(f"  loss curve  {picture}")

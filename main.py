@@ -36,6 +36,7 @@ def main() -> int:
         group: ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in ("model", "data")
     }
     parser = argparse.ArgumentParser(
+        usage="%(prog)s --cfg FILE [--resume] [--processes N [--coordinator HOST:PORT --process-id I]] [key=value ...]",
         description="Tensor-parallel transformer training over a (dp, mp) mesh, with every collective written by hand.",
         epilog=HELP.format(models=names["model"], data=names["data"]),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -53,7 +53,7 @@ def main() -> int:
     try:
         config = load(arguments.cfg, arguments.overrides + given)
         check_place(arguments.coordinator, arguments.process_id, config.mesh.processes)
-        from shmap_tp.processes import Place
+        from shmap_tp.meeting import Place
         from shmap_tp.train import train
 
         return train(config, Place(arguments.coordinator, arguments.process_id) if arguments.coordinator else None)

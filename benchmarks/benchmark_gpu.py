@@ -15,8 +15,8 @@ import jax
 from gspmd import build_gspmd_programs
 
 from shmap_tp.config import InputError
+from shmap_tp.meeting import meet
 from shmap_tp.plan.benchmark import configuration, door, emulated, flags, measured, report
-from shmap_tp.processes import meet
 
 DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
 """(model, windows of a microbatch on each part of dp, microbatches)"""

@@ -20,10 +20,10 @@ from gspmd import build_gspmd_programs
 
 from shmap_tp.config import Config
 from shmap_tp.hardware import GENERATIONS
+from shmap_tp.meeting import meet
 from shmap_tp.plan.benchmark import Made, configuration, door, emulated, flags, measured, report
 from shmap_tp.plan.predict import Builder, predict
 from shmap_tp.plan.slices import find_slice
-from shmap_tp.processes import meet
 from shmap_tp.step import build_programs
 
 DEFAULTS = {

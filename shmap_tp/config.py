@@ -6,6 +6,8 @@ Nothing here imports JAX: a configuration can be read, checked and printed on a 
 from dataclasses import dataclass
 from enum import StrEnum
 
+AUTO = "auto"
+
 
 class InputError(ValueError):
     """Something the user gave cannot be used.  The message is one or two lines: the rule, both numbers, the way out."""
@@ -88,8 +90,8 @@ class RunConfig:
 
 @dataclass
 class MeshConfig:
-    dp: int
-    """Data-parallel size: how many parts the batch is cut into."""
+    dp: int | str
+    """Data-parallel size: how many parts the batch is cut into.  auto: all devices there are / mp (for training)."""
     mp: int
     """Model-parallel size: how many devices share each layer."""
     wire: Wire
@@ -167,6 +169,9 @@ class TrainConfig:
     """Windows per optimizer step, over all devices and microbatches."""
     microbatches: int
     """Parts a step's batch is computed in, one after the other; dp must divide batch / microbatches."""
+    device_windows: int | None
+    """Windows that a device computes at a time, at most, whatever dp comes to: microbatches grows by as much as that
+    takes, and the batch stays.  null: batch / microbatches / dp."""
     precision: Precision
     """dtype of the activations and matrix products; masters stay float32.  auto: bfloat16, on CPU float32."""
     z_loss: float

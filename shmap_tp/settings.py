@@ -2,6 +2,7 @@
 
 import difflib
 import json
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from shmap_tp.config import Config, InputError, ModelConfig, Positions, Wire, padded_vocabulary
+from shmap_tp.config import AUTO, Config, InputError, ModelConfig, Positions, Wire, padded_vocabulary
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 """The project's own configuration; its groups (model=..., data=...) are found from a file anywhere else, too."""
@@ -68,16 +69,19 @@ def to_dict(config: object) -> dict:
 def check(config: Config) -> None:
     """Every rule that a configuration must keep on any machine.  Raises InputError naming the first that is broken."""
     model, mesh, train = config.model, config.mesh, config.train
+    if isinstance(mesh.dp, str) and mesh.dp != AUTO:
+        raise InputError(f"mesh.dp={mesh.dp} must be a whole number, or {AUTO}")
     for name, value, least in [
         ("run.seed", config.run.seed, 0),
         ("run.join_seconds", config.run.join_seconds, 1),
         ("run.lost_seconds", config.run.lost_seconds, 5),
-        ("mesh.dp", mesh.dp, 1),
+        ("mesh.dp", 1 if mesh.dp == AUTO else mesh.dp, 1),
         ("mesh.mp", mesh.mp, 1),
         ("mesh.processes", mesh.processes, 1),
         ("train.steps", train.steps, 1),
         ("train.batch", train.batch, 1),
         ("train.microbatches", train.microbatches, 1),
+        ("train.device_windows", train.device_windows or 1, 1),
         ("train.loss_chunk", train.loss_chunk, 1),
         ("model.width", model.width, 1),
         ("model.layers", model.layers, 1),
@@ -121,7 +125,30 @@ def check(config: Config) -> None:
     _check_heads(model, mesh.mp)
     _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
     part = train.batch // train.microbatches
-    _check_divides(mesh.dp, f"a microbatch of {part} windows (train.batch / train.microbatches)", part, "mesh.dp")
+    if mesh.dp != AUTO:
+        _check_divides(mesh.dp, f"a microbatch of {part} windows (train.batch / train.microbatches)", part, "mesh.dp")
+
+
+def settled(config: Config, devices: int | None = None) -> Config:
+    """`config` with mesh.dp=auto as a number and as many microbatches as train.device_windows asks for, on `devices`.
+
+    The batch, and so what is learnt from which step, stays.  Raises InputError where the devices cannot be cut so, or
+    their number is None: where only a number will do.
+    """
+    mesh, train = config.mesh, config.train
+    if mesh.dp == AUTO:
+        if devices is None:
+            raise InputError(f"mesh.dp={AUTO} is for training on the devices there are; here give its number")
+        _check_divides(mesh.mp, f"the {devices} devices there are (mesh.dp={AUTO})", devices)
+        mesh = replace(mesh, dp=devices // mesh.mp)
+        try:
+            check(replace(config, mesh=mesh))
+        except InputError as error:
+            raise InputError(f"mesh.dp={AUTO} is {mesh.dp} on {devices} devices, and {error}") from error
+    at_a_time = train.batch // train.microbatches // mesh.dp
+    limit = train.device_windows or at_a_time
+    times = next(n for n in range(1, at_a_time + 1) if at_a_time % n == 0 and at_a_time // n <= limit)
+    return replace(config, mesh=mesh, train=replace(train, microbatches=train.microbatches * times))
 
 
 def check_place(coordinator: str | None, process: int | None, processes: int) -> None:

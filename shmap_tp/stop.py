@@ -9,7 +9,8 @@ import socket
 import threading
 from types import FrameType
 
-from shmap_tp.processes import STOPPED_EARLY, Peers, Stopped, leave
+from shmap_tp.exits import STOPPED_EARLY, Stopped, leave
+from shmap_tp.processes import Peers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE = 5

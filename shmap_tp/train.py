@@ -18,14 +18,16 @@ from shmap_tp.checkpoint import Checkpoints, agreed
 from shmap_tp.config import Config, InputError, Precision, Resume
 from shmap_tp.data import SPLITS, Batches
 from shmap_tp.disk import make_directory, writing
+from shmap_tp.exits import STOPPED, STOPPED_EARLY
 from shmap_tp.flops import flops_per_token, parameters
 from shmap_tp.hardware import compiler_options, machine_peak
 from shmap_tp.layers.choice import named
+from shmap_tp.meeting import Place
 from shmap_tp.mesh import make_mesh
 from shmap_tp.metrics import Meter, Recorder, plot_losses, read_metrics
 from shmap_tp.prepare import prepare_stdlib
-from shmap_tp.processes import STOPPED, STOPPED_EARLY, Place, joined
-from shmap_tp.settings import load, save, to_dict
+from shmap_tp.processes import joined
+from shmap_tp.settings import load, save, settled, to_dict
 from shmap_tp.step import Programs, State, build_programs
 from shmap_tp.stop import StopRequest
 
@@ -37,12 +39,13 @@ def train(config: Config, place: Place | None = None) -> int:
     return, but ends all of them.
     """
     with StopRequest() as stop, joined(config, place, stop.told) as stop.peers:
+        given, config = config, settled(config, len(jax.devices()))
         mesh = make_mesh(config.mesh)
         _prepare(config)
         programs = build_programs(config, mesh, _dtype(config.train.precision))
         batches = Batches(config, programs.tokens)
         with Checkpoints(config.checkpoint, say) as checkpoints:
-            run = Run(config, programs, batches, checkpoints)
+            run = Run(given, config, programs, batches, checkpoints)
             return _loop(run, *_start(run), stop)
     print(STOPPED_EARLY[1])
     return STOPPED
@@ -52,6 +55,8 @@ def train(config: Config, place: Place | None = None) -> int:
 class Run:
     """What a run works with."""
 
+    given: Config
+    """As the user gave it, mesh.dp=auto and all: what config.yaml of the run directory says."""
     config: Config
     programs: Programs
     batches: Batches
@@ -63,7 +68,7 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     config, programs, batches = run.config, run.programs, run.batches
     if jax.process_index() == 0:
         with writing(file := Path(config.run.dir) / "config.yaml"):
-            save(config, file)
+            save(run.given, file)
     first = saved or 0
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
     say(

@@ -10,7 +10,7 @@ import pytest
 from tiny import FIRST, ROOT, lines, overrides, start, state_at, tiny, values, wait_for_step, write_tokens
 
 import main
-from shmap_tp import processes, train
+from shmap_tp import meeting, train
 
 
 def call(monkeypatch, *arguments: str) -> int:
@@ -75,7 +75,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_explained_in_a_line_or_two(tmp_path, monkeypatch, capsys, case):
     given, expected = BAD[case]
-    monkeypatch.setattr(processes, "emulate", lambda devices: None)  # this process has its eight devices
+    monkeypatch.setattr(meeting, "emulate", lambda devices: None)  # this process has its eight devices
     write_tokens(tmp_path / "data")
     (tmp_path / "file").write_text("")
     if callable(given):

@@ -21,7 +21,7 @@ from tiny import FIRST, free_port, killed_at_the_end, lines, overrides, start, t
 import main
 from shmap_tp import train
 from shmap_tp.checkpoint import MANIFEST
-from shmap_tp.processes import LOST
+from shmap_tp.exits import LOST
 
 SECONDS = 120
 """What either may take, before both are killed."""
@@ -108,7 +108,7 @@ def test_two_processes_go_on_from_what_one_has_saved_and_stop_together(alone, tm
 
 
 def test_where_one_is_killed_the_others_end_and_say_who_it_was(tmp_path):
-    endless = overrides(tmp_path, "train.steps=100000", "evaluate.every=0", "checkpoint.every=0", "run.lost_seconds=5")
+    endless = overrides(tmp_path, "train.steps=100000", "evaluate.every=0", "checkpoint.every=0", "run.lost_seconds=10")
     with together(2, *endless) as (first, second):
         wait_for_step(first, tmp_path, 3)
         second.kill()
@@ -116,7 +116,7 @@ def test_where_one_is_killed_the_others_end_and_say_who_it_was(tmp_path):
         _, err = first.communicate(timeout=60)
         assert time.monotonic() - began < 60
     assert first.returncode == LOST
-    assert "error: process 1 is lost, silent for 5 s (run.lost_seconds)" in err and "Traceback" not in err
+    assert "error: process 1 is lost, silent for 10 s (run.lost_seconds)" in err and "Traceback" not in err
 
 
 def test_what_goes_wrong_in_one_is_said_by_all(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from tiny import lines, state_at, tiny, values
 
 from shmap_tp import stop, train
-from shmap_tp.processes import STOPPED
+from shmap_tp.exits import STOPPED
 from shmap_tp.stop import StopRequest
 
 

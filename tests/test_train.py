@@ -198,6 +198,20 @@ def test_a_run_goes_on_on_another_mesh_or_wire(straight, copied, override):
     )
 
 
+def test_auto_goes_on_on_whatever_devices_are_left(straight, tmp_path, monkeypatch):
+    """Two steps each on 8, 4, 2 devices and 1, by the same command; a device computes one window at a time."""
+    every = jax.devices()
+    for steps, devices in zip((2, 4, 6, 8), (8, 4, 2, 1), strict=True):
+        monkeypatch.setattr(jax, "devices", lambda count=devices: every[:count])
+        given = ["mesh.dp=auto", "mesh.mp=1", "train.device_windows=1", f"train.steps={steps}"]
+        assert train.train(tiny(tmp_path, *given, "evaluate.every=0", "checkpoint.resume=if_present")) == 0
+    assert [line["mesh"] for line in lines(tmp_path)] == [[dp, 1] for dp in (8, 8, 4, 4, 2, 2, 1, 1)]
+    assert [line["loss"] for line in lines(tmp_path)] == pytest.approx(
+        [line["loss"] for line in lines(straight)], rel=1e-6, abs=0
+    )
+    assert load(str(tmp_path / "run" / "config.yaml"), []).mesh.dp == "auto"
+
+
 def test_evaluating_changes_nothing_in_the_training(straight, tmp_path):
     for every in (0, 1):
         assert train.train(tiny(tmp_path / str(every), f"evaluate.every={every}", "checkpoint.every=0")) == 0

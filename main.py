@@ -1,6 +1,7 @@
 """python main.py --cfg conf/config.yaml [key=value ...] [--resume]: train, or go on training."""
 
 import argparse
+import signal
 import sys
 
 HELP = """\
@@ -11,7 +12,8 @@ examples
   python main.py --cfg conf/config.yaml model=6_9b data=minipile mesh.dp=4 mesh.mp=8 run.name=big
 
 key=value
-  mesh.dp, mesh.mp      data- and model-parallel size; together as many as there are devices (a CPU emulates them)
+  mesh.dp, mesh.mp      data- and model-parallel size; together as many as there are devices (a CPU emulates them);
+                        mesh.dp=auto takes all there are
   model=NAME            a shape of conf/model/: {models}
   data=NAME             a source of conf/data/: {data}
   train.steps, train.batch, train.microbatches, optimizer.learning_rate, run.name, ...
@@ -63,4 +65,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))  # nothing to save; `train` takes over
     sys.exit(main())

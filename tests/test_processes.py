@@ -104,6 +104,17 @@ def test_two_processes_go_on_from_what_one_has_saved_and_stop_together(alone, tm
     same_losses(tmp_path, alone, 9)
 
 
+@pytest.mark.slow
+def test_four_processes_go_on_from_two_and_one_from_four_and_two_from_one(alone, tmp_path):
+    """Nine steps: three by 2 processes with 4 devices each, three by 4 with 2, two by 1 with 8, and the last by 2."""
+    for processes, steps, mesh in [(2, 3, (2, 4)), (4, 6, (4, 2)), (1, 8, (1, 8)), (2, 9, (8, 1))]:
+        on = [f"mesh.dp={mesh[0]}", f"mesh.mp={mesh[1]}", f"train.steps={steps}", "checkpoint.resume=if_present"]
+        with together(processes, *overrides(tmp_path, *GIVEN, *on)) as started:
+            ended(started, 0)
+    assert [line["mesh"] for line in lines(tmp_path)] == [[2, 4]] * 3 + [[4, 2]] * 3 + [[1, 8]] * 2 + [[8, 1]]
+    same_losses(tmp_path, alone, 9)
+
+
 # What ends one ends all
 
 

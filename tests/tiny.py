@@ -118,13 +118,9 @@ def free_port() -> int:
 def together(count: int, *arguments: str, last: Sequence[str] = ()) -> AbstractContextManager[list[subprocess.Popen]]:
     """main.py as `count` processes that find each other by --coordinator; `last` are given to the last of them only."""
     place = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count), "--process-id"]
-    return killed_at_the_end(
-        start(
-            *("--cfg", FIRST, *arguments, *(last if number == count - 1 else ()), *place, str(number)),
-            JAX_PLATFORMS="cpu",
-        )
-        for number in range(count)
-    )
+    given = [[*arguments, *place, str(number)] if count > 1 else [*arguments] for number in range(count)]
+    given[-1] += last
+    return killed_at_the_end(start("--cfg", FIRST, *each, JAX_PLATFORMS="cpu") for each in given)
 
 
 def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None:

@@ -21,9 +21,14 @@ class Stopped(BaseException):
 
 def leave(code: int, said: str) -> NoReturn:
     """End this process now, from any thread, whatever the others are at."""
+    last_words(code, said)
+    os._exit(code)
+
+
+def last_words(code: int, said: str) -> None:
+    """Say why this process ends, past whatever the streams still hold."""
     line = f"{said}\n" if code == STOPPED else f"error: {said}\n"
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for descriptor in [2, *terminal]:
         os.write(descriptor, line.encode())
-    os._exit(code)

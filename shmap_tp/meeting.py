@@ -52,7 +52,7 @@ def _initialize(config: Config, place: Place | None) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from StopRequest
     try:
         jax.distributed.initialize(
-            **given, initialization_timeout=seconds + 60, heartbeat_timeout_seconds=config.run.lost_seconds + 15
+            **given, initialization_timeout=seconds + 60, heartbeat_timeout_seconds=config.run.lost_seconds + 30
         )
     except (ValueError, RuntimeError) as error:
         where, said = global_state.coordinator_address, str(error).splitlines()[0]

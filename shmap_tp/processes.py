@@ -25,7 +25,7 @@ from jax._src.distributed import global_state  # its client has no public name; 
 
 from shmap_tp.config import Config, InputError
 from shmap_tp.disk import make_directory
-from shmap_tp.exits import LOST, STOPPED_EARLY, Stopped, leave, terminal
+from shmap_tp.exits import LOST, STOPPED_EARLY, Stopped, last_words, leave, terminal
 from shmap_tp.meeting import Place, meet
 
 WORDS, ALIVE = "shmap_tp/words/", "shmap_tp/alive/"
@@ -59,7 +59,8 @@ class Peers:
         self._process, self._count = jax.process_index(), jax.process_count()
         self._told, self._lost_seconds = told, lost_seconds
         self._asked, self._stop_at = 0, None
-        self._lock = threading.Lock()
+        self._lock, self._leaving = threading.Lock(), threading.Lock()
+        # Of process 0: what each other that is not lost last wrote to be alive, and when that was seen.
         self._heard = {process: ("", time.monotonic()) for process in range(1, self._count)}
         self._parted = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True, name="peers")
@@ -81,8 +82,9 @@ class Peers:
             what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
             if isinstance(error, jax.errors.JaxRuntimeError):
                 print(f"{what}\nwas another process lost? known within {self._lost_seconds} s", file=sys.stderr)
-                time.sleep(self._lost_seconds + 5)
-            traceback.print_exception(error)
+                time.sleep(self._lost_seconds + 15)
+            if not self._leaving.locked():  # by the reader, which knows more
+                traceback.print_exception(error)
             self.end(1, what)
 
     def stop_now(self) -> bool:
@@ -98,14 +100,19 @@ class Peers:
         self._leave(code, said)
 
     def _leave(self, code: int, said: str) -> NoReturn:
-        """Leave; process 0, whose service the words are at, once all have read them.  It does not wait for the dead."""
+        """Leave; process 0, whose service the words are at, a second after all have read them, lest JAX miss it
+        first.  It does not wait for the dead."""
+        self._leaving.acquire()  # for good: whichever thread is second says no more
+        last_words(code, said)
         deadline = time.monotonic() + 5
         with suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{WORDS}read/{self._process}", "", allow_overwrite=True)
-            for other in range(self._count if self._process == 0 else 0):
+            for other in self._heard if self._process == 0 else ():
                 left = max(1, int(1000 * (deadline - time.monotonic())))
                 self._client.blocking_key_value_get(f"{WORDS}read/{other}", left)
-        leave(code, said)
+        if self._process == 0:
+            time.sleep(1)
+        os._exit(code)
 
     def _read(self) -> None:
         """Until all part: leave where one has ended, and where one is told to stop agree on when."""
@@ -125,15 +132,16 @@ class Peers:
                     self._agree()
         except jax.errors.JaxRuntimeError as error:  # all have parted, or else JAX is about to say what happened
             if not self._parted.wait(self._lost_seconds):
-                leave(LOST, f"process 0 cannot be reached: {str(error).splitlines()[0]}")
+                leave(LOST, f"the other processes cannot be reached: {str(error).splitlines()[0]}")
 
     def _look_for_the_dead(self) -> None:
         """End where another process has been silent for too long."""
         now, alive = time.monotonic(), dict(self._client.key_value_dir_get(ALIVE))
-        for process, (before, since) in self._heard.items():
+        for process, (before, since) in list(self._heard.items()):
             if (word := alive.get(f"{ALIVE}{process}", "")) != before:
                 self._heard[process] = word, now
             elif now - since > self._lost_seconds:
+                del self._heard[process]
                 self.end(
                     LOST,
                     f"process {process} is lost, silent for {self._lost_seconds} s (run.lost_seconds): it was killed, "

@@ -31,7 +31,7 @@ from shmap_tp.step import State, build_programs
 
 SHAPES = [(2, 4, 1), (8, 1, 1), (1, 1, 1), (2, 4, 2), (4, 2, 2), (2, 2, 4)]
 """(dp, mp, processes)"""
-GIVEN = ["checkpoint.every=2", "evaluate.every=10", "run.lost_seconds=10", "run.join_seconds=60"]
+GIVEN = ["checkpoint.every=2", "evaluate.every=10", "run.lost_seconds=10", "run.join_seconds=40"]
 TOLERANCE = 1e-5
 LIMIT = 60
 """Seconds that processes may take to end, once one of them was told to or killed."""
@@ -58,12 +58,13 @@ class Soak:
         before = self.sealed()
         given = overrides(self.directory, *GIVEN, f"mesh.dp={dp}", f"mesh.mp={mp}", f"train.steps={steps}")
         with together(processes, *given, "checkpoint.resume=if_present") as started:
+            print(f"  {processes} on ({dp}, {mp}) from step {before}:", end=" ", flush=True)
             said = self.break_off(started) if kill else "to the end"
+            print(said, end="; ", flush=True)
             began = time.monotonic()
             outputs = [process.communicate(timeout=LIMIT if kill else 600) for process in started]
             took = time.monotonic() - began
         codes = [process.returncode for process in started]
-        print(f"  {processes} on ({dp}, {mp}) from step {before}: {said}", end="; ")
         print(f"{codes} in {took:.1f} s, trained to {self.trained()}, complete to {self.sealed()}", flush=True)
         self.judge(said, codes, outputs, before)
 

@@ -1,4 +1,4 @@
-"""Killed a few times at random moments, a run is the run that never was; `python tests/soak.py --kills 30` takes longer."""
+"""Killed a few times at random moments, a run is the run that was not; `python tests/soak.py --kills 30` goes on."""
 
 import pytest
 import soak

@@ -109,7 +109,7 @@ def test_a_bad_command_line_is_explained_too(monkeypatch, capsys, arguments, exp
 
 def test_overrides_may_stand_before_and_after_the_options(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "train", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr(train, "train", lambda config, place: seen.append(config) or 0)
     before, after = overrides(tmp_path, "run.seed=5", "train.steps=9"), []
     for split in (0, 3, len(before)):
         assert call(monkeypatch, *before[:split], "--cfg", FIRST, *before[split:], "--resume", *after) == 0

@@ -1,6 +1,7 @@
 """python main.py --cfg conf/config.yaml [key=value ...] [--resume]: train, or go on training."""
 
 import argparse
+import os
 import signal
 import sys
 
@@ -65,5 +66,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))  # nothing to save; `train` takes over
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(75))  # nothing to save; `train` takes over
     sys.exit(main())

@@ -9,6 +9,8 @@ import socket
 import threading
 from types import FrameType
 
+import jax
+
 from shmap_tp.exits import STOPPED_EARLY, Stopped, leave
 from shmap_tp.processes import Peers
 
@@ -31,16 +33,18 @@ class StopRequest:
         self._left = threading.Event()
 
     def __enter__(self) -> "StopRequest":
-        self._former = {number: signal.signal(number, self._heed) for number in SIGNALS}
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
         self._former_mouth = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         self._listener = threading.Thread(target=self._listen, daemon=True, name="stop")
         self._listener.start()
+        self._former = {number: signal.signal(number, self._heed) for number in SIGNALS}
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> bool:
         """Swallows Stopped: the lines after the context return STOPPED."""
+        if kind is Stopped and jax.distributed.is_initialized():  # heeded just before `peers` was there to end them all
+            leave(*STOPPED_EARLY)
         self._left.set()
         signal.set_wakeup_fd(self._former_mouth)
         for number, handler in self._former.items():

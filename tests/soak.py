@@ -31,7 +31,7 @@ from shmap_tp.step import State, build_programs
 
 SHAPES = [(2, 4, 1), (8, 1, 1), (1, 1, 1), (2, 4, 2), (4, 2, 2), (2, 2, 4)]
 """(dp, mp, processes)"""
-GIVEN = ["checkpoint.every=2", "evaluate.every=10", "run.lost_seconds=10", "run.join_seconds=40"]
+GIVEN = ["checkpoint.every=2", "evaluate.every=10", "run.lost_seconds=10", "run.join_seconds=25"]
 TOLERANCE = 1e-5
 LIMIT = 60
 """Seconds that processes may take to end, once one of them was told to or killed."""

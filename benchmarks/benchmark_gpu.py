@@ -15,7 +15,7 @@ import jax
 from gspmd import build_gspmd_programs
 
 from shmap_tp.config import InputError
-from shmap_tp.mesh import join
+from shmap_tp.meeting import meet
 from shmap_tp.plan.benchmark import configuration, door, emulated, flags, measured, report
 
 DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
@@ -26,7 +26,7 @@ def run(arguments: Namespace) -> None:
     config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
     make = emulated if arguments.emulate else measured
     if not arguments.emulate:
-        join(config.mesh)
+        meet(config)
         if jax.default_backend() != "gpu":
             raise InputError(
                 f"no GPU here that JAX can use, only {jax.default_backend()}; install its support with "

@@ -20,7 +20,7 @@ from gspmd import build_gspmd_programs
 
 from shmap_tp.config import Config
 from shmap_tp.hardware import GENERATIONS
-from shmap_tp.mesh import join
+from shmap_tp.meeting import meet
 from shmap_tp.plan.benchmark import Made, configuration, door, emulated, flags, measured, report
 from shmap_tp.plan.predict import Builder, predict
 from shmap_tp.plan.slices import find_slice
@@ -62,7 +62,7 @@ def slice_is_here(config: Config, version: str) -> bool:
     if not (glob("/dev/accel*") or glob("/dev/vfio/[0-9]*")):
         jax.config.update("jax_platforms", "cpu")
         return False
-    join(config.mesh)
+    meet(config)
     devices = jax.devices()
     kinds = {GENERATIONS[version].kind, "TPU v5p" if version == "v5p" else ""}
     return devices[0].device_kind in kinds and len(devices) == config.mesh.dp * config.mesh.mp

@@ -27,7 +27,7 @@ from shmap_tp.hardware import GENERATIONS, GIB
 from shmap_tp.plan.benchmark import append, door, emulated, measured
 from shmap_tp.plan.predict import predict
 from shmap_tp.plan.slices import find_slice
-from shmap_tp.settings import CONF, load
+from shmap_tp.settings import CONF, load, settled
 
 COLUMNS = [
     *("kind", "setting", "dp", "mp", "tile", "global_batch", "microbatches", "remat", "fits", "tokens_per_second"),
@@ -55,7 +55,7 @@ def configuration(setting: dict[str, str]) -> Config:
         if len(sizes) != 2:
             raise InputError(f"mesh={setting['mesh']} is not dp x mp; write it as in mesh=4x8")
         given |= {"mesh.dp": sizes[0], "mesh.mp": sizes[1]}
-    return load(str(CONF / "config.yaml"), [f"{key}={value}" for key, value in given.items()])
+    return settled(load(str(CONF / "config.yaml"), [f"{key}={value}" for key, value in given.items()]))
 
 
 def run(setting: dict[str, str], arguments: argparse.Namespace) -> dict:

@@ -6,6 +6,8 @@ Nothing here imports JAX: a configuration can be read, checked and printed on a 
 from dataclasses import dataclass
 from enum import StrEnum
 
+AUTO = "auto"
+
 
 class InputError(ValueError):
     """Something the user gave cannot be used.  The message is one or two lines: the rule, both numbers, the way out."""
@@ -85,12 +87,16 @@ class RunConfig:
     """Seeds the initial parameters and the order of the data."""
     compilation_cache: str | None
     """Directory that keeps compiled programs between runs; null compiles afresh every time."""
+    join_seconds: int
+    """How long a process waits for all the others to be started, where there are several."""
+    lost_seconds: int
+    """How long a process may be silent before the others take it for dead, and end."""
 
 
 @dataclass
 class MeshConfig:
-    dp: int
-    """Data-parallel size: how many parts the batch is cut into."""
+    dp: int | str
+    """Data-parallel size: how many parts the batch is cut into.  auto: all devices there are / mp (for training)."""
     mp: int
     """Model-parallel size: how many devices share each layer."""
     wire: Wire
@@ -111,7 +117,7 @@ class MeshConfig:
     crossed once per step."""
     processes: int
     """How many processes train together, one per host.  Start the same command on each: they find each other by their
-    TPU, GKE or Slurm environment."""
+    TPU, GKE or Slurm environment, or by --coordinator and --process-id of main.py."""
 
 
 @dataclass
@@ -174,6 +180,9 @@ class TrainConfig:
     """Windows per optimizer step, over all devices and microbatches."""
     microbatches: int
     """Parts a step's batch is computed in, one after the other; dp must divide batch / microbatches."""
+    device_windows: int | None
+    """Windows that a device computes at a time, at most, whatever dp comes to: microbatches grows by as much as that
+    takes, and the batch stays.  null: batch / microbatches / dp."""
     precision: Precision
     """dtype of the activations and matrix products; masters stay float32.  auto: bfloat16, on CPU float32."""
     z_loss: float

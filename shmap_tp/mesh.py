@@ -76,27 +76,6 @@ class DpParts:
         return numbers.transpose(0, 2, 1).reshape(-1, size).tolist()
 
 
-def join(config: MeshConfig) -> None:
-    """Meet the other processes, where there are any, and emulate this one's share of the mesh's devices on its CPU.
-
-    Must come before JAX's first use of a backend.  Raises InputError where not all of them are there.
-    """
-    emulate(max(1, config.dp * config.mp // config.processes))
-    if config.processes == 1:
-        return
-    try:
-        jax.distributed.initialize()
-    except (ValueError, RuntimeError) as error:
-        raise InputError(
-            f"mesh.processes={config.processes}, but the others were not found: {str(error).splitlines()[0]}\n"
-            f"start the same command on every host of a TPU, GKE or Slurm job, or set mesh.processes=1"
-        ) from error
-    if jax.process_count() != config.processes:
-        raise InputError(
-            f"mesh.processes={config.processes}, but {jax.process_count()} were started; make the two the same"
-        )
-
-
 def emulate(devices: int) -> None:
     """Make this process's CPU look like `devices` devices.  Must come before JAX's first use of a backend.
 

@@ -35,11 +35,14 @@ class Recorder:
         self._every = config.log.every
         self._steps = config.train.steps
         self._writers: list[Any] = []
+        self.validated = False
+        """Whether the file has the validation of `first_step`."""
         if not speaks:
             return
         directory = Path(config.run.dir)
         self._file = directory / "metrics.jsonl"
         kept = [line for line in read_metrics(self._file) if line["step"] <= first_step]
+        self.validated = any(line["step"] == first_step and line["split"] == "validation" for line in kept)
         self._common = {
             "mesh": [config.mesh.dp, config.mesh.mp],
             "segment": kept[-1]["segment"] + 1 if kept else 0,

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from shmap_tp.config import (
+    AUTO,
     Config,
     Gradients,
     InputError,
@@ -78,15 +80,20 @@ def to_dict(config: object) -> dict:
 def check(config: Config) -> None:
     """Every rule that a configuration must keep on any machine.  Raises InputError naming the first that is broken."""
     model, mesh, train = config.model, config.mesh, config.train
+    if isinstance(mesh.dp, str) and mesh.dp != AUTO:
+        raise InputError(f"mesh.dp={mesh.dp} must be a whole number, or {AUTO}")
     for name, value, least in [
         ("run.seed", config.run.seed, 0),
-        ("mesh.dp", mesh.dp, 1),
+        ("run.join_seconds", config.run.join_seconds, 1),
+        ("run.lost_seconds", config.run.lost_seconds, 5),
+        ("mesh.dp", 1 if mesh.dp == AUTO else mesh.dp, 1),
         ("mesh.mp", mesh.mp, 1),
         ("mesh.slices", mesh.slices, 1),
         ("mesh.processes", mesh.processes, 1),
         ("train.steps", train.steps, 1),
         ("train.batch", train.batch, 1),
         ("train.microbatches", train.microbatches, 1),
+        ("train.device_windows", train.device_windows or 1, 1),
         ("train.loss_chunk", train.loss_chunk, 1),
         ("model.width", model.width, 1),
         ("model.layers", model.layers, 1),
@@ -133,10 +140,50 @@ def check(config: Config) -> None:
     if mesh.wire != Wire.all_reduce:
         _check_divides(mesh.mp, f"context={model.context} (model {model.name}, mesh.wire={mesh.wire})", model.context)
     _check_heads(model, mesh.mp)
-    _check_dp(mesh)
+    _check_gradients(mesh)
     _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
     part = train.batch // train.microbatches
-    _check_divides(mesh.dp, f"a microbatch of {part} windows (train.batch / train.microbatches)", part, "mesh.dp")
+    if mesh.dp != AUTO:
+        _check_divides(mesh.slices, f"mesh.dp={mesh.dp}: mp does not reach from slice to slice", mesh.dp, "mesh.slices")
+        _check_divides(mesh.dp, f"a microbatch of {part} windows (train.batch / train.microbatches)", part, "mesh.dp")
+
+
+def settled(config: Config, devices: int | None = None) -> Config:
+    """`config` with mesh.dp=auto as a number and as many microbatches as train.device_windows asks for, on `devices`.
+
+    The batch, and so what is learnt from which step, stays.  Raises InputError where the devices cannot be cut so, or
+    their number is None: where only a number will do.
+    """
+    mesh, train = config.mesh, config.train
+    if mesh.dp == AUTO:
+        if devices is None:
+            raise InputError(f"mesh.dp={AUTO} is for training on the devices there are; here give its number")
+        _check_divides(mesh.mp, f"the {devices} devices there are (mesh.dp={AUTO})", devices)
+        mesh = replace(mesh, dp=devices // mesh.mp)
+        try:
+            check(replace(config, mesh=mesh))
+        except InputError as error:
+            raise InputError(f"mesh.dp={AUTO} is {mesh.dp} on {devices} devices, and {error}") from error
+    at_a_time = train.batch // train.microbatches // mesh.dp
+    limit = train.device_windows or at_a_time
+    times = next(n for n in range(1, at_a_time + 1) if at_a_time % n == 0 and at_a_time // n <= limit)
+    return replace(config, mesh=mesh, train=replace(train, microbatches=train.microbatches * times))
+
+
+def check_place(coordinator: str | None, process: int | None, processes: int) -> None:
+    """Raises InputError where --coordinator and --process-id do not say which of `processes` this is, or only half."""
+    if coordinator is None and process is None:
+        return
+    if coordinator is None or process is None:
+        missing = "--coordinator HOST:PORT" if coordinator is None else "--process-id I"
+        raise InputError(f"--coordinator and --process-id go together; give {missing}, too")
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(f"--coordinator {coordinator} is not HOST:PORT; write it as in --coordinator 10.0.0.2:8476")
+    if processes == 1:
+        raise InputError("--coordinator is for several processes, and mesh.processes=1; give --processes N, too")
+    if not 0 <= process < processes:
+        raise InputError(f"--process-id {process} of --processes {processes}: they are 0 to {processes - 1}")
 
 
 def _check_profile(profile: list[int], steps: int) -> None:
@@ -158,8 +205,7 @@ def _divisors(size: int) -> list[int]:
     return [n for n in range(1, min(size, 1024) + 1) if size % n == 0]
 
 
-def _check_dp(mesh: MeshConfig) -> None:
-    _check_divides(mesh.slices, f"mesh.dp={mesh.dp}: mp does not reach from slice to slice", mesh.dp, "mesh.slices")
+def _check_gradients(mesh: MeshConfig) -> None:
     if mesh.gradients == Gradients.ring and mesh.zero != Zero.parameters:
         raise InputError(
             f"mesh.gradients=ring is of weights that dp shares, but mesh.zero={mesh.zero}; set mesh.zero=parameters"

@@ -1,7 +1,8 @@
 """A run, from its configuration to its last checkpoint.
 
 The loop never waits for its own step: step N is dispatched before the metrics of N - 1 are read.  It looks for a
-request to stop before every step, and leaves by the same door as a run that is done: everything read, saved and drawn.
+request to stop before every step and validation batch, and leaves by the same door as a run that is done: everything
+read, saved and drawn.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,46 +16,54 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from shmap_tp.checkpoint import Checkpoints
+from shmap_tp.checkpoint import Checkpoints, agreed
 from shmap_tp.config import Config, InputError, Precision, Resume
 from shmap_tp.data import Batches
 from shmap_tp.disk import make_directory, writing
+from shmap_tp.exits import STOPPED, STOPPED_EARLY
 from shmap_tp.flops import flops_per_token, parameters
 from shmap_tp.goodput import Cause, Clock
 from shmap_tp.guard import Watch
 from shmap_tp.hardware import compiler_options, machine_peak
 from shmap_tp.layers.choice import named
-from shmap_tp.mesh import join, make_mesh
+from shmap_tp.meeting import Place
+from shmap_tp.mesh import make_mesh
 from shmap_tp.metrics import Meter, Recorder, plot_losses, say
 from shmap_tp.prepare import prepare_stdlib
+from shmap_tp.processes import joined
 from shmap_tp.profile import Profile
-from shmap_tp.settings import save, to_dict
+from shmap_tp.settings import save, settled, to_dict
 from shmap_tp.start import start
 from shmap_tp.step import Programs, State, build_programs
 from shmap_tp.stop import StopRequest
 
-STOPPED = 75
-"""Exit code of a run that was told to stop and has saved: start it again with --resume (EX_TEMPFAIL of sysexits.h)."""
 
-
-def train(config: Config) -> int:
+def train(config: Config, place: Place | None = None) -> int:
     """Train as `config` says.  Returns 0, or STOPPED.  Raises InputError before anything is trained, or once too many
-    steps in a row had to be skipped."""
-    join(config.mesh)
-    with StopRequest() as stop, Clock() as clock:
+    steps in a row had to be skipped.
+
+    Where it is one of several processes, and no environment tells how they meet, `place` does; there an error does not
+    return, but ends all of them.
+    """
+    with StopRequest() as stop, Clock() as clock, joined(config, place, stop.told) as stop.peers:
+        given, config = config, settled(config, len(jax.devices()))
         mesh = make_mesh(config.mesh)
         _prepare(config)
         programs = build_programs(config, mesh, _dtype(config.train.precision))
         batches = Batches(config, programs.tokens)
         with Checkpoints(config.checkpoint, say) as checkpoints:
-            run = Run(config, programs, batches, checkpoints, clock)
+            run = Run(given, config, programs, batches, checkpoints, clock)
             return _loop(run, *start(config, programs, batches, checkpoints), stop)
+    print(STOPPED_EARLY[1])
+    return STOPPED
 
 
 @dataclass(frozen=True)
 class Run:
     """What a run works with."""
 
+    given: Config
+    """As the user gave it, mesh.dp=auto and all: what config.yaml of the run directory says."""
     config: Config
     programs: Programs
     batches: Batches
@@ -66,15 +75,20 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     """Train on from `state`, which is the checkpoint of step `saved`, or new where that is None."""
     config, batches, clock = run.config, run.batches, run.clock
     first = done = saved or 0
+    whole = True
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
     step_program = _compile(run, first)
+    stop.training()
     watch = Watch(config.guard, batches.windows, f"{config.data.dir}/train.bin")
     with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
         meter = _meter(config, lambda line: recorder.train(line | watch.of(line) | clock.of(line)))
+        if first and _due(first, config.evaluate.every, config.train.steps) and not agreed(recorder.validated):
+            with meter.paused(), clock.on(Cause.evaluation):  # the run was stopped in the middle of it
+                whole = _validate(run, done, state, recorder, stop)
         clock.turn(Cause.steps)
 
         with _profile(run, first, meter) as profile:
-            while done < config.train.steps and not stop.asked(done) and not watch.verdict:
+            while done < config.train.steps and not stop.asked() and not watch.verdict:
                 with profile.around(done + 1):
                     with clock.fetching():
                         tokens = batches.training(done)
@@ -84,7 +98,7 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
                     meter.hand(done, metrics)
                 if _due(done, config.evaluate.every, config.train.steps):
                     with meter.paused(), clock.on(Cause.evaluation):
-                        recorder.validation(done, _evaluate(run, state))
+                        whole = _validate(run, done, state, recorder, stop)
                 if _due(done, config.checkpoint.every, config.train.steps):
                     with meter.paused(), clock.on(Cause.checkpoint):
                         if not watch.in_a_row:  # the weights of the one before would replace older ones
@@ -95,10 +109,11 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
             if saved != done:
                 run.checkpoints.save(done, state, facts)
             run.checkpoints.wait()
-    _close(run, done)
+    finished = whole and done >= config.train.steps
+    _close(run, done, finished)
     if watch.verdict:
         raise InputError(f"{watch.verdict};\n{_behind_skips(config, done, done - watch.in_a_row)}")
-    return 0 if done >= config.train.steps else STOPPED
+    return 0 if finished else STOPPED
 
 
 def _compile(run: Run, first: int) -> Any:
@@ -107,7 +122,7 @@ def _compile(run: Run, first: int) -> Any:
     directory = Path(config.run.dir)
     if speaks:
         with writing(file := directory / "config.yaml"):
-            save(config, file)
+            save(run.given, file)
     run.clock.open(directory if speaks else None, first, anew=config.checkpoint.resume == Resume.never)
     say(
         f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
@@ -144,11 +159,19 @@ def _due(done: int, every: int, last: int) -> bool:
     return done == last or (every > 0 and done % every == 0)
 
 
-def _evaluate(run: Run, state: State) -> float:
-    """Mean cross entropy over the validation batches, each of which counts the same number of tokens."""
-    batches = run.batches
-    losses = [run.programs.evaluate(state.params, batches.validation(i)) for i in range(batches.validation_count)]
-    return float(np.mean(jax.device_get(losses)))
+def _validate(run: Run, done: int, state: State, recorder: Recorder, stop: StopRequest) -> bool:
+    """Record the mean cross entropy over the validation batches, each of which counts the same number of tokens.
+
+    False where it was broken off to stop; the run that goes on from here does it then.
+    """
+    losses: list[Any] = []
+    for i in range(run.batches.validation_count):
+        if stop.asked():
+            return False
+        losses.append(run.programs.evaluate(state.params, run.batches.validation(i)))
+        jax.block_until_ready(losses[-2:-1])  # the next is under way, no more: a stop is heeded a batch later
+    recorder.validation(done, float(np.mean(jax.device_get(losses))))
+    return True
 
 
 def _prepare(config: Config) -> None:
@@ -182,14 +205,13 @@ def _meter(config: Config, record: Callable[[dict[str, Any]], None]) -> Meter:
     return Meter(record, config.train.batch * config.model.context, flops_per_token(config.model), peak)
 
 
-def _close(run: Run, done: int) -> None:
+def _close(run: Run, done: int, finished: bool) -> None:
     if jax.process_index():
         return
     config, directory = run.config, Path(run.config.run.dir)
     with run.clock.on(Cause.drawing), writing(directory / "loss.png"):
         picture = plot_losses(directory)
     say(run.clock.spent.table())
-    finished = done >= config.train.steps
     say(f"{'done' if finished else 'stopped and saved'} at step {done} of {config.train.steps}")
     say(f"  metrics     {directory / 'metrics.jsonl'}")
     say(f"  loss curve  {picture}")

@@ -10,7 +10,7 @@ import pytest
 from tiny import FIRST, ROOT, lines, overrides, start, state_at, tiny, values, wait_for_step, write_tokens
 
 import main
-from shmap_tp import mesh, train
+from shmap_tp import meeting, train
 
 
 def call(monkeypatch, *arguments: str) -> int:
@@ -75,7 +75,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_explained_in_a_line_or_two(tmp_path, monkeypatch, capsys, case):
     given, expected = BAD[case]
-    monkeypatch.setattr(mesh, "emulate", lambda devices: None)  # this process has its eight devices
+    monkeypatch.setattr(meeting, "emulate", lambda devices: None)  # this process has its eight devices
     write_tokens(tmp_path / "data")
     (tmp_path / "file").write_text("")
     if callable(given):
@@ -109,7 +109,7 @@ def test_a_bad_command_line_is_explained_too(monkeypatch, capsys, arguments, exp
 
 def test_overrides_may_stand_before_and_after_the_options(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "train", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr(train, "train", lambda config, place: seen.append(config) or 0)
     before, after = overrides(tmp_path, "run.seed=5", "train.steps=9"), []
     for split in (0, 3, len(before)):
         assert call(monkeypatch, *before[:split], "--cfg", FIRST, *before[split:], "--resume", *after) == 0

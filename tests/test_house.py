@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shmap_tp"
 
 FLOORS = [
-    {"config", "disk", "settings", "mesh", "hardware"},  # words
+    {"config", "disk", "settings", "exits", "mesh", "meeting", "processes", "hardware"},  # words
     {"sharding", "collectives", "ring", "wire", "shared", "zero", "flops"},  # facts about arrays
     {"layers"},  # the product
     {"transformer", "loss"},  # the model

@@ -9,9 +9,10 @@ from tiny import FIRST
 
 from shmap_tp import settings
 from shmap_tp.config import Config, InputError, Precision, Wire
-from shmap_tp.settings import CONF, load, save, to_dict
+from shmap_tp.settings import CONF, load, save, settled, to_dict
 
 BASE = Path(FIRST).read_text()
+LINES = BASE.splitlines()
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 
 
@@ -131,6 +132,10 @@ OVERRIDES = {
     "run.seed=-1": "run.seed=-1 is too small; it must be 0 or more",
     "run.seed=4294967296": "run.seed=4294967296 is too large; it must be below 2^32 = 4294967296",
     "mesh.dp=0": "mesh.dp=0 is too small; it must be 1 or more",
+    "mesh.dp=many": "mesh.dp=many must be a whole number, or auto",
+    "mesh.dp=1.5": "mesh.dp=1.5 must be of type int | str",
+    "train.device_windows=-1": "train.device_windows=-1 is too small; it must be 1 or more",
+    "run.join_seconds=0": "run.join_seconds=0 is too small; it must be 1 or more",
     "mesh.mp=-2": "mesh.mp=-2 is too small; it must be 1 or more",
     "model.kv_heads=0": "model.kv_heads=0 is too small; it must be 1 or more",
     "model.vocabulary_multiple=0": "model.vocabulary_multiple=0 is too small; it must be 1 or more",
@@ -193,10 +198,41 @@ def test_grouped_heads_that_mp_neither_divides_nor_multiplies():
     )
 
 
+@pytest.mark.parametrize(
+    ("devices", "given", "dp", "microbatches"),
+    [
+        (8, "mesh.dp=auto mesh.mp=2", 4, 2),
+        (2, "mesh.dp=auto mesh.mp=2", 1, 2),
+        (8, "mesh.dp=auto mesh.mp=1 train.device_windows=2", 8, 2),
+        (4, "mesh.dp=auto mesh.mp=1 train.device_windows=2", 4, 4),
+        (1, "mesh.dp=auto mesh.mp=1 train.device_windows=2", 1, 16),
+        (None, "mesh.dp=4 mesh.mp=2 train.device_windows=3", 4, 4),  # 4 at a time are too many, 3 do not divide them
+        (None, "mesh.dp=4 mesh.mp=2", 4, 2),
+    ],
+)
+def test_auto_takes_all_devices_and_keeps_what_one_computes_at_a_time(devices, given, dp, microbatches):
+    made = settled(load(FIRST, given.split()), devices)
+    assert (made.mesh.dp, made.train.microbatches, made.train.batch) == (dp, microbatches, 32)
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (6, "mesh.mp=4 does not divide the 6 devices there are (mesh.dp=auto); use mesh.mp in {1, 2, 3, 6}"),
+        (12, "mesh.dp=auto is 3 on 12 devices, and mesh.dp=3 does not divide a microbatch of 16 windows"),
+        (None, "mesh.dp=auto is for training on the devices there are; here give its number"),
+    ],
+)
+def test_an_auto_that_cannot_be_is_explained(devices, said):
+    with pytest.raises(InputError) as caught:
+        settled(load(FIRST, ["mesh.dp=auto"]), devices)
+    assert str(caught.value).startswith(said)
+
+
 FILES = {
-    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 65: not YAML, expected ',' or ']'"),
+    "a bracket that is never closed": (BASE + "more: [a, b\n", f", line {len(LINES) + 2}: not YAML, expected ',' or ']'"),
     "a tab": ("run:\n\tname: x\n", ", line 2: not YAML, found character '\\t'"),
-    "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), "line 25: not YAML, found dup"),
+    "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), f"line {LINES.index('  steps: 300') + 2}: not YAML, found dup"),
     "an unknown key": (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),
     "an unknown section": (BASE + "training:\n  steps: 3\n", "unknown key training; did you mean train?"),
     "a wrong type": (BASE.replace("steps: 300", "steps: many"), "train.steps=many must be of type int"),

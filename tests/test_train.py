@@ -83,12 +83,7 @@ def interrupt(monkeypatch, owner: type, name: str, number: int, when: Callable[.
         (Batches, "training", lambda step: step == 4, 5),  # while step 5 is being made: it is finished and saved
         (Batches, "validation", lambda index: index == 1, 4),  # in the evaluation after step 4
         (Checkpoints, "save", lambda step, *_: step == 2, 2),  # while step 2 is being saved
-        (
-            Batches,
-            "training",
-            lambda step: step == 7,
-            8,
-        ),  # while the last step is being made: that is done, not stopped
+        (Batches, "training", lambda step: step == 7, 8),  # while the last step is being made: its evaluation is owed
     ],
     ids=["in a step", "in an evaluation", "in a save", "in the last step"],
 )
@@ -97,30 +92,29 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
 ):
     with monkeypatch.context() as patch:
         interrupt(patch, owner, name, number, when)
-        assert train.train(tiny(tmp_path)) == (STOPPED if stops_at < STEPS else 0)
+        assert train.train(tiny(tmp_path)) == STOPPED
     said = capsys.readouterr().out
-    if stops_at < STEPS:
-        assert f"stopped and saved at step {stops_at} of {STEPS}" in said and "--resume" in said
-        assert max(checkpoints_of(tmp_path)) == stops_at == lines(tmp_path)[-1]["step"]
-        assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
-        assert train.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
-        assert f"going on from step {stops_at}" in capsys.readouterr().out
+    assert f"stopped and saved at step {stops_at} of {STEPS}" in said and "--resume" in said
+    assert max(checkpoints_of(tmp_path)) == stops_at == lines(tmp_path)[-1]["step"]
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
+    assert train.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
+    assert f"going on from step {stops_at}" in capsys.readouterr().out
     assert state_at(tmp_path, STEPS) == state_at(straight, STEPS)
     assert values(tmp_path) == values(straight)
     assert values(tmp_path, "validation") == values(straight, "validation")
 
 
-def test_a_run_told_to_stop_before_its_first_step_saves_the_beginning(straight, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["newest_intact", "restore", "facts"])
+def test_a_run_told_to_stop_before_it_goes_on_leaves_all_as_it_was(straight, copied, monkeypatch, name):
+    shutil.rmtree(copied / "run" / "checkpoints" / "8")
+    before = snapshot(copied)
     with monkeypatch.context() as patch:
-        interrupt(patch, Checkpoints, "steps", signal.SIGTERM, lambda: True)
-        assert train.train(tiny(tmp_path)) == STOPPED
-    assert checkpoints_of(tmp_path) == [0] and lines(tmp_path) == []
-    with monkeypatch.context() as patch:  # and once more, with that checkpoint there already
-        interrupt(patch, Checkpoints, "newest_intact", signal.SIGTERM, lambda: True)
-        assert train.train(tiny(tmp_path, "checkpoint.resume=must")) == STOPPED
-    assert train.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
-    assert state_at(tmp_path, STEPS) == state_at(straight, STEPS)
-    assert values(tmp_path) == values(straight)
+        interrupt(patch, Checkpoints, name, signal.SIGTERM, lambda *_: True)
+        assert train.train(tiny(copied, "checkpoint.resume=must")) == STOPPED
+    assert snapshot(copied) == before
+    assert train.train(tiny(copied, "checkpoint.resume=must")) == 0
+    assert state_at(copied, STEPS) == state_at(straight, STEPS)
+    assert values(copied) == values(straight)
 
 
 def test_a_run_that_is_done_can_be_made_longer(straight, tmp_path):
@@ -196,6 +190,20 @@ def test_a_run_goes_on_on_another_mesh_or_wire(straight, copied, override):
     assert [line["loss"] for line in lines(copied)] == pytest.approx(
         [line["loss"] for line in lines(straight)], rel=1e-6
     )
+
+
+def test_auto_goes_on_on_whatever_devices_are_left(straight, tmp_path, monkeypatch):
+    """Two steps each on 8, 4, 2 devices and 1, by the same command; a device computes one window at a time."""
+    every = jax.devices()
+    for steps, devices in zip((2, 4, 6, 8), (8, 4, 2, 1), strict=True):
+        monkeypatch.setattr(jax, "devices", lambda count=devices: every[:count])
+        given = ["mesh.dp=auto", "mesh.mp=1", "train.device_windows=1", f"train.steps={steps}"]
+        assert train.train(tiny(tmp_path, *given, "evaluate.every=0", "checkpoint.resume=if_present")) == 0
+    assert [line["mesh"] for line in lines(tmp_path)] == [[dp, 1] for dp in (8, 8, 4, 4, 2, 2, 1, 1)]
+    assert [line["loss"] for line in lines(tmp_path)] == pytest.approx(
+        [line["loss"] for line in lines(straight)], rel=1e-6, abs=0
+    )
+    assert load(str(tmp_path / "run" / "config.yaml"), []).mesh.dp == "auto"
 
 
 def test_evaluating_changes_nothing_in_the_training(straight, tmp_path):
@@ -410,10 +418,11 @@ def test_resume_if_present_starts_goes_on_and_survives_a_killed_first_save(strai
 def test_the_first_signal_asks_and_a_second_ctrl_c_breaks_off():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with StopRequest() as stop:
-        assert not stop.asked(0)
+        stop.training()
+        assert not stop.asked()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked(1)
+        assert stop.asked()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert {number: signal.getsignal(number) for number in before} == before

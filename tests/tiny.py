@@ -1,9 +1,12 @@
 """What the tests of a whole run share: a model of two layers, a few thousand random tokens, and how to start a run."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import jax
@@ -92,6 +95,32 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@contextmanager
+def killed_at_the_end(processes: Iterable[subprocess.Popen]) -> Iterator[list[subprocess.Popen]]:
+    """None of them outlives the context."""
+    with ExitStack() as stack:
+        started = []
+        for process in processes:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            started.append(process)
+        yield started
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def together(count: int, *arguments: str, last: Sequence[str] = ()) -> AbstractContextManager[list[subprocess.Popen]]:
+    """main.py as `count` processes that find each other by --coordinator; `last` are given to the last of them only."""
+    place = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count), "--process-id"]
+    given = [[*arguments, *place, str(number)] if count > 1 else [*arguments] for number in range(count)]
+    given[-1] += last
+    return killed_at_the_end(start("--cfg", FIRST, *each, JAX_PLATFORMS="cpu") for each in given)
 
 
 def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None:

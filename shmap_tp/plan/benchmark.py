@@ -16,7 +16,7 @@ from shmap_tp.mesh import DP, MP, emulate, make_mesh
 from shmap_tp.plan.measure import Measurement, measure
 from shmap_tp.plan.predict import Builder, Prediction
 from shmap_tp.plan.row import FORMULA, compare, describe
-from shmap_tp.settings import CONF, load
+from shmap_tp.settings import CONF, load, settled
 from shmap_tp.step import build_programs
 
 Made = Measurement | Prediction
@@ -61,7 +61,7 @@ def configuration(arguments: argparse.Namespace, model: str, rows: int, parts: i
         f"mesh.slices={vars(arguments).get('slices', 1)}",
     ]
     given += [f"model.context={arguments.context}"] if arguments.context is not None else []
-    return load(str(CONF / "config.yaml"), given + arguments.overrides)
+    return settled(load(str(CONF / "config.yaml"), given + arguments.overrides))
 
 
 def check(arguments: argparse.Namespace) -> None:

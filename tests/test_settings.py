@@ -12,7 +12,8 @@ from shmap_tp.config import Config, InputError, Precision, Wire
 from shmap_tp.settings import CONF, load, save, settled, to_dict
 
 BASE = Path(FIRST).read_text()
-LINES = BASE.splitlines()
+UNCLOSED, TWICE = len(BASE.splitlines()) + 2, BASE.splitlines().index("  steps: 300") + 2
+"""Lines where a mistake is seen that a test makes."""
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 
 
@@ -230,9 +231,9 @@ def test_an_auto_that_cannot_be_is_explained(devices, said):
 
 
 FILES = {
-    "a bracket that is never closed": (BASE + "more: [a, b\n", f", line {len(LINES) + 2}: not YAML, expected ',' or ']'"),
+    "a bracket that is never closed": (BASE + "more: [a, b\n", f", line {UNCLOSED}: not YAML, expected ',' or ']'"),
     "a tab": ("run:\n\tname: x\n", ", line 2: not YAML, found character '\\t'"),
-    "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), f"line {LINES.index('  steps: 300') + 2}: not YAML, found dup"),
+    "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), f"line {TWICE}: not YAML, found dup"),
     "an unknown key": (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),
     "an unknown section": (BASE + "training:\n  steps: 3\n", "unknown key training; did you mean train?"),
     "a wrong type": (BASE.replace("steps: 300", "steps: many"), "train.steps=many must be of type int"),

@@ -37,16 +37,19 @@ class Checkpoints:
 
     def __init__(self, config: CheckpointConfig, say: Callable[[str], None]):
         """`say` is told, in one line each, which checkpoints are passed over and why."""
-        self._dir = epath.Path(config.dir).resolve()
+        self._dir = _directory(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
         self._say = say
         self._saving: Future | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
         try:
             self._dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except ImportError as error:
+            raise InputError(f"checkpoint.dir={config.dir} needs gcsfs: pip install -e '.[gcs]'") from error
+        except Exception as error:  # a bucket refuses in ways of its own
             raise InputError(
-                f"checkpoint.dir={config.dir} cannot be written: {error.strerror or error}; choose another"
+                f"checkpoint.dir={config.dir} cannot be written: {getattr(error, 'strerror', None) or error}; "
+                f"choose another"
             ) from error
         if jax.process_index() == 0:
             for left in self._dir.glob("*.orbax-checkpoint-tmp*"):  # by a save that a kill cut short
@@ -173,6 +176,11 @@ class Checkpoints:
 def agreed(value: int) -> int:
     """Process 0's value, on every process."""
     return int(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
+
+
+def _directory(name: str) -> epath.Path:
+    """Absolute, as Orbax wants it; a bucket (gs://) is so already, and resolving it would make a directory of it."""
+    return epath.Path(name) if "://" in name else epath.Path(name).resolve()
 
 
 def _leaves(state: Any) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -277,6 +279,16 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(InputError, match=r"checkpoint\.dir=.*file.*cannot be written"):
             Checkpoints(settings(directory), print)
+
+
+def test_a_bucket_is_no_directory_of_that_name_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(checkpoint._directory("gs://bucket/run")) == "gs://bucket/run"
+    assert str(checkpoint._directory("run")) == str(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(InputError, match=r"^checkpoint\.dir=gs://bucket/run needs gcsfs: pip install -e '\.\[gcs\]'$"):
+        Checkpoints(replace(settings(tmp_path), dir="gs://bucket/run"), print)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("shape, dtype", [((64, 96), "float32"), ((64, 32), "bfloat16")])

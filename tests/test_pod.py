@@ -178,7 +178,7 @@ def test_a_mistake_costs_a_line_and_asks_nothing_of_gcloud(cloud, given):
 
 
 REFUSALS = {
-    "ERROR: NOT_FOUND: Resource 'projects/q/p' was not found": "there is no p here; see gcloud compute tpus tpu-vm list",
+    "ERROR: NOT_FOUND: 'projects/q/p' was not found": "there is no p here; see gcloud compute tpus tpu-vm list",
     "ERROR: ALREADY_EXISTS: p": "p is there already; go on with: pod.sh setup p",
     "ERROR: Quota limit 'TPUV4sPodPerProject' has been exceeded": "the quota is too small; ask for more",
     "ERROR: There is no more capacity in the zone": "this zone has none to spare now; wait for one with --queued",

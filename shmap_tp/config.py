@@ -169,6 +169,8 @@ class TrainConfig:
     """Weight of the squared log-partition added to the loss (PaLM, section 5); 0 leaves it out."""
     loss_chunk: int
     """Positions of a device whose logits are held at a time."""
+    check_replicas_every: int
+    """Steps between two looks at whether all copies of each parameter are still the same bits; 0 never looks."""
 
 
 @dataclass

@@ -77,6 +77,7 @@ def check(config: Config) -> None:
         ("train.batch", train.batch, 1),
         ("train.microbatches", train.microbatches, 1),
         ("train.loss_chunk", train.loss_chunk, 1),
+        ("train.check_replicas_every", train.check_replicas_every, 0),
         ("model.width", model.width, 1),
         ("model.layers", model.layers, 1),
         ("model.heads", model.heads, 1),

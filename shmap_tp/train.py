@@ -23,6 +23,7 @@ from shmap_tp.layers.choice import named
 from shmap_tp.mesh import join, make_mesh
 from shmap_tp.metrics import Meter, Recorder, plot_losses, read_metrics
 from shmap_tp.prepare import prepare_stdlib
+from shmap_tp.replicas import Replicas
 from shmap_tp.settings import load, save, to_dict
 from shmap_tp.step import Programs, State, build_programs
 from shmap_tp.stop import StopRequest
@@ -36,11 +37,11 @@ def train(config: Config) -> int:
     join(config.mesh)
     with StopRequest() as stop:
         mesh = make_mesh(config.mesh)
-        _prepare(config)
-        programs = build_programs(config, mesh, _dtype(config.train.precision))
+        make_ready(config)
+        programs = build_programs(config, mesh, dtype_of(config.train.precision))
         batches = Batches(config, programs.tokens)
         with Checkpoints(config.checkpoint, say) as checkpoints:
-            run = Run(config, programs, batches, checkpoints)
+            run = Run(config, programs, batches, checkpoints, Replicas(programs.shapes))
             return _loop(run, *_start(run), stop)
 
 
@@ -52,6 +53,7 @@ class Run:
     programs: Programs
     batches: Batches
     checkpoints: Checkpoints
+    replicas: Replicas
 
 
 def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
@@ -77,6 +79,9 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
             state, metrics = step_program(state, batches.training(done))
             done += 1
             meter.hand(done, metrics)
+            if config.train.check_replicas_every and done % config.train.check_replicas_every == 0:
+                with meter.paused():
+                    run.replicas.check(state, done)
             if _due(done, config.evaluate.every, config.train.steps):
                 with meter.paused():
                     recorder.validation(done, _evaluate(run, state))
@@ -182,7 +187,7 @@ def _decisive(model: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
     return shape | files | {"run.seed": order["seed"], "train.batch": order["batch"]}
 
 
-def _prepare(config: Config) -> None:
+def make_ready(config: Config) -> None:
     """The run directory, the data where it can be made here, and the cache of compiled programs."""
     make_directory("run.dir", config.run.dir)
     data = Path(config.data.dir)
@@ -194,7 +199,7 @@ def _prepare(config: Config) -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.run.compilation_cache).resolve()))
 
 
-def _dtype(precision: Precision) -> DTypeLike:
+def dtype_of(precision: Precision) -> DTypeLike:
     if precision == Precision.auto:
         precision = Precision.float32 if jax.devices()[0].platform == "cpu" else Precision.bfloat16
     return jnp.dtype(str(precision))

@@ -20,7 +20,7 @@ from shmap_tp.checkpoint import MANIFEST
 
 SECONDS = 120
 """What either may take, before both are killed."""
-GIVEN = ["train.steps=6", "checkpoint.every=3", "evaluate.every=3"]
+GIVEN = ["train.steps=6", "checkpoint.every=3", "evaluate.every=3", "train.check_replicas_every=2"]
 
 
 def free_job() -> int:

@@ -176,7 +176,7 @@ def test_grouped_heads_that_mp_neither_divides_nor_multiplies():
 
 
 FILES = {
-    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 57: not YAML, expected ',' or ']'"),
+    "a bracket that is never closed": (BASE + "more: [a, b\n", ", line 58: not YAML, expected ',' or ']'"),
     "a tab": ("run:\n\tname: x\n", ", line 2: not YAML, found character '\\t'"),
     "a key twice": (BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), "line 23: not YAML, found dup"),
     "an unknown key": (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),

@@ -155,22 +155,31 @@ class Checkpoints:
 
     def _fault(self, step: int) -> str | None:
         """Why this checkpoint must not be read, or None."""
-        directory = self._dir / str(step)
-        try:
-            expected = json.loads((directory / MANIFEST).read_text())
-            actual = _hashes(directory)
-        except FileNotFoundError:
-            return f"{MANIFEST} is missing, so its save was not finished"
-        except ValueError as error:
-            return f"{MANIFEST} is not what was saved ({error})"
-        except OSError as error:
-            return f"it cannot be read ({error})"
-        for name in sorted(expected.keys() | actual.keys()):
-            if name not in actual:
-                return f"file {name} is missing"
-            if expected.get(name) != actual[name]:
-                return f"file {name} is not what was saved: its sha256 is not the one in {MANIFEST}"
-        return None
+        return next(iter(examine(self._dir / str(step))), None)
+
+
+def examine(directory: epath.Path) -> list[str]:
+    """Why the checkpoint in `directory` must not be read, a line for each file that is damaged, missing or added."""
+    try:
+        expected = json.loads((directory / MANIFEST).read_text())
+        actual = _hashes(directory)
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing, so its save was not finished"]
+    except ValueError as error:
+        return [f"{MANIFEST} is not what was saved ({error})"]
+    except OSError as error:
+        return [f"it cannot be read ({error})"]
+    if not isinstance(expected, dict):
+        return [f"{MANIFEST} is not what was saved (it names no files)"]
+    faults = []
+    for name in sorted(expected.keys() | actual.keys()):
+        if name not in actual:
+            faults.append(f"file {name} is missing")
+        elif name not in expected:
+            faults.append(f"file {name} was not saved with it: it is not in {MANIFEST}")
+        elif expected[name] != actual[name]:
+            faults.append(f"file {name} is not what was saved: its sha256 is not the one in {MANIFEST}")
+    return faults
 
 
 def agreed(value: int) -> int:

@@ -15,8 +15,8 @@ FLOORS = [
     {"layers"},  # the product
     {"transformer", "loss"},  # the model
     {"optimizer", "data", "sources", "tokenizer", "prepare", "metrics", "stop"},  # what training needs
-    {"step", "checkpoint", "train"},  # running; a checkpoint holds the step's State
-    {"plan"},  # beside it: what would run elsewhere
+    {"step", "replicas", "checkpoint", "train"},  # running; a checkpoint holds the step's State
+    {"plan", "doctor"},  # beside it: what would run elsewhere, and whether it can be trusted
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))

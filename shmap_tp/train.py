@@ -140,6 +140,10 @@ def _start(run: Run) -> tuple[State, int | None]:
         )
     _refuse_differences(checkpoints.facts(step), config, run.batches.identity, f"checkpoint {where}/{step}")
     state = checkpoints.restore(step, run.programs.shapes)
+    if int(state.step) != step:
+        raise InputError(
+            f"checkpoint {where}/{step} holds the state after step {int(state.step)}: give the directory that name back"
+        )
     checkpoints.discard_after(step)
     mesh = checkpoints.facts(step)["mesh"]
     say(f"going on from step {step} of {where}, saved on mesh dp={mesh[0]}, mp={mesh[1]}")

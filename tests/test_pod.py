@@ -15,6 +15,10 @@ from pathlib import Path
 
 import pytest
 from test_house import ROOT
+from tiny import FIRST
+
+from shmap_tp import doctor
+from shmap_tp.settings import load
 
 SCRIPTS = ROOT / "scripts"
 POD = str(SCRIPTS / "pod.sh")
@@ -205,6 +209,31 @@ def test_without_gcloud_it_says_where_to_get_it(cloud, tmp_path):
         (bare / tool).symlink_to(shutil.which(tool))
     said = cloud.pod("status", "p", code=2, path=str(bare)).stderr
     assert said.startswith("error: gcloud is not installed; see https://cloud.google.com/sdk/docs/install")
+
+
+# The guide
+
+
+def commands() -> list[list[str]]:
+    """What docs/pods.md has people type, each as words."""
+    blocks = (ROOT / "docs" / "pods.md").read_text().split("```")[1::2]
+    lines = "".join(block.partition("\n")[2] for block in blocks).replace("\\\n", "").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(("scripts/", "sbatch", "python"))]
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
+def test_what_the_guide_has_people_type_is_accepted(cloud, words):
+    if words[0] == "scripts/pod.sh":
+        before = words.index("--") if "--" in words else len(words)
+        cloud.pod(*words[1:before], "--dry-run", *words[before:])
+        load(FIRST, words[before + 1 :])
+    elif words[0] == "sbatch":
+        load(FIRST, [word for word in words[words.index("scripts/slurm.sh") + 1 :]])
+    elif words[2] == "shmap_tp.doctor":
+        doctor.parser().parse_args(words[3:])
+    else:
+        assert words[2] == "shmap_tp.plan"
+    assert cloud.asked() == []
 
 
 # train: again and again, until main.py is done

@@ -54,7 +54,8 @@ class Cloud:
 
     def pod(self, *arguments: str, code: int = 0, path: str | None = None) -> subprocess.CompletedProcess:
         path = path or f"{self.directory}:{os.environ['PATH']}"
-        done = subprocess.run([POD, *arguments], env=os.environ | {"PATH": path}, capture_output=True, text=True)
+        environment = os.environ | {"PATH": path, "TMPDIR": str(self.directory)}
+        done = subprocess.run([POD, *arguments], env=environment, capture_output=True, text=True)
         assert done.returncode == code, done
         return done
 
@@ -122,7 +123,7 @@ STEPS = {
 
 @pytest.mark.parametrize("given", STEPS)
 def test_each_step_asks_gcloud_for_this_and_a_dry_run_prints_it(cloud, given):
-    packed = f"{os.environ.get('TMPDIR', '/tmp')}/shmap_tp-p.tar.gz"
+    packed = f"{cloud.directory}/shmap_tp-p.tar.gz"
     expected = [shlex.split(line.replace("{packed}", packed)) for line in STEPS[given]]
     step, options = given.split(" -- ")[0].split(), given.split(" ")
     dry = cloud.pod(*step, "--dry-run", *options[len(step) :]).stdout.splitlines()
@@ -145,11 +146,10 @@ def test_arguments_reach_main_py_as_they_were_given(cloud):
     assert heard.stdout.decode().splitlines() == ["start", "--cfg", "conf/config.yaml", *given]
 
 
-def test_what_is_copied_is_what_git_knows_of_here(cloud, tmp_path):
+def test_what_is_copied_is_what_git_knows_of_here(cloud):
     cloud.pod("setup", "packed-p")
-    packed = Path(os.environ.get("TMPDIR", "/tmp")) / "shmap_tp-packed-p.tar.gz"
+    packed = cloud.directory / "shmap_tp-packed-p.tar.gz"
     names = subprocess.run(["tar", "-tzf", packed], capture_output=True, text=True, check=True).stdout.split()
-    packed.unlink()
     assert {"main.py", "prepareTPUVM.sh", "scripts/on_host.sh", "conf/config.yaml"} <= set(names)
     assert not [name for name in names if name.startswith((".git/", ".cache", ".venv"))]
 

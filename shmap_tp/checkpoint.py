@@ -38,16 +38,19 @@ class Checkpoints:
 
     def __init__(self, config: CheckpointConfig, say: Callable[[str], None]):
         """`say` is told, in one line each, which checkpoints are passed over and why."""
-        self._dir = epath.Path(config.dir).resolve()
+        self._dir = _directory(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
         self._say = say
         self._saving: Future | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
         try:
             self._dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except ImportError as error:
+            raise InputError(f"checkpoint.dir={config.dir} needs gcsfs: pip install -e '.[gcs]'") from error
+        except Exception as error:  # a bucket refuses in ways of its own
             raise InputError(
-                f"checkpoint.dir={config.dir} cannot be written: {error.strerror or error}; choose another"
+                f"checkpoint.dir={config.dir} cannot be written: {getattr(error, 'strerror', None) or error}; "
+                f"choose another"
             ) from error
         if jax.process_index() == 0:
             for left in self._dir.glob("*.orbax-checkpoint-tmp*"):  # by a save that a kill cut short
@@ -157,27 +160,41 @@ class Checkpoints:
 
     def _fault(self, step: int) -> str | None:
         """Why this checkpoint must not be read, or None."""
-        directory = self._dir / str(step)
-        try:
-            expected = json.loads((directory / MANIFEST).read_text())
-            actual = _hashes(directory)
-        except FileNotFoundError:
-            return f"{MANIFEST} is missing, so its save was not finished"
-        except ValueError as error:
-            return f"{MANIFEST} is not what was saved ({error})"
-        except OSError as error:
-            return f"it cannot be read ({error})"
-        for name in sorted(expected.keys() | actual.keys()):
-            if name not in actual:
-                return f"file {name} is missing"
-            if expected.get(name) != actual[name]:
-                return f"file {name} is not what was saved: its sha256 is not the one in {MANIFEST}"
-        return None
+        return next(iter(examine(self._dir / str(step))), None)
+
+
+def examine(directory: epath.Path) -> list[str]:
+    """Why the checkpoint in `directory` must not be read, a line for each file that is damaged, missing or added."""
+    try:
+        expected = json.loads((directory / MANIFEST).read_text())
+        actual = _hashes(directory)
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing, so its save was not finished"]
+    except ValueError as error:
+        return [f"{MANIFEST} is not what was saved ({error})"]
+    except OSError as error:
+        return [f"it cannot be read ({error})"]
+    if not isinstance(expected, dict):
+        return [f"{MANIFEST} is not what was saved (it names no files)"]
+    faults = []
+    for name in sorted(expected.keys() | actual.keys()):
+        if name not in actual:
+            faults.append(f"file {name} is missing")
+        elif name not in expected:
+            faults.append(f"file {name} was not saved with it: it is not in {MANIFEST}")
+        elif expected[name] != actual[name]:
+            faults.append(f"file {name} is not what was saved: its sha256 is not the one in {MANIFEST}")
+    return faults
 
 
 def agreed(value: int) -> int:
     """Process 0's value, on every process."""
     return int(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
+
+
+def _directory(name: str) -> epath.Path:
+    """Absolute, as Orbax wants it; a bucket (gs://) is so already, and resolving it would make a directory of it."""
+    return epath.Path(name) if "://" in name else epath.Path(name).resolve()
 
 
 def _leaves(state: Any) -> dict[str, str]:

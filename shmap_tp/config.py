@@ -192,6 +192,8 @@ class TrainConfig:
     profile: list[int] | None
     """[first, last]: the steps, counted from 1, of which a trace is written to the run directory, for XProf or
     TensorBoard; null: none."""
+    check_replicas_every: int
+    """Steps between two looks at whether all copies of each parameter are still the same bits; 0 never looks."""
 
 
 @dataclass

@@ -36,6 +36,7 @@ class Cause(StrEnum):
     data = "data"
     evaluation = "evaluation"
     checkpoint = "checkpoint"
+    replicas = "replicas"
     profile = "profile"
     drawing = "drawing"
     down = "down"
@@ -50,6 +51,7 @@ WORDS = {
     Cause.data: "waiting for data",
     Cause.evaluation: "evaluation",
     Cause.checkpoint: "checkpoints",
+    Cause.replicas: "comparing copies",
     Cause.profile: "writing the profile",
     Cause.drawing: "drawing the loss curve",
     Cause.down: "down between runs",

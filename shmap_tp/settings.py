@@ -95,6 +95,7 @@ def check(config: Config) -> None:
         ("train.microbatches", train.microbatches, 1),
         ("train.device_windows", train.device_windows or 1, 1),
         ("train.loss_chunk", train.loss_chunk, 1),
+        ("train.check_replicas_every", train.check_replicas_every, 0),
         ("model.width", model.width, 1),
         ("model.layers", model.layers, 1),
         ("model.heads", model.heads, 1),

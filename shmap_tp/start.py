@@ -43,6 +43,10 @@ def start(config: Config, programs: Programs, batches: Batches, checkpoints: Che
         )
     _refuse_differences(checkpoints.facts(step), config, batches.identity, f"checkpoint {where}/{step}")
     state = checkpoints.restore(step, programs.shapes)
+    if int(state.step) != step:
+        raise InputError(
+            f"checkpoint {where}/{step} holds the state after step {int(state.step)}: give the directory that name back"
+        )
     checkpoints.discard_after(step)
     mesh = checkpoints.facts(step)["mesh"]
     say(f"going on from step {step} of {where}, saved on mesh dp={mesh[0]}, mp={mesh[1]}")

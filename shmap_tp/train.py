@@ -32,6 +32,7 @@ from shmap_tp.metrics import Meter, Recorder, plot_losses, say
 from shmap_tp.prepare import prepare_stdlib
 from shmap_tp.processes import joined
 from shmap_tp.profile import Profile
+from shmap_tp.replicas import Replicas
 from shmap_tp.settings import save, settled, to_dict
 from shmap_tp.start import start
 from shmap_tp.step import Programs, State, build_programs
@@ -48,11 +49,11 @@ def train(config: Config, place: Place | None = None) -> int:
     with StopRequest() as stop, Clock() as clock, joined(config, place, stop.told) as stop.peers:
         given, config = config, settled(config, len(jax.devices()))
         mesh = make_mesh(config.mesh)
-        _prepare(config)
-        programs = build_programs(config, mesh, _dtype(config.train.precision))
+        make_ready(config)
+        programs = build_programs(config, mesh, dtype_of(config.train.precision))
         batches = Batches(config, programs.tokens)
         with Checkpoints(config.checkpoint, say) as checkpoints:
-            run = Run(given, config, programs, batches, checkpoints, clock)
+            run = Run(given, config, programs, batches, checkpoints, Replicas(programs.shapes), clock)
             return _loop(run, *start(config, programs, batches, checkpoints), stop)
     print(STOPPED_EARLY[1])
     return STOPPED
@@ -68,6 +69,7 @@ class Run:
     programs: Programs
     batches: Batches
     checkpoints: Checkpoints
+    replicas: Replicas
     clock: Clock
 
 
@@ -96,6 +98,9 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
                     clock.dispatched(metrics)
                     done += 1
                     meter.hand(done, metrics)
+                if config.train.check_replicas_every and done % config.train.check_replicas_every == 0:
+                    with meter.paused(), clock.on(Cause.replicas):
+                        run.replicas.check(state, done)
                 if _due(done, config.evaluate.every, config.train.steps):
                     with meter.paused(), clock.on(Cause.evaluation):
                         whole = _validate(run, done, state, recorder, stop)
@@ -174,7 +179,7 @@ def _validate(run: Run, done: int, state: State, recorder: Recorder, stop: StopR
     return True
 
 
-def _prepare(config: Config) -> None:
+def make_ready(config: Config) -> None:
     """The run directory, the data where it can be made here, and the cache of compiled programs."""
     make_directory("run.dir", config.run.dir)
     data = Path(config.data.dir)
@@ -186,7 +191,7 @@ def _prepare(config: Config) -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.run.compilation_cache).resolve()))
 
 
-def _dtype(precision: Precision) -> DTypeLike:
+def dtype_of(precision: Precision) -> DTypeLike:
     if precision == Precision.auto:
         precision = Precision.float32 if jax.devices()[0].platform == "cpu" else Precision.bfloat16
     return jnp.dtype(str(precision))

@@ -2,11 +2,16 @@
 
 Programs are compiled as in a run up to the machine code, which LLVM leaves unoptimised here: the HLO, and so every
 collective, is the same, and compiling takes a third of the time.  Compiled programs are kept between test runs.
+
+The whole suite runs in as many processes as there are cores, up to four, where pytest-xdist is installed: a test keeps
+little more than one core busy.  A file or a test that is named runs in one, as does all of it with `-n 0`.
 """
 
+import os
 from pathlib import Path
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -15,3 +20,15 @@ jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "xla-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 install_import_hook("shmap_tp", "beartype.beartype")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Before pytest-xdist looks at its options.  Accelerators belong to one process at a time."""
+    accelerators = [node for name in ("accel*", "vfio/[0-9]*", "nvidia[0-9]*") for node in Path("/dev").glob(name)]
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.usepdb
+    is_worker = hasattr(config, "workerinput")  # which comes by here, too, and must not start others
+    idle = config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None and not is_worker
+    if whole and idle and not accelerators:
+        config.option.numprocesses = min(4, os.cpu_count() or 1)
+        config.option.dist = "worksteal"

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -166,6 +168,34 @@ def test_any_flipped_bit_of_the_hashes_is_found(copied, said):
             assert checkpoints._fault(2) is not None, (byte, whole[byte : byte + 1], flipped)
 
 
+def test_hashes_cut_short_anywhere_are_found(copied, said):
+    manifest = copied / "2" / MANIFEST
+    whole = manifest.read_bytes()
+    with Checkpoints(settings(copied), said.append) as checkpoints:
+        for size in range(len(whole)):
+            manifest.write_bytes(whole[:size])
+            assert checkpoints._fault(2) is not None, size
+        for other in (b"[]", b"null", b'"all"', b"{}", b"7"):
+            manifest.write_bytes(other)
+            assert checkpoints._fault(2) is not None, other
+        assert checkpoints.newest_intact() == 1
+
+
+def test_files_that_have_changed_places_or_become_directories_are_found(copied, said):
+    one, other = sorted(files(copied / "2"), key=lambda file: file.stat().st_size)[-2:]
+    swapped = one.with_name("between")
+    for start, end in [(one, swapped), (other, one), (swapped, other)]:
+        start.rename(end)
+    assert newest(copied, said) == 1
+    for start, end in [(one, swapped), (other, one), (swapped, other)]:
+        start.rename(end)
+    assert newest(copied, said) == 2
+    one.unlink()
+    one.mkdir()
+    assert newest(copied, said) == 1
+    assert len(said) == 2 and "is not what was saved" in said[0] and "is missing" in said[1]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "missing", "added"])
 def test_a_file_cut_short_missing_or_added_is_found_and_the_one_before_is_taken(copied, said, damage):
     for file in files(copied / "2"):
@@ -277,6 +307,16 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(InputError, match=r"checkpoint\.dir=.*file.*cannot be written"):
             Checkpoints(settings(directory), print)
+
+
+def test_a_bucket_is_no_directory_of_that_name_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(checkpoint._directory("gs://bucket/run")) == "gs://bucket/run"
+    assert str(checkpoint._directory("run")) == str(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(InputError, match=r"^checkpoint\.dir=gs://bucket/run needs gcsfs: pip install -e '\.\[gcs\]'$"):
+        Checkpoints(replace(settings(tmp_path), dir="gs://bucket/run"), print)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("shape, dtype", [((64, 96), "float32"), ((64, 32), "bfloat16")])

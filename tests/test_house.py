@@ -16,8 +16,8 @@ FLOORS = [
     {"transformer", "loss"},  # the model
     # what training needs
     {"optimizer", "guard", "data", "sources", "tokenizer", "prepare", "metrics", "goodput", "profile", "stop"},
-    {"step", "checkpoint", "start", "train"},  # running; a checkpoint holds the step's State
-    {"plan"},  # beside it: what would run elsewhere
+    {"step", "replicas", "checkpoint", "start", "train"},  # running; a checkpoint holds the step's State
+    {"plan", "doctor"},  # beside it: what would run elsewhere, and whether it can be trusted
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))

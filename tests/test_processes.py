@@ -25,7 +25,7 @@ from shmap_tp.exits import LOST
 
 SECONDS = 120
 """What either may take, before both are killed."""
-GIVEN = ["train.steps=6", "checkpoint.every=3", "evaluate.every=3"]
+GIVEN = ["train.steps=6", "checkpoint.every=3", "evaluate.every=3", "train.check_replicas_every=2"]
 
 
 def free_job() -> int:

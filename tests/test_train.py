@@ -392,6 +392,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_steps_are_trained_again(str
     assert values(copied) == values(straight)
 
 
+def test_a_checkpoint_that_was_given_another_number_is_refused(copied):
+    """Every file is as it was saved; but the steps that follow would be of other data."""
+    where = copied / "run" / "checkpoints"
+    (where / "6").rename(where / "10")
+    said = refused(copied, "checkpoint.resume=must", "train.steps=12")
+    assert said == f"checkpoint {where}/10 holds the state after step 6: give the directory that name back"
+
+
 @pytest.mark.parametrize("resume", ["must", "if_present"])
 def test_a_run_with_no_intact_checkpoint_is_refused_with_their_names(copied, capsys, resume):
     for manifest in (copied / "run" / "checkpoints").glob(f"*/{MANIFEST}"):

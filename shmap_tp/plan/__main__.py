@@ -19,6 +19,7 @@ from shmap_tp.mesh import DP, MP
 from shmap_tp.plan import memory
 from shmap_tp.plan.account import account
 from shmap_tp.plan.benchmark import configuration, door
+from shmap_tp.plan.between import between, crossing
 from shmap_tp.plan.carried import carried
 from shmap_tp.plan.ledger import table, travelling
 from shmap_tp.plan.predict import Prediction, predict
@@ -62,8 +63,13 @@ def print_ledger(config: Config) -> None:
 
 
 def print_account(config: Config, made: Prediction) -> None:
-    """What the compiler made of the ledger."""
+    """What the compiler made of the ledger.  The module of one of several slices numbers only its own devices: of that,
+    what leaves it."""
     planned = travelling(theory(config, jnp.bfloat16), sizes(config))
+    if config.mesh.slices > 1:
+        print("\nBETWEEN SLICES, as compiled; " + crossing(planned, between(made.text)))
+        print(table(between(made.text)))
+        return
     found = account(planned, carried(made.text, sizes(config)), sizes(config))
     print("\nWHAT THE COMPILER MADE OF IT: " + ("as planned" if found.balanced else "NOT as planned"))
     print(found)

@@ -215,7 +215,10 @@ BAD = {
     ),
     "no such sides": ([*V5E[:-1], "3x3"], "--topology 3x3: v5e has no such slice; it has 2x2, 2x4,"),
     "wrong product": ([*V5E[:-1], "4x4"], "dp x mp = 4 is not the 16 devices of v5e 4x4"),
-    "slices": ([*V5E[:-2], "--slices", "3"], "--slices 3 does not divide dp x mp = 4 devices; choose a divisor"),
+    "slices": (
+        [*V5E[:-2], "--slices", "3"],
+        "--slices 3 does not divide --dp 2: mp reaches over one slice only; choose a divisor",
+    ),
     "model that cannot be cut": (
         ["--dp", "1", "--mp", "3", "--emulate"],
         "mesh.mp=3 does not divide heads=16 (model test); use mesh.mp in {1, 2, 4, 8, 16}",

@@ -73,7 +73,11 @@ GROUPS = {
     "{}": f"{DP} {MP}",
     "mesh['dp'=4,'mp'=4] {'mp'}": MP,
     "mesh['dp'=4,'mp'=4] {'dp','mp'}": f"{DP} {MP}",
-    "[8,2]<=[16]": str([[2 * i, 2 * i + 1] for i in range(8)]),  # half of mp: no axis of this mesh, so nothing planned
+    "[8,2]<=[16]": "mp:2/1",  # each two parts of mp that stand side by side
+    "[8,2]<=[2,8]T(1,0)": "dp:2/2",  # and two of dp, the second after the one before
+    "{{0,5},{1,4},{2,7},{3,6},{8,13},{9,12},{10,15},{11,14}}": str(
+        [[0, 5], [1, 4], [2, 7], [3, 6], [8, 13], [9, 12], [10, 15], [11, 14]]
+    ),  # no axis of this mesh, nor part of one, so nothing planned
 }
 
 

@@ -72,6 +72,11 @@ def check(arguments: argparse.Namespace) -> None:
             raise InputError(f"--{name} {given[name]} is too small; it must be 1 or more")
     if given.get("emulate") and (given.get("topology") is not None or given.get("slices", 1) != 1):
         raise InputError("--topology and --slices are of TPUs; leave them out, or leave out --emulate to predict")
+    slices = given.get("slices", 1)
+    if slices < 1 or (given[DP] is not None and given[DP] % slices):
+        raise InputError(
+            f"--slices {slices} does not divide --dp {given[DP]}: mp reaches over one slice only; choose a divisor"
+        )
     for name in ("json", "hlo"):
         file = given.get(name)
         if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):

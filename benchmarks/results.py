@@ -160,6 +160,9 @@ def baseline(found: list[dict]) -> str:
 Equal work beside MaxText: the same chips, shape, tokens a step and optimizer.  MaxText's step was compiled by the same
 libtpu and replayed by an earlier replay with the same kind of link model.
 
+`mesh.gradients=ring` is not always the faster.  It hides the reduction of the gradients only where there is memory to
+spare, and its products, made in up to 16 pieces, take longer: on v4 that costs more than it hides.
+
 {table(columns, lines)}
 """
 

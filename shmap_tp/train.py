@@ -29,6 +29,7 @@ from shmap_tp.layers.choice import named
 from shmap_tp.meeting import Place
 from shmap_tp.mesh import make_mesh
 from shmap_tp.metrics import Meter, Recorder, plot_losses, say
+from shmap_tp.notice import heeded
 from shmap_tp.prepare import prepare_stdlib
 from shmap_tp.processes import joined
 from shmap_tp.profile import Profile
@@ -52,7 +53,7 @@ def train(config: Config, place: Place | None = None) -> int:
         make_ready(config)
         programs = build_programs(config, mesh, dtype_of(config.train.precision))
         batches = Batches(config, programs.tokens)
-        with Checkpoints(config.checkpoint, say) as checkpoints:
+        with heeded(stop.told), Checkpoints(config.checkpoint, say) as checkpoints:
             run = Run(given, config, programs, batches, checkpoints, Replicas(programs.shapes), clock)
             return _loop(run, *start(config, programs, batches, checkpoints), stop)
     print(STOPPED_EARLY[1])

@@ -35,7 +35,7 @@ def before(monkeypatch, where: object, name: str, *, time: int = 1) -> None:
     monkeypatch.setattr(where, name, told)
 
 
-@pytest.mark.parametrize("name", ["make_mesh", "_prepare", "build_programs", "Batches", "_start", "named"])
+@pytest.mark.parametrize("name", ["make_mesh", "make_ready", "build_programs", "Batches", "start", "named"])
 def test_before_the_first_step_it_ends_with_nothing_saved(tmp_path, monkeypatch, capsys, name):
     """`named` is called as the step is about to be compiled."""
     former = signal.getsignal(signal.SIGTERM)

@@ -15,7 +15,8 @@ FLOORS = [
     {"layers"},  # the product
     {"transformer", "loss"},  # the model
     # what training needs
-    set("optimizer guard data sources tokenizer prepare metrics goodput profile stop notice".split()),
+    {"optimizer", "guard", "data", "sources", "tokenizer", "prepare"}
+    | {"metrics", "goodput", "profile", "stop", "notice"},
     {"step", "replicas", "checkpoint", "start", "train"},  # running; a checkpoint holds the step's State
     {"plan", "doctor"},  # beside it: what would run elsewhere, and whether it can be trusted
 ]

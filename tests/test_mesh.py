@@ -12,6 +12,7 @@ from stands import Stand, box
 
 from shmap_tp.config import Gradients, InputError, MeshConfig, Wire, Zero
 from shmap_tp.mesh import DP, MP, DpParts, Torus, make_mesh
+from shmap_tp.plan.ahead import coordinates
 
 BOXES = {
     "v2 4x4": (box("v2", 4, 4), 4),
@@ -138,6 +139,15 @@ def test_parts_meet_within_a_slice_and_between_slices(name):
     around = dict(parts.passed(1))
     for group in parts.beside or []:
         assert len({slices[i] for i in group}) == 1 and not {around[i] for i in group} & set(group)
+
+
+def test_the_module_of_a_slice_numbers_its_devices_as_the_mesh_does():
+    """Passing on around a ring is between neighbours by their numbers there, too."""
+    config = mesh_config(64, 1, zero=Zero.parameters, gradients=Gradients.ring, slices=2)
+    of_one = coordinates(make_mesh(config, box("v5e", 4, 8, slices=2)))
+    assert sorted(of_one) == sorted([*device.coords, 0] for device in box("v5e", 4, 8))
+    around = [of_one[2 * r] for r in range(16)]  # every second one is of the other ring
+    assert all(sum(abs(x - y) for x, y in zip(a, b, strict=True)) == 1 for a, b in itertools.pairwise(around))
 
 
 def test_a_ring_needs_a_divisor():

@@ -39,8 +39,14 @@ class Compiled:
 
 
 def coordinates(mesh: Mesh) -> list[list[int]]:
-    """[x, y, z, core] of each device of a TPU mesh, row by row."""
-    return [[*device.coords, device.core_on_chip] for device in mesh.devices.flat]
+    """[x, y, z, core] of each device of a TPU mesh, row by row; of several slices of those of one, which is whose
+    module a compiler makes, and numbers so."""
+    first = getattr(mesh.devices.flat[0], "slice_index", 0)
+    return [_place(device) for device in mesh.devices.flat if getattr(device, "slice_index", 0) == first]
+
+
+def _place(device: jax.Device) -> list[int]:
+    return [*device.coords, device.core_on_chip]
 
 
 def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cache: Path | None, options: dict | None = None) -> Compiled:
@@ -49,7 +55,8 @@ def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cache: Path | None, o
     slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
     versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    made_from = [lowered.as_text(), kind, coordinates(mesh), slices, versions, options or {}, flags]
+    places = [_place(device) for device in mesh.devices.flat]
+    made_from = [lowered.as_text(), kind, places, slices, versions, options or {}, flags]
     key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:24]
     kept = cache / f"{key}.json.gz" if cache else None
     if kept and kept.exists():

@@ -190,8 +190,8 @@ def scaling(found: list[dict]) -> str:
     if not lines:
         return ""
     columns = ["model", "slices", "tokens/s a chip", "of one slice's"]
-    return f"""Weak scaling over slices, which meet over the network between hosts (`mesh.slices`).  The compile time of 16b on
-two slices includes nine minutes in which it was stopped.
+    return f"""Weak scaling over slices, which meet over the network between hosts (`mesh.slices`).  The compile time of 16b
+on two slices includes nine minutes in which it was stopped.
 
 {table(columns, lines)}
 """

@@ -120,7 +120,7 @@ def predicted() -> str:
     columns += ["wire, zero, remat, attention", "step s"]
     columns += ["tokens/s a chip", "MFU / HFU", "exposed wires", "GiB a device", "compile s"]
     steps = f"## Steps on TPU slices, {kinds(found)}\n\n{commands(found)}\n\n{table(columns, lines)}"
-    return "\n".join([steps, baseline(found), scaling(found)]).rstrip() + "\n"
+    return "\n".join([steps, baseline(found).rstrip(), scaling(found)]).rstrip() + "\n"
 
 
 MAXTEXT = {
@@ -167,6 +167,12 @@ spare, and its products, made in up to 16 pieces, take longer: on v4 that costs 
 """
 
 
+SCALING = """
+Weak scaling over slices, which meet over the network between hosts (`mesh.slices`).  The compile time of 16b on two
+slices includes nine minutes in which it was stopped.
+"""
+
+
 def scaling(found: list[dict]) -> str:
     """Rows of several slices beside the same step of one, with as many tokens a chip."""
     lines = []
@@ -190,11 +196,7 @@ def scaling(found: list[dict]) -> str:
     if not lines:
         return ""
     columns = ["model", "slices", "tokens/s a chip", "of one slice's"]
-    return f"""Weak scaling over slices, which meet over the network between hosts (`mesh.slices`).  The compile time of 16b
-on two slices includes nine minutes in which it was stopped.
-
-{table(columns, lines)}
-"""
+    return f"{SCALING}\n{table(columns, lines)}\n"
 
 
 def kinds(found: list[dict]) -> str:

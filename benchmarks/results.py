@@ -161,7 +161,7 @@ Equal work beside MaxText: the same chips, shape, tokens a step and optimizer.  
 libtpu and replayed by an earlier replay with the same kind of link model.
 
 `mesh.gradients=ring` is not always the faster.  It hides the reduction of the gradients only where there is memory to
-spare, and its products, made in up to 16 pieces, take longer: on v4 that costs more than it hides.
+spare, and its products, made in up to 16 pieces, take longer.
 
 {table(columns, lines)}
 """

@@ -146,7 +146,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="of the TPU (default v3)")
     parser.add_argument("--topology", help="chips along each side of a slice, as in 4x8x8 (default: the most compact)")
-    parser.add_argument("--slices", type=int, default=1, help="how many slices, the outer part of dp (default 1)")
+    parser.add_argument("--slices", type=int, default=1, help="how many slices dp spans (default 1)")
     parser.add_argument("--emulate", type=int, metavar="N", help="run for real on N emulated CPU devices")
     parser.add_argument("--steps", type=int, default=10, help="how many are timed, where they are run (default 10)")
     parser.add_argument("--out", required=True, help="directory for the rows and the plot")

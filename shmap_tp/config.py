@@ -113,8 +113,8 @@ class MeshConfig:
     """How gradients of weights that dp shares go home, with zero=parameters.  scatter: one reduce-scatter after each
     product.  ring: in steps around a ring, each under the product of the next part."""
     slices: int
-    """How many slices dp spans: groups of devices with a fast network of their own, and a slow one in between, which is
-    crossed once per step."""
+    """How many slices dp spans: groups of devices with a fast network of their own, and a slow one in between.  With
+    zero=parameters only shards cross it, once per step."""
     processes: int
     """How many processes train together, one per host.  Start the same command on each: they find each other by their
     TPU, GKE or Slurm environment, or by --coordinator and --process-id of main.py."""

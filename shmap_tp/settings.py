@@ -19,6 +19,7 @@ from shmap_tp.config import (
     InputError,
     MeshConfig,
     ModelConfig,
+    OptimizerConfig,
     Positions,
     Wire,
     Zero,
@@ -82,6 +83,29 @@ def check(config: Config) -> None:
     model, mesh, train = config.model, config.mesh, config.train
     if isinstance(mesh.dp, str) and mesh.dp != AUTO:
         raise InputError(f"mesh.dp={mesh.dp} must be a whole number, or {AUTO}")
+    _check_sizes(config)
+    _check_optimizer(config.optimizer)
+    if train.profile is not None:
+        _check_profile(train.profile, train.steps)
+    for what, size in [
+        ("heads", model.heads),
+        ("ffn", model.ffn),
+        ("the padded vocabulary", padded_vocabulary(model)),
+    ]:
+        _check_divides(mesh.mp, f"{what}={size} (model {model.name})", size)
+    if mesh.wire != Wire.all_reduce:
+        _check_divides(mesh.mp, f"context={model.context} (model {model.name}, mesh.wire={mesh.wire})", model.context)
+    _check_heads(model, mesh.mp)
+    _check_gradients(mesh)
+    _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
+    part = train.batch // train.microbatches
+    if mesh.dp != AUTO:
+        _check_divides(mesh.slices, f"mesh.dp={mesh.dp}: mp does not reach from slice to slice", mesh.dp, "mesh.slices")
+        _check_divides(mesh.dp, f"a microbatch of {part} windows (train.batch / train.microbatches)", part, "mesh.dp")
+
+
+def _check_sizes(config: Config) -> None:
+    model, mesh, train = config.model, config.mesh, config.train
     for name, value, least in [
         ("run.seed", config.run.seed, 0),
         ("run.join_seconds", config.run.join_seconds, 1),
@@ -122,7 +146,9 @@ def check(config: Config) -> None:
             raise InputError(f"{name}={value} is too small; it must be {least} or more")
     if config.run.seed >= 2**32:  # the rest of its bits would be dropped
         raise InputError(f"run.seed={config.run.seed} is too large; it must be below 2^32 = {2**32}")
-    optimizer = config.optimizer
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.decay_steps <= optimizer.warmup_steps:
         raise InputError(
             f"optimizer.decay_steps={optimizer.decay_steps} must be above optimizer.warmup_steps="
@@ -130,23 +156,6 @@ def check(config: Config) -> None:
         )
     if not optimizer.clip_norm > 0:
         raise InputError(f"optimizer.clip_norm={optimizer.clip_norm} must be above 0; 1.0 is usual")
-    if train.profile is not None:
-        _check_profile(train.profile, train.steps)
-    for what, size in [
-        ("heads", model.heads),
-        ("ffn", model.ffn),
-        ("the padded vocabulary", padded_vocabulary(model)),
-    ]:
-        _check_divides(mesh.mp, f"{what}={size} (model {model.name})", size)
-    if mesh.wire != Wire.all_reduce:
-        _check_divides(mesh.mp, f"context={model.context} (model {model.name}, mesh.wire={mesh.wire})", model.context)
-    _check_heads(model, mesh.mp)
-    _check_gradients(mesh)
-    _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
-    part = train.batch // train.microbatches
-    if mesh.dp != AUTO:
-        _check_divides(mesh.slices, f"mesh.dp={mesh.dp}: mp does not reach from slice to slice", mesh.dp, "mesh.slices")
-        _check_divides(mesh.dp, f"a microbatch of {part} windows (train.batch / train.microbatches)", part, "mesh.dp")
 
 
 def settled(config: Config, devices: int | None = None) -> Config:

@@ -14,7 +14,9 @@ owed.
                                  up in float32
                        step      nothing: gradient and update are where the weight is
 
-Where dp spans slices, the slow network in between is crossed once per step, by the smallest shard there is:
+Where dp spans slices, gradients of matrices cross the slow network in between once per step, by the smallest shard
+there is, and so do shared weights.  (What SharedUpdate has updated is gathered over all of dp at once, and Everyone's
+gradients are summed so: what of these crosses, the compiler decides.)
 
     SharedUpdate       step      the reduce-scatter within each slice, then one between them: dw[D/slice] -> dw[D/dp]
     SharedWeight       step      first w[D/dp]  --all-gather between slices-->  w[D/slice], gathered within the slice

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tiny import lines, state_at, tiny, values
+from tiny import lines, run_straight, state_at, tiny, values
 
 from shmap_tp import stop, train
 from shmap_tp.exits import STOPPED
@@ -62,11 +62,7 @@ def test_what_does_not_listen_is_not_waited_for(monkeypatch):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("straight")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "machine_peak", lambda devices: None)
-        assert train.train(tiny(directory)) == 0
-    return directory
+    return run_straight(tmp_path_factory)
 
 
 @pytest.mark.parametrize("asking, step", [(6, 4), (12, 8)])

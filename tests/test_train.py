@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import BATCH, CONTEXT, bits, lines, state_at, tiny, values, write_tokens
+from tiny import BATCH, CONTEXT, bits, lines, run_straight, state_at, tiny, values, write_tokens
 
 from shmap_tp import metrics, train
 from shmap_tp.checkpoint import MANIFEST, Checkpoints
@@ -39,11 +39,7 @@ def no_peak(monkeypatch):
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
     """The tiny run from step 0 to 8 without a break; `run` and `data` lie in this directory."""
-    directory = tmp_path_factory.mktemp("straight")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "machine_peak", lambda devices: None)
-        assert train.train(tiny(directory)) == 0
-    return directory
+    return run_straight(tmp_path_factory)
 
 
 @pytest.fixture

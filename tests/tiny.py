@@ -12,8 +12,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import main
+from shmap_tp import train
 from shmap_tp.checkpoint import Checkpoints
 from shmap_tp.config import Config
 from shmap_tp.mesh import make_mesh
@@ -56,6 +58,15 @@ def overrides(directory: Path, *more: str) -> list[str]:
 def tiny(directory: Path, *more: str) -> Config:
     """The configuration of the tiny run; see `overrides`."""
     return load(FIRST, overrides(directory, *more))
+
+
+def run_straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny run from step 0 to 8 without a break; its peak, which takes a second, is not measured."""
+    directory = tmp_path_factory.mktemp("straight")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "machine_peak", lambda devices: None)
+        assert train.train(tiny(directory)) == 0
+    return directory
 
 
 def state_at(directory: Path, step: int) -> list[bytes]:

@@ -5,13 +5,14 @@ which says what becomes of it and which slices meet.  An all-reduce over all of 
 between slices, and within again; of that, too, only the middle one is here, padded to whole tiles.
 """
 
+import math
 import re
 from collections.abc import Iterable
 
 from shmap_tp.mesh import DP
-from shmap_tp.plan.carried import DTYPES
-from shmap_tp.plan.ledger import Direction, Entry, Operation, human, part_of, tally
-from shmap_tp.plan.module import ARRAY, parse
+from shmap_tp.plan.carried import DTYPES, direction
+from shmap_tp.plan.ledger import Entry, Operation, human, part_of, tally
+from shmap_tp.plan.module import ARRAY, array_bytes, parse
 
 KINDS = {
     "ALL_GATHER": Operation.all_gather,
@@ -29,19 +30,16 @@ def between(text: str) -> list[Entry]:
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             target = re.search(r"_xla_megascale_target=\"?\{([\d,]+)\}", instruction.attributes)
-            if instruction.opcode != "send" or not target:
+            runs = module.runs[computation.name]
+            if instruction.opcode != "send" or not target or runs == 0:
                 continue
             kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
-            runs = module.runs[computation.name]
-            if not kind or kind[1] not in KINDS or runs != int(runs):
+            if not kind or kind[1] not in KINDS or math.isnan(runs):
                 raise ValueError(f"{instruction.name}: what becomes of it, or how often, cannot be read")
-            dtype, bits, dims = ARRAY.search(instruction.shape).groups()
-            size = int(bits or 8) // 8
-            for side in filter(None, dims.split(",")):
-                size *= int(side)
+            dtype, size = DTYPES[ARRAY.search(instruction.shape)[1]], array_bytes(instruction.shape)[0]
             axis = part_of(DP, len(target[1].split(",")), 1)
-            once = Direction.once if runs <= 1 else Direction.backward
-            found += [Entry(instruction.name, KINDS[kind[1]], axis, DTYPES[dtype], size, int(runs), once)] * (runs > 0)
+            towards = direction(instruction.attributes, looped=runs > 1)
+            found.append(Entry(instruction.name, KINDS[kind[1]], axis, dtype, size, int(runs), towards))
     return found
 
 

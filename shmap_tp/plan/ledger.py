@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import jax.numpy as jnp
+
 from shmap_tp.mesh import Groups
 
 
@@ -52,6 +54,19 @@ class Entry:
     def total(self) -> int:
         """Bytes per step."""
         return self.bytes * self.count
+
+
+@dataclass(frozen=True)
+class Travels:
+    """An array as one device holds it, and how often it travels in a step."""
+
+    values: int
+    dtype: str
+    count: int
+
+    def over(self, axis: str, what: str, operation: Operation, direction: Direction) -> Entry:
+        size = self.values * jnp.dtype(self.dtype).itemsize
+        return Entry(what, operation, axis, self.dtype, size, self.count, direction)
 
 
 Key = tuple[Operation, str, str, int]

@@ -28,7 +28,7 @@ value where mp > N, which then are not summed A L times.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -37,30 +37,14 @@ from shmap_tp.config import (
     Block,
     Config,
     MeshConfig,
-    Mlp,
     ModelConfig,
-    Positions,
     Remat,
     Wire,
     Zero,
-    padded_vocabulary,
 )
-from shmap_tp.mesh import DP, MP, DpParts
-from shmap_tp.plan.ledger import Direction, Entry, Operation, among
-
-
-@dataclass(frozen=True)
-class Travels:
-    """An array as one device holds it, and how often it travels in a step."""
-
-    values: int
-    dtype: str
-    count: int
-
-    def over(self, axis: str, what: str, operation: Operation, direction: Direction) -> Entry:
-        size = self.values * jnp.dtype(self.dtype).itemsize
-        return Entry(what, operation, axis, self.dtype, size, self.count, direction)
-
+from shmap_tp.mesh import DP, MP
+from shmap_tp.plan.ledger import Direction, Entry, Operation, Travels
+from shmap_tp.plan.weights import holding, parameters, passes, summing, update, using
 
 # The wires
 
@@ -75,7 +59,7 @@ def entering(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) ->
     if mesh.wire == Wire.all_reduce:
         return [x.over(MP, what, Operation.all_reduce, Direction.backward)]
     part = replace(x, values=x.values // mesh.mp)
-    forward = [part.over(MP, what, Operation.all_gather, direction) for direction in _forward(again)]
+    forward = [part.over(MP, what, Operation.all_gather, direction) for direction in passes(again)]
     return [*forward, x.over(MP, what, Operation.reduce_scatter, Direction.backward)]
 
 
@@ -87,9 +71,9 @@ def leaving(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) -> 
     """
     what = f"{what} leave"
     if mesh.wire == Wire.all_reduce:
-        return [x.over(MP, what, Operation.all_reduce, direction) for direction in _forward(again)]
+        return [x.over(MP, what, Operation.all_reduce, direction) for direction in passes(again)]
     part = replace(x, values=x.values // mesh.mp)
-    forward = [x.over(MP, what, Operation.reduce_scatter, direction) for direction in _forward(again)]
+    forward = [x.over(MP, what, Operation.reduce_scatter, direction) for direction in passes(again)]
     return [*forward, part.over(MP, what, Operation.all_gather, Direction.backward)]
 
 
@@ -101,7 +85,7 @@ def into(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) -> lis
     """
     if mesh.wire != Wire.ring:
         return entering(mesh, what, x, again=again)
-    return _around(mesh, f"{what} into", x, [*_forward(again), Direction.backward])
+    return _around(mesh, f"{what} into", x, [*passes(again), Direction.backward])
 
 
 def out_of(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) -> list[Entry]:
@@ -112,21 +96,12 @@ def out_of(mesh: MeshConfig, what: str, x: Travels, *, again: bool = False) -> l
     """
     if mesh.wire != Wire.ring:
         return leaving(mesh, what, x, again=again)
-    return _around(mesh, f"{what} out of", x, [*_forward(again), Direction.backward])
+    return _around(mesh, f"{what} out of", x, [*passes(again), Direction.backward])
 
 
 def _around(mesh: MeshConfig, what: str, x: Travels, directions: list[Direction]) -> list[Entry]:
     part = replace(x, values=x.values // mesh.mp, count=x.count * (mesh.mp - 1))
     return [part.over(MP, what, Operation.ppermute, direction) for direction in directions if part.count]
-
-
-def _forward(again: bool) -> list[Direction]:
-    return [Direction.forward, Direction.recompute] if again else [Direction.forward]
-
-
-def summing(axis: str, what: str, x: Travels) -> list[Entry]:
-    """`sum_over(x, axis)`, after the last microbatch: one all-reduce."""
-    return [x.over(axis, what, Operation.all_reduce, Direction.once)]
 
 
 # The parts of a model
@@ -173,123 +148,6 @@ def cross_entropy(positions: Travels, chunk: int) -> list[Entry]:
     chunks = math.ceil(positions.values / chunk)
     each = replace(positions, values=3 * math.ceil(positions.values / chunks), count=positions.count * chunks)
     return [each.over(MP, "loss", Operation.all_gather, Direction.forward)]
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """An array of one layer, as mp leaves it to a device, and of how many layers there is one."""
-
-    shape: tuple[int, ...]
-    cut_by_mp: bool
-    layers: int = 1
-
-    def is_shared(self, dp: int) -> bool:
-        """A matrix, if dp divides one of its dims."""
-        return len(self.shape) > 1 and any(size % dp == 0 for size in self.shape)
-
-    def goes_around(self, dp: int) -> bool:
-        """Whether its gradient goes home in a ring: that of a product in a block, cut along rows or along columns."""
-        first = next(i for i, size in enumerate(self.shape) if size % dp == 0)
-        return self.cut_by_mp and first < 2
-
-    def travels(self, dtype: str, *, together: bool) -> Travels:
-        """All layers together, once, or one after the other."""
-        size = math.prod(self.shape)
-        return Travels(size * self.layers, dtype, 1) if together else Travels(size, dtype, self.layers)
-
-
-def parameters(model: ModelConfig, mp: int) -> dict[str, Parameter]:
-    width, layers, heads_are_cut = model.width, model.layers, mp <= model.kv_heads
-    table = Parameter((padded_vocabulary(model) // mp, width), cut_by_mp=True)
-    query, ffn = model.heads * model.head_dim // mp, model.ffn // mp
-    key_or_value = width, model.kv_heads // (mp if heads_are_cut else 1), model.head_dim
-    found = {"embedding": table, "query": Parameter((width, query), cut_by_mp=True, layers=layers)}
-    found |= dict.fromkeys(("key", "value"), Parameter(key_or_value, heads_are_cut, layers))
-    found |= {"out": Parameter((query, width), cut_by_mp=True, layers=layers)}
-    ups = ("up", "gate") if model.mlp == Mlp.swiglu else ("up",)
-    found |= dict.fromkeys(ups, Parameter((width, ffn), cut_by_mp=True, layers=layers))
-    found |= {"down": Parameter((ffn, width), cut_by_mp=True, layers=layers)}
-    norms = ["norm"] if model.block == Block.parallel else ["attention norm", "MLP norm"]
-    found |= dict.fromkeys(norms, Parameter((width,), cut_by_mp=False, layers=layers))
-    found |= {"final norm": Parameter((width,), cut_by_mp=False)}
-    if model.positions == Positions.learned:
-        found |= {"positions": Parameter((model.context, width), cut_by_mp=False)}
-    return found if model.tied else found | {"head": table}
-
-
-def using(config: Config, dtype: str) -> list[Entry]:
-    """What dp keeps in parts, gathered within a slice for each use: of a block in the backward pass once more, of a
-    tied embedding as the head, too; and its gradient on the way home."""
-    if config.mesh.zero != Zero.parameters:
-        return []
-    entries, parts = [], DpParts.of(config.mesh)
-    dp, inside = config.mesh.dp, among(DP, parts.inside)
-    uses = list(parameters(config.model, config.mesh.mp).items())
-    uses += [(name, table) for name, table in uses if name == "embedding" and config.model.tied]
-    for name, parameter in uses:
-        if parameter.is_shared(dp):
-            whole = parameter.travels(dtype, together=False)
-            whole = replace(whole, count=whole.count * config.train.microbatches)
-            again = name not in ("embedding", "positions", "head")
-            part = replace(whole, values=whole.values // dp * parts.slices)
-            entries += [part.over(inside, name, Operation.all_gather, direction) for direction in _forward(again)]
-            around = again and parts.ring > 1 and parameter.goes_around(dp)
-            entries += _home(whole, f"gradient of {name}", parts, around=around)
-    return entries
-
-
-def _home(whole: Travels, what: str, parts: DpParts, *, around: bool) -> list[Entry]:
-    """One reduce-scatter within the slice, or ring - 1 ppermutes of a part, and one between the rings of that."""
-    if not around:
-        return [whole.over(among(DP, parts.inside), what, Operation.reduce_scatter, Direction.backward)]
-    part = replace(whole, values=whole.values // parts.ring)
-    steps = replace(part, count=part.count * (parts.ring - 1))
-    entries = [steps.over(DP, what, Operation.ppermute, Direction.backward)]
-    if parts.beside is not None:
-        entries.append(part.over(among(DP, parts.beside), what, Operation.reduce_scatter, Direction.backward))
-    return entries
-
-
-def holding(config: Config) -> list[Entry]:
-    """What dp keeps in parts, gathered between slices once."""
-    parts, entries = DpParts.of(config.mesh), []
-    if config.mesh.zero != Zero.parameters or parts.slices == 1:
-        return []
-    for name, parameter in parameters(config.model, config.mesh.mp).items():
-        if parameter.is_shared(parts.count):
-            whole = parameter.travels("float32", together=True)
-            part = replace(whole, values=whole.values // parts.count)
-            entries.append(part.over(among(DP, parts.between), name, Operation.all_gather, Direction.once))
-    return entries
-
-
-def update(config: Config) -> list[Entry]:
-    """The gradients over dp, the norm, and where dp shares the update, what has been updated; gradients of shared
-    weights have met.
-
-    Where the wire cuts time, over mp after that, the gradients of what mp does not cut: of what is shared, the parts.
-    The squares of the norm are summed over just the axes that cut a gradient: one all-reduce for each such set of axes.
-    """
-    entries, axes, dp, parts = [], set(), config.mesh.dp, DpParts.of(config.mesh)
-    for name, parameter in parameters(config.model, config.mesh.mp).items():
-        is_shared = config.mesh.zero != Zero.none and parameter.is_shared(dp)
-        axes.add((DP,) * is_shared + (MP,) * parameter.cut_by_mp)
-        whole = parameter.travels("float32", together=True)
-        own = replace(whole, values=whole.values // dp) if is_shared else whole
-        if is_shared and parts.slices > 1:
-            held = replace(whole, values=whole.values // dp * parts.slices)
-            between = among(DP, parts.between)
-            entries.append(held.over(between, f"gradient of {name}", Operation.reduce_scatter, Direction.once))
-        if is_shared and config.mesh.zero == Zero.optimizer:
-            inside = among(DP, parts.inside)
-            entries.append(whole.over(inside, f"gradient of {name}", Operation.reduce_scatter, Direction.once))
-            entries.append(own.over(DP, f"update of {name}", Operation.all_gather, Direction.once))
-        if not is_shared:
-            entries += summing(DP, f"gradient of {name}", whole)
-        if config.mesh.wire != Wire.all_reduce and not parameter.cut_by_mp:
-            entries += summing(MP, f"gradient of {name}", own)
-    norms = [summing(" ".join(each), "norm of gradients", Travels(1, "float32", 1)) for each in sorted(axes) if each]
-    return entries + [entry for norm in norms for entry in norm]
 
 
 # The programs

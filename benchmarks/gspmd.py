@@ -32,8 +32,9 @@ from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.positions import Alibi, AnyPositions, alibi_slopes
 from shmap_tp.mesh import DP, MP
 from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
+from shmap_tp.remat import checkpointed
 from shmap_tp.step import Programs, State, build_programs
-from shmap_tp.transformer import POLICIES, ParallelBlock, SequentialBlock, Transformer
+from shmap_tp.transformer import ParallelBlock, SequentialBlock, Transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ def transformer(params: Transformer, ids_BT: Int[Array, "B T"], dtype: DTypeLike
         return lay(apply_block(block, x_BTD, params.positions, lay), DP, None, None), None
 
     if params.remat != Remat.none:
-        layer = jax.checkpoint(layer, policy=POLICIES[params.remat], prevent_cse=False)
+        layer = checkpointed(layer, params.remat, params.offload)
     x_BTD, _ = lax.scan(layer, x_BTD, params.blocks)
     table = params.embedding if params.head is None else params.head
     return lay(matmul(lay(params.norm(x_BTD), DP, None, None), table.weight.T), DP, None, MP)

@@ -48,7 +48,8 @@ def seconds(value: float | None) -> str:
 def memory(row: dict) -> str:
     needs = "-" if row["peak_bytes_per_device"] is None else f"{row['peak_bytes_per_device'] / GIB:.2f}"
     has = "" if row["limit_bytes_per_device"] is None else f" of {row['limit_bytes_per_device'] / GIB:.2f}"
-    return f"{needs}{has}" + ("" if row["fits"] else ", **does not fit**")
+    host = f", host {row['host_bytes_per_device'] / GIB:.1f}" if row.get("host_bytes_per_device") else ""
+    return f"{needs}{has}{host}" + ("" if row["fits"] else ", **does not fit**")
 
 
 def published() -> str:
@@ -98,6 +99,10 @@ def _shared(row: dict) -> str:
     return row["zero"] + (f", gradients {row['gradients']}" if row.get("gradients", "scatter") != "scatter" else "")
 
 
+def _kept(row: dict) -> str:
+    return row["remat"] + (f", offload {' + '.join(row['offload'])}" if row.get("offload") else "")
+
+
 def predicted() -> str:
     found = rows("tpu")
     lines = [
@@ -106,7 +111,7 @@ def predicted() -> str:
             f"{row['chips']} x {row['device_kind']}" + (f" x {row['slices']} slices" if row["slices"] > 1 else ""),
             f"({row['dp']}, {row['mp']}) on {'x'.join(map(str, row['tile'] or []))}",
             f"{row['tokens_per_step']:,} / {row['microbatches']}",
-            f"{row['wire']}, {_shared(row)}, {row['remat']}, {row['attention']}",
+            f"{row['wire']}, {_shared(row)}, {_kept(row)}, {row['attention']}",
             seconds(row["step_seconds"]),
             f"{row['tokens_per_second_per_chip']:,.0f}" if row["tokens_per_second_per_chip"] else "-",
             f"{percent(row['mfu'])} / {percent(row['hfu'])}",
@@ -185,6 +190,7 @@ def scaling(found: list[dict]) -> str:
             if one["slices"] == 1
             and one["tokens_per_step"] / one["chips"] == share
             and one.get("gradients", "scatter") == row.get("gradients", "scatter")
+            and one.get("offload", []) == row.get("offload", [])
             and all(one[name] == row[name] for name in alike)
         ]
         rate = row["tokens_per_second_per_chip"]

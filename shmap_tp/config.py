@@ -44,7 +44,27 @@ class Remat(StrEnum):
     none = "none"
     full = "full"
     attention = "attention"
+    mlp = "mlp"
     dots = "dots"
+
+
+class Kept(StrEnum):
+    """Of a block's work, by `remat.py`."""
+
+    input = "input"
+    left = "left"
+    attention = "attention"
+    mlp = "mlp"
+
+
+KEPT = {
+    Remat.none: (),
+    Remat.full: (Kept.input,),
+    Remat.attention: (Kept.input, Kept.left, Kept.attention),
+    Remat.mlp: (Kept.input, Kept.left, Kept.mlp),
+    Remat.dots: (Kept.input, Kept.left, Kept.attention, Kept.mlp),
+}
+"""What can be offloaded of what each keeps by name; `none` keeps all there is, by no name."""
 
 
 class AttentionKernel(StrEnum):
@@ -153,7 +173,10 @@ class ModelConfig:
     """Standard deviation of the initial weights; what writes to the residual stream is scaled by (2 layers)^-1/2."""
     remat: Remat
     """What the backward pass recomputes.  none: nothing.  full: the block, from its input.
-    dots: everything but matrix products and what a collective returned.  attention: the MLP's first products, too."""
+    dots: everything but matrix products and what a collective returned.  attention: the MLP's first products, too.
+    mlp: what attention needs and made, too."""
+    offload: list[Kept]
+    """What of all that is kept in the host's memory meanwhile: any of input, left, attention, mlp that remat keeps."""
     attention: AttentionKernel
     """What computes softmax(q k') v.  chunked: XLA, attention_chunk queries at a time.  splash: a TPU kernel, v4 and
     later.  cudnn: NVIDIA's.  auto: the kernel of the devices, where it can run this model; else chunked."""

@@ -7,6 +7,7 @@ FLOP/s over the FLOPs of all matrix units in a cycle: it turns the compiler's cy
 
 CLOUD   cloud.google.com/tpu/docs, the system architecture and the page of each version
 NORRIE  Norrie et al. 2021, "The Design Process for Google's Training Chips: TPUv2 and TPUv3", IEEE Micro 41(2)
+BOOK    Austin et al. 2025, "How to Scale Your Model", chapter on TPUs, https://jax-ml.github.io/scaling-book/tpus
 NVIDIA  data sheets
 """
 
@@ -57,6 +58,8 @@ class Generation:
     """Chips of a host, along each side."""
     source: str
     """Where `link_rate` and `wraps_at` come from."""
+    host_rate: float = 1.6e10
+    """Bytes/s of a chip to its host's memory, and as much from it (BOOK)."""
 
     def wraps(self, side: int) -> bool:
         """Whether a side of so many chips closes to a ring."""
@@ -131,7 +134,16 @@ GENERATIONS = {
     ),
     "v5p": Generation("TPU v5", "v5", 1, 3, 9e10, 4, (16, 16, 24), (2, 2, 1), "CLOUD, 4800 Gbit/s of 6 links, as v4"),
     "v6e": Generation(
-        "TPU v6 lite", "v6e", 1, 2, 9e10, 16, (16, 16), (2, 2), "CLOUD, 4 x 200 GB/s both ways; the pod is 16 x 16"
+        "TPU v6 lite",
+        "v6e",
+        1,
+        2,
+        9e10,
+        16,
+        (16, 16),
+        (2, 2),
+        "CLOUD, 4 x 200 GB/s both ways; the pod is 16 x 16",
+        3.2e10,
     ),
     "tpu7x": Generation(
         "TPU7x", "tpu7x", 2, 3, 1e11, 4, (16, 16, 16), (2, 2, 1), "CLOUD, 1200 GB/s of 6 links both ways, as v4"

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
+from typing import get_args, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -14,6 +15,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from shmap_tp.config import (
     AUTO,
+    KEPT,
     Config,
     Gradients,
     InputError,
@@ -96,6 +98,7 @@ def check(config: Config) -> None:
     if mesh.wire != Wire.all_reduce:
         _check_divides(mesh.mp, f"context={model.context} (model {model.name}, mesh.wire={mesh.wire})", model.context)
     _check_heads(model, mesh.mp)
+    _check_offload(model)
     _check_gradients(mesh)
     _check_divides(train.microbatches, f"train.batch={train.batch}", train.batch, "train.microbatches")
     part = train.batch // train.microbatches
@@ -240,6 +243,13 @@ def _check_heads(model: ModelConfig, mp: int) -> None:
         raise InputError(f"rotary positions turn pairs: model.head_dim={model.head_dim} must be even")
 
 
+def _check_offload(model: ModelConfig) -> None:
+    for name in model.offload:
+        if name not in KEPT[model.remat]:
+            keeps = ", ".join(KEPT[model.remat]) or "all that the gradients read, by no name"
+            raise InputError(f"model.offload has {name}, but model.remat={model.remat} keeps {keeps}")
+
+
 def _explain(error: Exception, file: str) -> str:
     """One line on what the YAML reader, Hydra or OmegaConf found: where, what, and the way out."""
     if isinstance(error, UnicodeDecodeError | yaml.reader.ReaderError):
@@ -272,8 +282,11 @@ def _explain(error: Exception, file: str) -> str:
 
 def _kind(key: str) -> str:
     """What the schema says the value of `key` is."""
-    section, _, name = key.partition("[")[0].partition(".")  # of a list, the list's
+    whole, _, item = key.partition("[")
+    section, _, name = whole.partition(".")
     kind = Config.__dataclass_fields__[section].type.__dataclass_fields__[name].type
+    if item and get_origin(kind) is list:
+        (kind,) = get_args(kind)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(kind)}"
     return f"of type {getattr(kind, '__name__', kind)}"

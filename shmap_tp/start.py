@@ -86,7 +86,8 @@ def _refuse_differences(saved: dict[str, Any], config: Config, order: dict[str, 
 
 def _decisive(model: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
     """All that must not change within a run, by the key that sets it.  Names and ways to compute the same may."""
-    shape = {f"model.{key}": model[key] for key in model.keys() - {"name", "remat", "attention", "attention_chunk"}}
+    same = {"name", "remat", "offload", "attention", "attention_chunk"}
+    shape = {f"model.{key}": model[key] for key in model.keys() - same}
     files = {
         f"data.dir ({split}.bin)": f"{order[split]['tokens']} tokens of sha256 {order[split]['sha256'][:12]}"
         for split in SPLITS

@@ -27,44 +27,19 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.collectives import LEFT
-from shmap_tp.config import Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
-from shmap_tp.layers.attention import QUERY_KEY_VALUE, AnyAttention, Attention
+from shmap_tp.config import Block, Kept, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
+from shmap_tp.layers.attention import AnyAttention, Attention
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from shmap_tp.layers.kernels import ATTENDED
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, AnyPositions, Learned, Rotary
-from shmap_tp.mesh import DP
+from shmap_tp.remat import checkpointed
 from shmap_tp.sharding import stacked
 from shmap_tp.wire import AnyWire
 from shmap_tp.zero import are_gathered, use
 
 NORMS = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
 MLPS = {Mlp.gelu: GeluMlp, Mlp.swiglu: SwigluMlp}
-LAYOUT = {
-    *("reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "dynamic_slice", "slice"),
-    *("pvary", "pcast"),
-}
-"""Operations that compute nothing: what one of them made of a gathered weight is that weight."""
-
-
-def all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keep everything but weights that were gathered over dp, and what is only another view of an array."""
-    gathered = primitive.name == "all_gather" and DP in params["axis_name"]
-    return not gathered and primitive.name not in LAYOUT
-
-
-POLICIES = {
-    Remat.none: all_but_weights,
-    Remat.full: jax.checkpoint_policies.nothing_saveable,
-    Remat.dots: jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(LEFT, QUERY_KEY_VALUE, ATTENDED),
-    ),
-    Remat.attention: jax.checkpoint_policies.save_only_these_names(LEFT, QUERY_KEY_VALUE, ATTENDED),
-}
-"""What the backward pass finds kept.  None of them keeps a weight that dp shares: it is gathered again."""
 
 
 def _attention(config: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Attention:
@@ -155,6 +130,7 @@ class Transformer(eqx.Module):
     norm: LayerNorm | RMSNorm
     head: VocabParallelHead | None
     remat: Remat = eqx.field(static=True)
+    offload: tuple[Kept, ...] = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray):
         key_embedding, key_positions, key_blocks, key_head = jax.random.split(key, 4)
@@ -166,7 +142,7 @@ class Transformer(eqx.Module):
         self.blocks = eqx.filter_vmap(lambda key: block(config, attend, key=key))(keys)
         self.norm = NORMS[config.norm](config.width)
         self.head = None if config.tied else VocabParallelHead(*table, std=config.init_std, key=key_head)
-        self.remat = config.remat
+        self.remat, self.offload = config.remat, tuple(config.offload)
 
     def table(self, dtype: DTypeLike, owners: Any) -> Float[Array, "V D"]:
         """w[V/mp D] of logits = h @ w': the head's own, or the embedding's where the two are tied."""
@@ -187,7 +163,7 @@ class Transformer(eqx.Module):
             return use(owners.blocks, block, dtype)(x_BTD, positions, wire), None
 
         if self.remat != Remat.none or are_gathered(owners.blocks):
-            layer = jax.checkpoint(layer, policy=POLICIES[self.remat], prevent_cse=False)
+            layer = checkpointed(layer, self.remat, self.offload)
         with jax.named_scope("blocks"):
             x_BTD, _ = lax.scan(layer, x_BTD, self.blocks)
         with jax.named_scope("head"):

@@ -50,7 +50,7 @@ EXPECTED = {
 TINY = ModelConfig(
     name="tiny", width=8, layers=2, heads=6, kv_heads=3, head_dim=5, ffn=7, vocabulary=11, vocabulary_multiple=4,
     context=4, block=Block.sequential, norm=Norm.rmsnorm, mlp=Mlp.swiglu, positions=Positions.learned, tied=False,
-    init_std=0.02, remat=Remat.none,
+    init_std=0.02, remat=Remat.none, offload=[],
     attention=AttentionKernel.chunked, attention_chunk=4,
 )  # fmt: skip
 
@@ -176,6 +176,9 @@ def test_recomputation_by_hand():
     assert hardware_flops_per_token(replace(dots, attention_chunk=2)) == model + 240
     assert hardware_flops_per_token(keeps) == model + 240 + 448
     assert hardware_flops_per_token(replace(keeps, mlp=Mlp.gelu)) == model - 3 * 224 + 240 + 224
+    mlp = replace(TINY, remat=Remat.mlp)
+    assert hardware_flops_per_token(mlp) == model + (2880 - 960) + 240 + 240
+    assert hardware_flops_per_token(replace(mlp, attention_chunk=2)) == model + (2880 - 960) + 240 + 240 + 240
     assert hardware_flops_per_token(full) == model + 2880 + 480 + 672
     assert hardware_flops_per_token(replace(full, attention_chunk=2)) == model + 2880 + 480 + 672 + 240
     assert recomputed_terms(full)["head"] == 0

@@ -133,6 +133,7 @@ PROGRAMS = {
     "sequential": "block=sequential",
     "sequential dots": "block=sequential remat=dots",
     "sequential attention": "block=sequential remat=attention",
+    "sequential MLP, offloaded": "block=sequential remat=mlp offload=[input,mlp] mlp=swiglu",
     "sequential full": "block=sequential remat=full",
     "in chunks": "attention_chunk=3 train.loss_chunk=14",
     "in chunks, full": "attention_chunk=3 remat=full",

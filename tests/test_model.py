@@ -39,17 +39,18 @@ MODELS = {
         "model.block=sequential", "model.positions=learned", "model.kv_heads=1", "model.vocabulary=64",
         "model.remat=full", "train.z_loss=0.01",
     ],
-    "sequence: parallel rmsnorm swiglu rotary, 2 kv heads of 8, in chunks of 3, dots, z-loss in chunks of 7": [
+    "sequence: parallel rmsnorm swiglu rotary, 2 kv heads of 8, in chunks of 3, dots, offload, z-loss in chunks of 7": [
+        "model.offload=[input,left,attention,mlp]",
         "mesh.wire=sequence", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary",
         "model.kv_heads=2", "model.attention_chunk=3", "model.remat=dots", "train.z_loss=0.01", "train.loss_chunk=7",
     ],
-    "sharded: sequential rmsnorm gelu learned, 2 kv heads of 8, in chunks of 3, attention, z-loss": [
+    "sharded: sequential rmsnorm gelu learned, 2 kv heads of 8, in chunks of 3, MLP, z-loss": [
         "mesh.zero=parameters", "model.block=sequential", "model.norm=rmsnorm", "model.positions=learned",
-        "model.kv_heads=2", "model.attention_chunk=3", "model.remat=attention", "train.z_loss=0.01",
+        "model.kv_heads=2", "model.attention_chunk=3", "model.remat=mlp", "train.z_loss=0.01",
     ],
-    "sharded over two slices, gradients in rings: parallel rmsnorm swiglu rotary, 2 kv heads of 8, dots": [
+    "sharded over two slices, gradients in rings: parallel rmsnorm swiglu rotary, 2 kv heads of 8, attention": [
         "mesh.zero=parameters", "mesh.gradients=ring", "mesh.slices=2", "model.norm=rmsnorm", "model.mlp=swiglu",
-        "model.positions=rotary", "model.kv_heads=2", "model.remat=dots",
+        "model.positions=rotary", "model.kv_heads=2", "model.remat=attention",
     ],
     "sequence, sharded, gradients in a ring: sequential layernorm gelu learned, 1 kv head of 8, tied, full": [
         "mesh.zero=parameters", "mesh.gradients=ring", "mesh.wire=sequence", "model.context=8",
@@ -63,7 +64,8 @@ MODELS = {
         "mesh.wire=ring", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary",
         "model.kv_heads=2", "model.attention_chunk=3", "model.remat=dots", "train.z_loss=0.01", "train.loss_chunk=7",
     ],
-    "ring, sharded: sequential layernorm gelu learned, 1 kv head of 8, tied, full": [
+    "ring, sharded: sequential layernorm gelu learned, 1 kv head of 8, tied, full, input on the host": [
+        "model.offload=[input]",
         "mesh.zero=parameters", "mesh.wire=ring", "model.context=8", "model.block=sequential",
         "model.positions=learned", "model.kv_heads=1", "model.tied=true", "model.remat=full",
     ],

@@ -448,6 +448,41 @@ def test_copies_run_beside_compute_and_are_no_communication():
     assert spent.exposed_comm_seconds == 0 and spent.comm_seconds == pytest.approx(GATHER)
 
 
+HOST_RATE = GENERATIONS["v5e"].host_rate
+
+
+def test_what_the_host_keeps_goes_there_and_back_beside_everything_else():
+    """Writes one after the other, reads too, both at once."""
+    once = 2 * 16 * 4096 / HOST_RATE
+    all_of_it, part = "bf16[8,16,4096]{2,1,0:T(8,128)(2,1)S(5)}", "bf16[1,16,4096]{2,1,0:T(8,128)(2,1)}"
+
+    def write(name: str) -> str:
+        return f"%{name} = (({all_of_it}, {part}, s32[]), {all_of_it}, u32[]{{:S(2)}}) dynamic-update-slice-start(%x)"
+
+    def read(name: str) -> str:
+        return f"%{name} = (({all_of_it}, s32[]), {part}, u32[]{{:S(2)}}) dynamic-slice-start(%x)"
+
+    both = f"{write('w')}\n{read('r')}\n{copy('c')}\n{fusion('f', once / 2)}"
+    waits = f"{done('w', 'dynamic-update-slice-done')}\n{done('r', 'dynamic-slice-done')}"
+    spent = run(f"{both}\n{waits}")
+    assert spent.seconds == about(once) and spent.comm_seconds == 0
+    assert spent.places == {"mlp": about(once / 2), "waiting for the host, writes": about(once / 2)} | dict.fromkeys(
+        ["waiting for the host, reads"], about(0)
+    )
+    assert run(f"{write('w')}\n{write('v')}\n{done('v', 'dynamic-update-slice-done')}").seconds == about(2 * once)
+    assert run(f"{read('r')}\n{read('q')}\n{done('q', 'dynamic-slice-done')}").seconds == about(2 * once)
+
+
+@pytest.mark.parametrize(
+    ("result", "source", "where"),
+    [("S(5)", "", "the host, writes"), ("", "S(5)", "the host, reads"), ("S(1)", "", "copies")],
+)
+def test_a_copy_says_by_its_result_where_it_goes(result, source, where):
+    to, of = (f"bf16[16,4096]{{1,0:T(8,128)(2,1){space}}}" for space in (result, source))
+    spent = run(f"%c = ({to}, {of}, u32[]) copy-start(%x)\n{done('c', 'copy-done')}")
+    assert spent.places == {f"waiting for {where}": spent.seconds}
+
+
 def test_of_a_slice_only_what_is_taken_is_copied():
     taken = "bf16[16,4096]{1,0}"
     spent = run(f"%s = (({X}), {taken}, s32[]) slice-start(%x)\n%s.done = {taken} slice-done(%s)")

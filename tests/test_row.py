@@ -64,6 +64,9 @@ TRACED = {
     "padded": ["model.vocabulary=200"],
     "loss in chunks": ["train.loss_chunk=16"],
     "dots": ["model.remat=dots"],
+    "mlp": ["model.remat=mlp"],
+    "mlp, sequential, in chunks": ["model.remat=mlp", "model.block=sequential", "model.attention_chunk=8"],
+    "all on the host": ["model.remat=dots", "model.offload=[input,left,attention,mlp]"],
     "dots in chunks": ["model.remat=dots", "model.attention_chunk=8"],
     "attention": ["model.remat=attention"],
     "attention in chunks, swiglu, sequential": [

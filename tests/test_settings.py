@@ -164,6 +164,8 @@ OVERRIDES = {
     "mesh.wire=line": "mesh.wire=line must be one of all_reduce, sequence, ring",
     "mesh.slices=3": "mesh.slices=3 does not divide mesh.dp=2: mp does not reach from slice to slice; use mesh",
     "mesh.gradients=ring": "mesh.gradients=ring is of weights that dp shares, but mesh.zero=none; set mesh.zero=param",
+    "model.offload=[mlp]": "model.offload has mlp, but model.remat=none keeps all that the gradients read, by no name",
+    "model.offload=[heads]": "model.offload[0]=heads must be one of input, left, attention, mlp",
     "model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=8; choose a divisor",
     "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 windows (train.batch / train.microbatches); "
     "use mesh.dp in {1, 2, 4, 8, 16}",

@@ -30,7 +30,9 @@ from jaxtyping import Array, Float
 from shmap_tp.collectives import vary, varying
 
 ATTENDED = "attended"
-"""Names what attention made, so that a remat policy can keep it: the output; of a kernel, each query's denominator."""
+"""Names what attention made, so that a remat policy can keep it."""
+DENOMINATORS = "denominators"
+"""Names what a kernel's backward pass needs besides: one number for each query of each head."""
 
 BLOCKS = (512, 256, 128)
 """Positions of a block of queries and of keys: the first that divides T.  With larger ones more of the masked half is
@@ -160,14 +162,15 @@ def _attend(kernel: "Splash | Cudnn", q: Array, k: Array, v: Array) -> Array:
 
 
 def _forward(kernel: "Splash | Cudnn", q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-    """(output, what the backward kernel needs): of those, all that the forward kernel made is named ATTENDED."""
+    """(output, what the backward kernel needs): of those, what the forward kernel made is named."""
 
     def run(*qkv: Array) -> tuple[Array, Any]:
         known = {id(x): x for x in qkv}
 
         def named(x: Array) -> Array:
             if id(x) not in known:
-                known[id(x)] = checkpoint_name(x, ATTENDED) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                name = ATTENDED if x.size == q.size else DENOMINATORS
+                known[id(x)] = checkpoint_name(x, name) if jnp.issubdtype(x.dtype, jnp.floating) else x
             return known[id(x)]
 
         return jax.tree.map(named, jax.vjp(kernel.run, *qkv))

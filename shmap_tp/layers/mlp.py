@@ -11,10 +11,14 @@ The activation is of each position by itself: the order in which a wire hands th
 
 import equinox as eqx
 import jax
-from jaxtyping import PRNGKeyArray
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.collectives import Columns, Product
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+HIDDEN = "hidden"
+"""Names the first products, so that a remat policy can keep them."""
 
 
 class GeluMlp(eqx.Module):
@@ -33,7 +37,7 @@ class GeluMlp(eqx.Module):
         return (self.up,)
 
     def __call__(self, up: Product) -> Product:
-        return jax.tree.map(jax.nn.gelu, up)
+        return jax.tree.map(lambda up: jax.nn.gelu(_kept(up)), up)
 
 
 class SwigluMlp(eqx.Module):
@@ -54,4 +58,8 @@ class SwigluMlp(eqx.Module):
         return self.gate, self.up
 
     def __call__(self, gate: Product, up: Product) -> Product:
-        return jax.tree.map(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+        return jax.tree.map(lambda gate, up: jax.nn.silu(_kept(gate)) * _kept(up), gate, up)
+
+
+def _kept(x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+    return checkpoint_name(x, HIDDEN)

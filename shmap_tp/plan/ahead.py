@@ -13,6 +13,7 @@ import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -27,11 +28,14 @@ class Compiled:
     text: str | None
     """The scheduled module; None where it does not fit."""
     peak_bytes: int | float
-    """Most memory in use at a time; where it does not fit, what the compiler says that it needs."""
+    """Most memory in use at a time, an upper bound where the host keeps some; where it does not fit, what the compiler
+    says that it needs."""
     limit_bytes: int | float
     argument_bytes: int | None
     seconds: float
     """The compiler took, when it was asked."""
+    host_bytes: int = 0
+    """What is kept in the host's memory; no part of `peak_bytes`."""
 
     @property
     def fits(self) -> bool:
@@ -93,4 +97,14 @@ def _compile(lowered: jax.stages.Lowered, limit: float, options: dict | None) ->
         return Compiled(None, *figures, None, time.perf_counter() - start)
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
-    return Compiled(program.as_text(), memory.peak_memory_in_bytes, limit, memory.argument_size_in_bytes, seconds)
+    host = memory.host_temp_size_in_bytes
+    peak = min(most_bytes(memory), limit) if host else memory.peak_memory_in_bytes
+    return Compiled(program.as_text(), peak, limit, memory.argument_size_in_bytes, seconds, host)
+
+
+def most_bytes(memory: Any) -> int:
+    """Of a device, at most, for a program that keeps some in its host's memory: arguments, results and temporaries as
+    if all were there at once, since the compiler's own peak counts the host's bytes with them.  It may be more than
+    there is, where the program fits all the same."""
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes

@@ -47,6 +47,11 @@ class Links:
         at = np.array(coordinates)
         return cls(generation, at, tuple(int(side) + 1 for side in at[:, :3].max(axis=0)))
 
+    @property
+    def host_rate(self) -> float:
+        """Bytes/s of one device to the memory of its host, and from there."""
+        return self.generation.host_rate / self.generation.cores
+
     def collective(self, kind: str, whole: float, group: Sequence[int], *, one_ring: bool = False) -> float:
         """Seconds of `kind` (all-gather, reduce-scatter, all-reduce, all-to-all) on `whole` bytes of the whole array,
         among the devices of one group; `one_ring` where the compiler goes once around all of them."""

@@ -72,6 +72,7 @@ def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Bui
         "step_seconds": statistics.median(seconds),
         "step_seconds_range": [min(seconds), max(seconds)],
         "peak_bytes_per_device": stats.get("peak_bytes_in_use", step.memory_analysis().peak_memory_in_bytes),
+        "host_bytes_per_device": step.memory_analysis().host_temp_size_in_bytes,
         "fits": True,
         "compile_seconds": compile_seconds,
     }

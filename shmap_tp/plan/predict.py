@@ -75,6 +75,7 @@ def predict(config: Config, asked: Slice, build: Builder = build_programs, cache
         program=EXPLICIT if build is build_programs else build.__module__,
         peak_bytes_per_device=compiled.peak_bytes,
         limit_bytes_per_device=compiled.limit_bytes,
+        host_bytes_per_device=compiled.host_bytes,
         fits=compiled.fits,
         compile_seconds=compiled.seconds,
         versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},

@@ -4,7 +4,8 @@
     collectives   plan/links.py; each begins when those before it on the same links have ended; a sync one stops the
                   clock until it is done, for an async one its -done does; ppermutes to a neighbour share links only
                   with those that send between the same chips: both directions of a ring flow at once
-    copies        between memory and the cores' own: async, bytes / memory rate, one after the other
+    copies        between memory and the cores' own: async, bytes / memory rate, one after the other; to and from the
+                  host's memory: bytes / host rate, one after the other each way
     loops         the body's time x its true trip count, from the start, step and limit in the text
     kernels       Pallas: the FLOPs that the kernel declares, at KERNEL_EFFICIENCY of the peak; splash attention, which
                   declares none: those of the blocks that it computes (`splash_flops`)
@@ -39,6 +40,8 @@ FREE = {
 }
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
+HOST = "S(5)"
+"""The memory space that is the host's, in a layout."""
 KERNEL = "tpu_custom_call"
 FLAG = 8
 """Bytes of the flags and counters that an async tuple carries beside its arrays, at most."""
@@ -171,7 +174,10 @@ class _Walk:
             return "network", 0.0
         if kind in COPIES:
             parts = [size for size in array_bytes(instruction.shape) if size > FLAG]
-            return "copies", min(parts, default=FLAG) / self._device.memory_rate  # of a slice, what is taken
+            size = min(parts, default=FLAG)  # of a slice, what is taken
+            if HOST in instruction.shape:
+                return f"the host, {_way(instruction)}", size / self._links.host_rate
+            return "copies", size / self._device.memory_rate
         if not (kind.endswith("-start") or (kind == "fusion" and "async-collective-start" in instruction.name)):
             return None
         if kind == "call-start":  # a gather or scatter handed to the sparse cores, whose estimates are no cycles
@@ -232,6 +238,13 @@ def _started(instruction: Instruction, computation: Computation) -> str:
     while found.opcode in ("get-tuple-element", "bitcast", "tuple") and found.operands:
         found = computation.instructions[found.operands[0]]
     return found.name
+
+
+def _way(instruction: Instruction) -> str:
+    """Of a copy between a device's memory and its host's."""
+    result = instruction.shape.split("}")[0]
+    writes = HOST in result if instruction.opcode == "copy-start" else "update" in instruction.opcode
+    return "writes" if writes else "reads"
 
 
 def _result_bytes(instruction: Instruction) -> float:

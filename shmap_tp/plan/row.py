@@ -59,6 +59,8 @@ class Row:
     """Of the steps that were timed, the fastest and the slowest."""
     peak_bytes_per_device: int | float | None = None
     limit_bytes_per_device: int | float | None = None
+    host_bytes_per_device: int = 0
+    """Kept in the host's memory between the forward and the backward pass."""
     comm_seconds: float | None = None
     exposed_comm_seconds: float | None = None
     tokens_per_second: float | None = None
@@ -68,6 +70,8 @@ class Row:
     hfu: float | None = None
     gradients: str = "scatter"
     """How those of shared weights go home."""
+    offload: list[str] = field(default_factory=list)
+    """What of what remat keeps is kept by the host."""
     places: dict[str, float] = field(default_factory=dict)
     """Seconds of a step by place in the source."""
     compiler_options: dict[str, str] = field(default_factory=dict)
@@ -105,6 +109,7 @@ def of_config(config: Config, attention: AttentionKernel, devices: int, peak: Pe
         "context": model.context,
         "microbatches": config.train.microbatches,
         "remat": str(model.remat),
+        "offload": [str(kept) for kept in model.offload],
         "wire": str(config.mesh.wire),
         "zero": str(config.mesh.zero),
         "gradients": str(config.mesh.gradients),
@@ -137,13 +142,14 @@ def describe(row: Row) -> str:
     where += f", {row.slices} slices" if row.slices > 1 else ""
     tile = f", mp on {'x'.join(map(str, row.tile))} (x, y, z, core)" if row.tile else ""
     gradients = "" if row.gradients == Gradients.scatter else f", gradients {row.gradients}"
+    offload = f", offload {', '.join(row.offload)}" if row.offload else ""
     program = "" if row.program == EXPLICIT else f"{row.program} of "
     wire = f"; wire {row.wire}" if row.program == EXPLICIT else ""
     lines = [
         f"{row.kind.upper()}  {program}{row.model}, {_count(row.params)} parameters, on {where}",
         f"  mesh      dp={row.dp}, mp={row.mp}{tile}",
         f"  step      {row.global_batch} windows of {row.context} in {row.microbatches} microbatches = "
-        f"{row.tokens_per_step:,} tokens; remat {row.remat}; attention {row.attention}{wire}; "
+        f"{row.tokens_per_step:,} tokens; remat {row.remat}{offload}; attention {row.attention}{wire}; "
         f"zero {row.zero}{gradients}",
     ]
     if row.peak_bytes_per_device is not None:
@@ -151,7 +157,8 @@ def describe(row: Row) -> str:
         has = f" of {human(int(row.limit_bytes_per_device))}" if row.limit_bytes_per_device else ""
         least = "at least " if not row.fits and not row.compile_seconds else ""
         way = ": DOES NOT FIT; try a larger mp, more microbatches, or model.remat=full"
-        lines.append(f"  memory    {least}{needs}{has} a device{'' if row.fits else way}")
+        host = f", and {human(row.host_bytes_per_device)} of its host" if row.host_bytes_per_device else ""
+        lines.append(f"  memory    {least}{needs}{has} a device{host}{'' if row.fits else way}")
     lines.append(f"  compile   {row.compile_seconds:.1f} s")
     if row.step_seconds is not None:
         lines += _timed(row)

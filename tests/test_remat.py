@@ -1,0 +1,69 @@
+"""What is kept between the passes, by name and by memory: as traced, one device of (2, 4)."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from small import config, mesh
+from test_kernels import traced
+
+from shmap_tp.config import KEPT, Kept, Remat
+from shmap_tp.layers.kernels import Splash
+from shmap_tp.plan.wires import bodies
+from shmap_tp.step import build_programs
+
+B, T, D, H, K, F = 2, 8, 24, 2, 4, 10
+"""Of a device: 8 windows in 2 microbatches on 2 parts of dp; 8 heads and 40 hidden columns on 4 parts of mp."""
+SHAPES = {
+    Kept.input: {(B, T, D): 1},
+    Kept.left: {(B, T, D): 1},  # what the attention left with; nothing reads what the MLP did
+    Kept.attention: {(B, H, T, K): 4},
+    Kept.mlp: {(B, T, F): 2},
+}
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for body in bodies(equation.params):
+            yield from equations(body)
+
+
+def to_the_host(jaxpr: Any) -> Counter[tuple[int, ...]]:
+    """Shapes of all that is written there."""
+    puts = (one.outvars[0].aval for one in equations(jaxpr) if one.primitive.name == "device_put")
+    return Counter(aval.shape for aval in puts if "host" in str(aval.memory_space).lower())
+
+
+def written(remat: Remat, offload: list[Kept]) -> Counter[tuple[int, ...]]:
+    """What a layer of a step hands to the host."""
+    conf = config(
+        "mesh.dp=2", "mesh.mp=4", "model.context=8", "model.block=sequential", "model.mlp=swiglu",
+        f"model.remat={remat}", f"model.offload=[{','.join(offload)}]",
+    )  # fmt: skip
+    made = build_programs(conf, mesh((2, 4)), jnp.float32)
+    return to_the_host(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("remat", "offload"), [(remat, [kept]) for remat in KEPT for kept in KEPT[remat]] + [(Remat.dots, list(Kept))]
+)
+def test_the_host_gets_what_is_offloaded_and_nothing_else(remat, offload):
+    expected = Counter()
+    for kept in offload:
+        expected.update(SHAPES[kept])
+    assert written(remat, offload) == expected
+
+
+@pytest.mark.parametrize("remat", Remat)
+def test_nothing_goes_to_the_host_unasked(remat):
+    assert not written(remat, [])
+
+
+def test_the_denominators_of_a_kernel_stay():
+    """Of splash attention the host gets q, k, v and the output, not one number for each query."""
+    made = config("model.context=128", "model.positions=rotary", "model.remat=attention", "model.offload=[attention]")
+    assert to_the_host(traced(made.model, Splash())) == {(B, H, 128, K): 3, (B * H, 1, 128, K): 1}

@@ -164,6 +164,32 @@ def test_a_nan_anywhere_touches_nothing_anywhere(monkeypatch, given):
     assert any((after[0][path] != well[0][path]).any() for path in after[0] if path.startswith("params"))
 
 
+def test_a_spike_in_one_microbatch_touches_nothing_either(monkeypatch):
+    """Finite, in the second microbatch, on one part of dp: the loss of the step says so."""
+    objective = Objective.__call__
+
+    def raised(self: Any, params: Any, tokens_BT: Any, counted: Any) -> Any:
+        times = jnp.where(jnp.any(tokens_BT[:, 0] == IN_A_MICROBATCH), 100.0, 1.0)
+        return tuple(times * each for each in objective(self, params, tokens_BT, counted))
+
+    monkeypatch.setattr(Objective, "__call__", raised)
+    conf = config("mesh.dp=2", "mesh.mp=4", "train.batch=16", "train.microbatches=2", "guard.spike=6", "guard.window=2")
+    made = build_programs(conf, mesh((2, 4)), jnp.float32)
+    state, states, seen = made.init(), [], []
+    for i in range(4):
+        tokens = batch(i, made.tokens.shape) % 40
+        if i == 2:
+            tokens[1, 5, 0] = IN_A_MICROBATCH
+        state, metrics = made.step(state, jax.device_put(tokens, made.tokens.sharding))
+        assert_copies_agree(state)
+        states.append(by_path(state))
+        seen.append({name: value.item() for name, value in metrics.items()})
+    assert seen[2]["loss"] > 5 * seen[1]["loss"] and np.isfinite(seen[2]["grad_norm"])
+    assert [one["skipped_in_a_row"] for one in seen] == [0, 0, 1, 0] and seen[3]["skipped"] == 1
+    assert_same_bits(weights_and_optimizer(states[2]), weights_and_optimizer(states[1]))
+    assert any((states[3][path] != states[2][path]).any() for path in states[3] if path.startswith("params"))
+
+
 def weights_and_optimizer(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {path: leaf for path, leaf in state.items() if path.startswith(("params", "optimizer"))}
 

@@ -7,8 +7,9 @@ import pytest
 from closeness import assert_close
 from gspmd import build_gspmd_programs
 from small import config, mesh
+from test_row import products
 
-from shmap_tp.config import Config
+from shmap_tp.config import Config, Remat
 from shmap_tp.loss import IGNORE
 from shmap_tp.step import build_programs
 
@@ -60,3 +61,14 @@ def test_the_twin_takes_the_same_steps(case):
         ends.append({"params": state.params, "metrics": losses, "held_out": held_out})
         assert state.step == STEPS
     assert_close(*ends, RELATIVE)
+
+
+@pytest.mark.parametrize("block", ["parallel", "sequential"])
+@pytest.mark.parametrize("remat", Remat)
+def test_the_twin_computes_as_much_again(remat, block):
+    """By the products of a step on one device: a twin that kept less would be slower for that alone."""
+    conf = config("mesh.dp=1", "mesh.mp=1", "model.mlp=swiglu", f"model.remat={remat}", f"model.block={block}")
+    ours, twin = (build(conf, mesh((1, 1)), jnp.float32) for build in (build_programs, build_gspmd_programs))
+    assert products(jax.make_jaxpr(twin.step)(twin.shapes, twin.tokens).jaxpr) == products(
+        jax.make_jaxpr(ours.step)(ours.shapes, ours.tokens).jaxpr
+    )

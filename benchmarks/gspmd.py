@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from shmap_tp.collectives import LEFT, AllReduce
 from shmap_tp.config import Config, Remat
 from shmap_tp.guard import chosen
-from shmap_tp.layers.attention import QUERY_KEY_VALUE, Attention, Chunked, KeyValueHeads
+from shmap_tp.layers.attention import QUERY_KEY_VALUE, Attention, Chunked, KeyValueHeads, kept
 from shmap_tp.layers.linear import into_heads, matmul, out_of_heads
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.positions import Alibi, AnyPositions, alibi_slopes
@@ -57,7 +57,7 @@ def attention(
     q_BTHK = positions.on_heads(heads(layer.query.weight))
     k_BTNK = positions.on_heads(heads(key_value_weight(layer.key, lay)))
     v_BTNK = heads(key_value_weight(layer.value, lay))
-    q_BTHK, k_BTNK, v_BTNK = (checkpoint_name(x, QUERY_KEY_VALUE) for x in (q_BTHK, k_BTNK, v_BTNK))
+    q_BTHK, k_BTNK, v_BTNK = (kept(x, QUERY_KEY_VALUE) for x in (q_BTHK, k_BTNK, v_BTNK))
     slopes_H = jnp.asarray(alibi_slopes(positions.heads)) if isinstance(positions, Alibi) else None
     mixed_BTHK = lay(attend(layer, lay)(q_BTHK, k_BTNK, v_BTNK, slopes_H), DP, None, MP, None)
     return out_of_heads(mixed_BTHK, layer.out.weight)

@@ -168,6 +168,10 @@ libtpu and replayed by an earlier replay with the same kind of link model.
 `mesh.gradients=ring` is not always the faster.  It hides the reduction of the gradients only where there is memory to
 spare, and its products, made in up to 16 pieces, take longer.
 
+What `model.offload` keeps in the host's memory ("host" below GiB) goes there and back at 16 GB/s a chip, an assumption
+of the scaling book's; a VM of four v5e chips has 192 GB.  All that remat `dots` keeps would be 48 GiB a chip at 32B and
+64B, 70 at 16B: that is what bounds these rows.  Memory of such a row is an upper bound, cut off at what there is.
+
 {table(columns, lines)}
 """
 

@@ -30,8 +30,9 @@ from shmap_tp.plan.slices import find_slice
 from shmap_tp.settings import CONF, load, settled
 
 COLUMNS = [
-    *("kind", "setting", "dp", "mp", "tile", "global_batch", "microbatches", "remat", "fits", "tokens_per_second"),
-    *("step_seconds", "mfu", "hfu", "exposed_comm_seconds", "peak_bytes_per_device", "limit_bytes_per_device", "error"),
+    *("kind", "setting", "dp", "mp", "tile", "global_batch", "microbatches", "remat", "offload", "fits"),
+    *("tokens_per_second", "step_seconds", "mfu", "hfu", "exposed_comm_seconds"),
+    *("peak_bytes_per_device", "limit_bytes_per_device", "host_bytes_per_device", "error"),
 ]
 
 

@@ -172,11 +172,12 @@ class ModelConfig:
     init_std: float
     """Standard deviation of the initial weights; what writes to the residual stream is scaled by (2 layers)^-1/2."""
     remat: Remat
-    """What the backward pass recomputes.  none: nothing.  full: the block, from its input.
-    dots: everything but matrix products and what a collective returned.  attention: the MLP's first products, too.
-    mlp: what attention needs and made, too."""
+    """What the backward pass of a block finds kept, and need not compute again.  none: all.  full: its input only.
+    attention: also q, k, v, what came of them, and what left a region.  mlp: instead of attention's, the MLP's first
+    products.  dots: all of these.  No weight that was gathered over dp is kept."""
     offload: list[Kept]
-    """What of all that is kept in the host's memory meanwhile: any of input, left, attention, mlp that remat keeps."""
+    """What of all that is kept in the host's memory meanwhile: any of input, left, attention, mlp that remat keeps.
+    On CPU, which is its own host, it changes nothing."""
     attention: AttentionKernel
     """What computes softmax(q k') v.  chunked: XLA, attention_chunk queries at a time.  splash: a TPU kernel, v4 and
     later.  cudnn: NVIDIA's.  auto: the kernel of the devices, where it can run this model; else chunked."""

@@ -76,8 +76,8 @@ def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, in
     Scores: a kernel's backward pass is flash attention's and begins with them; chunked, where attention_chunk <
     context, each chunk of queries is checkpointed, and its gradient needs them again (not the values product, which
     nothing in it reads); and wherever anything is recomputed, since no policy keeps them.
-    With remat full: one more forward of every block, but not of the head.  Neither chunks nor a kernel find anything
-    kept then, so that their scores are computed a third time.
+    With remat full: one more forward of every block, but not of the head.  With full and mlp neither chunks nor a
+    kernel find anything kept, so that their scores are computed a third time.
     With remat attention: the first products of the MLP; with mlp: all of attention but its last product.  With dots, or
     none: nothing else.
     The head is computed once whatever `remat` says: its gradients are taken while its logits are there (`loss`).

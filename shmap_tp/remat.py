@@ -2,13 +2,14 @@
 
     remat       kept of a block's work                         computed again
     none        all that the gradients read                    nothing
-    dots        input, left, attention, mlp                    what is of each value by itself, scores
-    mlp         input, left, mlp                               that, q, k, v, and attention
-    attention   input, left, attention                         that, but the first products of the MLP instead
+    dots        input, left, attention, mlp                    norms, activations, positions, scores
+    attention   input, left, attention                         these, and the first products of the MLP
+    mlp         input, left, mlp                               these, and instead of the products q, k, v, and attention
     full        input                                          all
 
     input       x[B T D], or the part of it that the wire keeps
-    left        what each region left with, as large: no collective is said again but the wire's `into`
+    left        what each region left with, as large, where anything reads it (in a parallel block nothing does): of
+                mp's collectives only the wire's `into` is said again
     attention   q, k, v and what came of them, head by head
     mlp         its first products, [B T F/mp] each
 
@@ -38,8 +39,8 @@ NAMES = {
     Kept.mlp: (HIDDEN,),
 }
 STAYS = (DENOMINATORS,)
-"""So small that a place in the queue of large ones costs more than the memory: 11.4 s a step instead of 10.9 at 16B on
-a v5e-256 (predicted)."""
+"""So small that a place in the queue of large ones costs more than the memory: 11.4 s a step instead of 10.75 (16B on a
+v5e-256, remat attention, offload attention, predicted)."""
 LAYOUT = {
     *("reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "dynamic_slice", "slice"),
     *("pvary", "pcast"),

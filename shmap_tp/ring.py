@@ -23,8 +23,9 @@ spare: of a program that fills four fifths of it every -done stands right behind
 LIBTPU_INIT_ARGS=--xla_tpu_scheduler_percent_shared_memory_limit=100 allows it all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,6 +40,8 @@ from shmap_tp.mesh import MP
 
 Parts = tuple[Float[Array, "B part ..."], ...]
 """Of every place, in the order of `places`."""
+
+After = Callable[[Array], Array]
 
 APART = SequenceParallel()
 """What enters and leaves where no product stands that could hide it."""
@@ -57,11 +60,14 @@ class Ring:
     def out_of(self, **regions: Rows) -> Float[Array, "B part D"]:
         """y, in parts -> this device's part of the sum over mp of all y @ w: n - 1 ppermutes of such a part.  Backward:
         n - 1 ppermutes of its gradient."""
-        owed = [
-            owed_by({name: (parts[i], rows) for name, (parts, rows) in regions.items()})
-            for i in range(lax.axis_size(MP))
-        ]
-        return checkpoint_name(scattered(owed, owed[0].dtype, _passed), LEFT)
+        order = places(lax.axis_size(MP))
+        dtype = jax.tree.leaves([parts for parts, _ in regions.values()])[0].dtype
+
+        def owed(place: int, _: After) -> Array:  # waiting, a remat policy would have to go round the ring again
+            i = order.index(place)
+            return owed_by({name: (parts[i], rows) for name, (parts, rows) in regions.items()})
+
+        return checkpoint_name(scattered(owed, len(order), dtype, _passed), LEFT)
 
     def in_time(self, y: Product) -> Float[Array, "B T ..."]:
         return _in_time(y)
@@ -103,15 +109,31 @@ def _gathered(x_BTD: Float[Array, "B part D"]) -> Parts:
     return tuple(parts[place].astype(x_BTD.dtype) for place in order)
 
 
-def scattered(owed: Sequence[Array], dtype: DTypeLike, passed: Callable[[Array, int], Array]) -> Array:
-    """The sum of what all devices of a ring owe to this one, each place added up on its way here, the farthest first;
-    `owed` of every place, in the order of `places`.  `passed(x, by)`, in `dtype`, is x to the device `by` farther."""
-    order = places(len(owed))
-    sums = {place: _wide(part) for place, part in zip(order, owed, strict=True)}
-    for place in reversed(order[1:]):
-        way = 1 if place > 0 else -1
-        sums[place - way] += _wide(passed(sums[place].astype(dtype), way))
-    return sums[0].astype(dtype)
+def scattered(
+    owed: Callable[[int, After], Array], n: int, dtype: DTypeLike, passed: Callable[[Array, int], Array]
+) -> Array:
+    """The sum of what all n devices of a ring owe to this one, each place added up on its way here, the farthest first.
+
+    `owed(place, after)` makes what is owed to a place, of operands one of which it may take through `after`: that is
+    there no sooner than what has come for the same place, so that XLA adds the two as it makes the one.  Left free, it
+    made them all and added later: 15.4 s a step instead of 14.1 (128B on a v5e-256, gradients in rings, predicted).
+    `passed(x, by)`, in `dtype`, is x to the device `by` farther.
+    """
+    came: dict[int, list[Array]] = {place: [] for place in places(n)}
+    for place in reversed(came):
+        last = None if place else -1  # what comes here last flows under what is owed here
+        total = _wide(owed(place, partial(_after, came[place][:last])))
+        for arrived in came[place]:
+            total += _wide(arrived)
+        if place:
+            way = 1 if place > 0 else -1
+            came[place - way].append(passed(total.astype(dtype), way))
+    return total.astype(dtype)
+
+
+def _after(arrived: list[Array], x: Array) -> Array:
+    """x, there no sooner than what has arrived.  Where x is read again by a backward pass, so is all that arrived."""
+    return lax.optimization_barrier((arrived, x))[1] if arrived else x
 
 
 def _wide(x: Array) -> Array:

@@ -246,8 +246,10 @@ def _check_heads(model: ModelConfig, mp: int) -> None:
 def _check_offload(model: ModelConfig) -> None:
     for name in model.offload:
         if name not in KEPT[model.remat]:
-            keeps = ", ".join(KEPT[model.remat]) or "all that the gradients read, by no name"
-            raise InputError(f"model.offload has {name}, but model.remat={model.remat} keeps {keeps}")
+            keep = ", ".join(remat for remat, kept in KEPT.items() if name in kept)
+            raise InputError(f"model.offload has {name}, which model.remat={model.remat} does not keep; {keep} would")
+    if len(set(model.offload)) < len(model.offload):
+        raise InputError(f"model.offload=[{','.join(model.offload)}] names one twice; name each once")
 
 
 def _explain(error: Exception, file: str) -> str:
@@ -289,6 +291,8 @@ def _kind(key: str) -> str:
         (kind,) = get_args(kind)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(kind)}"
+    if not item and get_origin(kind) is list:
+        return "a list, as in [a,b]"
     return f"of type {getattr(kind, '__name__', kind)}"
 
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from shmap_tp.collectives import scatter_sum
 from shmap_tp.mesh import DP, DpParts
-from shmap_tp.ring import places, scattered
+from shmap_tp.ring import After, scattered
 
 
 class RingWeight(eqx.Module):
@@ -87,15 +87,15 @@ def _sent_home(x: Array, dy: Array, by_rows: bool, parts: DpParts) -> Float[Arra
     here = lax.axis_index(DP) // (parts.count // parts.ring)
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
-    def owed(place: int) -> Array:
-        piece = lax.dynamic_slice_in_dim(cut, (here + place) % parts.ring * size, size, axis=2)
+    def owed(place: int, after: After) -> Array:
+        piece = lax.dynamic_slice_in_dim(after(cut), (here + place) % parts.ring * size, size, axis=2)
         pair = (piece, rest) if by_rows else (rest, piece)
         return jnp.tensordot(*pair, axes=((0, 1), (0, 1)), preferred_element_type=wide)
 
     def passed(sums: Array, by: int) -> Array:
         return lax.ppermute(sums, DP, parts.passed(by))
 
-    dw = scattered([owed(place) for place in places(parts.ring)], x.dtype, passed)
+    dw = scattered(owed, parts.ring, x.dtype, passed)
     if parts.beside is None:
         return dw
     return scatter_sum(dw, DP, 0 if by_rows else -1, parts.beside)

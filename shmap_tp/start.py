@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import yaml
+from omegaconf import OmegaConf
 
 from shmap_tp.checkpoint import Checkpoints, agreed
 from shmap_tp.config import Config, InputError, Resume
 from shmap_tp.data import SPLITS, Batches
 from shmap_tp.metrics import read_metrics, say
-from shmap_tp.settings import load, to_dict
+from shmap_tp.settings import to_dict
 from shmap_tp.step import Programs, State
 
 
@@ -61,11 +63,11 @@ def _refuse_to_empty(config: Config) -> None:
     file, where = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
     held = max([line["step"] for line in read_metrics(file)], default=-1) if jax.process_index() == 0 else -1
     if held >= 0 and config.checkpoint.resume == Resume.if_present:
-        try:
-            same = load(str(file.with_name("config.yaml")), []).checkpoint.dir == where
-        except InputError:
-            same = False
-        held = -1 if same else held
+        try:  # as it stands there: a file of an earlier version may lack keys
+            saved = OmegaConf.load(file.with_name("config.yaml"))
+        except (OSError, yaml.YAMLError):
+            saved = OmegaConf.create()
+        held = -1 if OmegaConf.select(saved, "checkpoint.dir") == where else held
     if (held := agreed(held)) >= 0:
         raise InputError(
             f"{file} holds a run up to step {held} and a new one would empty it: {where} has no checkpoint;\n"

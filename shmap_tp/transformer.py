@@ -115,10 +115,9 @@ class Transformer(eqx.Module):
     Wire    the embedding leaves, the blocks go in and out, the head enters; each x[B T D].  With Ring the blocks do so
             around the ring, embedding and head as with SequenceParallel: no product of theirs stands there.
 
-    What a policy keeps is what lies between regions: `full` the input of a block, the others what it left with, too.
-    What is entered is entered again by the backward pass: with AllReduce that moves nothing, with the others it is the
-    all-gather or its ring, for each region once more; kept, it would take mp times the memory of what it was gathered
-    from.
+    What a policy keeps says `remat`.  What is entered is entered again by the backward pass: with AllReduce that moves
+    nothing, with the others it is the all-gather or its ring, for each region once more; kept, it would take mp times
+    the memory of what it was gathered from.
     What a region left with is owed again only with `full` in a sequential block: the attention's, which the second norm
     reads.
     With `remat: none` JAX keeps all that the gradients read, what was gathered over mp included.

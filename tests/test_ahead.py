@@ -22,6 +22,8 @@ class Lowered:
 
     text: str = "module @step"
     fails: str | None = None
+    host: int = 0
+    """Bytes that the host keeps."""
     options: list[dict | None] = field(default_factory=list)
     """Of each time."""
     __class__ = jax.stages.Lowered
@@ -33,7 +35,10 @@ class Lowered:
         self.options.append(compiler_options)
         if self.fails:
             raise jax.errors.JaxRuntimeError(self.fails)
-        memory = SimpleNamespace(peak_memory_in_bytes=7, argument_size_in_bytes=5)
+        memory = SimpleNamespace(
+            peak_memory_in_bytes=7 + self.host, argument_size_in_bytes=5, output_size_in_bytes=4, alias_size_in_bytes=3,
+            temp_size_in_bytes=2, host_temp_size_in_bytes=self.host,
+        )  # fmt: skip
         return SimpleNamespace(as_text=lambda: f"compiled {self.text}", memory_analysis=lambda: memory)
 
 
@@ -69,6 +74,12 @@ def test_the_second_time_it_is_read(tmp_path):
     assert first.fits and len(lowered.options) == 1
     (kept,) = (tmp_path / "kept").iterdir()
     assert kept.name.endswith(".json.gz")
+
+
+def test_what_the_host_keeps_is_no_part_of_the_device():
+    """Where it keeps some, all of the device's is counted as if there at once."""
+    found = compile_ahead(Lowered(host=100), mesh(), None)
+    assert (found.peak_bytes, found.host_bytes) == (5 + (4 - 3) + 2, 100)
 
 
 def test_nothing_is_kept_without_a_folder(tmp_path, monkeypatch):

@@ -210,13 +210,13 @@ def objective_of(model: ModelConfig, specs: Transformer, dtype: str) -> Objectiv
 
 
 FORWARD, BACKWARD = "splash_mqa_fwd_residuals", "splash_mqa_dkv_no_residuals"
-AGAIN = {"none": [FORWARD], "dots": [FORWARD], "attention": [FORWARD], "full": [FORWARD, FORWARD]}
+AGAIN = {"none": [FORWARD], "dots": [FORWARD], "attention": [FORWARD], "mlp": 2 * [FORWARD], "full": 2 * [FORWARD]}
 
 
 @pytest.mark.parametrize("block", ["parallel", "sequential"])
 @pytest.mark.parametrize("remat", AGAIN)
-def test_the_forward_kernel_runs_once_but_with_full(remat, block):
-    """In the scans over layers, forward and backward: `dots` keeps by name what the forward kernel made."""
+def test_the_forward_kernel_runs_once_where_what_it_made_is_kept(remat, block):
+    """In the scans over layers, forward and backward."""
     made = config("model.context=128", "model.positions=rotary", f"model.remat={remat}", f"model.block={block}").model
     assert sorted(kernels_in(traced(made, Splash()))) == sorted([*AGAIN[remat], BACKWARD])
 

@@ -164,7 +164,8 @@ OVERRIDES = {
     "mesh.wire=line": "mesh.wire=line must be one of all_reduce, sequence, ring",
     "mesh.slices=3": "mesh.slices=3 does not divide mesh.dp=2: mp does not reach from slice to slice; use mesh",
     "mesh.gradients=ring": "mesh.gradients=ring is of weights that dp shares, but mesh.zero=none; set mesh.zero=param",
-    "model.offload=[mlp]": "model.offload has mlp, but model.remat=none keeps all that the gradients read, by no name",
+    "model.offload=[mlp]": "model.offload has mlp, which model.remat=none does not keep; mlp, dots would",
+    "model.offload=mlp": "model.offload=mlp must be a list, as in [a,b]",
     "model.offload=[heads]": "model.offload[0]=heads must be one of input, left, attention, mlp",
     "model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=8; choose a divisor",
     "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 windows (train.batch / train.microbatches); "
@@ -230,6 +231,11 @@ def test_an_auto_that_cannot_be_is_explained(devices, said):
     with pytest.raises(InputError) as caught:
         settled(load(FIRST, ["mesh.dp=auto"]), devices)
     assert str(caught.value).startswith(said)
+
+
+def test_what_is_offloaded_is_named_once():
+    said = refusal(FIRST, "model.remat=dots", "model.offload=[mlp,input,mlp]")
+    assert said == "model.offload=[mlp,input,mlp] names one twice; name each once"
 
 
 FILES = {

@@ -370,7 +370,8 @@ def test_other_data_is_refused_by_file_and_length(copied, resume):
 
 
 def test_what_does_not_change_the_run_may_change(copied):
-    free = ["model.name=other", "model.remat=full", "model.attention_chunk=8", "train.microbatches=2", "train.steps=9"]
+    free = ["model.name=other", "model.remat=full", "model.offload=[input]", "model.attention_chunk=8"]
+    free += ["train.microbatches=2", "train.steps=9"]
     assert train.train(tiny(copied, "checkpoint.resume=must", *free)) == 0
 
 

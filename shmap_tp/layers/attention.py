@@ -49,13 +49,13 @@ class Chunked:
         slopes_H: Float[Array, " H"] | None,
     ) -> Float[Array, "B T H K"]:
         """Wire: nothing."""
-        return _kept(causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk), ATTENDED)
+        return kept(causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk), ATTENDED)
 
 
 AnyAttention = Chunked | Splash | Cudnn
 
 
-def _kept(x_BTHK: Float[Array, "B T H K"], name: str) -> Float[Array, "B T H K"]:
+def kept(x_BTHK: Float[Array, "B T H K"], name: str) -> Float[Array, "B T H K"]:
     """x, by a name for remat policies, kept head by head.  Stacked over layers as [B T H K], the few heads of a device
     are padded to the rows of a TPU's tile: at 6.9B, 8 ways on a v3, so much memory that the compiler gathered again,
     and a step took 33.8 s instead of 31.7 (predicted)."""
@@ -134,7 +134,7 @@ class Attention(eqx.Module):
     def __call__(self, q: Product, k: Product, v: Product, positions: AnyPositions, wire: AnyWire) -> Product:
         q_BTHK, k_BTNK, v_BTNK = (wire.in_time(y) for y in (q, k, v))
         qkv = positions.on_heads(q_BTHK), positions.on_heads(k_BTNK), v_BTNK
-        return wire.in_parts(self.attend(*(_kept(x, QUERY_KEY_VALUE) for x in qkv), positions.slopes()))
+        return wire.in_parts(self.attend(*(kept(x, QUERY_KEY_VALUE) for x in qkv), positions.slopes()))
 
 
 def causal_attention(

@@ -169,13 +169,17 @@ def _forward(kernel: "Splash | Cudnn", q: Array, k: Array, v: Array) -> tuple[Ar
 
         def named(x: Array) -> Array:
             if id(x) not in known:
-                name = ATTENDED if x.size == q.size else DENOMINATORS
-                known[id(x)] = checkpoint_name(x, name) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                known[id(x)] = checkpoint_name(x, _name(x, q)) if jnp.issubdtype(x.dtype, jnp.floating) else x
             return known[id(x)]
 
         return jax.tree.map(named, jax.vjp(kernel.run, *qkv))
 
     return _unchecked(run, q, k, v)
+
+
+def _name(x: Array, q: Array) -> str:
+    assert x.size in (q.size, q.size // q.shape[-1]), f"neither an output nor a number for each query: {x.shape}"
+    return ATTENDED if x.size == q.size else DENOMINATORS
 
 
 def _backward(kernel: "Splash | Cudnn", pull: Any, d_mixed: Array) -> tuple[Array, Array, Array]:

@@ -102,6 +102,7 @@ def every_mesh(arguments: argparse.Namespace) -> None:
     print(f"\n{rows[0].model}, {rows[0].tokens_per_step:,} tokens a step, on {asked}: predicted")
     for row in rows:
         needs = f"{row.peak_bytes_per_device / GIB:.2f} of {row.limit_bytes_per_device / GIB:.2f} GiB"
+        needs += f", host {row.host_bytes_per_device / GIB:.2f} GiB" if row.host_bytes_per_device else ""
         where = f"  dp={row.dp:<4} mp={row.mp:<4} {row.microbatches:>4} microbatches  "
         if row.fits:
             print(f"{where}{row.tokens_per_second:>12,.0f} tokens/s  MFU {row.mfu:>5.1%}  {needs}")

@@ -98,13 +98,14 @@ def _compile(lowered: jax.stages.Lowered, limit: float, options: dict | None) ->
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     host = memory.host_temp_size_in_bytes
-    peak = min(most_bytes(memory), limit) if host else memory.peak_memory_in_bytes
+    peak = min(most_bytes(memory), limit)
     return Compiled(program.as_text(), peak, limit, memory.argument_size_in_bytes, seconds, host)
 
 
 def most_bytes(memory: Any) -> int:
-    """Of a device, at most, for a program that keeps some in its host's memory: arguments, results and temporaries as
-    if all were there at once, since the compiler's own peak counts the host's bytes with them.  It may be more than
-    there is, where the program fits all the same."""
+    """Of a device: the compiler's own peak; which, where the host keeps some, counts that with it, so that it is then
+    an upper bound, arguments, results and temporaries as if all were there at once."""
+    if not memory.host_temp_size_in_bytes:
+        return memory.peak_memory_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 
 from shmap_tp.mesh import DP
-from shmap_tp.plan.carried import DTYPES, direction
-from shmap_tp.plan.ledger import Entry, Operation, human, part_of, tally
+from shmap_tp.plan.carried import DTYPES
+from shmap_tp.plan.ledger import Direction, Entry, Operation, human, part_of, tally
 from shmap_tp.plan.module import ARRAY, array_bytes, parse
 
 KINDS = {
@@ -38,7 +38,7 @@ def between(text: str) -> list[Entry]:
                 raise ValueError(f"{instruction.name}: what becomes of it, or how often, cannot be read")
             dtype, size = DTYPES[ARRAY.search(instruction.shape)[1]], array_bytes(instruction.shape)[0]
             axis = part_of(DP, len(target[1].split(",")), 1)
-            towards = direction(instruction.attributes, looped=runs > 1)
+            towards = Direction.once if runs <= 1 else Direction.backward
             found.append(Entry(instruction.name, KINDS[kind[1]], axis, dtype, size, int(runs), towards))
     return found
 

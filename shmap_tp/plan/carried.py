@@ -83,7 +83,7 @@ def _read(
         inputs = [other.name for other in computation.instructions.values() if other.opcode == "parameter"]
         padded, operation, arrays = arrays, Operation.reduce_scatter, _arrays(computation, inputs, dtype)
         padding = sum(size for _, size in padded) - sum(size for _, size in arrays)
-    towards = direction(instruction.attributes, looped=runs > 1)
+    towards = _direction(instruction.attributes, looped=runs > 1)
     entries = (Entry(instruction.name, operation, axis, dtype, size, int(runs), towards) for dtype, size in arrays)
     return Collective(instruction.name, tuple(entries), padding)
 
@@ -117,7 +117,7 @@ def _arrays(computation: Computation, names: Iterable[str], dtype: str | None) -
     return [(dtype, values * jnp.dtype(dtype).itemsize) for dtype, values in found]
 
 
-def direction(attributes: str, *, looped: bool) -> Direction:
+def _direction(attributes: str, *, looped: bool) -> Direction:
     """By what JAX writes into the name of an instruction."""
     if "rematted_computation" in attributes:
         return Direction.recompute

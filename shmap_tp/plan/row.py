@@ -155,10 +155,11 @@ def describe(row: Row) -> str:
     if row.peak_bytes_per_device is not None:
         needs = human(int(row.peak_bytes_per_device))
         has = f" of {human(int(row.limit_bytes_per_device))}" if row.limit_bytes_per_device else ""
-        least = "at least " if not row.fits and not row.compile_seconds else ""
+        bound = "at least " if not row.fits and not row.compile_seconds else ""
+        bound = "at most " if row.host_bytes_per_device else bound
         way = ": DOES NOT FIT; try a larger mp, more microbatches, or model.remat=full"
         host = f", and {human(row.host_bytes_per_device)} of its host" if row.host_bytes_per_device else ""
-        lines.append(f"  memory    {least}{needs}{has} a device{host}{'' if row.fits else way}")
+        lines.append(f"  memory    {bound}{needs}{has} a device{host}{'' if row.fits else way}")
     lines.append(f"  compile   {row.compile_seconds:.1f} s")
     if row.step_seconds is not None:
         lines += _timed(row)
@@ -173,12 +174,17 @@ def compare(ours: Row, theirs: Row) -> str:
     """explicit : compiler, in all that is known of both; below 1 ours is the cheaper."""
     pairs = {
         "time": (ours.step_seconds, theirs.step_seconds),
-        "memory": (ours.peak_bytes_per_device, theirs.peak_bytes_per_device),
+        "memory": (_memory(ours), _memory(theirs)),
         "compile time": (ours.compile_seconds, theirs.compile_seconds),
         "time on the wires": (ours.comm_seconds, theirs.comm_seconds),
     }
     ratios = [f"{name} {a / b:.2f}" for name, (a, b) in pairs.items() if a is not None and b]
     return f"explicit : {theirs.program}  " + ", ".join(ratios)
+
+
+def _memory(row: Row) -> float | None:
+    """None where only a bound of it is known."""
+    return None if row.host_bytes_per_device else row.peak_bytes_per_device
 
 
 def _timed(row: Row) -> list[str]:

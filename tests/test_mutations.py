@@ -133,6 +133,13 @@ def test_a_ring_of_gradients_that_adds_up_its_own_alone_is_wrong(monkeypatch):
         test_model.hold(model, (4, 2), "float32")
 
 
+def test_a_ring_of_gradients_that_waits_for_nothing_is_right_too(monkeypatch):
+    """As where a device has many positions."""
+    monkeypatch.setattr(shmap_tp.shared, "FEW", 0)
+    (model,) = (model for model in test_model.MODELS if model.startswith("sharded over two slices"))
+    test_model.hold(model, (4, 2), "float32")
+
+
 @pytest.mark.parametrize("method", ["hold", "meet"])
 def test_slices_that_do_not_meet_are_refused(monkeypatch, method):
     monkeypatch.setattr(shmap_tp.zero.SharedWeight, method, lambda self, w: w)

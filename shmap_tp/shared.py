@@ -9,9 +9,10 @@ I/dp: dim I cut along dp.  {+dp}: a sum over dp still owed.
                for the same device from farther, and passed on to the neighbour nearer to it
                then, where a slice has several rings, one reduce-scatter between them:  dw[I/n O] {+dp} -> dw[I/dp O]
 
-What travels is as much as one reduce-scatter of dw[I O], in x's dtype; it is added up in float32.  But nothing waits
-for it: XLA for TPU lets ppermutes flow under products, and reduce-scatters never (libtpu 0.0.42), of which, over all
-the devices there are, it even makes an all-reduce.  Where w is cut along O, so is dy instead of x.
+What travels is as much as one reduce-scatter of dw[I O], in x's dtype; it is added up in float32.  But it flows under
+the products of the other way round, and of other weights: XLA for TPU lets ppermutes do so, and reduce-scatters never
+(libtpu 0.0.42), of which, over all the devices there are, it even makes an all-reduce.  Where w is cut along O, so is
+dy instead of x.
 
 Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
 section 5, https://doi.org/10.1145/3567955.3567959

@@ -67,4 +67,10 @@ def main() -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(75))  # nothing to save; `train` takes over
-    sys.exit(main())
+    code = main()
+    if code == 75 and not sys.modules["jax"].distributed.is_initialized():
+        # All is written and closed; but what still runs on the devices could crash the interpreter as it ends.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

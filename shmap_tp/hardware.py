@@ -59,7 +59,7 @@ class Generation:
     source: str
     """Where `link_rate` and `wraps_at` come from."""
     host_rate: float = 1.6e10
-    """Bytes/s of a chip to its host's memory, and as much from it: BOOK's typical figure, and its for v6e."""
+    """Bytes/s of a chip to its host's memory, and as much from it.  BOOK: 1.6e10 for most TPUs, 3.2e10 for v6e."""
 
     def wraps(self, side: int) -> bool:
         """Whether a side of so many chips closes to a ring."""

@@ -42,6 +42,7 @@ Parts = tuple[Float[Array, "B part ..."], ...]
 """Of every place, in the order of `places`."""
 
 After = Callable[[Array], Array]
+"""x -> x, there no sooner than what it is to be added to."""
 
 APART = SequenceParallel()
 """What enters and leaves where no product stands that could hide it."""

@@ -16,9 +16,11 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from shmap_tp.config import (
     AUTO,
     KEPT,
+    Block,
     Config,
     Gradients,
     InputError,
+    Kept,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
@@ -248,6 +250,8 @@ def _check_offload(model: ModelConfig) -> None:
         if name not in KEPT[model.remat]:
             keep = ", ".join(remat for remat, kept in KEPT.items() if name in kept)
             raise InputError(f"model.offload has {name}, which model.remat={model.remat} does not keep; {keep} would")
+    if Kept.left in model.offload and model.block == Block.parallel:
+        raise InputError("model.offload has left, but in a parallel block nothing reads that again; leave it out")
     if len(set(model.offload)) < len(model.offload):
         raise InputError(f"model.offload=[{','.join(model.offload)}] names one twice; name each once")
 

@@ -199,3 +199,21 @@ def test_a_process_given_bad_input_exits_with_2_and_without_a_traceback(tmp_path
     assert process.returncode == 2
     assert err.startswith("error: nowhere/train.bin is not there") and len(err.splitlines()) <= 2, err
     assert "Traceback" not in out + err
+
+
+# The end
+
+
+@pytest.mark.parametrize(("code", "said"), [(75, b""), (0, b"the interpreter ends")])
+def test_told_to_stop_it_leaves_before_the_interpreter_ends(code, said):
+    """Which could crash there, of what still runs on the devices."""
+    script = (
+        "import atexit, runpy, sys\n"
+        "from shmap_tp import train\n"
+        "atexit.register(print, 'the interpreter ends', end='')\n"
+        f"train.train = lambda config, place: {code}\n"
+        f"sys.argv = ['main.py', '--cfg', {FIRST!r}]\n"
+        "runpy.run_path('main.py', run_name='__main__')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
+    assert (ended.returncode, ended.stdout) == (code, said), ended.stderr

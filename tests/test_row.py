@@ -66,7 +66,7 @@ TRACED = {
     "dots": ["model.remat=dots"],
     "mlp": ["model.remat=mlp"],
     "mlp, sequential, in chunks": ["model.remat=mlp", "model.block=sequential", "model.attention_chunk=8"],
-    "all on the host": ["model.remat=dots", "model.offload=[input,left,attention,mlp]"],
+    "all on the host": ["model.remat=dots", "model.offload=[input,attention,mlp]"],
     "dots in chunks": ["model.remat=dots", "model.attention_chunk=8"],
     "attention": ["model.remat=attention"],
     "attention in chunks, swiglu, sequential": [

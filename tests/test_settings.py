@@ -238,6 +238,12 @@ def test_what_is_offloaded_is_named_once():
     assert said == "model.offload=[mlp,input,mlp] names one twice; name each once"
 
 
+def test_what_a_parallel_block_never_reads_again_is_not_offloaded():
+    given = ["model.remat=attention", "model.offload=[left]"]
+    assert "in a parallel block nothing reads" in refusal(FIRST, "model.block=parallel", *given)
+    assert load(FIRST, ["model.block=sequential", *given]).model.offload == ["left"]
+
+
 FILES = {
     "a bracket that is never closed": (BASE + "more: [a, b\n", f", line {UNCLOSED}: not YAML, expected ',' or ']'"),
     "a tab": ("run:\n\tname: x\n", ", line 2: not YAML, found character '\\t'"),

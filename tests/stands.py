@@ -9,7 +9,7 @@ import numpy as np
 from shmap_tp.hardware import GENERATIONS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # JAX may compare one, kept in a mesh, with a CPU device, which has no such fields
 class Stand:
     """What a mesh asks of a TPU device; passes for one where types are checked."""
 

@@ -12,6 +12,7 @@ that x may be a part of time, T/mp, which the wire in use knows.
 """
 
 import math
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -63,16 +64,30 @@ class Rotary(eqx.Module):
         return x_BTD
 
     def on_heads(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
-        time, half = x_BTHK.shape[1], x_BTHK.shape[3] // 2
-        wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-        angle = np.arange(time)[:, None] * self.base ** (-np.arange(half) / half)
-        cos, sin = (jnp.asarray(f(angle)[None, :, None, :], wide) for f in (np.cos, np.sin))
-        first, second = jnp.split(x_BTHK.astype(wide), 2, axis=-1)
-        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return turned.astype(x_BTHK.dtype)
+        return _turn(self.base, 1, x_BTHK)
 
     def slopes(self) -> None:
         return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _turn(base: float, way: int, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+    """x * cos + (x @ swap) * sin, in float32 or wider, `way` 1 or -1; the gradient is turned the other way.
+
+    swap[K K], zeros but for one 1 or -1 in a column, brings the other of the pair, with its sign, exactly.  Half a head
+    fills half a row of a TPU's vector unit: in halves, put together again, this took 3 % of a step of the 16B model on
+    v5e and 8 % of a 6B on v4.
+    """
+    time, half = x_BTHK.shape[1], x_BTHK.shape[3] // 2
+    wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
+    angle = np.arange(time)[:, None] * base ** (-np.arange(half) / half)
+    cos, sin = (jnp.asarray(np.tile(f(angle), 2)[None, :, None, :], wide) for f in (np.cos, np.sin))
+    swap = jnp.asarray(np.roll(np.diag(np.repeat([-1, 1], half)), half, axis=0) * way, x_BTHK.dtype)
+    other = jnp.matmul(x_BTHK, swap, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
+    return (x_BTHK.astype(wide) * cos + other * sin).astype(x_BTHK.dtype)
+
+
+_turn.defvjp(lambda base, way, x: (_turn(base, way, x), None), lambda base, way, _, dy: (_turn(base, -way, dy),))
 
 
 class Learned(eqx.Module):

@@ -45,6 +45,7 @@ class Remat(StrEnum):
     full = "full"
     attention = "attention"
     mlp = "mlp"
+    up = "up"
     dots = "dots"
 
 
@@ -53,16 +54,19 @@ class Kept(StrEnum):
 
     input = "input"
     left = "left"
-    attention = "attention"
-    mlp = "mlp"
+    query_key_value = "query_key_value"
+    attended = "attended"
+    gate = "gate"
+    up = "up"
 
 
 KEPT = {
     Remat.none: (),
     Remat.full: (Kept.input,),
-    Remat.attention: (Kept.input, Kept.left, Kept.attention),
-    Remat.mlp: (Kept.input, Kept.left, Kept.mlp),
-    Remat.dots: (Kept.input, Kept.left, Kept.attention, Kept.mlp),
+    Remat.attention: (Kept.input, Kept.left, Kept.query_key_value, Kept.attended),
+    Remat.mlp: (Kept.input, Kept.left, Kept.gate, Kept.up),
+    Remat.up: (Kept.input, Kept.left, Kept.query_key_value, Kept.attended, Kept.up),
+    Remat.dots: tuple(Kept),
 }
 """What can be offloaded of what each keeps by name; `none` keeps all there is, by no name."""
 
@@ -174,10 +178,11 @@ class ModelConfig:
     remat: Remat
     """What the backward pass of a block finds kept, and need not compute again.  none: all.  full: its input only.
     attention: also q, k, v, what came of them, and what left a region.  mlp: instead of attention's, the MLP's first
-    products.  dots: all of these.  No weight that was gathered over dp is kept."""
+    products.  up: besides attention's, the MLP's up.  dots: all of these.  No weight that was gathered over dp is
+    kept."""
     offload: list[Kept]
-    """What of all that is kept in the host's memory meanwhile: any of input, left, attention, mlp that remat keeps.
-    On CPU, which is its own host, it changes nothing."""
+    """What of all that is kept in the host's memory meanwhile: any of input, left, query_key_value, attended, gate, up
+    that remat keeps.  On CPU, which is its own host, it changes nothing."""
     attention: AttentionKernel
     """What computes softmax(q k') v.  chunked: XLA, attention_chunk queries at a time.  splash: a TPU kernel, v4 and
     later.  cudnn: NVIDIA's.  auto: the kernel of the devices, where it can run this model; else chunked."""

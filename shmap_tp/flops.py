@@ -78,8 +78,8 @@ def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, in
     nothing in it reads); and wherever anything is recomputed, since no policy keeps them.
     With remat full: one more forward of every block, but not of the head.  With full and mlp neither chunks nor a
     kernel find anything kept, so that their scores are computed a third time.
-    With remat attention: the first products of the MLP; with mlp: all of attention but its last product.  With dots, or
-    none: nothing else.
+    With remat attention: the first products of the MLP; with up: its gate; with mlp: all of attention but its last
+    product.  With dots, or none: nothing else.
     The head is computed once whatever `remat` says: its gradients are taken while its logits are there (`loss`).
 
     A whole forward is the convention of Korthikanti et al., and an upper bound here: JAX drops a recomputed product
@@ -94,11 +94,13 @@ def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, in
         again |= {name: flops for name, flops in forward.items() if name != "head"}
     if model.remat == Remat.attention:
         again["mlp"] = forward["mlp"] - 2 * model.layers * model.width * model.ffn
+    if model.remat == Remat.up and model.mlp == Mlp.swiglu:
+        again["mlp"] = 2 * model.layers * model.width * model.ffn
     if model.remat == Remat.mlp:
         last = 2 * model.layers * model.width * model.heads * model.head_dim
         again |= {name: forward[name] for name in ("scores", "values")}
         again["projections"] = forward["projections"] - last
-    if not in_one or model.remat in (Remat.attention, Remat.dots):
+    if not in_one or model.remat in (Remat.attention, Remat.up, Remat.dots):
         again["scores"] += forward["scores"]
     return again
 

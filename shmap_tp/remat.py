@@ -2,16 +2,18 @@
 
     remat       kept of a block's work                         computed again
     none        all that the gradients read                    nothing
-    dots        input, left, attention, mlp                    norms, activations, positions, scores
-    attention   input, left, attention                         these, and the first products of the MLP
-    mlp         input, left, mlp                               these, and instead of the products q, k, v, and attention
+    dots        all that has a name                            norms, activations, positions, scores
+    up          all but gate                                   these, and the MLP's gate, if it has one
+    attention   all but gate, up                               these, and the first products of the MLP
+    mlp         input, left, gate, up                          these, and instead of the products q, k, v, and attention
     full        input                                          all
 
-    input       x[B T D], or the part of it that the wire keeps
-    left        what each region left with, as large, where anything reads it (in a parallel block nothing does): of
-                mp's collectives only the wire's `into` is said again
-    attention   q, k, v and what came of them, head by head
-    mlp         its first products, [B T F/mp] each
+    input             x[B T D], or the part of it that the wire keeps
+    left              what each region left with, as large, where anything reads it (in a parallel block nothing does):
+                      of mp's collectives only the wire's `into` is said again
+    query_key_value   q, k, v, head by head
+    attended          what attention made of them, as large as q
+    gate, up          the first products of the MLP, [B T F/mp] each
 
 None of them keeps a weight that dp shares: it is gathered again.  What `offload` names is kept in the memory of the
 host: written while the forward pass goes on, and read back before the backward pass comes to it.
@@ -28,19 +30,21 @@ from shmap_tp.collectives import LEFT
 from shmap_tp.config import KEPT, Kept, Remat
 from shmap_tp.layers.attention import QUERY_KEY_VALUE
 from shmap_tp.layers.kernels import ATTENDED, DENOMINATORS
-from shmap_tp.layers.mlp import HIDDEN
+from shmap_tp.layers.mlp import GATE, UP
 from shmap_tp.mesh import DP
 
 INPUT = "input"
 NAMES = {
     Kept.input: (INPUT,),
     Kept.left: (LEFT,),
-    Kept.attention: (QUERY_KEY_VALUE, ATTENDED, DENOMINATORS),
-    Kept.mlp: (HIDDEN,),
+    Kept.query_key_value: (QUERY_KEY_VALUE,),
+    Kept.attended: (ATTENDED, DENOMINATORS),
+    Kept.gate: (GATE,),
+    Kept.up: (UP,),
 }
 STAYS = (DENOMINATORS,)
 """So small that a place in the queue of large ones costs more than the memory: 11.4 s a step instead of 10.75 (16B on a
-v5e-256, remat attention, offload attention, predicted)."""
+v5e-256, remat attention, q, k, v and attended on the host, predicted)."""
 LAYOUT = {
     *("reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "dynamic_slice", "slice"),
     *("pvary", "pcast"),

@@ -22,6 +22,7 @@ from shmap_tp.config import (
     InputError,
     Kept,
     MeshConfig,
+    Mlp,
     ModelConfig,
     OptimizerConfig,
     Positions,
@@ -250,6 +251,8 @@ def _check_offload(model: ModelConfig) -> None:
         if name not in KEPT[model.remat]:
             keep = ", ".join(remat for remat, kept in KEPT.items() if name in kept)
             raise InputError(f"model.offload has {name}, which model.remat={model.remat} does not keep; {keep} would")
+    if Kept.gate in model.offload and model.mlp != Mlp.swiglu:
+        raise InputError(f"model.offload has gate, but model.mlp={model.mlp} has none; leave it out")
     if Kept.left in model.offload and model.block == Block.parallel:
         raise InputError("model.offload has left, but in a parallel block nothing reads that again; leave it out")
     if len(set(model.offload)) < len(model.offload):

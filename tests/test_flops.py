@@ -176,6 +176,9 @@ def test_recomputation_by_hand():
     assert hardware_flops_per_token(replace(dots, attention_chunk=2)) == model + 240
     assert hardware_flops_per_token(keeps) == model + 240 + 448
     assert hardware_flops_per_token(replace(keeps, mlp=Mlp.gelu)) == model - 3 * 224 + 240 + 224
+    up = replace(TINY, remat=Remat.up)
+    assert hardware_flops_per_token(up) == model + 240 + 224
+    assert hardware_flops_per_token(replace(up, mlp=Mlp.gelu)) == model - 3 * 224 + 240
     mlp = replace(TINY, remat=Remat.mlp)
     assert hardware_flops_per_token(mlp) == model + (2880 - 960) + 240 + 240
     assert hardware_flops_per_token(replace(mlp, attention_chunk=2)) == model + (2880 - 960) + 240 + 240 + 240

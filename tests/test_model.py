@@ -40,7 +40,7 @@ MODELS = {
         "model.remat=full", "train.z_loss=0.01",
     ],
     "sequence: parallel rmsnorm swiglu rotary, 2 kv heads of 8, in chunks of 3, dots, offload, z-loss in chunks of 7": [
-        "model.offload=[input,attention,mlp]",
+        "model.offload=[input,query_key_value,attended,gate,up]",
         "mesh.wire=sequence", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary",
         "model.kv_heads=2", "model.attention_chunk=3", "model.remat=dots", "train.z_loss=0.01", "train.loss_chunk=7",
     ],

@@ -20,8 +20,10 @@ B, T, D, H, K, F = 2, 8, 24, 2, 4, 10
 SHAPES = {
     Kept.input: {(B, T, D): 1},
     Kept.left: {(B, T, D): 1},  # what the attention left with; nothing reads what the MLP did
-    Kept.attention: {(B, H, T, K): 4},
-    Kept.mlp: {(B, T, F): 2},
+    Kept.query_key_value: {(B, H, T, K): 3},
+    Kept.attended: {(B, H, T, K): 1},
+    Kept.gate: {(B, T, F): 1},
+    Kept.up: {(B, T, F): 1},
 }
 
 
@@ -65,5 +67,6 @@ def test_nothing_goes_to_the_host_unasked(remat):
 
 def test_the_denominators_of_a_kernel_stay():
     """Of splash attention the host gets q, k, v and the output, not one number for each query."""
-    made = config("model.context=128", "model.positions=rotary", "model.remat=attention", "model.offload=[attention]")
+    offload = "model.offload=[query_key_value,attended]"
+    made = config("model.context=128", "model.positions=rotary", "model.remat=attention", offload)
     assert to_the_host(traced(made.model, Splash())) == {(B, H, 128, K): 3, (B * H, 1, 128, K): 1}

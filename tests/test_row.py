@@ -65,8 +65,10 @@ TRACED = {
     "loss in chunks": ["train.loss_chunk=16"],
     "dots": ["model.remat=dots"],
     "mlp": ["model.remat=mlp"],
+    "up": ["model.remat=up"],
+    "up, swiglu": ["model.remat=up", "model.mlp=swiglu", "model.attention_chunk=8"],
     "mlp, sequential, in chunks": ["model.remat=mlp", "model.block=sequential", "model.attention_chunk=8"],
-    "all on the host": ["model.remat=dots", "model.offload=[input,attention,mlp]"],
+    "all on the host": ["model.remat=dots", "model.offload=[input,attended,up]"],
     "dots in chunks": ["model.remat=dots", "model.attention_chunk=8"],
     "attention": ["model.remat=attention"],
     "attention in chunks, swiglu, sequential": [

@@ -164,9 +164,9 @@ OVERRIDES = {
     "mesh.wire=line": "mesh.wire=line must be one of all_reduce, sequence, ring",
     "mesh.slices=3": "mesh.slices=3 does not divide mesh.dp=2: mp does not reach from slice to slice; use mesh",
     "mesh.gradients=ring": "mesh.gradients=ring is of weights that dp shares, but mesh.zero=none; set mesh.zero=param",
-    "model.offload=[mlp]": "model.offload has mlp, which model.remat=none does not keep; mlp, dots would",
-    "model.offload=mlp": "model.offload=mlp must be a list, as in [a,b]",
-    "model.offload=[heads]": "model.offload[0]=heads must be one of input, left, attention, mlp",
+    "model.offload=[up]": "model.offload has up, which model.remat=none does not keep; mlp, up, dots would",
+    "model.offload=up": "model.offload=up must be a list, as in [a,b]",
+    "model.offload=[heads]": "model.offload[0]=heads must be one of input, left, query_key_value, attended, gate, up",
     "model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=8; choose a divisor",
     "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 windows (train.batch / train.microbatches); "
     "use mesh.dp in {1, 2, 4, 8, 16}",
@@ -234,14 +234,20 @@ def test_an_auto_that_cannot_be_is_explained(devices, said):
 
 
 def test_what_is_offloaded_is_named_once():
-    said = refusal(FIRST, "model.remat=dots", "model.offload=[mlp,input,mlp]")
-    assert said == "model.offload=[mlp,input,mlp] names one twice; name each once"
+    said = refusal(FIRST, "model.remat=dots", "model.offload=[up,input,up]")
+    assert said == "model.offload=[up,input,up] names one twice; name each once"
 
 
 def test_what_a_parallel_block_never_reads_again_is_not_offloaded():
     given = ["model.remat=attention", "model.offload=[left]"]
     assert "in a parallel block nothing reads" in refusal(FIRST, "model.block=parallel", *given)
     assert load(FIRST, ["model.block=sequential", *given]).model.offload == ["left"]
+
+
+def test_a_gate_that_is_not_there_is_not_offloaded():
+    given = ["model.remat=dots", "model.offload=[gate]"]
+    assert "gate, but model.mlp=gelu has none" in refusal(FIRST, "model.mlp=gelu", *given)
+    assert load(FIRST, ["model.mlp=swiglu", *given]).model.offload == ["gate"]
 
 
 FILES = {

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from shmap_tp.collectives import Columns, Product
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 
-HIDDEN = "hidden"
-"""Names the first products, so that a remat policy can keep them."""
+GATE, UP = "gate", "up"
+"""Name the first products, so that a remat policy can keep them."""
 
 
 class GeluMlp(eqx.Module):
@@ -37,7 +37,7 @@ class GeluMlp(eqx.Module):
         return (self.up,)
 
     def __call__(self, up: Product) -> Product:
-        return jax.tree.map(lambda up: jax.nn.gelu(_kept(up)), up)
+        return jax.tree.map(lambda up: jax.nn.gelu(checkpoint_name(up, UP)), up)
 
 
 class SwigluMlp(eqx.Module):
@@ -58,8 +58,7 @@ class SwigluMlp(eqx.Module):
         return self.gate, self.up
 
     def __call__(self, gate: Product, up: Product) -> Product:
-        return jax.tree.map(lambda gate, up: jax.nn.silu(_kept(gate)) * _kept(up), gate, up)
+        def hidden(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+            return jax.nn.silu(checkpoint_name(gate, GATE)) * checkpoint_name(up, UP)
 
-
-def _kept(x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-    return checkpoint_name(x, HIDDEN)
+        return jax.tree.map(hidden, gate, up)

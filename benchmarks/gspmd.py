@@ -51,12 +51,11 @@ def attention(
     layer: Attention, h_BTD: Float[Array, "B T D"], positions: AnyPositions, lay: Layout
 ) -> Float[Array, "B T D"]:
 
-    def heads(weight_DF: Array) -> Array:
-        return lay(into_heads(h_BTD, weight_DF, layer.head_dim), DP, None, MP, None)
-
-    q_BTHK = positions.on_heads(heads(layer.query.weight))
-    k_BTNK = positions.on_heads(heads(key_value_weight(layer.key, lay)))
-    v_BTNK = heads(key_value_weight(layer.value, lay))
+    q_BTHK = lay(layer.query.into_heads(h_BTD, layer.head_dim), DP, None, MP, None)
+    k_BTNK, v_BTNK = (
+        lay(into_heads(h_BTD, key_value_weight(each, lay)), DP, None, MP, None) for each in (layer.key, layer.value)
+    )
+    q_BTHK, k_BTNK = positions.on_heads(q_BTHK), positions.on_heads(k_BTNK)
     q_BTHK, k_BTNK, v_BTNK = (kept(x, QUERY_KEY_VALUE) for x in (q_BTHK, k_BTNK, v_BTNK))
     slopes_H = jnp.asarray(alibi_slopes(positions.heads)) if isinstance(positions, Alibi) else None
     mixed_BTHK = lay(attend(layer, lay)(q_BTHK, k_BTNK, v_BTNK, slopes_H), DP, None, MP, None)
@@ -72,11 +71,10 @@ def attend(layer: Attention, lay: Layout) -> Callable[..., Float[Array, "B T H K
     return jax.shard_map(layer.attend, mesh=lay.mesh, in_specs=(heads, heads, heads, None), out_specs=heads)
 
 
-def key_value_weight(layer: KeyValueHeads, lay: Layout) -> Float[Array, "D F"]:
-    """The weight as columns; where mp > N each head is repeated until every device has the one that it needs."""
+def key_value_weight(layer: KeyValueHeads, lay: Layout) -> Float[Array, "D N K"]:
+    """The weight; where mp > N each head is repeated until every device has the one that it needs."""
     repeats = max(1, lay.mesh.shape[MP] // layer.heads)
-    weight_DNK = lay(jnp.repeat(layer.weight, repeats, axis=1), None, MP, None)
-    return weight_DNK.reshape(weight_DNK.shape[0], -1)
+    return lay(jnp.repeat(layer.weight, repeats, axis=1), None, MP, None)
 
 
 def mlp(layer: GeluMlp | SwigluMlp, h_BTD: Float[Array, "B T D"], lay: Layout) -> Float[Array, "B T D"]:

@@ -1,6 +1,6 @@
 """A parameter knows its PartitionSpec: declared on the line that declares the weight, derived everywhere else.
 
-    weight: Float[Array, "D F"] = param(None, MP)      F/mp: the columns are cut along mp, the rows are whole
+    weight: Float[Array, "F D"] = param(MP, None)      F/mp: the rows are cut along mp, the columns are whole
     blocks: ParallelBlock       = stacked()            every array inside has a leading dim more, L layers, never cut
 
 What is made of parameters, the optimizer's state above all, is cut as they are.

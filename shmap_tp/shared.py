@@ -11,8 +11,8 @@ I/dp: dim I cut along dp.  {+dp}: a sum over dp still owed.
 
 What travels is as much as one reduce-scatter of dw[I O], in x's dtype; it is added up in float32.  But it flows under
 the products of the other way round, and of other weights: XLA for TPU lets ppermutes do so, and reduce-scatters never
-(libtpu 0.0.42), of which, over all the devices there are, it even makes an all-reduce.  Where w is cut along O, so is
-dy instead of x.
+(libtpu 0.0.42), of which, over all the devices there are, it even makes an all-reduce.  Where w is kept as [O I], or is
+cut along its second dim, x and dy stand the other way round.
 
 Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
 section 5, https://doi.org/10.1145/3567955.3567959
@@ -39,14 +39,14 @@ takes longer, then, than making it a little slower.  Seconds a step on a v5e-256
 
 
 class RingWeight(eqx.Module):
-    """w[I O], or with the features in several dims, as `product` takes it."""
+    """w[I O] or w[O I], or with the features in several dims, as `product` takes it."""
 
     whole: Float[Array, "..."]
     """Gathered; takes no gradient."""
     part: Float[Array, "..."]
     """This device's part of it: takes it."""
     by_rows: bool = eqx.field(static=True)
-    """Whether it is cut along I, else along O."""
+    """Whether it is cut along its first features, else along the second."""
     parts: DpParts = eqx.field(static=True)
 
     @property
@@ -56,42 +56,48 @@ class RingWeight(eqx.Module):
 
 Weight = Float[Array, "..."] | RingWeight
 Product = Callable[[Array, Array], Array]
-"""(x[B T I...], w[I... O...]) -> y[B T O...], linear in each of the two, in x's dtype."""
+"""(x[B T I...], w[I... O...] or w[O... I...]) -> y[B T O...], linear in each of the two, in x's dtype."""
+Cut = tuple[bool, bool, DpParts]
+"""(whether w is kept as [O I], whether it is cut along its first features, among whom)."""
 
 
-def product(multiply: Product, x: Float[Array, "B T ..."], weight: Weight) -> Float[Array, "B T ..."]:
-    """multiply(x, w); of a RingWeight the gradient goes home in a ring."""
+def product(
+    multiply: Product, x: Float[Array, "B T ..."], weight: Weight, *, outputs_first: bool
+) -> Float[Array, "B T ..."]:
+    """multiply(x, w); of a RingWeight the gradient goes home in a ring.  `outputs_first`: w is kept as [O I]."""
     if not isinstance(weight, RingWeight):
         return multiply(x, weight)
-    return _product(multiply, weight.by_rows, weight.parts, x, weight.whole, weight.part)
+    return _product(multiply, (outputs_first, weight.by_rows, weight.parts), x, weight.whole, weight.part)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(multiply: Product, by_rows: bool, parts: DpParts, x: Array, whole: Array, part: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(multiply: Product, cut: Cut, x: Array, whole: Array, part: Array) -> Array:
     """This custom gradient stands for no collective's by itself: dw of `part` is what the gather of `part` would give,
     a sum over dp of which each device has its own.  It says only how that is summed."""
     return multiply(x, whole)
 
 
-def _forward(multiply: Product, by_rows: bool, parts: DpParts, x: Array, whole: Array, part: Array) -> tuple:
+def _forward(multiply: Product, cut: Cut, x: Array, whole: Array, part: Array) -> tuple:
     return multiply(x, whole), (x, whole, part)
 
 
-def _backward(multiply: Product, by_rows: bool, parts: DpParts, kept: tuple, dy: Array) -> tuple:
+def _backward(multiply: Product, cut: Cut, kept: tuple, dy: Array) -> tuple:
     x, whole, part = kept
     (dx,) = jax.linear_transpose(lambda x: multiply(x, whole), x)(dy)
-    return dx, None, _sent_home(x, dy, by_rows, parts).reshape(part.shape)
+    outputs_first, by_rows, parts = cut
+    pair = (dy, x) if outputs_first else (x, dy)
+    return dx, None, _sent_home(*pair, by_rows, parts).reshape(part.shape)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _sent_home(x: Array, dy: Array, by_rows: bool, parts: DpParts) -> Float[Array, "..."]:
-    """x' @ dy {+dp}, of which each device gets its rows, or its columns."""
-    cut, rest = (_flat(x), dy) if by_rows else (_flat(dy), x)
+def _sent_home(first: Array, second: Array, by_rows: bool, parts: DpParts) -> Float[Array, "..."]:
+    """first' @ second {+dp}, of which each device gets its rows, or its columns."""
+    cut, rest = (_flat(first), second) if by_rows else (_flat(second), first)
     size = cut.shape[2] // parts.ring
     here = lax.axis_index(DP) // (parts.count // parts.ring)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = jnp.promote_types(rest.dtype, jnp.float32)
 
     def owed(place: int, after: After) -> Array:
         mine = after(cut) if cut.shape[0] * cut.shape[1] < FEW else cut
@@ -102,7 +108,7 @@ def _sent_home(x: Array, dy: Array, by_rows: bool, parts: DpParts) -> Float[Arra
     def passed(sums: Array, by: int) -> Array:
         return lax.ppermute(sums, DP, parts.passed(by))
 
-    dw = scattered(owed, parts.ring, x.dtype, passed)
+    dw = scattered(owed, parts.ring, rest.dtype, passed)
     if parts.beside is None:
         return dw
     return scatter_sum(dw, DP, 0 if by_rows else -1, parts.beside)

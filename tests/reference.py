@@ -27,13 +27,13 @@ def rmsnorm(p: dict, x):
 
 
 def gelu_mlp(p: dict, x):
-    up = x @ p["up.weight"]
+    up = x @ p["up.weight"].T
     return (0.5 * up * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))) @ p["down.weight"]
 
 
 def swiglu_mlp(p: dict, x):
-    gate = x @ p["gate.weight"]
-    return (gate / (1 + jnp.exp(-gate)) * (x @ p["up.weight"])) @ p["down.weight"]
+    gate = x @ p["gate.weight"].T
+    return (gate / (1 + jnp.exp(-gate)) * (x @ p["up.weight"].T)) @ p["down.weight"]
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -65,7 +65,7 @@ def one_head(q_BTK, k_BTK, v_BTK, slope):
 def attention(p: dict, x, positions: str):
     k_BTNK = jnp.einsum("btd,dnk->btnk", x, p["key.weight"])
     v_BTNK = jnp.einsum("btd,dnk->btnk", x, p["value.weight"])
-    q_BTHK = (x @ p["query.weight"]).reshape(*x.shape[:2], -1, k_BTNK.shape[3])
+    q_BTHK = (x @ p["query.weight"].T).reshape(*x.shape[:2], -1, k_BTNK.shape[3])
     if positions == "rotary":
         q_BTHK, k_BTNK = rotate(q_BTHK), rotate(k_BTNK)
     heads, share = q_BTHK.shape[2], q_BTHK.shape[2] // k_BTNK.shape[2]

@@ -122,7 +122,7 @@ LAYERS = {
     "column": Case(
         partial(ColumnParallelLinear, D, F, std=1.0),
         lambda layer, x: layer(ALL_REDUCE.enter(x)),
-        lambda p, x: x @ p["weight"],
+        lambda p, x: x @ p["weight"].T,
         (((B, T, D), ROWS),),
         COLUMNS,
     ),

@@ -10,6 +10,7 @@ Each test is also the proof that the test it calls can fail.
 from types import SimpleNamespace
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,7 +207,7 @@ def test_parameters_that_do_not_vary_over_dp_are_seen(monkeypatch):
     [
         (RowParallelLinear, (None, None), "row"),
         (RowParallelLinear, (None, MP), "gelu"),
-        (ColumnParallelLinear, (MP, None), "column"),
+        (ColumnParallelLinear, (None, MP), "column"),
         (ColumnParallelLinear, (None, None), "swiglu"),
         (VocabParallelEmbedding, (None, MP), "embedding"),
         (LayerNorm, (MP,), "layernorm"),
@@ -294,11 +295,12 @@ def test_the_columns_of_a_neighbour_are_wrong(monkeypatch, layer):
         size = lax.axis_size(MP)
         return lax.ppermute(weight, MP, [(i, (i + 1) % size) for i in range(size)])
 
-    def of_heads(x_BTD: Any, weight_DF: Any, head_dim: int) -> Any:
-        return into_heads(x_BTD, neighbours(weight_DF), head_dim)
+    def of_neighbours(call: Any) -> Any:
+        return lambda self, *args: call(eqx.tree_at(lambda it: it.weight, self, neighbours(self.weight)), *args)
 
-    monkeypatch.setattr(ColumnParallelLinear, "__call__", lambda self, x_BTD: x_BTD @ neighbours(self.weight))
-    monkeypatch.setattr(shmap_tp.layers.attention, "into_heads", of_heads)
+    for name in ("__call__", "into_heads"):
+        monkeypatch.setattr(ColumnParallelLinear, name, of_neighbours(getattr(ColumnParallelLinear, name)))
+    monkeypatch.setattr(shmap_tp.layers.attention, "into_heads", lambda x, w: into_heads(x, neighbours(w)))
     with wrong:
         compare(layer)
 

@@ -83,7 +83,7 @@ class KeyValueHeads(eqx.Module):
         if lax.axis_size(MP) > self.heads:
             mine = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
             weight_DNK = lax.dynamic_slice_in_dim(vary(weight_DNK, MP), mine, 1, axis=1)
-        return into_heads(h_BTD, weight_DNK, weight_DNK.shape[2])
+        return into_heads(h_BTD, weight_DNK)
 
 
 class Attention(eqx.Module):
@@ -125,7 +125,7 @@ class Attention(eqx.Module):
         return self._query, self.key, self.value
 
     def _query(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
-        return into_heads(h_BTD, self.query.weight, self.head_dim)
+        return self.query.into_heads(h_BTD, self.head_dim)
 
     def rows(self, mixed_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
         """mixed @ out {+mp}."""

@@ -49,12 +49,11 @@ def parameters(model: ModelConfig, mp: int) -> dict[str, Parameter]:
     table = Parameter((padded_vocabulary(model) // mp, width), cut_by_mp=True)
     query, ffn = model.heads * model.head_dim // mp, model.ffn // mp
     key_or_value = width, model.kv_heads // (mp if heads_are_cut else 1), model.head_dim
-    found = {"embedding": table, "query": Parameter((width, query), cut_by_mp=True, layers=layers)}
+    found = {"embedding": table, "query": Parameter((query, width), cut_by_mp=True, layers=layers)}
     found |= dict.fromkeys(("key", "value"), Parameter(key_or_value, heads_are_cut, layers))
     found |= {"out": Parameter((query, width), cut_by_mp=True, layers=layers)}
     ups = ("up", "gate") if model.mlp == Mlp.swiglu else ("up",)
-    found |= dict.fromkeys(ups, Parameter((width, ffn), cut_by_mp=True, layers=layers))
-    found |= {"down": Parameter((ffn, width), cut_by_mp=True, layers=layers)}
+    found |= dict.fromkeys((*ups, "down"), Parameter((ffn, width), cut_by_mp=True, layers=layers))
     norms = ["norm"] if model.block == Block.parallel else ["attention norm", "MLP norm"]
     found |= dict.fromkeys(norms, Parameter((width,), cut_by_mp=False, layers=layers))
     found |= {"final norm": Parameter((width,), cut_by_mp=False)}

@@ -32,10 +32,10 @@ from shmap_tp.collectives import scatter_sum
 from shmap_tp.mesh import DP, DpParts
 from shmap_tp.ring import After, scattered
 
-FEW = 8192
+FEW = 16384
 """Positions of a device below which a product of the ring waits for what it is added to: adding what was made before
 takes longer, then, than making it a little slower.  Seconds a step on a v5e-256, free and waiting, predicted: 15.4 and
-14.1 with 2048 (128B), 13.6 and 13.3 with 4096 (64B), but 10.8 and 11.1 with 12288 (16B)."""
+14.1 with 2048 (128B), 13.6 and 13.3 with 4096 (64B), 13.0 and 12.3 with 8192 (32B)."""
 
 
 class RingWeight(eqx.Module):

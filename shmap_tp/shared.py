@@ -38,6 +38,13 @@ takes longer, then, than making it a little slower.  Seconds a step on a v5e-256
 14.1 with 2048 (128B), 13.6 and 13.3 with 4096 (64B), 13.0 and 12.3 with 8192 (32B)."""
 
 
+LARGE = 2e11
+"""Multiplications of a product on a device from which on an activation, or a norm's gradient, before it or after it
+stays out of it.  Inside, XLA for TPU v5e (libtpu 0.0.42) cuts a large product in worse tiles, up to twice as long, and
+by chance; a smaller one it does not, and saves the memory's time.  Seconds a step, inside and apart, predicted: 12.3
+and 12.1 (64B on 256 chips, products of 2.7e11 and more), but 0.71 and 0.79 (6B on 16, of 1.4e11 and less)."""
+
+
 class RingWeight(eqx.Module):
     """w[I O] or w[O I], or with the features in several dims, as `product` takes it."""
 
@@ -78,7 +85,7 @@ def _product(multiply: Product, cut: Cut, x: Array, whole: Array, part: Array) -
 
 
 def _forward(multiply: Product, cut: Cut, x: Array, whole: Array, part: Array) -> tuple:
-    return _apart(multiply(_apart(x), whole)), (x, whole, part)
+    return _apart(multiply(_apart(x, whole), whole), whole), (x, whole, part)
 
 
 def _backward(multiply: Product, cut: Cut, kept: tuple, dy: Array) -> tuple:
@@ -86,17 +93,15 @@ def _backward(multiply: Product, cut: Cut, kept: tuple, dy: Array) -> tuple:
     (dx,) = jax.linear_transpose(lambda x: multiply(x, whole), x)(dy)
     outputs_first, by_rows, parts = cut
     pair = (dy, x) if outputs_first else (x, dy)
-    return _apart(dx), None, _sent_home(*pair, by_rows, parts).reshape(part.shape)
+    return _apart(dx, whole), None, _sent_home(*pair, by_rows, parts).reshape(part.shape)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _apart(x: Array) -> Array:
-    """x, in memory: an activation or a norm's gradient stays out of the product before and after it.  Inside, XLA for
-    TPU v5e (libtpu 0.0.42) cuts the product in worse tiles, up to twice as long, and by chance: so took 11.2 s of a
-    step of 64B what takes 10.8 apart (256 chips, predicted)."""
-    return lax.optimization_barrier(x)
+def _apart(x: Array, whole: Array) -> Array:
+    """What a large product with `whole` reads or makes, in memory."""
+    return lax.optimization_barrier(x) if x.shape[0] * x.shape[1] * whole.size >= LARGE else x
 
 
 def _sent_home(first: Array, second: Array, by_rows: bool, parts: DpParts) -> Float[Array, "..."]:

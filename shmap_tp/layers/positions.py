@@ -75,8 +75,8 @@ def _turn(base: float, way: int, x_BTHK: Float[Array, "B T H K"]) -> Float[Array
     """x * cos + (x @ swap) * sin, in float32 or wider, `way` 1 or -1; the gradient is turned the other way.
 
     swap[K K], zeros but for one 1 or -1 in a column, brings the other of the pair, with its sign, exactly.  Half a head
-    fills half a row of a TPU's vector unit: in halves, put together again, this took 3 % of a step of the 16B model on
-    v5e and 8 % of a 6B on v4.
+    fills half a row of a TPU's vector unit: in halves, put together again, this took 4 % more of a 6B model's step on a
+    v4-32 and on a v5e-16 (predicted).
     """
     time, half = x_BTHK.shape[1], x_BTHK.shape[3] // 2
     wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)

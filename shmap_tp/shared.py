@@ -93,7 +93,9 @@ def _backward(multiply: Product, cut: Cut, kept: tuple, dy: Array) -> tuple:
     (dx,) = jax.linear_transpose(lambda x: multiply(x, whole), x)(dy)
     outputs_first, by_rows, parts = cut
     pair = (dy, x) if outputs_first else (x, dy)
-    return _apart(dx, whole), None, _sent_home(*pair, by_rows, parts).reshape(part.shape)
+    # after a column's product comes the gradient of a norm, which pays inside of none: 6B on v5e-16 0.747 s, or 0.756
+    dx = lax.optimization_barrier(dx) if outputs_first else _apart(dx, whole)
+    return dx, None, _sent_home(*pair, by_rows, parts).reshape(part.shape)
 
 
 _product.defvjp(_forward, _backward)

@@ -80,7 +80,7 @@ class Peers:
             self.end(2, str(error))
         else:
             what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-            if isinstance(error, jax.errors.JaxRuntimeError):
+            if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):  # Orbax tells a ValueError
                 print(f"{what}\nwas another process lost? known within {self._lost_seconds} s", file=sys.stderr)
                 time.sleep(self._lost_seconds + 15)
             if not self._leaving.locked():  # by the reader, which knows more

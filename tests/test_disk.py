@@ -76,3 +76,11 @@ def test_a_configuration_that_has_no_room_leaves_the_one_before(tmp_path, monkey
     with pytest.raises(InputError, match="No space left"), writing(file):
         settings.save(config, file)
     assert file.read_text() == before
+
+
+def test_a_process_that_is_lost_while_all_write_is_no_disk_that_refuses():
+    """What Orbax tells of it, a ValueError, goes on as it is; whoever waits for the others then says who it was."""
+    lost = "UNKNOWN: Gloo all-reduce failed: Connection closed by peer"
+    with pytest.raises(ValueError, match="Gloo") as caught, writing("checkpoint 26"):
+        raise ValueError(lost)
+    assert type(caught.value) is ValueError, "an InputError would end this process before it is known who was lost"

@@ -34,15 +34,15 @@ from shmap_tp.ring import After, scattered
 
 FEW = 16384
 """Positions of a device below which a product of the ring waits for what it is added to: adding what was made before
-takes longer, then, than making it a little slower.  Seconds a step on a v5e-256, free and waiting, predicted: 15.4 and
-14.1 with 2048 (128B), 13.6 and 13.3 with 4096 (64B), 13.0 and 12.3 with 8192 (32B)."""
-
+takes longer, then, than making it a little slower.  Seconds a step on a v5e-256, free and waiting, predicted: 13.0 and
+12.3 with 8192 (32B); while pieces of an MLP's gradient still read its longer operand, 15.4 and 14.1 with 2048 (128B),
+13.6 and 13.3 with 4096 (64B), but 10.8 and 11.1 with 12288 (16B), which was not compared again."""
 
 LARGE = 2e11
 """Multiplications of a product on a device from which on an activation, or a norm's gradient, before it or after it
 stays out of it.  Inside, XLA for TPU v5e (libtpu 0.0.42) cuts a large product in worse tiles, up to twice as long, and
 by chance; a smaller one it does not, and saves the memory's time.  Seconds a step, inside and apart, predicted: 12.3
-and 12.1 (64B on 256 chips, products of 2.7e11 and more), but 0.71 and 0.79 (6B on 16, of 1.4e11 and less)."""
+and 12.1 (64B on 256 chips, products of 2.7e11 and more), but 0.756 and 0.794 (6B on 16, of 1.4e11 and less)."""
 
 
 class RingWeight(eqx.Module):
@@ -93,7 +93,8 @@ def _backward(multiply: Product, cut: Cut, kept: tuple, dy: Array) -> tuple:
     (dx,) = jax.linear_transpose(lambda x: multiply(x, whole), x)(dy)
     outputs_first, by_rows, parts = cut
     pair = (dy, x) if outputs_first else (x, dy)
-    # after a column's product comes the gradient of a norm, which pays inside of none: 6B on v5e-16 0.747 s, or 0.756
+    # after a column's product comes the gradient of a norm: apart it is faster in small products, too (6B on v5e-16:
+    # 0.747 s a step instead of 0.756, predicted)
     dx = lax.optimization_barrier(dx) if outputs_first else _apart(dx, whole)
     return dx, None, _sent_home(*pair, by_rows, parts).reshape(part.shape)
 

@@ -7,8 +7,8 @@ B batch, T time, D features in, F features out.  F/mp: dim F cut along mp.  {+mp
     column   x[B T D]     @ w[F/mp D]'  ->  y[B T F/mp]
     row      x[B T D/mp]  @ w[D/mp F]   ->  y[B T F] {+mp}
 
-Both keep the dim that mp cuts first, and where dp shares a weight, it cuts that dim further.  Of an MLP it is the
-longer one, so that a piece of a gradient that goes home in a ring (`shared`) reads but the smaller operand whole.
+Both keep the dim that mp cuts first, and where dp shares a weight, it cuts that dim further, if it divides it.  Of an
+MLP it is the longer one, so that a piece of a gradient that goes home in a ring (`shared`) reads but the smaller operand whole.
 
 Neither talks.  Whoever composes them hands the columns to a wire's `into` and the rows to its `out_of`, once for all
 the products of a region: that is where the two all-reduces of a Megatron layer stand, or whatever stands for them
@@ -41,7 +41,12 @@ class ColumnParallelLinear(eqx.Module):
         return product(lambda x_BTD, weight_FD: matmul(x_BTD, weight_FD.T), x_BTD, self.weight, outputs_first=True)
 
     def into_heads(self, x_BTD: Float[Array, "B T D"], head_dim: int) -> Float[Array, "B T H K"]:
-        """y as heads, F = H K; see `into_heads`."""
+        """y[B T H/mp K], its columns F = H K as heads.
+
+        It is the weight that is reshaped and not the result, so that a compiler is free to write the result head by
+        head, as attention reads it: on TPU the other way costs copies of q, k and v, forward and backward, a sixth of
+        the layer's time with two heads of 256 on a device (predicted, v5e).
+        """
 
         def multiply(x_BTD: Float[Array, "B T D"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T H K"]:
             weight_HKD = weight_FD.astype(x_BTD.dtype).reshape(-1, head_dim, x_BTD.shape[2])
@@ -78,12 +83,7 @@ def matmul(x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"]) -> Floa
 
 
 def into_heads(x_BTD: Float[Array, "B T D"], weight_DHK: Weight) -> Float[Array, "B T H K"]:
-    """x @ w in x's dtype, a head for each [D K] of w.
-
-    It is the weight that is reshaped and not the result, so that a compiler is free to write the result head by head,
-    as attention reads it: on TPU the other way costs copies of q, k and v, forward and backward, a sixth of the layer's
-    time with two heads of 256 on a device (predicted, v5e).
-    """
+    """x @ w in x's dtype, a head for each [D K] of w."""
 
     def multiply(x_BTD: Float[Array, "B T D"], weight_DHK: Float[Array, "D H K"]) -> Float[Array, "B T H K"]:
         return jnp.einsum("btd,dhk->bthk", x_BTD, weight_DHK.astype(x_BTD.dtype))
@@ -92,7 +92,7 @@ def into_heads(x_BTD: Float[Array, "B T D"], weight_DHK: Weight) -> Float[Array,
 
 
 def out_of_heads(x_BTHK: Float[Array, "B T H K"], weight: Weight) -> Float[Array, "B T D"]:
-    """x @ w in x's dtype, the F = H K rows of w met by heads: the other way of `into_heads`."""
+    """x @ w in x's dtype, the F = H K rows of w met by heads: the other way of `ColumnParallelLinear.into_heads`."""
 
     def multiply(x_BTHK: Float[Array, "B T H K"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T D"]:
         weight_HKD = weight_FD.astype(x_BTHK.dtype).reshape(*x_BTHK.shape[2:], weight_FD.shape[1])

@@ -8,7 +8,8 @@ B batch, T time, D features in, F features out.  F/mp: dim F cut along mp.  {+mp
     row      x[B T D/mp]  @ w[D/mp F]   ->  y[B T F] {+mp}
 
 Both keep the dim that mp cuts first, and where dp shares a weight, it cuts that dim further, if it divides it.  Of an
-MLP it is the longer one, so that a piece of a gradient that goes home in a ring (`shared`) reads but the smaller operand whole.
+MLP it is the longer one, so that a piece of a gradient that goes home in a ring (`shared`) reads but the smaller
+operand whole.
 
 Neither talks.  Whoever composes them hands the columns to a wire's `into` and the rows to its `out_of`, once for all
 the products of a region: that is where the two all-reduces of a Megatron layer stand, or whatever stands for them

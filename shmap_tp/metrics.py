@@ -145,6 +145,7 @@ class Meter:
         if pending is None:
             return
         step, metrics = pending
+        jax.block_until_ready(metrics)  # on every device: device_get waits for one, and a trace would lack the others'
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         self._ends.append(time.perf_counter())
         seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

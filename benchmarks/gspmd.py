@@ -64,11 +64,13 @@ def attention(
 
 def attend(layer: Attention, lay: Layout) -> Callable[..., Float[Array, "B T H K"]]:
     """The attention of each head.  A partitioner cannot cut a kernel: under shard_map each device runs its own heads'.
-    A kernel takes no slopes."""
+    A kernel takes no slopes.  Nothing is put off: when the host's writes start is the compiler's to say here."""
     if isinstance(layer.attend, Chunked):
-        return layer.attend
-    heads = P(DP, None, MP, None)
-    return jax.shard_map(layer.attend, mesh=lay.mesh, in_specs=(heads, heads, heads, None), out_specs=heads)
+        return lambda *qkv: layer.attend(*qkv)[0]
+    kernel, heads = dataclasses.replace(layer.attend, later=False), P(DP, None, MP, None)
+    return jax.shard_map(
+        lambda *qkv: kernel(*qkv)[0], mesh=lay.mesh, in_specs=(heads, heads, heads, None), out_specs=heads
+    )
 
 
 def key_value_weight(layer: KeyValueHeads, lay: Layout) -> Float[Array, "D N K"]:

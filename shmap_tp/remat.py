@@ -16,7 +16,8 @@
     gate, up          the first products of the MLP, [B T F/mp] each
 
 None of them keeps a weight that dp shares: it is gathered again.  What `offload` names is kept in the memory of the
-host: written while the forward pass goes on, and read back before the backward pass comes to it.
+host: written while the forward pass goes on, and read back before the backward pass comes to it.  q, k and v of a
+kernel are then kept as the kernel takes them, in copies made at the end of the block (`layers.later`).
 """
 
 from collections.abc import Callable, Collection
@@ -28,8 +29,8 @@ from jaxtyping import Array
 
 from shmap_tp.collectives import LEFT
 from shmap_tp.config import KEPT, Kept, Remat
-from shmap_tp.layers.attention import QUERY_KEY_VALUE
 from shmap_tp.layers.kernels import ATTENDED, DENOMINATORS
+from shmap_tp.layers.later import QUERY_KEY_VALUE
 from shmap_tp.layers.mlp import GATE, UP
 from shmap_tp.mesh import DP
 

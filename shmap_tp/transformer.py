@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from shmap_tp.config import Block, Kept, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
 from shmap_tp.layers.attention import AnyAttention, Attention
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from shmap_tp.layers.later import put_off
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, AnyPositions, Learned, Rotary
@@ -72,10 +73,11 @@ class ParallelBlock(eqx.Module):
     def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire) -> Float[Array, "B T D"]:
         heads, hidden = wire.into(self.norm(x_BTD), attention=self.attention.columns, mlp=self.mlp.columns)
         with jax.named_scope("attention"):
-            mixed = self.attention(*heads, positions, wire)
+            mixed, handed = self.attention(*heads, positions, wire)
         with jax.named_scope("mlp"):
             hidden = self.mlp(*hidden)
-        return x_BTD + wire.out_of(attention=(mixed, self.attention.rows), mlp=(hidden, self.mlp.down))
+        x_BTD = x_BTD + wire.out_of(attention=(mixed, self.attention.rows), mlp=(hidden, self.mlp.down))
+        return put_off(x_BTD, handed)
 
 
 class SequentialBlock(eqx.Module):
@@ -99,11 +101,12 @@ class SequentialBlock(eqx.Module):
     def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire) -> Float[Array, "B T D"]:
         with jax.named_scope("attention"):
             (heads,) = wire.into(self.attention_norm(x_BTD), attention=self.attention.columns)
-            mixed = self.attention(*heads, positions, wire)
+            mixed, handed = self.attention(*heads, positions, wire)
             x_BTD = x_BTD + wire.out_of(attention=(mixed, self.attention.rows))
         with jax.named_scope("mlp"):
             (hidden,) = wire.into(self.mlp_norm(x_BTD), mlp=self.mlp.columns)
-            return x_BTD + wire.out_of(mlp=(self.mlp(*hidden), self.mlp.down))
+            x_BTD = x_BTD + wire.out_of(mlp=(self.mlp(*hidden), self.mlp.down))
+        return put_off(x_BTD, handed)
 
 
 BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}

@@ -87,7 +87,8 @@ class Soak:
     def judge(self, said: str, codes: list[int], outputs: list[tuple[str, str]], before: int) -> None:
         """What must be so after each start."""
         expected = {0} if said == "to the end" else {STOPPED, LOST, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGKILL}
-        assert set(codes) <= expected, (codes, outputs)
+        logs = [file.read_text()[-5000:] for file in (self.directory / "run" / "logs").glob("*.log")]
+        assert set(codes) <= expected, "\n".join([str(codes), *sum(outputs, ()), *logs])
         assert self.sealed() >= before, "a complete checkpoint was lost"
         if before and (going_on := re.search(r"going on from step (\d+)", outputs[0][0])):
             assert int(going_on[1]) == before, outputs[0][0]

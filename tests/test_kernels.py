@@ -3,12 +3,14 @@
 T time, D model width, H query heads, N key/value heads, K head dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import reference
 from jax.sharding import PartitionSpec as P
@@ -22,6 +24,7 @@ from shmap_tp.layers import kernels
 from shmap_tp.layers.attention import AnyAttention, Attention, Chunked
 from shmap_tp.layers.choice import choose, named
 from shmap_tp.layers.kernels import Cudnn, Splash
+from shmap_tp.layers.later import put_off
 from shmap_tp.layers.positions import Rotary
 from shmap_tp.loss import LinearCrossEntropy
 from shmap_tp.mesh import DP, MP
@@ -36,15 +39,16 @@ T, D, H = 256, 24, 4
 """Blocks of 128: two on the diagonal, one below it, one above that is left out."""
 
 
-def attention(kv_heads: int, head_dim: int, windows: int) -> Case:
+def attention(kv_heads: int, head_dim: int, windows: int, later: bool) -> Case:
     """Of half the input: sharper softmaxes amplify float32's rounding, in the kernel to 1.6e-6, in XLA to 0.9e-6."""
 
     def call(layer, x):
         (qkv,) = ALL_REDUCE.into(0.5 * x, attention=layer.columns)
-        return ALL_REDUCE.out_of(attention=(layer(*qkv, Rotary(10_000.0), ALL_REDUCE), layer.rows))
+        mixed, handed = layer(*qkv, Rotary(10_000.0), ALL_REDUCE)
+        return put_off(ALL_REDUCE.out_of(attention=(mixed, layer.rows)), handed)
 
     return Case(
-        partial(Attention, D, (H, kv_heads), head_dim, Splash(interpret=True), std=1.0, std_out=1.0),
+        partial(Attention, D, (H, kv_heads), head_dim, Splash(later, interpret=True), std=1.0, std_out=1.0),
         call,
         lambda p, x: reference.attention(p, 0.5 * x, positions="rotary"),
         (((windows, T, D), ROWS),),
@@ -53,13 +57,17 @@ def attention(kv_heads: int, head_dim: int, windows: int) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "shape"),
-    [(4, 64, (1, 1)), (4, 64, (4, 2)), (1, 64, (4, 2)), (2, 64, (2, 4)), (4, 128, (2, 4)), (2, 256, (1, 1))],
-)
-def test_splash_is_the_dense_reference(monkeypatch, kv_heads, head_dim, shape):
-    """Output, input gradient and parameter gradients; mp larger than the number of key/value heads, too."""
+    ("kv_heads", "head_dim", "shape", "later"),
+    [
+        (4, 64, (1, 1), False), (4, 64, (4, 2), False), (1, 64, (4, 2), False), (2, 64, (2, 4), False),
+        (4, 128, (2, 4), False), (2, 256, (1, 1), False), (1, 64, (4, 2), True), (2, 64, (2, 4), True),
+    ],
+)  # fmt: skip
+def test_splash_is_the_dense_reference(monkeypatch, kv_heads, head_dim, shape, later):
+    """Output, input gradient and parameter gradients; mp larger than the number of key/value heads, too; and with what
+    the backward pass reads put off."""
     monkeypatch.setattr(kernels, "BLOCKS", (128,))
-    compare(attention(kv_heads, head_dim, shape[0]), shape, "float32")
+    compare(attention(kv_heads, head_dim, shape[0], later), shape, "float32")
 
 
 def test_what_comes_out_of_the_fence_varies_as_what_went_in():
@@ -67,7 +75,7 @@ def test_what_comes_out_of_the_fence_varies_as_what_went_in():
     heads, shared = P(DP, None, MP, None), P(DP, None, None, None)
 
     def local(q, k, v):
-        mixed, pull = jax.vjp(lambda *qkv: Splash(interpret=True)(*qkv, None), q, k, v)
+        mixed, pull = jax.vjp(lambda *qkv: Splash(interpret=True)(*qkv, None)[0], q, k, v)
         gradients = pull(mixed)
         assert varying(mixed) == varying(gradients[0]) == {DP, MP}
         assert varying(gradients[1]) == varying(gradients[2]) == {DP}
@@ -148,6 +156,12 @@ def test_auto_takes_no_kernel_that_cannot(device, override, dtype, made):
     assert chosen(device, override, dtype=dtype) == made
 
 
+@pytest.mark.parametrize(("device", "kernel"), [("v5e", Splash), ("H100", Cudnn)])
+def test_a_kernel_reads_later_what_the_host_keeps(device, kernel):
+    assert chosen(device, "remat=attention", "offload=[query_key_value]") == kernel(later=True)
+    assert chosen(device, "remat=attention", "offload=[attended]") == kernel(later=False)
+
+
 REFUSED = {
     ("cpu", "splash", "", "bfloat16"): "(model llama3_8b, cpu): it is for TPU v4 and later",
     ("v3", "splash", "", "bfloat16"): "(model llama3_8b, TPU v3): it is for TPU v4 and later",
@@ -191,17 +205,21 @@ def kernels_in(jaxpr: Any) -> list[str]:
     return found
 
 
-def traced(model: ModelConfig, attend: AnyAttention, shape: tuple[int, int] = (2, 4)) -> Any:
-    """The jaxpr of loss and gradients."""
+def traced(model: ModelConfig, attend: AnyAttention) -> Any:
+    """The jaxpr of loss and gradients, on (2, 4)."""
     params = shapes_of(partial(Transformer, model, attend))
-    specs = partition_specs(params, {DP: shape[0], MP: shape[1]})
-    objective = objective_of(model, specs, "float32")
     tokens = jax.ShapeDtypeStruct((1, 4, model.context + 1), jnp.int32)
-    step = jax.shard_map(
+    return jax.make_jaxpr(graded(model, params))(params, tokens).jaxpr
+
+
+def graded(model: ModelConfig, params: Transformer) -> Callable[..., Any]:
+    """(params, tokens[A B T+1]) -> (loss, gradients), on (2, 4)."""
+    specs = partition_specs(params, {DP: 2, MP: 4})
+    objective = objective_of(model, specs, "float32")
+    return jax.shard_map(
         lambda params, tokens: loss_and_gradients(objective, params, tokens),
-        mesh=mesh(shape), in_specs=(specs, TOKENS), out_specs=(P(), specs),
+        mesh=mesh((2, 4)), in_specs=(specs, TOKENS), out_specs=(P(), specs),
     )  # fmt: skip
-    return jax.make_jaxpr(step)(params, tokens).jaxpr
 
 
 def objective_of(model: ModelConfig, specs: Transformer, dtype: str) -> Objective:
@@ -225,6 +243,22 @@ def test_without_its_name_it_runs_twice(monkeypatch):
     monkeypatch.setattr(kernels, "ATTENDED", "something else")
     made = config("model.context=128", "model.positions=rotary", "model.remat=dots").model
     assert sorted(kernels_in(traced(made, Splash()))) == sorted([FORWARD, FORWARD, BACKWARD])
+
+
+@pytest.mark.parametrize("block", ["parallel", "sequential"])
+def test_what_is_put_off_is_what_the_backward_pass_reads(block):
+    """Of a model whose q, k and v the host keeps: the same bits, in copies that were made at the end of a block."""
+    model = config(
+        "model.context=128", "model.head_dim=64", "model.positions=rotary", "model.remat=attention",
+        "model.offload=[query_key_value]", f"model.block={block}",
+    ).model  # fmt: skip
+    tokens = jax.random.randint(jax.random.key(1), (1, 2, 129), 0, model.vocabulary)
+    found = []
+    for attend in (Splash(False, interpret=True), Splash(True, interpret=True)):
+        params = Transformer(model, attend, key=jax.random.key(0))
+        found.append([np.asarray(x) for x in jax.tree.leaves(jax.jit(graded(model, params))(params, tokens))])
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+    assert np.any(found[0][1])
 
 
 # cuDNN, as far as it goes without a GPU

@@ -36,7 +36,7 @@ POSITIONS = {"alibi": Alibi(H), "rotary": Rotary(10_000.0)}
 def attention(kv_heads: int, positions: str, chunk: int, heads: int = H, wire: AnyWire = ALL_REDUCE) -> Case:
     def call(layer, x):
         (qkv,) = wire.into(x, attention=layer.columns)
-        mixed = layer(*qkv, Alibi(heads) if positions == "alibi" else Rotary(10_000.0), wire)
+        mixed, _ = layer(*qkv, Alibi(heads) if positions == "alibi" else Rotary(10_000.0), wire)
         return wire.out_of(attention=(mixed, layer.rows))
 
     return Case(

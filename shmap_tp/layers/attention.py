@@ -25,14 +25,12 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.collectives import Columns, Product, vary
 from shmap_tp.layers.kernels import ATTENDED, Cudnn, Splash
+from shmap_tp.layers.later import QUERY_KEY_VALUE, Handed
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, into_heads, out_of_heads
 from shmap_tp.layers.positions import AnyPositions
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
 from shmap_tp.wire import AnyWire
-
-QUERY_KEY_VALUE = "query_key_value"
-"""Names what the heads are made of, so that a remat policy can keep it."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,9 @@ class Chunked:
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
         slopes_H: Float[Array, " H"] | None,
-    ) -> Float[Array, "B T H K"]:
-        """Wire: nothing."""
-        return kept(causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk), ATTENDED)
+    ) -> tuple[Float[Array, "B T H K"], Handed]:
+        """(mixed, nothing that is put off).  Wire: nothing."""
+        return kept(causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk), ATTENDED), ()
 
 
 AnyAttention = Chunked | Splash | Cudnn
@@ -131,10 +129,14 @@ class Attention(eqx.Module):
         """mixed @ out {+mp}."""
         return out_of_heads(mixed_BTHK, self.out.weight)
 
-    def __call__(self, q: Product, k: Product, v: Product, positions: AnyPositions, wire: AnyWire) -> Product:
+    def __call__(
+        self, q: Product, k: Product, v: Product, positions: AnyPositions, wire: AnyWire
+    ) -> tuple[Product, Handed]:
+        """(mixed, what is handed to `put_off` at the end of the block)."""
         q_BTHK, k_BTNK, v_BTNK = (wire.in_time(y) for y in (q, k, v))
         qkv = positions.on_heads(q_BTHK), positions.on_heads(k_BTNK), v_BTNK
-        return wire.in_parts(self.attend(*(kept(x, QUERY_KEY_VALUE) for x in qkv), positions.slopes()))
+        mixed_BTHK, handed = self.attend(*(kept(x, QUERY_KEY_VALUE) for x in qkv), positions.slopes())
+        return wire.in_parts(mixed_BTHK), handed
 
 
 def causal_attention(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from shmap_tp.config import AttentionKernel, InputError, ModelConfig, Positions
+from shmap_tp.config import AttentionKernel, InputError, Kept, ModelConfig, Positions
 from shmap_tp.hardware import generation
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.kernels import BLOCKS, SPLASH_HEAD_DIMS, Cudnn, Splash
@@ -25,9 +25,10 @@ def choose(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> AnyAtten
         AttentionKernel.splash: _no_splash(model, device),
         AttentionKernel.cudnn: _no_cudnn(model, device, dtype),
     }
+    later = Kept.query_key_value in model.offload
     made = {
-        AttentionKernel.splash: Splash(),
-        AttentionKernel.cudnn: Cudnn(),
+        AttentionKernel.splash: Splash(later),
+        AttentionKernel.cudnn: Cudnn(later),
         AttentionKernel.chunked: Chunked(model.attention_chunk),
     }
     asked = model.attention

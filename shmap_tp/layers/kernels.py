@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from shmap_tp.collectives import vary, varying
+from shmap_tp.layers.later import Handed
 
 ATTENDED = "attended"
 """Names what attention made, so that a remat policy can keep it."""
@@ -50,6 +52,8 @@ class Splash:
     and their sum over those blocks.
     """
 
+    later: bool = False
+    """Whether what the backward kernel reads of q, k and v comes from `put_off` (`later`), which they are handed to."""
     interpret: bool = False
     """Run the kernel's program on whatever device there is, instead of compiling it: for tests."""
 
@@ -59,17 +63,17 @@ class Splash:
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
         slopes_H: Float[Array, " H"] | None,
-    ) -> Float[Array, "B T H K"]:
-        """Wire: nothing."""
+    ) -> tuple[Float[Array, "B T H K"], Handed]:
+        """(mixed, what is handed to `put_off`).  Wire: nothing."""
         assert slopes_H is None, "the kernel adds no bias to scores: choice.py must not have chosen it"
         (batch, time, heads, head_dim), groups = q_BTHK.shape, k_BTNK.shape[2]
         shared = heads // groups
         scaled_BTHK = (q_BTHK.astype(jnp.float32) * head_dim**-0.5).astype(q_BTHK.dtype)
         q = scaled_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
         k, v = [x.transpose(0, 2, 1, 3).reshape(batch * groups, time, head_dim) for x in (k_BTNK, v_BTNK)]
-        mixed = _fenced(self, q.reshape(batch * groups, shared, time, head_dim), k, v)
+        mixed, handed = _fenced(self, q.reshape(batch * groups, shared, time, head_dim), k, v)
         mixed = mixed.reshape(batch, groups, shared, time, head_dim)
-        return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim)
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim), handed
 
     def run(
         self, q_CGTK: Float[Array, "C G T K"], k_CTK: Float[Array, "C T K"], v_CTK: Float[Array, "C T K"]
@@ -103,14 +107,17 @@ class Cudnn:
     and number of them, is all that the tests see.
     """
 
+    later: bool = False
+    """Whether what the backward kernel reads of q, k and v comes from `put_off` (`later`), which they are handed to."""
+
     def __call__(
         self,
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
         slopes_H: Float[Array, " H"] | None,
-    ) -> Float[Array, "B T H K"]:
-        """Wire: nothing."""
+    ) -> tuple[Float[Array, "B T H K"], Handed]:
+        """(mixed, what is handed to `put_off`).  Wire: nothing."""
         assert slopes_H is None, "the kernel adds no bias to scores: choice.py must not have chosen it"
         return _fenced(self, q_BTHK, k_BTNK, v_BTNK)
 
@@ -147,7 +154,7 @@ def _unchecked(run: Callable[..., Any], *args: Any) -> Any:
     return results
 
 
-def _fenced(kernel: "Splash | Cudnn", *qkv: Array) -> Array:
+def _fenced(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[Array, Handed]:
     """kernel.run(q, k, v).  All three are made to vary over the same axes before: what the gradient of one that did not
     owes is then JAX's to see, and the gradients that come out of the fence have the types of what went in."""
     for axis in sorted(frozenset[str]().union(*[varying(x) for x in qkv])):
@@ -157,24 +164,35 @@ def _fenced(kernel: "Splash | Cudnn", *qkv: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(kernel: "Splash | Cudnn", q: Array, k: Array, v: Array) -> Array:
-    return _unchecked(kernel.run, q, k, v)
+def _attend(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[Array, Handed]:
+    return _unchecked(kernel.run, *qkv), _handed(kernel, qkv)
 
 
-def _forward(kernel: "Splash | Cudnn", q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+class Place(eqx.Module):
+    """Stands for q, k or v in what the backward kernel needs."""
+
+    of: int = eqx.field(static=True)
+
+
+def _forward(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[tuple[Array, Handed], Any]:
     """(output, what the backward kernel needs): of those, what the forward kernel made is named."""
 
     def run(*qkv: Array) -> tuple[Array, Any]:
-        known = {id(x): x for x in qkv}
+        known: dict[int, Any] = {id(x): Place(of) if kernel.later else x for of, x in enumerate(qkv)}
 
-        def named(x: Array) -> Array:
+        def named(x: Array) -> Any:
             if id(x) not in known:
-                known[id(x)] = checkpoint_name(x, _name(x, q)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                known[id(x)] = checkpoint_name(x, _name(x, qkv[0])) if jnp.issubdtype(x.dtype, jnp.floating) else x
             return known[id(x)]
 
         return jax.tree.map(named, jax.vjp(kernel.run, *qkv))
 
-    return _unchecked(run, q, k, v)
+    mixed, pull = _unchecked(run, *qkv)
+    return (mixed, _handed(kernel, qkv)), pull
+
+
+def _handed(kernel: "Splash | Cudnn", qkv: Handed) -> Handed:
+    return qkv if kernel.later else ()
 
 
 def _name(x: Array, q: Array) -> str:
@@ -182,8 +200,14 @@ def _name(x: Array, q: Array) -> str:
     return ATTENDED if x.size > q.size // q.shape[-1] else DENOMINATORS
 
 
-def _backward(kernel: "Splash | Cudnn", pull: Any, d_mixed: Array) -> tuple[Array, Array, Array]:
-    return _unchecked(lambda pull, d_mixed: pull(d_mixed), pull, d_mixed)
+def _backward(kernel: "Splash | Cudnn", pull: Any, gradients: tuple[Array, Handed]) -> tuple[Array, ...]:
+    def run(pull: Any, d_mixed: Array, handed: Handed) -> tuple[Array, ...]:
+        def found(x: Any) -> Array:
+            return handed[x.of] if isinstance(x, Place) else x
+
+        return jax.tree.map(found, pull, is_leaf=lambda x: isinstance(x, Place))(d_mixed)
+
+    return _unchecked(run, pull, *gradients)
 
 
 _attend.defvjp(_forward, _backward)

@@ -171,11 +171,12 @@ spare, and its products, made in up to 16 pieces, take longer.
 What `model.offload` keeps in the host's memory ("host" below GiB) goes there and back at 16 GB/s a chip, an assumption
 of the scaling book's, and in the order in which it starts; a VM of four v5e chips has 192 GB.  All that remat `dots`
 keeps would be 48 GiB a chip at 32B, 64B and 128B, 69 at 16B.  Where a write of the layer before still stands in that
-queue, what would be written over it waits: in which order they start, XLA decides, and a step takes up to a tenth more
-or less for it.  Memory of such a row is an upper bound, cut off at what there is.
+queue, what would be written over it waits: in which order they start, XLA decides.  Our q, k and v go there from copies
+that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' as the
+compiler has it, which is up to a tenth of their step.  Memory of such a row is an upper bound, cut off at what there is.
 Rows that offload nothing and have no twin, and those of several slices, are of earlier programs: before weights of
 columns were kept with their columns first, and rotary positions made of a product.  Rows that were compiled beside
-others, twins among them, took up to three times their compile time for that.
+others, as all of the last eight were, took up to three times their compile time for that.
 
 {table(columns, lines)}
 """

@@ -172,8 +172,8 @@ What `model.offload` keeps in the host's memory ("host" below GiB) goes there an
 of the scaling book's, and in the order in which it starts; a VM of four v5e chips has 192 GB.  All that remat `dots`
 keeps would be 48 GiB a chip at 32B, 64B and 128B, 69 at 16B.  Where a write of the layer before still stands in that
 queue, what would be written over it waits: in which order they start, XLA decides.  Our q, k and v go there from copies
-that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' as the
-compiler has it, which is up to a tenth of their step.  Memory of such a row is an upper bound, cut off at what there is.
+that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' wait for up
+to a tenth of their step.  Memory of such a row is an upper bound, cut off at what there is.
 Rows that offload nothing and have no twin, and those of several slices, are of earlier programs: before weights of
 columns were kept with their columns first, and rotary positions made of a product.  Rows that were compiled beside
 others, as all of the last eight were, took up to three times their compile time for that.

@@ -175,8 +175,8 @@ queue, what would be written over it waits: in which order they start, XLA decid
 that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' wait for up
 to a tenth of their step.  Memory of such a row is an upper bound, cut off at what there is.
 Rows that offload nothing and have no twin, and those of several slices, are of earlier programs: before weights of
-columns were kept with their columns first, and rotary positions made of a product.  Rows that were compiled beside
-others, as all of the last eight were, took up to three times their compile time for that.
+columns were kept with their columns first, and rotary positions made of a product.  The last four programs of
+ours were compiled alone; rows that were compiled beside others, twins among them, took up to three times as long.
 
 {table(columns, lines)}
 """

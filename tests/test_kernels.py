@@ -264,8 +264,10 @@ def test_what_is_put_off_is_what_the_backward_pass_reads(block):
 # cuDNN, as far as it goes without a GPU
 
 
-@pytest.mark.parametrize(("remat", "forward"), [("none", 1), ("dots", 1), ("full", 2)])
-def test_cudnn_is_lowered_to_its_own_calls(monkeypatch, remat, forward):
+@pytest.mark.parametrize(
+    ("remat", "forward", "later"), [("none", 1, False), ("dots", 1, False), ("full", 2, False), ("dots", 1, True)]
+)
+def test_cudnn_is_lowered_to_its_own_calls(monkeypatch, remat, forward, later):
     """Of a whole model in bfloat16 on (2, 4), two key/value heads shared by eight: forward and backward calls."""
     from jax._src.cudnn import fused_attention_stablehlo
 
@@ -273,7 +275,7 @@ def test_cudnn_is_lowered_to_its_own_calls(monkeypatch, remat, forward):
     model = config(
         "model.head_dim=8", "model.kv_heads=4", "model.context=16", "model.positions=rotary", f"model.remat={remat}"
     ).model
-    params = shapes_of(partial(Transformer, model, Cudnn()))
+    params = shapes_of(partial(Transformer, model, Cudnn(later)))
     specs = partition_specs(params, {DP: 2, MP: 4})
     objective = objective_of(model, specs, "bfloat16")
     step = jax.shard_map(

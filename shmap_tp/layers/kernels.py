@@ -11,6 +11,8 @@ plain `Chunked` of attention.py, a program takes is decided in choice.py.
 
 The kernels know nothing of varying and invarying values, so they run behind a fence, `_unchecked`, and are never
 differentiated through it: `_attend` says what forward and backward are, and both only call it.
+
+Where the host is to keep q, k and v, a kernel hands them on, and gets them back in its backward pass, from `later`.
 """
 
 from collections.abc import Callable
@@ -169,7 +171,7 @@ def _attend(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[Array, Handed]:
 
 
 class Place(eqx.Module):
-    """Stands for q, k or v in what the backward kernel needs."""
+    """Stands for q, k or v in what the backward kernel needs, where they are read later."""
 
     of: int = eqx.field(static=True)
 
@@ -201,6 +203,8 @@ def _name(x: Array, q: Array) -> str:
 
 
 def _backward(kernel: "Splash | Cudnn", pull: Any, gradients: tuple[Array, Handed]) -> tuple[Array, ...]:
+    """`gradients` are that of the output and, where they are read later, q, k and v themselves (`later`)."""
+
     def run(pull: Any, d_mixed: Array, handed: Handed) -> tuple[Array, ...]:
         def found(x: Any) -> Array:
             return handed[x.of] if isinstance(x, Place) else x

@@ -26,10 +26,12 @@ QUERY_KEY_VALUE = "query_key_value"
 """Names what the heads are made of, so that a remat policy can keep it."""
 
 Handed = tuple[Float[Array, "..."], ...]
+"""q, k, v of this device in the shapes and the dtype that its kernel takes them in, or nothing."""
 
 
 def put_off(y_BTD: Float[Array, "B T D"], handed: Handed) -> Float[Array, "B T D"]:
-    """y.  Its backward pass finds copies of `handed`, made when y is there, under the name QUERY_KEY_VALUE."""
+    """y.  Its backward pass finds copies of `handed`, made when y is there, under the name QUERY_KEY_VALUE.
+    Wire: nothing."""
     return _put_off(y_BTD, handed) if handed else y_BTD
 
 
@@ -43,7 +45,8 @@ def _forward(y: Array, handed: Handed) -> tuple[Array, Handed]:
 
 
 def _backward(kept: Handed, dy: Array) -> tuple[Array, Handed]:
-    """k and v are copied before anything else: what they were read into is free, then, for what is read next."""
+    """k and v are copied once dy is there: what they were read into is free, then, for what the block before reads.
+    That the compiler does so early nothing here forces; it does (16B: 10.3 s a step without these copies, 9.9 with)."""
     q, *rest = kept
     return dy, (q, *[_copied_after(dy, x) for x in rest])
 

@@ -2,7 +2,7 @@
 
     remat       kept of a block's work                         computed again
     none        all that the gradients read                    nothing
-    dots        all that has a name                            norms, activations, positions, scores
+    dots        all that has a name                            norms from their means, activations, positions, scores
     up          all but gate                                   these, and the MLP's gate, if it has one
     attention   all but gate, up                               these, and the first products of the MLP
     mlp         input, left, gate, up                          these, and instead of the products q, k, v, and attention
@@ -10,7 +10,8 @@
 
     input             x[B T D], or the part of it that the wire keeps
     left              what each region left with, as large, where anything reads it (in a parallel block nothing does):
-                      of mp's collectives only the wire's `into` is said again
+                      of mp's collectives only the wire's `into` is said again; and the norms' means, a number or two
+                      of a position, which stay on the device
     query_key_value   q, k, v, head by head
     attended          what attention made of them, as large as q
     gate, up          the first products of the MLP, [B T F/mp] each
@@ -32,18 +33,19 @@ from shmap_tp.config import KEPT, Kept, Remat
 from shmap_tp.layers.kernels import ATTENDED, DENOMINATORS
 from shmap_tp.layers.later import QUERY_KEY_VALUE
 from shmap_tp.layers.mlp import GATE, UP
+from shmap_tp.layers.norm import STATISTICS
 from shmap_tp.mesh import DP
 
 INPUT = "input"
 NAMES = {
     Kept.input: (INPUT,),
-    Kept.left: (LEFT,),
+    Kept.left: (LEFT, STATISTICS),
     Kept.query_key_value: (QUERY_KEY_VALUE,),
     Kept.attended: (ATTENDED, DENOMINATORS),
     Kept.gate: (GATE,),
     Kept.up: (UP,),
 }
-STAYS = (DENOMINATORS,)
+STAYS = (DENOMINATORS, STATISTICS)
 """So small that a place in the queue of large ones costs more than the memory: 11.4 s a step instead of 10.75 (16B on a
 v5e-256, remat attention, q, k, v and attended on the host, predicted)."""
 LAYOUT = {

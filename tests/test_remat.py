@@ -11,6 +11,7 @@ from small import config, mesh
 from test_kernels import traced
 
 from shmap_tp.config import KEPT, Kept, Remat
+from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.kernels import Splash
 from shmap_tp.plan.wires import bodies
 from shmap_tp.step import build_programs
@@ -74,3 +75,21 @@ def test_the_denominators_of_a_kernel_stay(later):
     as_the_kernel_takes_it = {(B * H, 128, K): 2, (B * H, 1, 128, K): 2}
     found = to_the_host(traced(made.model, Splash(later)))
     assert found == (as_the_kernel_takes_it if later else where_made)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("remat", Remat)
+def test_only_full_averages_again(remat, norm):
+    """Each of a layer's two norms has one mean, or two, which everyone but `full` keeps."""
+
+    def means(remat: Remat) -> int:
+        conf = config("model.context=8", "model.block=sequential", f"model.norm={norm}", f"model.remat={remat}")
+        found = (
+            one
+            for one in equations(traced(conf.model, Chunked(conf.model.attention_chunk)))
+            if one.primitive.name == "reduce_sum"
+        )
+        return sum(one.invars[0].aval.shape == (B, T, D) and one.params["axes"] == (2,) for one in found)
+
+    again = 2 * (2 if norm == "layernorm" else 1)
+    assert means(remat) - means(Remat.none) == (again if remat == Remat.full else 0)

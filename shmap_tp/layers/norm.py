@@ -7,14 +7,21 @@ B batch, T time, D model width.
 Positions are normalised one by one.  Where x is whole on every device of mp, every device computes the same y, and the
 scale's gradient is complete over mp.  Where a device has T/mp of them, it is {+mp}: the scale was made to vary over mp
 before (`collectives.SequenceParallel.at_home`), or JAX would sum its gradient here, layer by layer.
+
+What was averaged has a name, so that a remat policy can keep it: one number of a position, where to find it again reads
+the whole position.
 """
 
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shmap_tp.sharding import param
+
+STATISTICS = "statistics"
+"""Names the means that a norm divides by, or takes away."""
 
 
 class LayerNorm(eqx.Module):
@@ -27,8 +34,8 @@ class LayerNorm(eqx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x_BTD.astype(self.scale.dtype)
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        y = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * self.scale[None, None]
+        x = x - _mean(x)
+        y = x * lax.rsqrt(_mean(x * x) + 1e-5) * self.scale[None, None]
         return y.astype(x_BTD.dtype)
 
 
@@ -42,5 +49,9 @@ class RMSNorm(eqx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x_BTD.astype(self.scale.dtype)
-        y = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * self.scale[None, None]
+        y = x * lax.rsqrt(_mean(x * x) + 1e-6) * self.scale[None, None]
         return y.astype(x_BTD.dtype)
+
+
+def _mean(x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T 1"]:
+    return checkpoint_name(jnp.mean(x_BTD, axis=-1), STATISTICS)[..., None]

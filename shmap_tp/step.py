@@ -82,16 +82,24 @@ def loss_and_gradients(
     """
     at_home = held(objective.owners, objective.wire.at_home(params))
     counted = counted_tokens(tokens_ABT)
-    # The transpose of the layer scan adds each layer's gradient to its total in place: no stack of them exists beside.
-    totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), at_home)
 
-    def microbatch(total: Array, tokens_BT: Array) -> tuple[Array, None]:
-        objected, pull, loss = jax.vjp(lambda params: objective(params, tokens_BT, counted), at_home, has_aux=True)
-        pull.with_refs(totals)(jnp.ones_like(objected))
-        return total + loss, None
+    def forward(tokens_BT: Array) -> tuple[Array, Any, Array]:
+        return jax.vjp(lambda params: objective(params, tokens_BT, counted), at_home, has_aux=True)
 
-    loss, _ = lax.scan(microbatch, vary(jnp.zeros(()), DP), tokens_ABT)
-    gradients = jax.tree.map(jax.freeze, totals)
+    if tokens_ABT.shape[0] == 1:  # there is nothing to add to, and zeros would be read
+        objected, pull, loss = forward(tokens_ABT[0])
+        (gradients,) = pull(jnp.ones_like(objected))
+    else:
+        # The transpose of the layer scan adds each layer's gradient to its total in place: no stack of them beside.
+        totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), at_home)
+
+        def microbatch(total: Array, tokens_BT: Array) -> tuple[Array, None]:
+            objected, pull, loss = forward(tokens_BT)
+            pull.with_refs(totals)(jnp.ones_like(objected))
+            return total + loss, None
+
+        loss, _ = lax.scan(microbatch, vary(jnp.zeros(()), DP), tokens_ABT)
+        gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_meets"):
         met = jax.tree.map(lambda owner, dw: owner.meet(dw), objective.owners, gradients)
         return sum_over(loss, DP), meet_over(MP, met, params)

@@ -19,7 +19,6 @@ the products of a region: that is where the two all-reduces of a Megatron layer 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.mesh import MP
@@ -52,7 +51,7 @@ class ColumnParallelLinear(eqx.Module):
 
         def multiply(x_BTD: Float[Array, "B T D"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T H K"]:
             weight_HKD = weight_FD.astype(x_BTD.dtype).reshape(-1, head_dim, x_BTD.shape[2])
-            return jnp.einsum("btd,hkd->bthk", x_BTD, _heads(weight_HKD))
+            return jnp.einsum("btd,hkd->bthk", x_BTD, weight_HKD)
 
         return product(multiply, x_BTD, self.weight, outputs_first=True)
 
@@ -98,25 +97,6 @@ def out_of_heads(x_BTHK: Float[Array, "B T H K"], weight: Weight) -> Float[Array
 
     def multiply(x_BTHK: Float[Array, "B T H K"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T D"]:
         weight_HKD = weight_FD.astype(x_BTHK.dtype).reshape(*x_BTHK.shape[2:], weight_FD.shape[1])
-        return jnp.einsum("bthk,hkd->btd", x_BTHK, _heads(weight_HKD))
+        return jnp.einsum("bthk,hkd->btd", x_BTHK, weight_HKD)
 
     return product(multiply, x_BTHK, weight, outputs_first=False)
-
-
-@jax.custom_vjp
-def _heads(weight_HKD: Float[Array, "H K D"]) -> Float[Array, "H K D"]:
-    """The weight of heads, whose gradient is made as heads before it is read as rows.
-
-    Made as rows, as the reduce-scatter takes them, XLA for TPU v3 (libtpu 0.0.42) transposes in memory what it is made
-    of.  Seconds a step, made as rows and as heads, predicted: 30.9 and 30.8 (6.9B on a V3-32, (4, 8)), 1.95 and 1.94
-    (GPT-J shape on a V3-32, (32, 1)), but 1.77 and 1.78 on a v4-32.
-    """
-    return weight_HKD
-
-
-def _as_heads(_: None, dw_HKD: Float[Array, "H K D"]) -> tuple[Float[Array, "H K D"]]:
-    """A cotangent for a cotangent: this custom gradient stands for no collective's, it only holds the shape fast."""
-    return (lax.optimization_barrier(dw_HKD),)
-
-
-_heads.defvjp(lambda weight_HKD: (weight_HKD, None), _as_heads)

@@ -82,11 +82,12 @@ def published() -> str:
 
 {table([*columns, "compile s"], lines)}
 
-Ratios: {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {middle:.2f}.  These rows were predicted before the step
-could share weights over dp (`mesh.zero=parameters`), and before the attention kernels and the head in chunks, with the
-all-reduce wire: most of the published runs share weights, and the mesh here is the one that fits without.  A ratio is
-the programs' difference and the model's error together; only the transformer_shmap and mesh-transformer-jax rows, which
-share each layer between the devices as ours does, come near to saying what the error alone is.
+Ratios: {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {middle:.2f}.  A ratio is the programs'
+difference and the model's error together; only the transformer_shmap and mesh-transformer-jax rows, which share each
+layer between the devices as ours does, come near to saying what the error alone is.  Where weights are shared over dp
+alone, (n, 1), so they were in the published run.  Of MaxText's runs over 2 to 32 slices only those of
+16B and 32B over 8 were compiled, and PaLM's was not: the command above compiles them all, in some two hours.  T5X's
+rows are of an earlier program.
 
 T5X's three placements differ by 6 % where they were measured, and by nothing here: today's compiler goes once around
 all 16 chips of each tile (`StrategyRing` in the module), and rings of neighbours are equal in our link model.  Counted
@@ -174,17 +175,15 @@ keeps would be 48 GiB a chip at 32B, 64B and 128B, 69 at 16B.  Where a write of 
 queue, what would be written over it waits: in which order they start, XLA decides.  Our q, k and v go there from copies
 that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' wait for up
 to a tenth of their step.  Memory of such a row is an upper bound, cut off at what there is.
-Rows that offload nothing and have no twin, and those of several slices, are of earlier programs: before weights of
-columns were kept with their columns first, and rotary positions made of a product.  The last four programs of
-ours were compiled alone; rows that were compiled beside others, twins among them, took up to three times as long.
+The twins of the four large ones are of the program before norms kept their means, which they do, too, now.  Ours of
+16B, 32B and 64B were compiled alone; the other rows beside others, which takes up to three times as long.
 
 {table(columns, lines)}
 """
 
 
 SCALING = """
-Weak scaling over slices, which meet over the network between hosts (`mesh.slices`).  The compile time of 16b on two
-slices includes nine minutes in which it was stopped.
+Weak scaling over slices, which meet over the network between hosts (`mesh.slices`).
 """
 
 

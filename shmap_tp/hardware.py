@@ -109,8 +109,9 @@ v4, xla_enable_async_all_gather: gathers flow under products; of four gathered l
 benchmarks/layerwise.py).
 ALL_MEMORY: 16B on v4 4x4x4, (8, 8), ring wire, 25.3 s a step instead of 37.0; 128B on v5e-256 12.6 instead of 12.7; of
 16B there, and of 6B on v4-32 and v5e-16, nothing changes.
-RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 50.0 s a step instead of 54.5; 20B, (8, 8), 16.1 instead of 16.7.  On v4,
-which goes without, 28.6 instead of 28.7.
+RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 50.0 s a step instead of 54.5; 20B, (8, 8), 16.1 instead of 16.7; and
+70B with weights shared over dp alone, their gradients in a ring, 8.08 and 8.09.  On v4, which goes without, 28.6
+instead of 28.7.
 Tried on v5e with libtpu 0.0.42 and left out, predicted: xla_enable_async_all_reduce with
 xla_tpu_enable_async_collective_fusion_fuse_all_reduce hides a third of the gradients' all-reduces of a 16B model with
 chunked attention, and nothing beside a kernel; on v4 the same does not compile (vector memory).  GPT-J 6B on v5e-16,

@@ -107,18 +107,18 @@ COMPILER_OPTIONS = {
 
 v4, xla_enable_async_all_gather: gathers flow under products; of four gathered layers 38.7 ms instead of 52 (predicted,
 benchmarks/layerwise.py).
-ALL_MEMORY: 16B on v4 4x4x4, (8, 8), ring wire, 25.3 s a step instead of 37.0; 128B on v5e-256 12.6 instead of 12.7; of
-16B there, and of 6B on v4-32 and v5e-16, nothing changes.
-RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 50.0 s a step instead of 54.5; 20B, (8, 8), 16.1 instead of 16.7; and
-70B with weights shared over dp alone, their gradients in a ring, 8.08 and 8.09.  On v4, which goes without, 28.6
-instead of 28.7.
+Seconds a step, predicted, with and without:
+ALL_MEMORY: 16B on v4 4x4x4, (8, 8), ring wire, 25.3 and 37.0; 128B on v5e-256 12.6 and 12.7; of 16B there, and of 6B on
+v4-32 and v5e-16, nothing changes.
+RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 50.0 and 54.5; 20B, (8, 8), 16.1 and 16.7; 70B with weights shared over dp
+alone, their gradients in a ring, 8.08 and 8.09.  20B on v4, (8, 8), which goes without, 28.6 and 28.7.
 Tried on v5e with libtpu 0.0.42 and left out, predicted: xla_enable_async_all_reduce with
 xla_tpu_enable_async_collective_fusion_fuse_all_reduce hides a third of the gradients' all-reduces of a 16B model with
 chunked attention, and nothing beside a kernel; on v4 the same does not compile (vector memory).  GPT-J 6B on v5e-16,
 gradients in a ring, 0.739 s a step: with xla_tpu_enable_ag_backward_pipelining, xla_tpu_enable_ici_ag_pipelining and
 xla_tpu_enable_ici_rs_pipelining 0.952; xla_tpu_host_transfer_overlap_limit=16 changes nothing where a host keeps
-activations, nor do xla_latency_hiding_scheduler_rerun, xla_lhs_prioritize_async_depth_over_stall and
-xla_tpu_scheduler_using_real_cost_model.
+activations; nor, with the ring wire, do xla_latency_hiding_scheduler_rerun on v4, and on v5p
+xla_lhs_prioritize_async_depth_over_stall and xla_tpu_scheduler_using_real_cost_model.
 """
 COMPILER_OPTIONS["TPU v5p"] = COMPILER_OPTIONS["TPU v5"]
 

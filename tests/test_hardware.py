@@ -102,3 +102,4 @@ def test_options_are_for_devices_of_the_table():
     assert COMPILER_OPTIONS.keys() <= DEVICES.keys()
     assert compiler_options("cpu") == {}
     assert compiler_options("TPU v4") == COMPILER_OPTIONS["TPU v4"]
+    assert compiler_options("TPU v5p") == compiler_options("TPU v5") != {}

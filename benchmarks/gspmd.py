@@ -27,7 +27,7 @@ from shmap_tp.collectives import LEFT, AllReduce
 from shmap_tp.config import Config, Remat
 from shmap_tp.guard import chosen
 from shmap_tp.layers.attention import QUERY_KEY_VALUE, Attention, Chunked, KeyValueHeads, kept
-from shmap_tp.layers.linear import into_heads, matmul, out_of_heads
+from shmap_tp.layers.linear import into_heads, matmul
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.positions import Alibi, AnyPositions, alibi_slopes
 from shmap_tp.mesh import DP, MP
@@ -51,7 +51,7 @@ def attention(
     layer: Attention, h_BTD: Float[Array, "B T D"], positions: AnyPositions, lay: Layout
 ) -> Float[Array, "B T D"]:
 
-    q_BTHK = lay(layer.query.into_heads(h_BTD, layer.head_dim), DP, None, MP, None)
+    q_BTHK = lay(layer.query(h_BTD), DP, None, MP, None)
     k_BTNK, v_BTNK = (
         lay(into_heads(h_BTD, key_value_weight(each, lay)), DP, None, MP, None) for each in (layer.key, layer.value)
     )
@@ -59,7 +59,7 @@ def attention(
     q_BTHK, k_BTNK, v_BTNK = (kept(x, QUERY_KEY_VALUE) for x in (q_BTHK, k_BTNK, v_BTNK))
     slopes_H = jnp.asarray(alibi_slopes(positions.heads)) if isinstance(positions, Alibi) else None
     mixed_BTHK = lay(attend(layer, lay)(q_BTHK, k_BTNK, v_BTNK, slopes_H), DP, None, MP, None)
-    return out_of_heads(mixed_BTHK, layer.out.weight)
+    return layer.out(mixed_BTHK)
 
 
 def attend(layer: Attention, lay: Layout) -> Callable[..., Float[Array, "B T H K"]]:

@@ -76,7 +76,7 @@ class ParallelBlock(eqx.Module):
             mixed, handed = self.attention(*heads, positions, wire)
         with jax.named_scope("mlp"):
             hidden = self.mlp(*hidden)
-        x_BTD = x_BTD + wire.out_of(attention=(mixed, self.attention.rows), mlp=(hidden, self.mlp.down))
+        x_BTD = x_BTD + wire.out_of(attention=(mixed, self.attention.out), mlp=(hidden, self.mlp.down))
         return put_off(x_BTD, handed)
 
 
@@ -102,7 +102,7 @@ class SequentialBlock(eqx.Module):
         with jax.named_scope("attention"):
             (heads,) = wire.into(self.attention_norm(x_BTD), attention=self.attention.columns)
             mixed, handed = self.attention(*heads, positions, wire)
-            x_BTD = x_BTD + wire.out_of(attention=(mixed, self.attention.rows))
+            x_BTD = x_BTD + wire.out_of(attention=(mixed, self.attention.out))
         with jax.named_scope("mlp"):
             (hidden,) = wire.into(self.mlp_norm(x_BTD), mlp=self.mlp.columns)
             x_BTD = x_BTD + wire.out_of(mlp=(self.mlp(*hidden), self.mlp.down))

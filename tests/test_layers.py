@@ -37,7 +37,7 @@ def attention(kv_heads: int, positions: str, chunk: int, heads: int = H, wire: A
     def call(layer, x):
         (qkv,) = wire.into(x, attention=layer.columns)
         mixed, _ = layer(*qkv, Alibi(heads) if positions == "alibi" else Rotary(10_000.0), wire)
-        return wire.out_of(attention=(mixed, layer.rows))
+        return wire.out_of(attention=(mixed, layer.out))
 
     return Case(
         partial(Attention, D, (heads, kv_heads), K, Chunked(chunk), std=1.0, std_out=1.0),

@@ -39,7 +39,7 @@ import shmap_tp.zero
 from shmap_tp.collectives import AllReduce
 from shmap_tp.layers.attention import KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, into_heads
+from shmap_tp.layers.linear import ColumnParallelHeads, ColumnParallelLinear, RowParallelLinear, into_heads
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.mesh import DP, MP
 from shmap_tp.plan.ledger import Direction
@@ -299,8 +299,8 @@ def test_the_columns_of_a_neighbour_are_wrong(monkeypatch, layer):
     def of_neighbours(call: Any) -> Any:
         return lambda self, *args: call(eqx.tree_at(lambda it: it.weight, self, neighbours(self.weight)), *args)
 
-    for name in ("__call__", "into_heads"):
-        monkeypatch.setattr(ColumnParallelLinear, name, of_neighbours(getattr(ColumnParallelLinear, name)))
+    for columns in (ColumnParallelLinear, ColumnParallelHeads):
+        monkeypatch.setattr(columns, "__call__", of_neighbours(columns.__call__))
     monkeypatch.setattr(shmap_tp.layers.attention, "into_heads", lambda x, w: into_heads(x, neighbours(w)))
     with wrong:
         compare(layer)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from shmap_tp.collectives import Columns, Product, vary
 from shmap_tp.layers.kernels import ATTENDED, Cudnn, Splash
 from shmap_tp.layers.later import QUERY_KEY_VALUE, Handed
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, into_heads, out_of_heads
+from shmap_tp.layers.linear import ColumnParallelHeads, RowParallelHeads, into_heads
 from shmap_tp.layers.positions import AnyPositions
 from shmap_tp.mesh import MP
 from shmap_tp.sharding import param
@@ -91,11 +91,10 @@ class Attention(eqx.Module):
     Wire    none here but KeyValueHeads' own where mp > N; what `into` and `out_of` cost, the wire in use says.
     """
 
-    query: ColumnParallelLinear
+    query: ColumnParallelHeads
     key: KeyValueHeads
     value: KeyValueHeads
-    out: RowParallelLinear
-    head_dim: int = eqx.field(static=True)
+    out: RowParallelHeads
     attend: AnyAttention = eqx.field(static=True)
 
     def __init__(
@@ -111,23 +110,15 @@ class Attention(eqx.Module):
     ):
         """`heads` is (query heads, key/value heads)."""
         key_q, key_k, key_v, key_out = jax.random.split(key, 4)
-        self.query = ColumnParallelLinear(width, heads[0] * head_dim, std=std, key=key_q)
+        self.query = ColumnParallelHeads(width, heads[0], head_dim, std=std, key=key_q)
         self.key = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_k)
         self.value = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_v)
-        self.out = RowParallelLinear(heads[0] * head_dim, width, std=std_out, key=key_out)
-        self.head_dim = head_dim
+        self.out = RowParallelHeads(heads[0] * head_dim, width, std=std_out, key=key_out)
         self.attend = attend
 
     @property
     def columns(self) -> Columns:
-        return self._query, self.key, self.value
-
-    def _query(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
-        return self.query.into_heads(h_BTD, self.head_dim)
-
-    def rows(self, mixed_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
-        """mixed @ out {+mp}."""
-        return out_of_heads(mixed_BTHK, self.out.weight)
+        return self.query, self.key, self.value
 
     def __call__(
         self, q: Product, k: Product, v: Product, positions: AnyPositions, wire: AnyWire

@@ -41,16 +41,27 @@ class ColumnParallelLinear(eqx.Module):
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
         return product(lambda x_BTD, weight_FD: matmul(x_BTD, weight_FD.T), x_BTD, self.weight, outputs_first=True)
 
-    def into_heads(self, x_BTD: Float[Array, "B T D"], head_dim: int) -> Float[Array, "B T H K"]:
-        """y[B T H/mp K], its columns F = H K as heads.
 
-        It is the weight that is reshaped and not the result, so that a compiler is free to write the result head by
-        head, as attention reads it: on TPU the other way costs copies of q, k and v, forward and backward, a sixth of
-        the layer's time with two heads of 256 on a device (predicted, v5e).
-        """
+class ColumnParallelHeads(ColumnParallelLinear):
+    """y = x @ w', its columns F = H K as heads.
 
+    It is the weight that is reshaped and not the result, so that a compiler is free to write the result head by head,
+    as attention reads it: on TPU the other way costs copies of q, k and v, forward and backward, a sixth of the layer's
+    time with two heads of 256 on a device (predicted, v5e).
+
+    Shapes  x[B T D], varying over mp (entered) -> y[B T H/mp K], in x's dtype; w is cast to it.
+    Wire    none here.
+    """
+
+    head_dim: int = eqx.field(static=True)
+
+    def __init__(self, features_in: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray):
+        super().__init__(features_in, heads * head_dim, std=std, key=key)
+        self.head_dim = head_dim
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
         def multiply(x_BTD: Float[Array, "B T D"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T H K"]:
-            weight_HKD = weight_FD.astype(x_BTD.dtype).reshape(-1, head_dim, x_BTD.shape[2])
+            weight_HKD = weight_FD.astype(x_BTD.dtype).reshape(-1, self.head_dim, x_BTD.shape[2])
             return jnp.einsum("btd,hkd->bthk", x_BTD, weight_HKD)
 
         return product(multiply, x_BTD, self.weight, outputs_first=True)
@@ -72,6 +83,21 @@ class RowParallelLinear(eqx.Module):
         return product(matmul, x_BTD, self.weight, outputs_first=False)
 
 
+class RowParallelHeads(RowParallelLinear):
+    """y = x @ w, its F = H K rows met by heads: the other way of `ColumnParallelHeads`.
+
+    Shapes  x[B T H/mp K] -> y[B T D] {+mp}, in x's dtype; w is cast to it.
+    Wire    none here.
+    """
+
+    def __call__(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
+        def multiply(x_BTHK: Float[Array, "B T H K"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T D"]:
+            weight_HKD = weight_FD.astype(x_BTHK.dtype).reshape(*x_BTHK.shape[2:], weight_FD.shape[1])
+            return jnp.einsum("bthk,hkd->btd", x_BTHK, weight_HKD)
+
+        return product(multiply, x_BTHK, self.weight, outputs_first=False)
+
+
 def matmul(x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"]) -> Float[Array, "B T F"]:
     """x @ w in x's dtype, as one product of two matrices.
 
@@ -90,13 +116,3 @@ def into_heads(x_BTD: Float[Array, "B T D"], weight_DHK: Weight) -> Float[Array,
         return jnp.einsum("btd,dhk->bthk", x_BTD, weight_DHK.astype(x_BTD.dtype))
 
     return product(multiply, x_BTD, weight_DHK, outputs_first=False)
-
-
-def out_of_heads(x_BTHK: Float[Array, "B T H K"], weight: Weight) -> Float[Array, "B T D"]:
-    """x @ w in x's dtype, the F = H K rows of w met by heads: the other way of `ColumnParallelLinear.into_heads`."""
-
-    def multiply(x_BTHK: Float[Array, "B T H K"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T D"]:
-        weight_HKD = weight_FD.astype(x_BTHK.dtype).reshape(*x_BTHK.shape[2:], weight_FD.shape[1])
-        return jnp.einsum("bthk,hkd->btd", x_BTHK, weight_HKD)
-
-    return product(multiply, x_BTHK, weight, outputs_first=False)

@@ -12,10 +12,10 @@ of time of device i + o, round the ring; half the places lie ahead, half behind:
     out_of   y_o[B T/mp F/mp]  @ w[F/mp D]  --added to what comes for the same device from farther, and passed on to the
              neighbour nearer to it-->  y[B T/mp D]
 
-Nothing waits for a product but the next sum, and nothing for a part but its own products; what one way waits for flows
-under the products of the other.  Each is the transpose of the other, so JAX derives both backward passes, which are
-rings, too.  An MLP does not care in which order positions come: its parts stay apart from `into` to `out_of`.
-Attention does: `in_time` puts them in order, once.
+What one way waits for flows under the products of the other.  Each is the transpose of the other: the backward pass of
+each is a ring like the other's forward pass.  They are written out, because JAX, which would derive the same, leaves
+the products of a sum to be made at any time (`around`).  An MLP does not care in which order positions come: its parts
+stay apart from `into` to `out_of`.  Attention does: `in_time` puts them in order, once.
 
 What it costs: each weight is cast for n products instead of one, and its gradient is added up of n.  So it pays where
 the wires show and parts are large.  And XLA for TPU (libtpu 0.0.42) lets a ppermute flow only where it sees memory to
@@ -28,26 +28,25 @@ a region hides its ring where F > peak / (2 rate): 3055 features of mp's share o
 Attention and MLP side by side (a parallel block) are one region, and have the features of both.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shmap_tp.collectives import LEFT, Columns, Product, Rows, SequenceParallel, owed_by, products_of, vary
+from shmap_tp.around import Turn, places, scattered, wide
+from shmap_tp.collectives import LEFT, Columns, Product, Rows, SequenceParallel, vary
 from shmap_tp.mesh import MP
 
 Parts = tuple[Float[Array, "B part ..."], ...]
 """Of every place, in the order of `places`."""
-
-After = Callable[[Array], Array]
-"""x -> x, there no sooner than what it is to be added to."""
 
 APART = SequenceParallel()
 """What enters and leaves where no product stands that could hide it."""
@@ -60,20 +59,16 @@ class Ring:
 
     def into(self, x_BTD: Float[Array, "B part D"], **regions: Columns) -> list[tuple[Product, ...]]:
         """x[B T/mp D] -> x @ w in parts, for every w: n - 1 ppermutes of x.  Backward: n - 1 ppermutes of dx."""
-        found = [products_of(part_BTD, regions) for part_BTD in _gathered(x_BTD)]
-        return jax.tree.map(lambda *parts: parts, *found)
+        columns = [Named(name, column) for name, columns in regions.items() for column in columns]
+        found = iter(_into(x_BTD, columns))
+        return [tuple(next(found) for _ in columns) for columns in regions.values()]
 
     def out_of(self, **regions: Rows) -> Float[Array, "B part D"]:
         """y, in parts -> this device's part of the sum over mp of all y @ w: n - 1 ppermutes of such a part.  Backward:
         n - 1 ppermutes of its gradient."""
-        order = places(lax.axis_size(MP))
-        dtype = jax.tree.leaves([parts for parts, _ in regions.values()])[0].dtype
-
-        def owed(place: int, _: After) -> Array:  # waiting, a remat policy would have to go round the ring again
-            i = order.index(place)
-            return owed_by({name: (parts[i], rows) for name, (parts, rows) in regions.items()})
-
-        return checkpoint_name(scattered(owed, len(order), dtype, _passed), LEFT)
+        operands, rows = zip(*regions.values(), strict=True)
+        named = [Named(name, row) for name, row in zip(regions, rows, strict=True)]
+        return checkpoint_name(_out_of(list(operands), named), LEFT)
 
     def in_time(self, y: Product) -> Float[Array, "B T ..."]:
         return _in_time(y)
@@ -94,11 +89,6 @@ class Ring:
         return APART.at_home(params)
 
 
-def places(n: int) -> list[int]:
-    """Of n devices the nearest first: 0, -1, 1, -2, 2 ... n/2."""
-    return sorted(range(-((n - 1) // 2), n // 2 + 1), key=abs)
-
-
 def _passed(x: Array, by: int) -> Array:
     """x to the device that is `by` farther round the ring."""
     n = lax.axis_size(MP)
@@ -106,45 +96,102 @@ def _passed(x: Array, by: int) -> Array:
 
 
 def _gathered(x_BTD: Float[Array, "B part D"]) -> Parts:
-    """x of every place, the nearest first, each passed on as soon as it is there.  Its gradients are added up as
-    `scattered` adds: the casts are for their sake."""
-    order, parts = places(lax.axis_size(MP)), {0: _wide(x_BTD)}
-    for place in order[1:]:
+    """x of every place, the nearest first, each passed on as soon as it is there."""
+    parts = {0: x_BTD}
+    for place in places(lax.axis_size(MP))[1:]:
         way = 1 if place > 0 else -1
-        parts[place] = _wide(_passed(parts[place - way].astype(x_BTD.dtype), -way))
-    return tuple(parts[place].astype(x_BTD.dtype) for place in order)
+        parts[place] = _passed(parts[place - way], -way)
+    return tuple(parts.values())
 
 
-def scattered(
-    owed: Callable[[int, After], Array], n: int, dtype: DTypeLike, passed: Callable[[Array, int], Array]
-) -> Array:
-    """The sum of what all n devices of a ring owe to this one, each place added up on its way here, the farthest first.
+class Named(eqx.Module):
+    """One of the columns or rows, x -> x @ w, in a scope of its region's name."""
 
-    `owed(place, after)` makes what is owed to a place, of operands one of which it may take through `after`: that is
-    there no sooner than what has come for the same place, so that XLA adds the two as it makes the one.  Left free, it
-    makes them all and adds later, from memory.  `passed(x, by)`, in `dtype`, is x to the device `by` farther.
+    name: str = eqx.field(static=True)
+    layer: Callable[[Array], Array]
+
+    def __call__(self, x: Array) -> Array:
+        with jax.named_scope(self.name):
+            return self.layer(x)
+
+    def back(self, x: Array, dy: Array) -> Array:
+        """dx."""
+        return jax.linear_transpose(self, x)(dy)[0]
+
+    def gradient(self, parts: Parts, d_parts: Parts) -> "Named":
+        """dw, added up of all parts."""
+        found = [
+            jax.linear_transpose(lambda layer, x=x: layer(x), self)(dy)[0] for x, dy in zip(parts, d_parts, strict=True)
+        ]
+        return jax.tree.map(lambda *dw: functools.reduce(operator.add, dw), *found)
+
+
+# The custom gradients of these two stand for no cast and no sum: what goes in and what comes out varies over mp, and the
+# type of every gradient is checked
+
+
+@jax.custom_vjp
+def _into(x_BTD: Array, columns: list[Named]) -> list[Parts]:
+    """The products of every part, for each of the columns."""
+    return _into_forward(x_BTD, columns)[0]
+
+
+def _into_forward(x_BTD: Array, columns: list[Named]) -> tuple[list[Parts], tuple[Parts, list[Named]]]:
+    parts = _gathered(x_BTD)
+    made = [[column(part) for column in columns] for part in parts]
+    return list(zip(*made, strict=True)), (parts, columns)
+
+
+def _into_backward(kept: tuple[Parts, list[Named]], dy: list[Parts]) -> tuple[Array, list[Named]]:
+    parts, columns = kept
+    back = [[partial(column.back, part) for column in columns] for part in parts]
+    dw = [column.gradient(parts, d_parts) for column, d_parts in zip(columns, dy, strict=True)]
+    return _scattered_sum(back, dy), dw
+
+
+_into.defvjp(_into_forward, _into_backward)
+
+
+@jax.custom_vjp
+def _out_of(operands: list[Parts], rows: list[Named]) -> Array:
+    """This device's part of the sum over mp of all operands @ rows."""
+    return _out_of_forward(operands, rows)[0]
+
+
+def _out_of_forward(operands: list[Parts], rows: list[Named]) -> tuple[Array, tuple[list[Parts], list[Named]]]:
+    # together: an MLP is ready before attention is, and would be multiplied before the ring
+    together = lax.optimization_barrier(operands)
+    return _scattered_sum([rows] * len(operands[0]), together), (operands, rows)
+
+
+def _out_of_backward(kept: tuple[list[Parts], list[Named]], dy: Array) -> tuple[list[Parts], list[Named]]:
+    operands, rows = kept
+    d_parts, each = _gathered(dy), list(zip(rows, operands, strict=True))
+    back = [tuple(row.back(y, d) for y, d in zip(parts, d_parts, strict=True)) for row, parts in each]
+    return back, [row.gradient(parts, d_parts) for row, parts in each]
+
+
+_out_of.defvjp(_out_of_forward, _out_of_backward)
+
+
+def _scattered_sum(multiply: list[list[Callable[[Array], Array]]], operands: list[Parts]) -> Array:
+    """This device's part of the sum over mp of all products, multiply[place][i](operands[i][place]).
+
+    Of several products of a place the first waits for what comes, and adds up as it is made; the others flow under its
+    hop.  Where there is but one, it flows.
     """
-    came: dict[int, list[Array]] = {place: [] for place in places(n)}
-    for place in reversed(came):
-        last = None if place else -1  # what comes here last flows under what is owed here
-        total = _wide(owed(place, partial(_after, came[place][:last])))
-        for arrived in came[place]:
-            total += _wide(arrived)
-        if place:
-            way = 1 if place > 0 else -1
-            came[place - way].append(passed(total.astype(dtype), way))
-    return total.astype(dtype)
+    order = places(len(multiply))
 
+    def owed(turn: Turn) -> Array:
+        i = order.index(turn.place)
+        (last, y), *before = zip(multiply[i], [parts[i] for parts in operands], strict=True)
+        if not before:
+            return last(turn.under(y))
+        flowing = functools.reduce(operator.add, [each(turn.under(x)) for each, x in before])
+        y = turn.after(y) if turn.place else turn.under(y)  # at place 0 all flows under what comes last
+        return wide(last(y)) + wide(lax.optimization_barrier(flowing))  # XLA is to add to the last, not to these
 
-def _after(arrived: list[Array], x: Array) -> Array:
-    """x, there no sooner than what has arrived.  Where x is read again by a backward pass, so is all that arrived."""
-    return lax.optimization_barrier((arrived, x))[1] if arrived else x
-
-
-def _wide(x: Array) -> Array:
-    """In float32 or wider.  So is added what comes round the ring, which travels in its own dtype: it rounds less, and
-    takes a v5e two thirds of the time of a sum in bfloat16, by the compiler's estimate (libtpu 0.0.42)."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return scattered(owed, len(order), jax.tree.leaves(operands)[0].dtype, _passed)
 
 
 # Between parts and time, each the other's gradient: JAX's own would clear and add what is only put elsewhere

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from shmap_tp.around import Turn, scattered
 from shmap_tp.collectives import scatter_sum
 from shmap_tp.mesh import DP, DpParts
-from shmap_tp.ring import After, scattered
 
 FEW = 16384
 """Positions of a device below which a product of the ring waits for what it is added to: adding what was made before
@@ -114,9 +114,9 @@ def _sent_home(first: Array, second: Array, by_rows: bool, parts: DpParts) -> Fl
     here = lax.axis_index(DP) // (parts.count // parts.ring)
     wide = jnp.promote_types(rest.dtype, jnp.float32)
 
-    def owed(place: int, after: After) -> Array:
-        mine = after(cut) if cut.shape[0] * cut.shape[1] < FEW else cut
-        piece = lax.dynamic_slice_in_dim(mine, (here + place) % parts.ring * size, size, axis=2)
+    def owed(turn: Turn) -> Array:
+        mine = turn.after(cut) if cut.shape[0] * cut.shape[1] < FEW else cut
+        piece = lax.dynamic_slice_in_dim(mine, (here + turn.place) % parts.ring * size, size, axis=2)
         pair = (piece, rest) if by_rows else (rest, piece)
         return jnp.tensordot(*pair, axes=((0, 1), (0, 1)), preferred_element_type=wide)
 

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "shmap_tp"
 
 FLOORS = [
     {"config", "disk", "settings", "exits", "mesh", "meeting", "processes", "hardware"},  # words
-    {"sharding", "collectives", "ring", "wire", "shared", "zero", "flops"},  # facts about arrays
+    {"sharding", "collectives", "around", "ring", "wire", "shared", "zero", "flops"},  # facts about arrays
     {"layers"},  # the product
     {"remat", "transformer", "loss"},  # the model
     # what training needs

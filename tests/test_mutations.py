@@ -36,6 +36,7 @@ import shmap_tp.ring
 import shmap_tp.shared
 import shmap_tp.step
 import shmap_tp.zero
+from shmap_tp.around import Turn
 from shmap_tp.collectives import AllReduce
 from shmap_tp.layers.attention import KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding
@@ -128,7 +129,9 @@ def test_a_shared_weight_gathered_out_of_order_is_wrong(monkeypatch):
 
 def test_a_ring_of_gradients_that_adds_up_its_own_alone_is_wrong(monkeypatch):
     """No type sees it: what a device has of its own is as large as what it ought to get."""
-    monkeypatch.setattr(shmap_tp.shared, "scattered", lambda owed, n, dtype, passed: owed(0, lambda x: x).astype(dtype))
+    monkeypatch.setattr(
+        shmap_tp.shared, "scattered", lambda owed, n, dtype, passed: owed(Turn(0, [], [])).astype(dtype)
+    )
     (model,) = (model for model in test_model.MODELS if model.startswith("sharded over two slices"))
     with wrong:
         test_model.hold(model, (4, 2), "float32")

@@ -86,12 +86,10 @@ Ratios: {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {middle:.2f}.  A 
 difference and the model's error together; only the transformer_shmap and mesh-transformer-jax rows, which share each
 layer between the devices as ours does, come near to saying what the error alone is.  Where dp shares all weights,
 (n, 1), the published run shared them over its devices, too, if not always on that mesh.  Of MaxText's runs over 2 to 32
-slices only those of 16B and 32B over 8 were compiled, and PaLM's was not.  T5X's rows are of an earlier program.
+slices only those of 16B and 32B over 8 were compiled, and PaLM's was not.
 
-T5X's three placements differ by 6 % where they were measured, and by nothing here: today's compiler goes once around
-all 16 chips of each tile (`StrategyRing` in the module), and rings of neighbours are equal in our link model.  Counted
-over all the torus dimensions of a tile instead, (4,2,2,1), which closes to a ring along x, would have more links than
-the other two, which a torus cannot tell apart: y and z are both 8.
+T5X's placements: (4,2,2,1), which closes to a ring along x, is ahead as it was measured; the other two a torus cannot
+tell apart, y and z being both 8, though they were measured 5 % apart.
 """
 
 
@@ -174,9 +172,8 @@ keeps would be 48 GiB a chip at 32B, 64B and 128B, 69 at 16B.  Where a write of 
 queue, what would be written over it waits: in which order they start, XLA decides.  Our q, k and v go there from copies
 that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' wait for up
 to a tenth of their step.  Memory of such a row is an upper bound, cut off at what there is.
-The twins of the four large ones are of the program before norms kept their means, which they do, too, now, and were
-compiled before the scheduler might use all of the memory (`hardware.COMPILER_OPTIONS`).  Ours of 16B, 32B and 64B were
-compiled alone; the other rows beside others, which takes up to three times as long.
+The four large ones of one slice and their twins were compiled alone; the other rows beside others, which takes up to
+three times as long.
 
 {table(columns, lines)}
 """

@@ -126,8 +126,8 @@ class Named(eqx.Module):
         return jax.tree.map(lambda *dw: functools.reduce(operator.add, dw), *found)
 
 
-# The custom gradients of these two stand for no cast and no sum: what goes in and what comes out varies over mp, and the
-# type of every gradient is checked
+# The custom gradients of these two stand for no cast and no sum: what goes in and comes out varies over mp, and every
+# gradient's type is checked
 
 
 @jax.custom_vjp

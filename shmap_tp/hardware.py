@@ -108,10 +108,11 @@ COMPILER_OPTIONS = {
 v4, xla_enable_async_all_gather: gathers flow under products; of four gathered layers 38.7 ms instead of 52 (predicted,
 benchmarks/layerwise.py).
 Seconds a step, predicted, with and without:
-ALL_MEMORY: 16B on v4 4x4x4, (8, 8), ring wire, 25.3 and 37.0; 128B on v5e-256 12.6 and 12.7; of 16B there, and of 6B on
+ALL_MEMORY: 16B on v4 4x4x4, (8, 8), ring wire, 24.9 and 36.8; 128B on v5e-256 12.6 and 12.7; of 16B there, and of 6B on
 v4-32 and v5e-16, nothing changes.
-RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 50.0 and 54.5; 20B, (8, 8), 16.1 and 16.7; 70B with weights shared over dp
-alone, their gradients in a ring, 8.08 and 8.09.  20B on v4, (8, 8), which goes without, 28.6 and 28.7.
+RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 43.7 and 54.2 (three ppermutes in flight 44.3, four 44.0); 70B with weights
+shared over dp alone, their gradients in a ring, 8.08 and 8.09.  v4 goes without: 16B there, (4, 16), parallel block,
+23.4 and 22.8, (8, 8) 21.8 and 21.7.
 Tried on v5e with libtpu 0.0.42 and left out, predicted: xla_enable_async_all_reduce with
 xla_tpu_enable_async_collective_fusion_fuse_all_reduce hides a third of the gradients' all-reduces of a 16B model with
 chunked attention, and nothing beside a kernel; on v4 the same does not compile (vector memory).  GPT-J 6B on v5e-16,

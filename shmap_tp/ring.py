@@ -19,7 +19,7 @@ stay apart from `into` to `out_of`.  Attention does: `in_time` puts them in orde
 
 What it costs: each weight is cast for n products instead of one, and its gradient is added up of n.  So it pays where
 the wires show and parts are large.  And XLA for TPU (libtpu 0.0.42) lets a ppermute flow only where it sees memory to
-spare: of a program that fills 86 % of it every -done stands right behind its -start, and without the options of
+spare: of a program that fills 83 % of it every -done stands right behind its -start, and without the options of
 `hardware.COMPILER_OPTIONS` of one that fills 72 %.
 
 What one hop can hide at most is arithmetic.  A part of n tokens and width D takes n D 2 / rate seconds to the next
@@ -178,7 +178,8 @@ def _scattered_sum(multiply: list[list[Callable[[Array], Array]]], operands: lis
     """This device's part of the sum over mp of all products, multiply[place][i](operands[i][place]).
 
     Of several products of a place the first waits for what comes, and adds up as it is made; the others flow under its
-    hop.  Where there is but one, it flows.
+    hop.  Where there is but one, it flows.  The first stands between two hops, so it had better be small: attention's,
+    where there is an MLP beside it.
     """
     order = places(len(multiply))
 

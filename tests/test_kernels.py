@@ -45,7 +45,7 @@ def attention(kv_heads: int, head_dim: int, windows: int, later: bool) -> Case:
     def call(layer, x):
         (qkv,) = ALL_REDUCE.into(0.5 * x, attention=layer.columns)
         mixed, handed = layer(*qkv, Rotary(10_000.0), ALL_REDUCE)
-        return put_off(ALL_REDUCE.out_of(attention=(mixed, layer.rows)), handed)
+        return put_off(ALL_REDUCE.out_of(attention=(mixed, layer.out)), handed)
 
     return Case(
         partial(Attention, D, (H, kv_heads), head_dim, Splash(later, interpret=True), std=1.0, std_out=1.0),

@@ -172,8 +172,8 @@ keeps would be 48 GiB a chip at 32B, 64B and 128B, 69 at 16B.  Where a write of 
 queue, what would be written over it waits: in which order they start, XLA decides.  Our q, k and v go there from copies
 that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' wait for up
 to a tenth of their step.  Memory of such a row is an upper bound, cut off at what there is.
-The four large ones of one slice and their twins were compiled alone; the other rows beside others, which takes up to
-three times as long.
+The four large ones of one slice and their twins were compiled one after another, 16B's twin and 32B beside tests; the
+other rows beside others, which takes up to three times as long.
 
 {table(columns, lines)}
 """

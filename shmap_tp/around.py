@@ -52,7 +52,10 @@ def _waiting(found: list[Array], x: Array) -> Array:
 def scattered(owed: Callable[[Turn], Array], n: int, dtype: DTypeLike, passed: Callable[[Array, int], Array]) -> Array:
     """The sum of what all n devices of a ring owe to this one, each place added up on its way here, the farthest first.
 
-    `owed(turn)` makes what is owed to a place.  `passed(x, by)`, in `dtype`, is x to the device `by` farther.
+    `owed(turn)` makes what is owed to a place, of one shape for all.  `passed(x, by)`, in `dtype`, is x to the device
+    `by` farther.
+
+    Wire    n - 1 times `passed`, of one place's sum in `dtype`; half of them each way, both at a time.
     """
     sent: dict[int, list[Array]] = {place: [] for place in places(n)}
     came: dict[int, list[Array]] = {place: [] for place in places(n)}

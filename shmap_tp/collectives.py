@@ -62,7 +62,8 @@ Product = PyTree[Float[Array, "B _ ..."]]
 """y[B T F/mp] or y[B T H/mp K], or where a wire computes it so, its parts along time: what is done to each position is
 done to each."""
 Columns = tuple[Callable[[Array], Array], ...]
-"""The column-parallel layers at the entrance of a region: x[B any D] -> x @ w, one of all the Product's forms."""
+"""The column-parallel layers at the entrance of a region: x[B any D] -> x @ w, one of all the Product's forms.  Each is
+a pytree of its weight, and linear in both."""
 Rows = tuple[Product, Callable[[Array], Array]]
 """What stands before a region's exit, and the row-parallel layer there: y[B any ...] -> y @ w {+mp}."""
 

@@ -22,11 +22,14 @@ Waits = tuple[int, int]
 """Of a product: (products, ppermutes) that it cannot be made before."""
 
 
+def on_mp(function: Callable) -> Callable:
+    return jax.shard_map(function, mesh=mesh((1, 8)), in_specs=P(MP), out_specs=P(MP))
+
+
 def waits(function: Callable, *arguments: jax.Array) -> list[Waits]:
     """Of every product of `function` on one of 8 devices of mp, in the order of the trace."""
-    on = jax.shard_map(function, mesh=mesh((1, 8)), in_specs=P(MP), out_specs=P(MP))
     found: list[Waits] = []
-    closed = jax.make_jaxpr(on)(*arguments)
+    closed = jax.make_jaxpr(on_mp(function))(*arguments)
     _follow(closed.jaxpr, [frozenset()] * len(arguments), found)
     return found
 
@@ -49,6 +52,13 @@ def _follow(jaxpr: Any, before: list[frozenset], found: list[Waits]) -> list[fro
         results = _follow(inside[0], of, found) if len(inside) == 1 else [everything] * len(equation.outvars)
         known |= dict(zip(equation.outvars, results, strict=True))
     return [depends(x) for x in jaxpr.outvars]
+
+
+def readers(jaxpr: Any) -> list[set[str]]:
+    """Of every product the operations that read it."""
+    products = [equation.outvars[0] for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
+    here = [{each.primitive.name for each in jaxpr.eqns if y in each.invars} for y in products]
+    return here + [names for each in jaxpr.eqns for body in bodies(each.params) for names in readers(body)]
 
 
 def times(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -86,6 +96,13 @@ def test_of_two_products_one_adds_up_what_has_come():
     come = [(products, hops + (0 < products < 14)) for products, hops in twice]
     for made in waits(left, X, W, W), waits(back(entered), X, W, W)[-16:]:
         assert (made[::2], made[1::2]) == (twice, come)
+
+
+def test_what_flows_is_made_before_it_is_added():
+    """XLA would add up in the product that flows, which would then wait as well."""
+    read_by = readers(jax.make_jaxpr(on_mp(left))(X, W, W).jaxpr)
+    flowing = [names == {"optimization_barrier"} for names in read_by]
+    assert flowing == [True, False] * 8
 
 
 def test_a_region_is_not_left_before_all_of_it_is_ready():

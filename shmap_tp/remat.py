@@ -50,7 +50,7 @@ STAYS = (DENOMINATORS, STATISTICS)
 v5e-256, remat attention, q, k, v and attended on the host, predicted)."""
 LAYOUT = {
     *("reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "dynamic_slice", "slice"),
-    *("pvary", "pcast"),
+    *("pvary", "pcast", "bitcast_convert_type"),
 }
 """Operations that compute nothing: what one of them made of a gathered weight is that weight."""
 

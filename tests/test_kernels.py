@@ -3,7 +3,7 @@
 T time, D model width, H query heads, N key/value heads, K head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -193,6 +193,14 @@ def test_a_kernel_that_cannot_is_refused_by_name(case):
 # How often a kernel runs
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All of a program, those within others too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for body in bodies(equation.params):
+            yield from equations(body)
+
+
 def kernels_in(jaxpr: Any) -> list[str]:
     """The names of all Pallas kernels of a program, each as often as it stands there."""
     found = []
@@ -243,6 +251,28 @@ def test_without_its_name_it_runs_twice(monkeypatch):
     monkeypatch.setattr(kernels, "ATTENDED", "something else")
     made = config("model.context=128", "model.positions=rotary", "model.remat=dots").model
     assert sorted(kernels_in(traced(made, Splash()))) == sorted([FORWARD, FORWARD, BACKWARD])
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("remat", ["up", "attention"])
+def test_what_the_kernel_takes_and_makes_is_kept_once(remat, later):
+    """Of all that the forward scan stacks, as large as one layer's q: q, k, v and the output.  The denominators are one
+    of 64 of it.  The output is kept as bits, and so not rounded to its own precision, which would be a copy."""
+    model = config(
+        "model.context=128", "model.head_dim=64", "model.positions=rotary", f"model.remat={remat}"
+    ).model  # fmt: skip
+    forward = next(one for one in equations(traced(model, Splash(later))) if one.primitive.name == "scan")
+    kept = [x.aval for x in forward.outvars[forward.params["num_carry"] :]]
+    windows, heads = 4 // 2, model.heads // 4
+    large = [x.dtype.kind for x in kept if x.size == model.layers * windows * heads * 128 * 64]
+    assert sorted(large) == ["f", "f", "f", "u"]
+    assert sum(x.size == model.layers * windows * heads * 128 for x in kept if x.ndim == 4) == 1
+    rounded = [
+        x.outvars[0].aval.shape
+        for x in equations(forward.params["jaxpr"].jaxpr)
+        if x.primitive.name == "reduce_precision"
+    ]
+    assert (windows * heads, 1, 128, 64) not in rounded
 
 
 @pytest.mark.parametrize("block", ["parallel", "sequential"])

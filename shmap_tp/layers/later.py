@@ -6,10 +6,9 @@
 For the sake of the host's memory (`model.offload`, `remat`).  XLA for TPU (libtpu 0.0.42) starts all writes of a block
 together, at the beginning of the next one, in an order of its own, and they share a wire.  The next block makes its q,
 k and v first, over those that still stand in the queue behind all else, and waits.  A copy made at the end of a block
-is made over only at the end of the next: its write has a whole block of time.  Seconds a step on a v5e-256, kept where
-made and put off, predicted: 12.0 and 9.9 (16B, two microbatches, remat up, the host keeping q, k, v and up), 13.9 and
-12.7 (128B, remat up, the host keeping all of that).  The copies take about 2 % of the first, and the memory of one
-block's q, k and v.
+is made over only at the end of the next: its write has a whole block of time.  Seconds a step of 16B on a v5e-256 (two
+microbatches, remat up, the host keeping q, k, v and up), predicted: 9.42; put off, but the same arrays instead of
+copies, 11.49.  The copies take about 2 % of it, and the memory of one block's q, k and v.
 
 It needs two rules of gradients that belong together.  `put_off`'s returns, in the place of the gradients of what it was
 handed, the copies themselves; they come to `attend`'s, which reads them.  So whatever is handed has to go to `put_off`,
@@ -46,7 +45,8 @@ def _forward(y: Array, handed: Handed) -> tuple[Array, Handed]:
 
 def _backward(kept: Handed, dy: Array) -> tuple[Array, Handed]:
     """k and v are copied once dy is there: what they were read into is free, then, for what the block before reads.
-    That the compiler does so early nothing here forces; it does (16B: 10.3 s a step without these copies, 9.9 with)."""
+    That the compiler does so early nothing here forces; it does (16B: 9.77 s a step without these copies, 9.42 with).
+    """
     q, *rest = kept
     return dy, (q, *[_copied_after(dy, x) for x in rest])
 

@@ -107,7 +107,7 @@ COMPILER_OPTIONS = {
 
 v4, xla_enable_async_all_gather: gathers flow under products; of four gathered layers 38.7 ms instead of 52 (predicted,
 benchmarks/layerwise.py).
-Seconds a step, predicted, with and without:
+Seconds a step, predicted, with and without, each pair of one program, if not today's:
 ALL_MEMORY: 16B on v4 4x4x4, (8, 8), ring wire, 24.9 and 36.8; 128B on v5e-256 12.6 and 12.7; of 16B there, and of 6B on
 v4-32 and v5e-16, nothing changes.
 RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 43.7 and 54.2 (three ppermutes in flight 44.3, four 44.0); 70B with weights

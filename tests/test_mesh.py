@@ -230,6 +230,23 @@ def test_a_ring_of_16_is_further_than_a_square_of_4():
     assert torus.hops((8, 2, 1, 1)) == 21 / 8 + 1 / 2 > torus.hops((4, 4, 1, 1))
 
 
+RINGS = {
+    "v5e 16x16": (box("v5e", 16, 16), 16, (8, 2, 1, 1)),  # 2/8 and 2/2 of a link; of 4 x 4 twice 2/4, of 16 x 1 2/1
+    "v5e 8x8": (box("v5e", 8, 8), 16, (8, 2, 1, 1)),  # nothing wraps: as good as 4 x 4
+    "v5e 4x4": (box("v5e", 4, 4), 16, (4, 4, 1, 1)),
+    "v5p 4x4x4": (box("v5p", 4, 4, 4), 16, (4, 4, 1, 1)),  # as good as 4 x 2 x 2
+    "v4 4x4x8": (box("v4", 4, 4, 8), 16, (2, 1, 8, 1)),  # 2/2 and 2/1; of 4 x 4 x 1 but 2/1
+    "v3 8x16": (box("v3", 8, 16), 16, (4, 2, 1, 2)),  # whole chips
+    "v5e 2x2": (box("v5e", 2, 2), 2, (2, 1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_the_tile_of_a_ring(name):
+    devices, size, tile = RINGS[name]
+    assert Torus.of(devices).ring_tile(size) == tile
+
+
 WRAPS = {
     ("v2", 8, 8): (False, False, False),
     ("v2", 8, 16): (False, True, False),

@@ -134,6 +134,8 @@ class Torus:
 
     grid: np.ndarray
     wraps: tuple[bool, ...]
+    widths: tuple[int, ...] = (1, 1, 1)
+    """Links from one to the next along each side: more than 1 where these are tiles."""
 
     @classmethod
     def of(cls, devices: list[jax.Device]) -> "Torus | None":
@@ -169,7 +171,7 @@ class Torus:
         places = np.empty(len(groups), object)
         places[:] = [tuple(group) for group in groups]
         sides = (side // size for side, size in zip(self.sides, tile, strict=True))
-        return Torus(places.reshape(-1, *sides), self.wraps)
+        return Torus(places.reshape(-1, *sides), self.wraps, tile[:3])
 
     def hops(self, tile: tuple[int, ...]) -> float:
         """Links between two devices of a tile, on average over all pairs; cores of one chip are no link apart."""
@@ -184,15 +186,16 @@ class Torus:
         return min(reversed(self.tiles(mp)), key=self.hops)
 
     def ring_tile(self, size: int) -> tuple[int, ...]:
-        """The tile for a ring of gradients: of those with a round trip (`_edges`) and whole chips the one that leaves
-        most links to like devices of all tiles, which sum once more what each ring has summed.  16 x 16 is cut in
-        8 x 2, not in 4 x 4; nor in lines, which leave more, but around which XLA for TPU (libtpu 0.0.42) lets no
-        ppermute flow: 16B on a v5e-256 10.7 s a step instead of 9.4."""
+        """The tile for a ring of gradients: of two rows at least (`_edges`) and whole chips, if there is one, and then
+        the one that leaves most links to like devices of all tiles, which sum once more what each ring has summed.
+        So 16 x 16 is cut in 8 x 2, not in 4 x 4 (128B on a v5e-256: 12.28 s a step instead of 12.35, predicted; other
+        slices go by the count of links alone).  Not in lines: they leave still more, but around a whole side XLA for
+        TPU (libtpu 0.0.42) lets no ppermute flow (16B there, 16 x 1: 10.7 s instead of 9.4)."""
 
         def links(tile: tuple[int, ...]) -> float:
             """Of one device to the like ones, each shared by those in between."""
-            along = zip(tile, self.sides, self.wraps, strict=False)
-            return sum(((2 if wraps else 1) / part for part, side, wraps in along if part < side), 0.0)
+            along = zip(tile, self.sides, self.wraps, self.widths, strict=False)
+            return sum(((2 if wraps else 1) / (part * width) for part, side, wraps, width in along if part < side), 0.0)
 
         return max(reversed(self.tiles(size)), key=lambda tile: (bool(_edges(tile[:3])), tile[3], links(tile)))
 

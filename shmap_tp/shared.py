@@ -43,7 +43,7 @@ LARGE = 2e11
 stays out of it.  Inside, XLA for TPU v5e (libtpu 0.0.42) cuts a large product in worse tiles, up to twice as long, and
 by chance; a smaller one it does not, and saves the memory's time.  Seconds a step, inside and apart, predicted: 12.3
 and 12.1 (64B on 256 chips, products of 2.7e11 and more), 9.89 and 9.42 (16B there, 7.2e11; inside only what is done to
-the results of the forward pass), but 0.756 and 0.794 (6B on 16, of 1.4e11 and less)."""
+the results of the forward products), but 0.756 and 0.794 (6B on 16, of 1.4e11 and less)."""
 
 
 class RingWeight(eqx.Module):
@@ -111,8 +111,8 @@ def _apart(x: Array, whole: Array) -> Array:
 def _sent_home(first: Array, second: Array, by_rows: bool, parts: DpParts) -> Float[Array, "..."]:
     """first' @ second {+dp}, of which each device gets its rows, or its columns."""
     cut, rest = (first, second) if by_rows else (second, first)
-    if cut.shape[2] % parts.ring:
-        cut = _flat(cut)  # else whole heads: to put all their features in one dim takes a copy of them
+    # heads are cut as such where the ring divides them: to put their features in one dim takes a copy of them all
+    cut = _flat(cut) if cut.shape[2] % parts.ring else cut
     size = cut.shape[2] // parts.ring
     here = lax.axis_index(DP) // (parts.count // parts.ring)
     wide = jnp.promote_types(rest.dtype, jnp.float32)

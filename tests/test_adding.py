@@ -32,10 +32,25 @@ def test_it_is_the_sum(axis, dtype):
     assert {one.outvars[0].aval.dtype for one in equations(jaxpr) if one.primitive.name == "slice"} == {x.dtype}
 
 
-def test_a_sum_over_many_or_over_several_dims_stays():
-    x = jnp.ones((MOST + 1, 2, 3))
-    for summed in (lambda x: x.sum(0), lambda x: x.sum((1, 2))):
-        assert len(shapes_of("reduce_sum", jax.make_jaxpr(by_adding(summed))(x).jaxpr)) == 1
+@pytest.mark.parametrize("terms", [1, 2, MOST])
+def test_it_adds_up_to_so_many(terms):
+    x = jnp.arange(float(terms * 2)).reshape(terms, 2)
+    np.testing.assert_array_equal(by_adding(lambda x: x.sum(0))(x), x.sum(0))
+    assert not shapes_of("reduce_sum", jax.make_jaxpr(by_adding(lambda x: x.sum(0)))(x).jaxpr)
+
+
+def in_a_loop(x: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, 2, lambda _, total: total + x[:2].sum(0), jnp.zeros(x.shape[1:]))
+
+
+@pytest.mark.parametrize(
+    "summed", [lambda x: x.sum(0), lambda x: x.sum((1, 2)), lambda x: x[:0].sum(0), in_a_loop],
+    ids=["many", "two dims", "nothing", "in a loop"],
+)  # fmt: skip
+def test_others_stay(summed):
+    x = jnp.arange((MOST + 1) * 6.0).reshape(MOST + 1, 2, 3)
+    assert len(shapes_of("reduce_sum", jax.make_jaxpr(by_adding(summed))(x).jaxpr)) == 1
+    np.testing.assert_array_equal(by_adding(summed)(x), summed(x))
 
 
 def test_trees_go_in_and_out():

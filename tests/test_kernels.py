@@ -213,17 +213,17 @@ def kernels_in(jaxpr: Any) -> list[str]:
     return found
 
 
-def traced(model: ModelConfig, attend: AnyAttention) -> Any:
-    """The jaxpr of loss and gradients, on (2, 4)."""
+def traced(model: ModelConfig, attend: AnyAttention, dtype: str = "float32") -> Any:
+    """The jaxpr of loss and gradients, on (2, 4), computed in `dtype`."""
     params = shapes_of(partial(Transformer, model, attend))
     tokens = jax.ShapeDtypeStruct((1, 4, model.context + 1), jnp.int32)
-    return jax.make_jaxpr(graded(model, params))(params, tokens).jaxpr
+    return jax.make_jaxpr(graded(model, params, dtype))(params, tokens).jaxpr
 
 
-def graded(model: ModelConfig, params: Transformer) -> Callable[..., Any]:
+def graded(model: ModelConfig, params: Transformer, dtype: str = "float32") -> Callable[..., Any]:
     """(params, tokens[A B T+1]) -> (loss, gradients), on (2, 4)."""
     specs = partition_specs(params, {DP: 2, MP: 4})
-    objective = objective_of(model, specs, "float32")
+    objective = objective_of(model, specs, dtype)
     return jax.shard_map(
         lambda params, tokens: loss_and_gradients(objective, params, tokens),
         mesh=mesh((2, 4)), in_specs=(specs, TOKENS), out_specs=(P(), specs),
@@ -254,25 +254,26 @@ def test_without_its_name_it_runs_twice(monkeypatch):
 
 
 @pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("remat", ["up", "attention"])
-def test_what_the_kernel_takes_and_makes_is_kept_once(remat, later):
-    """Of all that the forward scan stacks, as large as one layer's q: q, k, v and the output.  The denominators are one
-    of 64 of it.  The output is kept as bits, and so not rounded to its own precision, which would be a copy."""
-    model = config(
-        "model.context=128", "model.head_dim=64", "model.positions=rotary", f"model.remat={remat}"
-    ).model  # fmt: skip
-    forward = next(one for one in equations(traced(model, Splash(later))) if one.primitive.name == "scan")
+@pytest.mark.parametrize("remat", ["none", "up", "attention"])
+@pytest.mark.parametrize(("kernel", "dtype"), [(Splash, "float32"), (Cudnn, "bfloat16")])
+def test_what_the_kernel_takes_and_makes_is_kept_once(monkeypatch, kernel, dtype, remat, later):
+    """Of all that the forward scan stacks as large as one layer's q: q, k, v and the output.  That is kept as bits, and
+    so not rounded to its own precision, which would be a copy."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr("shmap_tp.transformer.are_gathered", lambda owners: True)  # `none` has a policy then, too
+    made = config("model.context=128", "model.head_dim=64", "model.positions=rotary", f"model.remat={remat}").model
+    forward = next(one for one in equations(traced(made, kernel(later), dtype)) if one.primitive.name == "scan")
+    of_a_device = 4 // 2 * 128 * made.heads // 4 * 64
     kept = [x.aval for x in forward.outvars[forward.params["num_carry"] :]]
-    windows, heads = 4 // 2, model.heads // 4
-    large = [x.dtype.kind for x in kept if x.size == model.layers * windows * heads * 128 * 64]
-    assert sorted(large) == ["f", "f", "f", "u"]
-    assert sum(x.size == model.layers * windows * heads * 128 for x in kept if x.ndim == 4) == 1
-    rounded = [
-        x.outvars[0].aval.shape
-        for x in equations(forward.params["jaxpr"].jaxpr)
-        if x.primitive.name == "reduce_precision"
-    ]
-    assert (windows * heads, 1, 128, 64) not in rounded
+    assert sorted(x.dtype.name for x in kept if x.size == made.layers * of_a_device) == [
+        *3 * [dtype], "uint32" if dtype == "float32" else "uint16",
+    ]  # fmt: skip
+    inside = forward.params["jaxpr"].jaxpr
+    (mixed,) = [x.outvars[0] for x in equations(inside) if x.primitive.name == "bitcast_convert_type"][1::2]
+    assert mixed.aval.size == of_a_device
+    assert not [x for x in equations(inside) if x.primitive.name == "reduce_precision" and mixed in x.invars]
 
 
 @pytest.mark.parametrize("block", ["parallel", "sequential"])
@@ -306,14 +307,10 @@ def test_cudnn_is_lowered_to_its_own_calls(monkeypatch, remat, forward, later):
         "model.head_dim=8", "model.kv_heads=4", "model.context=16", "model.positions=rotary", f"model.remat={remat}"
     ).model
     params = shapes_of(partial(Transformer, model, Cudnn(later)))
-    specs = partition_specs(params, {DP: 2, MP: 4})
-    objective = objective_of(model, specs, "bfloat16")
-    step = jax.shard_map(
-        lambda params, tokens: loss_and_gradients(objective, params, tokens),
-        mesh=mesh((2, 4)), in_specs=(specs, TOKENS), out_specs=(P(), specs),
-    )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((1, 4, model.context + 1), jnp.int32)
-    text = jax.jit(step).trace(params, tokens).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(graded(model, params, "bfloat16")).trace(params, tokens).lower(lowering_platforms=("cuda",)).as_text()
+    )
     assert text.count("@__cudnn$fmhaSoftmax(") == forward
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
     assert "tensor<2x16x2x8xbf16>" in text, "q[B/dp T H/mp K]"

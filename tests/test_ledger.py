@@ -20,7 +20,7 @@ from small import MESHES, config, every_mesh, mesh, mesh_config, shapes_of
 import shmap_tp.optimizer
 from shmap_tp.collectives import AllReduce
 from shmap_tp.config import Config, MeshConfig, Wire
-from shmap_tp.mesh import DP, MP
+from shmap_tp.mesh import DP, MP, DpParts
 from shmap_tp.plan.account import Account, account
 from shmap_tp.plan.carried import carried
 from shmap_tp.plan.ledger import Direction, Entry, Operation, table, tally
@@ -194,6 +194,14 @@ def test_a_step_talks_as_the_theory_says(program, shape, precision):
     """In each direction every array as often, as large and in the dtype that was planned, and nothing else."""
     conf = settings(program, shape)
     assert by_direction(says(conf, precision)) == by_direction(theory(conf, precision))
+
+
+@pytest.mark.parametrize("program", ["gradients in a ring", "2 slices, gradients in a ring"])
+def test_several_rings_meet_once_more(monkeypatch, program):
+    monkeypatch.setattr("shmap_tp.mesh.LONGEST", 2)
+    conf = settings(program, (8, 1))
+    assert DpParts.of(conf.mesh).beside is not None
+    assert by_direction(says(conf, "bfloat16")) == by_direction(theory(conf, "bfloat16"))
 
 
 @every_mesh

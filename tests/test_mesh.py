@@ -247,6 +247,11 @@ def test_the_tile_of_a_ring(name):
     assert Torus.of(devices).ring_tile(size) == tile
 
 
+def test_the_tile_of_a_ring_of_tiles():
+    """Of pairs along x 8 x 2 are 16 x 2 chips: they leave 2/2 of a link along y; 2 x 8 would leave 2/8 and 2/4."""
+    assert Torus.of(box("v5e", 16, 16)).tiled((2, 1, 1, 1), 2).ring_tile(16) == (8, 2, 1, 1)
+
+
 WRAPS = {
     ("v2", 8, 8): (False, False, False),
     ("v2", 8, 16): (False, True, False),

@@ -74,6 +74,11 @@ MODELS = {
         "model.kv_heads=1", "model.vocabulary=64", "model.tied=true", "model.remat=full",
     ],
 }  # fmt: skip
+FEW_HEADS = "gradients in a ring: parallel layernorm gelu alibi, 4 heads, 36 hidden columns"
+MODELS[FEW_HEADS] = [
+    "mesh.zero=parameters", "mesh.gradients=ring", "model.heads=4", "model.kv_heads=4", "model.ffn=36",
+]  # fmt: skip
+"""On (8, 1): fewer heads than the ring has devices, and a weight that 8 divide only by its columns."""
 CUT_IN_TIME = [model for model in MODELS if model.startswith(("sequence", "ring"))]
 
 
@@ -136,7 +141,7 @@ def expected(model: str, precision: str) -> dict[str, Any]:
 
 @every_precision
 @every_mesh
-@pytest.mark.parametrize("model", [model for model in MODELS if model not in CUT_IN_TIME])
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in (FEW_HEADS, *CUT_IN_TIME)])
 def test_the_model_is_its_dense_reference(model, shape, precision):
     hold(model, shape, precision)
 
@@ -146,6 +151,20 @@ def test_the_model_is_its_dense_reference(model, shape, precision):
 def test_the_model_cut_in_time_is_its_dense_reference(model, shape, precision):
     """Its blocks are compared in both precisions (test_layers); compiling takes seconds."""
     hold(model, shape, precision)
+
+
+SLICED, SEQUENCE = (next(model for model in MODELS if model.startswith(f"{kind}, gradients in")) for kind in (
+    "sharded over two slices", "sequence, sharded"
+))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "longest"), [(FEW_HEADS, 8), (FEW_HEADS, 4), (FEW_HEADS, 2), (SLICED, 2), (SEQUENCE, 4)]
+)
+def test_gradients_go_home_in_one_ring_or_several(monkeypatch, model, longest):
+    """Of 8 parts of dp: in one ring, two or four, and in two of each of two slices."""
+    monkeypatch.setattr("shmap_tp.mesh.LONGEST", longest)
+    hold(model, (8, 1), "float64")
 
 
 def hold(model: str, shape: tuple[int, int], precision: str) -> None:

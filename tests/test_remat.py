@@ -63,9 +63,9 @@ def test_the_denominators_of_a_kernel_stay(later):
     offload = "model.offload=[query_key_value,attended]"
     made = config("model.context=128", "model.positions=rotary", "model.remat=attention", offload)
     where_made = {(B, H, 128, K): 3, (B * H, 1, 128, K): 1}
-    as_the_kernel_takes_it = {(B * H, 128, K): 3, (B * H, 1, 128, K): 1}
+    handed = {(B * H, 128, K): 3, (B * H, 1, 128, K): 1}
     found = to_the_host(traced(made.model, Splash(later)))
-    assert found == (as_the_kernel_takes_it if later else where_made)
+    assert found == (handed if later else where_made)
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])

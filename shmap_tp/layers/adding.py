@@ -2,7 +2,7 @@
 
 Of a sum over a dim that is not fused with what makes it, XLA for TPU (libtpu 0.0.42) makes an operation of its own,
 which by its own estimate takes three and a half times as long as adding the arrays (v5e, four of them, bfloat16).  The
-parts of splash attention's dq are such: 16B on a v5e-256 takes 9.80 s a step with JAX's sum of them, 9.59 with this.
+parts of splash attention's dq are such: of 9.8 s a step of 16B on a v5e-256 it saves 0.2 (predicted).
 """
 
 import functools
@@ -36,7 +36,7 @@ def by_adding(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _added(jaxpr: Any) -> Any:
-    """The closed jaxpr, so."""
+    """The same closed jaxpr, its short sums made by adding."""
     equations = jaxpr.jaxpr.eqns
     widened = {one.outvars[0]: one.invars[0] for one in equations if one.primitive.name == "convert_element_type"}
 
@@ -44,11 +44,11 @@ def _added(jaxpr: Any) -> Any:
         name, params = equation.primitive.name, equation.params
         if name == "jit":
             return equation.replace(params=params | {"jaxpr": _added(params["jaxpr"])})
-        if name != "reduce_sum" or len(params["axes"]) > 1:
+        if name != "reduce_sum" or len(params["axes"]) != 1:
             return equation
         (wide,), (axis,), dtype = equation.invars, map(int, params["axes"]), equation.outvars[0].aval.dtype
         x = widened.get(wide, wide)  # each is widened as it is added, not all of them before, in memory
-        if x.aval.shape[axis] > MOST:
+        if not 1 <= x.aval.shape[axis] <= MOST:
             return equation
         call = jax.make_jaxpr(jax.jit(partial(_sum, axis=axis, dtype=dtype)))(x.aval).eqns[0]
         return call.replace(invars=[x], outvars=equation.outvars)

@@ -1,6 +1,6 @@
 """What attention's backward pass reads, kept where it is handed over at the end of the block, not where it was made.
 
-    mixed, handed = attend(q, k, v)         early in a block; handed = q, k, v as the kernel takes them
+    mixed, handed = attend(q, k, v)         early in a block; handed = q, k, v, three dims each
     y = put_off(y, handed)                  at its end: y
 
 For the sake of the host's memory (`model.offload`, `remat`).  XLA for TPU (libtpu 0.0.42) starts all writes of a block
@@ -25,7 +25,7 @@ QUERY_KEY_VALUE = "query_key_value"
 """Names what the heads are made of, so that a remat policy can keep it."""
 
 Handed = tuple[Float[Array, "..."], ...]
-"""q, k, v of this device in the shapes and the dtype that its kernel takes them in, or nothing."""
+"""q, k, v of this device, in the dtype and the order that its kernel takes them in, three dims each; or nothing."""
 
 
 def put_off(y_BTD: Float[Array, "B T D"], handed: Handed) -> Float[Array, "B T D"]:

@@ -86,7 +86,8 @@ Ratios: {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {middle:.2f}.  A 
 difference and the model's error together; only the transformer_shmap and mesh-transformer-jax rows, which share each
 layer between the devices as ours does, come near to saying what the error alone is.  Where dp shares all weights,
 (n, 1), the published run shared them over its devices, too, if not always on that mesh.  Of MaxText's runs over 2 to 32
-slices only those of 16B and 32B over 8 were compiled, and PaLM's was not.
+slices those of 16B were compiled, and that of 32B over 8; PaLM's was not.  Over 32 slices ours does not fit: what 8192
+parts of dp do not divide each keeps whole.
 
 T5X's placements: (4,2,2,1), which closes to a ring along x, is ahead as it was measured; the other two a torus cannot
 tell apart, y and z being both 8, though they were measured 5 % apart.
@@ -172,8 +173,8 @@ keeps would be 48 GiB a chip at 32B, 64B and 128B, 69 at 16B.  Where a write of 
 queue, what would be written over it waits: in which order they start, XLA decides.  Our q, k and v go there from copies
 that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' wait for up
 to a tenth of their step.  Memory of such a row is an upper bound, cut off at what there is.
-The four large ones of one slice and their twins were compiled one after another, 16B's twin and 32B beside tests; the
-other rows beside others, which takes up to three times as long.
+The four large ones of one slice were compiled one after another; their twins, and the other rows, beside others, which
+takes up to three times as long.
 
 {table(columns, lines)}
 """
@@ -256,13 +257,18 @@ def cpu() -> str:
     ]
     columns = ["mesh", "program", "step s, median (min - max)", "tokens/s", "ratio to matmul", "by processor time"]
     columns += ["processor s", "temporaries MiB", "collectives in loops / outside", "compile s"]
+    seconds = {(row["program"], *row["mesh"]): row["step_seconds"] for row in found}
+    meshes = [place for program, *place in seconds if program == "gspmd"]
+    to_twin = ", ".join(
+        f"{seconds['explicit', *place] / seconds['gspmd', *place]:.2f} on {tuple(place)}" for place in meshes
+    )
     return f"""## A step on this CPU, against its own matrix products, emulated
 
 {commands(found)}
 
 4 devices on 2 cores; 33.6M parameters, context 256, batch 16, 2 microbatches, AdamW, float32.  The product of two
 float32 matrices of 2048 cubed, timed between the steps, runs at {found[0]["matmul_rate"] / 1e9:.0f} GFLOP/s,
-and the ratios are to it.  Seen before the head in chunks and the heads' layout.
+and the ratios are to it.  Explicit : gspmd, by medians: {to_twin}.
 
 {table(columns, lines)}
 """

@@ -34,9 +34,9 @@ from shmap_tp.mesh import DP, DpParts, Groups
 
 FEW = 16384
 """Positions of a device below which a product of the ring waits for what it is added to: adding what was made before
-takes longer, then, than making it a little slower.  Seconds a step on a v5e-256, free and waiting, predicted: 13.0 and
-12.3 with 8192 (32B); while pieces of an MLP's gradient still read its longer operand, 15.4 and 14.1 with 2048 (128B),
-13.6 and 13.3 with 4096 (64B), but 10.8 and 11.1 with 12288 (16B), which was not compared again."""
+takes longer, then, than making it a little slower.  Seconds a step on a v5e-256, free and waiting, predicted: 10.51 and
+9.35 with 6144 (16B); of earlier programs 13.0 and 12.3 with 8192 (32B), 15.4 and 14.1 with 2048 (128B), 13.6 and 13.3
+with 4096 (64B), but 10.8 and 11.1 with 12288 (16B), which was not compared again."""
 
 LARGE = 2e11
 """Multiplications of a product on a device from which on an activation, or a norm's gradient, before it or after it

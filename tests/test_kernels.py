@@ -266,11 +266,9 @@ def test_what_the_kernel_takes_and_makes_is_kept_once(monkeypatch, kernel, dtype
     made = config("model.context=128", "model.head_dim=64", "model.positions=rotary", f"model.remat={remat}").model
     forward = next(one for one in equations(traced(made, kernel(later), dtype)) if one.primitive.name == "scan")
     of_a_device = 4 // 2 * 128 * made.heads // 4 * 64
-    kept = [x.aval for x in forward.outvars[forward.params["num_carry"] :]]
-    assert sorted(x.dtype.name for x in kept if x.size == made.layers * of_a_device) == [
-        *3 * [dtype], "uint32" if dtype == "float32" else "uint16",
-    ]  # fmt: skip
-    inside = forward.params["jaxpr"].jaxpr
+    kept = [x.aval.dtype.name for x in forward.outvars if x.aval.size == made.layers * of_a_device]
+    assert sorted(kept) == [*3 * [dtype], "uint32" if dtype == "float32" else "uint16"]
+    inside = bodies(forward.params)[0]
     (mixed,) = [x.outvars[0] for x in equations(inside) if x.primitive.name == "bitcast_convert_type"][1::2]
     assert mixed.aval.size == of_a_device
     assert not [x for x in equations(inside) if x.primitive.name == "reduce_precision" and mixed in x.invars]

@@ -42,7 +42,7 @@ def percent(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return "-" if value is None else f"{value:#.3g}".rstrip(".")
 
 
 def memory(row: dict) -> str:

@@ -86,8 +86,8 @@ Ratios: {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {middle:.2f}.  A 
 difference and the model's error together; only the transformer_shmap and mesh-transformer-jax rows, which share each
 layer between the devices as ours does, come near to saying what the error alone is.  Where dp shares all weights,
 (n, 1), the published run shared them over its devices, too, if not always on that mesh.  Of MaxText's runs over 2 to 32
-slices those of 16B were compiled, and that of 32B over 8; PaLM's was not.  Over 32 slices ours does not fit: what 8192
-parts of dp do not divide each keeps whole.
+slices those of 16B over up to 16 were compiled, and that of 32B over 8; PaLM's was not.  Over 32 ours does not fit:
+what 8192 parts of dp do not divide, here an MLP's weights, each keeps whole.
 
 T5X's placements: (4,2,2,1), which closes to a ring along x, is ahead as it was measured; the other two a torus cannot
 tell apart, y and z being both 8, though they were measured 5 % apart.

@@ -236,7 +236,8 @@ RINGS = {
     "v5e 4x4": (box("v5e", 4, 4), 16, (4, 4, 1, 1)),
     "v5p 4x4x4": (box("v5p", 4, 4, 4), 16, (4, 4, 1, 1)),  # as good as 4 x 2 x 2
     "v4 4x4x8": (box("v4", 4, 4, 8), 16, (2, 1, 8, 1)),  # 2/2 and 2/1; of 4 x 4 x 1 but 2/1
-    "v3 8x16": (box("v3", 8, 16), 16, (4, 2, 1, 2)),  # whole chips
+    "v3 8x16": (box("v3", 8, 16), 16, (4, 2, 1, 2)),
+    "v3 2x2": (box("v3", 2, 2), 4, (2, 1, 1, 2)),  # whole chips: of 2 x 2 the cores' rings would share links
     "v5e 2x2": (box("v5e", 2, 2), 2, (2, 1, 1, 1)),
 }
 

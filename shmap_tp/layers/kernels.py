@@ -181,7 +181,7 @@ class Place(eqx.Module):
 def _forward(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[tuple[Array, Handed], Any]:
     """(output, what the backward kernel needs): of those, what the forward kernel made is named.  The output, q, k and
     v stand in there but as places: what comes out of the fence twice, a remat policy keeps twice (16B on a v5e-256:
-    2 GiB, and 0.14 of 9.9 s a step, predicted)."""
+    2 GiB, and 0.13 of 9.94 s a step, predicted)."""
 
     def run(*qkv: Array) -> tuple[Array, Any]:
         mixed, pull = jax.vjp(kernel.run, *qkv)
@@ -189,7 +189,7 @@ def _forward(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[tuple[Array, Handed
 
         def named(x: Array) -> Any:
             if id(x) not in known:
-                known[id(x)] = checkpoint_name(x, _name(x, qkv[0])) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                known[id(x)] = checkpoint_name(x, DENOMINATORS) if jnp.issubdtype(x.dtype, jnp.floating) else x
             return known[id(x)]
 
         return _named_as_bits(mixed, ATTENDED), jax.tree.map(named, pull)
@@ -202,11 +202,6 @@ def _forward(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[tuple[Array, Handed
 def _handed(kernel: "Splash | Cudnn", qkv: Handed) -> Handed:
     """In three dims each: of more, XLA for TPU (libtpu 0.0.42) makes another copy before it writes them to the host."""
     return tuple(x.reshape(-1, *x.shape[-2:]) for x in qkv) if kernel.later else ()
-
-
-def _name(x: Array, q: Array) -> str:
-    """Smaller than one number for each query are only the empty arrays of cuDNN."""
-    return ATTENDED if x.size > q.size // q.shape[-1] else DENOMINATORS
 
 
 def _named_as_bits(x: Array, name: str) -> Array:

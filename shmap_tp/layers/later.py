@@ -7,8 +7,8 @@ For the sake of the host's memory (`model.offload`, `remat`).  XLA for TPU (libt
 together, at the beginning of the next one, in an order of its own, and they share a wire.  The next block makes its q,
 k and v first, over those that still stand in the queue behind all else, and waits.  A copy made at the end of a block
 is made over only at the end of the next: its write has a whole block of time.  Seconds a step of 16B on a v5e-256 (two
-microbatches, remat up, the host keeping q, k, v and up), predicted: 9.42; put off, but the same arrays instead of
-copies, 11.49.  The copies take about 2 % of it, and the memory of one block's q, k and v.
+microbatches, remat up, the host keeping q, k, v and up), predicted, before its rings lay as they do: 9.42; put off, but
+the same arrays instead of copies, 11.49.  The copies take about 2 % of it, and the memory of one block's q, k and v.
 
 It needs two rules of gradients that belong together.  `put_off`'s returns, in the place of the gradients of what it was
 handed, the copies themselves; they come to `attend`'s, which reads them.  So whatever is handed has to go to `put_off`,

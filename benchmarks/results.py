@@ -9,6 +9,7 @@ results/layerwise.jsonl   layerwise.py --json     results/observed.jsonl    writ
 
 import json
 import math
+import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -102,6 +103,13 @@ def _kept(row: dict) -> str:
     return row["remat"] + (f", offload {' + '.join(row['offload'])}" if row.get("offload") else "")
 
 
+def _given(row: dict) -> str:
+    """The options of XLA that its command gave it."""
+    return "".join(
+        f", {name}={value}" for name, value in re.findall(r"run\.compiler_options\.(\w+)=(\w+)", row["command"])
+    )
+
+
 def predicted() -> str:
     found = rows("tpu")
     lines = [
@@ -110,7 +118,7 @@ def predicted() -> str:
             f"{row['chips']} x {row['device_kind']}" + (f" x {row['slices']} slices" if row["slices"] > 1 else ""),
             f"({row['dp']}, {row['mp']}) on {'x'.join(map(str, row['tile'] or []))}",
             f"{row['tokens_per_step']:,} / {row['microbatches']}",
-            f"{row['wire']}, {_shared(row)}, {_kept(row)}, {row['attention']}",
+            f"{row['wire']}, {_shared(row)}, {_kept(row)}, {row['attention']}{_given(row)}",
             seconds(row["step_seconds"]),
             f"{row['tokens_per_second_per_chip']:,.0f}" if row["tokens_per_second_per_chip"] else "-",
             f"{percent(row['mfu'])} / {percent(row['hfu'])}",
@@ -173,8 +181,8 @@ keeps would be 48 GiB a chip at 32B, 64B and 128B, 69 at 16B.  Where a write of 
 queue, what would be written over it waits: in which order they start, XLA decides.  Our q, k and v go there from copies
 that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' wait for up
 to a tenth of their step.  Memory of such a row is an upper bound, cut off at what there is.
-The four large ones of one slice were compiled one after another; their twins, and the other rows, beside others, which
-takes up to three times as long.
+The large ones of one slice were compiled one after another, 64B beside tests; their twins, and the other rows, beside
+others, which takes up to three times as long.  A row that names options of XLA was given them (`run.compiler_options`).
 
 {table(columns, lines)}
 """
@@ -198,6 +206,7 @@ def scaling(found: list[dict]) -> str:
             and one["tokens_per_step"] / one["chips"] == share
             and one.get("gradients", "scatter") == row.get("gradients", "scatter")
             and one.get("offload", []) == row.get("offload", [])
+            and _given(one) == _given(row)
             and all(one[name] == row[name] for name in alike)
         ]
         rate = row["tokens_per_second_per_chip"]

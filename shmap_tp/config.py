@@ -115,6 +115,8 @@ class RunConfig:
     """How long a process waits for all the others to be started, where there are several."""
     lost_seconds: int
     """How long a process may be silent before the others take it for dead, and end."""
+    compiler_options: dict[str, str]
+    """Options of XLA for the step's program, over those that `hardware` has for these devices."""
 
 
 @dataclass

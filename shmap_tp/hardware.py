@@ -11,11 +11,16 @@ BOOK    Austin et al. 2025, "How to Scale Your Model", chapter on TPUs, https://
 NVIDIA  data sheets
 """
 
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from shmap_tp.config import InputError
 
 GIB = 2**30
 
@@ -113,20 +118,35 @@ v4-32 and v5e-16, nothing changes.
 RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 43.7 and 54.2 (three ppermutes in flight 44.3, four 44.0); 70B with weights
 shared over dp alone, their gradients in a ring, 8.08 and 8.09.  v4 goes without: 16B there, (4, 16), parallel block,
 23.4 and 22.8, (8, 8) 21.8 and 21.7.
+On v5e some help one model and not another: run.compiler_options.  xla_max_concurrent_async_collective_permutes=2: 16B
+on 256 chips, gradients in a ring, 8.97 instead of 9.05, but 128B 12.7 instead of 12.2.  With it,
+xla_tpu_scoped_vmem_limit_kib=32768: 16B 8.73 instead of 8.96, compiled in 254 s.
 Tried on v5e with libtpu 0.0.42 and left out, predicted: xla_enable_async_all_reduce with
 xla_tpu_enable_async_collective_fusion_fuse_all_reduce hides a third of the gradients' all-reduces of a 16B model with
 chunked attention, and nothing beside a kernel; on v4 the same does not compile (vector memory).  GPT-J 6B on v5e-16,
 gradients in a ring, 0.739 s a step: with xla_tpu_enable_ag_backward_pipelining, xla_tpu_enable_ici_ag_pipelining and
 xla_tpu_enable_ici_rs_pipelining 0.952; xla_tpu_host_transfer_overlap_limit=16 changes nothing where a host keeps
-activations; nor, with the ring wire, do xla_latency_hiding_scheduler_rerun on v4, and on v5p
-xla_lhs_prioritize_async_depth_over_stall and xla_tpu_scheduler_using_real_cost_model.
+activations; nor xla_tpu_use_aggressive_scheduling the 16B above; nor, with the ring wire, do
+xla_latency_hiding_scheduler_rerun on v4, and on v5p xla_lhs_prioritize_async_depth_over_stall and
+xla_tpu_scheduler_using_real_cost_model.
 """
 COMPILER_OPTIONS["TPU v5p"] = COMPILER_OPTIONS["TPU v5"]
 
 
-def compiler_options(kind: str) -> dict[str, str]:
-    """For jax.stages.Lowered.compile; empty where nothing but the compiler's own choice is known to help."""
-    return COMPILER_OPTIONS.get(kind, {})
+def compiler_options(kind: str, given: Mapping[str, str]) -> dict[str, str]:
+    """For `compile_with`: those that are known to help, and over them what was `given` (run.compiler_options)."""
+    return COMPILER_OPTIONS.get(kind, {}) | dict(given)
+
+
+def compile_with(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> Any:
+    """The program.  Raises InputError where XLA has no such option for these devices, or it cannot have this value."""
+    try:
+        return lowered.compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        refused = re.search("INVALID_ARGUMENT: ((No such compile|While setting|Failed to parse) .*)", str(error))
+        if refused is None:
+            raise
+        raise InputError(f"run.compiler_options: {refused[1].strip().rstrip(':')}") from error
 
 
 GPU_LINK_RATE = {"NVIDIA A100": 300e9, "NVIDIA H100": 450e9, "NVIDIA H200": 450e9}

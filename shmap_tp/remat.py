@@ -18,7 +18,8 @@
 
 None of them keeps a weight that dp shares: it is gathered again.  What `offload` names is kept in the memory of the
 host: written while the forward pass goes on, and read back before the backward pass comes to it.  q, k and v of a
-kernel are then kept in the order that it takes them in, in copies made at the end of the block (`layers.later`).
+kernel are then kept in the order that it takes them in, in copies made at the end of the block (`layers.later`).  Where
+gradients go home in a ring, the last block keeps it on the device (`through`).
 """
 
 from collections.abc import Callable, Collection

@@ -24,7 +24,7 @@ from shmap_tp.exits import STOPPED, STOPPED_EARLY
 from shmap_tp.flops import flops_per_token, parameters
 from shmap_tp.goodput import Cause, Clock
 from shmap_tp.guard import Watch
-from shmap_tp.hardware import compiler_options, machine_peak
+from shmap_tp.hardware import compile_with, compiler_options, machine_peak
 from shmap_tp.layers.choice import named
 from shmap_tp.meeting import Place
 from shmap_tp.mesh import make_mesh
@@ -134,8 +134,8 @@ def _compile(run: Run, first: int) -> Any:
         f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
         f"attention {named(programs.attention)} ..."
     )
-    options = compiler_options(jax.devices()[0].device_kind)
-    return programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=options)
+    options = compiler_options(jax.devices()[0].device_kind, config.run.compiler_options)
+    return compile_with(programs.step.lower(programs.shapes, programs.tokens), options)
 
 
 def _profile(run: Run, first: int, meter: Meter) -> Profile:

@@ -19,6 +19,7 @@ Forward and backward, a region costs
 where an all-reduce is as much as the two others together, and so are 2 (mp - 1) ppermutes.
 """
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -36,8 +37,9 @@ from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, AnyPositions, Learned, Rotary
 from shmap_tp.remat import checkpointed
 from shmap_tp.sharding import stacked
+from shmap_tp.through import Closing, Layers, through
 from shmap_tp.wire import AnyWire
-from shmap_tp.zero import are_gathered, use
+from shmap_tp.zero import are_gathered, goes_around, use
 
 NORMS = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
 MLPS = {Mlp.gelu: GeluMlp, Mlp.swiglu: SwigluMlp}
@@ -70,14 +72,16 @@ class ParallelBlock(eqx.Module):
         self.attention = _attention(config, attend, key_attention)
         self.mlp = _mlp(config, key_mlp)
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire, *, copied: bool = True
+    ) -> Float[Array, "B T D"]:
         heads, hidden = wire.into(self.norm(x_BTD), attention=self.attention.columns, mlp=self.mlp.columns)
         with jax.named_scope("attention"):
             mixed, handed = self.attention(*heads, positions, wire)
         with jax.named_scope("mlp"):
             hidden = self.mlp(*hidden)
         x_BTD = x_BTD + wire.out_of(attention=(mixed, self.attention.out), mlp=(hidden, self.mlp.down))
-        return put_off(x_BTD, handed)
+        return put_off(x_BTD, handed, copied=copied)
 
 
 class SequentialBlock(eqx.Module):
@@ -98,7 +102,9 @@ class SequentialBlock(eqx.Module):
         self.mlp_norm = NORMS[config.norm](config.width)
         self.mlp = _mlp(config, key_mlp)
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: AnyWire, *, copied: bool = True
+    ) -> Float[Array, "B T D"]:
         with jax.named_scope("attention"):
             (heads,) = wire.into(self.attention_norm(x_BTD), attention=self.attention.columns)
             mixed, handed = self.attention(*heads, positions, wire)
@@ -106,7 +112,7 @@ class SequentialBlock(eqx.Module):
         with jax.named_scope("mlp"):
             (hidden,) = wire.into(self.mlp_norm(x_BTD), mlp=self.mlp.columns)
             x_BTD = x_BTD + wire.out_of(mlp=(self.mlp(*hidden), self.mlp.down))
-        return put_off(x_BTD, handed)
+        return put_off(x_BTD, handed, copied=copied)
 
 
 BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
@@ -161,15 +167,27 @@ class Transformer(eqx.Module):
             embedding = use(owners.embedding, _apart(self.embedding), dtype)
             x_BTD = positions.at_input(wire.leave(embedding(ids_BT, dtype)), wire)
 
-        def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
-            return use(owners.blocks, block, dtype)(x_BTD, positions, wire), None
+        def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock, copied: bool = True) -> tuple[Array, None]:
+            return use(owners.blocks, block, dtype)(x_BTD, positions, wire, copied=copied), None
 
+        kept = layer
         if self.remat != Remat.none or are_gathered(owners.blocks):
-            layer = checkpointed(layer, self.remat, self.offload)
+            kept = checkpointed(layer, self.remat, self.offload)
+        down = _down(owners.blocks)
         with jax.named_scope("blocks"):
-            x_BTD, _ = lax.scan(layer, x_BTD, self.blocks)
+            if self.offload and goes_around(down) and len(jax.tree.leaves(self.blocks)[0]) > 1:
+                here = checkpointed(partial(layer, copied=False), self.remat, ())
+                layers = Layers(kept, here, Closing(_down, lambda w: down.whole(w, dtype)))
+                x_BTD = through(layers, x_BTD, self.blocks)
+            else:
+                x_BTD, _ = lax.scan(kept, x_BTD, self.blocks)
         with jax.named_scope("head"):
             return wire.enter(self.norm(x_BTD))
+
+
+def _down(block: Any) -> Any:
+    """The last weight of a block, or what stands in its place: the first that its backward pass reads."""
+    return block.mlp.down.weight
 
 
 def _apart(module: Any) -> Any:

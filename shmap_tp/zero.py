@@ -34,6 +34,7 @@ layers are stacked along.  What is no matrix, or has no such dim, is everyone's.
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -45,6 +46,13 @@ from shmap_tp.config import Zero
 from shmap_tp.mesh import DP, MP, DpParts
 from shmap_tp.sharding import cut_dim, cut_further, in_layers
 from shmap_tp.shared import RingWeight, Weight
+
+
+class Ahead(eqx.Module):
+    """What a device keeps of a shared weight, and all of it, gathered before its turn (`SharedWeight.whole`)."""
+
+    part: Float[Array, "..."]
+    whole: Float[Array, "..."]
 
 
 @dataclass(frozen=True)
@@ -111,12 +119,15 @@ class SharedWeight:
     def hold(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         return w if self.parts.slices == 1 else gather(w, DP, self.dim, self.parts.between)
 
-    def use(self, w: Float[Array, "..."], dtype: DTypeLike) -> Weight:
-        part = w.astype(dtype)
+    def use(self, w: Float[Array, "..."] | Ahead, dtype: DTypeLike) -> Weight:
         if self.around is None:
-            return gather(part, DP, self.dim, self.parts.inside)
-        whole = gather(lax.stop_gradient(part), DP, self.dim, self.parts.inside)
-        return RingWeight(whole, part, self.around == "rows", self.parts)
+            return gather(w.astype(dtype), DP, self.dim, self.parts.inside)
+        part, whole = (w.part, w.whole) if isinstance(w, Ahead) else (w, self.whole(w, dtype))
+        return RingWeight(whole, part.astype(dtype), self.around == "rows", self.parts)
+
+    def whole(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+        """What this device holds of it -> all of it, as a product takes it whose gradient goes home in a ring."""
+        return gather(lax.stop_gradient(w.astype(dtype)), DP, self.dim, self.parts.inside)
 
     def meet(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
         return _met_between(dw, self.dim, self.parts)
@@ -148,6 +159,11 @@ def use(owners: Any, module: Any, dtype: DTypeLike) -> Any:
 def are_gathered(owners: Any) -> bool:
     """Whether anything of this part of the model is gathered for its use."""
     return any(isinstance(owner, SharedWeight) for owner in jax.tree.leaves(owners))
+
+
+def goes_around(owner: AnyOwner) -> bool:
+    """Whether this weight is gathered for its use, and its gradient goes home in a ring."""
+    return isinstance(owner, SharedWeight) and owner.around is not None
 
 
 def shared_out(zero: Zero, model: Any, specs: Any, axis_sizes: dict[str, int], parts: DpParts) -> tuple[Any, Any, Any]:

@@ -1,7 +1,10 @@
 """The tables against the published figures, and against each other."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from shmap_tp.config import InputError
 from shmap_tp.hardware import (
     COMPILER_OPTIONS,
     DEVICES,
@@ -9,6 +12,7 @@ from shmap_tp.hardware import (
     GIB,
     GPU_LINK_RATE,
     NETWORK_RATE,
+    compile_with,
     compiler_options,
     generation,
     table_peak,
@@ -100,6 +104,30 @@ def test_a_peak_is_of_all_devices_and_says_where_it_is_from():
 
 def test_options_are_for_devices_of_the_table():
     assert COMPILER_OPTIONS.keys() <= DEVICES.keys()
-    assert compiler_options("cpu") == {}
-    assert compiler_options("TPU v4") == COMPILER_OPTIONS["TPU v4"]
-    assert compiler_options("TPU v5p") == compiler_options("TPU v5") != {}
+    assert compiler_options("cpu", {}) == {}
+    assert compiler_options("TPU v4", {}) == COMPILER_OPTIONS["TPU v4"]
+    assert compiler_options("TPU v5p", {}) == compiler_options("TPU v5", {}) != {}
+
+
+def test_options_that_are_given_go_over_those_of_the_table():
+    (name, value), *_ = COMPILER_OPTIONS["TPU v4"].items()
+    found = compiler_options("TPU v4", {name: f"not {value}", "xla_other": "1"})
+    assert found == COMPILER_OPTIONS["TPU v4"] | {name: f"not {value}", "xla_other": "1"}
+    assert COMPILER_OPTIONS["TPU v4"][name] == value
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"xla_typo": "1"}, "No such compile option: 'xla_typo'"),
+        (
+            {"xla_cpu_enable_fast_math": "maybe"},
+            "While setting option xla_cpu_enable_fast_math, 'maybe' is not a valid",
+        ),
+    ],
+)
+def test_an_option_that_xla_does_not_take_is_named(given, said):
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+    with pytest.raises(InputError, match=f"^run.compiler_options: {said}"):
+        compile_with(lowered, given)
+    assert compile_with(lowered, {"xla_cpu_enable_fast_math": "True"})(jnp.ones(3))[0] == 2

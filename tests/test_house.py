@@ -13,7 +13,7 @@ FLOORS = [
     {"config", "disk", "settings", "exits", "mesh", "meeting", "processes", "hardware"},  # words
     {"sharding", "collectives", "around", "ring", "wire", "shared", "zero", "flops"},  # facts about arrays
     {"layers"},  # the product
-    {"remat", "transformer", "loss"},  # the model
+    {"remat", "through", "transformer", "loss"},  # the model
     # what training needs
     {"optimizer", "guard", "data", "sources", "tokenizer", "prepare"}
     | {"metrics", "goodput", "profile", "stop", "notice"},

@@ -143,6 +143,9 @@ PROGRAMS = {
     "shared weights": "kv_heads=2 positions=learned mesh.zero=parameters",
     "shared weights, tied, full": "kv_heads=2 tied=true remat=full block=sequential mlp=swiglu mesh.zero=parameters",
     "gradients in a ring": "kv_heads=2 mesh.zero=parameters mesh.gradients=ring",
+    "gradients in a ring, offloaded": (
+        "block=sequential remat=up offload=[query_key_value,up] mlp=swiglu mesh.zero=parameters mesh.gradients=ring"
+    ),
     "2 slices": "kv_heads=2 positions=learned mesh.zero=parameters mesh.slices=2",
     "2 slices, gradients in a ring": "mlp=swiglu remat=full mesh.zero=parameters mesh.gradients=ring mesh.slices=2",
     "2 slices, shared update": "kv_heads=2 positions=learned mesh.zero=optimizer mesh.slices=2",

@@ -56,6 +56,16 @@ MODELS = {
         "mesh.zero=parameters", "mesh.gradients=ring", "mesh.wire=sequence", "model.context=8",
         "model.block=sequential", "model.positions=learned", "model.kv_heads=1", "model.tied=true", "model.remat=full",
     ],
+    "sharded, gradients in a ring, on the host: sequential rmsnorm swiglu rotary, 4 kv heads of 8, up": [
+        "model.offload=[left,query_key_value,up]",
+        "mesh.zero=parameters", "mesh.gradients=ring", "model.block=sequential", "model.norm=rmsnorm",
+        "model.mlp=swiglu", "model.positions=rotary", "model.kv_heads=4", "model.remat=up",
+    ],
+    "sequence, sharded, gradients in a ring, on the host: parallel layernorm gelu learned, tied, attention": [
+        "model.offload=[input,attended]",
+        "mesh.zero=parameters", "mesh.gradients=ring", "mesh.wire=sequence", "model.context=8",
+        "model.positions=learned", "model.tied=true", "model.remat=attention",
+    ],
     "sequence, sharded: parallel layernorm swiglu rotary, 4 kv heads of 8, tied": [
         "mesh.zero=parameters", "mesh.wire=sequence", "model.context=8", "model.mlp=swiglu", "model.positions=rotary",
         "model.kv_heads=4", "model.tied=true",
@@ -79,6 +89,9 @@ MODELS[FEW_HEADS] = [
     "mesh.zero=parameters", "mesh.gradients=ring", "model.heads=4", "model.kv_heads=4", "model.ffn=36",
 ]  # fmt: skip
 """On (8, 1): fewer heads than the ring has devices, and a weight that 8 divide only by its columns."""
+ON_HOST = next(model for model in MODELS if model.startswith("sharded, gradients in a ring, on the host"))
+DEEP = f"{ON_HOST}, 4 layers"
+MODELS[DEEP] = [*MODELS[ON_HOST], "model.layers=4"]
 CUT_IN_TIME = [model for model in MODELS if model.startswith(("sequence", "ring"))]
 
 
@@ -141,7 +154,7 @@ def expected(model: str, precision: str) -> dict[str, Any]:
 
 @every_precision
 @every_mesh
-@pytest.mark.parametrize("model", [model for model in MODELS if model not in (FEW_HEADS, *CUT_IN_TIME)])
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in (FEW_HEADS, DEEP, *CUT_IN_TIME)])
 def test_the_model_is_its_dense_reference(model, shape, precision):
     hold(model, shape, precision)
 
@@ -165,6 +178,12 @@ def test_gradients_go_home_in_one_ring_or_several(monkeypatch, model, longest):
     """Of 8 parts of dp: in one ring, two or four, and in two of each of two slices."""
     monkeypatch.setattr("shmap_tp.mesh.LONGEST", longest)
     hold(model, (8, 1), "float64")
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (8, 1)], ids=str)
+def test_each_layer_goes_back_with_a_weight_of_its_own(shape):
+    """One that the layer before gathered."""
+    hold(DEEP, shape, "float64")
 
 
 def hold(model: str, shape: tuple[int, int], precision: str) -> None:

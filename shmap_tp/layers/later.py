@@ -15,6 +15,8 @@ handed, the copies themselves; they come to `attend`'s, which reads them.  So wh
 once and nowhere else.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,27 +30,28 @@ Handed = tuple[Float[Array, "..."], ...]
 """q, k, v of this device, in the dtype and the order that its kernel takes them in, three dims each; or nothing."""
 
 
-def put_off(y_BTD: Float[Array, "B T D"], handed: Handed) -> Float[Array, "B T D"]:
-    """y.  Its backward pass finds copies of `handed`, made when y is there, under the name QUERY_KEY_VALUE.
-    Wire: nothing."""
-    return _put_off(y_BTD, handed) if handed else y_BTD
+def put_off(y_BTD: Float[Array, "B T D"], handed: Handed, *, copied: bool = True) -> Float[Array, "B T D"]:
+    """y.  Its backward pass finds `handed`, under the name QUERY_KEY_VALUE: copies, made when y is there, or where they
+    are not `copied`, which is for what stays on the device, the same arrays.  Wire: nothing."""
+    return _put_off(copied, y_BTD, handed) if handed else y_BTD
 
 
-@jax.custom_vjp
-def _put_off(y: Array, handed: Handed) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _put_off(copied: bool, y: Array, handed: Handed) -> Array:
     return y
 
 
-def _forward(y: Array, handed: Handed) -> tuple[Array, Handed]:
-    return y, tuple(checkpoint_name(_copied_after(y, x), QUERY_KEY_VALUE) for x in handed)
+def _forward(copied: bool, y: Array, handed: Handed) -> tuple[Array, Handed]:
+    kept = [_copied_after(y, x) for x in handed] if copied else handed
+    return y, tuple(checkpoint_name(x, QUERY_KEY_VALUE) for x in kept)
 
 
-def _backward(kept: Handed, dy: Array) -> tuple[Array, Handed]:
+def _backward(copied: bool, kept: Handed, dy: Array) -> tuple[Array, Handed]:
     """k and v are copied once dy is there: what they were read into is free, then, for what the block before reads.
     That the compiler does so early nothing here forces; it does (16B: 9.77 s a step without these copies, 9.42 with).
     """
     q, *rest = kept
-    return dy, (q, *[_copied_after(dy, x) for x in rest])
+    return dy, (q, *([_copied_after(dy, x) for x in rest] if copied else rest))
 
 
 _put_off.defvjp(_forward, _backward)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shmap_tp.hardware import DEVICES, GIB
+from shmap_tp.hardware import DEVICES, GIB, compile_with
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def needed(error: jax.errors.JaxRuntimeError) -> tuple[float, float] | None:
 def _compile(lowered: jax.stages.Lowered, limit: float, options: dict | None) -> Compiled:
     start = time.perf_counter()
     try:
-        program = lowered.compile(compiler_options=options)
+        program = compile_with(lowered, options or {})
     except jax.errors.JaxRuntimeError as error:
         if (figures := needed(error)) is None:
             raise

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shmap_tp.config import Config
-from shmap_tp.hardware import DEVICES, machine_peak
+from shmap_tp.hardware import DEVICES, compile_with, machine_peak
 from shmap_tp.layers.choice import named
 from shmap_tp.plan.ahead import coordinates, most_bytes, needed
 from shmap_tp.plan.predict import Builder
@@ -58,7 +58,7 @@ def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Bui
     }
     start, step = time.perf_counter(), None
     try:
-        step = programs.step.lower(programs.shapes, programs.tokens).compile(compiler_options=facts["compiler_options"])
+        step = compile_with(programs.step.lower(programs.shapes, programs.tokens), facts["compiler_options"])
         compile_seconds = time.perf_counter() - start
         seconds = step_seconds(stepper(config, programs, step), steps)
     except jax.errors.JaxRuntimeError as error:

@@ -17,6 +17,8 @@ layers.
     zero: optimizer  a matrix's gradient is reduce-scattered instead, its update all-gathered          once
     zero: parameters a matrix is all-gathered, that of a block in the backward pass again              A times a layer
                      and its gradient reduce-scattered, both in the dtype of the activations           A times a layer
+    offload          where gradients go around a ring, the last matrix of a block is gathered ahead of its turn in the
+                     backward pass, and not where that computes again
     gradients: ring  of a block's matrix goes around a ring of dp, and is reduce-scattered between     A times a layer
                      the rings
     slices           all of that within a slice; between slices, float32: what `zero` keeps is         once

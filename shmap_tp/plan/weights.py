@@ -77,8 +77,10 @@ def using(config: Config, dtype: str) -> list[Entry]:
             whole = replace(whole, count=whole.count * config.train.microbatches)
             again = name not in ("embedding", "positions", "head")
             part = replace(whole, values=whole.values // dp * parts.slices)
-            entries += [part.over(inside, name, Operation.all_gather, direction) for direction in passes(again)]
             around = again and parts.ring > 1 and parameter.goes_around(dp)
+            ahead = name == "down" and around and config.model.offload and parameter.layers > 1  # `through`
+            uses_it = [Direction.forward, Direction.backward] if ahead else passes(again)
+            entries += [part.over(inside, name, Operation.all_gather, direction) for direction in uses_it]
             entries += _home(whole, f"gradient of {name}", parts, around=around)
     return entries
 

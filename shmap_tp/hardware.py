@@ -139,14 +139,16 @@ def compiler_options(kind: str, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def compile_with(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> Any:
-    """The program.  Raises InputError where XLA has no such option for these devices, or it cannot have this value."""
+    """The program.  Raises InputError where XLA has no such option for these devices, or it cannot have this value: of
+    those given, or of the table, which a later XLA may not know."""
     try:
         return lowered.compile(compiler_options=dict(options))
     except jax.errors.JaxRuntimeError as error:
         refused = re.search("INVALID_ARGUMENT: ((No such compile|While setting|Failed to parse) .*)", str(error))
         if refused is None:
             raise
-        raise InputError(f"run.compiler_options: {refused[1].strip().rstrip(':')}") from error
+        whose = "run.compiler_options, or COMPILER_OPTIONS of shmap_tp/hardware.py"
+        raise InputError(f"{whose}: {refused[1].strip().rstrip(':')}") from error
 
 
 GPU_LINK_RATE = {"NVIDIA A100": 300e9, "NVIDIA H100": 450e9, "NVIDIA H200": 450e9}

@@ -90,7 +90,8 @@ def loss_and_gradients(
         objected, pull, loss = forward(tokens_ABT[0])
         (gradients,) = pull(jnp.ones_like(objected))
     else:
-        # The transpose of the layer scan adds each layer's gradient to its total in place: no stack of them beside.
+        # The transpose of the layer scan adds each layer's gradient to its total in place: no stack of them beside,
+        # but where `through` goes instead.
         totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), at_home)
 
         def microbatch(total: Array, tokens_BT: Array) -> tuple[Array, None]:

@@ -19,7 +19,6 @@ Forward and backward, a region costs
 where an all-reduce is as much as the two others together, and so are 2 (mp - 1) ppermutes.
 """
 
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -39,7 +38,7 @@ from shmap_tp.remat import checkpointed
 from shmap_tp.sharding import stacked
 from shmap_tp.through import Closing, Layers, through
 from shmap_tp.wire import AnyWire
-from shmap_tp.zero import are_gathered, goes_around, use
+from shmap_tp.zero import are_gathered, at_once, goes_around, use
 
 NORMS = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
 MLPS = {Mlp.gelu: GeluMlp, Mlp.swiglu: SwigluMlp}
@@ -167,8 +166,11 @@ class Transformer(eqx.Module):
             embedding = use(owners.embedding, _apart(self.embedding), dtype)
             x_BTD = positions.at_input(wire.leave(embedding(ids_BT, dtype)), wire)
 
-        def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock, copied: bool = True) -> tuple[Array, None]:
-            return use(owners.blocks, block, dtype)(x_BTD, positions, wire, copied=copied), None
+        def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
+            return use(owners.blocks, block, dtype)(x_BTD, positions, wire), None
+
+        def last(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
+            return use(at_once(owners.blocks), block, dtype)(x_BTD, positions, wire, copied=False), None
 
         kept = layer
         if self.remat != Remat.none or are_gathered(owners.blocks):
@@ -176,8 +178,9 @@ class Transformer(eqx.Module):
         down = _down(owners.blocks)
         with jax.named_scope("blocks"):
             if self.offload and goes_around(down) and len(jax.tree.leaves(self.blocks)[0]) > 1:
-                here = checkpointed(partial(layer, copied=False), self.remat, ())
-                layers = Layers(kept, here, Closing(_down, lambda w: down.whole(w, dtype)))
+                layers = Layers(
+                    kept, checkpointed(last, self.remat, ()), Closing(_down, lambda w: down.whole(w, dtype))
+                )
                 x_BTD = through(layers, x_BTD, self.blocks)
             else:
                 x_BTD, _ = lax.scan(kept, x_BTD, self.blocks)

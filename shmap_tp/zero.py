@@ -31,7 +31,7 @@ Which dim is cut is derived: of a matrix the first that dp divides, as it lies o
 layers are stacked along.  What is no matrix, or has no such dim, is everyone's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -164,6 +164,11 @@ def are_gathered(owners: Any) -> bool:
 def goes_around(owner: AnyOwner) -> bool:
     """Whether this weight is gathered for its use, and its gradient goes home in a ring."""
     return isinstance(owner, SharedWeight) and owner.around is not None
+
+
+def at_once(owners: Any) -> Any:
+    """The same owners, but that no gradient goes home in a ring: by one reduce-scatter."""
+    return jax.tree.map(lambda owner: replace(owner, around=None) if goes_around(owner) else owner, owners)
 
 
 def shared_out(zero: Zero, model: Any, specs: Any, axis_sizes: dict[str, int], parts: DpParts) -> tuple[Any, Any, Any]:

@@ -71,18 +71,34 @@ def using(config: Config, dtype: str) -> list[Entry]:
     dp, inside = config.mesh.dp, among(DP, parts.inside)
     uses = list(parameters(config.model, config.mesh.mp).items())
     uses += [(name, table) for name, table in uses if name == "embedding" and config.model.tied]
+    through = _goes_through(config, parts)
     for name, parameter in uses:
-        if parameter.is_shared(dp):
+        if not parameter.is_shared(dp):
+            continue
+        of_block = name not in ("embedding", "positions", "head")
+        around = of_block and parts.ring > 1 and parameter.goes_around(dp)
+        pieces = [(parameter.layers, around)]
+        if around and through:
+            pieces = [(parameter.layers - 1, True), (1, False)]
+        for layers, ring in pieces:
             whole = parameter.travels(dtype, together=False)
-            whole = replace(whole, count=whole.count * config.train.microbatches)
-            again = name not in ("embedding", "positions", "head")
+            whole = replace(whole, count=layers * config.train.microbatches)
             part = replace(whole, values=whole.values // dp * parts.slices)
-            around = again and parts.ring > 1 and parameter.goes_around(dp)
-            ahead = name == "down" and around and config.model.offload and parameter.layers > 1  # `through`
-            uses_it = [Direction.forward, Direction.backward] if ahead else passes(again)
-            entries += [part.over(inside, name, Operation.all_gather, direction) for direction in uses_it]
-            entries += _home(whole, f"gradient of {name}", parts, around=around)
+            if through and ring and name == "down":  # one before the way back, one on each trip, the last in vain
+                ahead = replace(part, count=parameter.layers * config.train.microbatches)
+                entries.append(part.over(inside, name, Operation.all_gather, Direction.forward))
+                entries.append(ahead.over(inside, name, Operation.all_gather, Direction.backward))
+            else:
+                entries += [part.over(inside, name, Operation.all_gather, again) for again in passes(of_block)]
+            entries += _home(whole, f"gradient of {name}", parts, around=ring)
     return entries
+
+
+def _goes_through(config: Config, parts: DpParts) -> bool:
+    """Whether the layers are gone through by `through`: the last one as if no gradient went in a ring."""
+    down = parameters(config.model, config.mesh.mp)["down"]
+    rings = parts.ring > 1 and down.is_shared(config.mesh.dp) and down.goes_around(config.mesh.dp)
+    return bool(config.model.offload) and rings and config.model.layers > 1
 
 
 def _home(whole: Travels, what: str, parts: DpParts, *, around: bool) -> list[Entry]:

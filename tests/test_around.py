@@ -113,3 +113,14 @@ def test_a_region_is_not_left_before_all_of_it_is_ready():
         return Ring().out_of(attention=((late,) * 8, Partial(times, w)), mlp=((x,) * 8, Partial(times, w)))
 
     assert [products for products, _ in waits(left_late, X, W)].count(0) == 1
+
+
+def test_a_region_is_gone_back_into_when_all_of_it_is_there():
+    """Its gradient would travel beside what travels for what is computed again."""
+
+    def back_into(x: jax.Array, w: jax.Array) -> jax.Array:
+        again = times(w, x)
+        return jax.vjp(lambda y: Ring().out_of(region=((y,) * 8, Partial(times, w))), again)[1](x)[0]
+
+    found = [products for products, _ in waits(back_into, X, W)]
+    assert len(found) == 1 + 8 + 2 * 8 and found.count(0) == 1

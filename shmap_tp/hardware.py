@@ -103,10 +103,13 @@ ALL_MEMORY = {"xla_tpu_scheduler_percent_shared_memory_limit": "100"}
 """Let what is async flow where memory is tight, too."""
 RINGS = {"xla_tpu_use_aggressive_scheduling": "true", "xla_max_concurrent_async_collective_permutes": "2"}
 """Set more products between the start of a ppermute and its end; and no more in flight than the two ways of a ring."""
+TILES = "xla_tpu_scoped_vmem_limit_kib"
+"""KiB of the vector memory that one operation may have (by itself 16 MiB of a v5e).  With more, products are cut in
+larger tiles, and take longer to compile."""
 COMPILER_OPTIONS = {
     "TPU v4": {"xla_enable_async_all_gather": "true"} | ALL_MEMORY,
-    "TPU v5 lite": ALL_MEMORY,
-    "TPU v5": ALL_MEMORY | RINGS,
+    "TPU v5 lite": ALL_MEMORY | {TILES: "24576"},
+    "TPU v5": ALL_MEMORY | RINGS | {TILES: "32768"},
 }
 """What the step is compiled with, by jax.Device.device_kind: options that are off by themselves, and help.
 
@@ -118,17 +121,25 @@ v4-32 and v5e-16, nothing changes.
 RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 43.7 and 54.2 (three ppermutes in flight 44.3, four 44.0); 70B with weights
 shared over dp alone, their gradients in a ring, 8.08 and 8.09.  v4 goes without: 16B there, (4, 16), parallel block,
 23.4 and 22.8, (8, 8) 21.8 and 21.7.
-On v5e some help one model and not another: run.compiler_options.  xla_max_concurrent_async_collective_permutes=2: 16B
-on 256 chips, gradients in a ring, 8.97 instead of 9.05, but 128B 12.7 instead of 12.2.  With it,
-xla_tpu_scoped_vmem_limit_kib=32768: 16B 8.73 instead of 8.96, compiled in 254 s.
+TILES: on v5e-256 16B 8.89 and 9.07, compiled in 161 and 142 s, and with programs of before 32B 10.6 and 11.2, 64B 11.1
+and 11.7, 128B 12.1 and 12.2; 6B on v5e-16 0.668 and 0.710.  With 32768 16B 8.78, but compiled in 204 s, 32B 10.5.
+Of ring wires of before on v5p 4x4x4 20B 14.6 and 15.0, 60B 41.4 and 43.2; 70B as above 7.48 and 7.84; with 24576
+14.7, 42.5, 7.55.
+On v4 24576 changes nothing, nor 32768 on v6e; with 65536 Llama 3.1 8B on v6e-256 takes 1.18 instead of 1.24, but almost
+six minutes to compile, beside another.
+On v5e xla_max_concurrent_async_collective_permutes=2 helps one model and not another (run.compiler_options): 16B on 256
+chips, gradients in a ring, 8.72 and 8.78, TILES being 32768; with an earlier program 128B 12.7 and 12.2.
 Tried on v5e with libtpu 0.0.42 and left out, predicted: xla_enable_async_all_reduce with
 xla_tpu_enable_async_collective_fusion_fuse_all_reduce hides a third of the gradients' all-reduces of a 16B model with
 chunked attention, and nothing beside a kernel; on v4 the same does not compile (vector memory).  GPT-J 6B on v5e-16,
 gradients in a ring, 0.739 s a step: with xla_tpu_enable_ag_backward_pipelining, xla_tpu_enable_ici_ag_pipelining and
 xla_tpu_enable_ici_rs_pipelining 0.952; xla_tpu_host_transfer_overlap_limit=16 changes nothing where a host keeps
-activations; nor xla_tpu_use_aggressive_scheduling the 16B above; nor, with the ring wire, do
+activations; nor xla_tpu_use_aggressive_scheduling the 16B above, nor there
+xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter; nor, with the ring wire, do
 xla_latency_hiding_scheduler_rerun on v4, and on v5p xla_lhs_prioritize_async_depth_over_stall and
-xla_tpu_scheduler_using_real_cost_model.
+xla_tpu_scheduler_using_real_cost_model.  xla_lhs_enable_release_start_policy: 60B on v5p 56.4 instead of 43.2.
+xla_tpu_async_collective_fusion_with_start_done_only takes gathers out of the products, which are then fewer to compile
+(16B 8.86 instead of 8.89): but whether a gather goes on by itself, as the replay would have it, only a device can tell.
 """
 COMPILER_OPTIONS["TPU v5p"] = COMPILER_OPTIONS["TPU v5"]
 

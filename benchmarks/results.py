@@ -181,7 +181,7 @@ keeps would be 48 GiB a chip at 32B, 64B and 128B, 69 at 16B.  Where a write of 
 queue, what would be written over it waits: in which order they start, XLA decides.  Our q, k and v go there from copies
 that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' wait for up
 to a fifth of their step.  Memory of such a row is an upper bound, cut off at what there is.
-Ours of 16B to 128B were compiled alone; the other large ones beside others, which takes up to twice as long.
+Ours of 16B to 128B were compiled alone; the other large ones beside others, which can take more than twice as long.
 
 {table(columns, lines)}
 """

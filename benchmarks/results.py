@@ -180,7 +180,7 @@ of the scaling book's, and in the order in which it starts; a VM of four v5e chi
 keeps would be 48 GiB a chip at 32B, 64B and 128B, 69 at 16B.  Where a write of the layer before still stands in that
 queue, what would be written over it waits: in which order they start, XLA decides.  Our q, k and v go there from copies
 that are made at the end of a block, so that nearly nothing waits (`shmap_tp/layers/later.py`); the twins' wait for up
-to a fifth of their step.  Memory of such a row is an upper bound, cut off at what there is.
+to a fifth of their step.
 Ours of 16B to 128B were compiled alone; the other large ones beside others, which can take more than twice as long.
 
 {table(columns, lines)}

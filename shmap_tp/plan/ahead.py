@@ -10,15 +10,18 @@ import importlib.metadata
 import json
 import os
 import re
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from shmap_tp.hardware import DEVICES, GIB, compile_with
+
+REPORT = "memory-usage-report.txt"
+"""How the name of the file ends in which the compiler says what memory it gave to what."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,7 @@ class Compiled:
     text: str | None
     """The scheduled module; None where it does not fit."""
     peak_bytes: int | float
-    """Most memory in use at a time, an upper bound where the host keeps some; where it does not fit, what the compiler
-    says that it needs."""
+    """Most memory in use at a time; where it does not fit, what the compiler says that it needs."""
     limit_bytes: int | float
     argument_bytes: int | None
     seconds: float
@@ -60,7 +62,7 @@ def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cache: Path | None, o
     versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     places = [_place(device) for device in mesh.devices.flat]
-    made_from = [lowered.as_text(), kind, places, slices, versions, options or {}, flags]
+    made_from = [lowered.as_text(), kind, places, slices, versions, options or {}, flags, REPORT]
     key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:24]
     kept = cache / f"{key}.json.gz" if cache else None
     if kept and kept.exists():
@@ -89,23 +91,22 @@ def needed(error: jax.errors.JaxRuntimeError) -> tuple[float, float] | None:
 
 def _compile(lowered: jax.stages.Lowered, limit: float, options: dict | None) -> Compiled:
     start = time.perf_counter()
-    try:
-        program = compile_with(lowered, options or {})
-    except jax.errors.JaxRuntimeError as error:
-        if (figures := needed(error)) is None:
-            raise
-        return Compiled(None, *figures, None, time.perf_counter() - start)
-    seconds = time.perf_counter() - start
-    memory = program.memory_analysis()
-    host = memory.host_temp_size_in_bytes
-    peak = min(most_bytes(memory), limit)
+    with tempfile.TemporaryDirectory() as reports:
+        try:
+            program = compile_with(lowered, (options or {}) | {"xla_dump_to": reports})
+        except jax.errors.JaxRuntimeError as error:
+            if (figures := needed(error)) is None:
+                raise
+            return Compiled(None, *figures, None, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        memory = program.memory_analysis()
+        host = memory.host_temp_size_in_bytes
+        peak = _allocated(Path(reports)) if host else memory.peak_memory_in_bytes
     return Compiled(program.as_text(), peak, limit, memory.argument_size_in_bytes, seconds, host)
 
 
-def most_bytes(memory: Any) -> int:
-    """Of a device: the compiler's own peak; which, where the host keeps some, counts that with it, so that it is then
-    an upper bound, arguments, results and temporaries as if all were there at once."""
-    if not memory.host_temp_size_in_bytes:
-        return memory.peak_memory_in_bytes
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+def _allocated(reports: Path) -> int:
+    """Bytes of the device's memory that a program was given, by what the compiler wrote of it.  Where the host keeps
+    some, memory_analysis counts that as the device's (libtpu 0.0.42)."""
+    (report,) = reports.glob(f"*{REPORT}")
+    return int(re.search(r"Memory Space: default .*\nTotal bytes: (\d+)", report.read_text())[1])

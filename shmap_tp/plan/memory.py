@@ -39,8 +39,7 @@ def memory(programs: Programs, compiled: Compiled) -> dict[str, float]:
 
 def describe(parts: dict[str, float], compiled: Compiled) -> str:
     """As an aligned table."""
-    whole = "in all, at most" if compiled.host_bytes else "in all"
-    rows = [*parts.items(), (whole, compiled.peak_bytes), ("there is", compiled.limit_bytes)]
+    rows = [*parts.items(), ("in all", compiled.peak_bytes), ("there is", compiled.limit_bytes)]
     lines = [f"  {name:<26}{human(int(size)):>10} {size / compiled.limit_bytes:>6.1%}" for name, size in rows]
     if compiled.host_bytes:
         lines.append(f"  {'kept by the host':<26}{human(compiled.host_bytes):>10}")

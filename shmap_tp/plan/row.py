@@ -156,7 +156,6 @@ def describe(row: Row) -> str:
         needs = human(int(row.peak_bytes_per_device))
         has = f" of {human(int(row.limit_bytes_per_device))}" if row.limit_bytes_per_device else ""
         bound = "at least " if not row.fits and not row.compile_seconds else ""
-        bound = "at most " if row.host_bytes_per_device else bound
         way = ": DOES NOT FIT; try a larger mp, more microbatches, or model.remat=full"
         host = f", and {human(row.host_bytes_per_device)} of its host" if row.host_bytes_per_device else ""
         lines.append(f"  memory    {bound}{needs}{has} a device{host}{'' if row.fits else way}")
@@ -174,17 +173,12 @@ def compare(ours: Row, theirs: Row) -> str:
     """explicit : compiler, in all that is known of both; below 1 ours is the cheaper."""
     pairs = {
         "time": (ours.step_seconds, theirs.step_seconds),
-        "memory": (_memory(ours), _memory(theirs)),
+        "memory": (ours.peak_bytes_per_device, theirs.peak_bytes_per_device),
         "compile time": (ours.compile_seconds, theirs.compile_seconds),
         "time on the wires": (ours.comm_seconds, theirs.comm_seconds),
     }
     ratios = [f"{name} {a / b:.2f}" for name, (a, b) in pairs.items() if a is not None and b]
     return f"explicit : {theirs.program}  " + ", ".join(ratios)
-
-
-def _memory(row: Row) -> float | None:
-    """None where only a bound of it is known."""
-    return None if row.host_bytes_per_device else row.peak_bytes_per_device
 
 
 def _timed(row: Row) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shmap_tp.config import InputError
+from shmap_tp.config import Config, InputError
 
 GIB = 2**30
 
@@ -101,6 +101,11 @@ DEVICES["TPU v5p"] = DEVICES["TPU v5"]  # some releases of libtpu call it so
 
 ALL_MEMORY = {"xla_tpu_scheduler_percent_shared_memory_limit": "100"}
 """Let what is async flow where memory is tight, too."""
+WITH_HOST = {"xla_tpu_scheduler_percent_shared_memory_limit": "200"}
+"""Where the host keeps some of the activations: XLA's scheduler seems to take what lies there for the device's, and to
+let less flow for want of memory.  Seconds a step on v5e-256, predicted, with 200 and with 100: 16B 8.47 and 8.52, 32B
+10.24 and 10.50, 128B 11.87 and 12.05, but 64B 10.87 and 10.82; 400 is as 200 (32B, 128B).  Where it keeps none, more
+than all there is may not fit."""
 RINGS = {"xla_tpu_use_aggressive_scheduling": "true", "xla_max_concurrent_async_collective_permutes": "2"}
 """Set more products between the start of a ppermute and its end; and no more in flight than the two ways of a ring."""
 TILES = "xla_tpu_scoped_vmem_limit_kib"
@@ -121,8 +126,10 @@ v4-32 and v5e-16, nothing changes.
 RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 43.7 and 54.2 (three ppermutes in flight 44.3, four 44.0); 70B with weights
 shared over dp alone, their gradients in a ring, 8.08 and 8.09.  v4 goes without: 16B there, (4, 16), parallel block,
 23.4 and 22.8, (8, 8) 21.8 and 21.7.
-TILES: on v5e-256 16B 8.89 and 9.07, compiled in 161 and 142 s, and with programs of before 32B 10.6 and 11.2, 64B 11.1
-and 11.7, 128B 12.1 and 12.2; 6B on v5e-16 0.668 and 0.710.  With 32768 16B 8.78, but compiled in 204 s, 32B 10.5.
+TILES: with programs of before, on v5e-256 16B 8.89 and 9.07, 32B 10.6 and 11.2, 64B 11.1 and 11.7, 128B 12.1 and 12.2;
+6B on v5e-16 0.668 and 0.710.  With 32768 a quarter longer to compile, 16B 8.78, 32B 10.5.  Only with large tiles are
+activations and norms as fast inside the products that they come before or after: 16B 8.52, and 8.89 with each of them
+apart; without TILES 9.89 and 9.42.
 Of ring wires of before on v5p 4x4x4 20B 14.6 and 15.0, 60B 41.4 and 43.2; 70B as above 7.48 and 7.84; with 24576
 14.7, 42.5, 7.55.
 On v4 24576 changes nothing, nor 32768 on v6e; with 65536 Llama 3.1 8B on v6e-256 takes 1.18 instead of 1.24, but almost
@@ -144,9 +151,10 @@ xla_tpu_async_collective_fusion_with_start_done_only takes gathers out of the pr
 COMPILER_OPTIONS["TPU v5p"] = COMPILER_OPTIONS["TPU v5"]
 
 
-def compiler_options(kind: str, given: Mapping[str, str]) -> dict[str, str]:
-    """For `compile_with`: those that are known to help, and over them what was `given` (run.compiler_options)."""
-    return COMPILER_OPTIONS.get(kind, {}) | dict(given)
+def compiler_options(kind: str, config: Config) -> dict[str, str]:
+    """For `compile_with`: those that are known to help this step, and over them those of run.compiler_options."""
+    with_host = WITH_HOST if config.model.offload and generation(kind) else {}
+    return COMPILER_OPTIONS.get(kind, {}) | with_host | dict(config.run.compiler_options)
 
 
 def compile_with(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> Any:

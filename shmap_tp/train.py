@@ -134,7 +134,7 @@ def _compile(run: Run, first: int) -> Any:
         f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
         f"attention {named(programs.attention)} ..."
     )
-    options = compiler_options(jax.devices()[0].device_kind, config.run.compiler_options)
+    options = compiler_options(jax.devices()[0].device_kind, config)
     return compile_with(programs.step.lower(programs.shapes, programs.tokens), options)
 
 

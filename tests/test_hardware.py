@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shmap_tp.config import InputError
+from shmap_tp.config import Config, InputError
 from shmap_tp.hardware import (
     COMPILER_OPTIONS,
     DEVICES,
@@ -12,11 +12,13 @@ from shmap_tp.hardware import (
     GIB,
     GPU_LINK_RATE,
     NETWORK_RATE,
+    WITH_HOST,
     compile_with,
     compiler_options,
     generation,
     table_peak,
 )
+from shmap_tp.settings import CONF, load
 
 # version: (TFLOP/s of a chip in bfloat16, JAX devices of a chip, GB/s of a link one way, dims of the torus)
 PUBLISHED = {
@@ -102,18 +104,34 @@ def test_a_peak_is_of_all_devices_and_says_where_it_is_from():
     assert table_peak("cpu", 8) is None
 
 
+def config(*more: str) -> Config:
+    return load(str(CONF / "config.yaml"), list(more))
+
+
 def test_options_are_for_devices_of_the_table():
     assert COMPILER_OPTIONS.keys() <= DEVICES.keys()
-    assert compiler_options("cpu", {}) == {}
-    assert compiler_options("TPU v4", {}) == COMPILER_OPTIONS["TPU v4"]
-    assert compiler_options("TPU v5p", {}) == compiler_options("TPU v5", {}) != {}
+    assert compiler_options("cpu", config()) == {}
+    assert compiler_options("TPU v4", config()) == COMPILER_OPTIONS["TPU v4"]
+    assert compiler_options("TPU v5p", config()) == compiler_options("TPU v5", config()) != {}
 
 
 def test_options_that_are_given_go_over_those_of_the_table():
     (name, value), *_ = COMPILER_OPTIONS["TPU v4"].items()
-    found = compiler_options("TPU v4", {name: f"not {value}", "xla_other": "1"})
+    given = [f"run.compiler_options.{name}=not {value}", "run.compiler_options.xla_other=1"]
+    found = compiler_options("TPU v4", config(*given))
     assert found == COMPILER_OPTIONS["TPU v4"] | {name: f"not {value}", "xla_other": "1"}
     assert COMPILER_OPTIONS["TPU v4"][name] == value
+
+
+def test_what_the_host_keeps_is_not_the_schedulers():
+    """Only on TPUs, and only where it keeps some."""
+    offloads = config("model.offload=[up]", "model.remat=up")
+    for kind in DEVICES:
+        more = dict(compiler_options(kind, offloads).items() - compiler_options(kind, config()).items())
+        assert more == (WITH_HOST if kind.startswith("TPU") else {})
+    (name,) = WITH_HOST
+    chosen = config("model.offload=[up]", "model.remat=up", f"run.compiler_options.{name}=90")
+    assert compiler_options("TPU v5 lite", chosen)[name] == "90"
 
 
 @pytest.mark.parametrize(

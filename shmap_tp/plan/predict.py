@@ -69,7 +69,7 @@ def predict(config: Config, asked: Slice, build: Builder = build_programs, cache
         compiled = Compiled(None, least, DEVICES[kind].memory, None, 0.0)
     else:
         lowered = programs.step.lower(programs.shapes, programs.tokens)
-        compiled = compile_ahead(lowered, mesh, cache, compiler_options(kind, config.run.compiler_options))
+        compiled = compile_ahead(lowered, mesh, cache, compiler_options(kind, config))
     row = Row(
         kind="predicted",
         program=EXPLICIT if build is build_programs else build.__module__,

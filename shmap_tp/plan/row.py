@@ -128,7 +128,7 @@ def placed(mesh: Mesh, config: Config) -> dict:
     torus, made = Torus.of(devices), generation(devices[0].device_kind)
     return {
         "device_kind": devices[0].device_kind,
-        "compiler_options": compiler_options(devices[0].device_kind, config.run.compiler_options),
+        "compiler_options": compiler_options(devices[0].device_kind, config),
         "chips": len(devices) // made.cores if made else len(devices),
         "topology": "x".join(map(str, torus.sides[: made.dims])) if torus else None,
         "slices": len({getattr(device, "slice_index", 0) for device in devices}),

@@ -34,16 +34,9 @@ from shmap_tp.mesh import DP, DpParts, Groups
 
 FEW = 16384
 """Positions of a device below which a product of the ring waits for what it is added to: adding what was made before
-takes longer, then, than making it a little slower.  Seconds a step on a v5e-256, free and waiting, predicted: 10.51 and
-9.35 with 6144 (16B); of earlier programs 13.0 and 12.3 with 8192 (32B), 15.4 and 14.1 with 2048 (128B), 13.6 and 13.3
+takes longer, then, than making it a little slower.  Seconds a step on a v5e-256, free and waiting, predicted: 9.72 and
+8.52 with 6144 (16B); of earlier programs 13.0 and 12.3 with 8192 (32B), 15.4 and 14.1 with 2048 (128B), 13.6 and 13.3
 with 4096 (64B), but 10.8 and 11.1 with 12288 (16B), which was not compared again."""
-
-LARGE = 2e11
-"""Multiplications of a product on a device from which on an activation, or a norm's gradient, before it or after it
-stays out of it.  Inside, XLA for TPU v5e (libtpu 0.0.42) cuts a large product in worse tiles, up to twice as long, and
-by chance; a smaller one it does not, and saves the memory's time.  Seconds a step, inside and apart, predicted: 12.3
-and 12.1 (64B on 256 chips, products of 2.7e11 and more), 9.89 and 9.42 (16B there, 7.2e11; inside only what is done to
-the results of the forward products), but 0.756 and 0.794 (6B on 16, of 1.4e11 and less)."""
 
 
 class RingWeight(eqx.Module):
@@ -86,7 +79,7 @@ def _product(multiply: Product, cut: Cut, x: Array, whole: Array, part: Array) -
 
 
 def _forward(multiply: Product, cut: Cut, x: Array, whole: Array, part: Array) -> tuple:
-    return _apart(multiply(_apart(x, whole), whole), whole), (x, whole, part)
+    return multiply(x, whole), (x, whole, part)
 
 
 def _backward(multiply: Product, cut: Cut, kept: tuple, dy: Array) -> tuple:
@@ -94,18 +87,14 @@ def _backward(multiply: Product, cut: Cut, kept: tuple, dy: Array) -> tuple:
     (dx,) = jax.linear_transpose(lambda x: multiply(x, whole), x)(dy)
     outputs_first, by_rows, parts = cut
     pair = (dy, x) if outputs_first else (x, dy)
-    # after a column's product comes the gradient of a norm: apart it is faster in small products, too (6B on v5e-16:
-    # 0.747 s a step instead of 0.756, predicted)
-    dx = lax.optimization_barrier(dx) if outputs_first else _apart(dx, whole)
+    if outputs_first:
+        # what comes next is a norm's gradient.  Apart 6B on v5e-16 takes 0.668 s a step instead of 0.687, 16B on 256
+        # chips 8.52 instead of 8.50, predicted
+        dx = lax.optimization_barrier(dx)
     return dx, None, _sent_home(*pair, by_rows, parts).reshape(part.shape)
 
 
 _product.defvjp(_forward, _backward)
-
-
-def _apart(x: Array, whole: Array) -> Array:
-    """What a large product with `whole` reads or makes, in memory."""
-    return lax.optimization_barrier(x) if x.shape[0] * x.shape[1] * whole.size >= LARGE else x
 
 
 def _sent_home(first: Array, second: Array, by_rows: bool, parts: DpParts) -> Float[Array, "..."]:

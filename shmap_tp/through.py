@@ -145,7 +145,8 @@ def _written(backs: Any, back: Any) -> tuple[Any, Any]:
     leaves, form = jax.tree.flatten((backs, back))
     types = [jax.typeof(leaf) for leaf in leaves]
     first_of_back = len(jax.tree.leaves(backs))
-    for axes in {one.manual_axis_type.varying for one in types if _on_host(one)}:
+    # in one order in every process: another program would be compiled anew
+    for axes in sorted({one.manual_axis_type.varying for one in types if _on_host(one)}, key=sorted):
         alike = [i for i, one in enumerate(types) if one.manual_axis_type.varying == axes]
         tied = [i for i in alike if i >= first_of_back or _on_host(types[i])]
         for i, leaf in zip(tied, lax.optimization_barrier([leaves[i] for i in tied]), strict=True):
@@ -188,6 +189,6 @@ def _put(stacks: Any, found: Any, i: Int[Array, ""] | int) -> Any:
 def _room(one: jax.core.ShapedArray, length: int) -> Array:
     """A stack for so many of `one`, nothing in it."""
     room = lax.empty((length, *one.shape), one.dtype)
-    for axis in one.manual_axis_type.varying:
+    for axis in sorted(one.manual_axis_type.varying):
         room = vary(room, axis)
     return room

@@ -1,5 +1,9 @@
 """The way through a stack that the host keeps a part of, as it is traced; its values are held by test_model."""
 
+import hashlib
+import os
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -10,21 +14,25 @@ from small import config, mesh
 from test_kernels import equations
 
 from shmap_tp.layers.kernels import Splash
-from shmap_tp.step import build_programs
+from shmap_tp.step import Programs, build_programs
 
 LAYERS, B, T, D, F = 3, 2, 8, 24, 40
 """On (4, 1), 2 microbatches; every device has all of the heads."""
 RING = ("mesh.zero=parameters", "mesh.gradients=ring")
 
 
-@cache
-def step(*more: str) -> list[Any]:
-    """The equations of a step, those within others too, the outer first."""
+def programs(*more: str) -> Programs:
     conf = config(
         "mesh.dp=4", "mesh.mp=1", "train.batch=16", "train.microbatches=2", f"model.context={T}",
         f"model.layers={LAYERS}", "model.block=sequential", "model.mlp=swiglu", "model.remat=up", *more,
     )  # fmt: skip
-    made = build_programs(conf, mesh((4, 1)), jnp.float32)
+    return build_programs(conf, mesh((4, 1)), jnp.float32)
+
+
+@cache
+def step(*more: str) -> list[Any]:
+    """The equations of a step, those within others too, the outer first."""
+    made = programs(*more)
     return list(equations(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr))
 
 
@@ -113,3 +121,23 @@ def test_the_last_block_copies_nothing_for_later(monkeypatch):
         if any(var.aval.dtype == bool for var in one.outvars)
     ]
     assert len(copies) == 5
+
+
+def test_every_process_makes_the_same_program():
+    """In whatever order it has its sets of strings: else hosts might run different programs, and none would be found
+    again that was compiled before."""
+    asked = "import conftest, test_through; print(test_through.made_here())"
+    made = set()
+    for seed in ("1", "2", "3"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True
+        )
+        made.add(done.stdout)
+    assert len(made) == 1
+
+
+def made_here() -> str:
+    """The hash of a program whose host keeps what varies over one axis and what varies over two."""
+    made = programs(*RING, "model.offload=[input,left,query_key_value,attended,up]")
+    return hashlib.sha256(made.step.lower(made.shapes, made.tokens).as_text().encode()).hexdigest()

@@ -31,7 +31,8 @@ class Compiled:
     text: str | None
     """The scheduled module; None where it does not fit."""
     peak_bytes: int | float
-    """Most memory in use at a time; where it does not fit, what the compiler says that it needs."""
+    """Most memory in use at a time; where it does not fit, what the compiler says that it needs.  Where the host keeps
+    nothing it is the compiler's own figure, which for a TPU counts up to 128 MiB of vector memory, too."""
     limit_bytes: int | float
     argument_bytes: int | None
     seconds: float

@@ -105,7 +105,7 @@ WITH_HOST = {"xla_tpu_scheduler_percent_shared_memory_limit": "200"}
 """Where the host keeps some of the activations: XLA's scheduler seems to take what lies there for the device's, and to
 let less flow for want of memory.  Seconds a step on v5e-256, predicted, with 200 and with 100: 16B 8.47 and 8.52, 32B
 10.24 and 10.50, 128B 11.87 and 12.05, but 64B 10.87 and 10.82; 400 is as 200 (32B, 128B).  Where it keeps none, more
-than all there is may not fit."""
+than all there is may not fit; nor, perhaps, where it keeps little: run.compiler_options."""
 RINGS = {"xla_tpu_use_aggressive_scheduling": "true", "xla_max_concurrent_async_collective_permutes": "2"}
 """Set more products between the start of a ppermute and its end; and no more in flight than the two ways of a ring."""
 TILES = "xla_tpu_scoped_vmem_limit_kib"

@@ -108,7 +108,8 @@ def _forward(layers: Layers, x: Array, blocks: Any) -> tuple[Array, tuple]:
 
     room = [_room(one, last) for one, there in zip(types, on_host, strict=True) if not there]
     # x apart from what made it, and the last block at the loop's own counter: then less of what stands beside the loop
-    # differs from what is in it, and is compiled for itself (32B over 8 slices in 168 s instead of 183)
+    # differs from what is in it, and is compiled for itself (32B over 8 slices in 163 and 168 s, with neither in 186
+    # and 194)
     start = lax.optimization_barrier(x), room, jnp.int32(0)
     (x, near, i), far = lax.scan(trip, start, length=last)
     here, away = iter(near), iter(far)
@@ -145,7 +146,7 @@ def _written(backs: Any, back: Any) -> tuple[Any, Any]:
     leaves, form = jax.tree.flatten((backs, back))
     types = [jax.typeof(leaf) for leaf in leaves]
     first_of_back = len(jax.tree.leaves(backs))
-    # in one order in every process: another program would be compiled anew
+    # in one order in every process: all hosts must run one program
     for axes in sorted({one.manual_axis_type.varying for one in types if _on_host(one)}, key=sorted):
         alike = [i for i, one in enumerate(types) if one.manual_axis_type.varying == axes]
         tied = [i for i in alike if i >= first_of_back or _on_host(types[i])]

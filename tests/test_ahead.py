@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from stands import box
 
+from shmap_tp.config import InputError
 from shmap_tp.hardware import DEVICES, GIB
 from shmap_tp.plan import ahead
 from shmap_tp.plan.ahead import Compiled, compile_ahead
@@ -24,6 +25,8 @@ class Lowered:
     fails: str | None = None
     host: int = 0
     """Bytes that the host keeps."""
+    reports: bool = True
+    """Whether the compiler writes what it gave to what."""
     options: list[dict] = field(default_factory=list)
     """Of each time, but for where the compiler is to write what it made."""
     __class__ = jax.stages.Lowered
@@ -36,10 +39,11 @@ class Lowered:
         self.options.append({name: value for name, value in compiler_options.items() if name != "xla_dump_to"})
         if self.fails:
             raise jax.errors.JaxRuntimeError(self.fails)
-        (folder / f"module_0000.jit_step.after_optimizations-{ahead.REPORT}").write_text(
-            "Memory Space: default (color=0)\nTotal bytes: 8 (8B)\n  cumulative_size;       size;\n\n"
-            "Memory Space: vmem (color=1)\nTotal bytes: 9 (9B)\n"
-        )
+        if self.reports:
+            (folder / f"module_0000.jit_step.after_optimizations-{ahead.REPORT}").write_text(
+                "Memory Space: default (color=0)\nTotal bytes: 8 (8B)\n  cumulative_size;       size;\n\n"
+                "Memory Space: vmem (color=1)\nTotal bytes: 9 (9B)\n"
+            )
         memory = SimpleNamespace(
             peak_memory_in_bytes=7 + self.host, argument_size_in_bytes=5, output_size_in_bytes=4, alias_size_in_bytes=3,
             temp_size_in_bytes=2, host_temp_size_in_bytes=self.host,
@@ -84,6 +88,13 @@ def test_the_second_time_it_is_read(tmp_path):
 def test_what_the_host_keeps_is_no_part_of_the_device():
     found = compile_ahead(Lowered(host=100), mesh(), None)
     assert (found.peak_bytes, found.host_bytes) == (8, 100)
+
+
+def test_a_compiler_that_reports_no_memory_is_named():
+    """It is needed only where the host keeps some."""
+    assert compile_ahead(Lowered(reports=False), mesh(), None).peak_bytes == 7
+    with pytest.raises(InputError, match=r"^libtpu 1 does not report .* model\.offload"):
+        compile_ahead(Lowered(host=100, reports=False), mesh(), None)
 
 
 def test_nothing_is_kept_without_a_folder(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ against a clock that is known."""
 import json
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -179,6 +180,14 @@ def test_a_device_is_given_its_part_of_weights_optimizer_and_tokens(mesh):
     compiled = step.step.lower(step.shapes, step.tokens).compile().memory_analysis()
     assert compiled.argument_size_in_bytes == part + tokens
     assert compiled.peak_memory_in_bytes > part
+
+
+def test_what_the_host_keeps_is_no_part_of_what_a_device_needs():
+    """Of a program that ran where the devices do not say how much they used: all of theirs as if there at once."""
+    facts = {"argument_size_in_bytes": 5, "output_size_in_bytes": 4, "alias_size_in_bytes": 3, "temp_size_in_bytes": 2}
+    for host, most in [(0, 7), (100, 5 + (4 - 3) + 2)]:
+        facts |= {"host_temp_size_in_bytes": host, "peak_memory_in_bytes": 7 + host}
+        assert measure.most_bytes(SimpleNamespace(**facts)) == most
 
 
 # Seconds

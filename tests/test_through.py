@@ -95,7 +95,7 @@ def test_all_has_been_written_before_the_last_block_is_gone_back_through():
 
 
 def test_the_last_block_sends_no_gradient_round_a_ring():
-    """Of one block they need not be hidden; without, it takes less memory."""
+    """Of one block they need not be hidden."""
     found = step(*OFFLOADED)
     within = list(equations(backward(found).params["jaxpr"].jaxpr))
     assert len(named(within, "ppermute")) == len(named(found, "ppermute")) == 7 * 3

@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from shmap_tp.config import InputError
 from shmap_tp.hardware import DEVICES, GIB, compile_with
 
 REPORT = "memory-usage-report.txt"
@@ -108,6 +109,10 @@ def _compile(lowered: jax.stages.Lowered, limit: float, options: dict | None) ->
 
 def _allocated(reports: Path) -> int:
     """Bytes of the device's memory that a program was given, by what the compiler wrote of it.  Where the host keeps
-    some, memory_analysis counts that as the device's (libtpu 0.0.42)."""
-    (report,) = reports.glob(f"*{REPORT}")
-    return int(re.search(r"Memory Space: default .*\nTotal bytes: (\d+)", report.read_text())[1])
+    some, memory_analysis counts that as the device's (libtpu 0.0.42).  Raises InputError where it wrote nothing."""
+    text = "".join(report.read_text() for report in reports.glob(f"*{REPORT}"))
+    found = re.search(r"Memory Space: default .*\nTotal bytes: (\d+)", text)
+    if found is None:
+        version = importlib.metadata.version("libtpu")
+        raise InputError(f"libtpu {version} does not report the memory of a step with model.offload; 0.0.42 does")
+    return int(found[1])

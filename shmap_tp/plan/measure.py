@@ -65,14 +65,14 @@ def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Bui
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        needs = needed(error) or (_most_bytes(step.memory_analysis()) if step else None, None)
+        needs = needed(error) or (most_bytes(step.memory_analysis()) if step else None, None)
         facts |= {"peak_bytes_per_device": needs[0], "fits": False, "compile_seconds": time.perf_counter() - start}
         return Measurement(Row(**facts), None, mesh)
     stats = (first.memory_stats() or {}) if first.platform != "cpu" else {}
     facts |= {
         "step_seconds": statistics.median(seconds),
         "step_seconds_range": [min(seconds), max(seconds)],
-        "peak_bytes_per_device": stats.get("peak_bytes_in_use", _most_bytes(step.memory_analysis())),
+        "peak_bytes_per_device": stats.get("peak_bytes_in_use", most_bytes(step.memory_analysis())),
         "host_bytes_per_device": step.memory_analysis().host_temp_size_in_bytes,
         "fits": True,
         "compile_seconds": compile_seconds,
@@ -80,7 +80,7 @@ def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Bui
     return Measurement(Row(**facts), step.as_text(), mesh)
 
 
-def _most_bytes(memory: Any) -> int:
+def most_bytes(memory: Any) -> int:
     """What a device needs, where it does not say how much it used: the compiler's own figure; which, where the host
     keeps some, counts that with it, so that then all of the device's is counted as if there at once."""
     if not memory.host_temp_size_in_bytes:

@@ -61,7 +61,8 @@ class Objective(eqx.Module):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """This device's share of (the objective, the cross entropy), `counted` being the tokens of the whole step."""
         h_BTD = params(tokens_BT[:, :-1], self.dtype, self.wire, self.owners)
-        return self.loss(h_BTD, params.table(self.dtype, self.owners), tokens_BT[:, 1:], counted)
+        h_BTD, table_VD = params.scored_by(h_BTD, self.dtype, self.owners)
+        return self.loss(h_BTD, table_VD, tokens_BT[:, 1:], counted)
 
 
 def counted_tokens(tokens_ABT: Int[Array, "A B T"]) -> Float[Array, ""]:

@@ -130,7 +130,8 @@ def on_mesh(config: Config, shape: tuple[int, int], precision: str, *, forward_t
             return {"loss": loss, "gradients": gradients}
         params = held(owners, params)
         h_BTD = params(tokens_ABT[0, :, :-1], objective.dtype, wire, owners)
-        logits_BTV = jax.vmap(score, (0, None))(h_BTD, params.table(objective.dtype, owners))
+        h_BTD, table_VD = params.scored_by(h_BTD, objective.dtype, owners)
+        logits_BTV = jax.vmap(score, (0, None))(h_BTD, table_VD)
         return {"logits": logits_BTV, "loss": loss, "gradients": gradients}
 
     outs = ({"logits": COLUMNS} if forward_too else {}) | {"loss": P(), "gradients": specs}

@@ -200,3 +200,27 @@ def test_the_program_does_not_grow_with_depth():
         compiled.append(sum(" = " in line for line in step.compile().as_text().splitlines()))
     assert written[0] == written[1]
     assert abs(compiled[0] - compiled[1]) < 32 - 2
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["a head of its own", "tied"])
+def test_the_gradient_of_the_head_is_home_before_the_blocks_go_back(tied):
+    """Else XLA sends it home last, and holds all of it, in float32, beside all that the blocks keep."""
+    shared = ("mesh.zero=parameters", "train.microbatches=1", f"model.tied={tied}")
+    made = build_programs(settings((4, 2), *shared), mesh((4, 2)), jnp.float32)
+    program = jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr
+    while len(program.eqns) == 1:
+        (program,) = bodies(program.eqns[0].params)
+    (blocks,) = [one for one in program.eqns if one.primitive.name == "scan" and one.params["reverse"]]
+    waited = [one.primitive.name for one in before(program, blocks)]
+    assert waited.count("reduce_scatter") == 1
+
+
+def before(jaxpr: Any, equation: Any) -> list[Any]:
+    """The equations of `jaxpr` that this one cannot run without."""
+    made = {id(result): one for one in jaxpr.eqns for result in one.outvars}
+    found, new = {}, [equation]
+    while new:
+        reads = [made[id(x)] for x in new.pop().invars if id(x) in made]
+        new += [one for one in reads if id(one) not in found]
+        found |= {id(one): one for one in reads}
+    return list(found.values())

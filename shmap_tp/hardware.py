@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shmap_tp.config import Config, InputError
+from shmap_tp.config import Config, InputError, Wire
 
 GIB = 2**30
 
@@ -106,27 +106,42 @@ WITH_HOST = {"xla_tpu_scheduler_percent_shared_memory_limit": "200"}
 let less flow for want of memory.  Seconds a step on v5e-256, predicted, with 200 and with 100: 16B 8.47 and 8.52, 32B
 10.24 and 10.50, 128B 11.87 and 12.05, but 64B 10.87 and 10.82; 400 is as 200 (32B, 128B).  Where it keeps none, more
 than all there is may not fit; nor, perhaps, where it keeps little: run.compiler_options."""
+GATHERS = {"xla_enable_async_all_gather": "true"}
+"""Let all-gathers flow under products: off by itself on v2, v3 and v4."""
 RINGS = {"xla_tpu_use_aggressive_scheduling": "true", "xla_max_concurrent_async_collective_permutes": "2"}
 """Set more products between the start of a ppermute and its end; and no more in flight than the two ways of a ring."""
 TILES = "xla_tpu_scoped_vmem_limit_kib"
 """KiB of the vector memory that one operation may have (by itself 16 MiB of a v5e).  With more, products are cut in
 larger tiles, and take longer to compile."""
+HOPS = {"xla_lhs_output_fusion_latency_multiplier": "0.4"}
+"""With the ring wire: XLA's scheduler takes a hop to be shorter than it is by our count of bytes, and lets it set out
+too late to flow under its products.  With this it takes those to be shorter, too."""
+WITH_RING = {"TPU v4": HOPS, "TPU v5 lite": HOPS}
+"""By jax.Device.device_kind.  Seconds a step, predicted, with and without: GPT-J's shape on v5e-256, (32, 8), parallel
+block, 10.8 and 11.2, of which 1.8 and 5.9 % are exposed; 16B on v4 4x4x4, (8, 8), attention before the MLP, 22.9 and
+24.2.  With 0.6 10.8 and 23.1, with 0.2 23.6 there; on v5p, which has RINGS, 0.6 changes nothing (60B 40.5, 20B 14.5).
+Where gradients go home in a ring, and the wire is another, 0.6 helps one model and not another: on v5e 128B 11.6
+instead of 11.9, but 64B 11.1 instead of 10.9, 6B 0.683 instead of 0.668 (run.compiler_options)."""
 COMPILER_OPTIONS = {
-    "TPU v4": {"xla_enable_async_all_gather": "true"} | ALL_MEMORY,
+    "TPU v2": GATHERS,
+    "TPU v3": GATHERS,
+    "TPU v4": GATHERS | ALL_MEMORY,
     "TPU v5 lite": ALL_MEMORY | {TILES: "24576"},
     "TPU v5": ALL_MEMORY | RINGS | {TILES: "32768"},
     "TPU v6 lite": {TILES: "65536"},
 }
 """What the step is compiled with, by jax.Device.device_kind: options that are off by themselves, and help.
 
-v4, xla_enable_async_all_gather: gathers flow under products; of four gathered layers 38.7 ms instead of 52 (predicted,
-benchmarks/layerwise.py).
+GATHERS: on v4, of four gathered layers 38.7 ms instead of 52 (predicted, benchmarks/layerwise.py).
 Seconds a step, predicted, with and without, each pair of one program, if not today's:
 ALL_MEMORY: 16B on v4 4x4x4, (8, 8), ring wire, 24.9 and 36.8; 128B on v5e-256 12.6 and 12.7; of 16B there, and of 6B on
 v4-32 and v5e-16, nothing changes.
 RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 43.7 and 54.2 (three ppermutes in flight 44.3, four 44.0); 70B with weights
 shared over dp alone, their gradients in a ring, 8.08 and 8.09.  v4 goes without: 16B there, (4, 16), parallel block,
 23.4 and 22.8, (8, 8) 21.8 and 21.7.
+GATHERS on V3-32 and V2-32: 6.9B on (4, 8) with full remat 34.1 and 35.1, with dots 30.4 and 30.8 (none flows there, but
+XLA gathers none twice to save memory, as without), 6B on (16, 2) 1.78 and 1.92; 2.8B 30.8 and 31.2.  With ALL_MEMORY,
+too, 6.9B with dots 32.3.
 TILES: with programs of before, on v5e-256 16B 8.89 and 9.07, 32B 10.6 and 11.2, 64B 11.1 and 11.7, 128B 12.1 and 12.2;
 6B on v5e-16 0.668 and 0.710.  With 32768 a quarter longer to compile, 16B 8.78, 32B 10.5.  Only with large tiles are
 activations and norms as fast inside the products that they come before or after: 16B 8.52, and 8.89 with each of them
@@ -155,7 +170,8 @@ COMPILER_OPTIONS["TPU v5p"] = COMPILER_OPTIONS["TPU v5"]
 def compiler_options(kind: str, config: Config) -> dict[str, str]:
     """For `compile_with`: those that are known to help this step, and over them those of run.compiler_options."""
     with_host = WITH_HOST if config.model.offload and generation(kind) else {}
-    return COMPILER_OPTIONS.get(kind, {}) | with_host | dict(config.run.compiler_options)
+    with_ring = WITH_RING.get(kind, {}) if config.mesh.wire == Wire.ring else {}
+    return COMPILER_OPTIONS.get(kind, {}) | with_host | with_ring | dict(config.run.compiler_options)
 
 
 def compile_with(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> Any:

@@ -11,6 +11,7 @@ from shmap_tp.hardware import (
     GENERATIONS,
     GIB,
     GPU_LINK_RATE,
+    HOPS,
     NETWORK_RATE,
     WITH_HOST,
     compile_with,
@@ -132,6 +133,17 @@ def test_what_the_host_keeps_is_not_the_schedulers():
     (name,) = WITH_HOST
     chosen = config("model.offload=[up]", "model.remat=up", f"run.compiler_options.{name}=90")
     assert compiler_options("TPU v5 lite", chosen)[name] == "90"
+
+
+def test_a_ring_is_scheduled_for():
+    """Where that is known to help; what is given goes over it."""
+    rings = config("mesh.wire=ring")
+    for kind in DEVICES:
+        more = dict(compiler_options(kind, rings).items() - compiler_options(kind, config()).items())
+        assert more == (HOPS if kind in ("TPU v4", "TPU v5 lite") else {})
+    (name,) = HOPS
+    chosen = config("mesh.wire=ring", f"run.compiler_options.{name}=1")
+    assert compiler_options("TPU v4", chosen)[name] == "1"
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ activations and norms as fast inside the products that they come before or after
 apart; without TILES 9.89 and 9.42 (on v4, which has none larger, 128B on 256 chips takes 25.3 inside, 24.7 apart).
 Of ring wires of before on v5p 4x4x4 20B 14.6 and 15.0, 60B 41.4 and 43.2; 70B as above 7.48 and 7.84; with 24576
 14.7, 42.5, 7.55.
-On v6e-256, Llama 3.1 70B 8.67 and 10.80, 8B 1.13 and 1.24, compiled in 210 and 142 s, alone; 32768 changes nothing
+On v6e-256, Llama 3.1 70B 8.67 and 10.80, 8B 1.13 and 1.24, compiled in 183 and 132 s, alone; 32768 changes nothing
 there, nor 24576 on v4.
 On v5e xla_max_concurrent_async_collective_permutes=2 helps one model and not another (run.compiler_options): 16B on 256
 chips, gradients in a ring, 8.72 and 8.78, TILES being 32768; with an earlier program 128B 12.7 and 12.2.

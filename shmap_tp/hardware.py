@@ -160,7 +160,9 @@ xla_tpu_enable_ici_rs_pipelining 0.952; xla_tpu_host_transfer_overlap_limit=16 c
 activations; nor xla_tpu_use_aggressive_scheduling the 16B above, nor there
 xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter; nor, with the ring wire, do
 xla_latency_hiding_scheduler_rerun on v4, and on v5p xla_lhs_prioritize_async_depth_over_stall and
-xla_tpu_scheduler_using_real_cost_model.  xla_lhs_enable_release_start_policy: 60B on v5p 56.4 instead of 43.2.
+xla_tpu_scheduler_using_real_cost_model; nor 6B on v5e-16 xla_tpu_rwb_fusion=false and
+xla_tpu_prefer_latch_optimized_rhs_layouts, nor 6B on v4-32 xla_tpu_licm_size_inflation_ratio=0.
+xla_lhs_enable_release_start_policy: 60B on v5p 56.4 instead of 43.2.
 xla_tpu_async_collective_fusion_with_start_done_only takes gathers out of the products, which are then fewer to compile
 (16B 8.86 instead of 8.89): but whether a gather goes on by itself, as the replay would have it, only a device can tell.
 """

@@ -108,6 +108,22 @@ let less flow for want of memory.  Seconds a step on v5e-256, predicted, with 20
 than all there is may not fit; nor, perhaps, where it keeps little: run.compiler_options."""
 GATHERS = {"xla_enable_async_all_gather": "true"}
 """Let all-gathers flow under products: off by itself on v2, v3 and v4."""
+WHOLE_GATHERS = {"xla_tpu_prefer_async_allgather_to_allreduce": "true"}
+"""Those over all devices of a 3D torus, too, of which XLA would make all-reduces, which do not flow."""
+SPARSE_CORES = WHOLE_GATHERS | dict.fromkeys(
+    [
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather",
+        "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather",
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+        "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
+        "xla_tpu_use_tc_device_shape_on_sc",
+        "xla_sc_disable_megacore_partitioning",
+    ],
+    "true",
+)
+"""Have the SparseCores make all-gathers and reduce-scatters, under the products: left to the TensorCore, they stop it.
+The last two go with that in MaxText (github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py)."""
 RINGS = {"xla_tpu_use_aggressive_scheduling": "true", "xla_max_concurrent_async_collective_permutes": "2"}
 """Set more products between the start of a ppermute and its end; and no more in flight than the two ways of a ring."""
 TILES = "xla_tpu_scoped_vmem_limit_kib"
@@ -125,10 +141,10 @@ instead of 11.9, but 64B 11.1 instead of 10.9, 6B 0.683 instead of 0.668 (run.co
 COMPILER_OPTIONS = {
     "TPU v2": GATHERS,
     "TPU v3": GATHERS,
-    "TPU v4": GATHERS | ALL_MEMORY,
+    "TPU v4": GATHERS | WHOLE_GATHERS | ALL_MEMORY,
     "TPU v5 lite": ALL_MEMORY | {TILES: "24576"},
-    "TPU v5": ALL_MEMORY | RINGS | {TILES: "32768"},
-    "TPU v6 lite": {TILES: "65536"},
+    "TPU v5": ALL_MEMORY | RINGS | SPARSE_CORES | {TILES: "32768"},
+    "TPU v6 lite": SPARSE_CORES | {TILES: "65536"},
 }
 """What the step is compiled with, by jax.Device.device_kind: options that are off by themselves, and help.
 
@@ -139,6 +155,10 @@ v4-32 and v5e-16, nothing changes.
 RINGS: 60B on v5p 4x4x4, (4, 16), ring wire, 43.7 and 54.2 (three ppermutes in flight 44.3, four 44.0); 70B with weights
 shared over dp alone, their gradients in a ring, 8.08 and 8.09.  v4 goes without: 16B there, (4, 16), parallel block,
 23.4 and 22.8, (8, 8) 21.8 and 21.7.
+SPARSE_CORES: 32B on v5p 4x4x4, (16, 4), ring wire, 7.88 and 8.17, of which 2.3 and 5.8 % are exposed; Llama 2 70B
+there, weights shared over dp alone, 20.8 and, with its gradients in a ring, 23.2, compiled in 113 and 419 s, both
+beside others.  Llama 3.1 70B on v6e-256, 5 microbatches, 37.9 and, with them in a ring, five times 8.66.
+WHOLE_GATHERS: 128B on v4 4x8x8, (256, 1), gradients in a ring, 18.9 and 24.9, of which 3.6 and 17.8 % are exposed.
 GATHERS on V3-32 and V2-32: 6.9B on (4, 8) with full remat 34.1 and 35.1, with dots 30.4 and 30.8 (none flows there, but
 XLA gathers none twice to save memory, as without), 6B on (16, 2) 1.78 and 1.92; 2.8B 30.8 and 31.2.  With ALL_MEMORY,
 too, 6.9B with dots 32.3.
@@ -152,17 +172,17 @@ On v6e-256, Llama 3.1 70B 8.67 and 10.80, 8B 1.13 and 1.24, compiled in 183 and 
 there, nor 24576 on v4.
 On v5e xla_max_concurrent_async_collective_permutes=2 helps one model and not another (run.compiler_options): 16B on 256
 chips, gradients in a ring, 8.72 and 8.78, TILES being 32768; with an earlier program 128B 12.7 and 12.2.
-Tried on v5e with libtpu 0.0.42 and left out, predicted: xla_enable_async_all_reduce with
-xla_tpu_enable_async_collective_fusion_fuse_all_reduce hides a third of the gradients' all-reduces of a 16B model with
-chunked attention, and nothing beside a kernel; on v4 the same does not compile (vector memory).  GPT-J 6B on v5e-16,
-gradients in a ring, 0.739 s a step: with xla_tpu_enable_ag_backward_pipelining, xla_tpu_enable_ici_ag_pipelining and
-xla_tpu_enable_ici_rs_pipelining 0.952; xla_tpu_host_transfer_overlap_limit=16 changes nothing where a host keeps
-activations; nor xla_tpu_use_aggressive_scheduling the 16B above, nor there
-xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter; nor, with the ring wire, do
-xla_latency_hiding_scheduler_rerun on v4, and on v5p xla_lhs_prioritize_async_depth_over_stall and
-xla_tpu_scheduler_using_real_cost_model; nor 6B on v5e-16 xla_tpu_rwb_fusion=false and
-xla_tpu_prefer_latch_optimized_rhs_layouts, nor 6B on v4-32 xla_tpu_licm_size_inflation_ratio=0.
+Tried with libtpu 0.0.42 and left out, predicted:
+xla_enable_async_all_reduce with xla_tpu_enable_async_collective_fusion_fuse_all_reduce on v5e hides a third of the
+gradients' all-reduces of a 16B model with chunked attention, and nothing beside a kernel; on v4 it does not compile.
+xla_tpu_enable_ag_backward_pipelining, xla_tpu_enable_ici_ag_pipelining and xla_tpu_enable_ici_rs_pipelining: 6B on
+v5e-16, gradients in a ring, 0.952 instead of 0.739.
 xla_lhs_enable_release_start_policy: 60B on v5p 56.4 instead of 43.2.
+Without effect: xla_tpu_host_transfer_overlap_limit=16 where a host keeps activations; for 16B on v5e
+xla_tpu_use_aggressive_scheduling and xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter; for 6B on v5e-16
+xla_tpu_rwb_fusion=false and xla_tpu_prefer_latch_optimized_rhs_layouts; for 6B on v4-32
+xla_tpu_licm_size_inflation_ratio=0; for the ring wire on v4 xla_latency_hiding_scheduler_rerun, and on v5p
+xla_lhs_prioritize_async_depth_over_stall and xla_tpu_scheduler_using_real_cost_model.
 xla_tpu_async_collective_fusion_with_start_done_only takes gathers out of the products, which are then fewer to compile
 (16B 8.86 instead of 8.89): but whether a gather goes on by itself, as the replay would have it, only a device can tell.
 """

@@ -504,6 +504,34 @@ def test_what_the_sparse_cores_do_is_waited_for_and_no_communication():
     assert spent.places["waiting for sparse cores"] == about(moved / MEMORY_RATE - US)
 
 
+def by_sparse_cores(name: str, *collectives: str) -> tuple[str, str]:
+    """(its start, the computation that it calls), as libtpu 0.0.42 writes them for v5p and v6e."""
+    inside = "\n".join(f"  {each}" for each in collectives)
+    called = f"\n%called.{name} (a: bf16[]) -> bf16[] {{\n  %a = bf16[2048,4096]{{1,0}} parameter(0)\n{inside}\n}}\n"
+    config = 'backend_config={"sparse_core_config":{"offload":"OFFLOAD_COLLECTIVE","core_type":"CORE_TYPE_SC"}}'
+    start = f'(({X}, token[]), {X}) call-start(%x, %x), async_execution_thread="sparsecore", to_apply=%called.{name}'
+    return f"%{name} = {start}, {config}", called
+
+
+@pytest.mark.parametrize("kind, rows", [("all-gather", 2048), ("reduce-scatter", 512)])
+def test_a_collective_of_the_sparse_cores_is_on_the_links(kind, rows):
+    start, called = by_sparse_cores("s", f"ROOT %c = bf16[{rows},4096]{{1,0}} {kind}(%a), {COLUMNS}, dimensions={{0}}")
+    takes = LINKS.collective(kind, BYTES, COLUMN)
+    alone = run(f"{start}\n{fusion('f', US)}\n{done('s', 'call-done')}", called)
+    assert alone.comm_seconds == pytest.approx(takes) and alone.exposed_comm_seconds == about(takes - US)
+    hidden = run(f"{start}\n{fusion('f', 2 * takes)}\n{done('s', 'call-done')}", called)
+    assert hidden.seconds == about(2 * takes) and hidden.exposed_comm_seconds == 0
+    beside = run(f"{start}\n{gather('g')}\n{done('g')}\n{done('s', 'call-done')}", called)
+    assert beside.seconds == about(takes + GATHER), "they share the links"
+
+
+def test_two_collectives_in_one_call_are_refused():
+    each = f"all-gather(%a), {COLUMNS}, dimensions={{0}}"
+    start, called = by_sparse_cores("s", f"%b = {X} {each}", f"ROOT %c = {X} {each}")
+    with pytest.raises(ValueError, match="s: more than one collective in a call"):
+        run(start, called)
+
+
 def network(slices: str, size: int = 65536, number: int = 0) -> str:
     """An all-reduce between slices, as XLA writes it for megascale."""
     held = f"(f32[{size},8,128]{{2,1,0:T(8,128)}}, u32[], token[])"

@@ -1,9 +1,10 @@
 """The time of a scheduled TPU module: its instructions walked in their order, compute by the compiler's own estimate.
 
     compute       estimated cycles / clock; without an estimate, bytes in and out / memory rate
-    collectives   plan/links.py; each begins when those before it on the same links have ended; a sync one stops the
-                  clock until it is done, for an async one its -done does; ppermutes to a neighbour share links only
-                  with those that send between the same chips: both directions of a ring flow at once
+    collectives   plan/links.py, whichever cores make them; each begins when those before it on the same links have
+                  ended; a sync one stops the clock until it is done, for an async one its -done does; ppermutes to a
+                  neighbour share links only with those that send between the same chips: both directions of a ring
+                  flow at once
     copies        between memory and the cores' own: async, bytes / memory rate, one after the other; to and from the
                   host's memory: bytes / host rate, one after the other each way
     loops         the body's time x its true trip count, from the start, step and limit in the text
@@ -46,7 +47,7 @@ KERNEL = "tpu_custom_call"
 FLAG = 8
 """Bytes of the flags and counters that an async tuple carries beside its arrays, at most."""
 WIRES = ("links", "network")
-"""What collectives run over; the rest that is async is copies, and the sparse cores' work."""
+"""What collectives run over, those that the sparse cores make too; the rest that is async is copies, and their work."""
 COLLECTIVES_WAITED = "waiting for collectives"
 
 
@@ -180,9 +181,9 @@ class _Walk:
             return "copies", size / self._device.memory_rate
         if not (kind.endswith("-start") or (kind == "fusion" and "async-collective-start" in instruction.name)):
             return None
-        if kind == "call-start":  # a gather or scatter handed to the sparse cores, whose estimates are no cycles
-            return "sparse cores", _moved_bytes(instruction, computation) / self._device.memory_rate
         collective = self._collective(instruction)
+        if collective is None and kind == "call-start":  # a lookup by the sparse cores, whose estimates are no cycles
+            return "sparse cores", _moved_bytes(instruction, computation) / self._device.memory_rate
         if collective is None:
             raise ValueError(f"{instruction.name}: {kind} starts nothing that is known here")
         return "links", self._collective_seconds(*collective)
@@ -191,14 +192,16 @@ class _Walk:
         """The collective that an instruction is; or one that its fused computation holds, with that computation."""
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             return instruction, None
-        if instruction.opcode not in ("fusion", "async-start"):
+        if instruction.opcode not in ("fusion", "async-start", "call-start"):
             return None
+        found = []
         for _, name in instruction.called:
             inside = self._module.computations[name]
-            for found in inside.instructions.values():
-                if deeper := self._collective(found):
-                    return deeper[0], deeper[1] or inside
-        return None
+            deeper = [one for each in inside.instructions.values() if (one := self._collective(each))]
+            found += [(collective, within or inside) for collective, within in deeper]
+        if len(found) > 1 and instruction.opcode == "call-start":
+            raise ValueError(f"{instruction.name}: more than one collective in a call")
+        return found[0] if found else None
 
     def _lanes(self, instruction: Instruction) -> Lanes | None:
         """The links that a collective takes; None for all that there are."""

@@ -4,19 +4,25 @@
     python benchmarks/benchmark_gpu.py --dp 4 --mp 8 --model 6_9b mesh.processes=4      (on each of four nodes)
     python benchmarks/benchmark_gpu.py --dp 2 --mp 4 --emulate
 
---emulate runs a small model for real on CPU devices; --twin adds the same step as the compiler cuts it (gspmd.py).
+--emulate runs a small model for real on CPU devices; --twin adds the same step as the compiler cuts it (gspmd.py);
+--torch the same in plain PyTorch (pytorch.py), on one GPU, before ours.
 There is no prediction for GPUs: their compiler tells no cycles.
 """
 
+import json
+import subprocess
 import sys
+import tempfile
 from argparse import Namespace
+from pathlib import Path
 
 import jax
 from gspmd import build_gspmd_programs
 
 from shmap_tp.config import InputError
 from shmap_tp.meeting import meet
-from shmap_tp.plan.benchmark import configuration, door, emulated, flags, measured, report
+from shmap_tp.plan.benchmark import append, configuration, door, emulated, flags, measured, report
+from shmap_tp.plan.row import Row, compare
 
 DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
 """(model, windows of a microbatch on each part of dp, microbatches)"""
@@ -25,6 +31,9 @@ DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
 def run(arguments: Namespace) -> None:
     config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
     make = emulated if arguments.emulate else measured
+    if arguments.torch and config.mesh.dp * config.mesh.mp > 1:
+        raise InputError("--torch is of one GPU; use it with --dp 1 --mp 1")
+    theirs = in_pytorch() if arguments.torch else None
     if not arguments.emulate:
         meet(config)
         if jax.default_backend() != "gpu":
@@ -35,10 +44,29 @@ def run(arguments: Namespace) -> None:
     made = make(config, arguments.steps)
     twin = make(config, arguments.steps, build_gspmd_programs) if arguments.twin else None
     report(made, arguments, "benchmark_gpu.py", twin)
+    if theirs:
+        print(compare(made.row, theirs))
+        if arguments.json:
+            append(theirs.to_json(), Path(arguments.json))
+
+
+def in_pytorch() -> Row:
+    """The row of pytorch.py for the same flags.  In a process of its own, which gives back all of the GPU's memory, and
+    before JAX takes it.  Raises InputError where it fails, having said why."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "row.jsonl"
+        given = [argument for argument in sys.argv[1:] if argument != "--torch"]
+        script = Path(__file__).with_name("pytorch.py")
+        done = subprocess.run([sys.executable, str(script), *given, "--json", str(file)], check=False)
+        if done.returncode:
+            raise InputError("PyTorch's step failed, as said above; mend that, or leave out --torch")
+        return Row(**json.loads(file.read_text()))
 
 
 def main() -> int:
-    arguments = flags(__doc__).parse_intermixed_args()
+    parser = flags(__doc__)
+    parser.add_argument("--torch", action="store_true", help="the same step in plain PyTorch, too, and the ratios")
+    arguments = parser.parse_intermixed_args()
     return door(lambda: run(arguments))
 
 

@@ -1,0 +1,68 @@
+"""The step in plain PyTorch is of our model: from the same weights the loss and gradients of the dense reference."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close, by_path
+from reference import objective
+from small import config, random_like, shapes_of
+
+from shmap_tp.config import InputError, ModelConfig
+from shmap_tp.layers.attention import Chunked
+from shmap_tp.transformer import Transformer
+
+torch = pytest.importorskip("torch")
+pytorch = pytest.importorskip("pytorch")
+
+MODELS = {
+    "parallel layernorm gelu learned, tied": ["model.positions=learned", "model.tied=true"],
+    "sequential rmsnorm swiglu rotary, 2 kv heads of 8": [
+        "model.block=sequential", "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary",
+        "model.kv_heads=2",
+    ],
+}  # fmt: skip
+
+
+def in_pytorch(p: dict[str, np.ndarray], model: ModelConfig) -> dict[str, np.ndarray]:
+    """Our arrays, by dotted path, as the modules of pytorch.py hold them."""
+    norms = {"attention_norm": "norm" if model.block == "parallel" else "attention_norm", "mlp_norm": "mlp_norm"}
+    found = {"norm.weight": p["norm.scale"], "embedding.weight": p["embedding.weight"]}
+    found["head.weight"] = p["embedding.weight" if model.tied else "head.weight"]
+    if model.positions == "learned":
+        found["positions.weight"] = p["positions.weight"]
+    for i in range(model.layers):
+        of = {path.removeprefix("blocks."): array[i] for path, array in p.items() if path.startswith("blocks.")}
+        query, key, value = (of[f"attention.{name}.weight"] for name in ("query", "key", "value"))
+        heads = [query, *(w.reshape(w.shape[0], -1).T for w in (key, value))]
+        ups = [of[f"mlp.{name}.weight"] for name in ("gate", "up") if f"mlp.{name}.weight" in of]
+        layer = {"attention.qkv": np.concatenate(heads), "attention.out": of["attention.out.weight"].T}
+        layer |= {"mlp.up": np.concatenate(ups), "mlp.down": of["mlp.down.weight"].T}
+        layer |= {name: of[f"{ours}.scale"] for name, ours in norms.items() if f"{ours}.scale" in of}
+        found |= {f"layers.{i}.{name}.weight": array for name, array in layer.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_loss_and_gradients_are_the_references(name):
+    made = config(*MODELS[name])
+    shapes = shapes_of(partial(Transformer, made.model, Chunked(made.model.attention_chunk)))
+    params = by_path(random_like(shapes, "float64"))
+    tokens = np.random.default_rng(1).integers(0, made.model.vocabulary, (4, made.model.context + 1))
+    with jax.enable_x64(True):
+        loss, gradients = jax.value_and_grad(lambda p: objective(p, jnp.asarray(tokens), made.model, 0.0)[0])(params)
+    model = pytorch.Model(made.model).double()
+    weights = {name: torch.tensor(np.ascontiguousarray(w)) for name, w in in_pytorch(params, made.model).items()}
+    model.load_state_dict(weights)
+    found = model(torch.tensor(tokens))
+    found.backward()
+    wanted = in_pytorch(by_path(gradients), made.model)
+    assert float(found.detach()) == pytest.approx(float(loss), rel=1e-6)
+    assert_close({name: w.grad.numpy() for name, w in model.named_parameters(remove_duplicate=False)}, wanted, 1e-6)
+
+
+def test_it_has_no_alibi():
+    with pytest.raises(InputError, match="has no ALiBi"):
+        pytorch.Model(config("model.positions=alibi").model)

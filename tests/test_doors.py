@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from published import TABLE, configuration
+from published import TABLE, Published, as_counted_here, configuration
 from test_house import ROOT
 
 from shmap_tp.plan.slices import Slice, find_slice
@@ -47,6 +47,10 @@ MISTAKES = {
     "no mesh": (PLAN, "give --dp and --mp for one mesh, or --devices for every mesh of so many"),
     "half a mesh": ([*PLAN, "--dp", "2"], "give --dp and --mp for one mesh"),
     "both": ([*PLAN, "--dp", "2", "--mp", "2", "--devices", "4"], "give --dp and --mp for one mesh"),
+    "torch on two": (
+        [*GPU, "--dp", "1", "--mp", "2", "--emulate", "--torch"],
+        "--torch is of one GPU; use it with --dp 1",
+    ),
     "ledger of all": ([*PLAN, "--devices", "4", "--ledger"], "--ledger is of one mesh"),
     "no such size": ([*PLAN, "--devices", "5", "--version", "v5e"], "there is no v5e slice of 5 devices;"),
 }
@@ -65,3 +69,12 @@ def test_every_published_row_has_a_slice_that_its_mesh_covers(row):
     assert configuration(row).mesh.dp * configuration(row).mesh.mp == row.mesh[0] * row.mesh[1]
     asked = Slice(row.version, row.sides, row.slices)
     assert asked == find_slice(row.version, row.mesh[0] * row.mesh[1], asked.topology, row.slices)
+
+
+def test_a_figure_that_counts_attention_whole_is_compared_as_we_count():
+    """By hand, for a token of model `test`: 425984 FLOPs of weights forward, and of attention, whole, 32768."""
+    half, whole = (
+        Published("any", "mfu", 0.5, "v4", (2, 2, 1), (4, 1), "test", 8, 1, whole=whole) for whole in (False, True)
+    )
+    assert as_counted_here(half, configuration(half)) == 0.5
+    assert as_counted_here(whole, configuration(whole)) == pytest.approx(0.5 * (425984 + 16384) / (425984 + 32768))

@@ -232,3 +232,13 @@ def test_large_models_cost_about_six_flops_per_parameter(name):
 def test_gpt2_128b_and_64b_cost_the_pflop_a_step_that_were_published():
     assert 6 * parameters(load("gpt2_128b")) * 1_048_576 == pytest.approx(809e15, rel=5e-3)
     assert 6 * parameters(load("gpt2_64b")) * 1_048_576 == pytest.approx(404e15, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "name, flops, tokens",
+    [("llama3_70b", 456.442e12, 948.086), ("llama3_8b", 413.433e12, 7138.890), ("llama2_70b", 419.193e12, 943.086)],
+)
+def test_with_attention_whole_it_is_what_maxtext_counts(name, flops, tokens):
+    """FLOP/s and tokens/s of a chip, as the logs of MaxText's recipes for a v6e print them.
+    github.com/AI-Hypercomputer/tpu-recipes, training/trillium"""
+    assert flops_per_token(load(name), causal=False) == pytest.approx(flops / tokens, rel=1e-5)

@@ -40,6 +40,8 @@ class Row:
     global_batch: int
     context: int
     microbatches: int
+    block: str
+    """How attention and MLP of a layer stand to each other."""
     remat: str
     wire: str
     """Of `explicit`; the compiler's twin is not told."""
@@ -108,6 +110,7 @@ def of_config(config: Config, attention: AttentionKernel, devices: int, peak: Pe
         "global_batch": config.train.batch,
         "context": model.context,
         "microbatches": config.train.microbatches,
+        "block": str(model.block),
         "remat": str(model.remat),
         "offload": [str(kept) for kept in model.offload],
         "wire": str(config.mesh.wire),
@@ -149,8 +152,8 @@ def describe(row: Row) -> str:
         f"{row.kind.upper()}  {program}{row.model}, {_count(row.params)} parameters, on {where}",
         f"  mesh      dp={row.dp}, mp={row.mp}{tile}",
         f"  step      {row.global_batch} windows of {row.context} in {row.microbatches} microbatches = "
-        f"{row.tokens_per_step:,} tokens; remat {row.remat}{offload}; attention {row.attention}{wire}; "
-        f"zero {row.zero}{gradients}",
+        f"{row.tokens_per_step:,} tokens; block {row.block}; remat {row.remat}{offload}; "
+        f"attention {row.attention}{wire}; zero {row.zero}{gradients}",
     ]
     if row.peak_bytes_per_device is not None:
         needs = human(int(row.peak_bytes_per_device))

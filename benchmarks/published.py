@@ -83,7 +83,7 @@ MaxText/configs and benchmarks/maxtext_trillium_model_configs.py."""
 
 
 LLAMAS = {"Llama2-70B": ("llama2_70b", 4), "Llama3.1-8B": ("llama3_8b", 4), "Llama3.1-70B": ("llama3_70b", 5)}
-"""(our shape, windows of a chip)"""
+"""(our shape, windows of a chip: as the files have them, which changed, and do not say which were measured)"""
 
 
 def maxtext(shape: str) -> list[Published]:

@@ -45,6 +45,7 @@ def run(arguments: Namespace) -> None:
     twin = make(config, arguments.steps, build_gspmd_programs) if arguments.twin else None
     report(made, arguments, "benchmark_gpu.py", twin)
     if theirs:
+        theirs.command = made.row.command
         print(compare(made.row, theirs))
         if arguments.json:
             append(theirs.to_json(), Path(arguments.json))

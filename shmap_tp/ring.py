@@ -25,8 +25,8 @@ options of `hardware.COMPILER_OPTIONS` of one that fills 72 %.
 
 What one hop can hide at most is arithmetic.  A part of n tokens and width D takes n D 2 / rate seconds to the next
 neighbour, while two parts, one from each side, are multiplied: 2 n D 2 F / peak, F being the features of a device.  So
-a region hides its ring where F > peak / (2 rate): 3055 features of mp's share on a v4, 2550 on a v5p, 2190 on a v5e.
-Attention and MLP side by side (a parallel block) are one region, and have the features of both.
+a region hides its ring where F > peak / (2 rate): 3055 features of mp's share on a v4, 2550 on a v5p, 2190 on a v5e,
+5100 on a v6e.  Attention and MLP side by side (a parallel block) are one region, and have the features of both.
 """
 
 import functools

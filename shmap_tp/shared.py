@@ -16,7 +16,7 @@ and v6e the SparseCores make them, `hardware.SPARSE_CORES`, and this is not need
 cut along its second dim, x and dy stand the other way round.
 
 The ring wire makes a product of each part of time.  Their gradients would have to be put together for one ring of dp:
-32B on a v5p, (16, 4), takes 9.2 s a step so, and 8.2 with reduce-scatters (predicted).
+32B on a v5p, (16, 4), takes 9.2 s a step so, and 8.2 with reduce-scatters of the TensorCore's (predicted).
 
 Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
 section 5, https://doi.org/10.1145/3567955.3567959

@@ -1,5 +1,7 @@
 """The step in plain PyTorch is of our model: from the same weights the loss and gradients of the dense reference."""
 
+import importlib
+import json
 from functools import partial
 
 import jax
@@ -9,13 +11,14 @@ import pytest
 from closeness import assert_close, by_path
 from reference import objective
 from small import config, random_like, shapes_of
+from test_doors import GPU, call
 
 from shmap_tp.config import InputError, ModelConfig
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.transformer import Transformer
 
 torch = pytest.importorskip("torch")
-pytorch = pytest.importorskip("pytorch")
+pytorch = importlib.import_module("pytorch")  # not skipped where it fails
 
 MODELS = {
     "parallel layernorm gelu learned, tied": ["model.positions=learned", "model.tied=true"],
@@ -66,3 +69,23 @@ def test_its_loss_and_gradients_are_the_references(name):
 def test_it_has_no_alibi():
     with pytest.raises(InputError, match="has no ALiBi"):
         pytorch.Model(config("model.positions=alibi").model)
+
+
+def test_a_benchmark_writes_both_rows_with_its_own_command(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    given = ["--dp", "1", "--mp", "1", "--emulate", "--steps", "1", "--torch", "--json", str(file)]
+    done = call(*GPU, *given, "model.positions=rotary")
+    assert done.returncode == 0, done.stderr
+    assert "explicit : pytorch  time " in done.stdout
+    ours, theirs = map(json.loads, file.read_text().splitlines())
+    assert (ours["program"], theirs["program"]) == ("explicit", "pytorch")
+    assert theirs["command"] == ours["command"] == " ".join(["python", *GPU, *given, "model.positions=rotary"])
+    assert theirs["tokens_per_step"] == ours["tokens_per_step"] and theirs["step_seconds"] > 0
+
+
+def test_what_fails_in_it_ends_the_benchmark():
+    done = call(*GPU, "--dp", "1", "--mp", "1", "--emulate", "--torch")  # model test has ALiBi
+    assert done.returncode == 2 and "has no ALiBi" in done.stderr
+    assert (
+        done.stderr.splitlines()[-1] == "error: PyTorch's step failed, as said above; mend that, or leave out --torch"
+    )

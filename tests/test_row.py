@@ -158,6 +158,9 @@ def test_a_row_is_json_and_reads_as_what_it_is():
     assert text.startswith("PREDICTED  test, 0.23M parameters, on 8 x TPU v3, 2x2 chips\n")
     assert "0.200 s, of which 0.100 s (20.0% of the step) nothing hides" in text
     assert "mlp 80.0%, other 20.0%" in text
+    for block in Block:
+        of_block = row(config(f"model.block={block}"), None)
+        assert of_block.block == block and f"; block {block}; " in describe(of_block)
     assert row(config(), None, kind="emulated").to_json()["kind"] == "emulated"
 
 

@@ -32,8 +32,9 @@ several processes, one per host
 
 
 def main() -> int:
-    from shmap_tp.config import InputError
-    from shmap_tp.settings import CONF, check_place, load
+    from shmap_tp.config.compose import CONF, load
+    from shmap_tp.config.validate import check_place
+    from shmap_tp.errors import UserError
 
     names = {
         group: ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in ("model", "data")
@@ -56,11 +57,13 @@ def main() -> int:
     try:
         config = load(arguments.cfg, arguments.overrides + given)
         check_place(arguments.coordinator, arguments.process_id, config.mesh.processes)
-        from shmap_tp.meeting import Place
-        from shmap_tp.train import train
+        from shmap_tp.runtime.distributed import Coordinator
+        from shmap_tp.training.loop import train
 
-        return train(config, Place(arguments.coordinator, arguments.process_id) if arguments.coordinator else None)
-    except InputError as error:
+        return train(
+            config, Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
+        )
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

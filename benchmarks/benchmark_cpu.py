@@ -1,13 +1,13 @@
 """How much of this CPU's matrix-product rate a training step keeps, on emulated devices; and the compiler's twin of it.
 
-    python benchmarks/benchmark_cpu.py [--rounds 5] [--compile] [--twin] [--json FILE] [key=value ...]
+    python benchmarks/benchmark_cpu.py [--rounds 5] [--compile] [--compare-gspmd] [--json FILE] [key=value ...]
 
 The work: 4 devices, 33.6M parameters, context 256, batch 16, 2 microbatches, AdamW, float32.  Each round times one
 step on each mesh and, beside it, the jitted product of two float32 matrices of 2048 cubed on one device, which uses all
 cores; the ratio is of medians.  Model FLOPs count causal attention at half, and nothing that is computed twice.
 `cpu ratio` divides by processor seconds instead of wall seconds: what other processes on the machine take is not in it.
 
-`--twin` times the compiler's twin (gspmd.py) in the same rounds, in turn first and second, and prints explicit :
+`--compare-gspmd` times the compiler's twin (gspmd.py) in the same rounds, in turn first and second, and prints explicit :
 compiler, the median of the rounds' ratios; below 1 the explicit step is the cheaper.  Temporaries and collectives are
 those of one device.
 """
@@ -28,13 +28,15 @@ import jax.numpy as jnp
 from gspmd import build_gspmd_programs
 from jax.stages import Compiled
 
-from shmap_tp.config import Config, InputError
-from shmap_tp.flops import flops_per_token
-from shmap_tp.mesh import DP, MP, emulate, make_mesh
-from shmap_tp.plan.carried import carried
+from shmap_tp.config.compose import CONF, load
+from shmap_tp.config.schema import Config
+from shmap_tp.errors import UserError
+from shmap_tp.model.flops import flops_per_token
+from shmap_tp.parallel.mesh import DP, MP, make_mesh
+from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.measure import stepper
-from shmap_tp.settings import CONF, load
-from shmap_tp.step import Programs, build_programs
+from shmap_tp.runtime.distributed import emulate
+from shmap_tp.training.step import StepFunctions, build_step_functions
 
 MESHES = [(1, 4), (2, 2), (4, 1)]
 MATMUL = 2048
@@ -69,7 +71,7 @@ def configuration(dp: int, mp: int, overrides: list[str]) -> Config:
     return load(str(CONF / "config.yaml"), work + overrides)
 
 
-def compiled_step(config: Config, build: Callable[..., Programs]) -> tuple[Programs, Compiled, float]:
+def compiled_step(config: Config, build: Callable[..., StepFunctions]) -> tuple[StepFunctions, Compiled, float]:
     """(the programs, the compiled step, seconds to trace and compile it)."""
     jax.clear_caches()
     programs = build(config, make_mesh(config.mesh, jax.devices()[:4]), jnp.float32)
@@ -78,7 +80,7 @@ def compiled_step(config: Config, build: Callable[..., Programs]) -> tuple[Progr
     return programs, step, time.perf_counter() - start
 
 
-def rows_of(build: Callable[..., Programs], overrides: list[str]) -> dict[tuple[int, int], Row]:
+def rows_of(build: Callable[..., StepFunctions], overrides: list[str]) -> dict[tuple[int, int], Row]:
     rows = {}
     for mesh in MESHES:
         config = configuration(*mesh, overrides)
@@ -111,24 +113,26 @@ def print_rates(rows: dict[tuple[int, int], Row], matmul: Timed, config: Config)
 
 def wires(step: Compiled, mesh: tuple[int, int]) -> tuple[str, str]:
     """How often the collectives of one device run in loops, and outside, and what they carry."""
-    entries = [entry for found in carried(step.as_text(), {DP: mesh[0], MP: mesh[1]}) for entry in found.entries]
+    entries = [
+        entry for found in communication_in_hlo(step.as_text(), {DP: mesh[0], MP: mesh[1]}) for entry in found.entries
+    ]
     loops, outside = ([e for e in entries if (e.count > 1) == in_loop] for in_loop in (True, False))
     return tuple(
         f"{sum(e.count for e in each)}, {sum(e.total for e in each) / 2**20:.1f} MiB" for each in (loops, outside)
     )
 
 
-def print_comparison(explicit: dict[tuple[int, int], Row], twin: dict[tuple[int, int], Row]) -> None:
+def print_comparison(explicit: dict[tuple[int, int], Row], baseline: dict[tuple[int, int], Row]) -> None:
     print("\nexplicit : compiler\n| mesh | wall, median (min - max) | processor |\n| --- | --- | --- |")
     for mesh in explicit:
-        ours, theirs = explicit[mesh].timed, twin[mesh].timed
+        ours, theirs = explicit[mesh].timed, baseline[mesh].timed
         wall = [a / b for a, b in zip(ours.wall, theirs.wall, strict=True)]
         cpu = [a / b for a, b in zip(ours.cpu, theirs.cpu, strict=True)]
         print(f"| {mesh} | {spread(wall)} | {spread(cpu)} |")
     print("\n| mesh | program | step s | processor s | compile s | temp MiB | collectives in loops | outside |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for mesh in explicit:
-        for name, (timed, step, seconds) in {"explicit": explicit[mesh], "compiler": twin[mesh]}.items():
+        for name, (timed, step, seconds) in {"explicit": explicit[mesh], "compiler": baseline[mesh]}.items():
             in_loops, outside = wires(step, mesh)
             temp = step.memory_analysis().temp_size_in_bytes / 2**20
             print(
@@ -169,7 +173,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps on each mesh")
     parser.add_argument("--compile", action="store_true", help="also compile 32 layers, for the compile time")
-    parser.add_argument("--twin", action="store_true", help="also time the same step as the compiler cuts it")
+    parser.add_argument("--compare-gspmd", action="store_true", help="also time the same step as the compiler cuts it")
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE, one JSON object a line")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
@@ -179,10 +183,10 @@ def main() -> int:
     x = jnp.full((MATMUL, MATMUL), 0.5, jnp.float32)
     product = jax.jit(lambda a: a @ a).lower(x).compile()
     matmul = Timed(lambda: product(x).block_until_ready())
-    builds = [build_programs, build_gspmd_programs] if arguments.twin else [build_programs]
+    builds = [build_step_functions, build_gspmd_programs] if arguments.baseline else [build_step_functions]
     try:
         programs = [rows_of(build, arguments.overrides) for build in builds]
-    except InputError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for number in range(arguments.rounds):
@@ -193,7 +197,7 @@ def main() -> int:
 
     config = configuration(*MESHES[0], arguments.overrides)
     print_rates(programs[0], matmul, config)
-    if arguments.twin:
+    if arguments.baseline:
         print_comparison(*programs)
     if arguments.json:
         lines = [
@@ -202,7 +206,7 @@ def main() -> int:
         Path(arguments.json).write_text("".join(json.dumps(line) + "\n" for rows in lines for line in rows))
     if arguments.compile:
         config = configuration(2, 2, [*arguments.overrides, "model.layers=32"])
-        print(f"32 layers on (2, 2): compiled in {compiled_step(config, build_programs)[2]:.1f} s")
+        print(f"32 layers on (2, 2): compiled in {compiled_step(config, build_step_functions)[2]:.1f} s")
     return 0
 
 

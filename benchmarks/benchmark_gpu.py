@@ -4,7 +4,7 @@
     python benchmarks/benchmark_gpu.py --dp 4 --mp 8 --model 6_9b mesh.processes=4      (on each of four nodes)
     python benchmarks/benchmark_gpu.py --dp 2 --mp 4 --emulate
 
---emulate runs a small model for real on CPU devices; --twin adds the same step as the compiler cuts it (gspmd.py);
+--emulate runs a small model for real on CPU devices; --compare-gspmd adds the same step as the compiler cuts it (gspmd.py);
 --torch the same in plain PyTorch (pytorch.py), on one GPU, before ours.
 There is no prediction for GPUs: their compiler tells no cycles.
 """
@@ -19,10 +19,10 @@ from pathlib import Path
 import jax
 from gspmd import build_gspmd_programs
 
-from shmap_tp.config import InputError
-from shmap_tp.meeting import meet
-from shmap_tp.plan.benchmark import append, configuration, door, emulated, flags, measured, report
-from shmap_tp.plan.row import Row, compare
+from shmap_tp.errors import UserError
+from shmap_tp.plan.benchmark import append, configuration, emulated, flags, measured, report, run_command
+from shmap_tp.plan.report import Row, compare
+from shmap_tp.runtime.distributed import initialize_distributed
 
 DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
 """(model, windows of a microbatch on each part of dp, microbatches)"""
@@ -32,18 +32,18 @@ def run(arguments: Namespace) -> None:
     config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
     make = emulated if arguments.emulate else measured
     if arguments.torch and config.mesh.dp * config.mesh.mp > 1:
-        raise InputError("--torch is of one GPU; use it with --dp 1 --mp 1")
+        raise UserError("--torch is of one GPU; use it with --dp 1 --mp 1")
     theirs = in_pytorch() if arguments.torch else None
     if not arguments.emulate:
-        meet(config)
+        initialize_distributed(config)
         if jax.default_backend() != "gpu":
-            raise InputError(
+            raise UserError(
                 f"no GPU here that JAX can use, only {jax.default_backend()}; install its support with "
                 f"pip install -e '.[cuda]', or run on CPU devices with --emulate"
             )
     made = make(config, arguments.steps)
-    twin = make(config, arguments.steps, build_gspmd_programs) if arguments.twin else None
-    report(made, arguments, "benchmark_gpu.py", twin)
+    baseline = make(config, arguments.steps, build_gspmd_programs) if arguments.baseline else None
+    report(made, arguments, "benchmark_gpu.py", baseline)
     if theirs:
         theirs.command = made.row.command
         print(compare(made.row, theirs))
@@ -60,7 +60,7 @@ def in_pytorch() -> Row:
         script = Path(__file__).with_name("pytorch.py")
         done = subprocess.run([sys.executable, str(script), *given, "--json", str(file)], check=False)
         if done.returncode:
-            raise InputError("PyTorch's step failed, as said above; mend that, or leave out --torch")
+            raise UserError("PyTorch's step failed, as said above; mend that, or leave out --torch")
         return Row(**json.loads(file.read_text()))
 
 
@@ -68,7 +68,7 @@ def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--torch", action="store_true", help="the same step in plain PyTorch, too, and the ratios")
     arguments = parser.parse_intermixed_args()
-    return door(lambda: run(arguments))
+    return run_command(lambda: run(arguments))
 
 
 if __name__ == "__main__":

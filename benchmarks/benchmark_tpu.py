@@ -6,7 +6,7 @@
 
 On the devices of the version that is asked for it times the step.  Anywhere else the TPU compiler itself, which runs on
 any Linux machine (pip install -e '.[tpu]'), compiles the same step for the slice, and the planner replays what it made;
-such a row says `predicted`.  --emulate runs a small model for real on CPU devices; --twin adds the same step as the
+such a row says `predicted`.  --emulate runs a small model for real on CPU devices; --compare-gspmd adds the same step as the
 compiler cuts it (gspmd.py).
 """
 
@@ -18,13 +18,13 @@ from glob import glob
 import jax
 from gspmd import build_gspmd_programs
 
-from shmap_tp.config import Config
-from shmap_tp.hardware import GENERATIONS
-from shmap_tp.meeting import meet
-from shmap_tp.plan.benchmark import Made, configuration, door, emulated, flags, measured, report
+from shmap_tp.config.schema import Config
+from shmap_tp.hardware.devices import GENERATIONS
+from shmap_tp.plan.benchmark import Made, configuration, emulated, flags, measured, report, run_command
 from shmap_tp.plan.predict import Builder, predict
-from shmap_tp.plan.slices import find_slice
-from shmap_tp.step import build_programs
+from shmap_tp.plan.topologies import find_slice
+from shmap_tp.runtime.distributed import initialize_distributed
+from shmap_tp.training.step import build_step_functions
 
 DEFAULTS = {
     # version: (model, windows of a microbatch on each part of dp, microbatches)
@@ -42,8 +42,8 @@ DEFAULTS = {
 def run(arguments: Namespace) -> None:
     config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else arguments.version])
     make = way(config, arguments)
-    twin = make(build_gspmd_programs) if arguments.twin else None
-    report(make(build_programs), arguments, "benchmark_tpu.py", twin)
+    baseline = make(build_gspmd_programs) if arguments.baseline else None
+    report(make(build_step_functions), arguments, "benchmark_tpu.py", baseline)
 
 
 def way(config: Config, arguments: Namespace) -> Callable[[Builder], Made]:
@@ -62,7 +62,7 @@ def slice_is_here(config: Config, version: str) -> bool:
     if not (glob("/dev/accel*") or glob("/dev/vfio/[0-9]*")):
         jax.config.update("jax_platforms", "cpu")
         return False
-    meet(config)
+    initialize_distributed(config)
     devices = jax.devices()
     kinds = {GENERATIONS[version].kind, "TPU v5p" if version == "v5p" else ""}
     return devices[0].device_kind in kinds and len(devices) == config.mesh.dp * config.mesh.mp
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--topology", help="chips along each side of a slice, as in 4x8x8 (default: the most compact)")
     parser.add_argument("--slices", type=int, default=1, help="how many slices dp spans (default 1)")
     arguments = parser.parse_intermixed_args()
-    return door(lambda: run(arguments))
+    return run_command(lambda: run(arguments))
 
 
 if __name__ == "__main__":

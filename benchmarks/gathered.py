@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shmap_tp.mesh import DP
+from shmap_tp.parallel.mesh import DP
 
 ROWS = PartitionSpec(DP, None)
 """How activations, weights and their gradients are cut."""

@@ -4,7 +4,7 @@ What a good user of jit writes, in the manner of T5X and MaxText: whole shapes e
 shmap_tp's own spec trees, a sharding constraint on every activation that decides something, gradients accumulated over
 a scan of microbatches.  Which collectives that takes is the partitioner's choice (GSPMD; since jax 0.7 the layouts in
 between are found by Shardy).  Parameters, norms, matrix products, attention, remat policies, clipping and optimizer are
-shmap_tp's, so the two programs differ in who cuts them and in nothing else.  `mesh.wire` is not asked.
+shmap_tp's, so the two programs differ in who cuts them and in nothing else.  `mesh.tensor_parallel` is not asked.
 
 B batch, T time, D model width, F hidden width, H query heads, N key/value heads, K head dim, V vocabulary rows, padded.
 """
@@ -23,18 +23,20 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shmap_tp.collectives import LEFT, AllReduce
-from shmap_tp.config import Config, Remat
-from shmap_tp.guard import chosen
-from shmap_tp.layers.attention import QUERY_KEY_VALUE, Attention, Chunked, KeyValueHeads, kept
+from shmap_tp.config.schema import Config, Remat
+from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads, kept
+from shmap_tp.layers.later import QUERY_KEY_VALUE
 from shmap_tp.layers.linear import into_heads, matmul
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
 from shmap_tp.layers.positions import Alibi, AnyPositions, alibi_slopes
-from shmap_tp.mesh import DP, MP
-from shmap_tp.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
-from shmap_tp.remat import checkpointed
-from shmap_tp.step import Programs, State, build_programs
-from shmap_tp.transformer import ParallelBlock, SequentialBlock, Transformer
+from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
+from shmap_tp.model.remat import checkpointed
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.tensor_parallel import SUBLAYER_OUTPUT, AllReduce
+from shmap_tp.training.bad_steps import select_tree
+from shmap_tp.training.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
+from shmap_tp.training.step import State, StepFunctions, build_step_functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ def mlp(layer: GeluMlp | SwigluMlp, h_BTD: Float[Array, "B T D"], lay: Layout) -
 
 def residual(x_BTD: Float[Array, "B T D"], lay: Layout) -> Float[Array, "B T D"]:
     """What a sublayer gives to the residual stream: whole over mp, and kept by the remat policy that keeps such."""
-    return checkpoint_name(lay(x_BTD, DP, None, None), LEFT)
+    return checkpoint_name(lay(x_BTD, DP, None, None), SUBLAYER_OUTPUT)
 
 
 def apply_block(
@@ -131,9 +133,9 @@ def cross_entropy(
     return jnp.where(counted_BT, logz_BT - target_BT, 0.0), jnp.where(counted_BT, logz_BT, 0.0)
 
 
-def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Programs:
+def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFunctions:
     """shmap_tp's programs of `config` on `mesh`, the step and the evaluation cut by the compiler instead."""
-    explicit = build_programs(config, mesh, dtype)
+    explicit = build_step_functions(config, mesh, dtype)
     shardings: State = jax.tree.map(lambda x: x.sharding, explicit.shapes)
     whole, lay = NamedSharding(mesh, P()), Layout(mesh)
     optimizer, schedule = make_optimizer(config.optimizer), learning_rate_schedule(config.optimizer)
@@ -158,7 +160,7 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> Progra
         good, guard = state.guard.judge(loss, norm, config.guard)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         updated = (optax.apply_updates(state.params, updates), optimizer_state)
-        params, optimizer_state = chosen(good, updated, (state.params, state.optimizer))
+        params, optimizer_state = select_tree(good, updated, (state.params, state.optimizer))
         rate = schedule(state.step - state.guard.skipped)
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate} | guard.counts()
         return State(params, optimizer_state, guard, state.step + 1), metrics

@@ -25,16 +25,16 @@ from gathered import PROGRAMS, ROWS, build, ring_mesh
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from shmap_tp.config import InputError
-from shmap_tp.hardware import GENERATIONS, Peak, generation, machine_peak, table_peak
-from shmap_tp.mesh import emulate
-from shmap_tp.plan.ahead import compile_ahead, coordinates
-from shmap_tp.plan.links import Links
+from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import GENERATIONS, Peak, generation, machine_peak, table_peak
+from shmap_tp.plan.aot_compile import compile_ahead, coordinates
+from shmap_tp.plan.hlo_parser import parse
+from shmap_tp.plan.link_model import Links
 from shmap_tp.plan.measure import step_seconds
-from shmap_tp.plan.module import parse
 from shmap_tp.plan.predict import CACHE
-from shmap_tp.plan.replay import replay
-from shmap_tp.plan.slices import find_slice, topology_devices
+from shmap_tp.plan.schedule_simulator import simulate
+from shmap_tp.plan.topologies import find_slice, topology_devices
+from shmap_tp.runtime.distributed import emulate
 
 PUBLISHED = 39.8e-3
 """Seconds forward of the setting PUBLISHED_FOR, weights gathered one layer ahead."""
@@ -49,7 +49,7 @@ def main() -> int:
     arguments = parser().parse_args()
     try:
         return run(arguments)
-    except InputError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -81,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=jnp.dtype(jnp.float32 if small else jnp.bfloat16),
     )
     if min(work.width, work.rows, work.layers, arguments.steps) < 1:
-        raise InputError("--width, --rows, --layers and --steps must be 1 or more")
+        raise UserError("--width, --rows, --layers and --steps must be 1 or more")
     if work.width % len(devices):
-        raise InputError(f"--width {work.width} is not a multiple of the {len(devices)} devices; choose one that is")
+        raise UserError(f"--width {work.width} is not a multiple of the {len(devices)} devices; choose one that is")
     mesh = ring_mesh(devices)
     if arguments.draw:
         draw(work, mesh)
@@ -108,7 +108,7 @@ def find_devices(arguments: argparse.Namespace) -> tuple[str, list[jax.Device]]:
     elsewhere libtpu would look for them for minutes."""
     if arguments.emulate is not None:
         if arguments.emulate < 1 or arguments.devices or arguments.version:
-            raise InputError("--emulate N takes 1 device or more, and neither --devices nor --version; leave those out")
+            raise UserError("--emulate N takes 1 device or more, and neither --devices nor --version; leave those out")
         jax.config.update("jax_platforms", "cpu")
         emulate(arguments.emulate)
         return "emulated", jax.devices()[: arguments.emulate]
@@ -200,7 +200,7 @@ def predicted(program: jax.stages.Wrapped, work: Work, mesh: Mesh, options: dict
     compiled = compile_ahead(program.lower(*work.shapes(mesh)), mesh, CACHE, options or None)
     if not compiled.fits:
         return None, None, None, compiled.peak_bytes
-    found = replay(parse(compiled.text), Links.of(generation(mesh.devices.flat[0].device_kind), coordinates(mesh)))
+    found = simulate(parse(compiled.text), Links.of(generation(mesh.devices.flat[0].device_kind), coordinates(mesh)))
     return found.seconds, found.comm_seconds, found.exposed_comm_seconds, compiled.peak_bytes
 
 
@@ -242,7 +242,7 @@ def draw(work: Work, mesh: Mesh) -> None:
         try:
             jax.debug.visualize_sharding(array.shape, array.sharding)
         except ValueError as error:
-            raise InputError("--draw needs the package rich, which is not here: pip install -e '.[draw]'") from error
+            raise UserError("--draw needs the package rich, which is not here: pip install -e '.[draw]'") from error
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/published.py [--only v5e-256] [--json benchmarks/results/published.jsonl]
 
-Ours does the same work as the published run, and shares weights where it did: over dp (FSDP is mesh.zero=parameters),
+Ours does the same work as the published run, and shares weights where it did: over dp (FSDP is mesh.zero=fsdp),
 or over mp alone, where dp shares the optimizer's state (ZeRO-1).  The wire, and what is kept for the backward pass and
 where, are our choice.  What cannot fit says what it needs.  `ratio` is predicted : published.  Rows that are in the
 file already are not done again.  MFU counts causal attention at half; where a figure counts it whole, as MaxText's and
@@ -16,13 +16,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shmap_tp.config import Config
-from shmap_tp.flops import flops_per_token
-from shmap_tp.plan.benchmark import append, door
+from shmap_tp.config.compose import CONF, load
+from shmap_tp.config.schema import Config
+from shmap_tp.model.flops import flops_per_token
+from shmap_tp.plan.benchmark import append, run_command
 from shmap_tp.plan.predict import predict
-from shmap_tp.plan.row import describe
-from shmap_tp.plan.slices import Slice
-from shmap_tp.settings import CONF, load
+from shmap_tp.plan.report import describe
+from shmap_tp.plan.topologies import Slice
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 
@@ -48,7 +48,7 @@ class Published:
     """Whether it counts attention whole."""
 
 
-FSDP = ("mesh.zero=parameters", "mesh.gradients=ring")
+FSDP = ("mesh.zero=fsdp", "mesh.fsdp_gradients=ring")
 """Weights shared over dp, each gathered where it is used, its gradient sent home in a ring."""
 
 MAXTEXT = {
@@ -57,25 +57,25 @@ MAXTEXT = {
         [0.611, 0.594, 0.591, 0.583, 0.566, 0.547],
         6,
         2,
-        ("model.remat=up", "model.offload=[query_key_value,up]"),
+        ("model.remat=attention_and_up", "model.offload=[query_key_value,up]"),
     ),
     "32b": (
         [0.669, 0.648, 0.641, 0.637, 0.623, 0.604],
         4,
         2,
-        ("model.remat=dots", "model.offload=[query_key_value,gate,up]"),
+        ("model.remat=all_matmuls", "model.offload=[query_key_value,gate,up]"),
     ),
     "64b": (
         [0.599, 0.567, 0.559, 0.550, 0.533, 0.502],
         2,
         1,
-        ("model.remat=up", "model.offload=[left,query_key_value,attended,up]"),
+        ("model.remat=attention_and_up", "model.offload=[sublayer_output,query_key_value,attention_output,up]"),
     ),
     "128b": (
         [0.561, 0.558, 0.549, 0.529, 0.509, 0.463],
         1,
         1,
-        ("model.remat=up", "model.offload=[input,left,query_key_value,attended,up]"),
+        ("model.remat=attention_and_up", "model.offload=[input,sublayer_output,query_key_value,attention_output,up]"),
     ),
 }
 """On v5e-256.  The figures, and the windows of a chip, of all MaxText's rows: github.com/AI-Hypercomputer/maxtext,
@@ -98,7 +98,7 @@ def maxtext(shape: str) -> list[Published]:
 
 
 def t5x(tile: str, rate: float, batch: int, microbatches: int) -> Published:
-    more = (f"mesh.tile=[{tile}]", "mesh.wire=sequence", DOTS)
+    more = (f"mesh.tile=[{tile}]", "mesh.tensor_parallel=sequence", DOTS)
     name = f"T5X 11B, v4-512, mp on ({tile}), batch {batch}"
     return Published(name, "tokens_per_second", rate, "v4", (4, 8, 8), (16, 16), "11b", batch, microbatches, more)
 
@@ -106,7 +106,7 @@ def t5x(tile: str, rate: float, batch: int, microbatches: int) -> Published:
 def cut_over_mp(shape: str, mfu: float, each: int, sides: tuple[int, ...], mp: int, kept: str) -> Published:
     """MaxText's on a v5p: `each` windows of a chip, weights cut over mp and shared over the rest."""
     chips = math.prod(sides)
-    more = ("mesh.zero=parameters", "mesh.wire=ring", kept)
+    more = ("mesh.zero=fsdp", "mesh.tensor_parallel=collective_matmul", kept)
     name, mesh = f"MaxText {shape}, v5p-{2 * chips}", (chips // mp, mp)
     return Published(name, "mfu", mfu, "v5p", sides, mesh, shape, each * chips, 1, more, whole=True)
 
@@ -116,22 +116,30 @@ def llama(
 ) -> Published:
     """MaxText's, each chip's windows in so many microbatches, weights shared over all chips."""
     chips, (model, each) = math.prod(sides), LLAMAS[shape]
-    work, more = (model, each * chips, parts), ("mesh.zero=parameters", *kept)
+    work, more = (model, each * chips, parts), ("mesh.zero=fsdp", *kept)
     return Published(f"MaxText {shape}, {where}", "mfu", mfu, version, sides, (chips, 1), *work, more, whole=True)
 
 
-DOTS, UP, ATTENTION, FULL = [f"model.remat={policy}" for policy in ("dots", "up", "attention", "full")]
+DOTS, UP, ATTENTION, FULL = [
+    f"model.remat={policy}" for policy in ("all_matmuls", "attention_and_up", "attention", "full")
+]
 
 WIDE_13B = ("model.width=5120", "model.layers=40", "model.heads=40", "model.kv_heads=40", "model.head_dim=128")
 WIDE_13B += ("model.ffn=20480", "model.name=13b")
 
 PALM = ("model.name=palm_540b", "model.width=18432", "model.layers=118", "model.heads=48", "model.kv_heads=1")
-PALM += ("model.head_dim=256", "model.ffn=73728", "model.mlp=swiglu", "model.positions=rotary", "model.tied=true")
+PALM += (
+    "model.head_dim=256",
+    "model.ffn=73728",
+    "model.mlp=swiglu",
+    "model.positions=rotary",
+    "model.tie_embeddings=true",
+)
 PALM += ("model.vocabulary=256000", "model.vocabulary_multiple=6144", "model.context=2048")
-PALM += ("mesh.zero=parameters", FULL)
+PALM += ("mesh.zero=fsdp", FULL)
 """Chowdhery et al. 2022, "PaLM", table 1, https://arxiv.org/abs/2204.02311"""
 
-LEVANTER = ("mesh.zero=parameters", DOTS)
+LEVANTER = ("mesh.zero=fsdp", DOTS)
 """In a ring its gradients would take longer: 2.05 s a step instead of 1.97 (GPT-J shape on a V3-32, an earlier program,
 predicted)."""
 
@@ -150,7 +158,7 @@ TABLE = [
     cut_over_mp("32b", 0.7147, 7, (4, 4, 4), 4, UP),
     cut_over_mp("64b", 0.7031, 3, (4, 4, 4), 4, UP),
     cut_over_mp("128b", 0.6868, 1, (4, 4, 8), 8, DOTS),
-    llama("Llama2-70B", "v5p-128", 0.654, "v5p", (4, 4, 4), 1, ATTENTION, "model.offload=[input,attended]"),
+    llama("Llama2-70B", "v5p-128", 0.654, "v5p", (4, 4, 4), 1, ATTENTION, "model.offload=[input,attention_output]"),
     llama("Llama3.1-8B", "v6e-256", 0.455, "v6e", (16, 16), 4, UP),
     llama("Llama3.1-70B", "v6e-256", 0.503, "v6e", (16, 16), 5, FULL),
     t5x("2,2,4,1", 286e3, 896, 4),
@@ -203,7 +211,7 @@ def configuration(row: Published) -> Config:
         f"train.batch={row.batch}",
         f"train.microbatches={row.microbatches}",
         f"mesh.slices={row.slices}",
-        "mesh.zero=optimizer",
+        "mesh.zero=zero1",
     ]
     return load(str(CONF / "config.yaml"), [*settings, *row.more])
 
@@ -215,4 +223,4 @@ if __name__ == "__main__":
         "--json", default=str(RESULTS), help=f"one object a line is added here (default: {RESULTS.name})"
     )
     parsed = parser.parse_args()
-    sys.exit(door(lambda: main(parsed)))
+    sys.exit(run_command(lambda: main(parsed)))

@@ -22,11 +22,10 @@ from pathlib import Path
 
 from benchmark_gpu import DEFAULTS
 
-from shmap_tp.config import (
+from shmap_tp.config.schema import (
     AttentionKernel,
     Block,
     Config,
-    InputError,
     Mlp,
     ModelConfig,
     Norm,
@@ -34,10 +33,11 @@ from shmap_tp.config import (
     Remat,
     padded_vocabulary,
 )
-from shmap_tp.hardware import DEVICES, table_peak
-from shmap_tp.plan.benchmark import append, configuration, door, flags
+from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import DEVICES, table_peak
+from shmap_tp.plan.benchmark import append, configuration, flags, run_command
 from shmap_tp.plan.measure import WARM_UP
-from shmap_tp.plan.row import Row, describe, of_config
+from shmap_tp.plan.report import Row, describe, of_config
 
 try:
     import torch
@@ -118,7 +118,7 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         if config.positions == Positions.alibi:
-            raise InputError("PyTorch's fused attention has no ALiBi; compare with model.positions=rotary, or learned")
+            raise UserError("PyTorch's fused attention has no ALiBi; compare with model.positions=rotary, or learned")
         rows = padded_vocabulary(config)
         self.vocabulary = config.vocabulary
         self.embedding = nn.Embedding(rows, config.width)
@@ -127,7 +127,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = norm(config)
         self.head = nn.Linear(config.width, rows, bias=False)
-        if config.tied:
+        if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
@@ -220,9 +220,9 @@ def _on_gpu(step: Callable[[], None], steps: int) -> list[float]:
 def run(arguments: Namespace) -> None:
     config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
     if config.mesh.dp * config.mesh.mp > 1:
-        raise InputError("PyTorch's step is of one GPU; compare with --dp 1 --mp 1")
+        raise UserError("PyTorch's step is of one GPU; compare with --dp 1 --mp 1")
     if not arguments.emulate and not torch.cuda.is_available():
-        raise InputError("no GPU here that PyTorch can use; run on the CPU with --emulate")
+        raise UserError("no GPU here that PyTorch can use; run on the CPU with --emulate")
     row = measure(config, arguments.steps, emulated=arguments.emulate)
     print(describe(row))
     if arguments.json:
@@ -231,4 +231,4 @@ def run(arguments: Namespace) -> None:
 
 if __name__ == "__main__":
     parsed = flags(__doc__).parse_intermixed_args()
-    sys.exit(door(lambda: run(parsed)))
+    sys.exit(run_command(lambda: run(parsed)))

@@ -103,7 +103,9 @@ tell apart, y and z being both 8, though they were measured 5 % apart.
 
 
 def _shared(row: dict) -> str:
-    return row["zero"] + (f", gradients {row['gradients']}" if row.get("gradients", "scatter") != "scatter" else "")
+    return row["zero"] + (
+        f", gradients {row['gradients']}" if row.get("fsdp_gradients", "reduce_scatter") != "reduce_scatter" else ""
+    )
 
 
 def _kept(row: dict) -> str:
@@ -125,7 +127,7 @@ def steps(title: str, found: list[dict]) -> str:
             f"{row['chips']} x {row['device_kind']}" + (f" x {row['slices']} slices" if row["slices"] > 1 else ""),
             f"({row['dp']}, {row['mp']}) on {'x'.join(map(str, row['tile'] or []))}",
             f"{row['tokens_per_step']:,} / {row['microbatches']}",
-            f"{row['block']}, {row['wire']}, {_shared(row)}, {_kept(row)}, {row['attention']}{_given(row)}",
+            f"{row['block']}, {row['tensor_parallel']}, {_shared(row)}, {_kept(row)}, {row['attention']}{_given(row)}",
             seconds(row["step_seconds"]),
             f"{row['tokens_per_second_per_chip']:,.0f}" if row["tokens_per_second_per_chip"] else "-",
             f"{percent(row['mfu'])} / {percent(row['hfu'])}",
@@ -183,7 +185,7 @@ def baseline(found: list[dict]) -> str:
 Equal work beside MaxText: the same chips, shape, tokens a step and optimizer.  MaxText's step was compiled by the same
 libtpu and replayed by an earlier replay with the same kind of link model.
 
-`mesh.gradients=ring` is not always the faster.  It hides the reduction of the gradients only where there is memory to
+`mesh.fsdp_gradients=ring` is not always the faster.  It hides the reduction of the gradients only where there is memory to
 spare, and its products, made in up to 16 pieces, take longer.
 
 What `model.offload` keeps in the host's memory ("host" below GiB) goes there and back at 16 GB/s a chip, an assumption
@@ -207,14 +209,14 @@ def scaling(found: list[dict]) -> str:
     """Rows of several slices beside the same step of one, with as many tokens a chip."""
     lines = []
     for row in (row for row in found if row["slices"] > 1 and row["step_seconds"]):
-        alike = ["model", "device_kind", "mp", "remat", "wire", "zero", "microbatches", "program"]
+        alike = ["model", "device_kind", "mp", "remat", "tensor_parallel", "zero", "microbatches", "program"]
         share = row["tokens_per_step"] / row["chips"]
         ones = [
             one
             for one in found
             if one["slices"] == 1
             and one["tokens_per_step"] / one["chips"] == share
-            and one.get("gradients", "scatter") == row.get("gradients", "scatter")
+            and one.get("fsdp_gradients", "reduce_scatter") == row.get("fsdp_gradients", "reduce_scatter")
             and one.get("offload", []) == row.get("offload", [])
             and _given(one) == _given(row)
             and all(one[name] == row[name] for name in alike)

@@ -22,12 +22,14 @@ from pathlib import Path
 import matplotlib
 from benchmark_tpu import slice_is_here
 
-from shmap_tp.config import Config, InputError
-from shmap_tp.hardware import GENERATIONS, GIB
-from shmap_tp.plan.benchmark import append, door, emulated, measured
+from shmap_tp.config.compose import CONF, load
+from shmap_tp.config.schema import Config
+from shmap_tp.config.validate import resolve_auto
+from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import GENERATIONS, GIB
+from shmap_tp.plan.benchmark import append, emulated, measured, run_command
 from shmap_tp.plan.predict import predict
-from shmap_tp.plan.slices import find_slice
-from shmap_tp.settings import CONF, load, settled
+from shmap_tp.plan.topologies import find_slice
 
 COLUMNS = [
     *("kind", "setting", "dp", "mp", "tile", "global_batch", "microbatches", "remat", "offload", "fits"),
@@ -42,7 +44,7 @@ def grid(overrides: list[str]) -> list[dict[str, str]]:
     for given in overrides:
         key, equals, values = given.partition("=")
         if not key or not equals:
-            raise InputError(f"{given!r} is not key=value[,value...]; write it as in train.microbatches=4,8")
+            raise UserError(f"{given!r} is not key=value[,value...]; write it as in train.microbatches=4,8")
         keys.append(key)
         choices.append(re.split(r",(?![^\[]*\])", values))
     return [dict(zip(keys, values, strict=True)) for values in itertools.product(*choices)]
@@ -54,9 +56,9 @@ def configuration(setting: dict[str, str]) -> Config:
     if "mesh" in given:
         sizes = given.pop("mesh").split("x")
         if len(sizes) != 2:
-            raise InputError(f"mesh={setting['mesh']} is not dp x mp; write it as in mesh=4x8")
+            raise UserError(f"mesh={setting['mesh']} is not dp x mp; write it as in mesh=4x8")
         given |= {"mesh.dp": sizes[0], "mesh.mp": sizes[1]}
-    return settled(load(str(CONF / "config.yaml"), [f"{key}={value}" for key, value in given.items()]))
+    return resolve_auto(load(str(CONF / "config.yaml"), [f"{key}={value}" for key, value in given.items()]))
 
 
 def run(setting: dict[str, str], arguments: argparse.Namespace) -> dict:
@@ -66,13 +68,13 @@ def run(setting: dict[str, str], arguments: argparse.Namespace) -> dict:
         devices = config.mesh.dp * config.mesh.mp
         if arguments.emulate:
             if devices != arguments.emulate:
-                raise InputError(f"mesh dp={config.mesh.dp} x mp={config.mesh.mp} is not --emulate {arguments.emulate}")
+                raise UserError(f"mesh dp={config.mesh.dp} x mp={config.mesh.mp} is not --emulate {arguments.emulate}")
             row = emulated(config, arguments.steps).row
         elif slice_is_here(config, arguments.version):
             row = measured(config, arguments.steps).row
         else:
             row = predict(config, find_slice(arguments.version, devices, arguments.topology, arguments.slices)).row
-    except InputError as error:
+    except UserError as error:
         return {"kind": "impossible", "fits": False, "error": str(error)}
     return row.to_json()
 
@@ -83,7 +85,7 @@ def main(arguments: argparse.Namespace) -> None:
     file, fixed = out / "rows.jsonl", [arguments.version, arguments.topology, arguments.slices, arguments.emulate]
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if any(row["sweep"] != fixed for row in rows):
-        raise InputError(f"{file} holds rows of another slice ({rows[0]['sweep']}); choose another --out")
+        raise UserError(f"{file} holds rows of another slice ({rows[0]['sweep']}); choose another --out")
     done = [row["setting"] for row in rows]
     for number, setting in enumerate(points, 1):
         words = " ".join(f"{key}={value}" for key, value in setting.items())
@@ -133,9 +135,9 @@ def draw(names: list[str], rows: list[dict], file: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 1 + 0.32 * len(rows)), layout="constrained")
     rates = [row.get("tokens_per_second") or 0 for row in rows]
     axes.barh(range(len(rows)), rates, color="C0", alpha=0.4)
-    for place, row in enumerate(rows):
-        text = outcome(row) if rates[place] else outcome(row).split(":")[0]
-        axes.text(max(rates) * 0.01, place, text, va="center", fontsize=8)
+    for index, row in enumerate(rows):
+        text = outcome(row) if rates[index] else outcome(row).split(":")[0]
+        axes.text(max(rates) * 0.01, index, text, va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(f"tokens/s, {', '.join(sorted({row['kind'] for row in rows if row['fits']}))}")
@@ -153,4 +155,4 @@ if __name__ == "__main__":
     parser.add_argument("--out", required=True, help="directory for the rows and the plot")
     parser.add_argument("overrides", nargs="+", metavar="key=value[,value...]")
     parsed = parser.parse_intermixed_args()
-    sys.exit(door(lambda: main(parsed)))
+    sys.exit(run_command(lambda: main(parsed)))

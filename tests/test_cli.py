@@ -7,10 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import FIRST, ROOT, lines, overrides, start, state_at, tiny, values, wait_for_step, write_tokens
 
 import main
-from shmap_tp import meeting, train
+from shmap_tp.runtime import distributed as meeting
+from shmap_tp.training import loop as train
+from tests.helpers.run_fixtures import (
+    FIRST,
+    ROOT,
+    lines,
+    overrides,
+    start,
+    state_at,
+    tiny,
+    values,
+    wait_for_step,
+    write_tokens,
+)
 
 
 def call(monkeypatch, *arguments: str) -> int:

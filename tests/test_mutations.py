@@ -16,36 +16,35 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sharded
-import test_layers
-import test_ledger
-import test_loss
-import test_model
-from closeness import RELATIVE, assert_close
 from jax import lax
 from jax.sharding import AxisType, Mesh
-from small import config, mesh
 
-import shmap_tp.collectives
 import shmap_tp.layers.attention
 import shmap_tp.layers.embedding
 import shmap_tp.layers.positions
-import shmap_tp.loss
-import shmap_tp.optimizer
-import shmap_tp.ring
-import shmap_tp.shared
-import shmap_tp.step
-import shmap_tp.zero
-from shmap_tp.around import Turn
-from shmap_tp.collectives import AllReduce
+import shmap_tp.model.loss
+import shmap_tp.parallel.collective_matmul
+import shmap_tp.parallel.tensor_parallel
+import shmap_tp.parallel.fsdp
+import shmap_tp.parallel.fsdp_overlap
+import shmap_tp.training.optimizer
+import shmap_tp.training.step
 from shmap_tp.layers.attention import KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding
 from shmap_tp.layers.linear import ColumnParallelHeads, ColumnParallelLinear, RowParallelLinear, into_heads
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
-from shmap_tp.mesh import DP, MP
-from shmap_tp.plan.ledger import Direction
-from shmap_tp.plan.wires import written
-from shmap_tp.step import build_programs
+from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.ring import Turn
+from shmap_tp.parallel.tensor_parallel import AllReduce
+from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
+from shmap_tp.plan.communication.ledger import Direction
+from shmap_tp.training.step import build_step_functions
+from tests.helpers import sharded_harness as sharded
+from tests.helpers.assertions import RELATIVE, assert_close
+from tests.helpers.model_fixtures import config, mesh
+from tests.layers import test_layers
+from tests.model import test_loss, test_model
+from tests.plan import test_communication as test_ledger
 
 BLOCKS = ["parallel_block_2_of_8", "sequential_block"]
 
@@ -62,7 +61,7 @@ def compare_loss() -> None:
 def trace_step(*settings: str) -> Any:
     """The jaxpr of the step; nothing is compiled."""
     conf = config("mesh.dp=2", "mesh.mp=4", "train.batch=16", "train.microbatches=2", *settings)
-    made = build_programs(conf, mesh((conf.mesh.dp, conf.mesh.mp)), jnp.float32)
+    made = build_step_functions(conf, mesh((conf.mesh.dp, conf.mesh.mp)), jnp.float32)
     return jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr
 
 
@@ -98,7 +97,7 @@ def test_leaving_without_the_sum_is_refused(monkeypatch, block):
 
 
 def test_a_loss_without_its_sums_is_refused(monkeypatch):
-    with_lax(monkeypatch, shmap_tp.loss, all_gather=lambda x, axis, to: x[None])
+    with_lax(monkeypatch, shmap_tp.model.loss, all_gather=lambda x, axis, to: x[None])
     with refused_by_type:
         compare_loss()
     with refused_by_type:
@@ -106,22 +105,22 @@ def test_a_loss_without_its_sums_is_refused(monkeypatch):
 
 
 def test_gradients_that_never_meet_over_dp_are_refused(monkeypatch):
-    monkeypatch.setattr(shmap_tp.zero, "sum_over", lambda tree, axis: tree)
+    monkeypatch.setattr(shmap_tp.parallel.fsdp, "sum_over", lambda tree, axis: tree)
     with refused_by_type:
         trace_step()
 
 
 def test_a_shared_weight_that_is_not_gathered_is_refused(monkeypatch):
-    monkeypatch.setattr(shmap_tp.zero, "gather", lambda x, axis, dim, groups: x)
+    monkeypatch.setattr(shmap_tp.parallel.fsdp, "gather", lambda x, axis, dim, groups: x)
     with refused_by_shape:
-        trace_step("mesh.zero=parameters")
+        trace_step("mesh.zero=fsdp")
 
 
 def test_a_shared_weight_gathered_out_of_order_is_wrong(monkeypatch):
     def out_of_order(x: Any, axis: str, dim: int, groups: None) -> Any:
         return jnp.flip(lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True), dim)
 
-    monkeypatch.setattr(shmap_tp.zero, "gather", out_of_order)
+    monkeypatch.setattr(shmap_tp.parallel.fsdp, "gather", out_of_order)
     (model,) = (model for model in test_model.MODELS if model.startswith("sharded:"))
     with wrong:
         test_model.hold(model, (2, 4), "float32")
@@ -130,7 +129,7 @@ def test_a_shared_weight_gathered_out_of_order_is_wrong(monkeypatch):
 def test_a_ring_of_gradients_that_adds_up_its_own_alone_is_wrong(monkeypatch):
     """No type sees it: what a device has of its own is as large as what it ought to get."""
     monkeypatch.setattr(
-        shmap_tp.shared, "scattered", lambda owed, n, dtype, passed: owed(Turn(0, [], [])).astype(dtype)
+        shmap_tp.parallel.fsdp_overlap, "scattered", lambda owed, n, dtype, passed: owed(Turn(0, [], [])).astype(dtype)
     )
     (model,) = (model for model in test_model.MODELS if model.startswith("sharded over two slices"))
     with wrong:
@@ -139,23 +138,23 @@ def test_a_ring_of_gradients_that_adds_up_its_own_alone_is_wrong(monkeypatch):
 
 def test_a_ring_of_gradients_of_many_positions_is_right_too(monkeypatch):
     """It waits for nothing, then."""
-    monkeypatch.setattr(shmap_tp.shared, "FEW", 0)
+    monkeypatch.setattr(shmap_tp.parallel.fsdp_overlap, "FEW", 0)
     (model,) = (model for model in test_model.MODELS if model.startswith("sharded over two slices"))
     test_model.hold(model, (4, 2), "float32")
 
 
 @pytest.mark.parametrize("method", ["hold", "meet"])
 def test_slices_that_do_not_meet_are_refused(monkeypatch, method):
-    monkeypatch.setattr(shmap_tp.zero.SharedWeight, method, lambda self, w: w)
+    monkeypatch.setattr(shmap_tp.parallel.fsdp.Fsdp, method, lambda self, w: w)
     with refused_by_shape:
-        trace_step("mesh.zero=parameters", "mesh.slices=2", "mesh.dp=4", "mesh.mp=2")
+        trace_step("mesh.zero=fsdp", "mesh.slices=2", "mesh.dp=4", "mesh.mp=2")
 
 
 def test_a_gradient_that_its_owner_scatters_twice_is_refused(monkeypatch):
     """A shared weight's gradient is met where it is gathered, and nowhere else."""
-    monkeypatch.setattr(shmap_tp.zero.SharedWeight, "meet", shmap_tp.zero.SharedUpdate.meet)
+    monkeypatch.setattr(shmap_tp.parallel.fsdp.Fsdp, "meet", shmap_tp.parallel.fsdp.Zero1.meet)
     with refused_by_shape:
-        trace_step("mesh.zero=parameters")
+        trace_step("mesh.zero=fsdp")
 
 
 def test_a_second_sum_is_wrong(monkeypatch):
@@ -198,7 +197,7 @@ def test_a_classic_custom_gradient_for_leaving_is_refused(monkeypatch):
 def test_parameters_that_do_not_vary_over_dp_are_seen(monkeypatch):
     """Their gradients are then summed over dp by JAX, in every microbatch; right, and wasteful."""
     monkeypatch.setattr(AllReduce, "at_home", lambda self, params: params)
-    over_dp = [entry for entry in written(trace_step()) if entry.axis == DP]
+    over_dp = [entry for entry in communication_in_jaxpr(trace_step()) if entry.axis == DP]
     assert any(entry.direction == Direction.backward and entry.count > 1 for entry in over_dp)
 
 
@@ -257,13 +256,13 @@ def test_the_clip_of_optax_is_refused(monkeypatch):
     def clip(gradients: Any, limit: float) -> tuple[Any, Any]:
         return optax.clip_by_global_norm(limit).update(gradients, optax.EmptyState())[0], optax.tree.norm(gradients)
 
-    monkeypatch.setattr(shmap_tp.step, "clip_by_global_norm", clip)
+    monkeypatch.setattr(shmap_tp.training.step, "clip_by_global_norm", clip)
     with refused_by_type:
         trace_step()
 
 
 def test_the_norm_of_optax_is_refused(monkeypatch):
-    monkeypatch.setattr(shmap_tp.optimizer, "global_norm", optax.tree.norm)
+    monkeypatch.setattr(shmap_tp.training.optimizer, "global_norm", optax.tree.norm)
     with refused_by_type:
         trace_step()
 
@@ -277,9 +276,9 @@ def test_the_norm_of_optax_is_refused(monkeypatch):
         (shmap_tp.layers.attention, "key_value_2_of_8"),
         (shmap_tp.layers.embedding, "embedding"),
         (shmap_tp.layers.positions, "attention_alibi"),
-        (shmap_tp.collectives, "learned, sequence"),
-        (shmap_tp.ring, "sequential_block, ring"),
-        (shmap_tp.loss, None),
+        (shmap_tp.parallel.tensor_parallel, "learned, sequence"),
+        (shmap_tp.parallel.collective_matmul, "sequential_block, collective_matmul"),
+        (shmap_tp.model.loss, None),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )

@@ -23,14 +23,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.collectives import Columns, Product, vary
-from shmap_tp.layers.kernels import ATTENDED, Cudnn, Splash
-from shmap_tp.layers.later import QUERY_KEY_VALUE, Handed
+from shmap_tp.layers.flash_attention import ATTENTION_OUTPUT, Cudnn, Splash
+from shmap_tp.layers.later import QUERY_KEY_VALUE, DeferredResiduals
 from shmap_tp.layers.linear import ColumnParallelHeads, RowParallelHeads, into_heads
 from shmap_tp.layers.positions import AnyPositions
-from shmap_tp.mesh import MP
-from shmap_tp.sharding import param
-from shmap_tp.wire import AnyWire
+from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.modes import TensorParallel
+from shmap_tp.parallel.partitioning import param
+from shmap_tp.parallel.tensor_parallel import Columns, Product
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Chunked:
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
         slopes_H: Float[Array, " H"] | None,
-    ) -> tuple[Float[Array, "B T H K"], Handed]:
+    ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
         """(mixed, nothing that is put off).  Wire: nothing."""
-        return kept(causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk), ATTENDED), ()
+        return kept(causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk), ATTENTION_OUTPUT), ()
 
 
 AnyAttention = Chunked | Splash | Cudnn
@@ -80,7 +81,7 @@ class KeyValueHeads(eqx.Module):
         weight_DNK = self.weight
         if lax.axis_size(MP) > self.heads:
             mine = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
-            weight_DNK = lax.dynamic_slice_in_dim(vary(weight_DNK, MP), mine, 1, axis=1)
+            weight_DNK = lax.dynamic_slice_in_dim(mark_varying(weight_DNK, MP), mine, 1, axis=1)
         return into_heads(h_BTD, weight_DNK)
 
 
@@ -121,8 +122,8 @@ class Attention(eqx.Module):
         return self.query, self.key, self.value
 
     def __call__(
-        self, q: Product, k: Product, v: Product, positions: AnyPositions, wire: AnyWire
-    ) -> tuple[Product, Handed]:
+        self, q: Product, k: Product, v: Product, positions: AnyPositions, wire: TensorParallel
+    ) -> tuple[Product, DeferredResiduals]:
         """(mixed, what is handed to `put_off` at the end of the block)."""
         q_BTHK, k_BTNK, v_BTNK = (wire.in_time(y) for y in (q, k, v))
         qkv = positions.on_heads(q_BTHK), positions.on_heads(k_BTNK), v_BTNK

@@ -16,8 +16,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.mesh import MP
-from shmap_tp.sharding import param
+from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.partitioning import param
 
 
 def _table(vocabulary: int, rows: int, width: int, std: float, key: PRNGKeyArray) -> Float[Array, "V D"]:

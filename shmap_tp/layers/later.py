@@ -26,27 +26,29 @@ from jaxtyping import Array, Float
 QUERY_KEY_VALUE = "query_key_value"
 """Names what the heads are made of, so that a remat policy can keep it."""
 
-Handed = tuple[Float[Array, "..."], ...]
+DeferredResiduals = tuple[Float[Array, "..."], ...]
 """q, k, v of this device, in the dtype and the order that its kernel takes them in, three dims each; or nothing."""
 
 
-def put_off(y_BTD: Float[Array, "B T D"], handed: Handed, *, copied: bool = True) -> Float[Array, "B T D"]:
+def save_at_block_end(
+    y_BTD: Float[Array, "B T D"], handed: DeferredResiduals, *, copied: bool = True
+) -> Float[Array, "B T D"]:
     """y.  Its backward pass finds `handed`, under the name QUERY_KEY_VALUE: copies, made when y is there, or where they
     are not `copied`, which is for what stays on the device, the same arrays.  Wire: nothing."""
     return _put_off(copied, y_BTD, handed) if handed else y_BTD
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _put_off(copied: bool, y: Array, handed: Handed) -> Array:
+def _put_off(copied: bool, y: Array, handed: DeferredResiduals) -> Array:
     return y
 
 
-def _forward(copied: bool, y: Array, handed: Handed) -> tuple[Array, Handed]:
+def _forward(copied: bool, y: Array, handed: DeferredResiduals) -> tuple[Array, DeferredResiduals]:
     kept = [_copied_after(y, x) for x in handed] if copied else handed
     return y, tuple(checkpoint_name(x, QUERY_KEY_VALUE) for x in kept)
 
 
-def _backward(copied: bool, kept: Handed, dy: Array) -> tuple[Array, Handed]:
+def _backward(copied: bool, kept: DeferredResiduals, dy: Array) -> tuple[Array, DeferredResiduals]:
     """k and v are copied once dy is there: what they were read into is free, then, for what the block before reads.
     That the compiler does so early nothing here forces; it does (16B: 9.77 s a step without these copies, 9.42 with).
     """

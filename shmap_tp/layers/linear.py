@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.mesh import MP
-from shmap_tp.sharding import param
-from shmap_tp.shared import Weight, product
+from shmap_tp.parallel.fsdp_overlap import Weight, product
+from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.partitioning import param
 
 
 class ColumnParallelLinear(eqx.Module):

@@ -14,8 +14,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.collectives import Columns, Product
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.parallel.tensor_parallel import Columns, Product
 
 GATE, UP = "gate", "up"
 """Name the first products, so that a remat policy can keep them."""

@@ -18,9 +18,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from shmap_tp.sharding import param
+from shmap_tp.parallel.partitioning import param
 
-STATISTICS = "statistics"
+NORM_STATISTICS = "statistics"
 """Names the means that a norm divides by, or takes away."""
 
 
@@ -54,4 +54,4 @@ class RMSNorm(eqx.Module):
 
 
 def _mean(x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T 1"]:
-    return checkpoint_name(jnp.mean(x_BTD, axis=-1), STATISTICS)[..., None]
+    return checkpoint_name(jnp.mean(x_BTD, axis=-1), NORM_STATISTICS)[..., None]

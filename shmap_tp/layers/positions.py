@@ -21,9 +21,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.mesh import MP
-from shmap_tp.sharding import param
-from shmap_tp.wire import AnyWire
+from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.modes import TensorParallel
+from shmap_tp.parallel.partitioning import param
 
 
 class Alibi(eqx.Module):
@@ -31,7 +31,7 @@ class Alibi(eqx.Module):
 
     heads: int = eqx.field(static=True)
 
-    def at_input(self, x_BTD: Float[Array, "B T D"], wire: AnyWire) -> Float[Array, "B T D"]:
+    def at_input(self, x_BTD: Float[Array, "B T D"], wire: TensorParallel) -> Float[Array, "B T D"]:
         return x_BTD
 
     def on_heads(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
@@ -60,7 +60,7 @@ class Rotary(eqx.Module):
 
     base: float = eqx.field(static=True)
 
-    def at_input(self, x_BTD: Float[Array, "B T D"], wire: AnyWire) -> Float[Array, "B T D"]:
+    def at_input(self, x_BTD: Float[Array, "B T D"], wire: TensorParallel) -> Float[Array, "B T D"]:
         return x_BTD
 
     def on_heads(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
@@ -98,7 +98,7 @@ class Learned(eqx.Module):
     def __init__(self, context: int, width: int, *, std: float, key: PRNGKeyArray):
         self.weight = std * jax.random.normal(key, (context, width))
 
-    def at_input(self, x_BTD: Float[Array, "B T D"], wire: AnyWire) -> Float[Array, "B T D"]:
+    def at_input(self, x_BTD: Float[Array, "B T D"], wire: TensorParallel) -> Float[Array, "B T D"]:
         return x_BTD + wire.beside(self.weight, x_BTD.shape[1]).astype(x_BTD.dtype)[None]
 
     def on_heads(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:

@@ -13,19 +13,20 @@ import sys
 
 import jax.numpy as jnp
 
-from shmap_tp.config import Config, InputError
-from shmap_tp.hardware import GENERATIONS, GIB
-from shmap_tp.mesh import DP, MP
+from shmap_tp.config.schema import Config
+from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import GENERATIONS, GIB
+from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan import memory
-from shmap_tp.plan.account import account
-from shmap_tp.plan.benchmark import configuration, door
-from shmap_tp.plan.between import between, crossing
-from shmap_tp.plan.carried import carried
-from shmap_tp.plan.ledger import table, travelling
+from shmap_tp.plan.benchmark import configuration, run_command
+from shmap_tp.plan.communication.analytic import analytic_communication
+from shmap_tp.plan.communication.from_hlo import communication_in_hlo
+from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
+from shmap_tp.plan.communication.ledger import table, without_trivial_axes
+from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.predict import Prediction, predict
-from shmap_tp.plan.row import FORMULA, Row, describe
-from shmap_tp.plan.slices import Slice, find_slice
-from shmap_tp.plan.theory import theory
+from shmap_tp.plan.report import FORMULA, Row, describe
+from shmap_tp.plan.topologies import Slice, find_slice
 
 ROWS, PARTS = 1, 16
 """Without --batch: microbatches of one window on each part of dp, sixteen of them."""
@@ -33,9 +34,9 @@ ROWS, PARTS = 1, 16
 
 def main(arguments: argparse.Namespace) -> None:
     if (arguments.dp is None) != (arguments.mp is None) or (arguments.dp is None) == (arguments.devices is None):
-        raise InputError("give --dp and --mp for one mesh, or --devices for every mesh of so many")
+        raise UserError("give --dp and --mp for one mesh, or --devices for every mesh of so many")
     if arguments.ledger and arguments.devices:
-        raise InputError("--ledger is of one mesh; give --dp and --mp")
+        raise UserError("--ledger is of one mesh; give --dp and --mp")
     if arguments.devices:
         every_mesh(arguments)
     elif arguments.ledger:
@@ -59,18 +60,18 @@ def one_mesh(arguments: argparse.Namespace) -> None:
 
 def print_ledger(config: Config) -> None:
     print(f"\nON THE WIRE, in a step of {config.model.name}, by the theory that the docstrings state")
-    print(table(travelling(theory(config, jnp.bfloat16), sizes(config))))
+    print(table(without_trivial_axes(analytic_communication(config, jnp.bfloat16), sizes(config))))
 
 
 def print_account(config: Config, made: Prediction) -> None:
     """What the compiler made of the ledger.  The module of one of several slices numbers only its own devices: of that,
     what leaves it."""
-    planned = travelling(theory(config, jnp.bfloat16), sizes(config))
+    planned = without_trivial_axes(analytic_communication(config, jnp.bfloat16), sizes(config))
     if config.mesh.slices > 1:
-        print("\nBETWEEN SLICES, as compiled; " + crossing(planned, between(made.text)))
-        print(table(between(made.text)))
+        print("\nBETWEEN SLICES, as compiled; " + compare_dcn(planned, inter_slice_communication(made.text)))
+        print(table(inter_slice_communication(made.text)))
         return
-    found = account(planned, carried(made.text, sizes(config)), sizes(config))
+    found = reconcile(planned, communication_in_hlo(made.text, sizes(config)), sizes(config))
     print("\nWHAT THE COMPILER MADE OF IT: " + ("as planned" if found.balanced else "NOT as planned"))
     print(found)
 
@@ -91,13 +92,13 @@ def every_mesh(arguments: argparse.Namespace) -> None:
         arguments.dp, arguments.mp = asked.devices // mp, mp
         try:
             row = largest_fitting(arguments, asked, given)
-        except InputError as error:
+        except UserError as error:
             print(f"dp={arguments.dp} mp={mp}: {str(error).splitlines()[0]}", flush=True)
             continue
         print(f"dp={row.dp} mp={row.mp}: " + ("compiled" if row.fits else "does not fit"), flush=True)
         rows.append(row)
     if not rows:
-        raise InputError(f"no mesh of {asked} can cut this model; see above why")
+        raise UserError(f"no mesh of {asked} can cut this model; see above why")
     rows.sort(key=lambda row: row.step_seconds or float("inf"))
     print(f"\n{rows[0].model}, {rows[0].tokens_per_step:,} tokens a step, on {asked}: predicted")
     for row in rows:
@@ -140,7 +141,9 @@ if __name__ == "__main__":
     parser.add_argument("--context", type=int, help="tokens of a window (default: the model's)")
     parser.add_argument("--microbatches", type=int, help="parts that a step is computed in")
     parser.add_argument("--ledger", action="store_true", help="only the ledger; nothing is compiled")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any of the configuration: model.remat=dots")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="any of the configuration: model.remat=all_matmuls"
+    )
     parsed = parser.parse_intermixed_args()
     parsed.steps = None
-    sys.exit(door(lambda: main(parsed)))
+    sys.exit(run_command(lambda: main(parsed)))

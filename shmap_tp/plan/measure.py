@@ -11,13 +11,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config import Config
-from shmap_tp.hardware import DEVICES, compile_with, machine_peak
-from shmap_tp.layers.choice import named
-from shmap_tp.plan.ahead import coordinates, needed
+from shmap_tp.config.schema import Config
+from shmap_tp.hardware.devices import DEVICES, machine_peak
+from shmap_tp.hardware.xla_options import compile_with
+from shmap_tp.layers.attention_selection import named
+from shmap_tp.plan.aot_compile import coordinates, needed
 from shmap_tp.plan.predict import Builder
-from shmap_tp.plan.row import EXPLICIT, Row, of_config, placed
-from shmap_tp.step import Programs, build_programs
+from shmap_tp.plan.report import EXPLICIT, Row, mesh_fields, of_config
+from shmap_tp.training.step import StepFunctions, build_step_functions
 
 WARM_UP = 2
 """Steps that are run before those that are timed."""
@@ -42,7 +43,9 @@ class Measurement:
         }
 
 
-def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Builder = build_programs) -> Measurement:
+def measure(
+    config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Builder = build_step_functions
+) -> Measurement:
     """Compile the step of `config`, run it WARM_UP times, then time `steps` more.
 
     Where the devices' memory is too small, the row says so.
@@ -51,11 +54,11 @@ def measure(config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Bui
     first = devices[0]
     programs = build(config, mesh, dtype)
     facts = of_config(config, named(programs.attention), len(devices), machine_peak(devices)) | {
-        "program": EXPLICIT if build is build_programs else build.__module__,
+        "program": EXPLICIT if build is build_step_functions else build.__module__,
         "kind": "emulated" if first.platform == "cpu" else "measured",
         "versions": {"jax": jax.__version__},
         "limit_bytes_per_device": DEVICES[first.device_kind].memory if first.device_kind in DEVICES else None,
-        **placed(mesh, config),
+        **mesh_fields(mesh, config),
     }
     start, step = time.perf_counter(), None
     try:
@@ -89,7 +92,7 @@ def most_bytes(memory: Any) -> int:
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
-def stepper(config: Config, programs: Programs, step: jax.stages.Compiled) -> Callable[[], dict]:
+def stepper(config: Config, programs: StepFunctions, step: jax.stages.Compiled) -> Callable[[], dict]:
     """A function that dispatches one more step on the same random tokens, and returns its metrics, unawaited."""
     generator = np.random.default_rng(0)
     whole = generator.integers(0, config.model.vocabulary, programs.tokens.shape, np.int32)

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from shmap_tp.plan.ahead import Compiled
-from shmap_tp.plan.ledger import human
-from shmap_tp.step import Programs, State
+from shmap_tp.plan.aot_compile import Compiled
+from shmap_tp.plan.communication.ledger import human
+from shmap_tp.training.step import State, StepFunctions
 
 
 def shard_bytes(tree: Any) -> int:
@@ -21,7 +21,7 @@ def state_bytes(shapes: State) -> int:
     return 2 * shard_bytes(shapes.params) + shard_bytes(shapes.optimizer)
 
 
-def memory(programs: Programs, compiled: Compiled) -> dict[str, float]:
+def memory(programs: StepFunctions, compiled: Compiled) -> dict[str, float]:
     """Bytes on a device, by what they hold; the last is what remains of the peak.
 
     weights, optimizer    exact, from the shapes and layouts of the state

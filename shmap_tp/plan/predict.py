@@ -10,23 +10,24 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config import Config, Precision
-from shmap_tp.hardware import DEVICES, compiler_options, table_peak
-from shmap_tp.layers.choice import named
-from shmap_tp.mesh import make_mesh
-from shmap_tp.plan.ahead import Compiled, compile_ahead, coordinates
-from shmap_tp.plan.links import Links
+from shmap_tp.config.schema import Config, Precision
+from shmap_tp.hardware.devices import DEVICES, table_peak
+from shmap_tp.hardware.xla_options import compiler_options
+from shmap_tp.layers.attention_selection import named
+from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.plan.aot_compile import Compiled, compile_ahead, coordinates
+from shmap_tp.plan.hlo_parser import parse
+from shmap_tp.plan.link_model import Links
 from shmap_tp.plan.memory import state_bytes
-from shmap_tp.plan.module import parse
-from shmap_tp.plan.replay import replay
-from shmap_tp.plan.row import EXPLICIT, Row, of_config, placed
-from shmap_tp.plan.slices import Slice, topology_devices
-from shmap_tp.step import Programs, build_programs
+from shmap_tp.plan.report import EXPLICIT, Row, mesh_fields, of_config
+from shmap_tp.plan.schedule_simulator import simulate
+from shmap_tp.plan.topologies import Slice, topology_devices
+from shmap_tp.training.step import StepFunctions, build_step_functions
 
 CACHE = Path(".cache/tpu")
 """Compiled programs, kept between runs."""
 
-Builder = Callable[[Config, Mesh, DTypeLike], Programs]
+Builder = Callable[[Config, Mesh, DTypeLike], StepFunctions]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Prediction:
     row: Row
     compiled: Compiled
     mesh: Mesh
-    programs: Programs
+    programs: StepFunctions
 
     @property
     def text(self) -> str | None:
@@ -53,7 +54,9 @@ class Prediction:
         }
 
 
-def predict(config: Config, asked: Slice, build: Builder = build_programs, cache: Path | None = CACHE) -> Prediction:
+def predict(
+    config: Config, asked: Slice, build: Builder = build_step_functions, cache: Path | None = CACHE
+) -> Prediction:
     """Compile the step of `config` for a slice (in bfloat16, if its precision is auto), and replay it where it fits.
 
     What cannot fit whatever the compiler does, because the state and the gradients alone do not, is not compiled.
@@ -72,7 +75,7 @@ def predict(config: Config, asked: Slice, build: Builder = build_programs, cache
         compiled = compile_ahead(lowered, mesh, cache, compiler_options(kind, config))
     row = Row(
         kind="predicted",
-        program=EXPLICIT if build is build_programs else build.__module__,
+        program=EXPLICIT if build is build_step_functions else build.__module__,
         peak_bytes_per_device=compiled.peak_bytes,
         limit_bytes_per_device=compiled.limit_bytes,
         host_bytes_per_device=compiled.host_bytes,
@@ -80,7 +83,7 @@ def predict(config: Config, asked: Slice, build: Builder = build_programs, cache
         compile_seconds=compiled.seconds,
         versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
         **of_config(config, named(programs.attention), len(devices), table_peak(kind, len(devices))),
-        **placed(mesh, config),
+        **mesh_fields(mesh, config),
         **_spent(compiled, asked, mesh),
     )
     return Prediction(row, compiled, mesh, programs)
@@ -90,7 +93,7 @@ def _spent(compiled: Compiled, asked: Slice, mesh: Mesh) -> dict:
     """The fields of a Row that a replay fills; none where there is nothing to replay."""
     if compiled.text is None:
         return {}
-    spent = replay(parse(compiled.text), Links.of(asked.generation, coordinates(mesh)))
+    spent = simulate(parse(compiled.text), Links.of(asked.generation, coordinates(mesh)))
     return {
         "step_seconds": spent.seconds,
         "comm_seconds": spent.comm_seconds,

@@ -1,0 +1,59 @@
+"""From text to token ids: bytes, or a subword tokenizer of the `tokenizers` library.
+
+Either has a `name`, its `vocabulary` (ids are below it), the id that marks the `end_of_text`, and `encode`.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from shmap_tp.errors import UserError
+
+
+class Bytes:
+    """Every UTF-8 byte is a token.  Text never contains byte 0, so that is the end of text."""
+
+    name, vocabulary, end_of_text = "bytes", 256, 0
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, uint8."""
+        ids = [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        for text, found in zip(texts, ids, strict=True):
+            if not found.all():
+                raise UserError(
+                    f"the document that begins {text[:40]!r} contains a NUL, which means end of text to "
+                    "--tokenizer bytes; remove it or name another --tokenizer"
+                )
+        return ids
+
+
+class Subwords:
+    """A tokenizer of the `tokenizers` library, from its JSON file or by its name on the Hugging Face hub."""
+
+    def __init__(self, name: str, end_of_text: str):
+        try:
+            import tokenizers
+        except ImportError:
+            raise UserError(f"--tokenizer {name} needs `tokenizers`: pip install -e '.[data]'") from None
+        try:
+            local = name.endswith(".json") or Path(name).is_file()
+            self._tokenizer = (tokenizers.Tokenizer.from_file if local else tokenizers.Tokenizer.from_pretrained)(name)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"--tokenizer {name} cannot be opened: {str(error).splitlines()[0]}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text
+        vocabulary = self._tokenizer.get_vocab()
+        if end_of_text not in vocabulary:
+            raise UserError(f"--tokenizer {name} has no token {end_of_text!r}; name its own with --end-of-text")
+        self.name = Path(name).name if local else name
+        self.vocabulary, self.end_of_text = max(vocabulary.values()) + 1, vocabulary[end_of_text]
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text."""
+        return [np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(texts, False)]
+
+
+def open_tokenizer(name: str, end_of_text: str) -> Bytes | Subwords:
+    """The tokenizer called `name`: "bytes", a JSON file, or a name on the hub."""
+    return Bytes() if name == Bytes.name else Subwords(name, end_of_text)

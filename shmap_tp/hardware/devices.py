@@ -1,0 +1,188 @@
+"""What devices can do at most: peak FLOP/s, memory, links, each figure with its source.
+
+One row is one JAX device.  TPU v2, v3 and TPU7x show two devices a chip, so their rows hold half a chip; v4 and v5p
+show one (megacore).  A link is one cable of the torus in one direction.  `memory` is what a program may use: for TPUs
+the limit that the compiler itself reports (libtpu 0.0.42), a little less than the memory that is sold.  `clock` is peak
+FLOP/s over the FLOPs of all matrix units in a cycle: it turns the compiler's cycles into seconds.
+
+CLOUD   cloud.google.com/tpu/docs, the system architecture and the page of each version
+NORRIE  Norrie et al. 2021, "The Design Process for Google's Training Chips: TPUv2 and TPUv3", IEEE Micro 41(2)
+BOOK    Austin et al. 2025, "How to Scale Your Model", chapter on TPUs, https://jax-ml.github.io/scaling-book/tpus
+NVIDIA  data sheets
+"""
+
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one JAX device of this kind can do.  Rates are per second."""
+
+    flops: float
+    """Dense bfloat16 matrix products, FLOP/s."""
+    memory: float
+    """Bytes that a program may use."""
+    memory_rate: float
+    """Bytes/s between the memory and the cores."""
+    source: str
+    """Where `flops` comes from, in words."""
+    clock: float | None = None
+    """Cycles/s; None for GPUs, whose compiler tells no cycles."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One version of TPU: what its slices look like, and the torus between the chips."""
+
+    kind: str
+    """jax.Device.device_kind, the key of DEVICES."""
+    platform: str
+    """The name that the compiler's topologies start with."""
+    cores: int
+    """JAX devices of a chip."""
+    dims: int
+    """Dimensions of the torus."""
+    link_rate: float
+    """Bytes/s of one link in one direction."""
+    wraps_at: int
+    """A side of the slice closes to a ring where it is a multiple of this."""
+    largest: tuple[int, ...]
+    """Sides of the largest slice."""
+    host: tuple[int, ...]
+    """Chips of a host, along each side."""
+    source: str
+    """Where `link_rate` and `wraps_at` come from."""
+    host_rate: float = 1.6e10
+    """Bytes/s of a chip to its host's memory, and as much from it.  BOOK: 1.6e10 for most TPUs, 3.2e10 for v6e."""
+
+    def wraps(self, side: int) -> bool:
+        """Whether a side of so many chips closes to a ring."""
+        return side % self.wraps_at == 0
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Pallas can multiply bfloat16 matrices: Mosaic (libtpu 0.0.42) has no such product for v2 and v3."""
+        return self.platform not in ("v2", "v3")
+
+
+CLOUD = "cloud.google.com/tpu/docs, bf16"
+
+
+NVIDIA = "NVIDIA data sheet, bf16 dense"
+
+
+NETWORK_RATE = 2.5e10
+"""Bytes/s of a host to other slices, in one direction: two 100 Gbit/s cards (CLOUD, v5e)."""
+
+DEVICES = {
+    "TPU v2": Device(45e12 / 2, 7.48 * GIB, 700e9 / 2, f"{CLOUD}, half of a chip's 45 TFLOP/s", 0.70e9),
+    "TPU v3": Device(
+        123e12 / 2, 15.48 * GIB, 900e9 / 2, f"{CLOUD}, half of a chip's 123 TFLOP/s (others print 140)", 0.94e9
+    ),
+    "TPU v4": Device(275e12, 30.75 * GIB, 1200e9, CLOUD, 1.05e9),
+    "TPU v5 lite": Device(197e12, 15.75 * GIB, 819e9, CLOUD, 1.503e9),
+    "TPU v5": Device(459e12, 95.74 * GIB, 2765e9, CLOUD, 1.75e9),
+    "TPU v6 lite": Device(918e12, 31.25 * GIB, 1640e9, CLOUD, 1.75e9),
+    "TPU7x": Device(2307e12 / 2, 94.75 * GIB, 7380e9 / 2, f"{CLOUD}, half of a chip's 2307 TFLOP/s", 2.2e9),
+    "NVIDIA A100-SXM4-40GB": Device(312e12, 40e9, 1555e9, NVIDIA),
+    "NVIDIA A100-SXM4-80GB": Device(312e12, 80e9, 2039e9, NVIDIA),
+    "NVIDIA H100 80GB HBM3": Device(989e12, 80e9, 3350e9, NVIDIA),
+    "NVIDIA H200": Device(989e12, 141e9, 4800e9, NVIDIA),
+}
+"""By jax.Device.device_kind."""
+
+
+DEVICES["TPU v5p"] = DEVICES["TPU v5"]  # some releases of libtpu call it so
+
+
+GPU_LINK_RATE = {"NVIDIA A100": 300e9, "NVIDIA H100": 450e9, "NVIDIA H200": 450e9}
+"""Bytes/s of all NVLinks of one GPU in one direction, by the beginning of its kind.  NVIDIA data sheets."""
+
+GENERATIONS = {
+    "v2": Generation("TPU v2", "v2", 2, 2, 6.2e10, 16, (16, 16), (2, 2), "NORRIE, 496 Gbit/s; the pod is 16 x 16"),
+    "v3": Generation("TPU v3", "v3", 2, 2, 8.2e10, 32, (32, 32), (2, 2), "NORRIE, 656 Gbit/s; the pod is 32 x 32"),
+    "v4": Generation(
+        "TPU v4", "v4", 1, 3, 4.5e10, 4, (16, 16, 16), (2, 2, 1), "CLOUD, cubes of 4 joined by optical switches"
+    ),
+    "v5e": Generation(
+        "TPU v5 lite",
+        "v5e",
+        1,
+        2,
+        4.5e10,
+        16,
+        (16, 16),
+        (2, 2),
+        "CLOUD, 4 x 100 GB/s both ways; the pod is 16 x 16",
+    ),
+    "v5p": Generation("TPU v5", "v5", 1, 3, 9e10, 4, (16, 16, 24), (2, 2, 1), "CLOUD, 4800 Gbit/s of 6 links, as v4"),
+    "v6e": Generation(
+        "TPU v6 lite",
+        "v6e",
+        1,
+        2,
+        9e10,
+        16,
+        (16, 16),
+        (2, 2),
+        "CLOUD, 4 x 200 GB/s both ways; the pod is 16 x 16",
+        3.2e10,
+    ),
+    "tpu7x": Generation(
+        "TPU7x", "tpu7x", 2, 3, 1e11, 4, (16, 16, 16), (2, 2, 1), "CLOUD, 1200 GB/s of 6 links both ways, as v4"
+    ),
+}
+"""By the name that `--version` takes."""
+
+
+def generation(kind: str) -> Generation | None:
+    """The generation of TPU that a device kind belongs to, or None."""
+    kind = "TPU v5" if kind == "TPU v5p" else kind
+    return next((found for found in GENERATIONS.values() if found.kind == kind), None)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense matrix-product rate of all devices of a run, in FLOP/s, and its source in words."""
+
+    flops: float
+    source: str
+
+
+def machine_peak(devices: list[jax.Device]) -> Peak | None:
+    """Peak of all `devices` together: from the table, or on a CPU (which has no table) measured now.
+
+    None where the device kind is not in the table: an MFU from a guessed peak is worse than none.
+    """
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        return Peak(
+            matmul_rate(), "this CPU's own float32 matmul of 2048 cubed, measured at start, all emulated devices"
+        )
+    return table_peak(kind, len(devices))
+
+
+def table_peak(kind: str, devices: int) -> Peak | None:
+    """Peak of so many devices of a kind, by the table; None where it is not in there."""
+    if kind not in DEVICES:
+        return None
+    return Peak(DEVICES[kind].flops * devices, f"{devices} x {kind}: {DEVICES[kind].source}")
+
+
+def matmul_rate(size: int = 2048, repeats: int = 5) -> float:
+    """Best of `repeats` jitted float32 products of two [size, size] matrices on one device, in FLOP/s."""
+    x = jnp.full((size, size), 0.5, jnp.float32)
+    multiply = jax.jit(lambda a, b: a @ b)
+    multiply(x, x).block_until_ready()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        multiply(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)

@@ -1,0 +1,86 @@
+"""Which attention a program runs: what `model.attention` names, or with `auto` what its devices are best at.
+
+    TPU v4 and later   splash, where the positions are not ALiBi, 128 divides the context and the head dim is 64, 128
+                       or 256; on v2 and v3 Pallas cannot multiply bfloat16 matrices
+    NVIDIA             cudnn, where the positions are not ALiBi, the dtype has 16 bits and the head dim suits cuDNN
+    all else           chunked
+
+Decided once, when programs are built, and handed down as a value: no layer asks for a device.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from shmap_tp.config.schema import AttentionKernel, ModelConfig, Positions, SavedActivation
+from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import generation
+from shmap_tp.layers.attention import AnyAttention, Chunked
+from shmap_tp.layers.flash_attention import BLOCKS, SPLASH_HEAD_DIMS, Cudnn, Splash
+
+
+def select_attention(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> AnyAttention:
+    """The attention of `model` on devices like `device`, in `dtype`.  Raises InputError where the one that is named
+    cannot be run there."""
+    refusals = {
+        AttentionKernel.splash: _no_splash(model, device),
+        AttentionKernel.cudnn: _no_cudnn(model, device, dtype),
+    }
+    later = SavedActivation.query_key_value in model.offload
+    made = {
+        AttentionKernel.splash: Splash(later),
+        AttentionKernel.cudnn: Cudnn(later),
+        AttentionKernel.chunked: Chunked(model.attention_chunk),
+    }
+    asked = model.attention
+    if asked == AttentionKernel.auto:
+        asked = next((kernel for kernel, why in refusals.items() if why is None), AttentionKernel.chunked)
+    if why := refusals.get(asked):
+        raise UserError(
+            f"model.attention={asked} (model {model.name}, {device.device_kind}): {why};\n"
+            f"use model.attention=auto, or chunked, which runs everywhere"
+        )
+    return made[asked]
+
+
+def named(attention: AnyAttention) -> AttentionKernel:
+    """The name that `model.attention` has for it."""
+    kinds = {Splash: AttentionKernel.splash, Cudnn: AttentionKernel.cudnn, Chunked: AttentionKernel.chunked}
+    return kinds[type(attention)]
+
+
+def _no_splash(model: ModelConfig, device: jax.Device) -> str | None:
+    """Why splash cannot be run, or None."""
+    made = generation(device.device_kind)
+    if made is None or not made.has_kernels:
+        return "it is for TPU v4 and later"
+    if model.positions == Positions.alibi:
+        return "it adds no bias to scores, and model.positions=alibi is one"
+    if model.context % BLOCKS[-1]:
+        return f"its blocks are of {BLOCKS[-1]} positions, which does not divide model.context={model.context}"
+    if model.head_dim not in SPLASH_HEAD_DIMS:
+        return f"model.head_dim={model.head_dim} is not one of its {', '.join(map(str, SPLASH_HEAD_DIMS))}"
+    return None
+
+
+def _no_cudnn(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> str | None:
+    """Why cuDNN's flash attention cannot be run, or None.  Head dims as jax.nn.dot_product_attention checks them."""
+    capability = _capability(device)
+    if capability < 8.0:
+        return "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later"
+    if model.positions == Positions.alibi:
+        return "it is used without a bias, and model.positions=alibi is one"
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"it computes in bfloat16 or float16, not {jnp.dtype(dtype)}; set train.precision=bfloat16"
+    largest = 256 if capability >= 9.0 else 128
+    if model.head_dim > largest or model.head_dim % 8:
+        return f"model.head_dim={model.head_dim} must be a multiple of 8, and {largest} or less"
+    return None
+
+
+def _capability(device: jax.Device) -> float:
+    """Of an NVIDIA GPU; 0 of anything else (an AMD GPU calls its own gfx...)."""
+    try:
+        return float(getattr(device, "compute_capability", 0))
+    except ValueError:
+        return 0.0

@@ -1,0 +1,278 @@
+"""`python benchmarks/benchmark_tpu.py` as a user meets it: rows that agree with themselves, and mistakes in a line."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks import benchmark_tpu
+from shmap_tp.config.compose import CONF, load
+from shmap_tp.hardware.devices import DEVICES, GIB
+from shmap_tp.model.flops import flops_per_token, hardware_flops_per_token, parameters
+from shmap_tp.plan import benchmark
+from shmap_tp.plan.hlo_parser import parse
+
+ROOT = Path(__file__).parents[2]
+CONTRACT = {
+    "kind": str, "model": str, "params": int, "dp": int, "mp": int, "device_kind": str, "devices": int, "topology": str,
+    "slices": int, "global_batch": int, "context": int, "microbatches": int, "tokens_per_step": int,
+    "step_seconds": float, "tokens_per_second": float, "mfu": float, "hfu": float, "peak_flops_per_device": float,
+    "model_flops_per_device": float, "peak_bytes_per_device": (int, float), "limit_bytes_per_device": (int, float),
+    "fits": bool, "compile_seconds": float, "comm_seconds": float, "exposed_comm_seconds": float,
+}  # fmt: skip
+"""What others read of a row; and null, where it could not be told."""
+V5E = ["--model", "test", "--version", "v5e", "--dp", "2", "--mp", "2", "--topology", "2x2"]
+WITHOUT = "import sys; sys.modules['libtpu'] = None; import importlib.util as u; find = u.find_spec\n"
+WITHOUT += "u.find_spec = lambda name, *rest: None if name == 'libtpu' else find(name, *rest)\n"
+"""Python's start on a machine without libtpu."""
+
+
+def call(folder: Path, *arguments: str, hidden: bool = False) -> subprocess.CompletedProcess:
+    """The benchmark as a process in `folder`; with `hidden`, where libtpu is not installed."""
+    paths, quick = [str(ROOT)], {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if "--emulate" in arguments else {}
+    if hidden:
+        (folder / "hidden").mkdir()
+        (folder / "hidden" / "sitecustomize.py").write_text(WITHOUT)
+        paths.insert(0, str(folder / "hidden"))
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "benchmark_tpu.py"), *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"} | quick,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def worked(process: subprocess.CompletedProcess) -> str:
+    """What it printed; nothing of it is a warning."""
+    assert process.returncode == 0, process.stderr
+    assert not re.search("Traceback|Error|Warning", process.stderr), process.stderr
+    return process.stdout
+
+
+def rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def consistent(row: dict, *overrides: str) -> None:
+    """The contract's fields, and every relation between them; the model is `test` with `overrides`."""
+    for name, kind in CONTRACT.items():
+        assert isinstance(row[name], kind) or row[name] is None, (name, row[name])
+    overrides = ("mesh.mp=1", "mesh.dp=1", f"model.attention={row['attention']}", *overrides)
+    model = load(str(CONF / "config.yaml"), ["model=test", *overrides]).model
+    assert (row["model"], row["context"]) == ("test", model.context) and row["params"] == parameters(model)
+    assert row["dp"] * row["mp"] == row["devices"]
+    assert row["global_batch"] % (row["dp"] * row["microbatches"]) == 0
+    assert row["tokens_per_step"] == row["global_batch"] * row["context"]
+    assert row["model_flops_per_device"] == row["tokens_per_step"] * flops_per_token(model) / row["devices"]
+    assert row["step_seconds"] > 0 and row["compile_seconds"] > 0
+    assert row["tokens_per_second"] == pytest.approx(row["tokens_per_step"] / row["step_seconds"])
+    per_second = row["model_flops_per_device"] / row["step_seconds"]
+    assert row["mfu"] == pytest.approx(per_second / row["peak_flops_per_device"])
+    assert 0 < row["mfu"] <= row["hfu"] <= 1
+    assert row["hfu"] / row["mfu"] == pytest.approx(hardware_flops_per_token(model) / flops_per_token(model))
+    assert row["fits"] and row["peak_bytes_per_device"] > (4 + 8 / row["dp"]) * row["params"] / row["mp"]
+
+
+# Measured on emulated devices
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory) -> tuple[str, Path]:
+    """(what was printed, the folder with its files)."""
+    folder = tmp_path_factory.mktemp("emulated")
+    flags = ["--dp", "2", "--mp", "2", "--steps", "3", "--json", "rows.jsonl", "--hlo", "step.hlo", "model.remat=full"]
+    return worked(call(folder, "--emulate", *flags)), folder
+
+
+def test_an_emulated_row_keeps_the_contract(emulated):
+    ((row,), printed) = rows(emulated[1] / "rows.jsonl"), emulated[0]
+    consistent(row, "model.remat=full")
+    assert (row["kind"], row["device_kind"], row["devices"]) == ("emulated", "cpu", 4)
+    assert (row["dp"], row["mp"], row["slices"], row["topology"]) == (2, 2, 1, None)
+    assert row["comm_seconds"] is row["exposed_comm_seconds"] is row["limit_bytes_per_device"] is None
+    low, high = row["step_seconds_range"]
+    assert low <= row["step_seconds"] <= high
+    assert row["hfu"] > row["mfu"]
+    assert printed.startswith("EMULATED  test, ") and f"{row['tokens_per_step']} tokens" in printed
+    assert "MFU = tokens/s x model FLOPs per token (causal attention at half" in printed
+    assert row["command"].endswith("--hlo step.hlo model.remat=full")
+
+
+def test_its_program_is_written_with_what_a_reader_of_it_needs(emulated):
+    text = (emulated[1] / "step.hlo").read_text()
+    assert text.startswith("HloModule") and "num_partitions=4" in text and "all-reduce" in text
+    (row,), meta = rows(emulated[1] / "rows.jsonl"), json.loads((emulated[1] / "step.hlo.meta.json").read_text())
+    assert meta == {"device_kind": "cpu", "coords": None, "model_flops_per_device": row["model_flops_per_device"]}
+
+
+def test_flags_say_what_is_run(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"kind": "older"}\n')
+    flags = ["--dp", "1", "--mp", "2", "--steps", "1", "--batch", "12", "--microbatches", "3", "--context", "16"]
+    worked(call(tmp_path, "--emulate", *flags, "--json", "rows.jsonl"))
+    older, row = rows(tmp_path / "rows.jsonl")
+    consistent(row, "model.context=16")
+    assert (row["global_batch"], row["microbatches"], row["context"], row["devices"]) == (12, 3, 16, 2)
+    assert older == {"kind": "older"}, "a row is added to those there are"
+
+
+# Predicted
+
+
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory) -> tuple[list[str], Path]:
+    """(what each of two runs printed, the folder with their files)."""
+    pytest.importorskip("libtpu")
+    folder = tmp_path_factory.mktemp("predicted")
+    flags = [*V5E, "--json", "rows.jsonl", "--hlo", "step.hlo"]
+    return [worked(call(folder, *flags)) for _ in range(2)], folder
+
+
+def test_a_predicted_row_keeps_the_contract(predicted):
+    row, _ = rows(predicted[1] / "rows.jsonl")
+    consistent(row)
+    assert (row["kind"], row["device_kind"], row["topology"], row["slices"]) == ("predicted", "TPU v5 lite", "2x2", 1)
+    assert row["peak_flops_per_device"] == 197e12 == DEVICES["TPU v5 lite"].flops
+    assert row["limit_bytes_per_device"] == 15.75 * GIB > row["peak_bytes_per_device"]
+    assert 0 < row["exposed_comm_seconds"] <= row["comm_seconds"] * (1 + 1e-9) < row["step_seconds"]
+    assert sum(row["places"].values()) == pytest.approx(row["step_seconds"])
+    assert row["places"]["waiting for collectives"] == pytest.approx(row["exposed_comm_seconds"])
+    assert {"attention", "mlp", "head", "loss", "embedding", "update"} <= row["places"].keys()
+    assert row["versions"].keys() == {"jax", "libtpu"} and sorted(row["tile"]) == [1, 1, 1, 2]
+    assert predicted[0][0].startswith("PREDICTED  test, ") and "on 4 x TPU v5 lite, 2x2 chips" in predicted[0][0]
+
+
+def test_the_second_time_it_is_read_and_not_compiled(predicted):
+    first, second = rows(predicted[1] / "rows.jsonl")
+    assert first == second, "to the microsecond that the compiler took"
+    assert predicted[0][0] == predicted[0][1]
+    assert len(list((predicted[1] / ".cache" / "tpu").iterdir())) == 1
+
+
+def test_its_schedule_is_written_with_what_a_reader_of_it_needs(predicted):
+    text = (predicted[1] / "step.hlo").read_text()
+    assert "is_scheduled=true" in text and '"estimated_cycles"' in text
+    row, meta = rows(predicted[1] / "rows.jsonl")[0], json.loads((predicted[1] / "step.hlo.meta.json").read_text())
+    assert meta["device_kind"] == "TPU v5 lite"
+    assert meta["model_flops_per_device"] == row["model_flops_per_device"]
+    assert sorted(meta["coords"]) == [[x, y, 0, 0] for x in range(2) for y in range(2)]
+    for group in (meta["coords"][:2], meta["coords"][2:]):
+        apart = [abs(a - b) for a, b in zip(*group, strict=True)]
+        assert apart == [size - 1 for size in row["tile"]], "mp is neighbours in mesh order"
+
+
+def test_the_head_is_three_products_as_compiled(predicted):
+    """Logits, dh and dw, of 64 positions, 128 rows and a width of 64: none is computed again for a second use."""
+    module, found = parse((predicted[1] / "step.hlo").read_text()), Counter()
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "convolution" and re.search(r'op_name="[^"]*\bhead\b', instruction.attributes):
+                dtype, dims = instruction.shape.split("]")[0].split("[")
+                found[dtype, math.prod(map(int, dims.split(",")))] += module.runs[computation.name]
+    microbatches = rows(predicted[1] / "rows.jsonl")[0]["microbatches"]
+    assert found == {("f32", 64 * 128): 2 * microbatches, ("bf16", 64 * 64): microbatches}
+
+
+def test_another_precision_is_another_program(predicted):
+    """float32 on the wire is twice the bytes."""
+    folder = predicted[1]
+    worked(call(folder, *V5E, "train.precision=float32", "--json", "float32.jsonl", "--hlo", "float32.hlo"))
+    of_bfloat16 = r"= bf16\[\S* reduce-scatter\("
+    assert re.search(of_bfloat16, (folder / "step.hlo").read_text())
+    assert not re.search(of_bfloat16, (folder / "float32.hlo").read_text())
+    (row,) = rows(folder / "float32.jsonl")
+    assert row["comm_seconds"] > rows(folder / "rows.jsonl")[0]["comm_seconds"]
+
+
+def test_what_does_not_fit_has_a_size_and_no_time(tmp_path):
+    """Masters and moments of 4.3 billion parameters on two chips: 12 bytes for each, half on either."""
+    pytest.importorskip("libtpu")
+    wide = ["model.width=16384", "model.ffn=65536", "model.layers=1", "model.heads=16", "model.kv_heads=16"]
+    wide += ["model.head_dim=1024", "model.context=128", "model.attention_chunk=128"]
+    process = call(tmp_path, *V5E, "--batch", "2", *wide, "--json", "rows.jsonl", "--hlo", "step.hlo")
+    assert process.returncode == 2
+    assert process.stderr == "error: --hlo step.hlo: a program that does not fit has no schedule; make it fit first\n"
+    assert "DOES NOT FIT" in process.stdout
+    (row,) = rows(tmp_path / "rows.jsonl")
+    assert not row["fits"] and row["step_seconds"] is row["mfu"] is row["comm_seconds"] is None
+    assert row["peak_bytes_per_device"] > 3 * 4 * row["params"] / 2 > row["limit_bytes_per_device"] > 15 * GIB
+    assert not (tmp_path / "step.hlo").exists()
+
+
+# Mistakes
+
+BAD = {
+    "no such size": (
+        ["--dp", "3", "--mp", "2", "--version", "v5e"],
+        "there is no v5e slice of 6 devices; slices have 4,",
+    ),
+    "no such sides": ([*V5E[:-1], "3x3"], "--topology 3x3: v5e has no such slice; it has 2x2, 2x4,"),
+    "wrong product": ([*V5E[:-1], "4x4"], "dp x mp = 4 is not the 16 devices of v5e 4x4"),
+    "slices": (
+        [*V5E[:-2], "--slices", "3"],
+        "--slices 3 does not divide --dp 2: mp reaches over one slice only; choose a divisor",
+    ),
+    "model that cannot be cut": (
+        ["--dp", "1", "--mp", "3", "--emulate"],
+        "mesh.mp=3 does not divide heads=16 (model test); use mesh.mp in {1, 2, 4, 8, 16}",
+    ),
+    "no such model": ([*V5E, "model=huge"], "model=huge: there is no such model; use one of 11b,"),
+    "batch": ([*V5E, "--batch", "3"], "mesh.dp=2 does not divide a microbatch of 3 windows"),
+    "microbatches": ([*V5E, "--microbatches", "0"], "--microbatches 0 is too small; it must be 1 or more"),
+    "context": ([*V5E, "--context", "0"], "--context 0 is too small; it must be 1 or more"),
+    "steps": (["--dp", "1", "--mp", "1", "--emulate", "--steps", "0"], "--steps 0 is too small; it must be 1 or more"),
+    "dp": (["--dp", "0", "--mp", "1", "--emulate"], "--dp 0 is too small; it must be 1 or more"),
+    "slices of a CPU": (
+        ["--dp", "2", "--mp", "1", "--emulate", "--slices", "2"],
+        "--topology and --slices are of TPUs; leave them out, or leave out --emulate to predict",
+    ),
+    "nowhere to write rows": ([*V5E, "--json", "nowhere/rows"], "--json nowhere/rows: no file can be written there;"),
+    "nowhere to write the program": ([*V5E, "--hlo", "."], "--hlo .: no file can be written there;"),
+}
+
+
+def explained(code: int, out: str, err: str, reason: str) -> None:
+    assert code == 2, err
+    assert err.startswith("error: ") and reason in err and len(err.splitlines()) <= 2, err
+    assert out == ""
+
+
+@pytest.mark.parametrize(("arguments", "reason"), BAD.values(), ids=BAD)
+def test_a_mistake_costs_a_line(monkeypatch, capsys, tmp_path, arguments, reason):
+    """And is found before anything is compiled or written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(sys, "argv", ["benchmark_tpu.py", *arguments])
+    monkeypatch.setattr(benchmark, "measure", None)
+    monkeypatch.setattr(benchmark_tpu, "predict", None)
+    explained(benchmark_tpu.main(), *capsys.readouterr(), reason)
+    assert not list(tmp_path.iterdir())
+
+
+ALONE = {name: BAD[name] for name in ("no such sides", "wrong product", "model that cannot be cut")}
+ALONE["tile of a CPU"] = (["--dp", "2", "--mp", "1", "--emulate", "mesh.tile=[1,1,1,1]"], "cpu devices lie on no torus")
+
+
+@pytest.mark.parametrize(("arguments", "reason"), ALONE.values(), ids=ALONE)
+def test_nor_has_a_process_more_to_say(tmp_path, arguments, reason):
+    process = call(tmp_path, *arguments)
+    explained(process.returncode, process.stdout, process.stderr, reason)
+
+
+def test_without_the_compiler_the_way_to_get_it_is_said(tmp_path):
+    process = call(tmp_path, *V5E, hidden=True)
+    reason = "libtpu, which is not installed: pip install -e '.[tpu]'"
+    explained(process.returncode, process.stdout, process.stderr, reason)
+
+
+def test_a_tile_that_does_not_fit_is_answered_with_those_that_do(tmp_path):
+    pytest.importorskip("libtpu")
+    process = call(tmp_path, *V5E, "mesh.tile=[1,1,2,1]")
+    explained(process.returncode, process.stdout, process.stderr, "use one of 1,2,1,1; 2,1,1,1")

@@ -1,0 +1,62 @@
+"""What the tests share: the five meshes, a model small enough to compile in a second, arrays that look like nothing."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from shmap_tp.config import compose as settings
+from shmap_tp.config.schema import Config, FsdpGradients, MeshConfig, TensorParallelMode, Zero
+from shmap_tp.parallel.mesh import make_mesh
+
+MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
+every_mesh = pytest.mark.parametrize("shape", MESHES, ids=str)
+every_precision = pytest.mark.parametrize("precision", ["float32", "float64"])
+
+MODEL = (
+    "width=24 layers=2 heads=8 kv_heads=8 head_dim=4 ffn=40 vocabulary=50 vocabulary_multiple=32 context=7 "
+    "attention_chunk=7 init_std=0.1"
+)
+"""50 ids in 64 rows: at mp=8 one device holds nothing but padding, and another has padding in part."""
+
+
+def config(*overrides: str) -> Config:
+    """conf/config.yaml with the small model and `overrides`; `model.` may be left out of neither."""
+    model = [f"model.{setting}" for setting in MODEL.split()]
+    return settings.load(str(settings.CONF / "config.yaml"), ["model=test", *model, "train.batch=8", *overrides])
+
+
+def mesh_config(dp: int, mp: int, **others: Any) -> MeshConfig:
+    """The plainest there is, but for `others`."""
+    plain = {
+        "tensor_parallel": TensorParallelMode.all_reduce,
+        "tile": None,
+        "zero": Zero.none,
+        "fsdp_gradients": FsdpGradients.reduce_scatter,
+    }
+    return MeshConfig(dp, mp, **plain | {"slices": 1, "processes": 1} | others)
+
+
+def mesh(shape: tuple[int, int]) -> Mesh:
+    """A (dp, mp) mesh over as many of the eight devices as it takes."""
+    dp, mp = shape
+    return make_mesh(mesh_config(dp, mp), jax.devices()[: dp * mp])
+
+
+def random_like(shapes: Any, dtype: str, *, spread: float = 0.25) -> Any:
+    """`shapes`, an eqx.Module of arrays or shapes, with every array random: scales around 1, the rest around 0."""
+    rng = np.random.default_rng(0)
+
+    def fill(path: tuple, leaf: Any) -> np.ndarray:
+        is_scale = path[-1].name == "scale"
+        return rng.normal(1.0 if is_scale else 0.0, 0.5 if is_scale else spread, leaf.shape).astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def shapes_of(make: Any) -> Any:
+    """What `make(key=...)` would return, its arrays as shapes only."""
+    return eqx.filter_eval_shape(make, key=jax.random.key(0))

@@ -1,0 +1,114 @@
+"""A layer under shard_map beside its dense reference: the same arrays in, and every array out compared.
+
+B/dp: dim B cut along dp.  Float inputs and parameters are differentiated against a random cotangent of the output.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from shmap_tp.parallel.collective_matmul import CollectiveMatmul
+from shmap_tp.parallel.collectives import reduce_partial_gradients
+from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.modes import TensorParallel
+from shmap_tp.parallel.partitioning import partition_specs
+from shmap_tp.parallel.tensor_parallel import AllReduce, SequenceParallel
+from tests.helpers.assertions import RELATIVE, assert_close, by_path
+from tests.helpers.model_fixtures import mesh, random_like, shapes_of
+
+ALL_REDUCE, SEQUENCE, RING = AllReduce(), SequenceParallel(), CollectiveMatmul()
+
+ROWS = P(DP, None, None)  # [B/dp T D], whole over mp
+COLUMNS = P(DP, None, MP)  # [B/dp T F/mp]
+TIMES = P(DP, MP, None)  # [B/dp T/mp D]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A layer, how its owner calls it on one device, and what the two together ought to compute."""
+
+    make: Callable[..., eqx.Module]
+    """make(key=...) -> the layer."""
+    call: Callable[..., Any]
+    """call(layer, *inputs), under shard_map."""
+    dense: Callable[..., Any]
+    """dense(p, *inputs), on whole arrays."""
+    inputs: dict[tuple[int, ...], P] | tuple[tuple[tuple[int, ...] | np.ndarray, P], ...]
+    """(shape of floats, or integers as they are; layout) of each input."""
+    out: Any
+    """Layout of the output, or a tuple of them."""
+    wire: TensorParallel = ALL_REDUCE
+    """By which `call` enters and leaves, and parameters are kept at home."""
+
+    def arrays(self, precision: str) -> tuple[eqx.Module, list[np.ndarray]]:
+        """(the layer with random parameters, the inputs)."""
+        rng = np.random.default_rng(1)
+        inputs = [x if isinstance(x, np.ndarray) else rng.normal(size=x).astype(precision) for x, _ in self.inputs]
+        return random_like(shapes_of(self.make), precision), inputs
+
+    @property
+    def layouts(self) -> list[P]:
+        return [layout for _, layout in self.inputs]
+
+
+def differentiated(call: Callable[..., Any], params: Any, inputs: list[Any], cotangent: Any) -> dict[str, Any]:
+    """The output of call(params, *inputs), and what `cotangent` becomes when it is pulled back to all floats."""
+    floats = {i: x for i, x in enumerate(inputs) if np.issubdtype(x.dtype, np.floating)}
+
+    def of_floats(params: Any, floats: dict[int, Any]) -> Any:
+        return call(params, *[floats.get(i, x) for i, x in enumerate(inputs)])
+
+    out, pull = jax.vjp(of_floats, params, floats)
+    d_params, d_inputs = pull(cotangent)
+    return {"out": out, "d_params": d_params, "d_inputs": d_inputs}
+
+
+def on_mesh(case: Case, mesh: Mesh) -> Callable[[Any, list[Any], Any], dict[str, Any]]:
+    """`differentiated` of the layer over `mesh`: (params, inputs, cotangent), all whole, to whole arrays."""
+    params = shapes_of(case.make)
+    specs = partition_specs(params, dict(mesh.shape))
+    floats = {i: spec for i, (x, spec) in enumerate(case.inputs) if not isinstance(x, np.ndarray)}
+
+    def local(params: Any, inputs: list[Any], cotangent: Any) -> dict[str, Any]:
+        found = differentiated(case.call, case.wire.at_home(params), inputs, cotangent)
+        return found | {
+            "d_params": reduce_partial_gradients(DP, reduce_partial_gradients(MP, found["d_params"], params), params)
+        }
+
+    outs = {"out": case.out, "d_params": specs, "d_inputs": floats}
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs, case.layouts, case.out), out_specs=outs)
+
+
+@cache
+def expected(case: Case, precision: str) -> tuple[Any, dict[str, Any]]:
+    """(cotangent, what the dense reference makes of it), in float64 from the same arrays."""
+    params, inputs = case.arrays(precision)
+    rng = np.random.default_rng(2)
+    with jax.enable_x64(True):
+        shapes = jax.eval_shape(case.dense, by_path(params), *inputs)
+        cotangent = jax.tree.map(lambda out: rng.normal(size=out.shape).astype(precision), shapes)
+        params, inputs, wide = jax.tree.map(widened, (by_path(params), inputs, cotangent))
+        return cotangent, jax.device_get(jax.jit(partial(differentiated, case.dense))(params, inputs, wide))
+
+
+def widened(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x
+
+
+def compare(case: Case, shape: tuple[int, int], precision: str) -> None:
+    """Output, input gradients and parameter gradients of `case` on this mesh are the reference's."""
+    cotangent, wanted = expected(case, precision)
+    params, inputs = case.arrays(precision)
+    promotion = "standard" if precision == "float64" else "strict"  # "strict" refuses promote_types(float64, float32)
+    with jax.enable_x64(precision == "float64"), jax.numpy_dtype_promotion(promotion):
+        found = jax.jit(on_mesh(case, mesh(shape)))(params, inputs, cotangent)
+    found = {**found, "d_params": by_path(found["d_params"])}
+    assert all(array.dtype == precision for array in jax.tree.leaves(found))
+    assert_close(found, wanted, RELATIVE[precision])

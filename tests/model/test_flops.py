@@ -1,0 +1,244 @@
+"""The model zoo is what its comments say, and parameters and FLOPs are what one gets by hand."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
+from shmap_tp.model.flops import (
+    flops_per_token,
+    forward_terms,
+    hardware_flops_per_token,
+    parameter_terms,
+    parameters,
+    recomputed_terms,
+)
+
+ZOO = Path(__file__).parents[2] / "conf" / "model"
+
+# name: (exact parameters, the figure in the file's comment or published, largest mp)
+EXPECTED = {
+    "bytes": (852_608, "0.85M", 8),
+    "cpu_33m": (33_559_040, "33.56M", 8),
+    "test": (229_696, "0.23M", 16),
+    "test_remat": (131_264, "0.13M", 8),
+    "160m": (162_211_584, "162.2M", 4),
+    "2_8b": (2_828_062_720, "2.83B", 16),
+    "6_9b": (6_854_676_480, "6.85B", 16),
+    "11b": (11_068_182_528, "11.07B", 16),
+    "16b": (15_831_666_688, "15.83B", 16),
+    "22b": (25_760_962_560, "25.76B", 8),
+    "32b": (31_663_333_376, "31.66B", 16),
+    "64b": (62_802_370_560, "62.80B", 16),
+    "128b": (125_079_396_352, "125.08B", 16),
+    "llama2_70b": (68_976_648_192, "68.98B", 8),
+    "llama3_8b": (8_030_261_248, "8.03B", 8),
+    "llama3_70b": (70_553_706_496, "70.55B", 8),
+    "gptj_6b": (6_050_254_848, "6.05B", 16),
+    "gpt2": (124_337_664, "124.3M", 4),
+    "gpt2_xl": (1_556_764_800, "1.557B", 1),
+    "gpt2_10b": (9_874_120_704, "9.87B", 16),
+    "gpt2_20b": (20_246_949_888, "20.25B", 16),
+    "gpt2_60b": (60_924_088_320, "60.92B", 16),
+    "gpt2_64b": (64_699_023_360, "64.70B", 16),
+    "gpt2_128b": (128_872_919_040, "128.87B", 16),
+}
+
+# Two layers, every dimension another number: D 8, L 2, H 6, N 3, K 5, F 7, V 11 (padded to 12), T 4.
+TINY = ModelConfig(
+    name="tiny", width=8, layers=2, heads=6, kv_heads=3, head_dim=5, ffn=7, vocabulary=11, vocabulary_multiple=4,
+    context=4, block=Block.sequential, norm=Norm.rmsnorm, mlp=Mlp.swiglu, positions=Positions.learned, tie_embeddings=False,
+    init_std=0.02, remat=Remat.none, offload=[],
+    attention=AttentionKernel.chunked, attention_chunk=4,
+)  # fmt: skip
+
+LARGE = [name for name, (exact, _, _) in EXPECTED.items() if exact > 2e9]
+
+
+def load(name: str) -> ModelConfig:
+    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(ZOO / f"{name}.yaml"))
+    return OmegaConf.to_object(merged)
+
+
+def printed(count: int, like: str) -> str:
+    """`count` in the unit of `like` and to as many digits."""
+    digits = len(like[:-1].partition(".")[2])
+    return f"{count / {'M': 1e6, 'B': 1e9}[like[-1]]:.{digits}f}{like[-1]}"
+
+
+def test_every_file_is_expected_and_every_expectation_has_a_file():
+    assert {path.stem for path in ZOO.glob("*.yaml")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_file_names_itself_and_gives_every_key_and_no_other(name):
+    path = ZOO / f"{name}.yaml"
+    assert path.read_text().startswith("# ")
+    assert list(OmegaConf.load(path)) == [field.name for field in fields(ModelConfig)]
+    model = load(name)
+    assert isinstance(model, ModelConfig)
+    assert model.name == name
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_parameters_are_the_published_ones(name):
+    exact, figure, _ = EXPECTED[name]
+    assert parameters(load(name)) == exact
+    assert printed(exact, figure) == figure
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in EXPECTED if name not in ("bytes", "cpu_33m", "test", "test_remat", "160m")]
+)
+def test_comment_states_the_parameters(name):
+    assert (ZOO / f"{name}.yaml").read_text().startswith(f"# {EXPECTED[name][1]}")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_mp_divides_heads_ffn_and_padded_vocabulary(name):
+    model, largest = load(name), EXPECTED[name][2]
+    shared = [model.heads, model.kv_heads, model.ffn, padded_vocabulary(model)]
+    for mp in (1, 2, 4, 8, 16):
+        assert all(size % mp == 0 for size in shared) == (mp <= largest), f"mp={mp} of {shared}"
+
+
+@pytest.mark.parametrize("name", [name for name in LARGE if load(name).vocabulary != 50304])
+def test_vocabulary_shard_fills_the_lanes_of_a_tpu(name):
+    """50304 is left as the predecessor has it: a shard of it fills 128 lanes only at mp 1 and 3."""
+    assert padded_vocabulary(load(name)) // EXPECTED[name][2] % 128 == 0
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_remat_and_chunk_are_sane(name):
+    model = load(name)
+    assert model.heads % model.kv_heads == 0
+    assert model.context % model.attention_chunk == 0
+    assert model.attention_chunk == 512 or model.context < 512
+
+
+def test_gpt2_lacks_exactly_the_biases_of_the_published_124_439_808():
+    model = load("gpt2")
+    qkv_out_up_down = 3 * 768 + 768 + 3072 + 768
+    norms = 2 * 768
+    assert parameters(model) + 12 * (qkv_out_up_down + norms) + 768 == 124_439_808
+
+
+def test_gpt2_xl_lacks_exactly_the_biases_of_the_published_1_557_611_200():
+    assert parameters(load("gpt2_xl")) + 48 * (9 * 1600 + 2 * 1600) + 1600 == 1_557_611_200
+
+
+def test_6_9b_is_within_a_tenth_of_a_percent_of_the_6_86b_that_its_authors_print():
+    """Their own code has the same leaves (no biases, 33 norm scales), which add up to 6.855B and not to 6.86B."""
+    count = parameters(load("6_9b"))
+    assert count == 32 * 12 * 4096**2 + 33 * 4096 + 2 * 50304 * 4096
+    assert 0 < 6.86e9 / count - 1 < 1e-3
+
+
+def test_parameters_by_hand():
+    assert parameter_terms(TINY) == {
+        "embedding": 11 * 8,
+        "positions": 4 * 8,
+        "projections": 2 * (8 * 30 + 8 * 15 + 8 * 15 + 30 * 8),
+        "mlp": 2 * (8 * 7 + 8 * 7 + 7 * 8),
+        "norms": 2 * 2 * 8 + 8,
+        "head": 8 * 11,
+    }
+    assert parameters(TINY) == 88 + 32 + 1440 + 336 + 40 + 88
+    assert parameters(TINY, padded=True) == parameters(TINY) + 2 * 8
+    assert parameters(replace(TINY, tie_embeddings=True), padded=True) == parameters(TINY) - 88 + 8
+    assert parameters(replace(TINY, block=Block.parallel)) == parameters(TINY) - 2 * 8
+    assert parameters(replace(TINY, mlp=Mlp.gelu)) == parameters(TINY) - 2 * 8 * 7
+    assert parameters(replace(TINY, positions=Positions.alibi)) == parameters(TINY) - 4 * 8
+
+
+def test_forward_by_hand():
+    """Per token and layer, 4 keys of 5 in each of 6 heads: 2 * 4 * 5 * 6 = 240 for scores, as much for values."""
+    whole = {"projections": 2880, "scores": 2 * 240, "values": 2 * 240, "mlp": 672, "head": 176}
+    assert forward_terms(TINY, causal=False) == whole
+    assert forward_terms(TINY) == whole | {"scores": 240, "values": 240}
+    assert flops_per_token(TINY, causal=False) == 3 * (2880 + 960 + 672 + 176) == 14_064
+    assert flops_per_token(TINY) == 3 * (2880 + 480 + 672 + 176) == 12_624
+
+
+def test_head_costs_the_same_tied_or_not_and_padded_or_not():
+    for other in (replace(TINY, tie_embeddings=True), replace(TINY, vocabulary_multiple=128)):
+        assert flops_per_token(other) == flops_per_token(TINY)
+
+
+def test_recomputation_by_hand():
+    full, dots, keeps = [replace(TINY, remat=remat) for remat in (Remat.full, Remat.all_matmuls, Remat.attention)]
+    model = flops_per_token(TINY)
+    assert hardware_flops_per_token(TINY) == model
+    assert hardware_flops_per_token(dots) == model + 240
+    assert hardware_flops_per_token(replace(TINY, attention_chunk=2)) == model + 240
+    assert hardware_flops_per_token(replace(dots, attention_chunk=2)) == model + 240
+    assert hardware_flops_per_token(keeps) == model + 240 + 448
+    assert hardware_flops_per_token(replace(keeps, mlp=Mlp.gelu)) == model - 3 * 224 + 240 + 224
+    up = replace(TINY, remat=Remat.attention_and_up)
+    assert hardware_flops_per_token(up) == model + 240 + 224
+    assert hardware_flops_per_token(replace(up, mlp=Mlp.gelu)) == model - 3 * 224 + 240
+    mlp = replace(TINY, remat=Remat.mlp)
+    assert hardware_flops_per_token(mlp) == model + (2880 - 960) + 240 + 240
+    assert hardware_flops_per_token(replace(mlp, attention_chunk=2)) == model + (2880 - 960) + 240 + 240 + 240
+    assert hardware_flops_per_token(full) == model + 2880 + 480 + 672
+    assert hardware_flops_per_token(replace(full, attention_chunk=2)) == model + 2880 + 480 + 672 + 240
+    assert recomputed_terms(full)["head"] == 0
+
+
+@pytest.mark.parametrize("kernel", [AttentionKernel.splash, AttentionKernel.cudnn])
+def test_recomputation_around_a_kernel_by_hand(kernel):
+    """Its backward pass begins with the scores, 240, whatever is kept; `dots` keeps what it made, `full` does not."""
+    model = replace(TINY, attention=kernel)
+    assert recomputed_terms(model) == recomputed_terms(replace(model, remat=Remat.all_matmuls))
+    assert recomputed_terms(model) == {"projections": 0, "scores": 240, "values": 0, "mlp": 0, "head": 0}
+    assert recomputed_terms(replace(model, attention_chunk=2)) == recomputed_terms(model)
+    again = {"projections": 2880, "scores": 480, "values": 240, "mlp": 672, "head": 0}
+    assert recomputed_terms(replace(model, remat=Remat.full)) == again
+
+
+def test_auto_does_not_tell_what_is_recomputed():
+    with pytest.raises(AssertionError, match="not told by auto"):
+        recomputed_terms(replace(TINY, attention=AttentionKernel.auto))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_whole_attention_is_palms_6n_plus_12lhkt(name):
+    """PaLM, appendix B, with N the parameters that take part in a matrix product."""
+    model = load(name)
+    terms = parameter_terms(model)
+    n = terms["projections"] + terms["mlp"] + model.width * model.vocabulary
+    attention = 12 * model.layers * model.heads * model.head_dim * model.context
+    assert flops_per_token(model, causal=False) == 6 * n + attention
+    assert flops_per_token(model) == 6 * n + attention // 2
+
+
+@pytest.mark.parametrize("name", ["gpt2_10b", "gpt2_128b"])
+def test_full_remat_of_a_gpt_is_narayanans_formula(name):
+    """96 L D^2 (1 + T / 6D + V / 16LD) per token: Narayanan et al. 2021, section 5.1, https://arxiv.org/abs/2104.04473"""
+    model = replace(load(name), attention=AttentionKernel.chunked, attention_chunk=1024)
+    depth, width = model.layers, model.width
+    by_formula = 96 * depth * width**2 * (1 + model.context / (6 * width) + model.vocabulary / (16 * depth * width))
+    assert hardware_flops_per_token(model, causal=False) == pytest.approx(by_formula, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_models_cost_about_six_flops_per_parameter(name):
+    model = load(name)
+    assert 0.9 < flops_per_token(model) / (6 * parameters(model)) < 1.1
+
+
+def test_gpt2_128b_and_64b_cost_the_pflop_a_step_that_were_published():
+    assert 6 * parameters(load("gpt2_128b")) * 1_048_576 == pytest.approx(809e15, rel=5e-3)
+    assert 6 * parameters(load("gpt2_64b")) * 1_048_576 == pytest.approx(404e15, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "name, flops, tokens",
+    [("llama3_70b", 456.442e12, 948.086), ("llama3_8b", 413.433e12, 7138.890), ("llama2_70b", 419.193e12, 943.086)],
+)
+def test_with_attention_whole_it_is_what_maxtext_counts(name, flops, tokens):
+    """FLOP/s and tokens/s of a chip, as the logs of MaxText's recipes for a v6e print them.
+    github.com/AI-Hypercomputer/tpu-recipes, training/trillium"""
+    assert flops_per_token(load(name), causal=False) == pytest.approx(flops / tokens, rel=1e-5)

@@ -1,0 +1,246 @@
+"""What is read from a compiled module: which collectives, over which axis, how large, how often; none is passed over.
+
+The TPU texts are cut from what libtpu 0.0.42 makes for a v5e:4x4 as a (4, 4) mesh, most attributes left out.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.plan.communication.from_hlo import communication_in_hlo, replica_groups
+from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, key
+from shmap_tp.plan.communication.reconcile import reconcile
+from tests.helpers.model_fixtures import mesh
+
+SIZES = {DP: 4, MP: 4}
+
+
+def everything(x):
+    """Each kind of collective three times in a loop, over either axis, and a sum over both."""
+
+    def body(total, _):
+        whole = lax.all_gather(total, DP, axis=0, tiled=True)
+        part = lax.psum_scatter(mark_varying(whole * 2, MP), MP, scatter_dimension=1, tiled=True)
+        part = lax.ppermute(part, MP, [(i, (i + 1) % 4) for i in range(4)])
+        size = lax.pmax(jnp.max(part), DP) + lax.psum(jnp.sum(part), (DP, MP))
+        return mark_varying(mark_varying(total + size, DP), MP), None
+
+    return lax.psum(jnp.sum(lax.scan(body, x, length=3)[0]), (DP, MP))
+
+
+@pytest.mark.parametrize("order", [range(8), [5, 0, 3, 6, 1, 7, 4, 2]], ids=["in order", "shuffled"])
+def test_what_is_compiled_is_what_was_written(order):
+    """Whatever the ids of the devices: groups go by places in the mesh."""
+    on = Mesh(np.array(jax.devices())[list(order)].reshape(2, 4), (DP, MP), axis_types=(AxisType.Auto,) * 2)
+    run = jax.jit(jax.shard_map(everything, mesh=on, in_specs=P(DP, MP), out_specs=P()))
+    x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    planned = communication_in_jaxpr(jax.make_jaxpr(run)(x).jaxpr)
+    assert {entry.operation for entry in planned} == set(Operation)
+    assert {(entry.axis, entry.count) for entry in planned} == {(DP, 3), (MP, 3), (f"{DP} {MP}", 3), (f"{DP} {MP}", 1)}
+    found = reconcile(planned, communication_in_hlo(run.lower(x).compile().as_text(), dict(on.shape)), dict(on.shape))
+    assert found.balanced, str(found)
+
+
+def one(attributes: str, opcode: str = "all-reduce") -> str:
+    return f"""
+%sum (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}}
+
+ENTRY %main (x: f32[8,16]) -> f32[8,16] {{
+  %x = f32[8,16]{{1,0:T(8,128)}} parameter(0)
+  ROOT %wire = f32[8,16]{{1,0:T(8,128)}} {opcode}(%x), channel_id=1, {attributes}, to_apply=%sum
+}}
+"""
+
+
+ROWS = "{0,1,2,3},{4,5,6,7},{8,9,10,11},{12,13,14,15}"
+GROUPS = {
+    f"{{{ROWS}}}": MP,
+    "{{0,4,8,12},{1,5,9,13},{2,6,10,14},{3,7,11,15}}": DP,
+    "[4,4]<=[16]": MP,
+    "[4,4]<=[4,4]T(1,0)": DP,
+    "[1,16]<=[16]": f"{DP} {MP}",
+    "{}": f"{DP} {MP}",
+    "mesh['dp'=4,'mp'=4] {'mp'}": MP,
+    "mesh['dp'=4,'mp'=4] {'dp','mp'}": f"{DP} {MP}",
+    "[8,2]<=[16]": "mp:2/1",  # each two parts of mp that stand side by side
+    "[8,2]<=[2,8]T(1,0)": "dp:2/2",  # and two of dp, the second after the one before
+    "{{0,5},{1,4},{2,7},{3,6},{8,13},{9,12},{10,15},{11,14}}": str(
+        [[0, 5], [1, 4], [2, 7], [3, 6], [8, 13], [9, 12], [10, 15], [11, 14]]
+    ),  # no axis of this mesh, nor part of one, so nothing planned
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_an_axis_is_told_by_its_groups(groups):
+    ((wire,),) = [collective.entries for collective in communication_in_hlo(one(f"replica_groups={groups}"), SIZES)]
+    assert wire == Entry("wire", Operation.all_reduce, GROUPS[groups], "float32", 512, 1, Direction.once)
+
+
+def test_a_device_alone_says_nothing():
+    alone = ",".join(f"{{{i}}}" for i in range(16))
+    assert communication_in_hlo(one(f"replica_groups={{{alone}}}"), SIZES) == []
+    assert communication_in_hlo(one("replica_groups={{0}}"), {DP: 1, MP: 1}) == []
+
+
+def test_an_unknown_collective_is_refused():
+    with pytest.raises(ValueError, match="does not know: ragged-all-to-all"):
+        communication_in_hlo(one(f"replica_groups={{{ROWS}}}", "ragged-all-to-all"), SIZES)
+    with pytest.raises(ValueError, match="replica groups in another form"):
+        communication_in_hlo(one("replica_groups=@somewhere"), SIZES)
+
+
+REDUCE_SCATTER = """
+%region_7.7.clone (a: f32[], b: f32[]) -> bf16[] {
+  %a = bf16[]{:T(256)} parameter(0)
+  %b = bf16[]{:T(256)} parameter(1)
+  ROOT %add.65 = bf16[]{:T(256)} add(%a, %b), metadata={op_name="checkpoint/add" stack_frame_id=11}
+}
+
+%all-reduce-scatter.clone.1 (input.2: bf16[2048,2048]) -> bf16[528,2048] {
+  %input.2 = bf16[2048,2048]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %constant.182 = bf16[] constant(0)
+  %pad.2 = bf16[2112,2048]{1,0:T(8,128)(2,1)} pad(%input.2, %constant.182), padding=0_64x0_0
+  %all-reduce.3 = bf16[2112,2048]{1,0:T(8,128)(2,1)} all-reduce(%pad.2), channel_id=9, replica_groups={{0,4,8,12},{1,5,9,13},{2,6,10,14},{3,7,11,15}}, use_global_device_ids=true, to_apply=%region_7.7.clone
+  ROOT %dynamic-slice.12 = bf16[528,2048]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%all-reduce.3, %multiply.10, %constant.184), dynamic_slice_sizes={528,2048}
+}
+
+ENTRY %main (x: bf16[2048,2048]) -> bf16[576,2048] {
+  %x = bf16[2048,2048]{1,0:T(8,128)(2,1)} parameter(0)
+  %fusion.106 = bf16[528,2048]{1,0:T(8,128)(2,1)S(1)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.clone.1
+  %slice.2 = bf16[48,2048]{1,0:T(8,128)(2,1)S(1)} slice(%fusion.106), slice={[480:528], [0:2048]}
+  %collective-permute-start.2 = (bf16[48,2048]{1,0:T(8,128)(2,1)S(1)}, bf16[48,2048]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%slice.2), channel_id=1, source_target_pairs={{0,4},{4,8},{8,12},{1,5},{5,9},{9,13},{2,6},{6,10},{10,14},{3,7},{7,11},{11,15}}
+  %collective-permute-done.2 = bf16[48,2048]{1,0:T(8,128)(2,1)S(1)} collective-permute-done(%collective-permute-start.2)
+  ROOT %concatenate.2 = bf16[576,2048]{1,0:T(8,128)(2,1)S(1)} concatenate(%collective-permute-done.2, %fusion.106), dimensions={0}
+}
+"""  # noqa: E501
+
+
+def test_a_padded_reduce_scatter_is_one_with_its_border():
+    """The four parts of 2112 rows begin up to 48 rows late; that is the compiler's doing, not the plan's."""
+    planned = Entry("dw", Operation.reduce_scatter, DP, "bfloat16", 2 * 2048 * 2048, 1, Direction.once)
+    found = reconcile([planned], communication_in_hlo(REDUCE_SCATTER, SIZES), SIZES)
+    assert found.balanced, str(found)
+    assert [key(entry) for entry in found.borders] == [(Operation.ppermute, DP, "bfloat16", 2 * 48 * 2048)]
+    assert reconcile([], communication_in_hlo(REDUCE_SCATTER.replace("pad(", "copy("), SIZES), SIZES).unplanned
+
+
+LOOP = """
+%start (param_0.178: bf16[1,2048,512]) -> (bf16[1,2048,512], bf16[1,2048,2048]) {
+  %param_0.178 = bf16[1,2048,512]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.28 = bf16[1,2048,2048]{2,1,0:T(8,128)(2,1)} all-gather(%param_0.178), channel_id=3, replica_groups={{0,4,8,12},{1,5,9,13},{2,6,10,14},{3,7,11,15}}, dimensions={2}, frontend_attributes={chain_id="0"}, metadata={op_name="jit(loss)/shard_map/transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/all_gather"}
+  ROOT %custom-call.2 = (bf16[1,2048,512]{2,1,0}, bf16[1,2048,2048]{2,1,0}) custom-call(%all-gather.28), custom_call_target="AsyncCollectiveStart"
+}
+
+%meanwhile (param_0.182: bf16[1,2048,512]) -> bf16[1,2048,2048] {
+  %param_0.182 = bf16[1,2048,512]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  ROOT %all-gather.30 = bf16[1,2048,2048]{2,1,0:T(8,128)(2,1)S(1)} all-gather(%param_0.182), channel_id=3, replica_groups={{0,4,8,12},{1,5,9,13},{2,6,10,14},{3,7,11,15}}, dimensions={2}, frontend_attributes={chain_id="0"}
+}
+
+%body (p: (s32[], bf16[1,2048,512])) -> (s32[], bf16[1,2048,512]) {
+  %constant.1 = s32[]{:T(128)} constant(STEP)
+  %p = (s32[]{:T(128)}, bf16[1,2048,512]{2,1,0}) parameter(0)
+  %x = bf16[1,2048,512]{2,1,0} get-tuple-element(%p), index=1
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %copy.18 = s32[]{:T(128)S(6)} copy(%i)
+  %add.1 = s32[]{:T(128)} add(%copy.18, %constant.1)
+  %async-collective-start = (bf16[1,2048,512]{2,1,0}, bf16[1,2048,2048]{2,1,0}) fusion(%x), kind=kCustom, calls=%start
+  %fusion.109 = bf16[1,2048,2048]{2,1,0} fusion(%x), kind=kCustom, calls=%meanwhile
+  ROOT %tuple.1 = (s32[]{:T(128)}, bf16[1,2048,512]{2,1,0}) tuple(%add.1, %x)
+}
+
+%condition (p.1: (s32[], bf16[1,2048,512])) -> pred[] {
+  %constant.516 = s32[]{:T(128)} constant(8)
+  %p.1 = (s32[]{:T(128)}, bf16[1,2048,512]{2,1,0}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%p.1), index=0
+  ROOT %lt.136 = pred[]{:T(512)} compare(%i.1, %constant.516), direction=LT
+}
+
+ENTRY %main (x.1: bf16[1,2048,512]) -> (s32[], bf16[1,2048,512]) {
+  %x.1 = bf16[1,2048,512]{2,1,0} parameter(0)
+  %constant.545 = s32[]{:T(128)} constant(0)
+  %copy.379 = s32[]{:T(128)} copy(%constant.545)
+  %tuple.216 = (s32[]{:T(128)}, bf16[1,2048,512]{2,1,0}) tuple(%copy.379, %x.1)
+  ROOT %while.277 = (s32[]{:T(128)}, bf16[1,2048,512]{2,1,0}) while(%tuple.216), condition=%condition, body=%body
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(("step", "times"), [(1, 8), (2, 4), (3, 3)])
+def test_a_loop_runs_as_often_as_its_counter_says(step, times):
+    """And a gather that several fusions carry along is one gather."""
+    ((gather,),) = [collective.entries for collective in communication_in_hlo(LOOP.replace("STEP", str(step)), SIZES)]
+    assert key(gather) == (Operation.all_gather, DP, "bfloat16", 2 * 2048 * 512)
+    assert gather.count == times and gather.direction == Direction.recompute
+
+
+def test_a_loop_that_cannot_be_counted_is_refused():
+    with pytest.raises(ValueError, match=r"who knows how often all-gather\.28 runs, in start"):
+        communication_in_hlo(LOOP.replace("constant(STEP)", "parameter(1)"), SIZES)
+
+
+def test_a_branch_is_refused():
+    text = one(f"replica_groups={{{ROWS}}}").replace("ENTRY %main", "%branch")
+    entry = """
+ENTRY %main (i: s32[], x: f32[8,16]) -> f32[8,16] {
+  %i = s32[] parameter(0)
+  %x = f32[8,16]{1,0} parameter(1)
+  ROOT %either = f32[8,16]{1,0} conditional(%i, %x, %x), branch_computations={%branch, %branch}
+}
+"""
+    with pytest.raises(ValueError, match="who knows how often wire runs, in branch"):
+        communication_in_hlo(text + entry, SIZES)
+
+
+def test_what_a_loop_stacked_up_may_travel_after_it():
+    """A key/value weight's gradient in each of 4 layers: on TPU all 4 together, and no fewer."""
+
+    def entry(size: int, count: int) -> Entry:
+        return Entry("dw", Operation.all_reduce, MP, "float32", size, count, Direction.backward)
+
+    found = communication_in_hlo(one(f"replica_groups={{{ROWS}}}"), SIZES)
+    assert reconcile([entry(128, 4)], found, SIZES).balanced
+    assert [e.what for e in reconcile([entry(128, 4)], found, SIZES).moved] == ["wire"]
+    assert reconcile([entry(128, 5)], found, SIZES).missing == [entry(128, 1)]
+    assert [e.bytes for e in reconcile([entry(128, 3)], found, SIZES).unplanned] == [512]
+    assert not reconcile([entry(256, 1)], found, SIZES).balanced
+    assert not reconcile([entry(192, 2)], found, SIZES).balanced
+
+
+# As written
+
+
+def test_a_trace_that_cannot_be_counted_is_refused():
+    def over(body):
+        return jax.make_jaxpr(jax.shard_map(body, mesh=mesh((2, 4)), in_specs=P(MP), out_specs=P()))(jnp.ones(4)).jaxpr
+
+    with pytest.raises(ValueError, match="who knows how often: all-reduce over mp in a while"):
+        communication_in_jaxpr(
+            over(
+                lambda x: lax.while_loop(
+                    lambda x: x[0] < 9, lambda x: lax.psum(mark_varying(x, MP), MP), lax.psum(x, MP)
+                )
+            )
+        )
+    with pytest.raises(ValueError, match="does not know"):
+        communication_in_jaxpr(
+            over(lambda x: lax.psum(x + lax.all_to_all(mark_varying(jnp.ones((4, 1)), MP), MP, 0, 0)[0], MP))
+        )
+
+
+def test_a_named_grid_may_number_its_places_otherwise():
+    """As the twin's gradients are written for a V3-32 on (4, 8): 4 x 8 devices, taken column by column."""
+    text = "replica_groups=mesh['axis_0'=8,'axis_1'=1,'axis_2'=4], device_ids=([4,8]T(1,0)) {'axis_0'}, use_global"
+    assert replica_groups(text, 32) == {frozenset(range(8 * row, 8 * row + 8)) for row in range(4)}
+    text = "replica_groups=mesh['axis_0'=8,'axis_1'=4], device_ids=([4,8]T(1,0)) {'axis_1'}"
+    assert replica_groups(text, 32) == {frozenset(range(column, 32, 8)) for column in range(8)}

@@ -1,0 +1,83 @@
+"""Between slices a step sends each shard once, and nothing else: as the theory says, and as the compiler made it."""
+
+from math import prod
+
+import jax.numpy as jnp
+import pytest
+
+from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.plan.communication.analytic import analytic_communication
+from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
+from shmap_tp.plan.communication.ledger import Direction, Operation, tally, without_trivial_axes
+from shmap_tp.plan.predict import predict
+from shmap_tp.plan.topologies import Slice
+from tests.helpers.model_fixtures import config
+
+TWO_SLICES = ["mesh.dp=8", "mesh.mp=1", "mesh.slices=2", "train.batch=16", "train.microbatches=2"]
+TWO = 'send(%x, %after-all), frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type='
+MODULE = f"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: f32[2,8]) -> f32[2,8] {{
+  %x = f32[2,8]{{1,0}} parameter(0)
+  %after-all = token[] after-all()
+  %send = (f32[2,8]{{1,0:T(2,128)}}, u32[], token[]) {TWO}"ALL_GATHER"}}
+  %send.1 = (bf16[4,8]{{1,0}}, u32[], token[]) {TWO}"REDUCE_SCATTER"}}
+  %send.2 = (s32[1,1,128]{{2,1,0}}, u32[], token[]) {TWO}"ALL_REDUCE"}}
+  ROOT %y = f32[2,8]{{1,0}} copy(%x)
+}}
+"""
+
+
+def test_what_leaves_the_slice_is_read():
+    gathered, scattered, summed = inter_slice_communication(MODULE)
+    assert (gathered.operation, gathered.dtype, gathered.bytes) == (Operation.all_gather, "float32", 64)
+    assert (scattered.operation, scattered.dtype, scattered.bytes) == (Operation.reduce_scatter, "bfloat16", 64)
+    assert (summed.operation, summed.dtype, summed.bytes) == (Operation.all_reduce, "int32", 512)
+    assert {(entry.axis, entry.count, entry.direction) for entry in inter_slice_communication(MODULE)} == {
+        ("dp:2/1", 1, Direction.once)
+    }
+    assert (
+        compare_dcn([gathered, scattered], inter_slice_communication(MODULE))
+        == "as planned; of all-reduces over all of dp 512 B"
+    )
+    assert compare_dcn([gathered], inter_slice_communication(MODULE)).startswith("NOT as planned")
+
+
+def test_what_becomes_of_it_must_be_known():
+    with pytest.raises(ValueError, match=r"send\.1: what becomes of it"):
+        inter_slice_communication(MODULE.replace("REDUCE_SCATTER", "ALL_TO_ALL"))
+
+
+@pytest.mark.parametrize("zero", ["zero1", "fsdp", "fsdp mesh.fsdp_gradients=ring"])
+def test_a_step_crosses_once_with_a_shard_by_the_theory(zero):
+    """Of each matrix 1/4 of the gradient, four being the devices of a slice, however many the microbatches."""
+    conf = config(
+        "mesh.dp=8",
+        "mesh.mp=1",
+        "mesh.slices=2",
+        "train.batch=16",
+        "train.microbatches=2",
+        *f"mesh.zero={zero}".split(),
+    )
+    entries = [entry for entry in analytic_communication(conf, jnp.bfloat16) if entry.axis == "dp:2/1"]
+    assert {entry.count for entry in entries} == {1} and {entry.direction for entry in entries} == {Direction.once}
+    gradients = sum(entry.bytes for entry in entries if entry.operation == Operation.reduce_scatter)
+    matrices = 2 * (4 * 24 * 32 + 2 * 24 * 40) + 2 * 64 * 24
+    assert gradients == 4 * matrices / 4
+
+
+@pytest.mark.parametrize("gradients", ["reduce_scatter", "ring"])
+def test_the_compiler_sends_that(gradients):
+    pytest.importorskip("libtpu")
+    conf = config(
+        "model.width=256", "model.ffn=512", "model.head_dim=128", "model.heads=4", "model.kv_heads=4",
+        "model.context=8",
+        "model.attention=chunked", "model.vocabulary_multiple=64", "mesh.zero=fsdp",
+        f"mesh.fsdp_gradients={gradients}", *TWO_SLICES,
+    )  # fmt: skip
+    made = predict(conf, Slice("v5e", (2, 2), 2), cache=None)
+    planned = without_trivial_axes(analytic_communication(conf, jnp.bfloat16), {DP: 8, MP: 1})
+    found = inter_slice_communication(made.text)
+    assert compare_dcn(planned, found).startswith("as planned"), f"{tally(found)} {tally(planned)}"
+    whole = prod((2, 256, 512)) * 4
+    assert max(entry.bytes for entry in found) <= whole / 4

@@ -1,0 +1,54 @@
+"""A trace of the steps that were asked for, whole, with the names of the source in it."""
+
+import gzip
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from shmap_tp.data.batches import Batches
+from shmap_tp.runtime.exit_codes import STOPPED
+from shmap_tp.training import loop as train
+from tests.helpers.run_fixtures import lines, tiny
+from tests.training.test_loop import interrupt
+
+DEVICES = 8
+
+
+@pytest.fixture(autouse=True)
+def no_peak(monkeypatch):
+    monkeypatch.setattr(train, "machine_peak", lambda devices: None)
+
+
+def traced(run: Path) -> tuple[list[int], bytes]:
+    """(the numbers of the steps in the one trace of a run, the trace itself); each of them ran on every device."""
+    (where,) = (run / "profile" / "plugins" / "profile").iterdir()
+    (file,), (trace,) = where.glob("*.trace.json.gz"), where.glob("*.xplane.pb")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    steps = [int(event["args"]["step_num"]) for event in events if event.get("name") == "train"]
+    operations = [event for event in events if event.get("args", {}).get("hlo_module") == "jit_step"]
+    once = {event["name"] for event in operations if event["name"].startswith("psum_invariant")}
+    times = {name: sum(event["name"] == name for event in operations) for name in once}
+    assert once and min(times.values()) == len(steps) * DEVICES, times
+    return steps, trace.read_bytes()
+
+
+def test_a_profile_is_of_whole_steps_and_reads_like_the_source(tmp_path):
+    assert train.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=4", "checkpoint.every=0")) == 0
+    steps, trace = traced(tmp_path / "run")
+    assert steps == [3, 4, 5]
+    for name in (b"attention", b"mlp", b"dp_gradient_reduction", b"update"):
+        assert name + b"/" in trace
+    spans = [json.loads(line) for line in (tmp_path / "run" / "time.jsonl").read_text().splitlines()]
+    assert [span["cause"] for span in spans].count("profile") == 2  # before the first and after the last
+
+
+def test_a_profile_that_a_stop_cuts_short_is_written_and_not_begun_again(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        interrupt(patch, Batches, "training", signal.SIGTERM, lambda step: step == 3)
+        assert train.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=0")) == STOPPED
+    assert traced(tmp_path / "run")[0] == [3, 4]
+    assert train.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=0", "checkpoint.resume=must")) == 0
+    assert "no profile: train.profile=[3, 5] begins before step 5, the first from here on" in capsys.readouterr().out
+    assert traced(tmp_path / "run")[0] == [3, 4] and len(lines(tmp_path)) == 8

@@ -77,7 +77,11 @@ def reference() -> str:
     lines = [BEGIN, ""]
     for name, kind, _ in fields(known["Config"]):
         lines += section(name, known[kind], known, values[name])
-    lines += ["### What each remat policy saves by name", "", "| `model.remat` | saved, and allowed in `model.offload` |"]
+    lines += [
+        "### What each remat policy saves by name",
+        "",
+        "| `model.remat` | saved, and allowed in `model.offload` |",
+    ]
     lines += ["| --- | --- |"]
     for remat, saved in SAVED_BY_REMAT.items():
         lines.append(f"| `{remat}` | {', '.join(f'`{name}`' for name in saved) or 'everything, none of it by name'} |")
@@ -94,7 +98,9 @@ def updated(document: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the document is not current")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if the document is not current"
+    )
     arguments = parser.parse_args()
     document = DOCUMENT.read_text()
     if arguments.check:

@@ -1,7 +1,7 @@
 """Writes the index in docs/performance-notes.md: every file of docs/performance-notes.d/ with its headings.
 
-    python docs/make_performance_notes.py            rewrites the part between the markers
-    python docs/make_performance_notes.py --check    exit code 1 if it is not current
+python docs/make_performance_notes.py            rewrites the part between the markers
+python docs/make_performance_notes.py --check    exit code 1 if it is not current
 """
 
 import argparse
@@ -34,7 +34,9 @@ def updated(document: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the document is not current")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if the document is not current"
+    )
     arguments = parser.parse_args()
     document = DOCUMENT.read_text()
     if arguments.check:

@@ -146,7 +146,7 @@ def test_arguments_reach_main_py_unchanged(cloud):
     assert received.stdout.decode().splitlines() == ["start", "--cfg", "conf/config.yaml", *given]
 
 
-def test_setup_copies_exactly_the_files_that_git_knows_of(cloud):
+def test_setup_copies_the_files_that_git_knows_of(cloud):
     cloud.pod("setup", "packed-p")
     packed = cloud.directory / "shmap_tp-packed-p.tar.gz"
     names = subprocess.run(["tar", "-tzf", packed], capture_output=True, text=True, check=True).stdout.split()

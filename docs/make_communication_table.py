@@ -1,13 +1,15 @@
-"""Write the communication table of docs/parallelism.md from the planner's analytic rules.
+"""Writes the communication table of docs/parallelism.md, from the planner's analytic rules.
 
-    python docs/make_communication_table.py
+python docs/make_communication_table.py            rewrites the part between the markers
+python docs/make_communication_table.py --check    exit code 1 if it is not current
 
-The table stands between two markers in the document; tests/test_documents.py checks that it is current, and
-tests/plan/test_communication.py that the rules are what the program does.
+tests/plan/test_communication.py checks that the rules are what the programs do.
 """
 
+import sys
 from collections import Counter
-from pathlib import Path
+
+from generated_part import DOCS, GeneratedPart
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Block, Config, MeshConfig, ModelConfig, Remat, TensorParallelMode
@@ -15,8 +17,6 @@ from shmap_tp.parallel.mesh import MP
 from shmap_tp.plan.communication import analytic, parameters
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
 
-DOCUMENT = Path(__file__).with_name("parallelism.md")
-BEGIN, END = "<!-- communication table: generated -->", "<!-- end of the communication table -->"
 DP_SIZE, MP_SIZE = 8, 7
 X = 3 * 7 * 11 * 13
 """Values of x[B T D]: a multiple of MP_SIZE, and of no other size here."""
@@ -131,30 +131,28 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+OVER_MP = """Over mp, per microbatch.  B sequences of the microbatch on a device, T time, D model width; *recomputed*: repeated
+in the backward pass by the rematerialisation policy."""
+BESIDE = """In every mode the cross entropy adds one all-gather over mp of three values per position for each chunk of
+positions; logits are never gathered.  With `all_reduce` the weight gradients of key and value are all-reduced over mp
+where mp exceeds the number of key/value heads; in the other modes the gradients of all parameters that are replicated
+over mp (norms, learned positions, such key and value weights) are all-reduced over mp once per step."""
+OVER_DP = """Over dp, for one weight w of a block (w is what a device of mp holds of it).  Forward and backward are per
+microbatch, the last column once per step.  Gradients of vectors are all-reduced, whatever `zero` says."""
+
+
 def table() -> str:
-    return "\n\n".join(
-        [
-            "Over mp, per microbatch.  B sequences of the microbatch on a device, T time, D model width; *recomputed* means "
-            "repeated in the backward pass by the rematerialisation policy.",
-            markdown(["over mp", "forward", "recomputed", "backward"], tensor_parallel_rows()),
-            "In every mode the cross entropy adds one all-gather over mp of three values per position for each chunk of "
-            "positions; logits are never gathered.  With `all_reduce` the weight gradients of key and value are all-reduced "
-            "over mp where mp exceeds the number of key/value heads; in the other modes the gradients of all parameters "
-            "replicated over mp (norms, learned positions, such key and value weights) are all-reduced over mp once per "
-            "step.",
-            "Over dp, for one weight w of a block (w is what a device of mp holds of it).  Forward and backward are per "
-            "microbatch, the last column once per step.  Vectors are all-reduced, whatever `zero` says.",
-            markdown(["over dp", "forward", "backward", "once per step"], data_parallel_rows()),
-        ]
-    )
+    over_mp = markdown(["over mp", "forward", "recomputed", "backward"], tensor_parallel_rows())
+    over_dp = markdown(["over dp", "forward", "backward", "once per step"], data_parallel_rows())
+    return "\n\n".join([OVER_MP, over_mp, BESIDE, OVER_DP, over_dp])
 
 
-def document_with_table(text: str) -> str:
-    """The document with the table between the markers replaced."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
-
+PART = GeneratedPart(
+    document=DOCS / "parallelism.md",
+    begin="<!-- communication table: generated -->",
+    end="<!-- end of the communication table -->",
+    text=table,
+)
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(document_with_table(DOCUMENT.read_text()))
+    sys.exit(PART.main(__doc__))

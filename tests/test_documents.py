@@ -5,6 +5,7 @@ The info string of a fenced block says how it is checked:
     sh run        the block is run, on CPU, in a temporary copy of the working tree
     sh check      its configuration is composed and validated, and its flags are looked up in the command's help
     sh hardware   not run: it needs hardware, a network or a long time
+    python run    all such blocks of a document are run as one program, on CPU
 """
 
 import argparse
@@ -14,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -24,50 +24,16 @@ import pytest
 
 from shmap_tp import verify
 from shmap_tp.config.compose import load
+from tests.helpers.documents import DOCUMENTS, ROOT, Block, blocks, name_of
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"sh", "python", "yaml", "json", "text"}
 MARKS = {"run", "check", "hardware"}
 README_LINES = 125
-
-
-def name_of(file: Path) -> str:
-    return str(file.relative_to(ROOT))
-
 
 EVERY_DOCUMENT = pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
 
 
 # Command blocks
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a document."""
-
-    file: Path
-    line: int
-    info: tuple[str, ...]
-    text: str
-
-    @property
-    def place(self) -> str:
-        return f"{name_of(self.file)}:{self.line}"
-
-
-def blocks(file: Path) -> list[Block]:
-    found, begin, info, lines = [], 0, (), []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        if not line.lstrip().startswith("```"):
-            lines.append(line)
-        elif begin:
-            found.append(Block(file, begin, info, "\n".join(lines)))
-            begin = 0
-        else:
-            begin, info, lines = number, tuple(line.strip().strip("`").split()), []
-    assert not begin, f"{name_of(file)}:{begin}: a fenced block has no end"
-    return found
 
 
 def marked(mark: str) -> pytest.MarkDecorator:
@@ -110,6 +76,16 @@ def test_a_run_block_succeeds(block, working_copy):
         cwd=working_copy, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, f"{block.place} failed:\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("file", [file for file in DOCUMENTS if "```python run" in file.read_text()], ids=name_of)
+def test_the_python_blocks_of_a_document_run(file):
+    program = "\n".join(block.text for block in blocks(file) if block.info == ("python", "run"))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{name_of(file)}:\n{done.stderr[-2000:]}"
 
 
 def commands(block: Block) -> list[list[str]]:
@@ -204,7 +180,7 @@ def generator(request, monkeypatch) -> ModuleType:
     return import_module(request.param)
 
 
-GENERATORS = ["make_configuration", "make_performance_notes", "make_planning_report"]
+GENERATORS = ["make_communication_table", "make_configuration", "make_performance_notes", "make_planning_report"]
 
 
 @pytest.mark.parametrize("generator", GENERATORS, indirect=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_documents import DOCUMENTS, ROOT, name_of
+from tests.helpers.documents import DOCUMENTS, ROOT, name_of
 
 NOT_IN_A_WORD = r"(?<![A-Za-z])(?:{})(?![A-Za-z])"
 """Also matches parts of identifiers, such as wire in `wire_bytes`."""

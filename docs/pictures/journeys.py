@@ -33,7 +33,7 @@ LANES = {
         ("model/loss", "head and cross\nentropy, in chunks"),
     ],
     "A weight:\nfrom declaration\nto checkpoint": [
-        ("layers/linear", "declares it:\nsharded_parameter"),
+        ("layers/linear", "declares it:\nparam"),
         ("parallel/partitioning", "derives its\nPartitionSpec"),
         ("training/step", "initialises it under\njit, as shards"),
         ("parallel/fsdp", "gathers it over dp\nbefore its block"),

@@ -67,7 +67,7 @@ class Generation:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Pallas kernels can multiply bfloat16 matrices, which Mosaic (libtpu 0.0.42) does not support on v2 and v3."""
+        """Whether Pallas can multiply bfloat16 matrices; Mosaic (libtpu 0.0.42) does not support this on v2 and v3."""
         return self.platform not in ("v2", "v3")
 
 

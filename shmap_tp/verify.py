@@ -22,7 +22,7 @@ from etils import epath
 
 from shmap_tp.config.compose import load
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.errors import UserError
+from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.console import say
 from shmap_tp.runtime.distributed import initialize_distributed
 from shmap_tp.training.checkpoint import examine
@@ -87,9 +87,9 @@ def parser() -> argparse.ArgumentParser:
 def door(act: Callable[[], bool]) -> int:
     try:
         return 0 if act() else 1
-    except UserError as error:
+    except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Checkpoints:
     def save(self, step: int, state: State, facts: dict[str, Any]) -> None:
         """Begin to save; returns as soon as `state` may be donated.  `facts` is JSON, kept with the arrays.
 
-        Raises what a save before this one failed with: InputError where the disk is full.
+        Raises what a save before this one failed with: StorageError where the disk is full.
         """
         self.wait()
         with self._writing(step):

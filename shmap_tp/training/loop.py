@@ -51,13 +51,13 @@ def train(config: Config, place: Coordinator | None = None) -> int:
     Where it is one of several processes, and no environment tells how they meet, `place` does; there an error does not
     return, but ends all of them.
     """
-    with StopRequest() as stop, WallClock() as clock, distributed_session(config, place, stop.told) as stop.peers:
+    with StopRequest() as stop, WallClock() as clock, distributed_session(config, place, stop.stop_event) as stop.peers:
         given, config = config, resolve_auto(config, len(jax.devices()))
         mesh = make_mesh(config.mesh)
         prepare_environment(config)
         programs = build_step_functions(config, mesh, dtype_of(config.train.precision))
         batches = Batches(config, programs.tokens)
-        with watch_preemption(stop.told), Checkpoints(config.checkpoint, say) as checkpoints:
+        with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, say) as checkpoints:
             run = Run(given, config, programs, batches, checkpoints, ReplicaCheck(programs.shapes), clock)
             return _loop(run, *start(config, programs, batches, checkpoints), stop)
     print(STOPPED_EARLY[1])
@@ -85,7 +85,7 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     whole = True
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
     step_program = _compile(run, first)
-    stop.training()
+    stop.begin_training()
     watch = BadStepMonitor(config.guard, batches.windows, f"{config.data.dir}/train.bin")
     with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
         meter = _meter(config, lambda line: recorder.train(line | watch.of(line) | clock.of(line)))
@@ -95,7 +95,7 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
         clock.turn(TimeCategory.steps)
 
         with _profile(run, first, meter) as profile:
-            while done < config.train.steps and not stop.asked() and not watch.verdict:
+            while done < config.train.steps and not stop.requested() and not watch.verdict:
                 with profile.around(done + 1):
                     with clock.fetching():
                         tokens = batches.training(done)
@@ -176,7 +176,7 @@ def _validate(run: Run, done: int, state: State, recorder: Recorder, stop: StopR
     """
     losses: list[Any] = []
     for i in range(run.batches.validation_count):
-        if stop.asked():
+        if stop.requested():
             return False
         losses.append(run.programs.evaluate(state.params, run.batches.validation(i)))
         jax.block_until_ready(losses[-2:-1])  # the next is under way, no more: a stop is heeded a batch later

@@ -23,7 +23,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from shmap_tp.config.schema import Config
-from shmap_tp.config.validate import check
+from shmap_tp.config.validate import validate
 from shmap_tp.data.batches import Batches
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh
@@ -56,7 +56,7 @@ class Trainer:
 def resume(config: Config, onto: tuple[int, int], steps: int) -> bool:
     """Whether what is restored is bit for bit what was saved on both meshes, and the run on the same mesh, too."""
     other = replace(config, mesh=replace(config.mesh, dp=onto[0], mp=onto[1], tile=None))
-    check(other)
+    validate(other)
     here, there = Trainer(config), Trainer(other)
     with set_aside(config) as checkpoints:
         state, _ = here.go(here.programs.init(), 0, steps)

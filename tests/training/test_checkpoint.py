@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.config.schema import CheckpointConfig, Resume
-from shmap_tp.errors import UserError
+from shmap_tp.errors import StorageError, UserError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import checkpoint
 from shmap_tp.training.checkpoint import MANIFEST, Checkpoints
@@ -297,7 +297,7 @@ def test_a_save_that_failed_in_the_background_is_heard_of(programs, tmp_path, mo
     state = random_state(programs(2, 4), 1)
     monkeypatch.setattr(checkpoint, "_hashes", full)
     with (
-        pytest.raises(UserError, match=r"checkpoint .*/1 could not be written: no space left"),
+        pytest.raises(StorageError, match=r"checkpoint .*/1 could not be written: no space left"),
         Checkpoints(settings(tmp_path), print) as checkpoints,
     ):
         checkpoints.save(1, state, FACTS)

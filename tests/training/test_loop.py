@@ -429,11 +429,11 @@ def test_resume_if_present_starts_goes_on_and_survives_a_killed_first_save(strai
 def test_the_first_signal_asks_and_a_second_ctrl_c_breaks_off():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with StopRequest() as stop:
-        stop.training()
-        assert not stop.asked()
+        stop.begin_training()
+        assert not stop.requested()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked()
+        assert stop.requested()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert {number: signal.getsignal(number) for number in before} == before

@@ -72,12 +72,12 @@ BAD = {
     "the mesh and the devices": (["mesh.mp=2"], ["dp=2 x mp=2 needs 4 devices", "has 8", "dp x mp = 8"]),
     "a file of odd length": (odd, ["train.bin: 5999 bytes", "multiple of the 2 bytes", "prepare it again"]),
     "an id beyond the vocabulary": (beyond, ["validation.bin: token 64 is id 64", "ends at 63", "model.vocabulary=65"]),
-    "a file below one window": (short, ["train.bin: 16 tokens", "model.context=16 needs 17", "shorten model.context"]),
-    "too few windows to evaluate": (few, ["validation.bin: 7 windows", "train.batch=8", "use train.batch=7 or less"]),
-    "no token file": (none, ["train.bin is not there", "python -m shmap_tp.prepare"]),
+    "a file below one sequence": (short, ["train.bin: 16 tokens", "model.context=16 needs 17", "shorten model.context"]),
+    "too few sequences to evaluate": (few, ["validation.bin: 7 sequences", "train.batch=8", "use train.batch=7 or less"]),
+    "no token file": (none, ["train.bin does not exist", "python -m shmap_tp.prepare"]),
     "a run directory below a file": (["run.dir=FILE/x"], ["run.dir=", "cannot be written: Not a directory", "choose"]),
-    "data in a file": (["data.dir=FILE", "data.source=stdlib"], ["/file is a file", "data.dir names a directory"]),
-    "data below a file": (["data.dir=FILE/x", "data.source=stdlib"], ["/file/x cannot be", "name another data.dir"]),
+    "data in a file": (["data.dir=FILE", "data.source=stdlib"], ["/file is a file", "data.dir must name a directory"]),
+    "data below a file": (["data.dir=FILE/x", "data.source=stdlib"], ["/file/x cannot be", "choose another data.dir"]),
     "a checkpoint directory below a file": (["checkpoint.dir=FILE/x"], ["checkpoint.dir=", "cannot be written"]),
     "a cache below a file": (["run.compilation_cache=FILE/x"], ["run.compilation_cache=", "cannot be written"]),
     "nothing to resume": (["--resume"], ["no checkpoint in", "leave it out", "run.dir="]),
@@ -209,7 +209,7 @@ def test_a_process_given_bad_input_exits_with_2_and_without_a_traceback(tmp_path
     process = start("--cfg", FIRST, *overrides(tmp_path, "data.dir=nowhere"))
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert err.startswith("error: nowhere/train.bin is not there") and len(err.splitlines()) <= 2, err
+    assert err.startswith("error: nowhere/train.bin does not exist") and len(err.splitlines()) <= 2, err
     assert "Traceback" not in out + err
 
 

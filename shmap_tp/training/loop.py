@@ -86,7 +86,7 @@ def _loop(run: Run, state: State, saved: int | None, stop: StopRequest) -> int:
     facts = {"config": to_dict(config), "data": batches.identity, "mesh": [config.mesh.dp, config.mesh.mp]}
     step_program = _compile(run, first)
     stop.training()
-    watch = BadStepMonitor(config.guard, batches.windows, f"{config.data.dir}/train.bin")
+    watch = BadStepMonitor(config.guard, batches.sequence_indices, f"{config.data.dir}/train.bin")
     with Recorder(config, first, speaks=jax.process_index() == 0) as recorder:
         meter = _meter(config, lambda line: recorder.train(line | watch.of(line) | clock.of(line)))
         if first and _due(first, config.evaluate.every, config.train.steps) and not agreed(recorder.validated):

@@ -147,9 +147,9 @@ def test_what_goes_wrong_in_one_is_said_by_all(tmp_path):
     with together(2, *overrides(tmp_path), last=["data.dir=nowhere"]) as processes:
         said = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
-    assert said[0].startswith("error: process 1 ended: nowhere/train.bin is not there; prepare it with"), said[0]
+    assert said[0].startswith("error: process 1 ended: nowhere/train.bin does not exist; prepare it with"), said[0]
     for text in (said[1], (tmp_path / "run" / "logs" / "process-1.log").read_text()):
-        assert "error: nowhere/train.bin is not there" in text and "Traceback" not in text, text
+        assert "error: nowhere/train.bin does not exist" in text and "Traceback" not in text, text
 
 
 @pytest.mark.parametrize("number", [0, 1])

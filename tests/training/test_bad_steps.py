@@ -239,7 +239,7 @@ def test_skipped_steps_are_counted_told_and_leave_the_weights(spoilt, capsys):
         tiny(spoilt), build_step_functions(tiny(spoilt), make_mesh(tiny(spoilt).mesh), jnp.float32).tokens
     )
     for line in lines(spoilt):
-        assert line.get("windows") == (batches.windows(line["step"] - 1).tolist() if line["step"] in BAD else None)
+        assert line.get("windows") == (batches.sequence_indices(line["step"] - 1).tolist() if line["step"] in BAD else None)
     assert checkpoints_of(spoilt) == [2, 6, 8], "a checkpoint in between would have had the weights of step 3"
 
 

@@ -34,7 +34,7 @@ several processes, one per host
 def main() -> int:
     from shmap_tp.config.compose import CONF, load
     from shmap_tp.config.validate import check_place
-    from shmap_tp.errors import UserError
+    from shmap_tp.errors import ShmapTpError
 
     names = {
         group: ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in ("model", "data")
@@ -63,9 +63,9 @@ def main() -> int:
         return train(
             config, Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
         )
-    except UserError as error:
+    except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from shmap_tp.data import text_sources
 from shmap_tp.data.prepare import prepare
 from shmap_tp.data.token_files import SPLITS
 from shmap_tp.data.tokenizer import open_tokenizer
-from shmap_tp.errors import UserError
+from shmap_tp.errors import ShmapTpError
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             source = text_sources.hub_dataset(arguments.dataset, arguments.field, arguments.validation)
         meta = prepare(source, tokenizer, arguments.out, overwrite=arguments.overwrite)
-    except (UserError, OSError) as error:
+    except (ShmapTpError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import pytest
 
 import main
 from shmap_tp.runtime import distributed as meeting
-from shmap_tp.training import loop as train
+from shmap_tp.training import loop
 from tests.helpers.run_fixtures import (
     FIRST,
     ROOT,
@@ -121,7 +121,7 @@ def test_a_bad_command_line_is_explained_too(monkeypatch, capsys, arguments, exp
 
 def test_overrides_may_stand_before_and_after_the_options(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "train", lambda config, place: seen.append(config) or 0)
+    monkeypatch.setattr(loop, "train", lambda config, place: seen.append(config) or 0)
     before, after = overrides(tmp_path, "run.seed=5", "train.steps=9"), []
     for split in (0, 3, len(before)):
         assert call(monkeypatch, *before[:split], "--cfg", FIRST, *before[split:], "--resume", *after) == 0
@@ -175,7 +175,7 @@ def test_a_process_told_to_stop_saves_and_goes_on_as_if_it_had_not_been(tmp_path
     last = stopped + 3
 
     assert call(monkeypatch, "--cfg", f"{tmp_path}/run/config.yaml", f"train.steps={last}", "--resume") == 0
-    assert f"going on from step {stopped}" in capsys.readouterr().out
+    assert f"resuming from step {stopped}" in capsys.readouterr().out
     other = tmp_path / "straight"
     write_tokens(other / "data")
     assert call(monkeypatch, "--cfg", FIRST, *overrides(other, *QUIET), f"train.steps={last}") == 0
@@ -197,9 +197,9 @@ def test_a_process_that_was_killed_loses_only_what_was_after_its_newest_complete
     process = start(*given, f"train.steps={last}", "--resume")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert f"going on from step {max(complete)}" in out
+    assert f"resuming from step {max(complete)}" in out
     other = tmp_path / "straight"
-    assert train.train(tiny(other, *QUIET, f"train.steps={last}")) == 0
+    assert loop.train(tiny(other, *QUIET, f"train.steps={last}")) == 0
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, last + 1))
     assert values(tmp_path) == values(other)
     assert state_at(tmp_path, last) == state_at(other, last)
@@ -221,9 +221,9 @@ def test_told_to_stop_it_leaves_before_the_interpreter_ends(code, said):
     """Which could crash there, of what still runs on the devices."""
     script = (
         "import atexit, runpy, sys\n"
-        "from shmap_tp import train\n"
+        "from shmap_tp.training import loop\n"
         "atexit.register(print, 'the interpreter ends', end='')\n"
-        f"train.train = lambda config, place: {code}\n"
+        f"loop.train = lambda config, place: {code}\n"
         f"sys.argv = ['main.py', '--cfg', {FIRST!r}]\n"
         "runpy.run_path('main.py', run_name='__main__')\n"
     )

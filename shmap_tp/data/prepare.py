@@ -74,7 +74,7 @@ def prepare(
 
 
 def prepare_stdlib(out: Path | str) -> dict:
-    """Prepare the Python standard library in the data.dir `out` if that is not done; several processes may call this."""
+    """Prepare the Python standard library in the data.dir `out` unless it is there; safe in parallel processes."""
     try:
         return prepare(text_sources.stdlib(), Bytes(), out, key="data.dir")
     except UserError:

@@ -141,7 +141,7 @@ def build_step_functions(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
         loss, gradients = loss_and_gradients(objective, state.params, tokens_ABT)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
-            good, guard = state.guard.judge(loss, norm, config.guard)
+            good, guard = state.guard.update(loss, norm, config.guard)
             own = jax.tree.map(lambda owner, w: owner.own(w), placements, state.params)
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, own)
             updated = select_tree(good, optax.apply_updates(own, updates), own)

@@ -19,7 +19,7 @@ import pytest
 
 import main
 from shmap_tp.runtime.exit_codes import LOST
-from shmap_tp.training import loop as train
+from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import MANIFEST
 from tests.helpers.run_fixtures import (
     FIRST,
@@ -74,8 +74,8 @@ def alone(tmp_path_factory) -> Path:
     """Steps 1 to 9 by one process with eight devices."""
     directory = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "machine_peak", lambda devices: None)
-        assert train.train(tiny(directory, *GIVEN, "train.steps=9")) == 0
+        patch.setattr(loop, "machine_peak", lambda devices: None)
+        assert loop.train(tiny(directory, *GIVEN, "train.steps=9")) == 0
     return directory
 
 
@@ -92,9 +92,9 @@ def test_two_processes_train_what_one_does_and_one_goes_on(alone, tmp_path, monk
     assert said.count("step 6/6") == 1 and "done at step 6 of 6" in said
     same_losses(tmp_path, alone, 6)
 
-    monkeypatch.setattr(train, "machine_peak", lambda devices: None)
+    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
     one = ["mesh.dp=1", "mesh.mp=8", "train.steps=9", "checkpoint.resume=must"]
-    assert train.train(tiny(tmp_path, *GIVEN, *one)) == 0
+    assert loop.train(tiny(tmp_path, *GIVEN, *one)) == 0
     assert [line["mesh"] for line in lines(tmp_path)] == [[2, 4]] * 6 + [[1, 8]] * 3
     same_losses(tmp_path, alone, 9)
 
@@ -109,7 +109,7 @@ def test_two_processes_go_on_from_what_one_has_saved_and_stop_together(alone, tm
         processes[1].send_signal(signal.SIGTERM)
         said = ended(processes, 75)
     stopped = lines(tmp_path)[-1]["step"]
-    assert "going on from step 3" in said and f"stopped and saved at step {stopped} of 100000" in said
+    assert "resuming from step 3" in said and f"stopped and saved at step {stopped} of 100000" in said
     assert (tmp_path / "run" / "checkpoints" / str(stopped) / MANIFEST).exists()
     same_losses(tmp_path, alone, 9)
 

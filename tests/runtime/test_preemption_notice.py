@@ -9,7 +9,7 @@ import pytest
 
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import watch_preemption
-from shmap_tp.training import loop as train
+from shmap_tp.training import loop
 from tests.helpers.run_fixtures import lines, tiny
 
 
@@ -70,20 +70,20 @@ def test_without_a_tpu_nobody_is_asked(monkeypatch):
 
 
 def test_a_run_on_such_a_machine_saves_and_says_that_it_was_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "machine_peak", lambda devices: None)
+    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
     values = {"preempted": "FALSE", "maintenance-event": "NONE"}
     with metadata_server(values) as server:
         monkeypatch.setenv("GCE_METADATA_HOST", server)
-        monkeypatch.setattr(train, "heeded", lambda told: watch_preemption(told, pause=0.01))
-        due = train._due
+        monkeypatch.setattr(loop, "heeded", lambda told: watch_preemption(told, pause=0.01))
+        due = loop._is_due
 
         def preempted(done: int, *rest: int) -> bool:
             values["preempted"] = "TRUE" if done else "FALSE"
             return due(done, *rest)
 
-        monkeypatch.setattr(train, "_due", preempted)
+        monkeypatch.setattr(loop, "_is_due", preempted)
         assert (
-            train.train(tiny(tmp_path, "train.steps=5000", "evaluate.every=0", "optimizer.decay_steps=5000")) == STOPPED
+            loop.train(tiny(tmp_path, "train.steps=5000", "evaluate.every=0", "optimizer.decay_steps=5000")) == STOPPED
         )
     last = lines(tmp_path)[-1]["step"]
     assert 1 <= last < 5000 and (tmp_path / "run" / "checkpoints" / str(last)).exists()

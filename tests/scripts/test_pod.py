@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from shmap_tp import verify
 from shmap_tp.config.compose import load
-from shmap_tp.training import verification as verify
 from tests.helpers.run_fixtures import FIRST
 from tests.test_architecture import ROOT
 

@@ -164,12 +164,12 @@ def _text_field(row: object, field: str, place: str) -> str:
     """The text of one record, read at `place`.  Raises `UserError` if it has none or cannot be encoded."""
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         fields = ", ".join(row) if isinstance(row, dict) else "none"
-        raise UserError(f"{place}: no text in the field {field!r} (fields: {fields}); give the right one with --field")
+        raise UserError(f"{place}: no text in the field {field!r} (fields: {fields}); set it with --field")
     text = row[field]
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{place}: character {error.start} of {field!r} is half a surrogate pair; repair it") from None
+        raise UserError(f"{place}: character {error.start} of {field!r} is half a surrogate pair; fix it") from None
     return text
 
 

@@ -26,13 +26,15 @@ from shmap_tp.training.step import State, build_step_functions
 ROOT = Path(main.__file__).parent
 FIRST = str(CONF / "config.yaml")
 CONTEXT, VOCABULARY, BATCH = 16, 64, 8
+STEPS = 8
+"""Steps of the tiny run, which evaluates at 4 and 8 and saves at 2, 4, 6 and 8."""
 
 TINY = [
     "mesh.dp=2", "mesh.mp=4",
     "model.width=32", "model.layers=2", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.ffn=64",
     f"model.vocabulary={VOCABULARY}", "model.vocabulary_multiple=64", f"model.context={CONTEXT}",
     f"model.attention_chunk={CONTEXT}",
-    f"train.batch={BATCH}", "train.microbatches=1", "train.steps=8",
+    f"train.batch={BATCH}", "train.microbatches=1", f"train.steps={STEPS}",
     "optimizer.warmup_steps=2", "optimizer.decay_steps=20",
     "evaluate.every=4", "evaluate.batches=2", "checkpoint.every=2",
     "log.tensorboard=false", "log.every=1", "run.compilation_cache=null", "data.source=null",
@@ -134,8 +136,8 @@ def free_port() -> int:
 
 def together(count: int, *arguments: str, last: Sequence[str] = ()) -> AbstractContextManager[list[subprocess.Popen]]:
     """Start main.py in `count` processes with --coordinator; only the last process gets the arguments `last`."""
-    place = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count), "--process-id"]
-    given = [[*arguments, *place, str(number)] if count > 1 else [*arguments] for number in range(count)]
+    address = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count), "--process-id"]
+    given = [[*arguments, *address, str(number)] if count > 1 else [*arguments] for number in range(count)]
     given[-1] += last
     return killed_at_the_end(start("--cfg", FIRST, *each, JAX_PLATFORMS="cpu") for each in given)
 
@@ -149,6 +151,11 @@ def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached within two minutes")
+
+
+def file_contents(directory: Path) -> dict[str, bytes]:
+    """The contents of every file below `directory`, by relative path."""
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
 def checkpoint_steps(directory: Path) -> list[int]:

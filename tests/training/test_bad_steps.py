@@ -28,7 +28,7 @@ from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.step import Objective, State, build_step_functions
 from tests.helpers.assertions import assert_replicas_agree, assert_same_bits, by_path
 from tests.helpers.model_fixtures import config, mesh
-from tests.helpers.run_fixtures import checkpoint_steps, lines, signal_during, state_at, tiny, values
+from tests.helpers.run_fixtures import STEPS, checkpoint_steps, lines, signal_during, state_at, tiny, values
 from tests.helpers.step_fixtures import learnable_batch
 
 GUARD = GuardConfig(loss_spike_sigmas=6.0, window=8, max_consecutive=3)
@@ -209,14 +209,12 @@ def weights_and_optimizer(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 
 # In a run
 
-STEPS = 8  # of the tiny run, which evaluates at 4 and 8 and saves at 2, 4, 6 and 8
 BAD = [4, 5]  # a checkpoint is due after 4
 
 
 @pytest.fixture
 def with_bad_steps(tmp_path, monkeypatch) -> Path:
     """A directory in which the batches of the steps BAD cause a NaN."""
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
     conf = tiny(tmp_path)
     made = build_step_functions(conf, make_mesh(conf.mesh), jnp.float32)
     batches = Batches(conf, made.tokens)

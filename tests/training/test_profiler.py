@@ -5,8 +5,6 @@ import json
 import signal
 from pathlib import Path
 
-import pytest
-
 from shmap_tp.data.batches import Batches
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop
@@ -15,15 +13,10 @@ from tests.helpers.run_fixtures import lines, signal_during, tiny
 DEVICES = 8
 
 
-@pytest.fixture(autouse=True)
-def no_peak(monkeypatch):
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
-
-
 def traced(run: Path) -> tuple[list[int], bytes]:
     """(step numbers in the only profile of a run, its bytes); asserts that each step ran on every device."""
-    (where,) = (run / "profile" / "plugins" / "profile").iterdir()
-    (file,), (trace,) = where.glob("*.trace.json.gz"), where.glob("*.xplane.pb")
+    (directory,) = (run / "profile" / "plugins" / "profile").iterdir()
+    (file,), (trace,) = directory.glob("*.trace.json.gz"), directory.glob("*.xplane.pb")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     steps = [int(event["args"]["step_num"]) for event in events if event.get("name") == "train"]
     operations = [event for event in events if event.get("args", {}).get("hlo_module") == "jit_step"]

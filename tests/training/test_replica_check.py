@@ -44,7 +44,6 @@ def test_a_flipped_bit_is_found_in_every_replicated_array_on_every_device(tmp_pa
 
 
 def test_a_run_with_differing_replicas_stops_before_it_saves_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
     check = ReplicaCheck.check
     monkeypatch.setattr(
         ReplicaCheck,

@@ -10,7 +10,7 @@ from shmap_tp import verify
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.step import State
-from tests.helpers.run_fixtures import FIRST, flip_bit, overrides, tiny
+from tests.helpers.run_fixtures import FIRST, file_contents, flip_bit, overrides, tiny
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,8 @@ def resume(directory: Path) -> list[object]:
     return ["resume", "--cfg", FIRST, "--onto", "8,1", "--steps", 2, *overrides(directory)]
 
 
-def snapshot(directory: Path) -> dict[str, bytes]:
-    """The contents of every file below `directory`."""
-    return {str(file): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
-
-
 def test_a_resumed_run_is_bitwise_equal_on_its_mesh_and_close_on_another(trained, capsys):
-    before = snapshot(trained)
+    before = file_contents(trained)
     code, printed = call(capsys, *resume(trained))
     assert code == 0
     assert printed[0] == "on dp=2, mp=4: the restored state is bitwise equal to the saved state"
@@ -49,7 +44,7 @@ def test_a_resumed_run_is_bitwise_equal_on_its_mesh_and_close_on_another(trained
     assert printed[2].startswith("  losses differ by at most 0.0e+00")
     assert printed[3] == "on dp=8, mp=1: the restored state is bitwise equal to the saved state"
     assert all(float(line.split()[0]) < 1e-5 for line in printed if "of its largest value" in line)
-    assert snapshot(trained) == before
+    assert file_contents(trained) == before
 
 
 def flipped(checkpoints: Checkpoints, step: int, shapes: State) -> State:
@@ -77,25 +72,25 @@ def test_replicas_are_compared_after_each_step_from_the_newest_checkpoint(traine
 
 
 def test_each_damaged_missing_or_added_file_of_a_checkpoint_is_named(trained, tmp_path, capsys):
-    where = Path(shutil.copytree(trained / "run" / "checkpoints", tmp_path / "checkpoints"))
-    assert call(capsys, "checkpoint", where) == (0, ["4: intact", "2: intact"])
-    data = max((where / "4").rglob("*"), key=lambda file: file.stat().st_size)
+    directory = Path(shutil.copytree(trained / "run" / "checkpoints", tmp_path / "checkpoints"))
+    assert call(capsys, "checkpoint", directory) == (0, ["4: intact", "2: intact"])
+    data = max((directory / "4").rglob("*"), key=lambda file: file.stat().st_size)
     data.write_bytes(data.read_bytes()[:-1])
-    (where / "4" / "_CHECKPOINT_METADATA").unlink()
-    (where / "4" / "notes").touch()
-    before = snapshot(where)
-    code, (first, *faults, last) = call(capsys, "checkpoint", where)
+    (directory / "4" / "_CHECKPOINT_METADATA").unlink()
+    (directory / "4" / "notes").touch()
+    before = file_contents(directory)
+    code, (first, *faults, last) = call(capsys, "checkpoint", directory)
     assert (code, first, last) == (1, "4: DAMAGED", "2: intact")
     assert faults == [
         "  file _CHECKPOINT_METADATA is missing",
         "  file notes was added after the save: it is not in sha256.json",
-        f"  file {data.relative_to(where / '4')} is damaged: its sha256 differs from the one in sha256.json",
+        f"  file {data.relative_to(directory / '4')} is damaged: its sha256 differs from the one in sha256.json",
     ]
-    (where / "2" / "sha256.json").write_text("[]")
-    assert call(capsys, "checkpoint", where)[1][-1] == "  sha256.json is damaged (it lists no files)"
-    (where / "2" / "sha256.json").unlink()
-    assert call(capsys, "checkpoint", where)[1][-1].endswith("missing, so its save was not finished")
-    assert snapshot(where).keys() == before.keys() - {str(where / "2" / "sha256.json")}
+    (directory / "2" / "sha256.json").write_text("[]")
+    assert call(capsys, "checkpoint", directory)[1][-1] == "  sha256.json is damaged (it lists no files)"
+    (directory / "2" / "sha256.json").unlink()
+    assert call(capsys, "checkpoint", directory)[1][-1].endswith("missing, so its save was not finished")
+    assert file_contents(directory).keys() == before.keys() - {"2/sha256.json"}
 
 
 def test_bad_input_is_reported_in_one_line(trained, tmp_path, capsys):

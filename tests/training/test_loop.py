@@ -99,32 +99,32 @@ def test_a_checkpoint_of_any_mesh_resumes_on_every_other_mesh(tmp_path):
     """All ordered pairs: the restored state is bitwise equal, and the losses that follow agree to 1e-6."""
     trained, more = 3, 3
     config = tiny(tmp_path, "checkpoint.keep=9")
-    programs, steps = {}, {}
+    functions, steps = {}, {}
     for dp, mp in MESHES:
         here = tiny(tmp_path, f"mesh.dp={dp}", f"mesh.mp={mp}")
-        programs[dp, mp] = build_step_functions(here, make_mesh(here.mesh, jax.devices()[: dp * mp]), jnp.float32)
-        steps[dp, mp] = programs[dp, mp].step.lower(programs[dp, mp].shapes, programs[dp, mp].tokens).compile()
+        functions[dp, mp] = build_step_functions(here, make_mesh(here.mesh, jax.devices()[: dp * mp]), jnp.float32)
+        steps[dp, mp] = functions[dp, mp].step.lower(functions[dp, mp].shapes, functions[dp, mp].tokens).compile()
 
     def train_on(mesh: tuple[int, int], state: State, first: int, last: int) -> tuple[State, list[float]]:
-        batches, losses = Batches(config, programs[mesh].tokens), []
+        batches, losses = Batches(config, functions[mesh].tokens), []
         for step in range(first, last):
             state, measured = steps[mesh](state, batches.training(step))
             losses.append(float(measured["loss"]))
         return state, losses
 
-    initial = programs[2, 4].init()
+    initial = functions[2, 4].init()
     with Checkpoints(config.checkpoint, print) as checkpoints:
         checkpoints.save(0, initial, {})
         checkpoints.wait()
         compared = 0
         for number, source in enumerate(MESHES, start=1):
-            state, _ = train_on(source, checkpoints.restore(0, programs[source].shapes), 0, trained)
+            state, _ = train_on(source, checkpoints.restore(0, functions[source].shapes), 0, trained)
             saved = bits(state)
             checkpoints.save(number, state, {})
             checkpoints.wait()
             _, expected = train_on(source, state, trained, trained + more)
             for target in MESHES:
-                restored = checkpoints.restore(number, programs[target].shapes)
+                restored = checkpoints.restore(number, functions[target].shapes)
                 assert bits(restored) == saved, (source, target)
                 _, losses = train_on(target, restored, trained, trained + more)
                 assert losses == pytest.approx(expected, rel=1e-6, abs=0), (source, target)

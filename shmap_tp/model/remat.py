@@ -29,7 +29,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from shmap_tp.config.schema import SAVED_BY_REMAT, Remat, SavedActivation
+from shmap_tp.config.remat_policies import SAVED_BY_REMAT
+from shmap_tp.config.schema import Remat, SavedActivation
 from shmap_tp.layers.flash_attention import ATTENTION_OUTPUT, SOFTMAX_DENOMINATORS
 from shmap_tp.layers.later import QUERY_KEY_VALUE
 from shmap_tp.layers.mlp import GATE, UP

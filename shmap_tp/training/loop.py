@@ -53,13 +53,17 @@ def train(config: Config, coordinator: Coordinator | None = None) -> int:
     Raises `UserError` before anything is trained; `DivergedError` after too many consecutive skipped steps;
     `HardwareError` if replicas of an array differ.
     """
-    with StopRequest() as stop, WallClock() as clock, distributed_session(config, coordinator, stop.told) as stop.peers:
+    with (
+        StopRequest() as stop,
+        WallClock() as clock,
+        distributed_session(config, coordinator, stop.stop_event) as stop.peers,
+    ):
         requested, config = config, resolve_auto(config, len(jax.devices()))
         mesh = make_mesh(config.mesh)
         prepare_environment(config)
         functions = build_step_functions(config, mesh, compute_dtype(config.train.precision))
         batches = Batches(config, functions.tokens)
-        with watch_preemption(stop.told), Checkpoints(config.checkpoint, say) as checkpoints:
+        with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, say) as checkpoints:
             run = Run(requested, config, functions, batches, checkpoints, ReplicaCheck(functions.shapes), clock)
             state, saved_step = restore_or_initialize(config, functions, batches, checkpoints)
             return _train_from(run, state, saved_step, stop)
@@ -93,7 +97,7 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
     config, clock = run.config, run.clock
     first_step = saved_step or 0
     compiled_step = _compile_step(run, first_step)
-    stop.training()
+    stop.begin_training()
     monitor = BadStepMonitor(config.guard, run.batches.sequence_indices, f"{config.data.dir}/train.bin")
     with Recorder(config, first_step, enabled=jax.process_index() == 0) as recorder:
         meter = _make_meter(config, lambda line: recorder.train(line | monitor.update(line) | clock.step_fields(line)))
@@ -111,7 +115,7 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
 
         step = first_step
         with _make_profile(run, first_step, pause) as profile:
-            while step < config.train.steps and not stop.asked() and not monitor.verdict:
+            while step < config.train.steps and not stop.requested() and not monitor.verdict:
                 with profile.annotate(step + 1):
                     with clock.fetching():
                         tokens = run.batches.training(step)
@@ -198,7 +202,7 @@ def _evaluate(run: Run, step: int, state: State, recorder: Recorder, stop: StopR
     """
     losses: list[Any] = []
     for i in range(run.batches.validation_count):
-        if stop.asked():
+        if stop.requested():
             return False
         losses.append(run.functions.evaluate(state.params, run.batches.validation(i)))
         jax.block_until_ready(losses[-2:-1])  # at most one batch in flight, so that a stop request is noticed soon

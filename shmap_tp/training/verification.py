@@ -14,7 +14,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from shmap_tp.config.schema import Config
-from shmap_tp.config.validate import check
+from shmap_tp.config.validate import validate
 from shmap_tp.data.batches import Batches
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh
@@ -51,7 +51,7 @@ def verify_resume(config: Config, other_mesh: tuple[int, int], steps: int) -> bo
     on the same mesh is bitwise equal to the uninterrupted run.
     """
     other = replace(config, mesh=replace(config.mesh, dp=other_mesh[0], mp=other_mesh[1], tile=None))
-    check(other)
+    validate(other)
     same_mesh, changed_mesh = Trainer(config), Trainer(other)
     with _temporary_checkpoints(config) as checkpoints:
         state, _ = same_mesh.train(same_mesh.functions.init(), 0, steps)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shmap_tp.errors import UserError
+from shmap_tp.errors import StorageError, UserError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import checkpoint
 from shmap_tp.training.checkpoint import MANIFEST, Checkpoints
@@ -122,7 +122,7 @@ def test_an_error_of_a_background_save_is_raised(functions, tmp_path, monkeypatc
     state = random_state(functions(2, 4), 1)
     monkeypatch.setattr(checkpoint, "_hashes", full)
     with (
-        pytest.raises(UserError, match=r"checkpoint .*/1 could not be written: no space left"),
+        pytest.raises(StorageError, match=r"checkpoint .*/1 could not be written: no space left"),
         Checkpoints(checkpoint_config(tmp_path), print) as checkpoints,
     ):
         checkpoints.save(1, state, FACTS)

@@ -175,11 +175,11 @@ def test_evaluation_does_not_change_the_training(uninterrupted, tmp_path):
 def test_the_first_signal_requests_a_stop_and_a_second_ctrl_c_interrupts():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with StopRequest() as stop:
-        stop.training()
-        assert not stop.asked()
+        stop.begin_training()
+        assert not stop.requested()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked()
+        assert stop.requested()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert {number: signal.getsignal(number) for number in before} == before

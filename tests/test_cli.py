@@ -10,7 +10,7 @@ import pytest
 
 import main
 from shmap_tp.runtime import distributed
-from shmap_tp.training import loop as train
+from shmap_tp.training import loop
 from tests.helpers.run_fixtures import (
     FIRST,
     ROOT,
@@ -78,12 +78,12 @@ BAD = {
         shorten_train_file, ["train.bin: 16 tokens", "model.context=16 needs 17", "shorten model.context"],
     ),
     "too few sequences to evaluate": (
-        shorten_validation_file, ["validation.bin: 7 windows", "train.batch=8", "use train.batch=7 or less"],
+        shorten_validation_file, ["validation.bin: 7 sequences", "train.batch=8", "use train.batch=7 or less"],
     ),
-    "no token file": (remove_file, ["train.bin is not there", "python -m shmap_tp.prepare"]),
+    "no token file": (remove_file, ["train.bin does not exist", "python -m shmap_tp.prepare"]),
     "a run directory below a file": (["run.dir=FILE/x"], ["run.dir=", "cannot be written: Not a directory", "choose"]),
-    "data in a file": (["data.dir=FILE", "data.source=stdlib"], ["/file is a file", "data.dir names a directory"]),
-    "data below a file": (["data.dir=FILE/x", "data.source=stdlib"], ["/file/x cannot be", "name another data.dir"]),
+    "data in a file": (["data.dir=FILE", "data.source=stdlib"], ["/file is a file", "data.dir must name a directory"]),
+    "data below a file": (["data.dir=FILE/x", "data.source=stdlib"], ["/file/x cannot be", "choose another data.dir"]),
     "a checkpoint directory below a file": (["checkpoint.dir=FILE/x"], ["checkpoint.dir=", "cannot be written"]),
     "a cache below a file": (["run.compilation_cache=FILE/x"], ["run.compilation_cache=", "cannot be written"]),
     "nothing to resume": (["--resume"], ["no checkpoint in", "leave it out", "run.dir="]),
@@ -127,7 +127,7 @@ def test_a_bad_command_line_is_explained_in_one_or_two_lines(monkeypatch, capsys
 
 def test_overrides_can_stand_before_and_after_the_options(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "train", lambda config, coordinator: seen.append(config) or 0)
+    monkeypatch.setattr(loop, "train", lambda config, coordinator: seen.append(config) or 0)
     before, after = overrides(tmp_path, "run.seed=5", "train.steps=9"), []
     for split in (0, 3, len(before)):
         assert call(monkeypatch, *before[:split], "--cfg", FIRST, *before[split:], "--resume", *after) == 0
@@ -181,7 +181,7 @@ def test_a_stopped_process_saves_and_its_resumed_run_equals_an_uninterrupted_one
     last = stopped + 3
 
     assert call(monkeypatch, "--cfg", f"{tmp_path}/run/config.yaml", f"train.steps={last}", "--resume") == 0
-    assert f"going on from step {stopped}" in capsys.readouterr().out
+    assert f"resuming from step {stopped}" in capsys.readouterr().out
     other = tmp_path / "straight"
     write_tokens(other / "data")
     assert call(monkeypatch, "--cfg", FIRST, *overrides(other, *QUIET), f"train.steps={last}") == 0
@@ -203,9 +203,9 @@ def test_a_killed_process_loses_only_the_steps_after_its_newest_complete_checkpo
     process = start(*given, f"train.steps={last}", "--resume")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert f"going on from step {max(complete)}" in out
+    assert f"resuming from step {max(complete)}" in out
     other = tmp_path / "straight"
-    assert train.train(tiny(other, *QUIET, f"train.steps={last}")) == 0
+    assert loop.train(tiny(other, *QUIET, f"train.steps={last}")) == 0
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, last + 1))
     assert values(tmp_path) == values(other)
     assert state_at(tmp_path, last) == state_at(other, last)
@@ -215,7 +215,7 @@ def test_a_process_with_bad_input_exits_with_2_and_without_a_traceback(tmp_path)
     process = start("--cfg", FIRST, *overrides(tmp_path, "data.dir=nowhere"))
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert err.startswith("error: nowhere/train.bin is not there") and len(err.splitlines()) <= 2, err
+    assert err.startswith("error: nowhere/train.bin does not exist") and len(err.splitlines()) <= 2, err
     assert "Traceback" not in out + err
 
 

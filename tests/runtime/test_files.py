@@ -11,7 +11,7 @@ import pytest
 from shmap_tp.config import compose
 from shmap_tp.errors import StorageError
 from shmap_tp.runtime.files import writing
-from shmap_tp.training import loop as train
+from shmap_tp.training import loop
 from shmap_tp.training.metrics import Recorder, read_metrics
 from tests.helpers.run_fixtures import lines, tiny
 
@@ -31,16 +31,16 @@ def small_disk(tmp_path) -> Iterator[Path]:
 def test_a_full_disk_is_reported_when_saving_a_checkpoint_and_the_run_resumes_with_more_space(
     small_disk, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(train, "machine_peak", lambda devices: None)
+    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
     with pytest.raises(StorageError) as caught:
-        train.train(tiny(tmp_path))
+        loop.train(tiny(tmp_path))
     message = str(caught.value).splitlines()
     assert message[0].startswith(f"checkpoint {small_disk}/checkpoints/6 could not be written: No space left on device")
     assert len(message) == 2 and "checkpoint.resume=if_present" in message[1]
     assert caplog.text == ""  # Orbax would log a traceback in each thread
 
     subprocess.run(["mount", "-o", "remount,size=4m", small_disk], check=True)
-    assert train.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0
     assert [(line["step"], line["segment"]) for line in lines(tmp_path)] == [
         *[(step, 0) for step in range(1, 5)],
         *[(step, 1) for step in range(5, 9)],
@@ -54,7 +54,7 @@ def test_a_full_disk_is_reported_when_writing_metrics(tmp_path):
     file = tmp_path / "run" / "metrics.jsonl"
     with (
         pytest.raises(StorageError, match=rf"^{file} could not be written: No space left on device"),
-        Recorder(config, 0, speaks=True) as recorder,
+        Recorder(config, 0, enabled=True) as recorder,
     ):
         recorder.validation(1, 0.5)
         recorder._stream.close()

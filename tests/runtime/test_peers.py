@@ -19,7 +19,7 @@ import pytest
 
 import main
 from shmap_tp.runtime.exit_codes import LOST
-from shmap_tp.training import loop as train
+from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import MANIFEST
 from tests.helpers.run_fixtures import (
     FIRST,
@@ -75,8 +75,8 @@ def alone(tmp_path_factory) -> Path:
     """Directory of a run of 9 steps by one process with eight devices."""
     directory = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "machine_peak", lambda devices: None)
-        assert train.train(tiny(directory, *GIVEN, "train.steps=9")) == 0
+        patch.setattr(loop, "machine_peak", lambda devices: None)
+        assert loop.train(tiny(directory, *GIVEN, "train.steps=9")) == 0
     return directory
 
 
@@ -93,9 +93,9 @@ def test_two_processes_train_to_the_same_losses_as_one_which_continues_their_che
     assert output.count("step 6/6") == 1 and "done at step 6 of 6" in output
     assert_same_losses(tmp_path, alone, 6)
 
-    monkeypatch.setattr(train, "machine_peak", lambda devices: None)
+    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
     one = ["mesh.dp=1", "mesh.mp=8", "train.steps=9", "checkpoint.resume=must"]
-    assert train.train(tiny(tmp_path, *GIVEN, *one)) == 0
+    assert loop.train(tiny(tmp_path, *GIVEN, *one)) == 0
     assert [line["mesh"] for line in lines(tmp_path)] == [[2, 4]] * 6 + [[1, 8]] * 3
     assert_same_losses(tmp_path, alone, 9)
 
@@ -110,7 +110,7 @@ def test_two_processes_continue_the_checkpoint_of_one_and_stop_together(alone, t
         processes[1].send_signal(signal.SIGTERM)
         output = wait_for_exit(processes, 75)
     stopped = lines(tmp_path)[-1]["step"]
-    assert "going on from step 3" in output and f"stopped and saved at step {stopped} of 100000" in output
+    assert "resuming from step 3" in output and f"stopped and saved at step {stopped} of 100000" in output
     assert (tmp_path / "run" / "checkpoints" / str(stopped) / MANIFEST).exists()
     assert_same_losses(tmp_path, alone, 9)
 
@@ -150,9 +150,9 @@ def test_an_error_in_one_process_is_reported_by_all(tmp_path):
     with together(2, *overrides(tmp_path), last=["data.dir=nowhere"]) as processes:
         errors = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
-    assert errors[0].startswith("error: process 1 exited: nowhere/train.bin is not there; prepare it with"), errors[0]
+    assert errors[0].startswith("error: process 1 exited: nowhere/train.bin does not exist; prepare it with"), errors[0]
     for text in (errors[1], (tmp_path / "run" / "logs" / "process-1.log").read_text()):
-        assert "error: nowhere/train.bin is not there" in text and "Traceback" not in text, text
+        assert "error: nowhere/train.bin does not exist" in text and "Traceback" not in text, text
 
 
 @pytest.mark.parametrize("number", [0, 1])

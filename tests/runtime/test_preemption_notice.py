@@ -9,7 +9,7 @@ import pytest
 
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import watch_preemption
-from shmap_tp.training import loop as train
+from shmap_tp.training import loop
 from tests.helpers.run_fixtures import lines, tiny
 
 
@@ -70,22 +70,22 @@ def test_the_metadata_server_is_not_polled_without_a_tpu(monkeypatch):
 
 
 def test_a_preempted_run_saves_and_exits_with_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "machine_peak", lambda devices: None)
+    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
     values = {"preempted": "FALSE", "maintenance-event": "NONE"}
     with metadata_server(values) as server:
         monkeypatch.setenv("GCE_METADATA_HOST", server)
         monkeypatch.setattr(
             train, "watch_preemption", lambda stop_event: watch_preemption(stop_event, interval_seconds=0.01)
         )
-        due = train._due
+        due = loop._is_due
 
         def due_and_preempt(done: int, *rest: int) -> bool:
             values["preempted"] = "TRUE" if done else "FALSE"
             return due(done, *rest)
 
-        monkeypatch.setattr(train, "_due", due_and_preempt)
+        monkeypatch.setattr(loop, "_is_due", due_and_preempt)
         assert (
-            train.train(tiny(tmp_path, "train.steps=5000", "evaluate.every=0", "optimizer.decay_steps=5000")) == STOPPED
+            loop.train(tiny(tmp_path, "train.steps=5000", "evaluate.every=0", "optimizer.decay_steps=5000")) == STOPPED
         )
     last = lines(tmp_path)[-1]["step"]
     assert 1 <= last < 5000 and (tmp_path / "run" / "checkpoints" / str(last)).exists()

@@ -10,13 +10,13 @@ import pytest
 from shmap_tp.runtime import shutdown
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import StopRequest
-from shmap_tp.training import loop as train
-from tests.helpers.run_fixtures import lines, run_straight, state_at, tiny, values
+from shmap_tp.training import loop
+from tests.helpers.run_fixtures import lines, run_uninterrupted, state_at, tiny, values
 
 
 @pytest.fixture(autouse=True)
 def no_peak(monkeypatch):
-    monkeypatch.setattr(train, "machine_peak", lambda devices: None)
+    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
 
 
 def send_sigterm() -> None:
@@ -37,13 +37,13 @@ def sigterm_before(monkeypatch, where: object, name: str, *, time: int = 1) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["make_mesh", "prepare_environment", "build_step_functions", "Batches", "start", "named"]
+    "name", ["make_mesh", "prepare_environment", "build_step_functions", "Batches", "restore_or_initialize", "named"]
 )
 def test_a_run_stopped_before_the_first_step_saves_nothing(tmp_path, monkeypatch, capsys, name):
     """`named` is called just before the step is compiled."""
     former = signal.getsignal(signal.SIGTERM)
-    sigterm_before(monkeypatch, train, name)
-    assert train.train(tiny(tmp_path)) == STOPPED
+    sigterm_before(monkeypatch, loop, name)
+    assert loop.train(tiny(tmp_path)) == STOPPED
     assert "stopped before the first training step; there is nothing to save" in capsys.readouterr().out
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert not list((tmp_path / "run").glob("checkpoints/*"))
@@ -65,7 +65,7 @@ def test_a_compilation_that_cannot_be_interrupted_is_not_waited_for(monkeypatch)
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
-    return run_straight(tmp_path_factory)
+    return run_uninterrupted(tmp_path_factory)
 
 
 @pytest.mark.parametrize("poll, step", [(6, 4), (12, 8)])
@@ -73,10 +73,10 @@ def test_an_interrupted_evaluation_is_repeated_after_the_resume(straight, tmp_pa
     """`requested` is called before each step and validation batch; call 6 is before the second batch of step 4."""
     with monkeypatch.context() as patch:
         sigterm_before(patch, StopRequest, "requested", time=poll)
-        assert train.train(tiny(tmp_path)) == STOPPED
+        assert loop.train(tiny(tmp_path)) == STOPPED
     assert f"stopped and saved at step {step} of 8" in capsys.readouterr().out
     assert [line["step"] for line in lines(tmp_path, "validation")] == [4][: step // 8]
-    assert train.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
     for split in ("train", "validation"):
         assert values(tmp_path, split) == values(straight, split)
     assert state_at(tmp_path, 8) == state_at(straight, 8)
@@ -85,10 +85,10 @@ def test_an_interrupted_evaluation_is_repeated_after_the_resume(straight, tmp_pa
 def test_a_second_sigterm_during_the_save_has_no_effect(straight, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         sigterm_before(patch, StopRequest, "requested", time=4)
-        sigterm_before(patch, train.Checkpoints, "save", time=2)
-        sigterm_before(patch, train.Checkpoints, "wait", time=3)
-        assert train.train(tiny(tmp_path)) == STOPPED
+        sigterm_before(patch, loop.Checkpoints, "save", time=2)
+        sigterm_before(patch, loop.Checkpoints, "wait", time=3)
+        assert loop.train(tiny(tmp_path)) == STOPPED
     saved = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == [2, 3]
-    assert train.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
     assert state_at(tmp_path, 8) == state_at(straight, 8) and values(tmp_path) == values(straight)

@@ -14,7 +14,7 @@ residual stream a device holds is known to the tensor-parallel mode.
 """
 
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -33,6 +33,7 @@ from shmap_tp.parallel.tensor_parallel import TensorParallel
 Positions = Int[Array, " T"] | None
 
 
+@runtime_checkable
 class PositionEncoding(Protocol):
     """What a model needs of its position encoding."""
 

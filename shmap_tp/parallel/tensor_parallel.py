@@ -33,7 +33,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -55,6 +55,7 @@ Linear = Callable[[Array], Array]
 """A column- or row-parallel layer: x[B any ...] -> x @ w.  A pytree of its weight, linear in both."""
 
 
+@runtime_checkable
 class TensorParallel(Protocol):
     """What layers need of a tensor-parallel mode.  The residual stream is x[B T D] or x[B T/mp D], as the mode says."""
 

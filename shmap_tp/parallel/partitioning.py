@@ -35,7 +35,11 @@ def stacked() -> Any:
 def _declaration(model: eqx.Module, path: tuple) -> tuple[Mapping[str, Any], bool]:
     """Follow a leaf's path down the modules to the line that declares it: (its metadata, whether it is stacked)."""
     node, in_stack = model, False
+    metadata: Mapping[str, Any] = {}
     for key in path:
+        if isinstance(key, tree_util.SequenceKey):  # a list of modules
+            node = node[key.idx]
+            continue
         metadata = type(node).__dataclass_fields__[key.name].metadata
         in_stack = in_stack or metadata.get("stacked", False)
         node = getattr(node, key.name)

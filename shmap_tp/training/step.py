@@ -8,7 +8,7 @@ reduce them once over dp; update, each rank its own shard where ZeRO shards the 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -126,7 +126,7 @@ class StepFunctions(eqx.Module):
     step: Callable[[State, Array], tuple[State, dict[str, Array]]]
     """(State, tokens[A B T+1]) -> (State, metrics); the argument state is donated."""
     evaluate: Callable[[Transformer, Array], Array]
-    """(params, tokens[A B T+1]) -> mean cross entropy."""
+    """(params, tokens[A B T+1]) -> mean cross entropy; differentiable."""
     shapes: State
     """ShapeDtypeStructs of the whole state, each with its sharding."""
     tokens: jax.ShapeDtypeStruct
@@ -155,11 +155,12 @@ def build_step_functions(
     tp = components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel]
     loss = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
     objective = Objective(loss, Execution(tp, dtype, placements))
+    cross_entropy = replace(objective, loss=replace(loss, z_loss=0.0))  # the objective without z-loss, differentiable
     step = _make_step(config, objective, optimizer, updated)
 
     def evaluate(params: Transformer, tokens_ABT: Array) -> Array:
         params, counted = gather_between_slices(placements, params), counted_tokens(tokens_ABT)
-        losses = lax.map(lambda tokens_BT: objective(params, tokens_BT, counted)[1], tokens_ABT)
+        losses = lax.map(lambda tokens_BT: cross_entropy(params, tokens_BT, counted)[0], tokens_ABT)
         return all_reduce(jnp.sum(losses), DP)
 
     shardings = named_shardings(mesh, specs)

@@ -16,15 +16,15 @@ from shmap_tp.plan.communication.analytic import (
     analytic_communication,
     attention,
     block,
+    column_parallel,
     entering,
-    into,
     key_value,
-    leaving,
-    out_of,
+    reducing,
+    row_parallel,
 )
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, tally
-from shmap_tp.plan.communication.parameters import summing
+from shmap_tp.plan.communication.parameters import all_reduce_once
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.layer_cases import LAYERS, RESIDUAL_STREAM
 from tests.helpers.model_fixtures import config, mesh, mesh_config, shapes_of
@@ -37,17 +37,17 @@ def model(*settings: str) -> ModelConfig:
 
 
 def sublayer(x: ArrayTraffic, mesh: MeshConfig) -> list[Entry]:
-    return [*into(mesh, "x", x), *out_of(mesh, "x", x)]
+    return [*column_parallel(mesh, "x", x), *row_parallel(mesh, "x", x)]
 
 
 ANALYTIC = {
     "column": lambda x, mesh: entering(mesh, "x", x),
-    "row": lambda x, mesh: leaving(mesh, "x", x),
+    "row": lambda x, mesh: reducing(mesh, "x", x),
     "gelu": sublayer,
     "swiglu": sublayer,
     "layernorm": lambda x, mesh: [],
     "rmsnorm": lambda x, mesh: [],
-    "embedding": lambda x, mesh: leaving(mesh, "x", x),
+    "embedding": lambda x, mesh: reducing(mesh, "x", x),
     "head": lambda x, mesh: entering(mesh, "x", x),
     "learned": lambda x, mesh: [],
     "rotary": lambda x, mesh: [],
@@ -100,7 +100,7 @@ def traced_communication(case: Case, shape: tuple[int, int]) -> tuple[list[Entry
     replicated = [size for size, spec in zip(sizes, all_specs, strict=True) if MP not in spec]
     reduced = {DP: sizes, MP: [] if case.tp == ALL_REDUCE else replicated}
     dw = [(axis, ArrayTraffic(size, "float32", 1)) for axis, sizes in reduced.items() for size in sizes]
-    gradient_reductions = [entry for axis, x in dw for entry in summing(axis, "dw", x)]
+    gradient_reductions = [entry for axis, x in dw for entry in all_reduce_once(axis, "dw", x)]
     in_forward = communication_in_jaxpr(jax.make_jaxpr(forward)(params, *inputs).jaxpr)
     return in_forward, communication_in_jaxpr(both), gradient_reductions
 

@@ -168,7 +168,7 @@ REFUSED = {
     ("v3", "splash", "", "bfloat16"): "(model llama3_8b, TPU v3): it is for TPU v4 and later",
     ("H100", "splash", "", "bfloat16"): "it is for TPU v4 and later",
     ("v4", "splash", "positions=alibi", "bfloat16"): "it adds no bias to scores, and model.positions=alibi needs one",
-    ("v4", "splash", "context=2112", "bfloat16"): "of 128 positions, which does not divide model.context=2112",
+    ("v4", "splash", "context=2112", "bfloat16"): "128 positions, which does not divide model.context=2112",
     ("v4", "splash", "head_dim=80", "bfloat16"): "model.head_dim=80 is not one of its 64, 128, 256",
     ("cpu", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later",
     ("v5e", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs",

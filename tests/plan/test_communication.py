@@ -183,7 +183,7 @@ def test_printed_totals_are_the_sums_of_the_entries():
     entries = analytic_communication(program_config("sequential, remat full", (2, 4)), "bfloat16")
     lines = table(entries).splitlines()
     assert len(lines) == 1 + len(entries) + 2 + 1
-    assert " ".join(lines[1].split()) == "forward embedding leave all-reduce mp bfloat16 1.3 KiB 2 2.6 KiB"
+    assert " ".join(lines[1].split()) == "forward embedding reduce all-reduce mp bfloat16 1.3 KiB 2 2.6 KiB"
     for line, axis in zip(lines[-3:-1], (DP, MP), strict=True):
         of_axis = [entry for entry in entries if entry.axis == axis]
         size = sum(entry.bytes * entry.count for entry in of_axis)

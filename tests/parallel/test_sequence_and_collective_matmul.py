@@ -30,7 +30,7 @@ from tests.helpers.mutations import (
     wasteful,
     wrong,
 )
-from tests.training.test_step import STEPS, apart, batch, settings
+from tests.helpers.step_fixtures import STEPS, largest_difference, learnable_batch, step_config
 
 MODES = ["all_reduce", "sequence", "collective_matmul"]
 SEQUENCE_BLOCKS = ["parallel_block_2_of_8, sequence", "sequential_block, sequence"]
@@ -48,7 +48,7 @@ def step_functions(mode: str) -> StepFunctions:
         "model.kv_heads=2",
         "model.remat=all_matmuls",
     ]
-    conf = settings((2, 4), f"mesh.tensor_parallel={mode}", *overrides)
+    conf = step_config((2, 4), f"mesh.tensor_parallel={mode}", *overrides)
     return build_step_functions(conf, mesh((2, 4)), jnp.dtype("float32"))
 
 
@@ -67,14 +67,15 @@ def test_all_modes_have_the_same_loss_curve_over_50_steps():
         made, losses = step_functions(mode), []
         state = made.init()
         for i in range(STEPS):
-            state, metrics = made.step(state, jax.device_put(batch(i, made.tokens.shape), made.tokens.sharding))
+            tokens = jax.device_put(learnable_batch(i, made.tokens.shape), made.tokens.sharding)
+            state, metrics = made.step(state, tokens)
             losses.append(float(metrics["loss"]))
         curves[mode] = np.array(losses)
     first, *others = curves.values()
     assert first[-1] < first[0] - 1
     for other in others:
-        assert apart(first[:3], other[:3]) <= 1e-6
-        assert apart(first, other) <= 1e-5
+        assert largest_difference(first[:3], other[:3]) <= 1e-6
+        assert largest_difference(first, other) <= 1e-5
 
 
 # Errors made on purpose, and what detects them, as in test_mutations

@@ -15,7 +15,7 @@ from shmap_tp.training.optimizer import Optimizer
 from shmap_tp.training.step import Components, build_step_functions
 from tests.helpers.assertions import assert_close, by_path, distances
 from tests.helpers.model_fixtures import MESHES, mesh
-from tests.training.test_step import batch, settings
+from tests.helpers.step_fixtures import learnable_batch, step_config
 
 STEPS = 3
 RELATIVE = 1e-5
@@ -36,10 +36,11 @@ def normalised_descent(config: OptimizerConfig) -> optax.GradientTransformation:
 def parameters_after_training(shape: tuple[int, int], zero: str, elementwise: bool = False) -> dict[str, np.ndarray]:
     """After 3 steps in float32."""
     components = Components(make_optimizer=lambda config: Optimizer(normalised_descent(config), elementwise))
-    made = build_step_functions(settings(shape, f"mesh.zero={zero}"), mesh(shape), jnp.float32, components)
+    made = build_step_functions(step_config(shape, f"mesh.zero={zero}"), mesh(shape), jnp.float32, components)
     state = made.init()
     for i in range(STEPS):
-        state, _ = made.step(state, jax.device_put(batch(i, made.tokens.shape), made.tokens.sharding))
+        tokens = jax.device_put(learnable_batch(i, made.tokens.shape), made.tokens.sharding)
+        state, _ = made.step(state, tokens)
     return by_path(state.params)
 
 

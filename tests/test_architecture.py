@@ -1,4 +1,5 @@
-"""Rules of the house that can be read off the source: what may import what, and what no file may contain."""
+"""The rules of the architecture that can be read off the source: which module may import which, and what no file may
+contain."""
 
 import ast
 from pathlib import Path
@@ -6,57 +7,90 @@ from pathlib import Path
 import pytest
 import results
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers.paths import ROOT
+
 PACKAGE = ROOT / "shmap_tp"
+TESTS = ROOT / "tests"
 
 ORDER = ["errors", "config", "hardware", "runtime", "parallel", "layers", "model", "data", "training", "plan"]
-"""Sub-packages from the lowest to the highest; each imports only itself and those before it (`shmap_tp/errors.py` is a
-module that all of them may use)."""
+"""Sub-packages from the lowest to the highest; each imports only itself and lower ones (`shmap_tp/errors.py` is a
+module that all of them may import)."""
 COMMANDS = {"prepare", "verify"}
-"""Modules that parse, call and exit: nothing imports them."""
+"""Modules that parse a command line: no module imports them."""
 FILES = sorted(PACKAGE.rglob("*.py"))
-SOURCES = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+PYTHON = [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *TESTS.rglob("*.py")]
+every_python_file = pytest.mark.parametrize("file", sorted(PYTHON), ids=lambda file: str(file.relative_to(ROOT)))
+
+MAX_LINES = 300
+TABLES: set[str] = set()
+"""Files of shmap_tp that may be longer, because they consist of tables."""
+CUSTOM_GRADIENTS = {
+    "parallel",
+    "layers/flash_attention.py",
+    "layers/xla_workarounds.py",
+    "model/host_offload.py",
+    "model/loss.py",
+    "model/offloaded_scan.py",
+}
+"""Files and sub-packages that may define gradients by hand."""
 
 
 def subpackage(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(file: Path) -> set[str]:
-    """Modules of shmap_tp that `file` imports anywhere, as dotted paths below the package."""
+def absolute_imports(file: Path) -> set[str]:
+    """Everything that `file` imports anywhere, as dotted paths: `from a import b` counts as a.b."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            whole = (
-                [f"{node.module}.{name.name}" for name in node.names] if node.module == "shmap_tp" else [node.module]
-            )
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.Import):
-            whole = [name.name for name in node.names]
-        else:
-            continue
-        found |= {name.removeprefix("shmap_tp.") for name in whole if name.startswith("shmap_tp.")}
+            found |= {name.name for name in node.names}
     return found
 
 
-def test_every_subpackage_has_its_place_in_the_order():
+def imported_modules(file: Path) -> set[str]:
+    """Modules of shmap_tp that `file` imports anywhere, as dotted paths below the package."""
+    below = {name.removeprefix("shmap_tp.") for name in absolute_imports(file) if name.startswith("shmap_tp.")}
+    return {name if name in MODULES else name.rpartition(".")[0] or name for name in below}
+
+
+MODULES = {".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in FILES}
+
+
+def test_every_subpackage_has_a_place_in_the_order():
     assert {subpackage(file) for file in FILES} - {"__init__"} == {*ORDER, *COMMANDS}
 
 
-@SOURCES
+@every_file
 def test_imports_point_to_lower_subpackages_only(file):
     name = subpackage(file)
-    lower = {"__init__": {*ORDER}}.get(name) or {*(ORDER[: ORDER.index(name) + 1] if name in ORDER else ORDER)}
-    imports = {module.split(".")[0] for module in imported(file)}
+    lower = {*ORDER[: ORDER.index(name) + 1]} if name in ORDER else {*ORDER}
+    imports = {module.split(".")[0] for module in imported_modules(file)}
     assert imports <= lower, f"{name} imports {sorted(imports - lower)}"
 
 
-def test_imports_do_not_go_in_circles():
-    below = {".".join(file.relative_to(PACKAGE).with_suffix("").parts): imported(file) for file in FILES}
-    while below:
-        loose = {name for name, needs in below.items() if not needs & below.keys()}
-        assert loose, f"a circle among {sorted(below)}"
-        below = {name: needs for name, needs in below.items() if name not in loose}
+def test_imports_are_not_circular():
+    remaining = {".".join(file.relative_to(PACKAGE).with_suffix("").parts): imported_modules(file) for file in FILES}
+    while remaining:
+        independent = {name for name, imports in remaining.items() if not imports & remaining.keys()}
+        assert independent, f"circular imports among {sorted(remaining)}"
+        remaining = {name: imports for name, imports in remaining.items() if name not in independent}
+
+
+@every_python_file
+def test_no_import_is_relative(file):
+    imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    assert not [node.lineno for node in imports if node.level > 0]
+
+
+@pytest.mark.parametrize("file", sorted(TESTS.rglob("*.py")), ids=lambda file: str(file.relative_to(TESTS)))
+def test_no_file_imports_a_test_module(file):
+    """What tests share is in tests/helpers."""
+    parts = [name.split(".") for name in absolute_imports(file)]
+    assert not [".".join(name) for name in parts if any(part.startswith("test_") for part in name[:3])]
 
 
 @pytest.mark.parametrize(
@@ -64,37 +98,49 @@ def test_imports_do_not_go_in_circles():
     ["errors", "config/schema", "config/compose", "config/validate", "model/flops", "data/text_sources"],
 )
 def test_these_modules_do_not_import_jax(name):
-    assert "jax" not in {
-        alias.name.split(".")[0]
-        for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for alias in ([ast.alias(node.module)] if isinstance(node, ast.ImportFrom) else node.names)
-    }
+    assert "jax" not in {imported.split(".")[0] for imported in absolute_imports(PACKAGE / f"{name}.py")}
 
 
-@SOURCES
-def test_axes_are_named_in_mesh_only(file):
-    """Everywhere else they are DP and MP, never the words."""
+@every_file
+def test_no_file_is_longer_than_300_lines(file):
+    if str(file.relative_to(PACKAGE)) not in TABLES:
+        assert len(file.read_text().splitlines()) <= MAX_LINES
+
+
+@every_file
+def test_gradients_are_defined_by_hand_in_few_places(file):
+    """Elsewhere JAX derives them, and with them the collectives of the backward pass."""
+    path = file.relative_to(PACKAGE)
+    if str(path) not in CUSTOM_GRADIENTS and subpackage(file) not in CUSTOM_GRADIENTS:
+        tree = ast.parse(file.read_text())
+        names = [node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None) for node in ast.walk(tree)]
+        assert not {"custom_vjp", "custom_jvp", "custom_gradient"} & {*names}
+        assert not [name for name in absolute_imports(file) if "custom_vjp" in name or "custom_jvp" in name]
+
+
+@every_file
+def test_mesh_axes_are_named_by_constants(file):
+    """Only mesh.py contains the strings "dp" and "mp"; all others use DP and MP."""
     if file != PACKAGE / "parallel" / "mesh.py":
-        words = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
-        assert not [node.lineno for node in words if node.value in ("dp", "mp")]
+        strings = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+        assert not [node.lineno for node in strings if node.value in ("dp", "mp")]
 
 
 @pytest.mark.parametrize(
     "file", [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")], ids=lambda file: file.name
 )
-def test_the_check_is_switched_off_in_one_place(file):
-    """check_vma=True is the default of shard_map: a forgotten collective does not compile.  The one place is the fence
-    around kernels that cannot be checked; and it has none that could."""
+def test_check_vma_is_switched_off_in_one_function(file):
+    """check_vma=True is the default of shard_map, with which a missing collective does not compile.  The exception is
+    `without_vma_check`, for kernels whose operations have no varying types."""
     tree = ast.parse(file.read_text())
-    fence = next((node for node in ast.walk(tree) if getattr(node, "name", None) == "without_vma_check"), None)
-    inside = set(ast.walk(fence)) if fence and file == PACKAGE / "layers" / "flash_attention.py" else set()
+    exception = next((node for node in ast.walk(tree) if getattr(node, "name", None) == "without_vma_check"), None)
+    excepted = set(ast.walk(exception)) if exception and file == PACKAGE / "layers" / "flash_attention.py" else set()
     for node in ast.walk(tree):
-        if node not in inside:
+        if node not in excepted:
             assert not (isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")), node.value.lineno
-    assert len(inside) <= 200, "small enough to be seen whole"
+    assert len(excepted) <= 200, "the function is small enough to be read at once"
 
 
-def test_the_results_are_what_their_json_says():
-    """Otherwise: python benchmarks/results.py"""
+def test_results_are_generated_from_their_json():
+    """If not: python benchmarks/results.py"""
     assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == results.text()

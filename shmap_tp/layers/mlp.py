@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from shmap_tp.config.activation_names import GATE, UP
 from shmap_tp.config.schema import Mlp
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from shmap_tp.parallel.tensor_parallel import Activation, TensorParallel
+from shmap_tp.parallel.tensor_parallel import Activation, Linear, TensorParallel
 
 
 class GeluMlp(eqx.Module):
@@ -40,7 +40,7 @@ class GeluMlp(eqx.Module):
         return tp.row_parallel((self.activate(up_BTF), self.down))
 
     @property
-    def inputs(self) -> tuple[ColumnParallelLinear, ...]:
+    def inputs(self) -> tuple[Linear, ...]:
         return (self.up,)
 
     def activate(self, up_BTF: Activation) -> Activation:
@@ -68,7 +68,7 @@ class SwigluMlp(eqx.Module):
         return tp.row_parallel((self.activate(gate_BTF, up_BTF), self.down))
 
     @property
-    def inputs(self) -> tuple[ColumnParallelLinear, ...]:
+    def inputs(self) -> tuple[Linear, ...]:
         return self.gate, self.up
 
     def activate(self, gate_BTF: Activation, up_BTF: Activation) -> Activation:

@@ -8,7 +8,7 @@ import pytest
 from published import TABLE, Published, as_counted_here, configuration
 
 from shmap_tp.plan.topologies import Slice, find_slice
-from tests.test_architecture import ROOT
+from tests.helpers.paths import ROOT
 
 PLAN = ["-m", "shmap_tp.plan", "--model", "test"]
 GPU = ["benchmarks/benchmark_gpu.py"]

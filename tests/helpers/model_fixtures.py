@@ -1,4 +1,4 @@
-"""What the tests share: the five meshes, a model small enough to compile in a second, arrays that look like nothing."""
+"""Five meshes, a configuration whose model compiles in a second, and random parameters."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from shmap_tp.config import compose as settings
+from shmap_tp.config import compose
 from shmap_tp.config.schema import Config, FsdpGradients, MeshConfig, TensorParallelMode, Zero
 from shmap_tp.parallel.mesh import make_mesh
 
@@ -20,34 +20,34 @@ MODEL = (
     "width=24 layers=2 heads=8 kv_heads=8 head_dim=4 ffn=40 vocabulary=50 vocabulary_multiple=32 context=7 "
     "attention_chunk=7 init_std=0.1"
 )
-"""50 ids in 64 rows: at mp=8 one device holds nothing but padding, and another has padding in part."""
+"""50 ids in 64 rows: at mp=8 one device holds only padding, and another holds some padding."""
 
 
 def config(*overrides: str) -> Config:
-    """conf/config.yaml with the small model and `overrides`; `model.` may be left out of neither."""
+    """conf/config.yaml with the small model and `overrides`, each with its full key, such as `model.layers=3`."""
     model = [f"model.{setting}" for setting in MODEL.split()]
-    return settings.load(str(settings.CONF / "config.yaml"), ["model=test", *model, "train.batch=8", *overrides])
+    return compose.load(str(compose.CONF / "config.yaml"), ["model=test", *model, "train.batch=8", *overrides])
 
 
 def mesh_config(dp: int, mp: int, **others: Any) -> MeshConfig:
-    """The plainest there is, but for `others`."""
-    plain = {
+    """A MeshConfig with every feature off except `others`."""
+    defaults = {
         "tensor_parallel": TensorParallelMode.all_reduce,
         "tile": None,
         "zero": Zero.none,
         "fsdp_gradients": FsdpGradients.reduce_scatter,
     }
-    return MeshConfig(dp, mp, **plain | {"slices": 1, "processes": 1} | others)
+    return MeshConfig(dp, mp, **defaults | {"slices": 1, "processes": 1} | others)
 
 
 def mesh(shape: tuple[int, int]) -> Mesh:
-    """A (dp, mp) mesh over as many of the eight devices as it takes."""
+    """A (dp, mp) mesh over the first dp x mp of the eight devices."""
     dp, mp = shape
     return make_mesh(mesh_config(dp, mp), jax.devices()[: dp * mp])
 
 
 def random_like(shapes: Any, dtype: str, *, spread: float = 0.25) -> Any:
-    """`shapes`, an eqx.Module of arrays or shapes, with every array random: scales around 1, the rest around 0."""
+    """`shapes`, an eqx.Module of arrays or shapes, with random arrays: scales around 1, everything else around 0."""
     rng = np.random.default_rng(0)
 
     def fill(path: tuple, leaf: Any) -> np.ndarray:
@@ -58,5 +58,5 @@ def random_like(shapes: Any, dtype: str, *, spread: float = 0.25) -> Any:
 
 
 def shapes_of(make: Any) -> Any:
-    """What `make(key=...)` would return, its arrays as shapes only."""
+    """The result of `make(key=...)`, with shapes in place of its arrays."""
     return eqx.filter_eval_shape(make, key=jax.random.key(0))

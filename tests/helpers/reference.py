@@ -1,9 +1,9 @@
-"""The same mathematics on one device, straight from the papers: no mesh, no shards, nothing imported from shmap_tp.
+"""The dense reference: the same mathematics on one device, as in the papers, without importing shmap_tp.
 
 B batch, T time, D model width, F hidden width, H query heads, N key/value heads, K head dim, V vocabulary.
 
-A model is a dict from dotted path to array, `p`; `inside(p, "blocks")` is the part below a name.  Everything is written
-for clarity and float64: full [T, T] scores, one head at a time, one layer at a time.
+A model is a dict `p` from dotted path to array; `inside(p, "blocks")` selects the arrays below a name.  Everything is
+written for clarity and float64: full [T, T] scores, one head at a time, one layer at a time.
 """
 
 import math
@@ -37,7 +37,8 @@ def swiglu_mlp(p: dict, x):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Press et al.: a geometric sequence from 2^(-8/H); for other H, the power of two below and every other of 2H."""
+    """Press et al.: a geometric sequence from 2^(-8/H).  If H is not a power of two: the slopes of the next lower power
+    of two, then every second slope of twice that number."""
     if math.log2(heads).is_integer():
         return [2 ** (-8 * h / heads) for h in range(1, heads + 1)]
     below = 2 ** int(math.log2(heads))
@@ -45,7 +46,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def rotate(x_BTHK, base: float = 10_000.0):
-    """Component k with component k + K/2 as one complex number, turned by position * base^(-2k/K)."""
+    """Components k and k + K/2 form one complex number, which is rotated by position * base^(-2k/K)."""
     time, size = x_BTHK.shape[1], x_BTHK.shape[3]
     frequency = base ** (-2.0 * jnp.arange(size // 2) / size)
     angle = jnp.arange(time)[:, None] * frequency[None, :]
@@ -54,7 +55,7 @@ def rotate(x_BTHK, base: float = 10_000.0):
 
 
 def one_head(q_BTK, k_BTK, v_BTK, slope):
-    """softmax(q k' / sqrt(K) + slope (s - t), over s <= t) v."""
+    """softmax over s <= t of (q k' / sqrt(K) + slope (s - t)), times v."""
     time, size = q_BTK.shape[1:]
     t, s = jnp.arange(time)[:, None], jnp.arange(time)[None, :]
     scores = jnp.einsum("btk,bsk->bts", q_BTK, k_BTK) / math.sqrt(size) + (slope * (s - t))[None]
@@ -89,33 +90,32 @@ def block(p: dict, x, config):
 
 
 def embedding(p: dict, ids_BT):
-    """Rows of the table; an id below zero stands behind the last token that counts, and is no row."""
+    """Rows of the table; zeros for ids below zero, which mark ignored positions."""
     return jnp.where((ids_BT >= 0)[..., None], p["weight"][jnp.maximum(ids_BT, 0)], 0)
 
 
 def transformer(p: dict, ids_BT, config):
-    """Logits of all rows of the table, padding among them."""
+    """Logits of all rows of the table, including padding."""
     x = embedding(inside(p, "embedding"), ids_BT)
     if config.positions == "learned":
         x = x + p["positions.weight"][None, : x.shape[1]]
     for layer in range(config.layers):
         x = block({path: array[layer] for path, array in inside(p, "blocks").items()}, x, config)
-    return (
-        NORMS[config.norm](inside(p, "norm"), x) @ p["embedding.weight" if config.tie_embeddings else "head.weight"].T
-    )
+    head = p["embedding.weight" if config.tie_embeddings else "head.weight"]
+    return NORMS[config.norm](inside(p, "norm"), x) @ head.T
 
 
 def cross_entropy(logits_BTV, targets_BT, vocabulary: int):
-    """(-log p(target), log z), both 0 where the target is below zero; columns from `vocabulary` on do not exist."""
+    """(-log p(target), log z), both 0 where the target is below zero; columns from `vocabulary` on are ignored."""
     logits = logits_BTV[..., :vocabulary]
-    highest = logits.max(-1)
-    logz = highest + jnp.log(jnp.exp(logits - highest[..., None]).sum(-1))
-    select_tree = (logits * (targets_BT[..., None] == jnp.arange(vocabulary)[None, None])).sum(-1)
-    return jnp.where(targets_BT >= 0, logz - select_tree, 0), jnp.where(targets_BT >= 0, logz, 0)
+    max_logit = logits.max(-1)
+    logz = max_logit + jnp.log(jnp.exp(logits - max_logit[..., None]).sum(-1))
+    target_logit = (logits * (targets_BT[..., None] == jnp.arange(vocabulary)[None, None])).sum(-1)
+    return jnp.where(targets_BT >= 0, logz - target_logit, 0), jnp.where(targets_BT >= 0, logz, 0)
 
 
 def objective(p: dict, tokens_BT, config, z_loss: float):
-    """(what is minimised, its cross entropy): means over the targets that count."""
+    """(the minimised objective, the cross entropy): means over the counted targets."""
     logits = transformer(p, tokens_BT[:, :-1], config)
     nll, logz = cross_entropy(logits, tokens_BT[:, 1:], config.vocabulary)
     counted = (tokens_BT[:, 1:] >= 0).sum()
@@ -123,7 +123,7 @@ def objective(p: dict, tokens_BT, config, z_loss: float):
 
 
 def adamw(p: dict, gradients: dict, moments: dict, step: int, rate: float, config):
-    """(parameters, moments, norm of the gradients) after step 1, 2, ...; the gradients are clipped first."""
+    """(parameters, moments, norm of the unclipped gradients) after step number `step` >= 1; gradients are clipped."""
     norm = math.sqrt(sum((g**2).sum() for g in gradients.values()))
     new, new_moments = {}, {}
     for path, g in gradients.items():

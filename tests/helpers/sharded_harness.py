@@ -1,6 +1,7 @@
-"""A layer under shard_map beside its dense reference: the same arrays in, and every array out compared.
+"""A layer under shard_map compared with its dense reference: output, input gradients and parameter gradients.
 
-B/dp: dim B sharded over dp.  Float inputs and parameters are differentiated against a random cotangent of the output.
+B batch, T time, D model width, F features.  B/dp: dim B sharded over dp.  All float inputs and parameters are
+differentiated against a random cotangent of the output.
 """
 
 from collections.abc import Callable
@@ -23,27 +24,27 @@ from tests.helpers.model_fixtures import mesh, random_like, shapes_of
 
 ALL_REDUCE, SEQUENCE, COLLECTIVE_MATMUL = AllReduce(), SequenceParallel(), CollectiveMatmul()
 
-ROWS = P(DP, None, None)  # [B/dp T D], replicated over mp
-COLUMNS = P(DP, None, MP)  # [B/dp T F/mp]
-TIMES = P(DP, MP, None)  # [B/dp T/mp D]
+BATCH_SHARDED = P(DP, None, None)  # [B/dp T D], replicated over mp
+FEATURES_SHARDED = P(DP, None, MP)  # [B/dp T F/mp]
+TIME_SHARDED = P(DP, MP, None)  # [B/dp T/mp D]
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A layer, how its owner calls it on one device, and what the two together ought to compute."""
+    """A layer, how it is called on one device, and the dense reference of that call."""
 
     make: Callable[..., eqx.Module]
     """make(key=...) -> the layer."""
     call: Callable[..., Any]
     """call(layer, *inputs), under shard_map."""
     dense: Callable[..., Any]
-    """dense(p, *inputs), on whole arrays."""
-    inputs: dict[tuple[int, ...], P] | tuple[tuple[tuple[int, ...] | np.ndarray, P], ...]
-    """(shape of floats, or integers as they are; layout) of each input."""
+    """dense(p, *inputs), on full arrays."""
+    inputs: tuple[tuple[tuple[int, ...] | np.ndarray, P], ...]
+    """(the shape of a float input, or an integer input itself; its PartitionSpec), for each input."""
     out: Any
-    """Layout of the output, or a tuple of them."""
+    """PartitionSpec of the output, or a tuple of them."""
     tp: TensorParallel = ALL_REDUCE
-    """By which `call` enters and leaves, and parameters are kept at home."""
+    """The tensor-parallel mode that `call` uses; it also marks the parameters as varying."""
 
     def arrays(self, precision: str) -> tuple[eqx.Module, list[np.ndarray]]:
         """(the layer with random parameters, the inputs)."""
@@ -52,12 +53,12 @@ class Case:
         return random_like(shapes_of(self.make), precision), inputs
 
     @property
-    def layouts(self) -> list[P]:
-        return [layout for _, layout in self.inputs]
+    def input_specs(self) -> list[P]:
+        return [spec for _, spec in self.inputs]
 
 
-def differentiated(call: Callable[..., Any], params: Any, inputs: list[Any], cotangent: Any) -> dict[str, Any]:
-    """The output of call(params, *inputs), and what `cotangent` becomes when it is pulled back to all floats."""
+def value_and_gradients(call: Callable[..., Any], params: Any, inputs: list[Any], cotangent: Any) -> dict[str, Any]:
+    """The output of call(params, *inputs), and the gradients of all floats for this cotangent of the output."""
     floats = {i: x for i, x in enumerate(inputs) if np.issubdtype(x.dtype, np.floating)}
 
     def of_floats(params: Any, floats: dict[int, Any]) -> Any:
@@ -69,39 +70,39 @@ def differentiated(call: Callable[..., Any], params: Any, inputs: list[Any], cot
 
 
 def on_mesh(case: Case, mesh: Mesh) -> Callable[[Any, list[Any], Any], dict[str, Any]]:
-    """`differentiated` of the layer over `mesh`: (params, inputs, cotangent), all whole, to whole arrays."""
+    """`value_and_gradients` of the layer over `mesh`: (params, inputs, cotangent) -> outputs, all full arrays."""
     params = shapes_of(case.make)
     specs = partition_specs(params, dict(mesh.shape))
     floats = {i: spec for i, (x, spec) in enumerate(case.inputs) if not isinstance(x, np.ndarray)}
 
     def local(params: Any, inputs: list[Any], cotangent: Any) -> dict[str, Any]:
-        found = differentiated(case.call, case.tp.mark_varying(params), inputs, cotangent)
-        return found | {
-            "d_params": reduce_partial_gradients(DP, reduce_partial_gradients(MP, found["d_params"], params), params)
-        }
+        found = value_and_gradients(case.call, case.tp.mark_varying(params), inputs, cotangent)
+        over_mp = reduce_partial_gradients(MP, found["d_params"], params)
+        return found | {"d_params": reduce_partial_gradients(DP, over_mp, params)}
 
     outs = {"out": case.out, "d_params": specs, "d_inputs": floats}
-    return jax.shard_map(local, mesh=mesh, in_specs=(specs, case.layouts, case.out), out_specs=outs)
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs, case.input_specs, case.out), out_specs=outs)
 
 
 @cache
 def expected(case: Case, precision: str) -> tuple[Any, dict[str, Any]]:
-    """(cotangent, what the dense reference makes of it), in float64 from the same arrays."""
+    """(a random cotangent, `value_and_gradients` of the dense reference in float64, from the same arrays)."""
     params, inputs = case.arrays(precision)
     rng = np.random.default_rng(2)
     with jax.enable_x64(True):
         shapes = jax.eval_shape(case.dense, by_path(params), *inputs)
         cotangent = jax.tree.map(lambda out: rng.normal(size=out.shape).astype(precision), shapes)
-        params, inputs, wide = jax.tree.map(widened, (by_path(params), inputs, cotangent))
-        return cotangent, jax.device_get(jax.jit(partial(differentiated, case.dense))(params, inputs, wide))
+        params, inputs, wide = jax.tree.map(to_float64, (by_path(params), inputs, cotangent))
+        return cotangent, jax.device_get(jax.jit(partial(value_and_gradients, case.dense))(params, inputs, wide))
 
 
-def widened(x: np.ndarray) -> np.ndarray:
+def to_float64(x: np.ndarray) -> np.ndarray:
+    """Floats in float64, integers as they are."""
     return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x
 
 
 def compare(case: Case, shape: tuple[int, int], precision: str) -> None:
-    """Output, input gradients and parameter gradients of `case` on this mesh are the reference's."""
+    """Asserts that output, input gradients and parameter gradients on this mesh equal those of the reference."""
     cotangent, wanted = expected(case, precision)
     params, inputs = case.arrays(precision)
     promotion = "standard" if precision == "float64" else "strict"  # "strict" refuses promote_types(float64, float32)

@@ -35,9 +35,9 @@ def test_any_chunk_gives_the_result_of_all_queries_at_once(chunk, slopes):
 
 @pytest.mark.parametrize(("backward", "limit"), [(False, 24), (True, 48)], ids=["forward", "backward"])
 def test_memory_is_linear_in_the_sequence_length(backward, limit):
-    """Temporaries of the compiled program in KiB per position, for B=1, H=4, K=64, chunk 512, float32: forward the scores
-    of about three chunks, backward of six.  All scores would take 256 KiB per position at 16384.  At 2048, four groups of
-    one chunk each, the compiler may compute all of them at a time."""
+    """Temporaries of the compiled program in KiB per position, for B=1, H=4, K=64, chunk 512, float32: forward the
+    scores of about three chunks, backward of six.  All scores would take 256 KiB per position at 16384.  At 2048, four
+    groups of one chunk each, the compiler may compute all of them at a time."""
     found = {}
     for time in (2048, 4096, 8192, 16384):
         x = jax.ShapeDtypeStruct((1, time, 4, 64), jnp.float32)

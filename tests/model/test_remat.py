@@ -1,4 +1,4 @@
-"""What is kept between the passes, by name and by memory: as traced, one device of (2, 4)."""
+"""What is saved between the passes, by name and by memory, as traced for one device of (2, 4)."""
 
 from collections import Counter
 from typing import Any
@@ -12,14 +12,14 @@ from shmap_tp.config.schema import Remat, SavedActivation
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.flash_attention import Splash
 from shmap_tp.training.step import build_step_functions
+from tests.helpers.jaxprs import equations_named, is_on_host, trace_loss_and_gradients
 from tests.helpers.model_fixtures import config, mesh
-from tests.layers.test_flash_attention import equations, traced
 
 B, T, D, H, K, F = 2, 8, 24, 2, 4, 10
-"""Of a device: 8 windows in 2 microbatches on 2 parts of dp; 8 heads and 40 hidden columns on 4 parts of mp."""
+"""On one device: 8 sequences in 2 microbatches over 2 dp ranks; 8 heads and 40 hidden columns over 4 mp ranks."""
 SHAPES = {
     SavedActivation.input: {(B, T, D): 1},
-    SavedActivation.sublayer_output: {(B, T, D): 1},  # what the attention left with; nothing reads what the MLP did
+    SavedActivation.sublayer_output: {(B, T, D): 1},  # that of attention; nothing reads that of the MLP
     SavedActivation.query_key_value: {(B, H, T, K): 3},
     SavedActivation.attention_output: {(B, H, T, K): 1},
     SavedActivation.gate: {(B, T, F): 1},
@@ -27,63 +27,59 @@ SHAPES = {
 }
 
 
-def to_the_host(jaxpr: Any) -> Counter[tuple[int, ...]]:
-    """Shapes of all that is written there."""
-    puts = (one.outvars[0].aval for one in equations(jaxpr) if one.primitive.name == "device_put")
-    return Counter(aval.shape for aval in puts if "host" in str(aval.memory_space).lower())
+def host_writes(jaxpr: Any) -> Counter[tuple[int, ...]]:
+    """The shapes of all arrays that are written to host memory."""
+    return Counter(
+        one.outvars[0].aval.shape for one in equations_named(jaxpr, "device_put") if is_on_host(one.outvars[0])
+    )
 
 
-def written(remat: Remat, offload: list[SavedActivation]) -> Counter[tuple[int, ...]]:
-    """What a layer of a step hands to the host."""
+def host_writes_of_a_step(remat: Remat, offload: list[SavedActivation]) -> Counter[tuple[int, ...]]:
+    """Of one layer, because layers are a scan."""
     conf = config(
         "mesh.dp=2", "mesh.mp=4", "model.context=8", "model.block=sequential", "model.mlp=swiglu",
         f"model.remat={remat}", f"model.offload=[{','.join(offload)}]",
     )  # fmt: skip
     made = build_step_functions(conf, mesh((2, 4)), jnp.float32)
-    return to_the_host(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
+    return host_writes(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
 
 
 @pytest.mark.parametrize(
     ("remat", "offload"),
-    [(remat, [kept]) for remat in SAVED_BY_REMAT for kept in SAVED_BY_REMAT[remat]]
+    [(remat, [saved]) for remat in SAVED_BY_REMAT for saved in SAVED_BY_REMAT[remat]]
     + [(Remat.all_matmuls, list(SavedActivation))],
 )
-def test_the_host_gets_what_is_offloaded_and_nothing_else(remat, offload):
+def test_exactly_the_offloaded_activations_are_written_to_the_host(remat, offload):
     expected = Counter()
-    for kept in offload:
-        expected.update(SHAPES[kept])
-    assert written(remat, offload) == expected
+    for saved in offload:
+        expected.update(SHAPES[saved])
+    assert host_writes_of_a_step(remat, offload) == expected
 
 
 @pytest.mark.parametrize("remat", Remat)
-def test_nothing_goes_to_the_host_unasked(remat):
-    assert not written(remat, [])
+def test_nothing_is_written_to_the_host_without_offload(remat):
+    assert not host_writes_of_a_step(remat, [])
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_the_denominators_of_a_kernel_stay(later):
-    """Of splash attention the host gets q, k, v and the output, each once, not one number for each query."""
+@pytest.mark.parametrize("defer", [False, True])
+def test_softmax_denominators_of_a_kernel_stay_on_the_device(defer):
+    """Of splash attention q, k, v and the output are written, each once; the values per query are not."""
     offload = "model.offload=[query_key_value,attention_output]"
-    made = config("model.context=128", "model.positions=rotary", "model.remat=attention", offload)
-    where_made = {(B, H, 128, K): 3, (B * H, 1, 128, K): 1}
-    handed = {(B * H, 128, K): 3, (B * H, 1, 128, K): 1}
-    found = to_the_host(traced(made.model, Splash(later)))
-    assert found == (handed if later else where_made)
+    model = config("model.context=128", "model.positions=rotary", "model.remat=attention", offload).model
+    expected = {(B * H, 128, K) if defer else (B, H, 128, K): 3, (B * H, 1, 128, K): 1}
+    assert host_writes(trace_loss_and_gradients(model, Splash(defer))) == expected
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("remat", Remat)
-def test_only_full_averages_again(remat, norm):
-    """Each of a layer's two norms has one mean, or two, which everyone but `full` keeps."""
+def test_only_remat_full_recomputes_the_means_of_norms(remat, norm):
+    """A layer has two norms, each with two means (layernorm) or one (rmsnorm)."""
 
     def means(remat: Remat) -> int:
-        conf = config("model.context=8", "model.block=sequential", f"model.norm={norm}", f"model.remat={remat}")
-        found = (
-            one
-            for one in equations(traced(conf.model, Chunked(conf.model.attention_chunk)))
-            if one.primitive.name == "reduce_sum"
-        )
-        return sum(one.invars[0].aval.shape == (B, T, D) and one.params["axes"] == (2,) for one in found)
+        settings = "model.context=8", "model.block=sequential", f"model.norm={norm}", f"model.remat={remat}"
+        model = config(*settings).model
+        sums = equations_named(trace_loss_and_gradients(model, Chunked(model.attention_chunk)), "reduce_sum")
+        return sum(one.invars[0].aval.shape == (B, T, D) and one.params["axes"] == (2,) for one in sums)
 
-    again = 2 * (2 if norm == "layernorm" else 1)
-    assert means(remat) - means(Remat.none) == (again if remat == Remat.full else 0)
+    recomputed = 2 * (2 if norm == "layernorm" else 1)
+    assert means(remat) - means(Remat.none) == (recomputed if remat == Remat.full else 0)

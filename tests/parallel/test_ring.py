@@ -1,6 +1,6 @@
-"""Sums round a ring are made in turn: which product waits for which hop, read from the trace.
+"""The schedule of sums that are reduced in a ring: which matmul waits for which hop, read from the traced program.
 
-What they are, parity says (test_layers); what travels, the ledger (test_ledger).  That it pays only a compiler for TPU
+test_layers compares the values, test_communication the collectives.  Whether the overlap pays, only a compiler for TPU
 can tell (benchmarks/RESULTS.md).
 """
 
@@ -18,109 +18,114 @@ from shmap_tp.parallel.tensor_parallel import CollectiveMatmul
 from shmap_tp.plan.communication.from_jaxpr import bodies
 from tests.helpers.model_fixtures import mesh
 
-Waits = tuple[int, int]
-"""Of a product: (products, ppermutes) that it cannot be made before."""
+Dependencies = tuple[int, int]
+"""Of a matmul: how many (other matmuls, ppermutes) must finish before it can start."""
 
 
 def on_mp(function: Callable) -> Callable:
     return jax.shard_map(function, mesh=mesh((1, 8)), in_specs=P(MP), out_specs=P(MP))
 
 
-def waits(function: Callable, *arguments: jax.Array) -> list[Waits]:
-    """Of every product of `function` on one of 8 devices of mp, in the order of the trace."""
-    found: list[Waits] = []
+def matmul_dependencies(function: Callable, *arguments: jax.Array) -> list[Dependencies]:
+    """Of every matmul of `function` on one of 8 devices of mp, in the order of the trace."""
+    found: list[Dependencies] = []
     closed = jax.make_jaxpr(on_mp(function))(*arguments)
     _follow(closed.jaxpr, [frozenset()] * len(arguments), found)
     return found
 
 
-def _follow(jaxpr: Any, before: list[frozenset], found: list[Waits]) -> list[frozenset]:
-    """What each result of `jaxpr` depends on, of what each argument does."""
-    known = dict(zip(jaxpr.invars, before, strict=True))
+def _follow(jaxpr: Any, of_arguments: list[frozenset], found: list[Dependencies]) -> list[frozenset]:
+    """The matmuls and ppermutes that each result of `jaxpr` depends on, given those of each argument."""
+    known = dict(zip(jaxpr.invars, of_arguments, strict=True))
 
-    def depends(x: Any) -> frozenset:
+    def dependencies(x: Any) -> frozenset:
         return known.get(x, frozenset()) if isinstance(x, type(jaxpr.invars[0])) else frozenset()
 
     for equation in jaxpr.eqns:
-        of, name = [depends(x) for x in equation.invars], equation.primitive.name
-        everything = frozenset().union(*of)
+        of_operands, name = [dependencies(x) for x in equation.invars], equation.primitive.name
+        union = frozenset().union(*of_operands)
         if name == "dot_general":
-            found.append(tuple(sum(kind == each for kind, _ in everything) for each in ("dot_general", "ppermute")))
+            found.append(tuple(sum(kind == each for kind, _ in union) for each in ("dot_general", "ppermute")))
         if name in ("dot_general", "ppermute"):
-            everything |= {(name, id(equation))}
+            union |= {(name, id(equation))}
         inside = bodies(equation.params)
-        results = _follow(inside[0], of, found) if len(inside) == 1 else [everything] * len(equation.outvars)
+        results = _follow(inside[0], of_operands, found) if len(inside) == 1 else [union] * len(equation.outvars)
         known |= dict(zip(equation.outvars, results, strict=True))
-    return [depends(x) for x in jaxpr.outvars]
+    return [dependencies(x) for x in jaxpr.outvars]
 
 
-def readers(jaxpr: Any) -> list[set[str]]:
-    """Of every product the operations that read it."""
+def matmul_readers(jaxpr: Any) -> list[set[str]]:
+    """For every matmul the primitives that read its result."""
     products = [equation.outvars[0] for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
     here = [{each.primitive.name for each in jaxpr.eqns if y in each.invars} for y in products]
-    return here + [names for each in jaxpr.eqns for body in bodies(each.params) for names in readers(body)]
+    return here + [names for each in jaxpr.eqns for body in bodies(each.params) for names in matmul_readers(body)]
 
 
-def times(w: jax.Array, x: jax.Array) -> jax.Array:
+def linear(w: jax.Array, x: jax.Array) -> jax.Array:
     return lax.dot_general(x, w, (((2,), (0,)), ((), ())))
 
 
 X, W = jnp.ones((8, 4, 16)), jnp.ones((8 * 16, 16))
 
 
-def left(x: jax.Array, *weights: jax.Array) -> jax.Array:
-    return CollectiveMatmul().out_of(**{f"region {i}": ((x,) * 8, Partial(times, w)) for i, w in enumerate(weights)})
+def row_parallel(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    return CollectiveMatmul().row_parallel(*[((x,) * 8, Partial(linear, w)) for w in weights])
 
 
-def entered(x: jax.Array, *weights: jax.Array) -> jax.Array:
-    regions = CollectiveMatmul().into(x, **{f"region {i}": (Partial(times, w),) for i, w in enumerate(weights)})
-    return sum(part for region in regions for parts in region for part in parts)
+def column_parallel(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    products = CollectiveMatmul().column_parallel(x, *[Partial(linear, w) for w in weights])
+    return sum(chunk for chunks in products for chunk in chunks)
 
 
-def back(function: Callable) -> Callable:
+def input_gradient(function: Callable) -> Callable:
     return lambda x, *weights: jax.vjp(lambda x: function(x, *weights), x)[1](x)[0]
 
 
-TURNS = [(0, 0), (1, 0), (0, 0), (2, 1), (1, 0), (3, 2), (2, 1), (7, 5)]
-"""Of places 4, 3, -3, 2, -2, 1, -1, 0, one product each: made when what comes for its place from farther has been, and
-not waiting for it to come, as (products, ppermutes) would be (1, 1) at place 3."""
+SCHEDULE = [(0, 0), (1, 0), (0, 0), (2, 1), (1, 0), (3, 2), (2, 1), (7, 5)]
+"""The matmuls of offsets 4, 3, -3, 2, -2, 1, -1, 0.  Each starts when the partial sum that it is added to has been
+computed one hop away, and does not wait for that hop to end: at offset 3 that would be (1, 1)."""
 
 
-def test_the_products_of_a_sum_flow_under_their_hops():
-    assert waits(left, X, W) == TURNS
-    assert waits(back(entered), X, W)[-8:] == TURNS
+def test_matmuls_of_a_ring_reduction_overlap_its_hops():
+    assert matmul_dependencies(row_parallel, X, W) == SCHEDULE
+    assert matmul_dependencies(input_gradient(column_parallel), X, W)[-8:] == SCHEDULE
 
 
-def test_of_two_products_one_adds_up_what_has_come():
-    twice = [(2 * products, hops) for products, hops in TURNS]
-    come = [(products, hops + (0 < products < 14)) for products, hops in twice]
-    for made in waits(left, X, W, W), waits(back(entered), X, W, W)[-16:]:
-        assert (made[::2], made[1::2]) == (twice, come)
+def test_of_two_matmuls_per_chunk_one_overlaps_the_hop_and_one_waits_for_it():
+    overlapping = [(2 * products, hops) for products, hops in SCHEDULE]
+    waiting = [(products, hops + (0 < products < 14)) for products, hops in overlapping]
+    for found in (
+        matmul_dependencies(row_parallel, X, W, W),
+        matmul_dependencies(input_gradient(column_parallel), X, W, W)[-16:],
+    ):
+        assert (found[::2], found[1::2]) == (overlapping, waiting)
 
 
-def test_what_flows_is_made_before_it_is_added():
-    """XLA would add up in the product that flows, which would then wait as well."""
-    read_by = readers(jax.make_jaxpr(on_mp(left))(X, W, W).jaxpr)
-    flowing = [names == {"optimization_barrier"} for names in read_by]
-    assert flowing == [True, False] * 8
+def test_the_overlapping_matmul_is_separated_from_the_addition():
+    """Otherwise XLA would add the received sum in that matmul, which would then wait for the hop, too."""
+    readers = matmul_readers(jax.make_jaxpr(on_mp(row_parallel))(X, W, W).jaxpr)
+    is_separated = [names == {"optimization_barrier"} for names in readers]
+    assert is_separated == [True, False] * 8
 
 
-def test_a_region_is_not_left_before_all_of_it_is_ready():
-    """An MLP's products would be made before attention's, with no hop to flow under."""
+def test_row_parallel_matmuls_wait_for_all_operands():
+    """Otherwise an MLP's matmuls would run before attention's, with no hop to overlap."""
 
-    def left_late(x: jax.Array, w: jax.Array) -> jax.Array:
-        late = times(w, x)
-        return CollectiveMatmul().out_of(attention=((late,) * 8, Partial(times, w)), mlp=((x,) * 8, Partial(times, w)))
+    def with_late_operand(x: jax.Array, w: jax.Array) -> jax.Array:
+        attention = linear(w, x)
+        layer = Partial(linear, w)
+        return CollectiveMatmul().row_parallel(((attention,) * 8, layer), ((x,) * 8, layer))
 
-    assert [products for products, _ in waits(left_late, X, W)].count(0) == 1
+    assert [products for products, _ in matmul_dependencies(with_late_operand, X, W)].count(0) == 1
 
 
-def test_a_region_is_gone_back_into_when_all_of_it_is_there():
-    """Its gradient would travel beside what travels for what is computed again."""
+def test_the_backward_ring_of_a_row_parallel_product_waits_for_recomputed_operands():
+    """Otherwise its gradient would be communicated at the same time as what rematerialisation communicates."""
 
-    def back_into(x: jax.Array, w: jax.Array) -> jax.Array:
-        again = times(w, x)
-        return jax.vjp(lambda y: CollectiveMatmul().out_of(region=((y,) * 8, Partial(times, w))), again)[1](x)[0]
+    def gradient_with_recomputed_operand(x: jax.Array, w: jax.Array) -> jax.Array:
+        recomputed = linear(w, x)
+        layer = Partial(linear, w)
+        return jax.vjp(lambda y: CollectiveMatmul().row_parallel(((y,) * 8, layer)), recomputed)[1](x)[0]
 
-    found = [products for products, _ in waits(back_into, X, W)]
+    found = [products for products, _ in matmul_dependencies(gradient_with_recomputed_operand, X, W)]
     assert len(found) == 1 + 8 + 2 * 8 and found.count(0) == 1

@@ -1,8 +1,8 @@
-"""Sequence parallelism is another way to say the same, its ring a third: one state, one curve; and the mistakes that
-only they can have.
+"""All tensor-parallel modes give the same state and the same loss curve; and errors that only the time-sharded modes
+can have.
 
-What they share with the first wire, parity and ledger above all, stands where that does: test_layers, test_model,
-test_ledger, test_train.
+What all modes share, above all parity with the reference and the check of collectives, is in test_layers, test_model,
+test_communication and test_step.
 """
 
 from typing import Any
@@ -20,161 +20,162 @@ from shmap_tp.parallel.tensor_parallel import AllReduce, CollectiveMatmul, Seque
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction, Operation
 from shmap_tp.training.step import StepFunctions, build_step_functions
+from tests.helpers.communication_checks import check_layer, check_step
 from tests.helpers.model_fixtures import mesh
+from tests.helpers.mutations import (
+    compare_layer,
+    refused_by_shape,
+    refused_by_type,
+    trace_step,
+    wasteful,
+    wrong,
+)
 from tests.helpers.step_fixtures import STEPS, largest_difference, learnable_batch, step_config
-from tests.plan import test_communication as test_ledger
-from tests.test_mutations import compare, refused_by_shape, refused_by_type, trace_step, wrong
 
-TENSOR_PARALLEL = ["all_reduce", "sequence", "collective_matmul"]
-SEQUENCE = ["parallel_block_2_of_8, sequence", "sequential_block, sequence"]
-AROUND = ["parallel_block_2_of_8, ring", "sequential_block, ring"]
-SMALL_SEQUENCE = ["mesh.tensor_parallel=sequence", "model.context=8"]
+MODES = ["all_reduce", "sequence", "collective_matmul"]
+SEQUENCE_BLOCKS = ["parallel_block_2_of_8, sequence", "sequential_block, sequence"]
+COLLECTIVE_MATMUL_BLOCKS = ["parallel_block_2_of_8, collective_matmul", "sequential_block, collective_matmul"]
+SEQUENCE_STEP = ["mesh.tensor_parallel=sequence", "model.context=8"]
 
 
-def programs(wire: str) -> StepFunctions:
-    """Of a step in which everything that is whole over mp has a gradient to be summed, a window at a time."""
-    more = [
+def step_functions(mode: str) -> StepFunctions:
+    """Of a model in which every kind of parameter that is replicated over mp has a gradient to reduce; one sequence per
+    device."""
+    overrides = [
         "train.batch=4",
         "model.context=8",
         "model.positions=learned",
         "model.kv_heads=2",
         "model.remat=all_matmuls",
     ]
-    return build_step_functions(
-        step_config((2, 4), f"mesh.tensor_parallel={wire}", *more), mesh((2, 4)), jnp.dtype("float32")
-    )
+    conf = step_config((2, 4), f"mesh.tensor_parallel={mode}", *overrides)
+    return build_step_functions(conf, mesh((2, 4)), jnp.dtype("float32"))
 
 
-def test_all_wires_have_one_state():
-    """Its structure, shapes, dtypes and layouts: a checkpoint is of any."""
-    one, *others = (programs(wire).shapes for wire in TENSOR_PARALLEL)
+def test_all_modes_have_the_same_state():
+    """Structure, shapes, dtypes and shardings: a checkpoint of one mode can be read by any other."""
+    first, *others = (step_functions(mode).shapes for mode in MODES)
     for other in others:
-        assert jax.tree.structure(one) == jax.tree.structure(other)
-        for leaf, same in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert jax.tree.structure(first) == jax.tree.structure(other)
+        for leaf, same in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True):
             assert (leaf.shape, leaf.dtype, leaf.sharding) == (same.shape, same.dtype, same.sharding)
 
 
-def test_50_steps_have_one_loss_curve_by_any_wire():
+def test_all_modes_have_the_same_loss_curve_over_50_steps():
     curves = {}
-    for wire in TENSOR_PARALLEL:
-        made, losses = programs(wire), []
+    for mode in MODES:
+        made, losses = step_functions(mode), []
         state = made.init()
         for i in range(STEPS):
             tokens = jax.device_put(learnable_batch(i, made.tokens.shape), made.tokens.sharding)
             state, metrics = made.step(state, tokens)
             losses.append(float(metrics["loss"]))
-        curves[wire] = np.array(losses)
-    one, *others = curves.values()
-    assert one[-1] < one[0] - 1
+        curves[mode] = np.array(losses)
+    first, *others = curves.values()
+    assert first[-1] < first[0] - 1
     for other in others:
-        assert largest_difference(one[:3], other[:3]) <= 1e-6
-        assert largest_difference(one, other) <= 1e-5
+        assert largest_difference(first[:3], other[:3]) <= 1e-6
+        assert largest_difference(first, other) <= 1e-5
 
 
-# Mistakes, each made on purpose, and what catches it: see test_mutations
+# Errors made on purpose, and what detects them, as in test_mutations
 
 
-@pytest.mark.parametrize("block", SEQUENCE)
-def test_a_part_of_time_that_was_not_summed_is_wrong(monkeypatch, block):
-    """Each device keeping its part of its own share: varying over mp like the sum, so no type tells."""
+def local_time(y_BTD: Any) -> Any:
+    """This device's T/mp positions of y."""
+    size = y_BTD.shape[1] // lax.axis_size(MP)
+    return lax.dynamic_slice_in_dim(y_BTD, lax.axis_index(MP) * size, size, axis=1)
 
-    def keep(self: SequenceParallel, y_BTD: Any) -> Any:
-        part = y_BTD.shape[1] // lax.axis_size(MP)
-        return lax.dynamic_slice_in_dim(y_BTD, lax.axis_index(MP) * part, part, axis=1)
 
-    monkeypatch.setattr(SequenceParallel, "leave", keep)
+@pytest.mark.parametrize("block", SEQUENCE_BLOCKS)
+def test_a_slice_of_the_local_partial_sum_instead_of_a_reduce_scatter_gives_wrong_values(monkeypatch, block):
+    """No type detects it: the slice varies over mp, as the reduced sum does."""
+    monkeypatch.setattr(SequenceParallel, "reduce", lambda self, y_BTD: local_time(y_BTD))
     with wrong:
-        compare(block)
+        compare_layer(block)
 
 
-def test_a_part_of_time_that_was_summed_whole_is_wasteful(monkeypatch):
-    """An all-reduce of which each device keeps its part: right, and twice the bytes."""
-
-    def keep(self: SequenceParallel, y_BTD: Any) -> Any:
-        part = y_BTD.shape[1] // lax.axis_size(MP)
-        return lax.dynamic_slice_in_dim(lax.psum(y_BTD, MP), lax.axis_index(MP) * part, part, axis=1)
-
-    monkeypatch.setattr(SequenceParallel, "leave", keep)
-    compare(SEQUENCE[1])
-    with pytest.raises(AssertionError):
-        test_ledger.test_a_layer_talks_as_its_docstring_says(SEQUENCE[1], (2, 4))
+def test_a_slice_of_an_all_reduce_instead_of_a_reduce_scatter_wastes_communication(monkeypatch):
+    """The values are right; twice the bytes are communicated."""
+    monkeypatch.setattr(SequenceParallel, "reduce", lambda self, y_BTD: local_time(lax.psum(y_BTD, MP)))
+    compare_layer(SEQUENCE_BLOCKS[1])
+    with wasteful:
+        check_layer(SEQUENCE_BLOCKS[1], (2, 4))
 
 
 @pytest.mark.parametrize("dim", [0, 2])
-@pytest.mark.parametrize("block", SEQUENCE)
-def test_another_dim_than_time_is_refused(monkeypatch, block, dim):
-    """Entered whole in time and left cut in another, or the other way around."""
+@pytest.mark.parametrize("block", SEQUENCE_BLOCKS)
+def test_sharding_another_dim_than_time_has_the_wrong_shape(monkeypatch, block, dim):
+    """In the reduce-scatter or in the all-gather."""
     with monkeypatch.context() as patch:
-        scattered = lambda self, y: lax.psum_scatter(y, MP, scatter_dimension=dim, tiled=True)  # noqa: E731
-        patch.setattr(SequenceParallel, "leave", scattered)
+        reduce = lambda self, y: lax.psum_scatter(y, MP, scatter_dimension=dim, tiled=True)  # noqa: E731
+        patch.setattr(SequenceParallel, "reduce", reduce)
         with refused_by_shape:
-            compare(block)
+            compare_layer(block)
     monkeypatch.setattr(SequenceParallel, "enter", lambda self, x: lax.all_gather(x, MP, axis=dim, tiled=True))
     with refused_by_shape:
-        compare(block)
+        compare_layer(block)
 
 
-@pytest.mark.parametrize("layer", [*SEQUENCE, "head, sequence"])
-def test_entering_with_what_is_said_to_be_equal_is_wasteful(monkeypatch, layer):
-    """What was gathered is the same on every device, but its gradient is not: each product then sums it for itself."""
-    same = lambda self, x: lax.all_gather(x, MP, axis=1, tiled=True, to="invarying")  # noqa: E731
-    monkeypatch.setattr(SequenceParallel, "enter", same)
-    compare(layer)
-    with pytest.raises(AssertionError):
-        test_ledger.test_a_layer_talks_as_its_docstring_says(layer, (2, 4))
+@pytest.mark.parametrize("layer", [*SEQUENCE_BLOCKS, "head, sequence"])
+def test_an_all_gather_typed_as_replicated_wastes_communication(monkeypatch, layer):
+    """What it returns is the same on every device, but its gradient is not: it is reduced once for each product."""
+    invariant = lambda self, x: lax.all_gather(x, MP, axis=1, tiled=True, to="invarying")  # noqa: E731
+    monkeypatch.setattr(SequenceParallel, "enter", invariant)
+    compare_layer(layer)
+    with wasteful:
+        check_layer(layer, (2, 4))
 
 
-def test_scales_that_do_not_vary_over_mp_are_wasteful(monkeypatch):
-    """The cast of at_home left out: JAX sums their gradients over mp, in every layer of every microbatch."""
-    monkeypatch.setattr(SequenceParallel, "at_home", AllReduce.at_home)
-    for block in SEQUENCE:
-        compare(block)
-    over_mp = [
-        entry
-        for entry in communication_in_jaxpr(trace_step(*SMALL_SEQUENCE))
-        if entry.operation == Operation.all_reduce
+def test_norm_scales_that_are_not_marked_as_varying_over_mp_waste_communication(monkeypatch):
+    """JAX reduces their gradients over mp in every layer of every microbatch."""
+    monkeypatch.setattr(SequenceParallel, "mark_varying", AllReduce.mark_varying)
+    for block in SEQUENCE_BLOCKS:
+        compare_layer(block)
+    all_reduces = [
+        entry for entry in communication_in_jaxpr(trace_step(*SEQUENCE_STEP)) if entry.operation == Operation.all_reduce
     ]
-    assert any(entry.axis == MP and entry.direction == Direction.backward and entry.count > 2 for entry in over_mp)
-    with pytest.raises(AssertionError):
-        test_ledger.test_a_step_talks_as_the_theory_says("parallel; sequence", (2, 4), "float32")
+    assert any(entry.axis == MP and entry.direction == Direction.backward and entry.count > 2 for entry in all_reduces)
+    with wasteful:
+        check_step("parallel; sequence", (2, 4), "float32")
 
 
-def test_scales_whose_gradients_never_meet_over_mp_are_refused(monkeypatch):
+def test_norm_scales_whose_gradients_are_not_reduced_over_mp_do_not_type_check(monkeypatch):
     monkeypatch.setattr(shmap_tp.training.step, "reduce_partial_gradients", lambda axis, gradients, params: gradients)
     with refused_by_type:
-        trace_step(*SMALL_SEQUENCE)
+        trace_step(*SEQUENCE_STEP)
 
 
 @pytest.mark.parametrize(
-    "passed", [lambda pass_on, x, by: x, lambda pass_on, x, by: pass_on(x, -by)], ids=["kept", "the other way"]
+    "mutated", [lambda send, x, by: x, lambda send, x, by: send(x, -by)], ids=["not sent", "sent the other way"]
 )
-@pytest.mark.parametrize("block", AROUND)
-def test_a_part_that_does_not_go_on_round_the_ring_is_wrong(monkeypatch, block, passed):
-    """Of the same shape and type as the one that is waited for."""
-    pass_on = shmap_tp.parallel.collective_matmul._passed
-    monkeypatch.setattr(shmap_tp.parallel.collective_matmul, "_passed", lambda x, by: passed(pass_on, x, by))
+@pytest.mark.parametrize("block", COLLECTIVE_MATMUL_BLOCKS)
+def test_a_chunk_that_is_not_passed_on_along_the_ring_gives_wrong_values(monkeypatch, block, mutated):
+    """No type detects it: it has the shape and type of the expected chunk."""
+    send = shmap_tp.parallel.collective_matmul._send
+    monkeypatch.setattr(shmap_tp.parallel.collective_matmul, "_send", lambda x, by: mutated(send, x, by))
     with wrong:
-        compare(block)
+        compare_layer(block)
 
 
-@pytest.mark.parametrize("block", AROUND)
-def test_positions_that_stay_in_the_order_of_the_ring_are_wrong(monkeypatch, block):
-    """An MLP does not see it; attention takes the present for the future."""
-    monkeypatch.setattr(CollectiveMatmul, "in_time", lambda self, y: jnp.concatenate(y, axis=1))
-    monkeypatch.setattr(CollectiveMatmul, "in_parts", lambda self, y: tuple(jnp.split(y, lax.axis_size(MP), axis=1)))
-    compare("gelu, ring")
+@pytest.mark.parametrize("block", COLLECTIVE_MATMUL_BLOCKS)
+def test_positions_left_in_the_order_of_the_ring_give_wrong_values_in_attention(monkeypatch, block):
+    """An MLP is right in any order; causal attention is not."""
+    monkeypatch.setattr(CollectiveMatmul, "concat_time", lambda self, y: jnp.concatenate(y, axis=1))
+    monkeypatch.setattr(CollectiveMatmul, "split_time", lambda self, y: tuple(jnp.split(y, lax.axis_size(MP), axis=1)))
+    compare_layer("gelu, collective_matmul")
     with wrong:
-        compare(block)
+        compare_layer(block)
 
 
-@pytest.mark.parametrize("block", AROUND)
-def test_a_ring_that_gathers_at_once_is_seen(monkeypatch, block):
-    """Its values are right, and nothing flows under a product."""
+@pytest.mark.parametrize("block", COLLECTIVE_MATMUL_BLOCKS)
+def test_a_collective_matmul_that_gathers_at_once_is_detected(monkeypatch, block):
+    """Its values are right, but no communication overlaps a matmul."""
 
-    def without_ring(self: CollectiveMatmul, x_BTD: Any, **regions: Any) -> Any:
-        return jax.tree.map(self.in_parts, SequenceParallel().into(x_BTD, **regions))
+    def gather_at_once(self: CollectiveMatmul, x_BTD: Any, *layers: Any) -> Any:
+        return tuple(self.split_time(y) for y in SequenceParallel().column_parallel(x_BTD, *layers))
 
-    monkeypatch.setattr(CollectiveMatmul, "into", without_ring)
-    compare(block)
-    with pytest.raises(AssertionError):
-        test_ledger.test_a_layer_talks_as_its_docstring_says(block, (2, 4))
+    monkeypatch.setattr(CollectiveMatmul, "column_parallel", gather_at_once)
+    compare_layer(block)
+    with wasteful:
+        check_layer(block, (2, 4))

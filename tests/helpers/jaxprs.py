@@ -1,0 +1,77 @@
+"""Reading traced programs: their equations, and the kernels that they call."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from shmap_tp.config.schema import ModelConfig
+from shmap_tp.layers.attention import AnyAttention
+from shmap_tp.model.loss import LinearCrossEntropy
+from shmap_tp.model.transformer import Execution, Transformer
+from shmap_tp.parallel.fsdp import Replicated
+from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.partitioning import partition_specs
+from shmap_tp.plan.communication.from_jaxpr import bodies
+from shmap_tp.training.step import TOKENS, Objective, loss_and_gradients
+from tests.helpers.model_fixtures import mesh, shapes_of
+from tests.helpers.sharded_harness import ALL_REDUCE
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a program, including those of the programs inside it; the outer first."""
+    for equation, _ in repeated_equations(jaxpr):
+        yield equation
+
+
+def repeated_equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """(equation, how often it runs) for all equations: those inside a scan run once per iteration."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        inner = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for body in bodies(equation.params):
+            yield from repeated_equations(body, times * inner)
+
+
+def equations_named(jaxpr: Any, primitive: str) -> list[Any]:
+    """All equations of this primitive."""
+    return [equation for equation in equations(jaxpr) if equation.primitive.name == primitive]
+
+
+def pallas_kernels(jaxpr: Any) -> list[str]:
+    """The names of all Pallas kernels of a program, one for each call in its text."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            name = equation.params["name"] if "name" in equation.params else equation.params["name_and_src_info"].name
+            found.append(name)
+        else:
+            found += [name for body in bodies(equation.params) for name in pallas_kernels(body)]
+    return found
+
+
+def is_on_host(var: Any) -> bool:
+    """Whether a variable of a jaxpr is in host memory."""
+    return "host" in str(getattr(var.aval, "memory_space", "")).lower()
+
+
+def trace_loss_and_gradients(model: ModelConfig, attend: AnyAttention, dtype: str = "float32") -> Any:
+    """The jaxpr of loss and gradients of one microbatch of 4 sequences, on a (2, 4) mesh, computed in `dtype`."""
+    params = shapes_of(partial(Transformer, model, attend))
+    tokens = jax.ShapeDtypeStruct((1, 4, model.context + 1), jnp.int32)
+    return jax.make_jaxpr(loss_and_gradients_on_mesh(model, params, dtype))(params, tokens).jaxpr
+
+
+def loss_and_gradients_on_mesh(model: ModelConfig, params: Transformer, dtype: str = "float32") -> Callable[..., Any]:
+    """(params, tokens[A B T+1]) -> (loss, gradients), on a (2, 4) mesh, computed in `dtype`."""
+    specs = partition_specs(params, {DP: 2, MP: 4})
+    placements = jax.tree.map(lambda _: Replicated(), specs)
+    loss = LinearCrossEntropy(model.vocabulary, 0.0, 2048)
+    objective = Objective(loss, Execution(ALL_REDUCE, jnp.dtype(dtype), placements))
+    return jax.shard_map(
+        lambda params, tokens: loss_and_gradients(objective, params, tokens),
+        mesh=mesh((2, 4)), in_specs=(specs, TOKENS), out_specs=(P(), specs),
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Whole models with their configurations, compared with the dense reference on a mesh."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from shmap_tp.config.schema import Config
+from shmap_tp.layers.attention import Chunked
+from shmap_tp.layers.embedding import score
+from shmap_tp.model.loss import LinearCrossEntropy
+from shmap_tp.model.transformer import Execution, Transformer
+from shmap_tp.parallel.fsdp import gather_between_slices, place_parameters
+from shmap_tp.parallel.mesh import DataParallelGroups
+from shmap_tp.parallel.partitioning import partition_specs
+from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
+from shmap_tp.training.step import TOKENS, Objective, loss_and_gradients
+from tests.helpers import reference
+from tests.helpers.assertions import RELATIVE, assert_close, by_path
+from tests.helpers.model_fixtures import config, mesh, random_like, shapes_of
+from tests.helpers.sharded_harness import FEATURES_SHARDED, to_float64
+
+FSDP = "fsdp: sequential rmsnorm gelu learned, 2 kv heads of 8, chunks of 3, remat mlp, z-loss"
+FSDP_RING_TWO_SLICES = "fsdp ring, two slices: parallel rmsnorm swiglu rotary, 2 kv heads of 8, remat attention"
+FSDP_RING_SEQUENCE = "sequence, fsdp ring: sequential layernorm gelu learned, 1 kv head of 8, tied, remat full"
+FSDP_RING_OFFLOAD = "fsdp ring, offload: sequential rmsnorm swiglu rotary, 4 kv heads of 8, remat attention_and_up"
+FSDP_RING_OFFLOAD_DEEP = f"{FSDP_RING_OFFLOAD}, 4 layers"
+FSDP_RING_FEW_HEADS = "fsdp ring: parallel layernorm gelu alibi, 4 heads, 36 hidden columns"
+MODELS = {
+    "parallel layernorm gelu alibi": [],
+    "parallel rmsnorm swiglu rotary, 2 kv heads of 8, chunks of 4, tied, remat all_matmuls, z-loss in chunks of 5": [
+        "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary", "model.kv_heads=2",
+        "model.attention_chunk=4", "model.tie_embeddings=true", "model.remat=all_matmuls", "train.z_loss=0.01",
+        "train.loss_chunk=5",
+    ],
+    "sequential layernorm gelu learned, 1 kv head of 8, no padding, remat full, z-loss": [
+        "model.block=sequential", "model.positions=learned", "model.kv_heads=1", "model.vocabulary=64",
+        "model.remat=full", "train.z_loss=0.01",
+    ],
+    "sequence: parallel rmsnorm swiglu rotary, 2 kv heads of 8, chunks of 3, remat all_matmuls, offload, z-loss": [
+        "model.offload=[input,query_key_value,attention_output,gate,up]",
+        "mesh.tensor_parallel=sequence", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu",
+        "model.positions=rotary", "model.kv_heads=2", "model.attention_chunk=3", "model.remat=all_matmuls",
+        "train.z_loss=0.01", "train.loss_chunk=7",
+    ],
+    FSDP: [
+        "mesh.zero=fsdp", "model.block=sequential", "model.norm=rmsnorm", "model.positions=learned",
+        "model.kv_heads=2", "model.attention_chunk=3", "model.remat=mlp", "train.z_loss=0.01",
+    ],
+    FSDP_RING_TWO_SLICES: [
+        "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "mesh.slices=2", "model.norm=rmsnorm", "model.mlp=swiglu",
+        "model.positions=rotary", "model.kv_heads=2", "model.remat=attention",
+    ],
+    FSDP_RING_SEQUENCE: [
+        "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "mesh.tensor_parallel=sequence", "model.context=8",
+        "model.block=sequential", "model.positions=learned", "model.kv_heads=1", "model.tie_embeddings=true",
+        "model.remat=full",
+    ],
+    FSDP_RING_OFFLOAD: [
+        "model.offload=[sublayer_output,query_key_value,up]",
+        "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "model.block=sequential", "model.norm=rmsnorm",
+        "model.mlp=swiglu", "model.positions=rotary", "model.kv_heads=4", "model.remat=attention_and_up",
+    ],
+    "sequence, fsdp ring, offload: parallel layernorm gelu learned, tied, remat attention": [
+        "model.offload=[input,attention_output]",
+        "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "mesh.tensor_parallel=sequence", "model.context=8",
+        "model.positions=learned", "model.tie_embeddings=true", "model.remat=attention",
+    ],
+    "sequence, fsdp: parallel layernorm swiglu rotary, 4 kv heads of 8, tied": [
+        "mesh.zero=fsdp", "mesh.tensor_parallel=sequence", "model.context=8", "model.mlp=swiglu",
+        "model.positions=rotary", "model.kv_heads=4", "model.tie_embeddings=true",
+    ],
+    "collective_matmul: parallel rmsnorm swiglu rotary, 2 kv heads of 8, chunks of 3, remat all_matmuls, z-loss": [
+        "mesh.tensor_parallel=collective_matmul", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu",
+        "model.positions=rotary", "model.kv_heads=2", "model.attention_chunk=3", "model.remat=all_matmuls",
+        "train.z_loss=0.01", "train.loss_chunk=7",
+    ],
+    "collective_matmul, fsdp: sequential layernorm gelu learned, 1 kv head of 8, tied, remat full, input offloaded": [
+        "model.offload=[input]",
+        "mesh.zero=fsdp", "mesh.tensor_parallel=collective_matmul", "model.context=8", "model.block=sequential",
+        "model.positions=learned", "model.kv_heads=1", "model.tie_embeddings=true", "model.remat=full",
+    ],
+    "sequence: sequential layernorm gelu learned, 1 kv head of 8, no padding, tied, remat full": [
+        "mesh.tensor_parallel=sequence", "model.context=8", "model.block=sequential", "model.positions=learned",
+        "model.kv_heads=1", "model.vocabulary=64", "model.tie_embeddings=true", "model.remat=full",
+    ],
+}  # fmt: skip
+MODELS[FSDP_RING_FEW_HEADS] = [
+    "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "model.heads=4", "model.kv_heads=4", "model.ffn=36",
+]  # fmt: skip
+"""On (8, 1) the heads are fewer than the devices of the ring, and 8 divides only the columns of an MLP's weights."""
+MODELS[FSDP_RING_OFFLOAD_DEEP] = [*MODELS[FSDP_RING_OFFLOAD], "model.layers=4"]
+TIME_SHARDED_MODELS = [model for model in MODELS if model.startswith(("sequence", "collective_matmul"))]
+
+
+def random_tokens(config: Config) -> np.ndarray:
+    """[1 B T+1]: random ids; the ends of some rows are ignored, so that dp ranks count different numbers of targets."""
+    shape = (config.train.batch, config.model.context + 1)
+    ids = np.random.default_rng(8).integers(0, config.model.vocabulary, shape).astype(np.int32)
+    ids[1, 5:], ids[2, 3:], ids[7, -1:] = -1, -1, -1
+    return ids[None]
+
+
+def random_parameters(config: Config, precision: str) -> Transformer:
+    """In float32 with the standard deviation of an initial model: larger weights amplify its rounding errors beyond
+    1e-6 on any number of devices (2e-6 at a standard deviation of 0.25).  In float64 they are larger."""
+    spread = config.model.init_std if precision == "float32" else 0.25
+    return random_like(parameter_shapes(config), precision, spread=spread)
+
+
+def parameter_shapes(config: Config) -> Transformer:
+    return shapes_of(partial(Transformer, config.model, Chunked(config.model.attention_chunk)))
+
+
+def model_on_mesh(config: Config, shape: tuple[int, int], precision: str, *, logits: bool = True) -> Any:
+    """The compiled function (params, tokens[A B T+1]) -> {loss, gradients, logits of the first microbatch}."""
+    model, sizes = parameter_shapes(config), dict(mesh(shape).shape)
+    slices = min(config.mesh.slices, shape[0])
+    groups = DataParallelGroups.of(replace(config.mesh, dp=shape[0], mp=shape[1], slices=slices))
+    specs, _, placements = place_parameters(config.mesh.zero, model, partition_specs(model, sizes), sizes, groups)
+    loss = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
+    execution = Execution(TENSOR_PARALLEL[config.mesh.tensor_parallel], jnp.dtype(precision), placements)
+    objective = Objective(loss, execution)
+
+    def local(params: Transformer, tokens_ABT: Any) -> dict[str, Any]:
+        loss, gradients = loss_and_gradients(objective, params, tokens_ABT)
+        if not logits:
+            return {"loss": loss, "gradients": gradients}
+        params = gather_between_slices(placements, params)
+        h_BTD = params(tokens_ABT[0, :, :-1], execution)
+        h_BTD, table_VD = params.output_projection(h_BTD, execution)
+        logits_BTV = jax.vmap(score, (0, None))(h_BTD, table_VD)
+        return {"logits": logits_BTV, "loss": loss, "gradients": gradients}
+
+    outs = ({"logits": FEATURES_SHARDED} if logits else {}) | {"loss": P(), "gradients": specs}
+    return jax.jit(jax.shard_map(local, mesh=mesh(shape), in_specs=(specs, TOKENS), out_specs=outs))
+
+
+@cache
+def expected(model: str, precision: str) -> dict[str, Any]:
+    """Logits, loss and gradients of the dense reference, in float64."""
+    conf = config(*MODELS[model])
+    objective = partial(reference.objective, config=conf.model, z_loss=conf.train.z_loss)
+
+    def dense(p: dict, tokens_BT: Any) -> dict[str, Any]:
+        (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(p, tokens_BT)
+        logits = reference.transformer(p, tokens_BT[:, :-1], conf.model)
+        return {"logits": logits, "loss": loss, "gradients": gradients}
+
+    with jax.enable_x64(True):
+        p = {path: to_float64(array) for path, array in by_path(random_parameters(conf, precision)).items()}
+        return jax.device_get(jax.jit(dense)(p, random_tokens(conf)[0]))
+
+
+def compare_model(model: str, shape: tuple[int, int], precision: str) -> None:
+    """Asserts that logits, loss and gradients of one of MODELS on this mesh equal those of the reference."""
+    conf = config(*MODELS[model])
+    promotion = "standard" if precision == "float64" else "strict"
+    with jax.enable_x64(precision == "float64"), jax.numpy_dtype_promotion(promotion):
+        run = model_on_mesh(conf, shape, precision)
+        found = run(random_parameters(conf, precision), random_tokens(conf))
+    assert all(array.dtype == precision for array in jax.tree.leaves(found))
+    assert_close(found | {"gradients": by_path(found["gradients"])}, expected(model, precision), RELATIVE[precision])

@@ -1,0 +1,56 @@
+"""Introducing errors on purpose, and the three ways in which they are detected.
+
+refused   the program does not type-check, or its shapes do not match, whatever its inputs
+wrong     it runs, and the comparison with the dense reference fails
+wasteful  its values are right, and the check of its collectives fails
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from shmap_tp.training.step import build_step_functions
+from tests.helpers import sharded_harness
+from tests.helpers.layer_cases import LAYERS
+from tests.helpers.loss_cases import LOSSES, PADDED
+from tests.helpers.model_fixtures import config, mesh
+
+refused_by_type = pytest.raises(
+    (TypeError, ValueError),
+    match=r"manual axis types|require replication which can't be statically|unexpected JAX type|Unsupported pcast",
+)
+refused_by_shape = pytest.raises((TypeError, ValueError), match=r"shape|divisible|divide|Size of label|Type-check")
+wrong = pytest.raises(AssertionError, match="from its expected value")
+wasteful = pytest.raises(AssertionError)
+
+
+def compare_layer(layer: str, shape: tuple[int, int] = (2, 4)) -> None:
+    """Asserts that one of LAYERS equals its dense reference in float64."""
+    sharded_harness.compare(LAYERS[layer], shape, "float64")
+
+
+def compare_loss() -> None:
+    """Asserts that the loss equals its dense reference, with padding, ignored targets and several chunks."""
+    sharded_harness.compare(LOSSES[f"{PADDED}, chunks of 3"], (2, 4), "float64")
+
+
+def trace_step(*settings: str) -> Any:
+    """The jaxpr of a step; nothing is compiled."""
+    conf = config("mesh.dp=2", "mesh.mp=4", "train.batch=16", "train.microbatches=2", *settings)
+    made = build_step_functions(conf, mesh((conf.mesh.dp, conf.mesh.mp)), jnp.float32)
+    return jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr
+
+
+def with_lax(monkeypatch: pytest.MonkeyPatch, module: Any, **replacements: Any) -> None:
+    """Replace functions of jax.lax in `module` only."""
+    monkeypatch.setattr(module, "lax", SimpleNamespace(**{**vars(lax), **replacements}))
+
+
+def declare(monkeypatch: pytest.MonkeyPatch, layer: type, *axes: str | None) -> None:
+    """Let `layer` declare its only parameter with these axes."""
+    (field,) = [field for field in layer.__dataclass_fields__.values() if "axes" in field.metadata]
+    monkeypatch.setattr(field, "metadata", {"axes": axes, "replicate_if_fewer": False})

@@ -1,0 +1,91 @@
+"""Position encodings at given positions: the default positions 0, 1 ... T - 1, and those of a part of a sequence.
+
+B batch, T time, D model width, H heads, K head dim.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shmap_tp.layers.positions import Alibi, Learned, Rotary
+from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.tensor_parallel import TensorParallel
+from tests.helpers.assertions import RELATIVE, assert_close
+from tests.helpers.model_fixtures import every_precision, mesh, random_like, shapes_of
+from tests.helpers.sharded_harness import ALL_REDUCE, BATCH_SHARDED, SEQUENCE, TIME_SHARDED
+
+B, T, D, H, K = 4, 32, 24, 8, 6
+ROTARY = Rotary(10_000.0)
+
+
+def heads(precision: str) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(B, T, H, K)).astype(precision)
+
+
+def rotated(x: np.ndarray, positions: Any = None) -> dict[str, np.ndarray]:
+    """x rotated on a (2, 4) mesh, and the gradient of x for the cotangent 2x."""
+    spec = P(DP, None, MP, None)
+
+    def local(x):
+        at = None if positions is None else jnp.asarray(positions)
+        y, pull = jax.vjp(lambda x: ROTARY.rotate(x, at), x)
+        return {"y": y, "dx": pull(2 * x)[0]}
+
+    with jax.enable_x64(x.dtype == np.float64):
+        run = jax.shard_map(local, mesh=mesh((2, 4)), in_specs=spec, out_specs={"y": spec, "dx": spec})
+        return jax.device_get(jax.jit(run)(x))
+
+
+@every_precision
+def test_rotation_at_the_default_positions_equals_rotation_without_positions(precision):
+    """The two are computed differently (xla_workarounds.py)."""
+    x = heads(precision)
+    assert_close(rotated(x, np.arange(T, dtype=np.int32)), rotated(x), RELATIVE[precision])
+
+
+@every_precision
+@pytest.mark.parametrize("start", [1, 13])
+def test_rotation_at_shifted_positions_equals_a_slice_of_the_longer_sequence(precision, start):
+    x = heads(precision)
+    expected = {name: y[:, start:] for name, y in rotated(x).items()}
+    part = x[:, start:]
+    assert_close(rotated(part, np.arange(start, T, dtype=np.int32)), expected, RELATIVE[precision])
+    with pytest.raises(AssertionError):
+        assert_close(rotated(part), expected, 1e-2)
+
+
+def with_learned_positions(x: np.ndarray, layer: Learned, tp: TensorParallel, positions: Any) -> np.ndarray:
+    spec = BATCH_SHARDED if tp == ALL_REDUCE else TIME_SHARDED
+
+    def local(layer, x):
+        return layer.add_to_input(x, tp, None if positions is None else jnp.asarray(positions))
+
+    run = jax.shard_map(local, mesh=mesh((2, 4)), in_specs=(P(), spec), out_specs=spec)
+    return np.asarray(jax.jit(run)(layer, x))
+
+
+@pytest.mark.parametrize("tp", [ALL_REDUCE, SEQUENCE], ids=["all_reduce", "sequence"])
+@pytest.mark.parametrize("start", [0, 4, 12])
+def test_learned_positions_at_shifted_positions_equal_a_slice_of_the_longer_sequence(tp, start):
+    """Exactly, also where time is sharded over mp."""
+    layer = random_like(shapes_of(partial(Learned, T, D, std=1.0)), "float32")
+    x = np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
+    full, part = with_learned_positions(x, layer, tp, None), x[:, start:]
+    np.testing.assert_array_equal(
+        with_learned_positions(part, layer, tp, np.arange(start, T, dtype=np.int32)), full[:, start:]
+    )
+    if start:
+        assert np.any(with_learned_positions(part, layer, tp, None) != full[:, start:])
+
+
+def test_alibi_changes_neither_the_input_nor_the_heads():
+    """It depends on distances only, which a shift does not change."""
+    x, positions = jnp.ones((B, T, D)), jnp.arange(3, 3 + T)
+    assert Alibi(H).add_to_input(x, ALL_REDUCE, positions) is x
+    q = jnp.ones((B, T, H, K))
+    assert Alibi(H).rotate(q, positions) is q

@@ -39,15 +39,16 @@ from shmap_tp.training.metrics import Meter, Recorder
 from shmap_tp.training.profiler import Profile
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.resume import restore_or_initialize
-from shmap_tp.training.step import State, StepFunctions, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 Pause = Callable[[TimeCategory], Any]
 """Returns a context in which no step is in flight and whose time is accounted to a category."""
 
 
-def train(config: Config, coordinator: Coordinator | None = None) -> int:
+def train(config: Config, coordinator: Coordinator | None = None, components: Components = CONFIGURED) -> int:
     """Train as configured.  Returns the exit code: 0 if all steps are done, STOPPED if the run was stopped.
 
+    `components` replace parts of the model and the step that the configuration names (docs/extending.md).
     With several processes, `coordinator` is the address of process 0 if the environment does not provide it; an error
     then ends all processes instead of being raised.
     Raises `UserError` before anything is trained; `DivergedError` after too many consecutive skipped steps;
@@ -61,10 +62,12 @@ def train(config: Config, coordinator: Coordinator | None = None) -> int:
         requested, config = config, resolve_auto(config, len(jax.devices()))
         mesh = make_mesh(config.mesh)
         prepare_environment(config)
-        functions = build_step_functions(config, mesh, compute_dtype(config.train.precision))
+        functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
         batches = Batches(config, functions.tokens)
         with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, say) as checkpoints:
-            run = Run(requested, config, functions, batches, checkpoints, ReplicaCheck(functions.shapes), clock)
+            run = Run(
+                requested, config, functions, batches, checkpoints, ReplicaCheck(functions.shapes), clock, components
+            )
             state, saved_step = restore_or_initialize(config, functions, batches, checkpoints)
             return _train_from(run, state, saved_step, stop)
     print(STOPPED_EARLY[1])
@@ -83,6 +86,7 @@ class Run:
     checkpoints: Checkpoints
     replicas: ReplicaCheck
     clock: WallClock
+    components: Components
 
     def save(self, step: int, state: State) -> None:
         """Start to save the checkpoint of `step`."""
@@ -100,7 +104,7 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
     stop.begin_training()
     monitor = BadStepMonitor(config.guard, run.batches.sequence_indices, f"{config.data.dir}/train.bin")
     with Recorder(config, first_step, enabled=jax.process_index() == 0) as recorder:
-        meter = _make_meter(config, lambda line: recorder.train(line | monitor.update(line) | clock.step_fields(line)))
+        meter = _make_meter(run, lambda line: recorder.train(line | monitor.update(line) | clock.step_fields(line)))
 
         @contextmanager
         def pause(category: TimeCategory) -> Iterator[None]:
@@ -162,10 +166,13 @@ def _compile_step(run: Run, first_step: int) -> Any:
     return compile_with(functions.step.lower(functions.shapes, functions.tokens), options)
 
 
-def _make_meter(config: Config, record: Callable[[dict[str, Any]], None]) -> Meter:
+def _make_meter(run: Run, record: Callable[[dict[str, Any]], None]) -> Meter:
     """A meter that computes MFU from this machine's peak; prints the formula, or why there is none."""
-    peak = machine_peak(jax.devices())
-    if peak is None:
+    config, peak = run.config, machine_peak(jax.devices())
+    if run.components.block or run.components.mlp:
+        say("no MFU: the FLOPs of a block or an MLP that the configuration does not name are not counted")
+        peak = None
+    elif peak is None:
         say(f"no MFU: shmap_tp/hardware/devices.py does not list the peak of {jax.devices()[0].device_kind}")
     else:
         say(

@@ -25,7 +25,7 @@ from jaxtyping import Array, UInt32
 
 from shmap_tp.errors import HardwareError
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.mesh import AXES
 
 
 class ReplicaCheck:
@@ -39,7 +39,7 @@ class ReplicaCheck:
         self._mesh = leaves[0].sharding.mesh
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)
         self._fingerprints = jax.jit(
-            jax.shard_map(_local_fingerprints, mesh=self._mesh, in_specs=(specs,), out_specs=P((DP, MP)))
+            jax.shard_map(_local_fingerprints, mesh=self._mesh, in_specs=(specs,), out_specs=P(AXES))
         )
         # A separate program: within one, the compiler could treat replicas as equal because their types say so.
         self._all_gather = jax.jit(lambda table: table, out_shardings=NamedSharding(self._mesh, P()))
@@ -69,10 +69,9 @@ class ReplicaCheck:
     def _replica_groups(self, spec: P) -> np.ndarray:
         """Rows of the table that must be equal for an array partitioned by `spec`: [groups replicas]."""
         sharded = {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
-        sizes = dict(self._mesh.shape)
-        rows = np.arange(self._mesh.size).reshape(sizes[DP], sizes[MP])
-        over_groups = [i for i, axis in enumerate((DP, MP)) if axis in sharded]
-        over_replicas = [i for i, axis in enumerate((DP, MP)) if axis not in sharded]
+        rows = np.arange(self._mesh.size).reshape(self._mesh.devices.shape)
+        over_groups = [i for i, axis in enumerate(self._mesh.axis_names) if axis in sharded]
+        over_replicas = [i for i, axis in enumerate(self._mesh.axis_names) if axis not in sharded]
         groups = math.prod(rows.shape[i] for i in over_groups)
         return rows.transpose(*over_groups, *over_replicas).reshape(groups, -1)
 
@@ -83,7 +82,10 @@ class ReplicaCheck:
 
 def _local_fingerprints(state: Any) -> UInt32[Array, "1 leaves"]:
     """The fingerprints of this device's shards.  No communication."""
-    return jnp.stack([mark_varying(mark_varying(fingerprint(leaf), DP), MP) for leaf in jax.tree.leaves(state)])[None]
+    fingerprints = [fingerprint(leaf) for leaf in jax.tree.leaves(state)]
+    for axis in AXES:
+        fingerprints = mark_varying(fingerprints, axis)
+    return jnp.stack(fingerprints)[None]
 
 
 def fingerprint(x: Array) -> UInt32[Array, ""]:

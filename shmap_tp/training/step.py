@@ -59,6 +59,10 @@ class Components:
     """From the `optimizer` section of the configuration."""
 
 
+CONFIGURED = Components()
+"""Everything as the configuration names it."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """What is minimised, as a function of parameters and tokens."""
@@ -136,7 +140,7 @@ class StepFunctions(eqx.Module):
 
 
 def build_step_functions(
-    config: Config, mesh: Mesh, dtype: DTypeLike, components: Components = Components()
+    config: Config, mesh: Mesh, dtype: DTypeLike, components: Components = CONFIGURED
 ) -> StepFunctions:
     """The programs of `config` on `mesh`, computing in `dtype`; each is compiled when first called.
 

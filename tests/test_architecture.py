@@ -3,10 +3,11 @@
 import ast
 from pathlib import Path
 
+import make_results
 import pytest
-import results
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers.commands import ROOT
+
 PACKAGE = ROOT / "shmap_tp"
 
 ORDER = ["errors", "config", "hardware", "runtime", "parallel", "layers", "model", "data", "training", "plan"]
@@ -96,5 +97,5 @@ def test_the_check_is_switched_off_in_one_place(file):
 
 
 def test_the_results_are_what_their_json_says():
-    """Otherwise: python benchmarks/results.py"""
-    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == results.text()
+    """Otherwise: python benchmarks/make_results.py"""
+    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == make_results.text()

@@ -13,17 +13,17 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.torus import Torus
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, make_mesh
 from shmap_tp.plan.aot_compile import coordinates
-from tests.helpers.fake_tpu_devices import Stand, box
+from tests.helpers.fake_tpu_devices import FakeTpuDevice, fake_slice
 from tests.helpers.model_fixtures import mesh_config
 
 BOXES = {
-    "v2 4x4": (box("v2", 4, 4), 4),
-    "v3 4x8": (box("v3", 4, 8), 8),
-    "v4 2x4x4": (box("v4", 2, 4, 4), 8),
-    "v5e 4x4, 3 slices": (box("v5e", 4, 4, slices=3), 4),
-    "v5p 4x4x4, 2 slices": (box("v5p", 4, 4, 4, slices=2), 16),
-    "v6e 8x8": (box("v6e", 8, 8), 1),
-    "tpu7x 2x2x2": (box("tpu7x", 2, 2, 2), 16),
+    "v2 4x4": (fake_slice("v2", 4, 4), 4),
+    "v3 4x8": (fake_slice("v3", 4, 8), 8),
+    "v4 2x4x4": (fake_slice("v4", 2, 4, 4), 8),
+    "v5e 4x4, 3 slices": (fake_slice("v5e", 4, 4, slices=3), 4),
+    "v5p 4x4x4, 2 slices": (fake_slice("v5p", 4, 4, 4, slices=2), 16),
+    "v6e 8x8": (fake_slice("v6e", 8, 8), 1),
+    "tpu7x 2x2x2": (fake_slice("tpu7x", 2, 2, 2), 16),
 }
 every_tile = pytest.mark.parametrize(
     ("name", "tile"), [(name, tile) for name, (devices, mp) in BOXES.items() for tile in Torus.of(devices).tiles(mp)]
@@ -72,7 +72,7 @@ def test_a_ring_goes_round_its_tile_link_by_link(name, tile, links):
 
 
 def test_only_the_ring_wire_takes_that_order():
-    devices = box("v5e", 4, 4)
+    devices = fake_slice("v5e", 4, 4)
     one, ring = (
         make_mesh(mesh_config(4, 4, wire=wire), devices).devices
         for wire in (TensorParallelMode.sequence, TensorParallelMode.collective_matmul)
@@ -92,13 +92,13 @@ def test_tiles_are_laid_out_slice_by_slice(name, tile):
 
 PARTS = {
     # name: (devices, (dp, mp), slices, devices of a ring)
-    "v5e 4x4": (box("v5e", 4, 4), (16, 1), 1, 16),
-    "v5e 16x16": (box("v5e", 16, 16), (256, 1), 1, 16),
-    "v5e 16x16, mp 4": (box("v5e", 16, 16), (64, 4), 1, 16),
-    "v3 4x4": (box("v3", 4, 4), (32, 1), 1, 16),
-    "v4 2x2x4": (box("v4", 2, 2, 4), (16, 1), 1, 16),
-    "v5e 4x8, 2 slices": (box("v5e", 4, 8, slices=2), (64, 1), 2, 16),
-    "v5p 4x4x4, 2 slices": (box("v5p", 4, 4, 4, slices=2), (32, 4), 2, 16),
+    "v5e 4x4": (fake_slice("v5e", 4, 4), (16, 1), 1, 16),
+    "v5e 16x16": (fake_slice("v5e", 16, 16), (256, 1), 1, 16),
+    "v5e 16x16, mp 4": (fake_slice("v5e", 16, 16), (64, 4), 1, 16),
+    "v3 4x4": (fake_slice("v3", 4, 4), (32, 1), 1, 16),
+    "v4 2x2x4": (fake_slice("v4", 2, 2, 4), (16, 1), 1, 16),
+    "v5e 4x8, 2 slices": (fake_slice("v5e", 4, 8, slices=2), (64, 1), 2, 16),
+    "v5p 4x4x4, 2 slices": (fake_slice("v5p", 4, 4, 4, slices=2), (32, 4), 2, 16),
 }
 
 
@@ -149,21 +149,21 @@ def test_parts_meet_within_a_slice_and_between_slices(name):
 def test_the_module_of_a_slice_numbers_its_devices_as_the_mesh_does():
     """Passing on around a ring is between neighbours by their numbers there, too."""
     config = mesh_config(64, 1, zero=Zero.fsdp, fsdp_gradients=FsdpGradients.ring, slices=2)
-    of_one = coordinates(make_mesh(config, box("v5e", 4, 8, slices=2)))
-    assert sorted(of_one) == sorted([*device.coords, 0] for device in box("v5e", 4, 8))
+    of_one = coordinates(make_mesh(config, fake_slice("v5e", 4, 8, slices=2)))
+    assert sorted(of_one) == sorted([*device.coords, 0] for device in fake_slice("v5e", 4, 8))
     around = [of_one[2 * r] for r in range(16)]  # every second one is of the other ring
     assert all(sum(abs(x - y) for x, y in zip(a, b, strict=True)) == 1 for a, b in itertools.pairwise(around))
 
 
 def test_a_ring_needs_a_divisor():
-    said = refused(mesh_config(17, 1, zero=Zero.fsdp, fsdp_gradients=FsdpGradients.ring), box("v5e", 4, 4)[:1] * 17)
+    said = refused(mesh_config(17, 1, zero=Zero.fsdp, fsdp_gradients=FsdpGradients.ring), fake_slice("v5e", 4, 4)[:1] * 17)
     assert "no number from 2 to 16 divides mesh.dp / mesh.slices = 17" in said
 
 
 def test_slices_are_those_of_the_devices():
-    said = refused(mesh_config(16, 1, slices=1), box("v5e", 2, 4, slices=2))
+    said = refused(mesh_config(16, 1, slices=1), fake_slice("v5e", 2, 4, slices=2))
     assert said == "mesh.slices=1, but these devices lie in slices: 2; set mesh.slices=2"
-    assert "in slices: 1;" in refused(mesh_config(16, 1, slices=2), box("v5e", 4, 4))
+    assert "in slices: 1;" in refused(mesh_config(16, 1, slices=2), fake_slice("v5e", 4, 4))
     made = make_mesh(mesh_config(4, 2, slices=2))
     assert [[d.id for d in part] for part in made.devices] == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
@@ -182,7 +182,7 @@ def test_tiles_are_all_boxes_that_fit(name):
 
 def test_coordinates_may_begin_anywhere():
     """Part of a larger slice: a process that was given a corner of it."""
-    moved = [Stand(d.device_kind, tuple(c + 4 for c in d.coords), 0, 7) for d in box("v5e", 2, 2)]
+    moved = [FakeTpuDevice(d.device_kind, tuple(c + 4 for c in d.coords), 0, 7) for d in fake_slice("v5e", 2, 2)]
     laid = Torus.of(moved).laid_out((2, 2, 1, 1), 4)
     assert [device.coords for device in laid[0]] == [(4, 4, 4), (4, 5, 4), (5, 4, 4), (5, 5, 4)]
 
@@ -209,15 +209,15 @@ def test_hops_are_those_of_all_pairs(name, tile):
 
 CLOSEST = {
     # T5X measured the same order of tiles on the same slice: 4x2x2 before 2x4x2 and 2x2x4 (published figures)
-    "v4 4x8x8": (box("v4", 4, 8, 8), 16, (4, 2, 2, 1), 2.0),  # a ring of 4 is 1 on average, a pair 1/2
+    "v4 4x8x8": (fake_slice("v4", 4, 8, 8), 16, (4, 2, 2, 1), 2.0),  # a ring of 4 is 1 on average, a pair 1/2
     # a ring of 16 is 4 links wide on average, a square 2 x 1.25, though nothing of it wraps
-    "v5e 16x16": (box("v5e", 16, 16), 16, (4, 4, 1, 1), 2.5),
-    "v5e 8x16": (box("v5e", 8, 16), 8, (4, 2, 1, 1), 1.75),
-    "v5e 4x4": (box("v5e", 4, 4), 2, (2, 1, 1, 1), 0.5),  # of equals the one along x
+    "v5e 16x16": (fake_slice("v5e", 16, 16), 16, (4, 4, 1, 1), 2.5),
+    "v5e 8x16": (fake_slice("v5e", 8, 16), 8, (4, 2, 1, 1), 1.75),
+    "v5e 4x4": (fake_slice("v5e", 4, 4), 2, (2, 1, 1, 1), 0.5),  # of equals the one along x
     # both cores of 4 chips: 1 link; 8 chips would be 1.75 at best
-    "v3 4x4": (box("v3", 4, 4), 8, (2, 2, 1, 2), 1.0),
-    "v3 4x4, 2": (box("v3", 4, 4), 2, (1, 1, 1, 2), 0.0),
-    "tpu7x 4x4x4": (box("tpu7x", 4, 4, 4), 16, (4, 2, 1, 2), 1.5),  # as near as 2x2x2
+    "v3 4x4": (fake_slice("v3", 4, 4), 8, (2, 2, 1, 2), 1.0),
+    "v3 4x4, 2": (fake_slice("v3", 4, 4), 2, (1, 1, 1, 2), 0.0),
+    "tpu7x 4x4x4": (fake_slice("tpu7x", 4, 4, 4), 16, (4, 2, 1, 2), 1.5),  # as near as 2x2x2
 }
 
 
@@ -230,20 +230,20 @@ def test_the_closest_tile(name):
 
 
 def test_a_ring_of_16_is_further_than_a_square_of_4():
-    torus = Torus.of(box("v5e", 16, 16))
+    torus = Torus.of(fake_slice("v5e", 16, 16))
     assert torus.hops((16, 1, 1, 1)) == torus.hops((1, 16, 1, 1)) == 4
     assert torus.hops((8, 2, 1, 1)) == 21 / 8 + 1 / 2 > torus.hops((4, 4, 1, 1))
 
 
 RINGS = {
-    "v5e 16x16": (box("v5e", 16, 16), 16, (8, 2, 1, 1)),  # 2/8 and 2/2 of a link; of 4 x 4 twice 2/4, of 16 x 1 2/1
-    "v5e 8x8": (box("v5e", 8, 8), 16, (8, 2, 1, 1)),  # nothing wraps: as good as 4 x 4
-    "v5e 4x4": (box("v5e", 4, 4), 16, (4, 4, 1, 1)),
-    "v5p 4x4x4": (box("v5p", 4, 4, 4), 16, (4, 4, 1, 1)),  # as good as 4 x 2 x 2
-    "v4 4x4x8": (box("v4", 4, 4, 8), 16, (2, 1, 8, 1)),  # 2/2 and 2/1; of 4 x 4 x 1 but 2/1
-    "v3 8x16": (box("v3", 8, 16), 16, (4, 2, 1, 2)),
-    "v3 2x2": (box("v3", 2, 2), 4, (2, 1, 1, 2)),  # whole chips: of 2 x 2 the cores' rings would share links
-    "v5e 2x2": (box("v5e", 2, 2), 2, (2, 1, 1, 1)),
+    "v5e 16x16": (fake_slice("v5e", 16, 16), 16, (8, 2, 1, 1)),  # 2/8 and 2/2 of a link; of 4 x 4 twice 2/4, of 16 x 1 2/1
+    "v5e 8x8": (fake_slice("v5e", 8, 8), 16, (8, 2, 1, 1)),  # nothing wraps: as good as 4 x 4
+    "v5e 4x4": (fake_slice("v5e", 4, 4), 16, (4, 4, 1, 1)),
+    "v5p 4x4x4": (fake_slice("v5p", 4, 4, 4), 16, (4, 4, 1, 1)),  # as good as 4 x 2 x 2
+    "v4 4x4x8": (fake_slice("v4", 4, 4, 8), 16, (2, 1, 8, 1)),  # 2/2 and 2/1; of 4 x 4 x 1 but 2/1
+    "v3 8x16": (fake_slice("v3", 8, 16), 16, (4, 2, 1, 2)),
+    "v3 2x2": (fake_slice("v3", 2, 2), 4, (2, 1, 1, 2)),  # whole chips: of 2 x 2 the cores' rings would share links
+    "v5e 2x2": (fake_slice("v5e", 2, 2), 2, (2, 1, 1, 1)),
 }
 
 
@@ -255,7 +255,7 @@ def test_the_tile_of_a_ring(name):
 
 def test_the_tile_of_a_ring_of_tiles():
     """Of pairs along x 8 x 2 are 16 x 2 chips: they leave 2/2 of a link along y; 2 x 8 would leave 2/8 and 2/4."""
-    assert Torus.of(box("v5e", 16, 16)).tiled((2, 1, 1, 1), 2).ring_tile(16) == (8, 2, 1, 1)
+    assert Torus.of(fake_slice("v5e", 16, 16)).tiled((2, 1, 1, 1), 2).ring_tile(16) == (8, 2, 1, 1)
 
 
 WRAPS = {
@@ -275,7 +275,7 @@ WRAPS = {
 @pytest.mark.parametrize("slice_", WRAPS, ids=str)
 def test_which_sides_close_to_a_ring(slice_):
     """2-D tori on a full side, 3-D ones where optical switches join cubes of 4."""
-    assert Torus.of(box(*slice_)).wraps == WRAPS[slice_]
+    assert Torus.of(fake_slice(*slice_)).wraps == WRAPS[slice_]
 
 
 # What cannot be
@@ -289,18 +289,18 @@ def refused(config: MeshConfig, devices: list) -> str:
 
 
 def test_a_bad_tile_names_the_good_ones():
-    said = refused(mesh_config(4, 4, tile=[1, 1, 4, 1]), box("v5e", 4, 4))
+    said = refused(mesh_config(4, 4, tile=[1, 1, 4, 1]), fake_slice("v5e", 4, 4))
     assert said == (
         "mesh.tile=[1, 1, 4, 1] does not cut mp=4 out of a slice of 4 x 4 x 1 chips with 1 devices each; "
         "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1"
     )
     for tile in ([4, 4, 1, 1], [2, 2], [3, 1, 1, 1], [-2, -2, 1, 1]):
-        assert "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1" in refused(mesh_config(4, 4, tile=tile), box("v5e", 4, 4))
+        assert "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1" in refused(mesh_config(4, 4, tile=tile), fake_slice("v5e", 4, 4))
 
 
 @pytest.mark.parametrize("tile", [None, [3, 1, 1, 1]])
 def test_an_mp_that_no_tile_makes_is_named(tile):
-    said = refused(mesh_config(16, 3, tile=tile, slices=3), box("v5e", 4, 4, slices=3))
+    said = refused(mesh_config(16, 3, tile=tile, slices=3), fake_slice("v5e", 4, 4, slices=3))
     assert said == (
         "mp=3 cannot be cut out of a slice of 4 x 4 x 1 chips with 1 devices each; use mp in {1, 2, 4, 8, 16}"
     )
@@ -309,12 +309,12 @@ def test_an_mp_that_no_tile_makes_is_named(tile):
 def test_a_tile_needs_a_torus():
     said = refused(mesh_config(2, 4, tile=[2, 2, 1, 1]), jax.devices())
     assert said == "mesh.tile=[2, 2, 1, 1]: cpu devices lie on no torus; leave it null"
-    hole = box("v5e", 2, 2)[:3]
+    hole = fake_slice("v5e", 2, 2)[:3]
     assert Torus.of(hole) is None
     assert "lie on no torus" in refused(mesh_config(1, 3, tile=[3, 1, 1, 1]), hole)
 
 
-@pytest.mark.parametrize("devices", [jax.devices(), box("v3", 2, 2)], ids=["cpu", "v3"])
+@pytest.mark.parametrize("devices", [jax.devices(), fake_slice("v3", 2, 2)], ids=["cpu", "v3"])
 def test_dp_times_mp_is_the_number_of_devices(devices):
     said = refused(mesh_config(2, 2), devices)
     assert said == (

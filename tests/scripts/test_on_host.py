@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_architecture import ROOT
+from tests.helpers.commands import ROOT
 
 MAIN = """
 import pathlib, signal, sys, time

@@ -15,8 +15,8 @@ import pytest
 
 from shmap_tp.config.compose import load
 from shmap_tp.training import verification as verify
+from tests.helpers.commands import ROOT
 from tests.helpers.run_fixtures import FIRST
-from tests.test_architecture import ROOT
 
 SCRIPTS = ROOT / "scripts"
 POD = str(SCRIPTS / "pod.sh")

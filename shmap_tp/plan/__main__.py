@@ -2,6 +2,7 @@
 
     python -m shmap_tp.plan --version v5e --devices 16 --model gptj_6b                 all meshes, fastest first
     python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8               one mesh in detail
+    python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8 --plot step.png    and a timeline of its step
     python -m shmap_tp.plan --model gptj_6b --dp 2 --mp 8 --ledger                    only its communication
 
 Nothing runs on a TPU: the TPU compiler compiles the training step for the slice, and the compiled schedule is
@@ -10,6 +11,7 @@ simulated.  --ledger needs no compiler.
 
 import argparse
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -22,8 +24,9 @@ from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
 from shmap_tp.plan.communication.ledger import table, without_trivial_axes
-from shmap_tp.plan.communication.reconcile import LEGEND, reconcile
+from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.memory import format_memory, memory_by_kind
+from shmap_tp.plan.plot import PlannedMemory, plot_step
 from shmap_tp.plan.predict import Prediction, predict
 from shmap_tp.plan.report import FORMULA, Row, format_row
 from shmap_tp.plan.topologies import Slice, find_slice
@@ -37,6 +40,8 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError("give --dp and --mp for one mesh, or --devices for all meshes of that many devices")
     if arguments.ledger and arguments.devices:
         raise UserError("--ledger applies to one mesh; give --dp and --mp")
+    if arguments.plot and (arguments.devices or arguments.ledger):
+        raise UserError("--plot draws the step of one mesh; give --dp and --mp, and omit --ledger")
     if arguments.devices:
         plan_all_meshes(arguments)
     elif arguments.ledger:
@@ -49,7 +54,7 @@ def plan_one_mesh(arguments: argparse.Namespace) -> None:
     """Print the predicted row of a mesh, its memory, and its communication as planned and as compiled."""
     config = config_from_flags(arguments, *DEFAULTS)
     target = find_slice(arguments.version, arguments.dp * arguments.mp, arguments.topology, arguments.slices)
-    prediction = predict(config, target)
+    prediction = predict(config, target, record=arguments.plot is not None)
     print(format_row(prediction.row))
     print(FORMULA)
     print("\nMEMORY per device")
@@ -57,6 +62,23 @@ def plan_one_mesh(arguments: argparse.Namespace) -> None:
     print_communication(config)
     if prediction.text is not None:
         print_compiled_collectives(config, prediction)
+    if arguments.plot:
+        write_plot(config, prediction, Path(arguments.plot))
+
+
+def write_plot(config: Config, prediction: Prediction, file: Path) -> None:
+    """Draw the predicted step.  Raises UserError where it does not fit."""
+    if prediction.schedule is None:
+        raise UserError(f"--plot {file}: a program that does not fit has no schedule; make it fit first")
+    row, compiled = prediction.row, prediction.compiled
+    memory = PlannedMemory(memory_by_kind(prediction.programs, compiled), compiled.limit_bytes, compiled.host_bytes)
+    title = (
+        f"{row.model} on {row.devices} x {row.device_kind}, dp={row.dp}, mp={row.mp}, {row.microbatches} microbatches, "
+        f"tensor parallelism {row.tensor_parallel}, zero {row.zero}: predicted"
+    )
+    sizes = {DP: config.mesh.dp // config.mesh.slices, MP: config.mesh.mp}  # a module is that of one slice
+    plot_step(prediction.schedule, memory, sizes, title, file)
+    print(f"\nwritten: {file}")
 
 
 def print_communication(config: Config) -> None:
@@ -84,7 +106,7 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
     found = reconcile(planned, communication_in_hlo(prediction.text, sizes), sizes)
     print("\nCOMPILED COLLECTIVES: " + ("as planned" if found.balanced else "differ from the plan"))
     if str(found):
-        print(f"{found}\nwhere\n{LEGEND}")
+        print(f"{found}\nmeaning of these lines:\n{found.legend}")
 
 
 def plan_all_meshes(arguments: argparse.Namespace) -> None:
@@ -153,6 +175,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the model's)")
     parser.add_argument("--microbatches", type=int, help="microbatches per optimizer step (gradient accumulation)")
     parser.add_argument("--ledger", action="store_true", help="print only the communication; nothing is compiled")
+    parser.add_argument("--plot", metavar="FILE", help="draw a timeline of the predicted step, and its memory, as PNG")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="configuration overrides, such as model.remat=all_matmuls"
     )

@@ -87,7 +87,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--slices {slices} does not divide --dp {given[DP]}: mp must lie within one slice; choose a divisor"
         )
-    for name in ("json", "hlo"):
+    for name in ("json", "hlo", "plot"):
         file = given.get(name)
         if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):
             raise UserError(f"--{name} {file}: cannot be written; create its directory, or choose another file")

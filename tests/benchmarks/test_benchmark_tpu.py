@@ -102,7 +102,7 @@ def test_an_emulated_row_is_consistent(emulated):
     assert low <= row["step_seconds"] <= high
     assert row["hfu"] > row["mfu"]
     assert printed.startswith("EMULATED  test, ") and f"{row['tokens_per_step']} tokens" in printed
-    assert "MFU = tokens/s x model FLOPs per token (causal attention at half" in printed
+    assert "MFU = tokens/s x model FLOPs per token (causal attention counted at half" in printed
     assert row["command"].endswith("--hlo step.hlo model.remat=full")
 
 

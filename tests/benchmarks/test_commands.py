@@ -43,6 +43,8 @@ MISTAKES = {
         "--torch runs on one GPU only; use it with --dp 1",
     ),
     "ledger of all meshes": ([*PLAN, "--devices", "4", "--ledger"], "--ledger applies to one mesh"),
+    "plot of all meshes": ([*PLAN, "--devices", "4", "--plot", "x.png"], "--plot draws the step of one mesh"),
+    "plot nowhere": ([*PLAN, "--dp", "2", "--mp", "2", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: cannot be"),
     "no such size": ([*PLAN, "--devices", "5", "--version", "v5e"], "there is no v5e slice of 5 devices;"),
 }
 

@@ -15,20 +15,22 @@ from shmap_tp.plan.communication.from_hlo import CompiledCollective
 from shmap_tp.plan.communication.ledger import Entry, Key, Operation, axis_size, key, tally, without_trivial_axes
 
 HEADINGS = {
+    "merges": "combined",
     "stacked": "sent stacked after a loop",
     "padding_exchanges": "added for padding",
     "unplanned": "NOT PLANNED",
     "missing": "MISSING",
 }
-"""Field -> how it is printed."""
+"""Field -> how its lines begin when they are printed."""
 
-LEGEND = """\
-combined                    one collective carries several planned arrays (no fault)
-sent stacked after a loop   arrays of all iterations in one collective, the same bytes (no fault)
-added for padding           a ppermute that the compiler adds after padding a reduce-scatter (no fault)
-NOT PLANNED                 communication in the compiled module that the plan does not have
-MISSING                     communication in the plan that the compiled module does not have"""
-"""What each line of a printed Reconciliation means."""
+MEANINGS = {
+    "merges": "one collective carries several planned arrays (no fault)",
+    "stacked": "the arrays of all iterations of a loop are sent in one collective, the same bytes (no fault)",
+    "padding_exchanges": "a ppermute that the compiler adds after padding a reduce-scatter (no fault)",
+    "unplanned": "communication of the compiled module that is not in the plan",
+    "missing": "communication of the plan that is not in the compiled module",
+}
+"""Field -> what its lines mean."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,21 @@ class Reconciliation:
         return not self.unplanned and not self.missing
 
     def __str__(self) -> str:
-        lines = [f"combined: {name} carries some of: {', '.join(what)}" for name, what in self.merges.items()]
-        for field, heading in HEADINGS.items():
+        lines = [
+            f"{HEADINGS['merges']}: {name} carries some of: {', '.join(what)}" for name, what in self.merges.items()
+        ]
+        for field in ("stacked", "padding_exchanges", "unplanned", "missing"):
             lines += [
-                f"{heading}: {e.what}, {e.operation} over {e.axis}, {e.dtype}, {e.bytes} bytes x {e.count}"
+                f"{HEADINGS[field]}: {e.what}, {e.operation} over {e.axis}, {e.dtype}, {e.bytes} bytes x {e.count}"
                 for e in getattr(self, field)
             ]
         return "\n".join(lines)
+
+    @property
+    def legend(self) -> str:
+        """What the printed lines mean; only for the kinds that occur."""
+        kinds = [field for field in HEADINGS if getattr(self, field)]
+        return "\n".join(f"  {HEADINGS[field]:<26}{MEANINGS[field]}" for field in kinds)
 
 
 def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], sizes: dict[str, int]) -> Reconciliation:

@@ -177,7 +177,7 @@ def _draw_memory(axes: Axes, memory: PlannedMemory) -> None:
     axes.set_xticks([0, 1] if memory.host else [0], ["device", "host"] if memory.host else ["device"])
     axes.set_xlim(-0.6, 1.6 if memory.host else 0.6)
     if max(peak, memory.host) > memory.limit / 4:  # else the limit is far above the bar
-        axes.axhline(memory.limit / size_of_unit, color="black", linestyle="--", linewidth=1)
+        axes.hlines(memory.limit / size_of_unit, -0.5, 0.5, color="black", linestyle="--", linewidth=1)
     axes.set_ylabel(unit)
     axes.set_title(
         f"memory per device\npeak {format_bytes(int(peak))} of {format_bytes(int(memory.limit))}", fontsize=9

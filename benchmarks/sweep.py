@@ -1,14 +1,14 @@
-"""A grid of settings, each measured or predicted, sorted by tokens/s.
+"""Measure or predict every combination of settings, sorted by tokens/s.
 
     python benchmarks/sweep.py --version v4 --topology 4x8x8 --out sweeps/t5x model=11b mesh.dp=16 mesh.mp=16 \\
         'mesh.tile=[2,2,4,1],[2,4,2,1],[4,2,2,1]' train.batch=896,1792 train.microbatches=4,8
     python benchmarks/sweep.py --emulate 8 --out sweeps/try model=test mesh=8x1,4x2,2x4 train.batch=16
 
-Every key=value of the configuration may have several values, with commas between; `mesh=4x8,2x16` stands for dp x mp
-together.  The grid is all their combinations.  Without a slice of that version here they are predicted; --emulate N
-runs them for real on N CPU devices.  A setting that does not fit is a row that says what it needs; one that cannot be
-cut is a row with the reason.  Rows are kept in OUT/rows.jsonl as they come: started again, the sweep goes on where it
-stopped.  At the end OUT holds rows.json and rows.csv, sorted, and sweep.png.
+A key=value may list several values, separated by commas; `mesh=4x8,2x16` sets mesh.dp and mesh.mp together.  The grid
+is the set of all combinations.  They are measured if the slice is attached, else predicted; --emulate N runs them on N
+emulated CPU devices.  A setting that does not fit becomes a row with the memory it needs, an invalid setting a row with
+the reason.  Rows are appended to OUT/rows.jsonl as they finish, and a restarted sweep continues after them.  At the end
+OUT contains rows.json and rows.csv, sorted, and sweep.png.
 """
 
 import argparse
@@ -20,14 +20,14 @@ import sys
 from pathlib import Path
 
 import matplotlib
-from benchmark_tpu import slice_is_here
+from benchmark_tpu import slice_is_attached
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS, GIB
-from shmap_tp.plan.benchmark import append, emulated, measured, run_command
+from shmap_tp.plan.benchmark import append_json, measure_attached, measure_emulated, run_command
 from shmap_tp.plan.predict import predict
 from shmap_tp.plan.topologies import find_slice
 
@@ -39,39 +39,41 @@ COLUMNS = [
 
 
 def grid(overrides: list[str]) -> list[dict[str, str]]:
-    """Every combination of the values that each key is given.  Raises InputError for what is not key=value."""
+    """All combinations of the values given for each key.  Raises UserError for anything but key=value."""
     keys, choices = [], []
     for given in overrides:
         key, equals, values = given.partition("=")
         if not key or not equals:
-            raise UserError(f"{given!r} is not key=value[,value...]; write it as in train.microbatches=4,8")
+            raise UserError(f"{given!r} is not key=value[,value...]; use the form train.microbatches=4,8")
         keys.append(key)
         choices.append(re.split(r",(?![^\[]*\])", values))
     return [dict(zip(keys, values, strict=True)) for values in itertools.product(*choices)]
 
 
 def configuration(setting: dict[str, str]) -> Config:
-    """conf/config.yaml with one point of the grid."""
+    """conf/config.yaml with the settings of one grid point."""
     given = dict(setting)
     if "mesh" in given:
         sizes = given.pop("mesh").split("x")
         if len(sizes) != 2:
-            raise UserError(f"mesh={setting['mesh']} is not dp x mp; write it as in mesh=4x8")
+            raise UserError(f"mesh={setting['mesh']} is not of the form DPxMP; use the form mesh=4x8")
         given |= {"mesh.dp": sizes[0], "mesh.mp": sizes[1]}
     return resolve_auto(load(str(CONF / "config.yaml"), [f"{key}={value}" for key, value in given.items()]))
 
 
 def run(setting: dict[str, str], arguments: argparse.Namespace) -> dict:
-    """One row, as JSON."""
+    """The row of one grid point, as JSON."""
     try:
         config = configuration(setting)
         devices = config.mesh.dp * config.mesh.mp
         if arguments.emulate:
             if devices != arguments.emulate:
-                raise UserError(f"mesh dp={config.mesh.dp} x mp={config.mesh.mp} is not --emulate {arguments.emulate}")
-            row = emulated(config, arguments.steps).row
-        elif slice_is_here(config, arguments.version):
-            row = measured(config, arguments.steps).row
+                raise UserError(
+                    f"mesh dp={config.mesh.dp} x mp={config.mesh.mp} differs from --emulate {arguments.emulate}"
+                )
+            row = measure_emulated(config, arguments.steps).row
+        elif slice_is_attached(config, arguments.version):
+            row = measure_attached(config, arguments.steps).row
         else:
             row = predict(config, find_slice(arguments.version, devices, arguments.topology, arguments.slices)).row
     except UserError as error:
@@ -85,35 +87,35 @@ def main(arguments: argparse.Namespace) -> None:
     file, fixed = out / "rows.jsonl", [arguments.version, arguments.topology, arguments.slices, arguments.emulate]
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if any(row["sweep"] != fixed for row in rows):
-        raise UserError(f"{file} holds rows of another slice ({rows[0]['sweep']}); choose another --out")
+        raise UserError(f"{file} contains rows of another slice ({rows[0]['sweep']}); choose another --out")
     done = [row["setting"] for row in rows]
     for number, setting in enumerate(points, 1):
-        words = " ".join(f"{key}={value}" for key, value in setting.items())
+        label = " ".join(f"{key}={value}" for key, value in setting.items())
         if setting in done:
             continue
         row = run(setting, arguments) | {"setting": setting, "sweep": fixed}
-        append(row, file)
+        append_json(row, file)
         rows.append(row)
-        print(f"{number}/{len(points)}  {words}: {outcome(row)}", flush=True)
+        print(f"{number}/{len(points)}  {label}: {outcome(row)}", flush=True)
     finish([row for row in rows if row["setting"] in points], out)
 
 
 def outcome(row: dict) -> str:
-    """One line on how it went."""
+    """The result of a row in one line."""
     if row["kind"] == "impossible":
         return row["error"].splitlines()[0]
     if not row["fits"]:
         needs, has = row["peak_bytes_per_device"], row["limit_bytes_per_device"]
-        return f"does not fit: needs {(needs or 0) / GIB:.2f} of {(has or 0) / GIB:.2f} GiB a device"
+        return f"does not fit: needs {(needs or 0) / GIB:.2f} of {(has or 0) / GIB:.2f} GiB per device"
     mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
     return f"{row['tokens_per_second']:,.0f} tokens/s{mfu} ({row['kind']})"
 
 
 def finish(rows: list[dict], out: Path) -> None:
-    """Sort, print, and write what is to be read."""
+    """Sort and print the rows; write rows.json, rows.csv and sweep.png."""
     rows.sort(key=lambda row: -(row.get("tokens_per_second") or 0))
     varied = [key for key in rows[0]["setting"] if len({row["setting"][key] for row in rows}) > 1]
-    names = [" ".join(f"{key}={row['setting'][key]}" for key in varied) or "the one setting" for row in rows]
+    names = [" ".join(f"{key}={row['setting'][key]}" for key in varied) or "(single setting)" for row in rows]
     (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
     with (out / "rows.csv").open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore")
@@ -128,7 +130,7 @@ def finish(rows: list[dict], out: Path) -> None:
 
 
 def draw(names: list[str], rows: list[dict], file: Path) -> None:
-    """A bar of tokens/s for each row, the fastest on top; what has none says why."""
+    """A bar chart of tokens/s, fastest on top; rows without a throughput show the reason."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -147,12 +149,12 @@ def draw(names: list[str], rows: list[dict], file: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="of the TPU (default v3)")
-    parser.add_argument("--topology", help="chips along each side of a slice, as in 4x8x8 (default: the most compact)")
-    parser.add_argument("--slices", type=int, default=1, help="how many slices dp spans (default 1)")
-    parser.add_argument("--emulate", type=int, metavar="N", help="run for real on N emulated CPU devices")
-    parser.add_argument("--steps", type=int, default=10, help="how many are timed, where they are run (default 10)")
-    parser.add_argument("--out", required=True, help="directory for the rows and the plot")
+    parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="TPU version (default v3)")
+    parser.add_argument("--topology", help="chips along each side of a slice, such as 4x8x8 (default: most compact)")
+    parser.add_argument("--slices", type=int, default=1, help="number of slices that dp spans (default 1)")
+    parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices")
+    parser.add_argument("--steps", type=int, default=10, help="number of timed steps, where steps are run (default 10)")
+    parser.add_argument("--out", required=True, help="output directory")
     parser.add_argument("overrides", nargs="+", metavar="key=value[,value...]")
     parsed = parser.parse_intermixed_args()
     sys.exit(run_command(lambda: main(parsed)))

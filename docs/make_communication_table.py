@@ -131,8 +131,8 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-OVER_MP = """Over mp, per microbatch.  B sequences of the microbatch on a device, T time, D model width; *recomputed*: repeated
-in the backward pass by the rematerialisation policy."""
+OVER_MP = """Over mp, per microbatch.  B sequences of the microbatch on a device, T time, D model width; *recomputed*:
+repeated in the backward pass by the rematerialisation policy."""
 BESIDE = """In every mode the cross entropy adds one all-gather over mp of three values per position for each chunk of
 positions; logits are never gathered.  With `all_reduce` the weight gradients of key and value are all-reduced over mp
 where mp exceeds the number of key/value heads; in the other modes the gradients of all parameters that are replicated

@@ -4,8 +4,8 @@ contain."""
 import ast
 from pathlib import Path
 
+import make_results
 import pytest
-import results
 
 from tests.helpers.paths import ROOT
 
@@ -142,5 +142,5 @@ def test_check_vma_is_switched_off_in_one_function(file):
 
 
 def test_results_are_generated_from_their_json():
-    """If not: python benchmarks/results.py"""
-    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == results.text()
+    """If not: python benchmarks/make_results.py"""
+    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == make_results.text()

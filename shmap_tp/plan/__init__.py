@@ -1,1 +1,4 @@
-"""Ahead of time: what a step would cost on a slice that is not here, and what it says on the wire."""
+"""Plan a run before renting the devices: memory, communication and step time of a mesh, from ahead-of-time compilation.
+
+Nothing in this package runs on an accelerator.
+"""

@@ -1,15 +1,17 @@
-"""Does a model fit on a slice, which mesh is best, what does it say on the wire, and where does its time go?
+"""Plan a training run on a TPU slice: memory, communication, step time, and the best mesh.
 
-    python -m shmap_tp.plan --version v5e --devices 16 --model gptj_6b                 every mesh, the best first
-    python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8               one mesh, in full
-    python -m shmap_tp.plan --model gptj_6b --dp 2 --mp 8 --ledger                    only what it says on the wire
+    python -m shmap_tp.plan --version v5e --devices 16 --model gptj_6b                 all meshes, fastest first
+    python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8               one mesh in detail
+    python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8 --plot step.png    and a timeline of its step
+    python -m shmap_tp.plan --model gptj_6b --dp 2 --mp 8 --ledger                    only its communication
 
-Nothing runs: the training step is compiled for the slice by the TPU compiler, and what it made is read and replayed.
---ledger needs no compiler.
+Nothing runs on a TPU: the TPU compiler compiles the training step for the slice, and the compiled schedule is
+simulated.  --ledger needs no compiler.
 """
 
 import argparse
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -17,133 +19,171 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS, GIB
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan import memory
-from shmap_tp.plan.benchmark import configuration, run_command
+from shmap_tp.plan.benchmark import config_from_flags, run_command
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
 from shmap_tp.plan.communication.ledger import table, without_trivial_axes
 from shmap_tp.plan.communication.reconcile import reconcile
+from shmap_tp.plan.memory import format_memory, memory_by_kind
+from shmap_tp.plan.plot import PlannedMemory, plot_step
 from shmap_tp.plan.predict import Prediction, predict
-from shmap_tp.plan.report import FORMULA, Row, describe
+from shmap_tp.plan.report import FORMULA, Row, format_row
 from shmap_tp.plan.topologies import Slice, find_slice
 
-ROWS, PARTS = 1, 16
-"""Without --batch: microbatches of one window on each part of dp, sixteen of them."""
+DEFAULTS = ("6_9b", 1, 16)
+"""(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""
 
 
 def main(arguments: argparse.Namespace) -> None:
     if (arguments.dp is None) != (arguments.mp is None) or (arguments.dp is None) == (arguments.devices is None):
-        raise UserError("give --dp and --mp for one mesh, or --devices for every mesh of so many")
+        raise UserError("give --dp and --mp for one mesh, or --devices for all meshes of that many devices")
     if arguments.ledger and arguments.devices:
-        raise UserError("--ledger is of one mesh; give --dp and --mp")
+        raise UserError("--ledger applies to one mesh; give --dp and --mp")
+    if arguments.plot and (arguments.devices or arguments.ledger):
+        raise UserError("--plot draws the step of one mesh; give --dp and --mp, and omit --ledger")
     if arguments.devices:
-        every_mesh(arguments)
+        plan_all_meshes(arguments)
     elif arguments.ledger:
-        print_ledger(configuration(arguments, "6_9b", ROWS, PARTS))
+        print_communication(config_from_flags(arguments, *DEFAULTS))
     else:
-        one_mesh(arguments)
+        plan_one_mesh(arguments)
 
 
-def one_mesh(arguments: argparse.Namespace) -> None:
-    config = configuration(arguments, "6_9b", ROWS, PARTS)
-    asked = find_slice(arguments.version, arguments.dp * arguments.mp, arguments.topology, arguments.slices)
-    made = predict(config, asked)
-    print(describe(made.row))
+def plan_one_mesh(arguments: argparse.Namespace) -> None:
+    """Print the predicted row of a mesh, its memory, and its communication as planned and as compiled."""
+    config = config_from_flags(arguments, *DEFAULTS)
+    target = find_slice(arguments.version, arguments.dp * arguments.mp, arguments.topology, arguments.slices)
+    prediction = predict(config, target, record=arguments.plot is not None)
+    print(format_row(prediction.row))
     print(FORMULA)
-    print("\nWHAT FILLS THE MEMORY of a device")
-    print(memory.describe(memory.memory(made.programs, made.compiled), made.compiled))
-    print_ledger(config)
-    if made.text is not None:
-        print_account(config, made)
+    print("\nMEMORY per device")
+    print(format_memory(memory_by_kind(prediction.programs, prediction.compiled), prediction.compiled))
+    print_communication(config)
+    if prediction.text is not None:
+        print_compiled_collectives(config, prediction)
+    if arguments.plot:
+        write_plot(config, prediction, Path(arguments.plot))
 
 
-def print_ledger(config: Config) -> None:
-    print(f"\nON THE WIRE, in a step of {config.model.name}, by the theory that the docstrings state")
-    print(table(without_trivial_axes(analytic_communication(config, jnp.bfloat16), sizes(config))))
+def write_plot(config: Config, prediction: Prediction, file: Path) -> None:
+    """Draw the predicted step.  Raises UserError where it does not fit."""
+    if prediction.schedule is None:
+        raise UserError(f"--plot {file}: a program that does not fit has no schedule; make it fit first")
+    row, compiled = prediction.row, prediction.compiled
+    memory = PlannedMemory(memory_by_kind(prediction.programs, compiled), compiled.limit_bytes, compiled.host_bytes)
+    title = (
+        f"{row.model} on {row.devices} x {row.device_kind}, dp={row.dp}, mp={row.mp}, {row.microbatches} microbatches, "
+        f"tensor parallelism {row.tensor_parallel}, zero {row.zero}: predicted"
+    )
+    sizes = {DP: config.mesh.dp // config.mesh.slices, MP: config.mesh.mp}  # a module is that of one slice
+    plot_step(prediction.schedule, memory, sizes, title, file)
+    print(f"\nwritten: {file}")
 
 
-def print_account(config: Config, made: Prediction) -> None:
-    """What the compiler made of the ledger.  The module of one of several slices numbers only its own devices: of that,
-    what leaves it."""
-    planned = without_trivial_axes(analytic_communication(config, jnp.bfloat16), sizes(config))
-    if config.mesh.slices > 1:
-        print("\nBETWEEN SLICES, as compiled; " + compare_dcn(planned, inter_slice_communication(made.text)))
-        print(table(inter_slice_communication(made.text)))
-        return
-    found = reconcile(planned, communication_in_hlo(made.text, sizes(config)), sizes(config))
-    print("\nWHAT THE COMPILER MADE OF IT: " + ("as planned" if found.balanced else "NOT as planned"))
-    print(found)
+def print_communication(config: Config) -> None:
+    print(f"\nCOMMUNICATION per step (analytic), {config.model.name}")
+    print(table(planned_communication(config)))
 
 
-def sizes(config: Config) -> dict[str, int]:
-    return {DP: config.mesh.dp, MP: config.mesh.mp}
+def planned_communication(config: Config) -> list:
+    sizes = {DP: config.mesh.dp, MP: config.mesh.mp}
+    return without_trivial_axes(analytic_communication(config, jnp.bfloat16), sizes)
 
 
-def every_mesh(arguments: argparse.Namespace) -> None:
-    """Predict each (dp, mp) of the devices on the same batch, and list them by speed.
+def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
+    """Compare the compiled module with the plan.
 
-    Without --microbatches each mesh starts with as many as make one window a device, and doubles them until it fits.
+    With several slices the module numbers only the devices of its own slice; then only communication between slices is
+    compared.
     """
-    asked = find_slice(arguments.version, arguments.devices, arguments.topology, arguments.slices)
-    arguments.batch = arguments.batch or asked.devices * PARTS
-    rows, given = [], arguments.microbatches
-    for mp in [n for n in range(1, asked.devices + 1) if asked.devices % n == 0]:
-        arguments.dp, arguments.mp = asked.devices // mp, mp
+    planned, sizes = planned_communication(config), {DP: config.mesh.dp, MP: config.mesh.mp}
+    if config.mesh.slices > 1:
+        found = inter_slice_communication(prediction.text)
+        print(f"\nCOMPILED COLLECTIVES between slices: {compare_dcn(planned, found)}")
+        print(table(found))
+        return
+    found = reconcile(planned, communication_in_hlo(prediction.text, sizes), sizes)
+    print("\nCOMPILED COLLECTIVES: " + ("as planned" if found.balanced else "differ from the plan"))
+    if str(found):
+        print(f"{found}\nmeaning of these lines:\n{found.legend}")
+
+
+def plan_all_meshes(arguments: argparse.Namespace) -> None:
+    """Predict every (dp, mp) of the devices for the same batch, and print them by speed.
+
+    Without --microbatches each mesh starts with one sequence per device and microbatch, and doubles the number of
+    microbatches until the step fits.
+    """
+    target = find_slice(arguments.version, arguments.devices, arguments.topology, arguments.slices)
+    arguments.batch = arguments.batch or target.devices * DEFAULTS[2]
+    rows, microbatches = [], arguments.microbatches
+    for mp in [n for n in range(1, target.devices + 1) if target.devices % n == 0]:
+        arguments.dp, arguments.mp = target.devices // mp, mp
         try:
-            row = largest_fitting(arguments, asked, given)
+            row = fewest_microbatches_that_fit(arguments, target, microbatches)
         except UserError as error:
             print(f"dp={arguments.dp} mp={mp}: {str(error).splitlines()[0]}", flush=True)
             continue
         print(f"dp={row.dp} mp={row.mp}: " + ("compiled" if row.fits else "does not fit"), flush=True)
         rows.append(row)
     if not rows:
-        raise UserError(f"no mesh of {asked} can cut this model; see above why")
-    rows.sort(key=lambda row: row.step_seconds or float("inf"))
-    print(f"\n{rows[0].model}, {rows[0].tokens_per_step:,} tokens a step, on {asked}: predicted")
-    for row in rows:
-        needs = f"{row.peak_bytes_per_device / GIB:.2f} of {row.limit_bytes_per_device / GIB:.2f} GiB"
-        needs += f", host {row.host_bytes_per_device / GIB:.2f} GiB" if row.host_bytes_per_device else ""
-        where = f"  dp={row.dp:<4} mp={row.mp:<4} {row.microbatches:>4} microbatches  "
-        if row.fits:
-            print(f"{where}{row.tokens_per_second:>12,.0f} tokens/s  MFU {row.mfu:>5.1%}  {needs}")
-        else:
-            print(f"{where}does not fit: needs {needs}")
-    if rows[0].fits:
-        print(f"\nthe best: --dp {rows[0].dp} --mp {rows[0].mp}\n{FORMULA}")
+        raise UserError(f"no mesh of {target} can shard this model; the reasons are listed above")
+    print_ranking(rows, target)
 
 
-def largest_fitting(arguments: argparse.Namespace, asked: Slice, given: int | None) -> Row:
-    """The row with the largest microbatches that fit, or with the smallest where none does."""
-    least = max(1, arguments.batch // asked.devices)
+def fewest_microbatches_that_fit(arguments: argparse.Namespace, target: Slice, given: int | None) -> Row:
+    """The row with the fewest microbatches that fits into memory; if none fits, the row with the most."""
+    fewest = max(1, arguments.batch // target.devices)
     most = max(1, arguments.batch // arguments.dp)
-    choices = [given] if given else [least * 2**i for i in range(most // least) if least * 2**i <= most]
-    for parts in choices or [most]:
-        arguments.microbatches = parts
-        row = predict(configuration(arguments, "6_9b", ROWS, PARTS), asked).row
+    choices = [given] if given else [fewest * 2**i for i in range(most // fewest) if fewest * 2**i <= most]
+    for microbatches in choices or [most]:
+        arguments.microbatches = microbatches
+        row = predict(config_from_flags(arguments, *DEFAULTS), target).row
         if row.fits:
             break
     return row
 
 
-if __name__ == "__main__":
+def print_ranking(rows: list[Row], target: Slice) -> None:
+    rows.sort(key=lambda row: row.step_seconds or float("inf"))
+    print(f"\n{rows[0].model}, {rows[0].tokens_per_step:,} tokens per step, on {target}: predicted")
+    for row in rows:
+        memory = f"{row.peak_bytes_per_device / GIB:.2f} of {row.limit_bytes_per_device / GIB:.2f} GiB"
+        memory += f", host {row.host_bytes_per_device / GIB:.2f} GiB" if row.host_bytes_per_device else ""
+        mesh = f"  dp={row.dp:<4} mp={row.mp:<4} {row.microbatches:>4} microbatches  "
+        if row.fits:
+            print(f"{mesh}{row.tokens_per_second:>12,.0f} tokens/s  MFU {row.mfu:>5.1%}  {memory}")
+        else:
+            print(f"{mesh}does not fit: needs {memory}")
+    if rows[0].fits:
+        print(f"\nfastest: --dp {rows[0].dp} --mp {rows[0].mp}\n{FORMULA}")
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m shmap_tp.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="of the TPU (default v3)")
-    parser.add_argument("--topology", help="chips along each side of a slice, as in 4x8x8 (default: the most compact)")
-    parser.add_argument("--slices", type=int, default=1, help="how many slices dp spans (default 1)")
-    parser.add_argument("--devices", type=int, help="of all slices together: predict every mesh of them")
+    parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="TPU version (default v3)")
+    parser.add_argument("--topology", help="chips along each side of a slice, such as 4x8x8 (default: most compact)")
+    parser.add_argument("--slices", type=int, default=1, help="number of slices that dp spans (default 1)")
+    parser.add_argument("--devices", type=int, help="devices of all slices together: predict every mesh of them")
     parser.add_argument("--dp", type=int, help="data-parallel size")
     parser.add_argument("--mp", type=int, help="model-parallel size")
-    parser.add_argument("--model", help="a shape of conf/model (default 6_9b)")
-    parser.add_argument("--batch", type=int, help="windows of an optimizer step (default 16 a part of dp, or a device)")
-    parser.add_argument("--context", type=int, help="tokens of a window (default: the model's)")
-    parser.add_argument("--microbatches", type=int, help="parts that a step is computed in")
-    parser.add_argument("--ledger", action="store_true", help="only the ledger; nothing is compiled")
+    parser.add_argument("--model", help="a model of conf/model (default 6_9b)")
+    parser.add_argument("--batch", type=int, help="sequences per optimizer step (default: 16 per dp rank, or device)")
+    parser.add_argument("--context", type=int, help="tokens per sequence (default: the model's)")
+    parser.add_argument("--microbatches", type=int, help="microbatches per optimizer step (gradient accumulation)")
+    parser.add_argument("--ledger", action="store_true", help="print only the communication; nothing is compiled")
+    parser.add_argument("--plot", metavar="FILE", help="draw a timeline of the predicted step, and its memory, as PNG")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="any of the configuration: model.remat=all_matmuls"
+        "overrides", nargs="*", metavar="key=value", help="configuration overrides, such as model.remat=all_matmuls"
     )
-    parsed = parser.parse_intermixed_args()
-    parsed.steps = None
+    arguments = parser.parse_intermixed_args()
+    arguments.steps = None
+    return arguments
+
+
+if __name__ == "__main__":
+    parsed = parse_arguments()
     sys.exit(run_command(lambda: main(parsed)))

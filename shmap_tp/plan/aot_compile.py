@@ -1,7 +1,7 @@
-"""Compile a program for devices that are not here, and keep what came out.
+"""Compile a program ahead of time for devices that are not attached, with a cache on disk.
 
-A program is kept by the hash of all that it is made from: its StableHLO, the devices' kind and coordinates in mesh
-order, the compiler's options (LIBTPU_INIT_ARGS among them) and version.  The second time it is read, not compiled.
+The cache key is a hash of everything that determines the result: the StableHLO text, the kind and coordinates of the
+devices in mesh order, the compiler options (including LIBTPU_INIT_ARGS), and the versions of JAX and libtpu.
 """
 
 import gzip
@@ -22,25 +22,25 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GIB
 from shmap_tp.hardware.xla_options import compile_with
 
-REPORT = "memory-usage-report.txt"
-"""How the name of the file ends in which the compiler says what memory it gave to what."""
+MEMORY_REPORT = "memory-usage-report.txt"
+"""Suffix of the file in which the compiler lists its memory allocations."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program for one device of a mesh, as the compiler left it."""
+    """A compiled program, for one device of a mesh."""
 
     text: str | None
-    """The scheduled module; None where it does not fit."""
+    """The scheduled module; None if the program does not fit into memory."""
     peak_bytes: int | float
-    """Most memory in use at a time; where it does not fit, what the compiler says that it needs.  Where the host keeps
-    nothing it is the compiler's own figure, which for a TPU counts up to 128 MiB of vector memory, too."""
+    """Peak device memory; for a program that does not fit, what the compiler says it needs.  The compiler's own peak,
+    used where nothing is offloaded to the host, includes up to 128 MiB of a TPU's vector memory."""
     limit_bytes: int | float
     argument_bytes: int | None
     seconds: float
-    """The compiler took, when it was asked."""
+    """Compile time, of the run that compiled it."""
     host_bytes: int = 0
-    """What is kept in the host's memory; no part of `peak_bytes`."""
+    """Memory in use on the host (offloaded activations); not part of `peak_bytes`."""
 
     @property
     def fits(self) -> bool:
@@ -48,49 +48,56 @@ class Compiled:
 
 
 def coordinates(mesh: Mesh) -> list[list[int]]:
-    """[x, y, z, core] of each device of a TPU mesh, row by row; of several slices of those of one, which is whose
-    module a compiler makes, and numbers so."""
+    """[x, y, z, core] of each device of a TPU mesh, in mesh order.
+
+    Of several slices only the first: the compiler makes the module of one slice and numbers the devices within it.
+    """
     first = getattr(mesh.devices.flat[0], "slice_index", 0)
-    return [_place(device) for device in mesh.devices.flat if getattr(device, "slice_index", 0) == first]
+    return [_coordinates_of(device) for device in mesh.devices.flat if getattr(device, "slice_index", 0) == first]
 
 
-def _place(device: jax.Device) -> list[int]:
+def _coordinates_of(device: jax.Device) -> list[int]:
     return [*device.coords, device.core_on_chip]
 
 
-def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cache: Path | None, options: dict | None = None) -> Compiled:
-    """Compile, or read from `cache` (a directory; None keeps nothing)."""
+def compile_ahead_of_time(
+    lowered: jax.stages.Lowered, mesh: Mesh, cache: Path | None, options: dict | None = None
+) -> Compiled:
+    """Compile `lowered` for the devices of `mesh`, or read the result from the directory `cache` (None: no cache)."""
     kind = mesh.devices.flat[0].device_kind
-    slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
-    versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    places = [_place(device) for device in mesh.devices.flat]
-    made_from = [lowered.as_text(), kind, places, slices, versions, options or {}, flags, REPORT]
-    key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:24]
-    kept = cache / f"{key}.json.gz" if cache else None
-    if kept and kept.exists():
-        return Compiled(**json.loads(gzip.decompress(kept.read_bytes())))
+    entry = cache / f"{_cache_key(lowered, mesh, options)}.json.gz" if cache else None
+    if entry and entry.exists():
+        return Compiled(**json.loads(gzip.decompress(entry.read_bytes())))
     compiled = _compile(lowered, DEVICES[kind].memory, options)
-    if kept:
+    if entry:
         cache.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(f".{os.getpid()}")  # another process may keep the same
-        part.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 3))
-        part.replace(kept)
+        partial = entry.with_suffix(f".{os.getpid()}")  # another process may write the same entry
+        partial.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 3))
+        partial.replace(entry)
     return compiled
 
 
-_NEEDS = (
+def _cache_key(lowered: jax.stages.Lowered, mesh: Mesh, options: dict | None) -> str:
+    devices = list(mesh.devices.flat)
+    slices = [getattr(device, "slice_index", 0) for device in devices]
+    versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    places = [_coordinates_of(device) for device in devices]
+    inputs = [lowered.as_text(), devices[0].device_kind, places, slices, versions, options or {}, flags, MEMORY_REPORT]
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:24]
+
+
+_OUT_OF_MEMORY = (
     re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
     re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
 )
 
-
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
 
 
-def needed(error: jax.errors.JaxRuntimeError) -> tuple[float, float] | None:
-    """(bytes that a program needs, bytes that there are), where that is what the compiler's error says."""
-    found = next((match for form in _NEEDS if (match := form.search(str(error)))), None)
+def parse_out_of_memory(error: jax.errors.JaxRuntimeError) -> tuple[float, float] | None:
+    """(bytes needed, bytes available) of a compiler's out-of-memory error; None for any other error."""
+    found = next((match for form in _OUT_OF_MEMORY if (match := form.search(str(error)))), None)
     return (float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]]) if found else None
 
 
@@ -100,20 +107,23 @@ def _compile(lowered: jax.stages.Lowered, limit: float, options: dict | None) ->
         try:
             program = compile_with(lowered, (options or {}) | {"xla_dump_to": reports})
         except jax.errors.JaxRuntimeError as error:
-            if (figures := needed(error)) is None:
+            if (needed_and_available := parse_out_of_memory(error)) is None:
                 raise
-            return Compiled(None, *figures, None, time.perf_counter() - start)
+            return Compiled(None, *needed_and_available, None, time.perf_counter() - start)
         seconds = time.perf_counter() - start
         memory = program.memory_analysis()
         host = memory.host_temp_size_in_bytes
-        peak = _allocated(Path(reports)) if host else memory.peak_memory_in_bytes
+        peak = _reported_device_bytes(Path(reports)) if host else memory.peak_memory_in_bytes
     return Compiled(program.as_text(), peak, limit, memory.argument_size_in_bytes, seconds, host)
 
 
-def _allocated(reports: Path) -> int:
-    """Bytes of the device's memory that a program was given, by what the compiler wrote of it.  Where the host keeps
-    some, memory_analysis counts that as the device's (libtpu 0.0.42).  Raises InputError where it wrote nothing."""
-    text = "".join(report.read_text() for report in reports.glob(f"*{REPORT}"))
+def _reported_device_bytes(reports: Path) -> int:
+    """Device memory of a program, from the compiler's memory report.
+
+    Needed with host offload, where memory_analysis() counts host memory as device memory.  Raises UserError where this
+    version of the compiler writes no report.
+    """
+    text = "".join(report.read_text() for report in reports.glob(f"*{MEMORY_REPORT}"))
     found = re.search(r"Memory Space: default .*\nTotal bytes: (\d+)", text)
     if found is None:
         version = importlib.metadata.version("libtpu")

@@ -1,19 +1,20 @@
-"""How long a collective takes on a torus of chips: a model, stated here in full, that no device has confirmed.
+"""How long a collective takes on a torus of chips: an analytic model that has not been verified on a device.
 
-Bytes on the links, by the scaling book (Austin et al. 2025, "How to Scale Your Model", chapter on sharded matrices,
+Bandwidth terms follow the scaling book (Austin et al. 2025, "How to Scale Your Model", chapter on sharded matrices,
 https://jax-ml.github.io/scaling-book/sharding):
 
-    all-gather, reduce-scatter    V (n - 1) / n / rate        V bytes of the whole array, n devices
-    all-reduce                    both, one after the other
-    ppermute                      bytes x hops of the longest way / link rate
-    all-to-all                    V / 4 of an all-gather's time
+    all-gather, reduce-scatter    V (n - 1) / n / rate        V bytes of the full array, n devices
+    all-reduce                    a reduce-scatter followed by an all-gather
+    ppermute                      bytes x hops of the longest route / link rate
+    all-to-all                    1/4 of the time of an all-gather of V
 
-rate is the sum over the torus dimensions that the group spans: two links' where the group closes to a ring there, else
-one link's (a line: the end of it gets everything over one link).  Groups that interleave share the links: a stride of s
-chips gives each 1/s of them, and one core of a chip 1/cores.  Where the compiler says that it makes one ring of all the
-group, it uses two links of each chip, whatever dimensions there are.  Each hop of the longest way adds LATENCY.
+rate is the sum over the torus dimensions that the group spans: two links where the group closes to a ring in that
+dimension, else one link (a line: its end device receives everything over one link).  Interleaved groups share links: a
+stride of s chips leaves 1/s of them to each group, and using one of a chip's c cores leaves 1/c.  Where the compiler
+chooses a single ring through the whole group, that ring uses two links of each chip, however many dimensions the group
+spans.  Each hop of the longest route adds HOP_LATENCY.
 
-Between slices each device reduces or gathers over its share of its host's network.
+Between slices (DCN) each device has an equal share of the network bandwidth of its host.
 """
 
 from collections.abc import Sequence
@@ -23,23 +24,21 @@ import numpy as np
 
 from shmap_tp.hardware.devices import NETWORK_RATE, Generation
 
-LATENCY = 1e-6
-"""Seconds a hop takes at least (scaling book, same chapter)."""
-
+HOP_LATENCY = 1e-6
+"""Seconds per hop (scaling book, same chapter)."""
 
 NETWORK_LATENCY = 1e-4
-"""Seconds a message between slices takes at least: an assumption."""
+"""Seconds per message between slices: an assumption."""
 
 Coordinates = Sequence[Sequence[int]]
 
-
-Lanes = frozenset[tuple[tuple[int, ...], tuple[int, ...]]]
-"""Links in one direction: (chip, chip), by coordinates."""
+DirectedLinks = frozenset[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Links, each in one direction: (source chip, target chip), by coordinates."""
 
 
 @dataclass(frozen=True, eq=False)
-class Links:
-    """The torus that a program's devices lie on: where each is, by its number in the program."""
+class LinkModel:
+    """The torus on which the devices of a program lie; devices are identified by their number in the program."""
 
     generation: Generation
     coordinates: np.ndarray
@@ -47,86 +46,92 @@ class Links:
     sides: tuple[int, int, int]
 
     @classmethod
-    def of(cls, generation: Generation, coordinates: Coordinates) -> "Links":
+    def of(cls, generation: Generation, coordinates: Coordinates) -> "LinkModel":
         at = np.array(coordinates)
         return cls(generation, at, tuple(int(side) + 1 for side in at[:, :3].max(axis=0)))
 
     @property
     def host_rate(self) -> float:
-        """Bytes/s of one device to the memory of its host, and from there."""
+        """Bytes/s between one device and its host's memory, in each direction."""
         return self.generation.host_rate / self.generation.cores
 
-    def collective(self, kind: str, whole: float, group: Sequence[int], *, one_ring: bool = False) -> float:
-        """Seconds of `kind` (all-gather, reduce-scatter, all-reduce, all-to-all) on `whole` bytes of the whole array,
-        among the devices of one group; `one_ring` where the compiler goes once around all of them."""
+    def collective_seconds(
+        self, kind: str, full_bytes: float, group: Sequence[int], *, one_ring: bool = False
+    ) -> float:
+        """Seconds of an all-gather, reduce-scatter, all-reduce or all-to-all within one group of devices.
+
+        `full_bytes` is the size of the full (gathered) array.  `one_ring`: the compiler chose a single ring through the
+        whole group.
+        """
         if len(group) == 1:
             return 0.0
-        rate, hops = self._spread(group)
+        rate, hops = self._rate_and_hops(group)
         if one_ring:
             rate = min(rate, 2 * self.generation.link_rate)
-        once = whole * (len(group) - 1) / len(group) / rate + hops * LATENCY
-        return once * {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0.25}[kind]
+        gather = full_bytes * (len(group) - 1) / len(group) / rate + hops * HOP_LATENCY
+        return gather * {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0.25}[kind]
 
-    def permute(self, size: float, pairs: Sequence[tuple[int, int]]) -> float:
-        """Seconds to send `size` bytes over every (from, to) at once."""
-        hops = max((self._hops(a, b) for a, b in pairs), default=0)
-        return hops * (size / self.generation.link_rate + LATENCY)
+    def permute_seconds(self, size: float, pairs: Sequence[tuple[int, int]]) -> float:
+        """Seconds of a ppermute: `size` bytes from source to target of every pair, all at once."""
+        hops = max((self._hops(source, target) for source, target in pairs), default=0)
+        return hops * (size / self.generation.link_rate + HOP_LATENCY)
 
-    def lanes(self, pairs: Sequence[tuple[int, int]]) -> Lanes | None:
-        """The links that a permute between neighbours takes; None where one of its ways is longer."""
-        if any(self._hops(a, b) > 1 for a, b in pairs):
+    def links_of_permute(self, pairs: Sequence[tuple[int, int]]) -> DirectedLinks | None:
+        """The directed links that a ppermute between neighbours uses; None if any pair is more than one hop apart."""
+        if any(self._hops(source, target) > 1 for source, target in pairs):
             return None
-        chips = [tuple(int(side) for side in place[:3]) for place in self.coordinates]
-        return frozenset((chips[a], chips[b]) for a, b in pairs)
+        chips = [tuple(int(side) for side in row[:3]) for row in self.coordinates]
+        return frozenset((chips[source], chips[target]) for source, target in pairs)
 
-    def network(self, kind: str, whole: float, slices: int) -> float:
-        """Seconds of `kind` on `whole` bytes of each device, among as many slices."""
-        hosts_share = int(np.prod(self.generation.host)) * self.generation.cores
-        once = whole * (slices - 1) / slices / (NETWORK_RATE / hosts_share) + NETWORK_LATENCY
-        return once * (2 if kind == "all-reduce" else 1)
-
-    def _hops(self, a: int, b: int) -> int:
-        return sum(self._apart(dim, int(self.coordinates[a, dim]), int(self.coordinates[b, dim])) for dim in range(3))
-
-    def _apart(self, dim: int, a: int, b: int) -> int:
-        side, apart = self.sides[dim], abs(a - b)
-        return min(apart, side - apart) if self.wraps(dim) else apart
+    def inter_slice_seconds(self, kind: str, size: float, slices: int) -> float:
+        """Seconds of a collective between `slices` slices on `size` bytes of each device."""
+        devices_per_host = int(np.prod(self.generation.host)) * self.generation.cores
+        gather = size * (slices - 1) / slices / (NETWORK_RATE / devices_per_host) + NETWORK_LATENCY
+        return gather * (2 if kind == "all-reduce" else 1)
 
     def wraps(self, dim: int) -> bool:
-        """Whether this side of the slice closes to a ring."""
+        """Whether the slice closes to a ring in this dimension."""
         return self.generation.wraps(self.sides[dim])
 
-    def _spread(self, group: Sequence[int]) -> tuple[float, int]:
-        """(bytes/s that every device of the group can take in, links of the longest way)."""
+    def _hops(self, a: int, b: int) -> int:
+        return sum(
+            self._distance(dim, int(self.coordinates[a, dim]), int(self.coordinates[b, dim])) for dim in range(3)
+        )
+
+    def _distance(self, dim: int, a: int, b: int) -> int:
+        side, distance = self.sides[dim], abs(a - b)
+        return min(distance, side - distance) if self.wraps(dim) else distance
+
+    def _rate_and_hops(self, group: Sequence[int]) -> tuple[float, int]:
+        """(bytes/s that each device of the group can receive, hops of the longest route)."""
         at = self.coordinates[list(group)]
-        cores = len(np.unique(at[:, 3]))
-        share = cores / self.generation.cores
+        share = len(np.unique(at[:, 3])) / self.generation.cores
         rate, hops = 0.0, 0
         for dim in range(3):
-            places = np.unique(at[:, dim])
-            if len(places) == 1:
+            positions = np.unique(at[:, dim])
+            if len(positions) == 1:
                 continue
-            stride = int(np.diff(places).max())
-            ring = self.wraps(dim) and len(places) * stride == self.sides[dim]
+            stride = int(np.diff(positions).max())
+            ring = self.wraps(dim) and len(positions) * stride == self.sides[dim]
             rate += self.generation.link_rate * (2 if ring else 1) / stride
-            hops += len(places) * stride // 2 if ring else int(places[-1] - places[0])
-        if rate == 0.0:  # cores of one chip: no link between them
+            hops += len(positions) * stride // 2 if ring else int(positions[-1] - positions[0])
+        if rate == 0.0:  # cores of one chip, with no link between them
             return self.generation.link_rate * 2 * self.generation.dims, 1
         return rate * share, hops
 
 
-class Traffic:
-    """What is under way on the wires of a device: a transfer begins when those in its way have ended."""
+class TransferQueue:
+    """Transfers in flight on each channel of a device.  A transfer begins when all conflicting transfers have ended."""
 
     def __init__(self):
-        self._under_way: list[tuple[str, Lanes | None, float]] = []
+        self._in_flight: list[tuple[str, DirectedLinks | None, float]] = []
 
-    def end(self, wire: str, lanes: Lanes | None, now: float, seconds: float) -> float:
-        """When a transfer ends that is asked for now; it takes these lanes of the wire, or where None all of them."""
-        self._under_way = [one for one in self._under_way if one[2] > now]
+    def schedule(self, channel: str, links: DirectedLinks | None, now: float, seconds: float) -> tuple[float, float]:
+        """(begin, end) of a transfer requested at `now` that uses these links of a channel, or all of it if None."""
+        self._in_flight = [transfer for transfer in self._in_flight if transfer[2] > now]
         begin = now
-        for other, taken, end in self._under_way:
-            if other == wire and (lanes is None or taken is None or lanes & taken):
+        for other, used, end in self._in_flight:
+            if other == channel and (links is None or used is None or links & used):
                 begin = max(begin, end)
-        self._under_way.append((wire, lanes, begin + seconds))
-        return begin + seconds
+        self._in_flight.append((channel, links, begin + seconds))
+        return begin, begin + seconds

@@ -1,4 +1,4 @@
-"""Time a training step on the devices that are here."""
+"""Time a training step on the attached devices."""
 
 import statistics
 import time
@@ -15,13 +15,13 @@ from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import DEVICES, machine_peak
 from shmap_tp.hardware.xla_options import compile_with
 from shmap_tp.layers.attention_selection import kernel_name
-from shmap_tp.plan.aot_compile import coordinates, needed
-from shmap_tp.plan.predict import Builder
-from shmap_tp.plan.report import EXPLICIT, Row, mesh_fields, of_config
+from shmap_tp.plan.aot_compile import coordinates, parse_out_of_memory
+from shmap_tp.plan.predict import Builder, program_name
+from shmap_tp.plan.report import Row, config_fields, mesh_fields
 from shmap_tp.training.step import StepFunctions, build_step_functions
 
 WARM_UP = 2
-"""Steps that are run before those that are timed."""
+"""Steps that run before the timed ones."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Measurement:
 
     @property
     def meta(self) -> dict:
-        """What a reader of the module needs besides it; emulated devices and GPUs have no coordinates."""
+        """Facts that a reader of the module needs in addition to its text; only TPUs have coordinates."""
         has_coordinates = hasattr(self.mesh.devices.flat[0], "coords")
         return {
             "device_kind": self.row.device_kind,
@@ -48,13 +48,13 @@ def measure(
 ) -> Measurement:
     """Compile the step of `config`, run it WARM_UP times, then time `steps` more.
 
-    Where the devices' memory is too small, the row says so.
+    If it runs out of memory the row says so (`fits`).
     """
     devices = list(mesh.devices.flat)
     first = devices[0]
     programs = build(config, mesh, dtype)
-    facts = of_config(config, kernel_name(programs.attention), len(devices), machine_peak(devices)) | {
-        "program": EXPLICIT if build is build_step_functions else build.__module__,
+    fields = config_fields(config, kernel_name(programs.attention), len(devices), machine_peak(devices)) | {
+        "program": program_name(build),
         "kind": "emulated" if first.platform == "cpu" else "measured",
         "versions": {"jax": jax.__version__},
         "limit_bytes_per_device": DEVICES[first.device_kind].memory if first.device_kind in DEVICES else None,
@@ -62,60 +62,63 @@ def measure(
     }
     start, step = time.perf_counter(), None
     try:
-        step = compile_with(programs.step.lower(programs.shapes, programs.tokens), facts["compiler_options"])
+        step = compile_with(programs.step.lower(programs.shapes, programs.tokens), fields["compiler_options"])
         compile_seconds = time.perf_counter() - start
-        seconds = step_seconds(stepper(config, programs, step), steps)
+        seconds = time_steps(step_caller(config, programs, step), steps)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        needs = needed(error) or (most_bytes(step.memory_analysis()) if step else None, None)
-        facts |= {"peak_bytes_per_device": needs[0], "fits": False, "compile_seconds": time.perf_counter() - start}
-        return Measurement(Row(**facts), None, mesh)
+        needed, _ = parse_out_of_memory(error) or (peak_bytes(step.memory_analysis()) if step else None, None)
+        fields |= {"peak_bytes_per_device": needed, "fits": False, "compile_seconds": time.perf_counter() - start}
+        return Measurement(Row(**fields), None, mesh)
     stats = (first.memory_stats() or {}) if first.platform != "cpu" else {}
-    facts |= {
+    fields |= {
         "step_seconds": statistics.median(seconds),
         "step_seconds_range": [min(seconds), max(seconds)],
-        "peak_bytes_per_device": stats.get("peak_bytes_in_use", most_bytes(step.memory_analysis())),
+        "peak_bytes_per_device": stats.get("peak_bytes_in_use", peak_bytes(step.memory_analysis())),
         "host_bytes_per_device": step.memory_analysis().host_temp_size_in_bytes,
         "fits": True,
         "compile_seconds": compile_seconds,
     }
-    return Measurement(Row(**facts), step.as_text(), mesh)
+    return Measurement(Row(**fields), step.as_text(), mesh)
 
 
-def most_bytes(memory: Any) -> int:
-    """What a device needs, where it does not say how much it used: the compiler's own figure; which, where the host
-    keeps some, counts that with it, so that then all of the device's is counted as if there at once."""
+def peak_bytes(memory: Any) -> int:
+    """Peak device memory by the compiler's analysis, for devices that do not report their memory use.
+
+    With host offload the compiler's peak includes host memory; then the sum of all device allocations, an upper bound.
+    """
     if not memory.host_temp_size_in_bytes:
         return memory.peak_memory_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
-def stepper(config: Config, programs: StepFunctions, step: jax.stages.Compiled) -> Callable[[], dict]:
-    """A function that dispatches one more step on the same random tokens, and returns its metrics, unawaited."""
+def step_caller(config: Config, programs: StepFunctions, step: jax.stages.Compiled) -> Callable[[], dict]:
+    """A function that dispatches one more step on the same random tokens and returns its metrics without waiting."""
     generator = np.random.default_rng(0)
-    whole = generator.integers(0, config.model.vocabulary, programs.tokens.shape, np.int32)
-    tokens = jax.make_array_from_callback(whole.shape, programs.tokens.sharding, lambda index: whole[index])
+    ids = generator.integers(0, config.model.vocabulary, programs.tokens.shape, np.int32)
+    tokens = jax.make_array_from_callback(ids.shape, programs.tokens.sharding, lambda index: ids[index])
     state = [programs.init()]
 
-    def once() -> dict:
+    def dispatch() -> dict:
         state[0], metrics = step(state[0], tokens)
         return metrics
 
-    return once
+    return dispatch
 
 
-def step_seconds(once: Callable[[], dict], steps: int) -> list[float]:
-    """Seconds of each of `steps` steps, by when each one's own outputs are there, the next being under way already.
+def time_steps(dispatch: Callable[[], dict], steps: int) -> list[float]:
+    """Seconds of each of `steps` steps, from the completion of one to the completion of the next.
 
-    The outputs of a step are outputs of one program: none is there before all its work is done.
+    The next step is dispatched before the current one is awaited.  All outputs of a step come from one program, so they
+    are ready only when all of its work is done.
     """
     for _ in range(WARM_UP):
-        jax.block_until_ready(once())
-    pending, ends = once(), []
+        jax.block_until_ready(dispatch())
+    pending, ends = dispatch(), []
     for i in range(steps + 1):
-        following = once() if i < steps else None
+        following = dispatch() if i < steps else None
         jax.block_until_ready(pending)
         ends.append(time.perf_counter())
         pending = following

@@ -1,4 +1,4 @@
-"""Predict a training step on a slice that is not here: the step the trainer runs, compiled for it, and replayed."""
+"""Predict a training step on a slice that is not attached: compile the trainer's step and simulate its schedule."""
 
 import importlib.metadata
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.plan.aot_compile import Compiled, compile_ahead, coordinates
-from shmap_tp.plan.hlo_parser import parse
-from shmap_tp.plan.link_model import Links
+from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
+from shmap_tp.plan.hlo_parser import parse_hlo
+from shmap_tp.plan.link_model import LinkModel
 from shmap_tp.plan.memory import state_bytes
-from shmap_tp.plan.report import EXPLICIT, Row, mesh_fields, of_config
-from shmap_tp.plan.schedule_simulator import simulate
+from shmap_tp.plan.report import EXPLICIT, GSPMD, Row, config_fields, mesh_fields
+from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
 from shmap_tp.plan.topologies import Slice, topology_devices
 from shmap_tp.training.step import StepFunctions, build_step_functions
 
@@ -30,23 +30,30 @@ CACHE = Path(".cache/tpu")
 Builder = Callable[[Config, Mesh, DTypeLike], StepFunctions]
 
 
+def program_name(build: Builder) -> str:
+    """The `program` field of a row: explicit for our step functions, gspmd for the GSPMD baseline."""
+    return EXPLICIT if build is build_step_functions else GSPMD
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted row, and what it was made from."""
+    """A predicted row, and the program it was predicted from."""
 
     row: Row
     compiled: Compiled
     mesh: Mesh
     programs: StepFunctions
+    schedule: SimulatedSchedule | None
+    """None if the program does not fit."""
 
     @property
     def text(self) -> str | None:
-        """The scheduled module; None where it does not fit."""
+        """The scheduled module; None if the program does not fit."""
         return self.compiled.text
 
     @property
     def meta(self) -> dict:
-        """What a reader of the scheduled module needs besides it."""
+        """Facts that a reader of the scheduled module needs in addition to its text."""
         return {
             "device_kind": self.row.device_kind,
             "coords": coordinates(self.mesh),
@@ -55,48 +62,57 @@ class Prediction:
 
 
 def predict(
-    config: Config, asked: Slice, build: Builder = build_step_functions, cache: Path | None = CACHE
+    config: Config,
+    target: Slice,
+    build: Builder = build_step_functions,
+    cache: Path | None = CACHE,
+    *,
+    record: bool = False,
 ) -> Prediction:
-    """Compile the step of `config` for a slice (in bfloat16, if its precision is auto), and replay it where it fits.
+    """Compile the step of `config` for a slice and simulate its schedule if it fits.
 
-    What cannot fit whatever the compiler does, because the state and the gradients alone do not, is not compiled.
-    Raises InputError where the mesh does not cover the slice, or the compiler is missing.
+    The step computes in bfloat16 if train.precision is auto.  A configuration whose parameters, optimizer state and
+    gradients alone exceed the memory is not compiled.  With `record` the schedule has a timeline.  Raises UserError
+    where the mesh does not cover the slice, or the compiler is missing.
     """
-    devices = topology_devices(asked)
+    devices = topology_devices(target)
     mesh = make_mesh(config.mesh, devices)
     precision = Precision.bfloat16 if config.train.precision == Precision.auto else config.train.precision
     programs = build(config, mesh, jnp.dtype(str(precision)))
     kind = devices[0].device_kind
-    least = state_bytes(programs.shapes)
-    if least > DEVICES[kind].memory:
-        compiled = Compiled(None, least, DEVICES[kind].memory, None, 0.0)
+    minimum = state_bytes(programs.shapes)
+    if minimum > DEVICES[kind].memory:
+        compiled = Compiled(None, minimum, DEVICES[kind].memory, None, 0.0)
     else:
         lowered = programs.step.lower(programs.shapes, programs.tokens)
-        compiled = compile_ahead(lowered, mesh, cache, compiler_options(kind, config))
+        compiled = compile_ahead_of_time(lowered, mesh, cache, compiler_options(kind, config))
+    schedule = None
+    if compiled.text is not None:
+        link_model = LinkModel.of(target.generation, coordinates(mesh))
+        schedule = simulate(parse_hlo(compiled.text), link_model, record=record)
     row = Row(
         kind="predicted",
-        program=EXPLICIT if build is build_step_functions else build.__module__,
+        program=program_name(build),
         peak_bytes_per_device=compiled.peak_bytes,
         limit_bytes_per_device=compiled.limit_bytes,
         host_bytes_per_device=compiled.host_bytes,
         fits=compiled.fits,
         compile_seconds=compiled.seconds,
         versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
-        **of_config(config, kernel_name(programs.attention), len(devices), table_peak(kind, len(devices))),
+        **config_fields(config, kernel_name(programs.attention), len(devices), table_peak(kind, len(devices))),
         **mesh_fields(mesh, config),
-        **_spent(compiled, asked, mesh),
+        **_schedule_fields(schedule),
     )
-    return Prediction(row, compiled, mesh, programs)
+    return Prediction(row, compiled, mesh, programs, schedule)
 
 
-def _spent(compiled: Compiled, asked: Slice, mesh: Mesh) -> dict:
-    """The fields of a Row that a replay fills; none where there is nothing to replay."""
-    if compiled.text is None:
+def _schedule_fields(schedule: SimulatedSchedule | None) -> dict:
+    """The fields of a Row that come from the simulation."""
+    if schedule is None:
         return {}
-    spent = simulate(parse(compiled.text), Links.of(asked.generation, coordinates(mesh)))
     return {
-        "step_seconds": spent.seconds,
-        "comm_seconds": spent.comm_seconds,
-        "exposed_comm_seconds": spent.exposed_comm_seconds,
-        "places": dict(spent.places),
+        "step_seconds": schedule.seconds,
+        "comm_seconds": schedule.comm_seconds,
+        "exposed_comm_seconds": schedule.exposed_comm_seconds,
+        "scopes": dict(schedule.scopes),
     }

@@ -1,4 +1,4 @@
-"""One row of a benchmark: what was run or predicted, and what came out.  As JSON, and for reading."""
+"""One row of a benchmark: a measured or predicted training step, as JSON and as printed text."""
 
 from dataclasses import asdict, dataclass, field, replace
 
@@ -10,26 +10,25 @@ from shmap_tp.hardware.torus import Torus
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.model.flops import flops_per_token, hardware_flops_per_token, parameters
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.communication.ledger import human
+from shmap_tp.plan.communication.ledger import format_bytes
 
-EXPLICIT = "explicit"
-
+EXPLICIT, GSPMD = "explicit", "gspmd"
 
 FORMULA = (
-    "MFU = tokens/s x model FLOPs per token (causal attention at half, nothing that is recomputed) / peak; "
-    "HFU counts the recomputed, too"
+    "MFU = tokens/s x model FLOPs per token (causal attention counted at half, recomputation not counted) / peak; "
+    "HFU counts recomputation too"
 )
 
 
 @dataclass
 class Row:
-    """Bytes, seconds and FLOPs; `None` is what could not be told (a program that does not fit has no time)."""
+    """Bytes, seconds and FLOPs.  `None`: unknown, such as the step time of a program that does not fit."""
 
     kind: str
-    """measured: on the devices named.  emulated: run on CPU devices, says nothing of others.  predicted: compiled for
-    the devices named by their own compiler, and replayed."""
+    """measured: timed on the named devices.  emulated: timed on emulated CPU devices.  predicted: compiled for the
+    named devices by their own compiler, and its schedule simulated."""
     program: str
-    """explicit: ours.  gspmd: the same step as the compiler cuts it (benchmarks/gspmd.py)."""
+    """explicit: our step.  gspmd: the same step sharded by the compiler (benchmarks/gspmd_baseline.py)."""
     model: str
     params: int
     dp: int
@@ -40,33 +39,33 @@ class Row:
     topology: str | None
     slices: int
     tile: list[int] | None
-    """Devices of a layer along x, y, z and the cores of a chip."""
+    """Shape of one mp group: devices along x, y, z and the cores of a chip."""
     global_batch: int
     context: int
     microbatches: int
     block: str
-    """How attention and MLP of a layer stand to each other."""
+    """parallel or sequential: how attention and MLP of a layer are combined."""
     remat: str
     tensor_parallel: str
-    """Of `explicit`; the compiler's twin is not told."""
+    """The tensor-parallel mode of `explicit`; the GSPMD baseline does not use it."""
     zero: str
     attention: str
-    """What computes the attention of each head: as named, or as `auto` chose for these devices."""
+    """The attention kernel; where the configuration says `auto`, the one selected for these devices."""
     tokens_per_step: int
     peak_flops_per_device: float | None
     peak_source: str | None
     model_flops_per_device: float
-    """Of one step."""
+    """FLOPs of one step."""
     hardware_flops_per_device: float
     fits: bool
     compile_seconds: float
     step_seconds: float | None = None
     step_seconds_range: list[float] | None = None
-    """Of the steps that were timed, the fastest and the slowest."""
+    """Fastest and slowest of the timed steps."""
     peak_bytes_per_device: int | float | None = None
     limit_bytes_per_device: int | float | None = None
     host_bytes_per_device: int = 0
-    """Kept in the host's memory between the forward and the backward pass."""
+    """Activations offloaded to host memory."""
     comm_seconds: float | None = None
     exposed_comm_seconds: float | None = None
     tokens_per_second: float | None = None
@@ -75,18 +74,18 @@ class Row:
     mfu: float | None = None
     hfu: float | None = None
     fsdp_gradients: str = "reduce_scatter"
-    """How those of shared weights go home."""
+    """How the gradients of FSDP weights are reduced."""
     offload: list[str] = field(default_factory=list)
-    """What of what remat keeps is kept by the host."""
-    places: dict[str, float] = field(default_factory=dict)
-    """Seconds of a step by place in the source."""
+    """Saved activations that are offloaded to host memory."""
+    scopes: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step by named scope of the model, and by what the device waits for."""
     compiler_options: dict[str, str] = field(default_factory=dict)
-    """Beyond the compiler's own choice (hardware.COMPILER_OPTIONS)."""
+    """XLA options that differ from the defaults (shmap_tp/hardware/xla_options.py)."""
     versions: dict[str, str] = field(default_factory=dict)
     command: str = ""
 
     def __post_init__(self) -> None:
-        """Everything that follows from the time of a step."""
+        """Derive throughput and utilisation from the step time."""
         if self.step_seconds is None:
             return
         self.tokens_per_second = self.tokens_per_step / self.step_seconds
@@ -101,9 +100,11 @@ class Row:
         return asdict(self)
 
 
-def of_config(config: Config, attention: AttentionKernel, devices: int, peak: Peak | None) -> dict:
-    """The fields of a Row that a configuration and its devices decide; `peak` is of all of them, and `attention` what
-    computes it there."""
+def config_fields(config: Config, attention: AttentionKernel, devices: int, peak: Peak | None) -> dict:
+    """The fields of a Row that follow from a configuration.
+
+    `attention` is the kernel selected for these devices, `peak` the sum over all of them.
+    """
     model, tokens = replace(config.model, attention=attention), config.train.batch * config.model.context
     return {
         "model": model.name,
@@ -116,7 +117,7 @@ def of_config(config: Config, attention: AttentionKernel, devices: int, peak: Pe
         "microbatches": config.train.microbatches,
         "block": str(model.block),
         "remat": str(model.remat),
-        "offload": [str(kept) for kept in model.offload],
+        "offload": [str(name) for name in model.offload],
         "tensor_parallel": str(config.mesh.tensor_parallel),
         "zero": str(config.mesh.zero),
         "fsdp_gradients": str(config.mesh.fsdp_gradients),
@@ -130,78 +131,90 @@ def of_config(config: Config, attention: AttentionKernel, devices: int, peak: Pe
 
 
 def mesh_fields(mesh: Mesh, config: Config) -> dict:
-    """The fields of a Row that say where the devices of a mesh are."""
+    """The fields of a Row that describe the devices of a mesh."""
     devices = list(mesh.devices.flat)
-    torus, made = Torus.of(devices), generation(devices[0].device_kind)
+    torus, tpu = Torus.of(devices), generation(devices[0].device_kind)
     return {
         "device_kind": devices[0].device_kind,
         "compiler_options": compiler_options(devices[0].device_kind, config),
-        "chips": len(devices) // made.cores if made else len(devices),
-        "topology": "x".join(map(str, torus.sides[: made.dims])) if torus else None,
+        "chips": len(devices) // tpu.cores if tpu else len(devices),
+        "topology": "x".join(map(str, torus.sides[: tpu.dims])) if torus else None,
         "slices": len({getattr(device, "slice_index", 0) for device in devices}),
         "tile": list(config.mesh.tile or torus.most_compact_tile(config.mesh.mp)) if torus else None,
     }
 
 
-def describe(row: Row) -> str:
-    """A row for reading: a few lines, every figure with its unit."""
-    where = f"{row.devices} x {row.device_kind}" + (f", {row.topology} chips" if row.topology else "")
-    where += f", {row.slices} slices" if row.slices > 1 else ""
+def format_row(row: Row) -> str:
+    """A row as text: a few lines, every figure with its unit."""
+    devices = f"{row.devices} x {row.device_kind}" + (f", {row.topology} chips" if row.topology else "")
+    devices += f", {row.slices} slices" if row.slices > 1 else ""
     tile = f", mp on {'x'.join(map(str, row.tile))} (x, y, z, core)" if row.tile else ""
-    gradients = "" if row.fsdp_gradients == FsdpGradients.reduce_scatter else f", gradients {row.fsdp_gradients}"
-    offload = f", offload {', '.join(row.offload)}" if row.offload else ""
     program = "" if row.program == EXPLICIT else f"{row.program} of "
-    wire = f"; wire {row.tensor_parallel}" if row.program == EXPLICIT else ""
     lines = [
-        f"{row.kind.upper()}  {program}{row.model}, {_count(row.params)} parameters, on {where}",
-        f"  mesh      dp={row.dp}, mp={row.mp}{tile}",
-        f"  step      {row.global_batch} windows of {row.context} in {row.microbatches} microbatches = "
-        f"{row.tokens_per_step:,} tokens; block {row.block}; remat {row.remat}{offload}; "
-        f"attention {row.attention}{wire}; zero {row.zero}{gradients}",
+        f"{row.kind.upper()}  {program}{row.model}, {_format_count(row.params)} parameters, on {devices}",
+        f"  mesh           dp={row.dp}, mp={row.mp}{tile}",
+        f"  step           {row.global_batch} sequences of {row.context} in {row.microbatches} microbatches = "
+        f"{row.tokens_per_step:,} tokens; {_format_settings(row)}",
     ]
     if row.peak_bytes_per_device is not None:
-        needs = human(int(row.peak_bytes_per_device))
-        has = f" of {human(int(row.limit_bytes_per_device))}" if row.limit_bytes_per_device else ""
-        bound = "at least " if not row.fits and not row.compile_seconds else ""
-        way = ": DOES NOT FIT; try a larger mp, more microbatches, or model.remat=full"
-        host = f", and {human(row.host_bytes_per_device)} of its host" if row.host_bytes_per_device else ""
-        lines.append(f"  memory    {bound}{needs}{has} a device{host}{'' if row.fits else way}")
-    lines.append(f"  compile   {row.compile_seconds:.1f} s")
+        lines.append(_format_memory(row))
+    lines.append(f"  compile        {row.compile_seconds:.1f} s")
     if row.step_seconds is not None:
-        lines += _timed(row)
+        lines += _format_time(row)
     return "\n".join(lines)
 
 
-def _count(number: int) -> str:
+def format_comparison(ours: Row, baseline: Row) -> str:
+    """Ratios explicit : baseline of everything known of both; below 1 the explicit program is cheaper."""
+    pairs = {
+        "time": (ours.step_seconds, baseline.step_seconds),
+        "memory": (ours.peak_bytes_per_device, baseline.peak_bytes_per_device),
+        "compile time": (ours.compile_seconds, baseline.compile_seconds),
+        "communication time": (ours.comm_seconds, baseline.comm_seconds),
+    }
+    ratios = [f"{name} {a / b:.2f}" for name, (a, b) in pairs.items() if a is not None and b]
+    return f"explicit : {baseline.program}  " + ", ".join(ratios)
+
+
+def _format_count(number: int) -> str:
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
-def compare(ours: Row, theirs: Row) -> str:
-    """explicit : compiler, in all that is known of both; below 1 ours is the cheaper."""
-    pairs = {
-        "time": (ours.step_seconds, theirs.step_seconds),
-        "memory": (ours.peak_bytes_per_device, theirs.peak_bytes_per_device),
-        "compile time": (ours.compile_seconds, theirs.compile_seconds),
-        "time on the wires": (ours.comm_seconds, theirs.comm_seconds),
-    }
-    ratios = [f"{name} {a / b:.2f}" for name, (a, b) in pairs.items() if a is not None and b]
-    return f"explicit : {theirs.program}  " + ", ".join(ratios)
+def _format_settings(row: Row) -> str:
+    offload = f", offload {', '.join(row.offload)}" if row.offload else ""
+    tensor_parallel = f"; tensor parallelism {row.tensor_parallel}" if row.program == EXPLICIT else ""
+    gradients = "" if row.fsdp_gradients == FsdpGradients.reduce_scatter else f", FSDP gradients {row.fsdp_gradients}"
+    return (
+        f"block {row.block}; remat {row.remat}{offload}; attention {row.attention}{tensor_parallel}; "
+        f"zero {row.zero}{gradients}"
+    )
 
 
-def _timed(row: Row) -> list[str]:
+def _format_memory(row: Row) -> str:
+    lower_bound = "at least " if not row.fits and not row.compile_seconds else ""
+    needed = format_bytes(int(row.peak_bytes_per_device))
+    available = f" of {format_bytes(int(row.limit_bytes_per_device))}" if row.limit_bytes_per_device else ""
+    host = f", plus {format_bytes(row.host_bytes_per_device)} of host memory" if row.host_bytes_per_device else ""
+    advice = "" if row.fits else ": DOES NOT FIT; try a larger mp, more microbatches, or model.remat=full"
+    return f"  memory         {lower_bound}{needed}{available} per device{host}{advice}"
+
+
+def _format_time(row: Row) -> list[str]:
     spread = f" ({row.step_seconds_range[0]:.3f} to {row.step_seconds_range[1]:.3f})" if row.step_seconds_range else ""
     lines = [
-        f"  time      {row.step_seconds:.3f} s a step{spread}; {row.tokens_per_second:,.0f} tokens/s, "
-        f"{row.tokens_per_second_per_chip:,.0f} a chip; {row.tflops_per_chip:.3g} TFLOP/s a chip"
+        f"  time           {row.step_seconds:.3f} s per step{spread}; {row.tokens_per_second:,.0f} tokens/s, "
+        f"{row.tokens_per_second_per_chip:,.0f} per chip; {row.tflops_per_chip:.3g} TFLOP/s per chip"
     ]
     if row.mfu is not None:
-        lines.append(f"  MFU       {row.mfu:.1%}, HFU {row.hfu:.1%} of {row.peak_source}")
+        lines.append(f"  MFU            {row.mfu:.1%}, HFU {row.hfu:.1%} of {row.peak_source}")
     if row.comm_seconds is not None:
         lines.append(
-            f"  wires     {row.comm_seconds:.3f} s, of which {row.exposed_comm_seconds:.3f} s "
-            f"({row.exposed_comm_seconds / row.step_seconds:.1%} of the step) nothing hides"
+            f"  communication  {row.comm_seconds:.3f} s, of which {row.exposed_comm_seconds:.3f} s "
+            f"({row.exposed_comm_seconds / row.step_seconds:.1%} of the step) exposed"
         )
-    if row.places:
-        parts = sorted(row.places.items(), key=lambda item: -item[1])
-        lines.append("  where     " + ", ".join(f"{name} {s / row.step_seconds:.1%}" for name, s in parts if s > 0))
+    if row.scopes:
+        scopes = sorted(row.scopes.items(), key=lambda item: -item[1])
+        lines.append(
+            "  scopes         " + ", ".join(f"{name} {s / row.step_seconds:.1%}" for name, s in scopes if s > 0)
+        )
     return lines

@@ -1,7 +1,7 @@
-"""Slices of TPUs that are not here: their devices, as the compiler knows them, from a version and a size.
+"""TPU slices that are not attached: their devices, as the TPU compiler describes them.
 
-The devices come from libtpu, which runs on any Linux machine (`pip install -e '.[tpu]'`); nothing runs on them, but
-programs can be compiled for them, and they know their coordinates.
+The descriptions come from libtpu, which runs on any Linux machine (`pip install -e '.[tpu]'`).  Programs can be
+compiled for these devices but not run on them.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS, Generation
 
-ALONE = {
+LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -26,16 +26,17 @@ ALONE = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
-"""What libtpu reads from the environment.  It asks the cloud which machine this is, and complains where nobody answers,
-unless it is told: any answer will do to compile.  Two programs may compile at a time; nothing is logged but errors."""
+"""Environment variables for libtpu.  Without them it queries the cloud's metadata server for the type of this machine;
+any type will do for compilation.  Several processes may compile at a time, and only errors are logged."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """So many slices of `sides` chips."""
+    """One or more slices of the same TPU version and shape."""
 
     version: str
     sides: tuple[int, ...]
+    """Chips along each side of one slice."""
     slices: int = 1
 
     @property
@@ -53,76 +54,82 @@ class Slice:
 
     def __str__(self) -> str:
         chips = math.prod(self.sides)
-        many = f"{self.slices} x " if self.slices > 1 else ""
-        return f"{many}{self.version} {self.topology} ({chips} chips, {self.devices // self.slices} devices)"
+        count = f"{self.slices} x " if self.slices > 1 else ""
+        return f"{count}{self.version} {self.topology} ({chips} chips, {self.devices // self.slices} devices)"
 
 
 def find_slice(version: str, devices: int, topology: str | None, slices: int) -> Slice:
-    """The slice of `version` with so many devices in all, of the sides that `topology` says or else the most compact.
+    """The slices of `version` with this total number of devices, of shape `topology` or else of the most compact shape.
 
-    Raises InputError where there is none, naming those that there are.
+    Raises UserError, listing the valid choices, where there is none.
     """
     if version not in GENERATIONS:
-        raise UserError(f"--version {version}: no such TPU here; use one of {', '.join(GENERATIONS)}")
-    made = GENERATIONS[version]
+        raise UserError(f"--version {version}: unknown TPU version; use one of {', '.join(GENERATIONS)}")
+    generation = GENERATIONS[version]
     if slices < 1 or devices % slices:
         raise UserError(f"--slices {slices} does not divide dp x mp = {devices} devices; choose a divisor")
     if topology is not None:
-        found = Slice(version, _sides(version, topology), slices)
+        found = Slice(version, _parse_topology(version, topology), slices)
         if found.devices != devices:
             raise UserError(
-                f"dp x mp = {devices} is not the {found.devices} devices of {found}; "
+                f"dp x mp = {devices} differs from the {found.devices} devices of {found}; "
                 f"choose --dp and --mp with dp x mp = {found.devices}, or another --topology"
             )
         return found
-    fit = [sides for sides in shapes(made) if math.prod(sides) * made.cores * slices == devices]
-    if not fit:
-        sizes = sorted({math.prod(sides) * made.cores for sides in shapes(made)})
+    matching = [sides for sides in slice_shapes(generation) if math.prod(sides) * generation.cores * slices == devices]
+    if not matching:
+        sizes = sorted({math.prod(sides) * generation.cores for sides in slice_shapes(generation)})
         raise UserError(
             f"dp x mp = {devices}: there is no {version} slice of {devices // slices} devices; "
             f"slices have {', '.join(map(str, sizes))}"
         )
-    return Slice(version, min(fit, key=lambda sides: (sum(sides), sides)), slices)
+    return Slice(version, min(matching, key=lambda sides: (sum(sides), sides)), slices)
 
 
-def _sides(version: str, topology: str) -> tuple[int, ...]:
-    made, parts = GENERATIONS[version], topology.split("x")
-    sides = tuple(int(part) for part in parts if part.isdecimal())
-    if len(sides) != len(parts) or sorted(sides) not in [sorted(shape) for shape in shapes(made)]:
-        some = [shape for shape in shapes(made) if math.prod(shape) <= 512]
-        more = " and larger" if len(some) < len(shapes(made)) else ""
+def _parse_topology(version: str, topology: str) -> tuple[int, ...]:
+    generation, words = GENERATIONS[version], topology.split("x")
+    sides = tuple(int(word) for word in words if word.isdecimal())
+    if len(sides) != len(words) or sorted(sides) not in [sorted(shape) for shape in slice_shapes(generation)]:
+        listed = [shape for shape in slice_shapes(generation) if math.prod(shape) <= 512]
+        more = " and larger" if len(listed) < len(slice_shapes(generation)) else ""
         raise UserError(
-            f"--topology {topology}: {version} has no such slice; "
-            f"it has {', '.join('x'.join(map(str, shape)) for shape in some)}{more}"
+            f"--topology {topology}: there is no such {version} slice; "
+            f"use one of {', '.join('x'.join(map(str, shape)) for shape in listed)}{more}"
         )
     return sides
 
 
 @cache
-def shapes(made: Generation) -> list[tuple[int, ...]]:
-    """The sides of every slice that the generation comes in, a host's own first: 2-D in powers of two at most 1 : 2;
-    3-D in powers of two up to 4, then multiples of 4.  Those smaller than a host are left out."""
-    if made.dims == 2:
+def slice_shapes(generation: Generation) -> list[tuple[int, ...]]:
+    """Every slice shape of a generation, from one host up, sides in ascending order.
+
+    2-D: powers of two with an aspect ratio of at most 1:2.  3-D: powers of two up to 4, then multiples of 4.
+    """
+    if generation.dims == 2:
         powers = [2**i for i in range(1, 6)]
         pairs = [(a, b) for a in powers for b in powers if a <= b <= 2 * a]
-        return [(a, b) for a, b in pairs if a <= made.largest[0] and b <= made.largest[1]]
-    sides = range(4, max(made.largest) + 1, 4)
+        return [(a, b) for a, b in pairs if a <= generation.largest[0] and b <= generation.largest[1]]
+    sides = range(4, max(generation.largest) + 1, 4)
     small = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
     cubes = itertools.combinations_with_replacement(sides, 3)
-    return small + [shape for shape in cubes if all(a <= b for a, b in zip(shape, made.largest, strict=True))]
+    return small + [shape for shape in cubes if all(a <= b for a, b in zip(shape, generation.largest, strict=True))]
 
 
-def topology_devices(asked: Slice) -> list[jax.Device]:
-    """The devices of a slice, to compile for.  Raises InputError where libtpu is missing or knows no such slice."""
+def topology_devices(target: Slice) -> list[jax.Device]:
+    """The devices of a slice, as a target for compilation.
+
+    Raises UserError where libtpu is missing or does not support the slice.
+    """
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("predicting needs the TPU compiler, libtpu, which is not installed: pip install -e '.[tpu]'")
-    for name, value in ALONE.items():
+    for name, value in LIBTPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    options = {"chip_config_name": "megacore"} if asked.version == "v4" else {}  # the others are so by themselves
-    if asked.slices > 1:
-        options["num_slices"] = asked.slices
-    name = f"{asked.generation.platform}:{asked.topology}"
+    # v4 in megacore mode: one device per chip; all other generations have the right default
+    options = {"chip_config_name": "megacore"} if target.version == "v4" else {}
+    if target.slices > 1:
+        options["num_slices"] = target.slices
+    name = f"{target.generation.platform}:{target.topology}"
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"the compiler has no slice {name}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"the compiler does not support the slice {name}: {str(error).splitlines()[0]}") from error

@@ -1,4 +1,4 @@
-"""`python benchmarks/benchmark_tpu.py` as a user meets it: rows that agree with themselves, and mistakes in a line."""
+"""`python benchmarks/benchmark_tpu.py` as a command: consistent rows, and one-line errors for mistakes."""
 
 import json
 import math
@@ -16,9 +16,9 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.hardware.devices import DEVICES, GIB
 from shmap_tp.model.flops import flops_per_token, hardware_flops_per_token, parameters
 from shmap_tp.plan import benchmark
-from shmap_tp.plan.hlo_parser import parse
+from shmap_tp.plan.hlo_parser import parse_hlo
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 CONTRACT = {
     "kind": str, "model": str, "params": int, "dp": int, "mp": int, "device_kind": str, "devices": int, "topology": str,
     "slices": int, "global_batch": int, "context": int, "microbatches": int, "tokens_per_step": int,
@@ -26,19 +26,19 @@ CONTRACT = {
     "model_flops_per_device": float, "peak_bytes_per_device": (int, float), "limit_bytes_per_device": (int, float),
     "fits": bool, "compile_seconds": float, "comm_seconds": float, "exposed_comm_seconds": float,
 }  # fmt: skip
-"""What others read of a row; and null, where it could not be told."""
+"""Fields that users of a row rely on, and their types; None where a value is unknown."""
 V5E = ["--model", "test", "--version", "v5e", "--dp", "2", "--mp", "2", "--topology", "2x2"]
-WITHOUT = "import sys; sys.modules['libtpu'] = None; import importlib.util as u; find = u.find_spec\n"
-WITHOUT += "u.find_spec = lambda name, *rest: None if name == 'libtpu' else find(name, *rest)\n"
-"""Python's start on a machine without libtpu."""
+WITHOUT_LIBTPU = "import sys; sys.modules['libtpu'] = None; import importlib.util as u; find = u.find_spec\n"
+WITHOUT_LIBTPU += "u.find_spec = lambda name, *rest: None if name == 'libtpu' else find(name, *rest)\n"
+"""A sitecustomize.py that hides libtpu."""
 
 
-def call(folder: Path, *arguments: str, hidden: bool = False) -> subprocess.CompletedProcess:
-    """The benchmark as a process in `folder`; with `hidden`, where libtpu is not installed."""
+def call(folder: Path, *arguments: str, without_libtpu: bool = False) -> subprocess.CompletedProcess:
+    """Run the benchmark as a process in `folder`."""
     paths, quick = [str(ROOT)], {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if "--emulate" in arguments else {}
-    if hidden:
+    if without_libtpu:
         (folder / "hidden").mkdir()
-        (folder / "hidden" / "sitecustomize.py").write_text(WITHOUT)
+        (folder / "hidden" / "sitecustomize.py").write_text(WITHOUT_LIBTPU)
         paths.insert(0, str(folder / "hidden"))
     return subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "benchmark_tpu.py"), *arguments],
@@ -50,8 +50,8 @@ def call(folder: Path, *arguments: str, hidden: bool = False) -> subprocess.Comp
     )
 
 
-def worked(process: subprocess.CompletedProcess) -> str:
-    """What it printed; nothing of it is a warning."""
+def output_of(process: subprocess.CompletedProcess) -> str:
+    """The output of a process that succeeded without warnings."""
     assert process.returncode == 0, process.stderr
     assert not re.search("Traceback|Error|Warning", process.stderr), process.stderr
     return process.stdout
@@ -61,8 +61,8 @@ def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def consistent(row: dict, *overrides: str) -> None:
-    """The contract's fields, and every relation between them; the model is `test` with `overrides`."""
+def check_row(row: dict, *overrides: str) -> None:
+    """Check the fields of a row and the relations between them; the model is `test` with `overrides`."""
     for name, kind in CONTRACT.items():
         assert isinstance(row[name], kind) or row[name] is None, (name, row[name])
     overrides = ("mesh.mp=1", "mesh.dp=1", f"model.attention={row['attention']}", *overrides)
@@ -86,15 +86,15 @@ def consistent(row: dict, *overrides: str) -> None:
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory) -> tuple[str, Path]:
-    """(what was printed, the folder with its files)."""
+    """(printed output, the directory with its files)."""
     folder = tmp_path_factory.mktemp("emulated")
     flags = ["--dp", "2", "--mp", "2", "--steps", "3", "--json", "rows.jsonl", "--hlo", "step.hlo", "model.remat=full"]
-    return worked(call(folder, "--emulate", *flags)), folder
+    return output_of(call(folder, "--emulate", *flags)), folder
 
 
-def test_an_emulated_row_keeps_the_contract(emulated):
+def test_an_emulated_row_is_consistent(emulated):
     ((row,), printed) = rows(emulated[1] / "rows.jsonl"), emulated[0]
-    consistent(row, "model.remat=full")
+    check_row(row, "model.remat=full")
     assert (row["kind"], row["device_kind"], row["devices"]) == ("emulated", "cpu", 4)
     assert (row["dp"], row["mp"], row["slices"], row["topology"]) == (2, 2, 1, None)
     assert row["comm_seconds"] is row["exposed_comm_seconds"] is row["limit_bytes_per_device"] is None
@@ -102,25 +102,25 @@ def test_an_emulated_row_keeps_the_contract(emulated):
     assert low <= row["step_seconds"] <= high
     assert row["hfu"] > row["mfu"]
     assert printed.startswith("EMULATED  test, ") and f"{row['tokens_per_step']} tokens" in printed
-    assert "MFU = tokens/s x model FLOPs per token (causal attention at half" in printed
+    assert "MFU = tokens/s x model FLOPs per token (causal attention counted at half" in printed
     assert row["command"].endswith("--hlo step.hlo model.remat=full")
 
 
-def test_its_program_is_written_with_what_a_reader_of_it_needs(emulated):
+def test_the_emulated_program_is_written_with_its_metadata(emulated):
     text = (emulated[1] / "step.hlo").read_text()
     assert text.startswith("HloModule") and "num_partitions=4" in text and "all-reduce" in text
     (row,), meta = rows(emulated[1] / "rows.jsonl"), json.loads((emulated[1] / "step.hlo.meta.json").read_text())
     assert meta == {"device_kind": "cpu", "coords": None, "model_flops_per_device": row["model_flops_per_device"]}
 
 
-def test_flags_say_what_is_run(tmp_path):
+def test_flags_set_batch_microbatches_and_context(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"kind": "older"}\n')
     flags = ["--dp", "1", "--mp", "2", "--steps", "1", "--batch", "12", "--microbatches", "3", "--context", "16"]
-    worked(call(tmp_path, "--emulate", *flags, "--json", "rows.jsonl"))
+    output_of(call(tmp_path, "--emulate", *flags, "--json", "rows.jsonl"))
     older, row = rows(tmp_path / "rows.jsonl")
-    consistent(row, "model.context=16")
+    check_row(row, "model.context=16")
     assert (row["global_batch"], row["microbatches"], row["context"], row["devices"]) == (12, 3, 16, 2)
-    assert older == {"kind": "older"}, "a row is added to those there are"
+    assert older == {"kind": "older"}, "the row is appended"
 
 
 # Predicted
@@ -128,35 +128,35 @@ def test_flags_say_what_is_run(tmp_path):
 
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory) -> tuple[list[str], Path]:
-    """(what each of two runs printed, the folder with their files)."""
+    """(printed output of two identical runs, the directory with their files)."""
     pytest.importorskip("libtpu")
     folder = tmp_path_factory.mktemp("predicted")
     flags = [*V5E, "--json", "rows.jsonl", "--hlo", "step.hlo"]
-    return [worked(call(folder, *flags)) for _ in range(2)], folder
+    return [output_of(call(folder, *flags)) for _ in range(2)], folder
 
 
-def test_a_predicted_row_keeps_the_contract(predicted):
+def test_a_predicted_row_is_consistent(predicted):
     row, _ = rows(predicted[1] / "rows.jsonl")
-    consistent(row)
+    check_row(row)
     assert (row["kind"], row["device_kind"], row["topology"], row["slices"]) == ("predicted", "TPU v5 lite", "2x2", 1)
     assert row["peak_flops_per_device"] == 197e12 == DEVICES["TPU v5 lite"].flops
     assert row["limit_bytes_per_device"] == 15.75 * GIB > row["peak_bytes_per_device"]
     assert 0 < row["exposed_comm_seconds"] <= row["comm_seconds"] * (1 + 1e-9) < row["step_seconds"]
-    assert sum(row["places"].values()) == pytest.approx(row["step_seconds"])
-    assert row["places"]["waiting for collectives"] == pytest.approx(row["exposed_comm_seconds"])
-    assert {"attention", "mlp", "head", "loss", "embedding", "update"} <= row["places"].keys()
+    assert sum(row["scopes"].values()) == pytest.approx(row["step_seconds"])
+    assert row["scopes"]["waiting for collectives"] == pytest.approx(row["exposed_comm_seconds"])
+    assert {"attention", "mlp", "head", "loss", "embedding", "update"} <= row["scopes"].keys()
     assert row["versions"].keys() == {"jax", "libtpu"} and sorted(row["tile"]) == [1, 1, 1, 2]
     assert predicted[0][0].startswith("PREDICTED  test, ") and "on 4 x TPU v5 lite, 2x2 chips" in predicted[0][0]
 
 
-def test_the_second_time_it_is_read_and_not_compiled(predicted):
+def test_the_second_prediction_uses_the_compilation_cache(predicted):
     first, second = rows(predicted[1] / "rows.jsonl")
-    assert first == second, "to the microsecond that the compiler took"
+    assert first == second, "even the compile time, which is cached"
     assert predicted[0][0] == predicted[0][1]
     assert len(list((predicted[1] / ".cache" / "tpu").iterdir())) == 1
 
 
-def test_its_schedule_is_written_with_what_a_reader_of_it_needs(predicted):
+def test_the_predicted_schedule_is_written_with_its_metadata(predicted):
     text = (predicted[1] / "step.hlo").read_text()
     assert "is_scheduled=true" in text and '"estimated_cycles"' in text
     row, meta = rows(predicted[1] / "rows.jsonl")[0], json.loads((predicted[1] / "step.hlo.meta.json").read_text())
@@ -164,13 +164,13 @@ def test_its_schedule_is_written_with_what_a_reader_of_it_needs(predicted):
     assert meta["model_flops_per_device"] == row["model_flops_per_device"]
     assert sorted(meta["coords"]) == [[x, y, 0, 0] for x in range(2) for y in range(2)]
     for group in (meta["coords"][:2], meta["coords"][2:]):
-        apart = [abs(a - b) for a, b in zip(*group, strict=True)]
-        assert apart == [size - 1 for size in row["tile"]], "mp is neighbours in mesh order"
+        distance = [abs(a - b) for a, b in zip(*group, strict=True)]
+        assert distance == [size - 1 for size in row["tile"]], "mp ranks are adjacent in mesh order"
 
 
-def test_the_head_is_three_products_as_compiled(predicted):
-    """Logits, dh and dw, of 64 positions, 128 rows and a width of 64: none is computed again for a second use."""
-    module, found = parse((predicted[1] / "step.hlo").read_text()), Counter()
+def test_the_compiled_head_has_three_matmuls(predicted):
+    """Logits, dh and dw, of 64 positions, 128 rows and a width of 64; none is computed twice."""
+    module, found = parse_hlo((predicted[1] / "step.hlo").read_text()), Counter()
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             if instruction.opcode == "convolution" and re.search(r'op_name="[^"]*\bhead\b', instruction.attributes):
@@ -180,10 +180,9 @@ def test_the_head_is_three_products_as_compiled(predicted):
     assert found == {("f32", 64 * 128): 2 * microbatches, ("bf16", 64 * 64): microbatches}
 
 
-def test_another_precision_is_another_program(predicted):
-    """float32 on the wire is twice the bytes."""
+def test_float32_communicates_more_than_bfloat16(predicted):
     folder = predicted[1]
-    worked(call(folder, *V5E, "train.precision=float32", "--json", "float32.jsonl", "--hlo", "float32.hlo"))
+    output_of(call(folder, *V5E, "train.precision=float32", "--json", "float32.jsonl", "--hlo", "float32.hlo"))
     of_bfloat16 = r"= bf16\[\S* reduce-scatter\("
     assert re.search(of_bfloat16, (folder / "step.hlo").read_text())
     assert not re.search(of_bfloat16, (folder / "float32.hlo").read_text())
@@ -191,8 +190,8 @@ def test_another_precision_is_another_program(predicted):
     assert row["comm_seconds"] > rows(folder / "rows.jsonl")[0]["comm_seconds"]
 
 
-def test_what_does_not_fit_has_a_size_and_no_time(tmp_path):
-    """Masters and moments of 4.3 billion parameters on two chips: 12 bytes for each, half on either."""
+def test_a_row_that_does_not_fit_has_a_size_and_no_step_time(tmp_path):
+    """Parameters and moments of 4.3 billion parameters over two chips: 12 bytes each."""
     pytest.importorskip("libtpu")
     wide = ["model.width=16384", "model.ffn=65536", "model.layers=1", "model.heads=16", "model.kv_heads=16"]
     wide += ["model.head_dim=1024", "model.context=128", "model.attention_chunk=128"]
@@ -208,18 +207,18 @@ def test_what_does_not_fit_has_a_size_and_no_time(tmp_path):
 
 # Mistakes
 
-BAD = {
+MISTAKES = {
     "no such size": (
         ["--dp", "3", "--mp", "2", "--version", "v5e"],
         "there is no v5e slice of 6 devices; slices have 4,",
     ),
-    "no such sides": ([*V5E[:-1], "3x3"], "--topology 3x3: v5e has no such slice; it has 2x2, 2x4,"),
-    "wrong product": ([*V5E[:-1], "4x4"], "dp x mp = 4 is not the 16 devices of v5e 4x4"),
+    "no such shape": ([*V5E[:-1], "3x3"], "--topology 3x3: there is no such v5e slice; use one of 2x2, 2x4,"),
+    "wrong product": ([*V5E[:-1], "4x4"], "dp x mp = 4 differs from the 16 devices of v5e 4x4"),
     "slices": (
         [*V5E[:-2], "--slices", "3"],
-        "--slices 3 does not divide --dp 2: mp reaches over one slice only; choose a divisor",
+        "--slices 3 does not divide --dp 2: mp must lie within one slice; choose a divisor",
     ),
-    "model that cannot be cut": (
+    "indivisible heads": (
         ["--dp", "1", "--mp", "3", "--emulate"],
         "mesh.mp=3 does not divide heads=16 (model test); use mesh.mp in {1, 2, 4, 8, 16}",
     ),
@@ -231,51 +230,50 @@ BAD = {
     "dp": (["--dp", "0", "--mp", "1", "--emulate"], "--dp 0 is too small; it must be 1 or more"),
     "slices of a CPU": (
         ["--dp", "2", "--mp", "1", "--emulate", "--slices", "2"],
-        "--topology and --slices are of TPUs; leave them out, or leave out --emulate to predict",
+        "--topology and --slices apply to TPUs only; omit them, or omit --emulate to predict",
     ),
-    "nowhere to write rows": ([*V5E, "--json", "nowhere/rows"], "--json nowhere/rows: no file can be written there;"),
-    "nowhere to write the program": ([*V5E, "--hlo", "."], "--hlo .: no file can be written there;"),
+    "nowhere to write rows": ([*V5E, "--json", "nowhere/rows"], "--json nowhere/rows: cannot be written;"),
+    "nowhere to write the program": ([*V5E, "--hlo", "."], "--hlo .: cannot be written;"),
 }
 
 
-def explained(code: int, out: str, err: str, reason: str) -> None:
+def check_error(code: int, out: str, err: str, reason: str) -> None:
     assert code == 2, err
     assert err.startswith("error: ") and reason in err and len(err.splitlines()) <= 2, err
     assert out == ""
 
 
-@pytest.mark.parametrize(("arguments", "reason"), BAD.values(), ids=BAD)
-def test_a_mistake_costs_a_line(monkeypatch, capsys, tmp_path, arguments, reason):
-    """And is found before anything is compiled or written."""
+@pytest.mark.parametrize(("arguments", "reason"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_reported_before_anything_is_compiled_or_written(monkeypatch, capsys, tmp_path, arguments, reason):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(sys, "argv", ["benchmark_tpu.py", *arguments])
     monkeypatch.setattr(benchmark, "measure", None)
     monkeypatch.setattr(benchmark_tpu, "predict", None)
-    explained(benchmark_tpu.main(), *capsys.readouterr(), reason)
+    check_error(benchmark_tpu.main(), *capsys.readouterr(), reason)
     assert not list(tmp_path.iterdir())
 
 
-ALONE = {name: BAD[name] for name in ("no such sides", "wrong product", "model that cannot be cut")}
-ALONE["tile of a CPU"] = (
+IN_A_PROCESS = {name: MISTAKES[name] for name in ("no such shape", "wrong product", "indivisible heads")}
+IN_A_PROCESS["tile of a CPU"] = (
     ["--dp", "2", "--mp", "1", "--emulate", "mesh.tile=[1,1,1,1]"],
     "cpu devices are not on a torus",
 )
 
 
-@pytest.mark.parametrize(("arguments", "reason"), ALONE.values(), ids=ALONE)
-def test_nor_has_a_process_more_to_say(tmp_path, arguments, reason):
+@pytest.mark.parametrize(("arguments", "reason"), IN_A_PROCESS.values(), ids=IN_A_PROCESS)
+def test_a_process_prints_only_the_error(tmp_path, arguments, reason):
     process = call(tmp_path, *arguments)
-    explained(process.returncode, process.stdout, process.stderr, reason)
+    check_error(process.returncode, process.stdout, process.stderr, reason)
 
 
-def test_without_the_compiler_the_way_to_get_it_is_said(tmp_path):
-    process = call(tmp_path, *V5E, hidden=True)
+def test_a_missing_compiler_is_reported_with_the_command_that_installs_it(tmp_path):
+    process = call(tmp_path, *V5E, without_libtpu=True)
     reason = "libtpu, which is not installed: pip install -e '.[tpu]'"
-    explained(process.returncode, process.stdout, process.stderr, reason)
+    check_error(process.returncode, process.stdout, process.stderr, reason)
 
 
-def test_a_tile_that_does_not_fit_is_answered_with_those_that_do(tmp_path):
+def test_an_invalid_tile_is_rejected_with_the_valid_ones(tmp_path):
     pytest.importorskip("libtpu")
     process = call(tmp_path, *V5E, "mesh.tile=[1,1,2,1]")
-    explained(process.returncode, process.stdout, process.stderr, "use one of 1,2,1,1; 2,1,1,1")
+    check_error(process.returncode, process.stdout, process.stderr, "use one of 1,2,1,1; 2,1,1,1")

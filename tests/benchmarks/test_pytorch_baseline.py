@@ -1,4 +1,4 @@
-"""The step in plain PyTorch is of our model: from the same weights the loss and gradients of the dense reference."""
+"""The PyTorch baseline computes our model: the loss and gradients of the dense reference for the same weights."""
 
 import importlib
 import json
@@ -13,13 +13,13 @@ from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.model.transformer import Transformer
-from tests.benchmarks.test_commands import GPU, call
 from tests.helpers.assertions import assert_close, by_path
+from tests.helpers.commands import BENCHMARK_GPU, call
 from tests.helpers.model_fixtures import config, random_like, shapes_of
 from tests.helpers.reference import objective
 
 torch = pytest.importorskip("torch")
-pytorch = importlib.import_module("pytorch")  # not skipped where it fails
+pytorch = importlib.import_module("pytorch_baseline")  # outside importorskip, so that errors in it are not skipped
 
 MODELS = {
     "parallel layernorm gelu learned, tied": ["model.positions=learned", "model.tie_embeddings=true"],
@@ -30,8 +30,8 @@ MODELS = {
 }  # fmt: skip
 
 
-def in_pytorch(p: dict[str, np.ndarray], model: ModelConfig) -> dict[str, np.ndarray]:
-    """Our arrays, by dotted path, as the modules of pytorch.py hold them."""
+def pytorch_names(p: dict[str, np.ndarray], model: ModelConfig) -> dict[str, np.ndarray]:
+    """Our arrays, by dotted path, under the names and in the layouts of pytorch_baseline.py."""
     norms = {"attention_norm": "norm" if model.block == "parallel" else "attention_norm", "mlp_norm": "mlp_norm"}
     found = {"norm.weight": p["norm.scale"], "embedding.weight": p["embedding.weight"]}
     found["head.weight"] = p["embedding.weight" if model.tie_embeddings else "head.weight"]
@@ -50,43 +50,45 @@ def in_pytorch(p: dict[str, np.ndarray], model: ModelConfig) -> dict[str, np.nda
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_its_loss_and_gradients_are_the_references(name):
-    made = config(*MODELS[name])
-    shapes = shapes_of(partial(Transformer, made.model, Chunked(made.model.attention_chunk)))
+def test_loss_and_gradients_equal_those_of_the_reference(name):
+    conf = config(*MODELS[name])
+    shapes = shapes_of(partial(Transformer, conf.model, Chunked(conf.model.attention_chunk)))
     params = by_path(random_like(shapes, "float64"))
-    tokens = np.random.default_rng(1).integers(0, made.model.vocabulary, (4, made.model.context + 1))
+    tokens = np.random.default_rng(1).integers(0, conf.model.vocabulary, (4, conf.model.context + 1))
     with jax.enable_x64(True):
-        loss, gradients = jax.value_and_grad(lambda p: objective(p, jnp.asarray(tokens), made.model, 0.0)[0])(params)
-    model = pytorch.Model(made.model).double()
-    weights = {name: torch.tensor(np.ascontiguousarray(w)) for name, w in in_pytorch(params, made.model).items()}
+        loss, gradients = jax.value_and_grad(lambda p: objective(p, jnp.asarray(tokens), conf.model, 0.0)[0])(params)
+    model = pytorch.Model(conf.model).double()
+    weights = {name: torch.tensor(np.ascontiguousarray(w)) for name, w in pytorch_names(params, conf.model).items()}
     model.load_state_dict(weights)
     found = model(torch.tensor(tokens))
     found.backward()
-    wanted = in_pytorch(by_path(gradients), made.model)
+    expected = pytorch_names(by_path(gradients), conf.model)
     assert float(found.detach()) == pytest.approx(float(loss), rel=1e-6)
-    assert_close({name: w.grad.numpy() for name, w in model.named_parameters(remove_duplicate=False)}, wanted, 1e-6)
+    assert_close({name: w.grad.numpy() for name, w in model.named_parameters(remove_duplicate=False)}, expected, 1e-6)
 
 
-def test_it_has_no_alibi():
+def test_alibi_is_rejected():
     with pytest.raises(UserError, match="has no ALiBi"):
         pytorch.Model(config("model.positions=alibi").model)
 
 
-def test_a_benchmark_writes_both_rows_with_its_own_command(tmp_path):
+def test_the_gpu_benchmark_writes_both_rows_with_its_command(tmp_path):
     file = tmp_path / "rows.jsonl"
-    given = ["--dp", "1", "--mp", "1", "--emulate", "--steps", "1", "--torch", "--json", str(file)]
-    done = call(*GPU, *given, "model.positions=rotary")
+    flags = ["--dp", "1", "--mp", "1", "--emulate", "--steps", "1", "--torch", "--json", str(file)]
+    done = call(*BENCHMARK_GPU, *flags, "model.positions=rotary")
     assert done.returncode == 0, done.stderr
     assert "explicit : pytorch  time " in done.stdout
     ours, theirs = map(json.loads, file.read_text().splitlines())
     assert (ours["program"], theirs["program"]) == ("explicit", "pytorch")
-    assert theirs["command"] == ours["command"] == " ".join(["python", *GPU, *given, "model.positions=rotary"])
+    assert (
+        theirs["command"] == ours["command"] == " ".join(["python", *BENCHMARK_GPU, *flags, "model.positions=rotary"])
+    )
     assert theirs["tokens_per_step"] == ours["tokens_per_step"] and theirs["step_seconds"] > 0
 
 
-def test_what_fails_in_it_ends_the_benchmark():
-    done = call(*GPU, "--dp", "1", "--mp", "1", "--emulate", "--torch")  # model test has ALiBi
+def test_an_error_of_the_pytorch_baseline_ends_the_benchmark():
+    done = call(*BENCHMARK_GPU, "--dp", "1", "--mp", "1", "--emulate", "--torch")  # model test has ALiBi
     assert done.returncode == 2 and "has no ALiBi" in done.stderr
     assert (
-        done.stderr.splitlines()[-1] == "error: PyTorch's step failed, as said above; mend that, or leave out --torch"
+        done.stderr.splitlines()[-1] == "error: the PyTorch step failed, see the error above; fix it, or omit --torch"
     )

@@ -1,4 +1,4 @@
-"""Stand-ins for the devices of TPU slices, which tell where they are and can do nothing."""
+"""Fake TPU devices: they have a kind and coordinates, and cannot run anything."""
 
 import itertools
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import numpy as np
 from shmap_tp.hardware.devices import GENERATIONS
 
 
-@dataclass(frozen=True, eq=False)  # JAX may compare one, kept in a mesh, with a CPU device, which has no such fields
-class Stand:
-    """What a mesh asks of a TPU device; passes for one where types are checked."""
+@dataclass(frozen=True, eq=False)  # JAX may compare a device cached in a mesh with a CPU device, which lacks the fields
+class FakeTpuDevice:
+    """What a mesh reads of a TPU device; it passes runtime type checks as a jax.Device."""
 
     device_kind: str
     coords: tuple[int, int, int]
@@ -25,10 +25,10 @@ class Stand:
         return (*self.coords, self.core_on_chip)
 
 
-def box(version: str, *sides: int, slices: int = 1) -> list[Stand]:
-    """The devices of `slices` slices of `sides` chips, in an order that means nothing."""
-    made = GENERATIONS[version]
+def fake_slice(version: str, *sides: int, slices: int = 1) -> list[FakeTpuDevice]:
+    """The devices of `slices` slices of `sides` chips, in random order."""
+    generation = GENERATIONS[version]
     sides = (*sides, 1)[:3]
-    places = itertools.product(range(slices), *map(range, sides), range(made.cores))
-    devices = [Stand(made.kind, (x, y, z), core, number) for number, x, y, z, core in places]
+    places = itertools.product(range(slices), *map(range, sides), range(generation.cores))
+    devices = [FakeTpuDevice(generation.kind, (x, y, z), core, number) for number, x, y, z, core in places]
     return [devices[i] for i in np.random.default_rng(0).permutation(len(devices))]

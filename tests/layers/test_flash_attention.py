@@ -26,7 +26,7 @@ from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan.communication.from_jaxpr import bodies
 from tests.helpers import reference
-from tests.helpers.fake_tpu_devices import Stand
+from tests.helpers.fake_tpu_devices import FakeTpuDevice
 from tests.helpers.jaxprs import (
     equations,
     equations_named,
@@ -101,13 +101,13 @@ class Gpu:
 
 DEVICES = {
     "cpu": jax.devices("cpu")[0],
-    "v2": Stand("TPU v2", (0, 0, 0)),
-    "v3": Stand("TPU v3", (0, 0, 0)),
-    "v4": Stand("TPU v4", (0, 0, 0)),
-    "v5e": Stand("TPU v5 lite", (0, 0, 0)),
-    "v5p": Stand("TPU v5p", (0, 0, 0)),
-    "v6e": Stand("TPU v6 lite", (0, 0, 0)),
-    "tpu7x": Stand("TPU7x", (0, 0, 0)),
+    "v2": FakeTpuDevice("TPU v2", (0, 0, 0)),
+    "v3": FakeTpuDevice("TPU v3", (0, 0, 0)),
+    "v4": FakeTpuDevice("TPU v4", (0, 0, 0)),
+    "v5e": FakeTpuDevice("TPU v5 lite", (0, 0, 0)),
+    "v5p": FakeTpuDevice("TPU v5p", (0, 0, 0)),
+    "v6e": FakeTpuDevice("TPU v6 lite", (0, 0, 0)),
+    "tpu7x": FakeTpuDevice("TPU7x", (0, 0, 0)),
     "V100": Gpu("Tesla V100-SXM2-16GB", "7.0"),
     "A100": Gpu("NVIDIA A100-SXM4-40GB", "8.0"),
     "H100": Gpu("NVIDIA H100 80GB HBM3", "9.0"),

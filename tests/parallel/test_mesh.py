@@ -13,17 +13,17 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.torus import Torus
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, make_mesh
 from shmap_tp.plan.aot_compile import coordinates
-from tests.helpers.fake_tpu_devices import Stand, box
+from tests.helpers.fake_tpu_devices import FakeTpuDevice, fake_slice
 from tests.helpers.model_fixtures import mesh_config
 
 BOXES = {
-    "v2 4x4": (box("v2", 4, 4), 4),
-    "v3 4x8": (box("v3", 4, 8), 8),
-    "v4 2x4x4": (box("v4", 2, 4, 4), 8),
-    "v5e 4x4, 3 slices": (box("v5e", 4, 4, slices=3), 4),
-    "v5p 4x4x4, 2 slices": (box("v5p", 4, 4, 4, slices=2), 16),
-    "v6e 8x8": (box("v6e", 8, 8), 1),
-    "tpu7x 2x2x2": (box("tpu7x", 2, 2, 2), 16),
+    "v2 4x4": (fake_slice("v2", 4, 4), 4),
+    "v3 4x8": (fake_slice("v3", 4, 8), 8),
+    "v4 2x4x4": (fake_slice("v4", 2, 4, 4), 8),
+    "v5e 4x4, 3 slices": (fake_slice("v5e", 4, 4, slices=3), 4),
+    "v5p 4x4x4, 2 slices": (fake_slice("v5p", 4, 4, 4, slices=2), 16),
+    "v6e 8x8": (fake_slice("v6e", 8, 8), 1),
+    "tpu7x 2x2x2": (fake_slice("tpu7x", 2, 2, 2), 16),
 }
 every_tile = pytest.mark.parametrize(
     ("name", "tile"), [(name, tile) for name, (devices, mp) in BOXES.items() for tile in Torus.of(devices).tiles(mp)]
@@ -72,7 +72,7 @@ def test_an_mp_ring_is_a_closed_walk_over_short_links(name, tile, links):
 
 
 def test_only_collective_matmul_orders_mp_as_a_ring():
-    devices = box("v5e", 4, 4)
+    devices = fake_slice("v5e", 4, 4)
     in_rows, in_rings = (
         make_mesh(mesh_config(4, 4, tensor_parallel=mode), devices).devices
         for mode in (TensorParallelMode.sequence, TensorParallelMode.collective_matmul)
@@ -91,13 +91,13 @@ def test_mp_groups_are_ordered_by_slice_and_lie_in_one_slice(name, tile):
 
 DP_MESHES = {
     # name: (devices, (dp, mp), slices, ranks of a ring)
-    "v5e 4x4": (box("v5e", 4, 4), (16, 1), 1, 16),
-    "v5e 16x16": (box("v5e", 16, 16), (256, 1), 1, 16),
-    "v5e 16x16, mp 4": (box("v5e", 16, 16), (64, 4), 1, 16),
-    "v3 4x4": (box("v3", 4, 4), (32, 1), 1, 16),
-    "v4 2x2x4": (box("v4", 2, 2, 4), (16, 1), 1, 16),
-    "v5e 4x8, 2 slices": (box("v5e", 4, 8, slices=2), (64, 1), 2, 16),
-    "v5p 4x4x4, 2 slices": (box("v5p", 4, 4, 4, slices=2), (32, 4), 2, 16),
+    "v5e 4x4": (fake_slice("v5e", 4, 4), (16, 1), 1, 16),
+    "v5e 16x16": (fake_slice("v5e", 16, 16), (256, 1), 1, 16),
+    "v5e 16x16, mp 4": (fake_slice("v5e", 16, 16), (64, 4), 1, 16),
+    "v3 4x4": (fake_slice("v3", 4, 4), (32, 1), 1, 16),
+    "v4 2x2x4": (fake_slice("v4", 2, 2, 4), (16, 1), 1, 16),
+    "v5e 4x8, 2 slices": (fake_slice("v5e", 4, 8, slices=2), (64, 1), 2, 16),
+    "v5p 4x4x4, 2 slices": (fake_slice("v5p", 4, 4, 4, slices=2), (32, 4), 2, 16),
 }
 
 
@@ -148,22 +148,22 @@ def test_dp_groups_lie_in_one_slice_or_contain_one_rank_of_every_slice(name):
 def test_gradient_rings_connect_neighbours_in_the_program_of_one_slice():
     """By the coordinates that ahead-of-time compilation passes to the compiler."""
     config = mesh_config(64, 1, zero=Zero.fsdp, fsdp_gradients=FsdpGradients.ring, slices=2)
-    one_slice = coordinates(make_mesh(config, box("v5e", 4, 8, slices=2)))
-    assert sorted(one_slice) == sorted([*device.coords, 0] for device in box("v5e", 4, 8))
+    one_slice = coordinates(make_mesh(config, fake_slice("v5e", 4, 8, slices=2)))
+    assert sorted(one_slice) == sorted([*device.coords, 0] for device in fake_slice("v5e", 4, 8))
     ring = [one_slice[2 * r] for r in range(16)]  # the other ranks belong to the other ring
     assert all(sum(abs(x - y) for x, y in zip(a, b, strict=True)) == 1 for a, b in itertools.pairwise(ring))
 
 
 def test_a_gradient_ring_needs_a_divisor():
     config = mesh_config(17, 1, zero=Zero.fsdp, fsdp_gradients=FsdpGradients.ring)
-    message = error_message(config, box("v5e", 4, 4)[:1] * 17)
+    message = error_message(config, fake_slice("v5e", 4, 4)[:1] * 17)
     assert "no number from 2 to 16 divides mesh.dp / mesh.slices = 17" in message
 
 
 def test_slices_must_be_those_of_the_devices():
-    message = error_message(mesh_config(16, 1, slices=1), box("v5e", 2, 4, slices=2))
+    message = error_message(mesh_config(16, 1, slices=1), fake_slice("v5e", 2, 4, slices=2))
     assert message == "mesh.slices=1, but these devices form 2 slices; set mesh.slices=2"
-    message = error_message(mesh_config(16, 1, slices=2), box("v5e", 4, 4))
+    message = error_message(mesh_config(16, 1, slices=2), fake_slice("v5e", 4, 4))
     assert message == "mesh.slices=2, but these devices form 1 slices; set mesh.slices=1"
     made = make_mesh(mesh_config(4, 2, slices=2))
     assert [[device.id for device in rank] for rank in made.devices] == [[0, 1], [4, 5], [2, 3], [6, 7]]
@@ -183,7 +183,7 @@ def test_tiles_are_all_boxes_that_divide_the_slice(name):
 
 def test_coordinates_may_start_anywhere():
     """As on a part of a larger slice."""
-    moved = [Stand(d.device_kind, tuple(c + 4 for c in d.coords), 0, 7) for d in box("v5e", 2, 2)]
+    moved = [FakeTpuDevice(d.device_kind, tuple(c + 4 for c in d.coords), 0, 7) for d in fake_slice("v5e", 2, 2)]
     arranged = Torus.of(moved).arrange((2, 2, 1, 1), 4)
     assert [device.coords for device in arranged[0]] == [(4, 4, 4), (4, 5, 4), (5, 4, 4), (5, 5, 4)]
 
@@ -210,15 +210,15 @@ def test_hops_are_the_average_over_all_pairs(name, tile):
 
 CLOSEST = {
     # T5X measured the same order on the same slice: 4x2x2 is faster than 2x4x2 and 2x2x4 (published figures)
-    "v4 4x8x8": (box("v4", 4, 8, 8), 16, (4, 2, 2, 1), 2.0),  # average hops: 1 in a ring of 4, 1/2 in a pair
+    "v4 4x8x8": (fake_slice("v4", 4, 8, 8), 16, (4, 2, 2, 1), 2.0),  # average hops: 1 in a ring of 4, 1/2 in a pair
     # average hops: 4 in a ring of 16, 2 x 1.25 in a square, although its sides do not wrap
-    "v5e 16x16": (box("v5e", 16, 16), 16, (4, 4, 1, 1), 2.5),
-    "v5e 8x16": (box("v5e", 8, 16), 8, (4, 2, 1, 1), 1.75),
-    "v5e 4x4": (box("v5e", 4, 4), 2, (2, 1, 1, 1), 0.5),  # of equally good tiles the one along x
+    "v5e 16x16": (fake_slice("v5e", 16, 16), 16, (4, 4, 1, 1), 2.5),
+    "v5e 8x16": (fake_slice("v5e", 8, 16), 8, (4, 2, 1, 1), 1.75),
+    "v5e 4x4": (fake_slice("v5e", 4, 4), 2, (2, 1, 1, 1), 0.5),  # of equally good tiles the one along x
     # both cores of 4 chips: 1 hop; 8 chips would need at least 1.75
-    "v3 4x4": (box("v3", 4, 4), 8, (2, 2, 1, 2), 1.0),
-    "v3 4x4, 2": (box("v3", 4, 4), 2, (1, 1, 1, 2), 0.0),
-    "tpu7x 4x4x4": (box("tpu7x", 4, 4, 4), 16, (4, 2, 1, 2), 1.5),  # as good as 2x2x2
+    "v3 4x4": (fake_slice("v3", 4, 4), 8, (2, 2, 1, 2), 1.0),
+    "v3 4x4, 2": (fake_slice("v3", 4, 4), 2, (1, 1, 1, 2), 0.0),
+    "tpu7x 4x4x4": (fake_slice("tpu7x", 4, 4, 4), 16, (4, 2, 1, 2), 1.5),  # as good as 2x2x2
 }
 
 
@@ -231,20 +231,28 @@ def test_the_default_tile_has_the_fewest_hops(name):
 
 
 def test_a_ring_of_16_needs_more_hops_than_a_square_of_4():
-    torus = Torus.of(box("v5e", 16, 16))
+    torus = Torus.of(fake_slice("v5e", 16, 16))
     assert torus.mean_hops((16, 1, 1, 1)) == torus.mean_hops((1, 16, 1, 1)) == 4
     assert torus.mean_hops((8, 2, 1, 1)) == 21 / 8 + 1 / 2 > torus.mean_hops((4, 4, 1, 1))
 
 
 RINGS = {
-    "v5e 16x16": (box("v5e", 16, 16), 16, (8, 2, 1, 1)),  # per link 2/8 and 2/2; in 4 x 4 twice 2/4, in 16 x 1 2/1
-    "v5e 8x8": (box("v5e", 8, 8), 16, (8, 2, 1, 1)),  # without wrap-around links as good as 4 x 4
-    "v5e 4x4": (box("v5e", 4, 4), 16, (4, 4, 1, 1)),
-    "v5p 4x4x4": (box("v5p", 4, 4, 4), 16, (4, 4, 1, 1)),  # as good as 4 x 2 x 2
-    "v4 4x4x8": (box("v4", 4, 4, 8), 16, (2, 1, 8, 1)),  # 2/2 and 2/1; 4 x 4 x 1 has only 2/1
-    "v3 8x16": (box("v3", 8, 16), 16, (4, 2, 1, 2)),
-    "v3 2x2": (box("v3", 2, 2), 4, (2, 1, 1, 2)),  # full chips: in 2 x 2 the rings of the two cores would share links
-    "v5e 2x2": (box("v5e", 2, 2), 2, (2, 1, 1, 1)),
+    "v5e 16x16": (
+        fake_slice("v5e", 16, 16),
+        16,
+        (8, 2, 1, 1),
+    ),  # per link 2/8, 2/2; 4 x 4: twice 2/4; 16 x 1: 2/1
+    "v5e 8x8": (fake_slice("v5e", 8, 8), 16, (8, 2, 1, 1)),  # without wrap-around links as good as 4 x 4
+    "v5e 4x4": (fake_slice("v5e", 4, 4), 16, (4, 4, 1, 1)),
+    "v5p 4x4x4": (fake_slice("v5p", 4, 4, 4), 16, (4, 4, 1, 1)),  # as good as 4 x 2 x 2
+    "v4 4x4x8": (fake_slice("v4", 4, 4, 8), 16, (2, 1, 8, 1)),  # 2/2 and 2/1; 4 x 4 x 1 has only 2/1
+    "v3 8x16": (fake_slice("v3", 8, 16), 16, (4, 2, 1, 2)),
+    "v3 2x2": (
+        fake_slice("v3", 2, 2),
+        4,
+        (2, 1, 1, 2),
+    ),  # in 2 x 2 the rings of a chip's cores share links
+    "v5e 2x2": (fake_slice("v5e", 2, 2), 2, (2, 1, 1, 1)),
 }
 
 
@@ -256,7 +264,7 @@ def test_the_tile_of_a_gradient_ring(name):
 
 def test_the_tile_of_a_gradient_ring_of_mp_tiles():
     """8 x 2 pairs along x are 16 x 2 chips, which leave 2/2 of a link along y; 2 x 8 would leave 2/8 and 2/4."""
-    assert Torus.of(box("v5e", 16, 16)).group((2, 1, 1, 1), 2).best_ring_tile(16) == (8, 2, 1, 1)
+    assert Torus.of(fake_slice("v5e", 16, 16)).group((2, 1, 1, 1), 2).best_ring_tile(16) == (8, 2, 1, 1)
 
 
 WRAPS = {
@@ -276,7 +284,7 @@ WRAPS = {
 @pytest.mark.parametrize("slice_", WRAPS, ids=str)
 def test_which_sides_of_a_slice_wrap_around(slice_):
     """In 2-D tori those of full length; in 3-D tori multiples of 4, where optical switches join cubes."""
-    assert Torus.of(box(*slice_)).wraps == WRAPS[slice_]
+    assert Torus.of(fake_slice(*slice_)).wraps == WRAPS[slice_]
 
 
 # Errors
@@ -290,20 +298,20 @@ def error_message(config: MeshConfig, devices: list) -> str:
 
 
 def test_an_invalid_tile_is_refused_with_the_valid_ones():
-    message = error_message(mesh_config(4, 4, tile=[1, 1, 4, 1]), box("v5e", 4, 4))
+    message = error_message(mesh_config(4, 4, tile=[1, 1, 4, 1]), fake_slice("v5e", 4, 4))
     assert message == (
         "mesh.tile=[1, 1, 4, 1] does not divide a slice of 4 x 4 x 1 chips with 1 devices each into boxes of mp=4 "
         "devices; "
         "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1"
     )
     for tile in ([4, 4, 1, 1], [2, 2], [3, 1, 1, 1], [-2, -2, 1, 1]):
-        message = error_message(mesh_config(4, 4, tile=tile), box("v5e", 4, 4))
+        message = error_message(mesh_config(4, 4, tile=tile), fake_slice("v5e", 4, 4))
         assert "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1" in message
 
 
 @pytest.mark.parametrize("tile", [None, [3, 1, 1, 1]])
 def test_an_mp_without_a_tile_is_refused_with_the_valid_ones(tile):
-    message = error_message(mesh_config(16, 3, tile=tile, slices=3), box("v5e", 4, 4, slices=3))
+    message = error_message(mesh_config(16, 3, tile=tile, slices=3), fake_slice("v5e", 4, 4, slices=3))
     assert message == (
         "mp=3: a slice of 4 x 4 x 1 chips with 1 devices each cannot be divided into boxes of 3 devices; "
         "use mp in {1, 2, 4, 8, 16}"
@@ -313,12 +321,12 @@ def test_an_mp_without_a_tile_is_refused_with_the_valid_ones(tile):
 def test_a_tile_needs_a_torus():
     message = error_message(mesh_config(2, 4, tile=[2, 2, 1, 1]), jax.devices())
     assert message == "mesh.tile=[2, 2, 1, 1]: cpu devices are not on a torus; leave it null"
-    incomplete = box("v5e", 2, 2)[:3]
+    incomplete = fake_slice("v5e", 2, 2)[:3]
     assert Torus.of(incomplete) is None
     assert "are not on a torus" in error_message(mesh_config(1, 3, tile=[3, 1, 1, 1]), incomplete)
 
 
-@pytest.mark.parametrize("devices", [jax.devices(), box("v3", 2, 2)], ids=["cpu", "v3"])
+@pytest.mark.parametrize("devices", [jax.devices(), fake_slice("v3", 2, 2)], ids=["cpu", "v3"])
 def test_dp_times_mp_must_be_the_number_of_devices(devices):
     message = error_message(mesh_config(2, 2), devices)
     assert message == (

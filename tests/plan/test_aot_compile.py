@@ -1,4 +1,4 @@
-"""Programs that were compiled for devices that are not here are kept, each by all that it was made from."""
+"""Programs compiled ahead of time are cached by everything that determines the result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,23 +12,23 @@ from jax.sharding import Mesh
 
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GIB
-from shmap_tp.plan import aot_compile as ahead
-from shmap_tp.plan.aot_compile import Compiled, compile_ahead
-from tests.helpers.fake_tpu_devices import box
+from shmap_tp.plan import aot_compile
+from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time
+from tests.helpers.fake_tpu_devices import fake_slice
 
 
 @dataclass
-class Lowered:
-    """A program that notes how often it is compiled."""
+class FakeLowered:
+    """A lowered program that records how often it is compiled."""
 
     text: str = "module @step"
     fails: str | None = None
     host: int = 0
-    """Bytes that the host keeps."""
+    """Bytes offloaded to host memory."""
     reports: bool = True
-    """Whether the compiler writes what it gave to what."""
+    """Whether the compiler writes a memory report."""
     options: list[dict] = field(default_factory=list)
-    """Of each time, but for where the compiler is to write what it made."""
+    """Compiler options of each compilation, without the dump directory."""
     __class__ = jax.stages.Lowered
 
     def as_text(self) -> str:
@@ -40,7 +40,7 @@ class Lowered:
         if self.fails:
             raise jax.errors.JaxRuntimeError(self.fails)
         if self.reports:
-            (folder / f"module_0000.jit_step.after_optimizations-{ahead.REPORT}").write_text(
+            (folder / f"module_0000.jit_step.after_optimizations-{aot_compile.MEMORY_REPORT}").write_text(
                 "Memory Space: default (color=0)\nTotal bytes: 8 (8B)\n  cumulative_size;       size;\n\n"
                 "Memory Space: vmem (color=1)\nTotal bytes: 9 (9B)\n"
             )
@@ -52,63 +52,62 @@ class Lowered:
 
 
 @dataclass
-class On:
-    """A mesh of stand-ins."""
+class FakeMesh:
+    """A mesh of fake TPU devices."""
 
     devices: np.ndarray
     __class__ = Mesh
 
 
-def mesh(version: str = "v5e", *sides: int, slices: int = 1, order: int = 1) -> On:
-    devices = sorted(box(version, *(sides or (2, 2)), slices=slices), key=lambda d: (d.slice_index, *d.place))
-    return On(np.array(devices[::order], object).reshape(2, -1))
+def mesh(version: str = "v5e", *sides: int, slices: int = 1, order: int = 1) -> FakeMesh:
+    devices = sorted(fake_slice(version, *(sides or (2, 2)), slices=slices), key=lambda d: (d.slice_index, *d.place))
+    return FakeMesh(np.array(devices[::order], object).reshape(2, -1))
 
 
 @pytest.fixture(autouse=True)
 def versions(monkeypatch) -> Callable[[str], None]:
-    """versions(number) makes that the version of JAX and libtpu."""
+    """versions(number) sets the version of JAX and libtpu."""
 
     def use(number: str) -> None:
-        monkeypatch.setattr(ahead.importlib.metadata, "version", lambda name: number)
+        monkeypatch.setattr(aot_compile.importlib.metadata, "version", lambda name: number)
 
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     use("1")
     return use
 
 
-def test_the_second_time_it_is_read(tmp_path):
-    lowered = Lowered()
-    first, second = (compile_ahead(lowered, mesh(), tmp_path / "kept") for _ in range(2))
+def test_the_second_compilation_is_read_from_the_cache(tmp_path):
+    lowered = FakeLowered()
+    first, second = (compile_ahead_of_time(lowered, mesh(), tmp_path / "cache") for _ in range(2))
     assert first == second == Compiled("compiled module @step", 7, 15.75 * GIB, 5, first.seconds)
     assert first.fits and len(lowered.options) == 1
-    (kept,) = (tmp_path / "kept").iterdir()
-    assert kept.name.endswith(".json.gz")
+    (entry,) = (tmp_path / "cache").iterdir()
+    assert entry.name.endswith(".json.gz")
 
 
-def test_what_the_host_keeps_is_no_part_of_the_device():
-    found = compile_ahead(Lowered(host=100), mesh(), None)
+def test_host_memory_is_not_counted_as_device_memory():
+    found = compile_ahead_of_time(FakeLowered(host=100), mesh(), None)
     assert (found.peak_bytes, found.host_bytes) == (8, 100)
 
 
-def test_a_compiler_that_reports_no_memory_is_named():
-    """It is needed only where the host keeps some."""
-    assert compile_ahead(Lowered(reports=False), mesh(), None).peak_bytes == 7
+def test_a_missing_memory_report_is_an_error_only_with_host_offload():
+    assert compile_ahead_of_time(FakeLowered(reports=False), mesh(), None).peak_bytes == 7
     with pytest.raises(UserError, match=r"^libtpu 1 does not report .* model\.offload"):
-        compile_ahead(Lowered(host=100, reports=False), mesh(), None)
+        compile_ahead_of_time(FakeLowered(host=100, reports=False), mesh(), None)
 
 
-def test_nothing_is_kept_without_a_folder(tmp_path, monkeypatch):
+def test_without_a_cache_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lowered = Lowered()
+    lowered = FakeLowered()
     for _ in range(2):
-        compile_ahead(lowered, mesh(), None)
+        compile_ahead_of_time(lowered, mesh(), None)
     assert len(lowered.options) == 2 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"lowered": Lowered("module @other")},
+        {"lowered": FakeLowered("module @other")},
         {"mesh": mesh("v6e")},
         {"mesh": mesh("v5e", 2, 4)},
         {"mesh": mesh(order=-1)},
@@ -119,14 +118,14 @@ def test_nothing_is_kept_without_a_folder(tmp_path, monkeypatch):
     ],
     ids=["program", "kind", "devices", "order", "slices", "options", "LIBTPU_INIT_ARGS", "version"],
 )
-def test_what_is_made_from_anything_else_is_compiled(tmp_path, monkeypatch, versions, other):
-    compile_ahead(Lowered(), mesh(), tmp_path)
+def test_a_change_of_any_input_is_a_cache_miss(tmp_path, monkeypatch, versions, other):
+    compile_ahead_of_time(FakeLowered(), mesh(), tmp_path)
     if "version" in other:
         versions(other["version"])
     if "environment" in other:
         monkeypatch.setenv("LIBTPU_INIT_ARGS", other["environment"])
-    lowered = other.get("lowered", Lowered())
-    compile_ahead(lowered, other.get("mesh", mesh()), tmp_path, other.get("options"))
+    lowered = other.get("lowered", FakeLowered())
+    compile_ahead_of_time(lowered, other.get("mesh", mesh()), tmp_path, other.get("options"))
     assert lowered.options == [other.get("options", {})]
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -138,36 +137,36 @@ TOO_LARGE = {
 }
 
 
-@pytest.mark.parametrize("said", TOO_LARGE)
-def test_what_does_not_fit_says_what_it_needs_and_is_kept(tmp_path, said):
-    lowered = Lowered(fails=said)
+@pytest.mark.parametrize("message", TOO_LARGE)
+def test_a_program_that_does_not_fit_is_cached_with_the_memory_it_needs(tmp_path, message):
+    lowered = FakeLowered(fails=message)
     for _ in range(2):
-        found = compile_ahead(lowered, mesh(), tmp_path)
+        found = compile_ahead_of_time(lowered, mesh(), tmp_path)
     assert not found.fits and found.argument_bytes is None
-    assert (found.peak_bytes, found.limit_bytes) == pytest.approx(TOO_LARGE[said])
+    assert (found.peak_bytes, found.limit_bytes) == pytest.approx(TOO_LARGE[message])
     assert len(lowered.options) == 1
 
 
-def test_what_else_goes_wrong_is_told_and_not_kept(tmp_path):
+def test_any_other_compiler_error_is_raised_and_not_cached(tmp_path):
     with pytest.raises(jax.errors.JaxRuntimeError, match="no such flag"):
-        compile_ahead(Lowered(fails="INVALID_ARGUMENT: no such flag"), mesh(), tmp_path)
+        compile_ahead_of_time(FakeLowered(fails="INVALID_ARGUMENT: no such flag"), mesh(), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_two_processes_may_keep_the_same_at_once(tmp_path, monkeypatch):
-    """The other one is done between this one's writing and its renaming."""
+def test_two_processes_may_write_the_same_cache_entry(tmp_path, monkeypatch):
+    """The other process finishes between this one's write and its rename."""
     replace = Path.replace
 
-    def later(part: Path, kept: Path) -> Path:
+    def replace_later(partial: Path, entry: Path) -> Path:
         monkeypatch.setattr(Path, "replace", replace)
-        monkeypatch.setattr(ahead.os, "getpid", lambda: 1)
-        assert compile_ahead(Lowered(), mesh(), tmp_path).fits
-        return part.replace(kept)
+        monkeypatch.setattr(aot_compile.os, "getpid", lambda: 1)
+        assert compile_ahead_of_time(FakeLowered(), mesh(), tmp_path).fits
+        return partial.replace(entry)
 
-    monkeypatch.setattr(Path, "replace", later)
-    assert compile_ahead(Lowered(), mesh(), tmp_path).fits
+    monkeypatch.setattr(Path, "replace", replace_later)
+    assert compile_ahead_of_time(FakeLowered(), mesh(), tmp_path).fits
     assert [path.suffix for path in tmp_path.iterdir()] == [".gz"]
 
 
-def test_limits_are_those_of_the_table():
-    assert compile_ahead(Lowered(), mesh("v4"), None).limit_bytes == DEVICES["TPU v4"].memory
+def test_the_memory_limit_is_that_of_the_device_table():
+    assert compile_ahead_of_time(FakeLowered(), mesh("v4"), None).limit_bytes == DEVICES["TPU v4"].memory

@@ -1,6 +1,6 @@
-"""What is read from a compiled module: which collectives, over which axis, how large, how often; none is passed over.
+"""Collectives read from compiled modules: operation, axis, size and count; none is missed.
 
-The TPU texts are cut from what libtpu 0.0.42 makes for a v5e:4x4 as a (4, 4) mesh, most attributes left out.
+The TPU texts are excerpts of modules that libtpu 0.0.42 makes for a v5e 4x4 as a (4, 4) mesh, most attributes omitted.
 """
 
 import jax
@@ -22,12 +22,12 @@ from tests.helpers.model_fixtures import mesh
 SIZES = {DP: 4, MP: 4}
 
 
-def everything(x):
-    """Each kind of collective three times in a loop, over either axis, and a sum over both."""
+def all_collectives(x):
+    """Every kind of collective, three times in a loop, over either axis or both."""
 
     def body(total, _):
-        whole = lax.all_gather(total, DP, axis=0, tiled=True)
-        part = lax.psum_scatter(mark_varying(whole * 2, MP), MP, scatter_dimension=1, tiled=True)
+        gathered = lax.all_gather(total, DP, axis=0, tiled=True)
+        part = lax.psum_scatter(mark_varying(gathered * 2, MP), MP, scatter_dimension=1, tiled=True)
         part = lax.ppermute(part, MP, [(i, (i + 1) % 4) for i in range(4)])
         size = lax.pmax(jnp.max(part), DP) + lax.psum(jnp.sum(part), (DP, MP))
         return mark_varying(mark_varying(total + size, DP), MP), None
@@ -36,19 +36,22 @@ def everything(x):
 
 
 @pytest.mark.parametrize("order", [range(8), [5, 0, 3, 6, 1, 7, 4, 2]], ids=["in order", "shuffled"])
-def test_what_is_compiled_is_what_was_written(order):
-    """Whatever the ids of the devices: groups go by places in the mesh."""
-    on = Mesh(np.array(jax.devices())[list(order)].reshape(2, 4), (DP, MP), axis_types=(AxisType.Auto,) * 2)
-    run = jax.jit(jax.shard_map(everything, mesh=on, in_specs=P(DP, MP), out_specs=P()))
+def test_the_compiled_collectives_are_the_traced_ones(order):
+    """Groups are numbered by positions in the mesh, whatever the ids of the devices."""
+    mesh = Mesh(np.array(jax.devices())[list(order)].reshape(2, 4), (DP, MP), axis_types=(AxisType.Auto,) * 2)
+    run = jax.jit(jax.shard_map(all_collectives, mesh=mesh, in_specs=P(DP, MP), out_specs=P()))
     x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
     planned = communication_in_jaxpr(jax.make_jaxpr(run)(x).jaxpr)
     assert {entry.operation for entry in planned} == set(Operation)
     assert {(entry.axis, entry.count) for entry in planned} == {(DP, 3), (MP, 3), (f"{DP} {MP}", 3), (f"{DP} {MP}", 1)}
-    found = reconcile(planned, communication_in_hlo(run.lower(x).compile().as_text(), dict(on.shape)), dict(on.shape))
+    found = reconcile(
+        planned, communication_in_hlo(run.lower(x).compile().as_text(), dict(mesh.shape)), dict(mesh.shape)
+    )
     assert found.balanced, str(found)
 
 
-def one(attributes: str, opcode: str = "all-reduce") -> str:
+def one_collective(attributes: str, opcode: str = "all-reduce") -> str:
+    """A module with a single collective."""
     return f"""
 %sum (a: f32[], b: f32[]) -> f32[] {{
   %a = f32[] parameter(0)
@@ -58,7 +61,7 @@ def one(attributes: str, opcode: str = "all-reduce") -> str:
 
 ENTRY %main (x: f32[8,16]) -> f32[8,16] {{
   %x = f32[8,16]{{1,0:T(8,128)}} parameter(0)
-  ROOT %wire = f32[8,16]{{1,0:T(8,128)}} {opcode}(%x), channel_id=1, {attributes}, to_apply=%sum
+  ROOT %collective = f32[8,16]{{1,0:T(8,128)}} {opcode}(%x), channel_id=1, {attributes}, to_apply=%sum
 }}
 """
 
@@ -73,31 +76,33 @@ GROUPS = {
     "{}": f"{DP} {MP}",
     "mesh['dp'=4,'mp'=4] {'mp'}": MP,
     "mesh['dp'=4,'mp'=4] {'dp','mp'}": f"{DP} {MP}",
-    "[8,2]<=[16]": "mp:2/1",  # each two parts of mp that stand side by side
-    "[8,2]<=[2,8]T(1,0)": "dp:2/2",  # and two of dp, the second after the one before
+    "[8,2]<=[16]": "mp:2/1",  # pairs of adjacent mp ranks
+    "[8,2]<=[2,8]T(1,0)": "dp:2/2",  # pairs of dp ranks, two apart
     "{{0,5},{1,4},{2,7},{3,6},{8,13},{9,12},{10,15},{11,14}}": str(
         [[0, 5], [1, 4], [2, 7], [3, 6], [8, 13], [9, 12], [10, 15], [11, 14]]
-    ),  # no axis of this mesh, nor part of one, so nothing planned
+    ),  # neither an axis of this mesh nor a subgroup of one
 }
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_an_axis_is_told_by_its_groups(groups):
-    ((wire,),) = [collective.entries for collective in communication_in_hlo(one(f"replica_groups={groups}"), SIZES)]
-    assert wire == Entry("wire", Operation.all_reduce, GROUPS[groups], "float32", 512, 1, Direction.once)
+def test_the_axis_is_determined_by_the_replica_groups(groups):
+    ((entry,),) = [
+        collective.entries for collective in communication_in_hlo(one_collective(f"replica_groups={groups}"), SIZES)
+    ]
+    assert entry == Entry("collective", Operation.all_reduce, GROUPS[groups], "float32", 512, 1, Direction.once)
 
 
-def test_a_device_alone_says_nothing():
+def test_a_group_of_one_device_does_not_communicate():
     alone = ",".join(f"{{{i}}}" for i in range(16))
-    assert communication_in_hlo(one(f"replica_groups={{{alone}}}"), SIZES) == []
-    assert communication_in_hlo(one("replica_groups={{0}}"), {DP: 1, MP: 1}) == []
+    assert communication_in_hlo(one_collective(f"replica_groups={{{alone}}}"), SIZES) == []
+    assert communication_in_hlo(one_collective("replica_groups={{0}}"), {DP: 1, MP: 1}) == []
 
 
-def test_an_unknown_collective_is_refused():
-    with pytest.raises(ValueError, match="does not know: ragged-all-to-all"):
-        communication_in_hlo(one(f"replica_groups={{{ROWS}}}", "ragged-all-to-all"), SIZES)
-    with pytest.raises(ValueError, match="replica groups in another form"):
-        communication_in_hlo(one("replica_groups=@somewhere"), SIZES)
+def test_an_unknown_collective_is_rejected():
+    with pytest.raises(ValueError, match="unknown collective: ragged-all-to-all"):
+        communication_in_hlo(one_collective(f"replica_groups={{{ROWS}}}", "ragged-all-to-all"), SIZES)
+    with pytest.raises(ValueError, match="unknown notation of replica groups"):
+        communication_in_hlo(one_collective("replica_groups=@somewhere"), SIZES)
 
 
 REDUCE_SCATTER = """
@@ -126,12 +131,12 @@ ENTRY %main (x: bf16[2048,2048]) -> bf16[576,2048] {
 """  # noqa: E501
 
 
-def test_a_padded_reduce_scatter_is_one_with_its_border():
-    """The four parts of 2112 rows begin up to 48 rows late; that is the compiler's doing, not the plan's."""
+def test_the_ppermute_of_a_padded_reduce_scatter_belongs_to_it():
+    """With padding the four shards of 2112 rows start up to 48 rows late; a ppermute corrects that."""
     planned = Entry("dw", Operation.reduce_scatter, DP, "bfloat16", 2 * 2048 * 2048, 1, Direction.once)
     found = reconcile([planned], communication_in_hlo(REDUCE_SCATTER, SIZES), SIZES)
     assert found.balanced, str(found)
-    assert [key(entry) for entry in found.borders] == [(Operation.ppermute, DP, "bfloat16", 2 * 48 * 2048)]
+    assert [key(entry) for entry in found.padding_exchanges] == [(Operation.ppermute, DP, "bfloat16", 2 * 48 * 2048)]
     assert reconcile([], communication_in_hlo(REDUCE_SCATTER.replace("pad(", "copy("), SIZES), SIZES).unplanned
 
 
@@ -177,20 +182,20 @@ ENTRY %main (x.1: bf16[1,2048,512]) -> (s32[], bf16[1,2048,512]) {
 
 
 @pytest.mark.parametrize(("step", "times"), [(1, 8), (2, 4), (3, 3)])
-def test_a_loop_runs_as_often_as_its_counter_says(step, times):
-    """And a gather that several fusions carry along is one gather."""
+def test_a_collective_in_a_loop_is_counted_once_per_iteration(step, times):
+    """A gather that several fusions carry along is one gather."""
     ((gather,),) = [collective.entries for collective in communication_in_hlo(LOOP.replace("STEP", str(step)), SIZES)]
     assert key(gather) == (Operation.all_gather, DP, "bfloat16", 2 * 2048 * 512)
     assert gather.count == times and gather.direction == Direction.recompute
 
 
-def test_a_loop_that_cannot_be_counted_is_refused():
-    with pytest.raises(ValueError, match=r"who knows how often all-gather\.28 runs, in start"):
+def test_a_collective_in_a_loop_of_unknown_length_is_rejected():
+    with pytest.raises(ValueError, match=r"it is unknown how often all-gather\.28 runs, in start"):
         communication_in_hlo(LOOP.replace("constant(STEP)", "parameter(1)"), SIZES)
 
 
-def test_a_branch_is_refused():
-    text = one(f"replica_groups={{{ROWS}}}").replace("ENTRY %main", "%branch")
+def test_a_collective_in_a_branch_is_rejected():
+    text = one_collective(f"replica_groups={{{ROWS}}}").replace("ENTRY %main", "%branch")
     entry = """
 ENTRY %main (i: s32[], x: f32[8,16]) -> f32[8,16] {
   %i = s32[] parameter(0)
@@ -198,33 +203,33 @@ ENTRY %main (i: s32[], x: f32[8,16]) -> f32[8,16] {
   ROOT %either = f32[8,16]{1,0} conditional(%i, %x, %x), branch_computations={%branch, %branch}
 }
 """
-    with pytest.raises(ValueError, match="who knows how often wire runs, in branch"):
+    with pytest.raises(ValueError, match="it is unknown how often collective runs, in branch"):
         communication_in_hlo(text + entry, SIZES)
 
 
-def test_what_a_loop_stacked_up_may_travel_after_it():
-    """A key/value weight's gradient in each of 4 layers: on TPU all 4 together, and no fewer."""
+def test_arrays_of_a_loop_may_be_communicated_stacked_after_it():
+    """A key/value weight's gradient in each of 4 layers: on TPU all 4 together, and not fewer."""
 
     def entry(size: int, count: int) -> Entry:
         return Entry("dw", Operation.all_reduce, MP, "float32", size, count, Direction.backward)
 
-    found = communication_in_hlo(one(f"replica_groups={{{ROWS}}}"), SIZES)
+    found = communication_in_hlo(one_collective(f"replica_groups={{{ROWS}}}"), SIZES)
     assert reconcile([entry(128, 4)], found, SIZES).balanced
-    assert [e.what for e in reconcile([entry(128, 4)], found, SIZES).moved] == ["wire"]
+    assert [e.what for e in reconcile([entry(128, 4)], found, SIZES).stacked] == ["collective"]
     assert reconcile([entry(128, 5)], found, SIZES).missing == [entry(128, 1)]
     assert [e.bytes for e in reconcile([entry(128, 3)], found, SIZES).unplanned] == [512]
     assert not reconcile([entry(256, 1)], found, SIZES).balanced
     assert not reconcile([entry(192, 2)], found, SIZES).balanced
 
 
-# As written
+# As traced
 
 
-def test_a_trace_that_cannot_be_counted_is_refused():
+def test_a_trace_with_a_collective_in_a_while_loop_or_an_unknown_one_is_rejected():
     def over(body):
         return jax.make_jaxpr(jax.shard_map(body, mesh=mesh((2, 4)), in_specs=P(MP), out_specs=P()))(jnp.ones(4)).jaxpr
 
-    with pytest.raises(ValueError, match="who knows how often: all-reduce over mp in a while"):
+    with pytest.raises(ValueError, match="it is unknown how often this runs: all-reduce over mp in a while"):
         communication_in_jaxpr(
             over(
                 lambda x: lax.while_loop(
@@ -232,14 +237,14 @@ def test_a_trace_that_cannot_be_counted_is_refused():
                 )
             )
         )
-    with pytest.raises(ValueError, match="does not know"):
+    with pytest.raises(ValueError, match="unknown collective"):
         communication_in_jaxpr(
             over(lambda x: lax.psum(x + lax.all_to_all(mark_varying(jnp.ones((4, 1)), MP), MP, 0, 0)[0], MP))
         )
 
 
-def test_a_named_grid_may_number_its_places_otherwise():
-    """As the twin's gradients are written for a V3-32 on (4, 8): 4 x 8 devices, taken column by column."""
+def test_a_named_grid_may_renumber_its_positions():
+    """As in the GSPMD baseline for a v3-32 on (4, 8): 4 x 8 devices in column-major order."""
     text = "replica_groups=mesh['axis_0'=8,'axis_1'=1,'axis_2'=4], device_ids=([4,8]T(1,0)) {'axis_0'}, use_global"
     assert replica_groups(text, 32) == {frozenset(range(8 * row, 8 * row + 8)) for row in range(4)}
     text = "replica_groups=mesh['axis_0'=8,'axis_1'=4], device_ids=([4,8]T(1,0)) {'axis_1'}"

@@ -1,21 +1,23 @@
-"""The replay of what XLA for TPU lets run while the cores compute.  The lines are cut from modules of
-benchmarks/layerwise.py for a v4 2x2x1; flags that an async fusion carries along, shapes' layouts and metadata left out.
+"""Simulated schedules of asynchronous collectives as XLA for TPU prints them.
+
+The lines are excerpts of modules of benchmarks/benchmark_layerwise.py for a v4 2x2x1, without flags, layouts and
+metadata.
 """
 
 import pytest
 
 from shmap_tp.hardware.devices import DEVICES, GENERATIONS
 from shmap_tp.plan.communication.from_hlo import replica_groups
-from shmap_tp.plan.hlo_parser import parse
-from shmap_tp.plan.link_model import LATENCY, Links
+from shmap_tp.plan.hlo_parser import parse_hlo
+from shmap_tp.plan.link_model import HOP_LATENCY, LinkModel
 from shmap_tp.plan.schedule_simulator import simulate
 
 RING = [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0]]
-LINKS = Links.of(GENERATIONS["v4"], RING)
-GATHER = 2 * 16384**2 * 3 / 4 / (2 * 4.5e10) + 2 * LATENCY
-"""Seconds of an all-gather of a bf16[16384,16384] over two links."""
-PRODUCT = 8986244
-"""Cycles of a product with it."""
+LINK_MODEL = LinkModel.of(GENERATIONS["v4"], RING)
+GATHER = 2 * 16384**2 * 3 / 4 / (2 * 4.5e10) + 2 * HOP_LATENCY
+"""Seconds of an all-gather to bf16[16384,16384] over two links."""
+MATMUL_CYCLES = 8986244
+"""Cycles of a matmul with the result."""
 
 
 def seconds(cycles: float) -> float:
@@ -65,9 +67,9 @@ ENTRY %main.0_spmd (param.2: bf16[4096,16384], param.3: bf16[4096,16384], param.
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("cycles", [PRODUCT, 1_000_000])
-def test_a_fusion_computes_while_it_carries_a_collective_along(cycles):
-    found = simulate(parse(CHAIN.replace(str(PRODUCT), str(cycles))), LINKS)
+@pytest.mark.parametrize("cycles", [MATMUL_CYCLES, 1_000_000])
+def test_a_fusion_overlaps_the_collective_that_it_carries_along(cycles):
+    found = simulate(parse_hlo(CHAIN.replace(str(MATMUL_CYCLES), str(cycles))), LINK_MODEL)
     assert found.comm_seconds == pytest.approx(GATHER)
     assert found.seconds == pytest.approx(max(GATHER, seconds(cycles)))
     assert found.exposed_comm_seconds == pytest.approx(max(0.0, GATHER - seconds(cycles)))
@@ -88,20 +90,20 @@ SYNC = """\
 """  # noqa: E501
 
 
-def test_an_all_gather_flows_while_a_product_is_computed():
-    found = simulate(parse(START + GATHERS + DONE), LINKS)
+def test_an_asynchronous_all_gather_overlaps_a_matmul():
+    found = simulate(parse_hlo(START + GATHERS + DONE), LINK_MODEL)
     assert found.seconds == pytest.approx(GATHER)
     assert found.exposed_comm_seconds == pytest.approx(GATHER - seconds(1e6))
 
 
-def test_a_synchronous_collective_waits_for_the_links_too():
-    found = simulate(parse(START + GATHERS + SYNC + DONE), LINKS)
+def test_a_synchronous_collective_waits_for_busy_links():
+    found = simulate(parse_hlo(START + GATHERS + SYNC + DONE), LINK_MODEL)
     assert found.seconds == pytest.approx(2 * GATHER)
     assert found.exposed_comm_seconds == pytest.approx(2 * GATHER - seconds(1e6))
 
 
 def permutes(pairs: str) -> str:
-    """Two ppermutes at once: one up the ring, one by `pairs`."""
+    """Two ppermutes in flight: one up the ring, one by `pairs`."""
     one = "(bf16[4096,16384], bf16[4096,16384], u32[], u32[]) collective-permute-start"
     done = "bf16[4096,16384] collective-permute-done"
     return f"""{START}\
@@ -116,16 +118,16 @@ def permutes(pairs: str) -> str:
 @pytest.mark.parametrize(
     ("pairs", "hops"),
     [
-        pytest.param("{0,3},{1,0},{2,1},{3,2}", 1, id="the other way round: at once"),
-        pytest.param("{0,1},{1,2},{2,3},{3,0}", 2, id="the same way: one after the other"),
-        pytest.param("{0,2},{1,3},{2,0},{3,1}", 3, id="across, over two links that others take: after it"),
+        pytest.param("{0,3},{1,0},{2,1},{3,2}", 1, id="the other direction: concurrent"),
+        pytest.param("{0,1},{1,2},{2,3},{3,0}", 2, id="the same direction: one after the other"),
+        pytest.param("{0,2},{1,3},{2,0},{3,1}", 3, id="two hops, over busy links: one after the other"),
     ],
 )
-def test_ppermutes_share_links_only_where_they_send_between_the_same(pairs, hops):
-    found = simulate(parse(permutes(pairs)), LINKS)
-    assert found.seconds == pytest.approx(hops * (2 * 4096 * 16384 / 4.5e10 + LATENCY))
+def test_ppermutes_conflict_only_if_they_use_the_same_links(pairs, hops):
+    found = simulate(parse_hlo(permutes(pairs)), LINK_MODEL)
+    assert found.seconds == pytest.approx(hops * (2 * 4096 * 16384 / 4.5e10 + HOP_LATENCY))
 
 
-def test_replica_groups_may_name_the_axes_of_a_grid():
+def test_replica_groups_may_name_axes_of_a_grid():
     attributes = "channel_id=9, replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}, dimensions={1}"
     assert replica_groups(attributes, 8) == {frozenset({0, 2, 4, 6}), frozenset({1, 3, 5, 7})}

@@ -1,4 +1,4 @@
-"""Slices of TPUs by version and size: what there is, what there is not, and that the compiler knows the same."""
+"""TPU slices by version and size: valid ones, invalid ones, and agreement with the compiler."""
 
 import importlib.util
 import itertools
@@ -9,11 +9,11 @@ import pytest
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS
 from shmap_tp.hardware.torus import Torus
-from shmap_tp.plan.topologies import Slice, find_slice, shapes, topology_devices
+from shmap_tp.plan.topologies import Slice, find_slice, slice_shapes, topology_devices
 
 every_version = pytest.mark.parametrize("version", GENERATIONS)
 
-# By Google's pages of each version, smaller than a host left out, and of the 3-D ones those up to 128 chips
+# From Google's documentation of each version: slices of at least one host, 3-D ones up to 128 chips
 KNOWN = {
     "v2": ["2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"],
     "v3": ["2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16", "16x32", "32x32"],
@@ -28,8 +28,8 @@ def sides(topology: str) -> tuple[int, ...]:
 
 
 @every_version
-def test_the_slices_there_are(version):
-    found = shapes(GENERATIONS[version])
+def test_slice_shapes_are_the_documented_ones(version):
+    found = slice_shapes(GENERATIONS[version])
     assert sorted(sides(t) for t in KNOWN[version]) == sorted(
         shape for shape in found if len(shape) == 2 or math.prod(shape) <= 128
     )
@@ -39,12 +39,12 @@ def test_the_slices_there_are(version):
 
 @every_version
 @pytest.mark.parametrize("slices", [1, 2, 4])
-def test_every_slice_is_found_by_its_size_and_by_its_topology(version, slices):
-    made = GENERATIONS[version]
-    for shape in shapes(made):
-        size = math.prod(shape) * made.cores * slices
+def test_every_slice_is_found_by_size_and_by_topology(version, slices):
+    generation = GENERATIONS[version]
+    for shape in slice_shapes(generation):
+        size = math.prod(shape) * generation.cores * slices
         by_size = find_slice(version, size, None, slices)
-        assert by_size.devices == size and by_size.sides in shapes(made)
+        assert by_size.devices == size and by_size.sides in slice_shapes(generation)
         assert sum(by_size.sides) <= sum(shape), "the most compact of its size"
         for order in set(itertools.permutations(shape)):
             topology = "x".join(map(str, order))
@@ -66,20 +66,20 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("version", "devices"), PUBLISHED)
-def test_sizes_that_were_published_with_their_sides(version, devices):
+def test_published_sizes_have_the_published_shape(version, devices):
     assert find_slice(version, devices, None, 1).topology == PUBLISHED[version, devices]
 
 
-def test_in_words():
+def test_a_slice_prints_its_shape_chips_and_devices():
     assert str(find_slice("v3", 32, None, 1)) == "v3 4x4 (16 chips, 32 devices)"
     assert str(find_slice("v5e", 512, None, 2)) == "2 x v5e 16x16 (256 chips, 256 devices)"
 
 
-# What there is not
+# Invalid slices
 
 SIZES = "slices have 4, 8, 16, 32, 64, 128, 256"
-REFUSED = {
-    ("v7", 4, None, 1): "--version v7: no such TPU here; use one of v2, v3, v4, v5e, v5p, v6e, tpu7x",
+INVALID = {
+    ("v7", 4, None, 1): "--version v7: unknown TPU version; use one of v2, v3, v4, v5e, v5p, v6e, tpu7x",
     ("v5e", 6, None, 1): f"dp x mp = 6: there is no v5e slice of 6 devices; {SIZES}",
     ("v5e", 12, None, 2): f"dp x mp = 12: there is no v5e slice of 6 devices; {SIZES}",
     ("v5e", 1, None, 1): f"dp x mp = 1: there is no v5e slice of 1 devices; {SIZES}",
@@ -92,33 +92,33 @@ REFUSED = {
     ): "dp x mp = 4: there is no v3 slice of 4 devices; slices have 8, 16, 32, 64, 128, 256, 512, 1024, 2048",
     ("v5e", 32, None, 3): "--slices 3 does not divide dp x mp = 32 devices; choose a divisor",
     ("v5e", 32, None, 0): "--slices 0 does not divide dp x mp = 32 devices; choose a divisor",
-    ("v5e", 32, "4x4", 1): "dp x mp = 32 is not the 16 devices of v5e 4x4 (16 chips, 16 devices); "
+    ("v5e", 32, "4x4", 1): "dp x mp = 32 differs from the 16 devices of v5e 4x4 (16 chips, 16 devices); "
     "choose --dp and --mp with dp x mp = 16, or another --topology",
-    ("v3", 32, "4x8", 1): "dp x mp = 32 is not the 64 devices of v3 4x8 (32 chips, 64 devices); "
+    ("v3", 32, "4x8", 1): "dp x mp = 32 differs from the 64 devices of v3 4x8 (32 chips, 64 devices); "
     "choose --dp and --mp with dp x mp = 64, or another --topology",
-    ("v5e", 16, "4x4", 2): "dp x mp = 16 is not the 32 devices of 2 x v5e 4x4 (16 chips, 16 devices); "
+    ("v5e", 16, "4x4", 2): "dp x mp = 16 differs from the 32 devices of 2 x v5e 4x4 (16 chips, 16 devices); "
     "choose --dp and --mp with dp x mp = 32, or another --topology",
 }
-REFUSED |= {
-    ("v5e", 16, topology, 1): f"--topology {topology}: v5e has no such slice; "
-    "it has 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
+INVALID |= {
+    ("v5e", 16, topology, 1): f"--topology {topology}: there is no such v5e slice; "
+    "use one of 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
     for topology in ("2x8", "4x4x1", "16", "4x", "x", "4X4", "4x-4", "4x4.0", "", "0x0", "4x²")
 }
 
 
-@pytest.mark.parametrize("asked", REFUSED, ids=str)
-def test_what_there_is_not_is_answered_with_what_there_is(asked):
+@pytest.mark.parametrize("arguments", INVALID, ids=str)
+def test_an_invalid_slice_is_rejected_with_the_valid_choices(arguments):
     with pytest.raises(UserError) as found:
-        find_slice(*asked)
-    assert str(found.value) == REFUSED[asked]
+        find_slice(*arguments)
+    assert str(found.value) == INVALID[arguments]
 
 
-def test_of_many_slices_the_smaller_are_named():
-    with pytest.raises(UserError, match=r"it has 2x2x1, .*, 8x8x8 and larger$"):
+def test_only_the_smaller_ones_of_many_choices_are_listed():
+    with pytest.raises(UserError, match=r"use one of 2x2x1, .*, 8x8x8 and larger$"):
         find_slice("v4", 64, "3x3x3", 1)
 
 
-def test_without_the_compiler_the_way_to_get_it_is_said(monkeypatch):
+def test_a_missing_compiler_is_reported_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError) as found:
         topology_devices(Slice("v5e", (2, 2)))
@@ -127,7 +127,7 @@ def test_without_the_compiler_the_way_to_get_it_is_said(monkeypatch):
     )
 
 
-# As the compiler knows them
+# Agreement with the compiler
 
 COMPILED = {
     Slice("v2", (4, 4)): (4, 4, 1, 2),
@@ -145,15 +145,15 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("asked", COMPILED, ids=str)
-def test_the_compiler_knows_the_same_slice(asked):
-    """Its devices are of that kind, as many, and their coordinates fill the box, once in each slice."""
+@pytest.mark.parametrize("target", COMPILED, ids=str)
+def test_the_compiler_has_the_same_slices(target):
+    """Same kind and number of devices, whose coordinates fill the shape once per slice."""
     pytest.importorskip("libtpu")
-    devices = topology_devices(asked)
-    assert len(devices) == asked.devices
-    assert {device.device_kind for device in devices} == {asked.generation.kind}
+    devices = topology_devices(target)
+    assert len(devices) == target.devices
+    assert {device.device_kind for device in devices} == {target.generation.kind}
     torus = Torus.of(devices)
-    assert torus.grid.shape == (asked.slices, *COMPILED[asked])
+    assert torus.grid.shape == (target.slices, *COMPILED[target])
     assert set(torus.grid.flat) == set(devices)
     for number, grid in enumerate(torus.grid):
         assert {getattr(device, "slice_index", 0) for device in grid.flat} == {number}

@@ -1,6 +1,7 @@
-"""Collectives as they were compiled: read from a module's text, with how often each of them runs.
+"""Collectives as compiled: read from the text of a module, with how often each of them runs.
 
-XLA for CPU and for TPU: synchronous, -start and -done, carried along by fusions, or fused with a slice.
+XLA for CPU and for TPU; a collective may be synchronous, a -start and -done pair, carried along by several fusions, or
+fused with a slice.
 """
 
 import math
@@ -12,8 +13,8 @@ from itertools import combinations
 import numpy as np
 from jax import numpy as jnp
 
-from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, part_of
-from shmap_tp.plan.hlo_parser import Computation, Instruction, Module, parse
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, subgroup_name
+from shmap_tp.plan.hlo_parser import Computation, Instruction, Module, parse_hlo
 
 OPCODES = {
     "all-reduce": Operation.all_reduce,
@@ -22,100 +23,94 @@ OPCODES = {
     "collective-permute": Operation.ppermute,
 }
 
-
 REDUCTIONS = {
     ("all-reduce", "add"): Operation.all_reduce,
     ("all-reduce", "maximum"): Operation.max,
     ("reduce-scatter", "add"): Operation.reduce_scatter,
 }
 
-
 DTYPES = {"bf16": "bfloat16", "pred": "bool", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
-
-
 DTYPES |= {
     f"{short}{bits}": f"{name}{bits}" for short, name in (("s", "int"), ("u", "uint")) for bits in (8, 16, 32, 64)
 }
-
-
 DTYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)}
 
 
 @dataclass(frozen=True)
-class Collective:
+class CompiledCollective:
     """One collective instruction of a compiled module."""
 
     name: str
     entries: tuple[Entry, ...]
-    """The arrays it carries; `what` is the instruction's name."""
+    """The arrays that it communicates; `what` is the name of the instruction."""
     padding: int = 0
-    """Bytes that the compiler appends to what goes into a reduce-scatter, so that the parts come out in whole tiles."""
+    """Bytes by which the compiler pads the operand of a reduce-scatter, so that shards consist of whole tiles."""
 
 
-def communication_in_hlo(text: str, sizes: dict[str, int]) -> list[Collective]:
-    """Every collective of the module over more than one device, on a mesh of these axis sizes.
+def communication_in_hlo(text: str, sizes: dict[str, int]) -> list[CompiledCollective]:
+    """Every collective over more than one device in a module, for a mesh with these axis sizes.
 
-    Raises ValueError where one is of a kind that is not known here, or where how often it runs cannot be read.
+    Raises ValueError for an unknown kind of collective, or where it is unknown how often one runs.
     """
-    module = parse(text)
+    module = parse_hlo(text)
     found = [
-        _read(module, computation, instruction, sizes)
+        _read_collective(module, computation, instruction, sizes)
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
-        if _counts(computation, instruction)
+        if _is_collective(computation, instruction)
     ]
     return [collective for collective in found if collective is not None]
 
 
-def _counts(computation: Computation, instruction: Instruction) -> bool:
-    """Whether it is a collective, and if XLA for TPU has it carried along by several fusions, the start of it."""
+def _is_collective(computation: Computation, instruction: Instruction) -> bool:
+    """Where XLA for TPU has several fusions carry one collective along, only the one in the starting fusion counts."""
     if not re.search("replica_groups=|source_target_pairs=", instruction.attributes):
         return False
-    rest = computation.instructions.values()
-    is_part = "chain_id=" in instruction.attributes
-    return not is_part or any('custom_call_target="AsyncCollectiveStart"' in other.attributes for other in rest)
+    is_carried = "chain_id=" in instruction.attributes
+    starts = 'custom_call_target="AsyncCollectiveStart"'
+    return not is_carried or any(starts in other.attributes for other in computation.instructions.values())
 
 
-def _read(
+def _read_collective(
     module: Module, computation: Computation, instruction: Instruction, sizes: dict[str, int]
-) -> Collective | None:
-    """None where every device is alone, or where it never runs."""
-    axis, runs = _axis(instruction.attributes, sizes), module.runs[computation.name]
+) -> CompiledCollective | None:
+    """None if every device is in a group of its own, or if the instruction never runs."""
+    axis, runs = axis_of_groups(instruction.attributes, sizes), module.runs[computation.name]
     if not axis or runs == 0:
         return None
     if math.isnan(runs):
-        raise ValueError(f"who knows how often {instruction.name} runs, in {computation.name}")
+        raise ValueError(f"it is unknown how often {instruction.name} runs, in {computation.name}")
     operation, dtype = _operation(module, instruction)
     arrays, padding = _arrays(computation, instruction.operands, dtype), 0
-    if computation.name.startswith("all-reduce-scatter"):  # on TPU: an all-reduce of which each device keeps its part
+    if computation.name.startswith("all-reduce-scatter"):  # TPU: an all-reduce of which each device keeps its shard
         inputs = [other.name for other in computation.instructions.values() if other.opcode == "parameter"]
         padded, operation, arrays = arrays, Operation.reduce_scatter, _arrays(computation, inputs, dtype)
         padding = sum(size for _, size in padded) - sum(size for _, size in arrays)
-    towards = _direction(instruction.attributes, looped=runs > 1)
-    entries = (Entry(instruction.name, operation, axis, dtype, size, int(runs), towards) for dtype, size in arrays)
-    return Collective(instruction.name, tuple(entries), padding)
+    direction = _direction(instruction.attributes, in_loop=runs > 1)
+    entries = (Entry(instruction.name, operation, axis, dtype, size, int(runs), direction) for dtype, size in arrays)
+    return CompiledCollective(instruction.name, tuple(entries), padding)
 
 
 def _operation(module: Module, instruction: Instruction) -> tuple[Operation, str | None]:
-    """(what it does, the dtype it reduces in).
+    """(operation, the dtype that it reduces in; None if it does not reduce).
 
-    On TPU what goes in may be narrower than the sum that comes out: a conversion that stood before it.
+    On TPU the operand may be narrower than the result, where a conversion before the collective was fused into it.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in OPCODES:
-        raise ValueError(f"a collective that the ledger does not know: {instruction.opcode}, {instruction.name}")
+        raise ValueError(f"unknown collective: {instruction.opcode}, {instruction.name}")
     called = dict(instruction.called)
     if "to_apply" not in called:
         return OPCODES[opcode], None
     result = module.computations[called["to_apply"]].root
     operation = REDUCTIONS.get((opcode, result.opcode))
     if operation is None:
-        raise ValueError(f"a collective that the ledger does not know: {opcode} by {result.opcode}, {instruction.name}")
+        raise ValueError(f"unknown collective: {opcode} by {result.opcode}, {instruction.name}")
     return operation, DTYPES[result.shape.split("[")[0]]
 
 
 def _arrays(computation: Computation, names: Iterable[str], dtype: str | None) -> list[tuple[str, int]]:
-    """(dtype, bytes) of each array that these values hold, in `dtype` if there is one."""
+    """(dtype, bytes) of each array of these values, converted to `dtype` if one is given."""
     shapes = [computation.instructions[name].shape for name in names]
     found = [
         (dtype or DTYPES[own], math.prod(int(n) for n in dims.split(",") if n))
@@ -125,58 +120,62 @@ def _arrays(computation: Computation, names: Iterable[str], dtype: str | None) -
     return [(dtype, values * jnp.dtype(dtype).itemsize) for dtype, values in found]
 
 
-def _direction(attributes: str, *, looped: bool) -> Direction:
-    """By what JAX writes into the name of an instruction."""
+def _direction(attributes: str, *, in_loop: bool) -> Direction:
+    """The pass that a collective belongs to, from the op_name that JAX attaches."""
     if "rematted_computation" in attributes:
         return Direction.recompute
     if "transpose(" in attributes:
         return Direction.backward
-    return Direction.forward if looped else Direction.once
+    return Direction.forward if in_loop else Direction.once
 
 
-# Which axis
+def axis_of_groups(attributes: str, sizes: dict[str, int]) -> str:
+    """The mesh axes, or the subgroups of one axis, over which a collective communicates.
 
-
-def _axis(attributes: str, sizes: dict[str, int]) -> str:
-    """The axes, or the part of one, over which these devices talk, "" where each is alone; the groups as written if
-    they are neither.
-
-    Devices are numbered by their place in the mesh, whatever their ids.
+    "" if every device is in a group of its own; the groups as a list if they match no axis.  Devices are numbered by
+    their position in the mesh, whatever their ids.
     """
     larger = [axis for axis in sizes if sizes[axis] > 1]
     choices = [axes for count in range(len(larger) + 1) for axes in combinations(larger, count)]
     pairs = re.search(r"source_target_pairs=\{([\d,{}]*)\}", attributes)
     if pairs:
-        met = _listed(pairs[1])
-        fits = [axes for axes in choices if all(any(pair <= group for group in _groups(sizes, axes)) for pair in met)]
+        groups = _parse_groups(pairs[1])
+        fits = [
+            axes for axes in choices if all(any(pair <= group for group in _groups(sizes, axes)) for pair in groups)
+        ]
     else:
-        met = replica_groups(attributes, math.prod(sizes.values()))
-        fits = [axes for axes in choices if _groups(sizes, axes) == met]
-        fits = fits or [(name,) for name, within in _parts(sizes) if _groups(within, (name,)) == met]
-    return " ".join(fits[0]) if fits else str(sorted(sorted(group) for group in met))
+        groups = replica_groups(attributes, math.prod(sizes.values()))
+        fits = [axes for axes in choices if _groups(sizes, axes) == groups]
+        fits = fits or [(name,) for name, split in _subgroups(sizes) if _groups(split, (name,)) == groups]
+    return " ".join(fits[0]) if fits else str(sorted(sorted(group) for group in groups))
 
 
-def _parts(sizes: dict[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
-    """(its name, the sizes of the mesh with that axis cut so) of every part of an axis (`ledger.part_of`)."""
-    for cut, size in sizes.items():
-        whole = [(count, apart) for count in range(2, size) for apart in range(1, size) if size % (count * apart) == 0]
-        for count, apart in whole:
-            name = part_of(cut, count, apart)
-            inner = {f"{cut} outside": size // count // apart, name: count, f"{cut} inside": apart}
-            yield name, {key: n for axis in sizes for key, n in (inner if axis == cut else {axis: sizes[axis]}).items()}
+def _subgroups(sizes: dict[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
+    """Every way to split an axis into equal subgroups: (`subgroup_name`, axis sizes with that axis split in three)."""
+    for axis, size in sizes.items():
+        splits = [
+            (count, stride) for count in range(2, size) for stride in range(1, size) if size % (count * stride) == 0
+        ]
+        for count, stride in splits:
+            name = subgroup_name(axis, count, stride)
+            split = {f"{axis} outside": size // count // stride, name: count, f"{axis} inside": stride}
+            yield name, {key: n for a in sizes for key, n in (split if a == axis else {a: sizes[a]}).items()}
 
 
 def _groups(sizes: dict[str, int], axes: tuple[str, ...]) -> set[frozenset[int]]:
-    """Which devices meet over `axes`, taken together."""
-    places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    """The groups of devices that communicate over `axes`, taken together."""
+    devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     last = [list(sizes).index(axis) for axis in axes]
-    moved = np.moveaxis(places, last, range(-len(last), 0))
+    moved = np.moveaxis(devices, last, range(-len(last), 0))
     return {frozenset(group) for group in moved.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()}
 
 
 def replica_groups(attributes: str, devices: int) -> set[frozenset[int]]:
-    """{{0,1},{2,3}} lists them; [4,2]<=[2,4]T(1,0) numbers a [2, 4] grid, transposes it, cuts it into 4 rows;
-    mesh['a'=2,'b'=4] {'b'} names axes of a grid, whose places may be numbered otherwise: device_ids=([4,2]T(1,0))."""
+    """The replica groups of a collective, in any of XLA's notations.
+
+    {{0,1},{2,3}} lists them.  [4,2]<=[2,4]T(1,0) numbers a [2, 4] grid, transposes it, and cuts it into 4 groups of 2.
+    mesh['a'=2,'b'=4] {'b'} names axes of a grid, whose positions may be renumbered: device_ids=([4,2]T(1,0)).
+    """
     named = re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{('\w+'(?:,'\w+')*)\}",
         attributes,
@@ -184,24 +183,24 @@ def replica_groups(attributes: str, devices: int) -> set[frozenset[int]]:
     if named:
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         groups = _groups(sizes, tuple(axis for axis in sizes if f"'{axis}'" in named[4]))
-        ids = _numbered(named[2], named[3]).reshape(-1) if named[2] else np.arange(devices)
+        ids = _numbered_grid(named[2], named[3]).reshape(-1) if named[2] else np.arange(devices)
         return {frozenset(int(ids[index]) for index in group) for group in groups}
     rows = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if rows:
-        places = _numbered(rows[2], rows[3]).reshape([int(n) for n in rows[1].split(",")])
-        return {frozenset(group) for group in places.tolist()}
+        grid = _numbered_grid(rows[2], rows[3]).reshape([int(n) for n in rows[1].split(",")])
+        return {frozenset(group) for group in grid.tolist()}
     listed = re.search(r"replica_groups=\{([\d,{}]*)\}", attributes)
     if not listed:
-        raise ValueError(f"replica groups in another form: {attributes[:120]}")
-    return _listed(listed[1]) or {frozenset(range(devices))}
+        raise ValueError(f"unknown notation of replica groups: {attributes[:120]}")
+    return _parse_groups(listed[1]) or {frozenset(range(devices))}
 
 
-def _numbered(grid: str, order: str | None) -> np.ndarray:
-    """0, 1, 2 ... as a grid of these sides, its dims put into that order."""
-    sides = [int(n) for n in grid.split(",")]
-    places = np.arange(math.prod(sides)).reshape(sides)
-    return places.transpose([int(n) for n in order.split(",")]) if order else places
+def _numbered_grid(sides: str, order: str | None) -> np.ndarray:
+    """0, 1, 2 ... as a grid with these sides, transposed to this order."""
+    shape = [int(n) for n in sides.split(",")]
+    grid = np.arange(math.prod(shape)).reshape(shape)
+    return grid.transpose([int(n) for n in order.split(",")]) if order else grid
 
 
-def _listed(text: str) -> set[frozenset[int]]:
+def _parse_groups(text: str) -> set[frozenset[int]]:
     return {frozenset(int(n) for n in group.split(",")) for group in re.findall(r"\{([\d,]+)\}", text)}

@@ -1,4 +1,4 @@
-"""Collectives as they were written: read from a jaxpr, with how often each of them runs."""
+"""Collectives as traced: read from a jaxpr, with how often each of them runs."""
 
 from typing import Any
 
@@ -17,51 +17,54 @@ OPERATIONS = {
     "ppermute": Operation.ppermute,
 }
 
-
-SILENT = {"pvary", "pcast", "axis_index"}
-"""They name an axis and move nothing over it."""
+WITHOUT_COMMUNICATION = {"pvary", "pcast", "axis_index"}
+"""Primitives that name a mesh axis but communicate nothing."""
 
 
 def communication_in_jaxpr(jaxpr: Any) -> list[Entry]:
-    """Every collective in `jaxpr` and in what it calls, one entry for each array that travels; `what` is its scope.
+    """Every collective of `jaxpr` and of the jaxprs inside it: one entry per array; `what` is its named scope.
 
-    Raises ValueError where a collective is not known here, or where how often it runs cannot be read: in a while loop,
-    or in a branch.
+    Raises ValueError for an unknown collective, or where it is unknown how often one runs: in a while loop or a branch.
     """
-    return _written(jaxpr, "", 0, 1)
+    return _collectives(jaxpr, scope="", scans=0, times=1)
 
 
-def _written(jaxpr: Any, scope: str, scans: int, times: int) -> list[Entry]:
+def _collectives(jaxpr: Any, scope: str, scans: int, times: int) -> list[Entry]:
+    """`scans`: how many scans `jaxpr` is nested in.  `times`: how often it runs."""
     found = []
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         here = f"{scope}/{equation.source_info.name_stack}".strip("/")
         axes = _axes(params)
-        if axes and name not in SILENT:
+        if axes and name not in WITHOUT_COMMUNICATION:
             if name not in OPERATIONS:
-                raise ValueError(f"a collective that the ledger does not know: {equation}")
+                raise ValueError(f"unknown collective: {equation}")
             axis = group_name(" ".join(axes), params.get("axis_index_groups"))
+            direction = _direction(here, scans)
             found += [
-                Entry(here, OPERATIONS[name], axis, str(x.dtype), x.size * x.dtype.itemsize, times, towards)
-                for x, towards in ((var.aval, _direction(here, scans)) for var in equation.invars)
+                Entry(here, OPERATIONS[name], axis, str(x.dtype), x.size * x.dtype.itemsize, times, direction)
+                for x in (var.aval for var in equation.invars)
             ]
         inner = (scans + 1, times * params["length"]) if name == "scan" else (scans, times)
-        below = [entry for body in bodies(params) for entry in _written(body, here, *inner)]
-        if below and name in ("while", "cond"):
-            raise ValueError(f"who knows how often: {below[0].operation} over {below[0].axis} in a {name}, {here}")
-        found += below
+        nested = [entry for body in bodies(params) for entry in _collectives(body, here, *inner)]
+        if nested and name in ("while", "cond"):
+            first = nested[0]
+            raise ValueError(
+                f"it is unknown how often this runs: {first.operation} over {first.axis} in a {name}, {here}"
+            )
+        found += nested
     return found
 
 
 def _axes(params: dict[str, Any]) -> tuple[str, ...]:
-    """The mesh axes that an equation names; `axes` of other primitives are dims of an array."""
+    """The mesh axes of an equation; the `axes` of other primitives are integers, dims of an array."""
     axes = params.get("axes", params.get("axis_name", ()))
     axes = axes if isinstance(axes, (tuple, list)) else (axes,)
     return tuple(axis for axis in axes if isinstance(axis, str))
 
 
 def _direction(scope: str, scans: int) -> Direction:
-    """JAX writes into the scope of an equation that it is a transposed one, or computed again."""
+    """JAX marks transposed and rematerialised equations in their name stack."""
     if "rematted_computation" in scope:
         return Direction.recompute
     if "transpose(" in scope:

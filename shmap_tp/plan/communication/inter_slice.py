@@ -1,8 +1,8 @@
-"""What a step says between slices, read from the module that one of them runs.
+"""Communication between slices (over the data-centre network, DCN), read from the compiled module of one slice.
 
-XLA for TPU compiles for one slice.  What goes to the others, hosts send over their network: a `send` for each array,
-which says what becomes of it and which slices meet.  An all-reduce over all of dp is made of three: within the slice,
-between slices, and within again; of that, too, only the middle one is here, padded to whole tiles.
+XLA for TPU compiles a module per slice.  Data for other slices leaves through the hosts' network: one `send` per array,
+whose attributes state the collective and which slices take part.  An all-reduce over all of dp is compiled into three:
+within the slice, between slices, and within the slice again; only the middle one appears here, padded to whole tiles.
 """
 
 import math
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from shmap_tp.parallel.mesh import DP
 from shmap_tp.plan.communication.from_hlo import DTYPES
-from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, human, part_of, tally
-from shmap_tp.plan.hlo_parser import ARRAY, array_bytes, parse
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, format_bytes, subgroup_name, tally
+from shmap_tp.plan.hlo_parser import ARRAY, array_bytes, parse_hlo
 
 KINDS = {
     "ALL_GATHER": Operation.all_gather,
@@ -22,11 +22,11 @@ KINDS = {
 
 
 def inter_slice_communication(text: str) -> list[Entry]:
-    """Every array that leaves the slice, over the parts of dp that stand for one another in the slices.
+    """Every array that is sent to other slices, over the dp ranks that correspond to one another in the slices.
 
-    Raises ValueError where what becomes of it, or how often it does, cannot be read.
+    Raises ValueError where the collective is unknown, or how often it runs.
     """
-    module, found = parse(text), []
+    module, found = parse_hlo(text), []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             target = re.search(r"_xla_megascale_target=\"?\{([\d,]+)\}", instruction.attributes)
@@ -35,19 +35,21 @@ def inter_slice_communication(text: str) -> list[Entry]:
                 continue
             kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
             if not kind or kind[1] not in KINDS or math.isnan(runs):
-                raise ValueError(f"{instruction.name}: what becomes of it, or how often, cannot be read")
+                raise ValueError(f"{instruction.name}: its collective, or how often it runs, is unknown")
             dtype, size = DTYPES[ARRAY.search(instruction.shape)[1]], array_bytes(instruction.shape)[0]
-            axis = part_of(DP, len(target[1].split(",")), 1)
-            towards = Direction.once if runs <= 1 else Direction.backward
-            found.append(Entry(instruction.name, KINDS[kind[1]], axis, dtype, size, int(runs), towards))
+            axis = subgroup_name(DP, len(target[1].split(",")), 1)
+            direction = Direction.once if runs <= 1 else Direction.backward
+            found.append(Entry(instruction.name, KINDS[kind[1]], axis, dtype, size, int(runs), direction))
     return found
 
 
 def compare_dcn(planned: Iterable[Entry], found: Iterable[Entry]) -> str:
-    """Whether what crosses is what was planned between slices, in words.  All-reduces, which the compiler cuts as it
-    likes, are only added up."""
+    """Whether the compiled communication between slices is as planned, in words.
+
+    Only the total is given for all-reduces, because the compiler splits them freely.
+    """
     sums = [entry for entry in found if entry.operation == Operation.all_reduce]
     others = tally(entry for entry in found if entry.operation != Operation.all_reduce)
-    wanted = tally(entry for entry in planned if entry.axis in {entry.axis for entry in found})
-    verdict = "as planned" if others == wanted else "NOT as planned"
-    return f"{verdict}; of all-reduces over all of dp {human(sum(entry.total for entry in sums))}"
+    expected = tally(entry for entry in planned if entry.axis in {entry.axis for entry in found})
+    verdict = "as planned" if others == expected else "differ from the plan"
+    return f"{verdict}; all-reduces over all of dp: {format_bytes(sum(entry.total for entry in sums))}"

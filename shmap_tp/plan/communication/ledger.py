@@ -1,7 +1,7 @@
-"""The words of the ledger: what travels between devices, over which axis, how large, how often, in which direction.
+"""The communication ledger: which arrays are communicated, over which mesh axis, their size, how often, in which pass.
 
-`theory.theory` says it of a configuration, `wires.written` reads it from what was traced, `carried.carried` from what
-was compiled, and `account.account` holds the last to any of the others.
+`analytic` derives the entries from the configuration, `from_jaxpr` reads them from the traced program, `from_hlo` from
+the compiled one, and `reconcile` compares the compiled ones with either of the others.
 """
 
 import math
@@ -16,7 +16,7 @@ from shmap_tp.parallel.mesh import Groups
 
 
 class Operation(StrEnum):
-    """What an axis does with the arrays of its devices.  `bytes` of an entry are of what one device puts in."""
+    """A collective operation."""
 
     all_reduce = "all-reduce"
     max = "max"
@@ -26,27 +26,28 @@ class Operation(StrEnum):
 
 
 class Direction(StrEnum):
+    """The pass that a collective belongs to."""
+
     forward = "forward"
     recompute = "recompute"
-    """The forward pass once more, by the backward pass that did not keep it."""
+    """Recomputation of the forward pass within the backward pass (rematerialisation)."""
     backward = "backward"
     once = "once"
-    """Outside the microbatches: once per step, however many there are."""
+    """Once per step, outside the microbatches."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One array that travels, `count` times in a step."""
+    """One array that is communicated `count` times per step."""
 
     what: str
     operation: Operation
     axis: str
-    """A mesh axis; two together, where they are one group, with a space between.  dp:16/2 where groups of 16 parts of
-    dp meet, each the second after the one before."""
+    """A mesh axis; two axes that form one group are separated by a space; for subgroups of an axis: `subgroup_name`."""
     dtype: str
     bytes: int
-    """Of the array that one device puts in, each time.  Its links carry something else: in a ring of n devices each
-    sends 2 (n - 1) / n of it for an all-reduce, (n - 1) / n for a reduce-scatter, n - 1 times it for an all-gather."""
+    """Size of one device's operand.  The bytes on its links differ: in a ring of n devices each sends 2 (n - 1) / n of
+    the operand for an all-reduce, (n - 1) / n for a reduce-scatter, and n - 1 times the operand for an all-gather."""
     count: int
     direction: Direction
 
@@ -58,19 +59,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class ArrayTraffic:
-    """An array as one device holds it, and how often it travels in a step."""
+    """The local size of an array, and how often it is communicated per step."""
 
     values: int
     dtype: str
     count: int
 
     def over(self, axis: str, what: str, operation: Operation, direction: Direction) -> Entry:
+        """The ledger entry of communicating this array over `axis`."""
         size = self.values * jnp.dtype(self.dtype).itemsize
         return Entry(what, operation, axis, self.dtype, size, self.count, direction)
 
 
 Key = tuple[Operation, str, str, int]
-"""(operation, axis, dtype, bytes): what two collectives have in common that may stand for one another."""
+"""(operation, axis, dtype, bytes): entries with the same key are interchangeable."""
 
 
 def key(entry: Entry) -> Key:
@@ -78,7 +80,7 @@ def key(entry: Entry) -> Key:
 
 
 def tally(entries: Iterable[Entry]) -> Counter[Key]:
-    """How often each (operation, axis, dtype, bytes) runs in a step."""
+    """How often each (operation, axis, dtype, bytes) runs per step."""
     total = Counter()
     for entry in entries:
         total[key(entry)] += entry.count
@@ -86,41 +88,42 @@ def tally(entries: Iterable[Entry]) -> Counter[Key]:
 
 
 def group_name(axis: str, groups: Groups | None) -> str:
-    """The name of an axis of which such groups meet, or all of it; of groups that are alike and evenly spread."""
+    """The name of these groups of an axis (of equal size and stride), or of the axis itself where there are none."""
     if groups is None:
         return axis
-    apart = groups[0][1] - groups[0][0] if len(groups[0]) > 1 else 1
-    return part_of(axis, len(groups[0]), apart)
+    stride = groups[0][1] - groups[0][0] if len(groups[0]) > 1 else 1
+    return subgroup_name(axis, len(groups[0]), stride)
 
 
-def part_of(axis: str, count: int, apart: int) -> str:
-    return f"{axis}:{count}/{apart}"
+def subgroup_name(axis: str, count: int, stride: int) -> str:
+    """dp:16/2: subgroups of 16 dp ranks, each 2 apart from the next."""
+    return f"{axis}:{count}/{stride}"
 
 
-def size_of(axes: str, sizes: dict[str, int]) -> int:
-    """How many devices meet over them, on a mesh of these sizes."""
-    named = (axis.partition(":") for axis in axes.split())
-    return math.prod(int(part.partition("/")[0]) if part else sizes[axis] for axis, _, part in named)
+def axis_size(axes: str, sizes: dict[str, int]) -> int:
+    """Devices in a group over `axes` (as in `Entry.axis`), on a mesh with these axis sizes."""
+    names = (axis.partition(":") for axis in axes.split())
+    return math.prod(int(subgroup.partition("/")[0]) if subgroup else sizes[axis] for axis, _, subgroup in names)
 
 
 def without_trivial_axes(entries: Iterable[Entry], sizes: dict[str, int]) -> list[Entry]:
-    """`entries` without what would only travel over an axis of one device.  `sizes` are those of the mesh."""
-    kept = [(entry, " ".join(axis for axis in entry.axis.split() if size_of(axis, sizes) > 1)) for entry in entries]
-    return [replace(entry, axis=axis) for entry, axis in kept if axis]
+    """`entries` without axes of size 1; an entry over such axes alone is dropped.  `sizes` are those of the mesh."""
+    named = [(entry, " ".join(axis for axis in entry.axis.split() if axis_size(axis, sizes) > 1)) for entry in entries]
+    return [replace(entry, axis=axis) for entry, axis in named if axis]
 
 
 def table(entries: Iterable[Entry]) -> str:
-    """The entries as lines to read, direction by direction, and below them the bytes of a step over each axis."""
+    """The entries as an aligned table, ordered by direction, followed by the bytes per step over each axis."""
     entries = list(entries)
     rows = [("direction", "what", "operation", "axis", "dtype", "bytes", "count", "per step")]
     for direction in Direction:
         for entry in (entry for entry in entries if entry.direction == direction):
-            sizes = human(entry.bytes), str(entry.count), human(entry.total)
+            sizes = format_bytes(entry.bytes), str(entry.count), format_bytes(entry.total)
             rows.append((direction, entry.what, entry.operation, entry.axis, entry.dtype, *sizes))
     for axis in sorted({entry.axis for entry in entries}):
-        total = [entry for entry in entries if entry.axis == axis]
-        times, size = sum(entry.count for entry in total), sum(entry.total for entry in total)
-        rows.append(("in all", "", "", axis, "", "", str(times), human(size)))
+        over_axis = [entry for entry in entries if entry.axis == axis]
+        count, size = sum(entry.count for entry in over_axis), sum(entry.total for entry in over_axis)
+        rows.append(("total", "", "", axis, "", "", str(count), format_bytes(size)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(
@@ -128,11 +131,11 @@ def table(entries: Iterable[Entry]) -> str:
         )
         for row in rows
     ]
-    note = "bytes: of the array that one device puts in, not of what its links carry; an all-gather puts in one part"
+    note = "bytes: the operand of one device, not the bytes on its links; for an all-gather one shard"
     return "\n".join([*(line.rstrip() for line in lines), note])
 
 
-def human(size: int) -> str:
+def format_bytes(size: int) -> str:
     """1536 -> '1.5 KiB'."""
     unit = min((max(size, 1).bit_length() - 1) // 10, 4)
     return f"{size} B" if unit == 0 else f"{size / 1024**unit:.1f} {'KMGT'[unit - 1]}iB"

@@ -1,55 +1,84 @@
-"""What became of a plan in a compiled module: every array planned is carried, and every array carried was planned.
+"""Compare the communication of a compiled module with the plan.
 
-XLA carries several arrays in one collective, in any order, now or while something else runs, in the halves of an
-unrolled loop, or stacked up once after a loop instead of one by one in it.  What has to agree is which bytes travel
-over which axis by which operation.
+XLA may combine several arrays into one collective, reorder collectives, make them asynchronous, split a loop into
+unrolled halves, or communicate arrays stacked, once after a loop, instead of one by one inside it.  What has to agree
+is how many bytes are communicated over which axis by which operation.
 
-XLA on CPU sums bfloat16 in float32: there the plan to hold a module to is that of float32.
+XLA for CPU reduces bfloat16 in float32; there a module is compared with the plan for float32.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shmap_tp.plan.communication.from_hlo import Collective
-from shmap_tp.plan.communication.ledger import Entry, Key, Operation, key, size_of, tally, without_trivial_axes
+from shmap_tp.plan.communication.from_hlo import CompiledCollective
+from shmap_tp.plan.communication.ledger import Entry, Key, Operation, axis_size, key, tally, without_trivial_axes
+
+HEADINGS = {
+    "merges": "combined",
+    "stacked": "sent stacked after a loop",
+    "padding_exchanges": "added for padding",
+    "unplanned": "NOT PLANNED",
+    "missing": "MISSING",
+}
+"""Field -> how its lines begin when they are printed."""
+
+MEANINGS = {
+    "merges": "one collective carries several planned arrays (no fault)",
+    "stacked": "the arrays of all iterations of a loop are sent in one collective, the same bytes (no fault)",
+    "padding_exchanges": "a ppermute that the compiler adds after padding a reduce-scatter (no fault)",
+    "unplanned": "communication of the compiled module that is not in the plan",
+    "missing": "communication of the plan that is not in the compiled module",
+}
+"""Field -> what its lines mean."""
 
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """What became of a plan.  The first three are the compiler's own ways of carrying it out, and no fault."""
+    """The differences between a plan and a compiled module.
+
+    `merges`, `stacked` and `padding_exchanges` are choices of the compiler, and no fault.
+    """
 
     merges: dict[str, list[str]]
-    """Collectives that carry more than one array, and what was planned of the same size, operation and axis."""
-    moved: list[Entry]
-    """Arrays that travel stacked up, once after a loop, instead of one by one in it: the same bytes."""
-    borders: list[Entry]
-    """What the compiler adds where it pads a reduce-scatter: a ppermute of what then crosses the border of a part."""
+    """Collectives that carry several arrays -> what was planned of the same operation, axis, dtype and size."""
+    stacked: list[Entry]
+    """Arrays communicated stacked, once after a loop, instead of one by one inside it: the same bytes."""
+    padding_exchanges: list[Entry]
+    """ppermutes that the compiler adds where it pads a reduce-scatter, for rows of the neighbour's shard."""
     unplanned: list[Entry]
-    """What the module says beyond the plan."""
+    """Communication of the module that is not in the plan."""
     missing: list[Entry]
-    """What was planned and is not there, or not as often."""
+    """Communication of the plan that is not in the module, or not as often."""
 
     @property
     def balanced(self) -> bool:
         return not self.unplanned and not self.missing
 
     def __str__(self) -> str:
-        lines = [f"{name} carries together some of: {', '.join(what)}" for name, what in self.merges.items()]
-        for heading, entries in vars(self).items():
-            if heading != "merges":
-                lines += [
-                    f"{heading}: {e.what}, {e.operation} {e.axis} {e.dtype} {e.bytes} x {e.count}" for e in entries
-                ]
+        lines = [
+            f"{HEADINGS['merges']}: {name} carries some of: {', '.join(what)}" for name, what in self.merges.items()
+        ]
+        for field in ("stacked", "padding_exchanges", "unplanned", "missing"):
+            lines += [
+                f"{HEADINGS[field]}: {e.what}, {e.operation} over {e.axis}, {e.dtype}, {e.bytes} bytes x {e.count}"
+                for e in getattr(self, field)
+            ]
         return "\n".join(lines)
 
+    @property
+    def legend(self) -> str:
+        """What the printed lines mean; only for the kinds that occur."""
+        kinds = [field for field in HEADINGS if getattr(self, field)]
+        return "\n".join(f"  {HEADINGS[field]:<26}{MEANINGS[field]}" for field in kinds)
 
-def reconcile(planned: Iterable[Entry], found: Iterable[Collective], sizes: dict[str, int]) -> Reconciliation:
-    """`planned` held to the collectives `found` in a module, on a mesh of these axis sizes."""
+
+def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], sizes: dict[str, int]) -> Reconciliation:
+    """Compare `planned` with the collectives `found` in a module, on a mesh with these axis sizes."""
     planned, found = without_trivial_axes(planned, sizes), list(found)
-    borders = _borders(found, sizes)
-    entries = [entry for collective in found for entry in collective.entries if entry not in borders]
-    moved, unplanned, missing = _moved(tally(entries) - tally(planned), tally(planned) - tally(entries))
+    exchanges = _padding_exchanges(found, sizes)
+    entries = [entry for collective in found for entry in collective.entries if entry not in exchanges]
+    stacked, unplanned, missing = _match_stacked(tally(entries) - tally(planned), tally(planned) - tally(entries))
     merges = {
         collective.name: list(
             dict.fromkeys(name for entry in collective.entries for name in _names(planned, key(entry)))
@@ -57,26 +86,27 @@ def reconcile(planned: Iterable[Entry], found: Iterable[Collective], sizes: dict
         for collective in found
         if len(collective.entries) > 1
     }
-    return Reconciliation(merges, _among(entries, moved), borders, _among(entries, unplanned), _among(planned, missing))
+    return Reconciliation(
+        merges, _select(entries, stacked), exchanges, _select(entries, unplanned), _select(planned, missing)
+    )
 
 
-def _moved(over: Counter[Key], under: Counter[Key]) -> tuple[Counter[Key], Counter[Key], Counter[Key]]:
-    """(stacks found instead of single arrays, what is left of `over`, what is left of `under`)."""
-    moved, over, under = Counter(), over.copy(), under.copy()
+def _match_stacked(over: Counter[Key], under: Counter[Key]) -> tuple[Counter[Key], Counter[Key], Counter[Key]]:
+    """(stacked arrays found in place of single ones, what remains of `over`, what remains of `under`)."""
+    stacked, over, under = Counter(), over.copy(), under.copy()
     for stack in over:
         for single in under:
             depth, rest = divmod(stack[3], single[3])
-            times = (
-                min(over[stack], under[single] // depth) if depth > 1 and not rest and stack[:3] == single[:3] else 0
-            )
-            moved[stack] += times
+            matches = depth > 1 and not rest and stack[:3] == single[:3]
+            times = min(over[stack], under[single] // depth) if matches else 0
+            stacked[stack] += times
             over[stack] -= times
             under[single] -= times * depth
-    return +moved, +over, +under
+    return +stacked, +over, +under
 
 
-def _among(entries: list[Entry], counts: Counter[Key]) -> list[Entry]:
-    """One entry for each key, with its count, named after all of `entries` that it may be."""
+def _select(entries: list[Entry], counts: Counter[Key]) -> list[Entry]:
+    """One entry per key, with its count, named after all `entries` of that key."""
     first = {key(entry): entry for entry in reversed(entries)}
     return [replace(first[k], what=" or ".join(_names(entries, k)), count=count) for k, count in counts.items()]
 
@@ -85,14 +115,14 @@ def _names(entries: list[Entry], wanted: Key) -> list[str]:
     return list(dict.fromkeys(entry.what for entry in entries if key(entry) == wanted))
 
 
-def _borders(found: list[Collective], sizes: dict[str, int]) -> list[Entry]:
-    """For each padded reduce-scatter its ppermute: of n parts, the last begins (n - 1)/n of the padding too late."""
+def _padding_exchanges(found: list[CompiledCollective], sizes: dict[str, int]) -> list[Entry]:
+    """The ppermute of each padded reduce-scatter: of n shards the last one starts (n - 1)/n of the padding too late."""
     single = [collective.entries[0] for collective in found if len(collective.entries) == 1]
-    borders = []
+    exchanges = []
     for scatter in (collective for collective in found if collective.padding):
         (entry,) = scatter.entries
-        n = size_of(entry.axis, sizes)
+        n = axis_size(entry.axis, sizes)
         wanted = Operation.ppermute, entry.axis, entry.dtype, scatter.padding * (n - 1) // n
-        alike = [other for other in single if key(other) == wanted and other.count == entry.count]
-        borders += [other for other in alike if other not in borders][:1]
-    return borders
+        matching = [other for other in single if key(other) == wanted and other.count == entry.count]
+        exchanges += [other for other in matching if other not in exchanges][:1]
+    return exchanges

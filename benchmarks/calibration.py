@@ -1,12 +1,12 @@
-"""Every published figure on a TPU, and our own step predicted for the same slice, model and tokens.
+"""Calibration: published measurements on TPUs beside our step, predicted for the same slice, model and tokens.
 
-    python benchmarks/published.py [--only v5e-256] [--json benchmarks/results/published.jsonl]
+    python benchmarks/calibration.py [--only v5e-256] [--json benchmarks/results/published.jsonl]
 
-Ours does the same work as the published run, and shares weights where it did: over dp (FSDP is mesh.zero=fsdp),
-or over mp alone, where dp shares the optimizer's state (ZeRO-1).  The wire, and what is kept for the backward pass and
-where, are our choice.  What cannot fit says what it needs.  `ratio` is predicted : published.  Rows that are in the
-file already are not done again.  MFU counts causal attention at half; where a figure counts it whole, as MaxText's and
-PaLM's do, it is compared with as much of it as the halves leave.
+Our step does the same work as the published run and shards the weights the same way: over dp (FSDP), or over mp alone
+with ZeRO-1.  The tensor-parallel mode, rematerialisation and offload are our choice.  A step that does not fit is
+listed with the memory it needs.  `ratio` is predicted : published.  Rows that are already in the file are skipped.  MFU
+counts causal attention at half; a published MFU that counts attention in full, as those of MaxText and PaLM do, is
+converted first.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from pathlib import Path
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.model.flops import flops_per_token
-from shmap_tp.plan.benchmark import append, run_command
+from shmap_tp.plan.benchmark import append_json, run_command
 from shmap_tp.plan.predict import predict
-from shmap_tp.plan.report import describe
+from shmap_tp.plan.report import format_row
 from shmap_tp.plan.topologies import Slice
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 
 @dataclass(frozen=True)
 class Published:
-    """A figure that someone measured, and our settings for the same work."""
+    """A published measurement, and our settings for the same work."""
 
     name: str
     figure: str
@@ -44,15 +44,15 @@ class Published:
     more: tuple[str, ...] = ()
     slices: int = 1
     note: str = ""
-    whole: bool = False
-    """Whether it counts attention whole."""
+    full_attention: bool = False
+    """Whether an MFU counts attention in full, not at half."""
 
 
 FSDP = ("mesh.zero=fsdp", "mesh.fsdp_gradients=ring")
-"""Weights shared over dp, each gathered where it is used, its gradient sent home in a ring."""
+"""FSDP with the gradients reduced by a ring reduce-scatter."""
 
 MAXTEXT = {
-    # shape: (published MFU of 1, 2, 4 ... slices, windows of a chip, microbatches, what is kept)
+    # model: (published MFU on 1, 2, 4 ... slices, sequences per chip, microbatches, remat and offload)
     "16b": (
         [0.611, 0.594, 0.591, 0.583, 0.566, 0.547],
         6,
@@ -78,49 +78,52 @@ MAXTEXT = {
         ("model.remat=attention_and_up", "model.offload=[input,sublayer_output,query_key_value,attention_output,up]"),
     ),
 }
-"""On v5e-256.  The figures, and the windows of a chip, of all MaxText's rows: github.com/AI-Hypercomputer/maxtext,
-MaxText/configs and benchmarks/maxtext_trillium_model_configs.py."""
+"""On v5e-256.  MFU and sequences per chip of all MaxText rows: github.com/AI-Hypercomputer/maxtext, MaxText/configs and
+benchmarks/maxtext_trillium_model_configs.py."""
 
 
 LLAMAS = {"Llama2-70B": ("llama2_70b", 4), "Llama3.1-8B": ("llama3_8b", 4), "Llama3.1-70B": ("llama3_70b", 5)}
-"""(our shape, windows of a chip: as the files have them, which changed, and do not say which were measured)"""
+"""(our model, sequences per chip).  The files changed over time and do not say which values were measured."""
 
 
-def maxtext(shape: str) -> list[Published]:
-    mfu, each, microbatches, kept = MAXTEXT[shape]
+def maxtext(model: str) -> list[Published]:
+    """MaxText on one and more v5e-256 slices."""
+    mfu, sequences, microbatches, remat = MAXTEXT[model]
     rows = []
     for i, value in enumerate(mfu):
         slices = 2**i
-        dp, name = 256 * slices, f"MaxText {shape}, v5e-256" + (f" x {slices}" if slices > 1 else "")
-        work = (shape, dp * each, microbatches, (*FSDP, *kept))
-        rows.append(Published(name, "mfu", value, "v5e", (16, 16), (dp, 1), *work, slices=slices, whole=True))
+        dp, name = 256 * slices, f"MaxText {model}, v5e-256" + (f" x {slices}" if slices > 1 else "")
+        work = (model, dp * sequences, microbatches, (*FSDP, *remat))
+        rows.append(Published(name, "mfu", value, "v5e", (16, 16), (dp, 1), *work, slices=slices, full_attention=True))
     return rows
 
 
 def t5x(tile: str, rate: float, batch: int, microbatches: int) -> Published:
-    more = (f"mesh.tile=[{tile}]", "mesh.tensor_parallel=sequence", DOTS)
+    more = (f"mesh.tile=[{tile}]", "mesh.tensor_parallel=sequence", ALL_MATMULS)
     name = f"T5X 11B, v4-512, mp on ({tile}), batch {batch}"
     return Published(name, "tokens_per_second", rate, "v4", (4, 8, 8), (16, 16), "11b", batch, microbatches, more)
 
 
-def cut_over_mp(shape: str, mfu: float, each: int, sides: tuple[int, ...], mp: int, kept: str) -> Published:
-    """MaxText's on a v5p: `each` windows of a chip, weights cut over mp and shared over the rest."""
+def maxtext_v5p(model: str, mfu: float, sequences: int, sides: tuple[int, ...], mp: int, remat: str) -> Published:
+    """MaxText on a v5p: `sequences` per chip, tensor parallelism over mp and FSDP over the rest."""
     chips = math.prod(sides)
-    more = ("mesh.zero=fsdp", "mesh.tensor_parallel=collective_matmul", kept)
-    name, mesh = f"MaxText {shape}, v5p-{2 * chips}", (chips // mp, mp)
-    return Published(name, "mfu", mfu, "v5p", sides, mesh, shape, each * chips, 1, more, whole=True)
+    more = ("mesh.zero=fsdp", "mesh.tensor_parallel=collective_matmul", remat)
+    name, mesh = f"MaxText {model}, v5p-{2 * chips}", (chips // mp, mp)
+    return Published(name, "mfu", mfu, "v5p", sides, mesh, model, sequences * chips, 1, more, full_attention=True)
 
 
 def llama(
-    shape: str, where: str, mfu: float, version: str, sides: tuple[int, ...], parts: int, *kept: str
+    name: str, where: str, mfu: float, version: str, sides: tuple[int, ...], microbatches: int, *remat: str
 ) -> Published:
-    """MaxText's, each chip's windows in so many microbatches, weights shared over all chips."""
-    chips, (model, each) = math.prod(sides), LLAMAS[shape]
-    work, more = (model, each * chips, parts), ("mesh.zero=fsdp", *kept)
-    return Published(f"MaxText {shape}, {where}", "mfu", mfu, version, sides, (chips, 1), *work, more, whole=True)
+    """MaxText with FSDP over all chips."""
+    chips, (model, sequences) = math.prod(sides), LLAMAS[name]
+    work, more = (model, sequences * chips, microbatches), ("mesh.zero=fsdp", *remat)
+    return Published(
+        f"MaxText {name}, {where}", "mfu", mfu, version, sides, (chips, 1), *work, more, full_attention=True
+    )
 
 
-DOTS, UP, ATTENTION, FULL = [
+ALL_MATMULS, ATTENTION_AND_UP, ATTENTION, FULL = [
     f"model.remat={policy}" for policy in ("all_matmuls", "attention_and_up", "attention", "full")
 ]
 
@@ -139,9 +142,7 @@ PALM += ("model.vocabulary=256000", "model.vocabulary_multiple=6144", "model.con
 PALM += ("mesh.zero=fsdp", FULL)
 """Chowdhery et al. 2022, "PaLM", table 1, https://arxiv.org/abs/2204.02311"""
 
-LEVANTER = ("mesh.zero=fsdp", DOTS)
-"""In a ring its gradients would take longer: 2.05 s a step instead of 1.97 (GPT-J shape on a V3-32, an earlier program,
-predicted)."""
+LEVANTER = ("mesh.zero=fsdp", ALL_MATMULS)
 
 TABLE = [
     Published("transformer_shmap 2.83B, v2-32", "mfu", 0.63, "v2", (4, 4), (4, 8), "2_8b", 1024, 32),
@@ -150,23 +151,36 @@ TABLE = [
     Published("mesh-transformer-jax 10B, v3-8", "mfu", 0.485, "v3", (2, 2), (1, 8), "gpt2_10b", 16, 16),
     Published("Levanter 6.7B, v3-256", "mfu", 0.473, "v3", (8, 16), (256, 1), "6_9b", 1024, 1, LEVANTER),
     Published("Levanter 13B, v3-256", "mfu", 0.544, "v3", (8, 16), (256, 1), "6_9b", 1024, 2, (*WIDE_13B, *LEVANTER)),
-    Published("MaxText 22B, v4-128", "mfu", 0.567, "v4", (4, 4, 4), (64, 1), "22b", 832, 1, (*FSDP, FULL), whole=True),
+    Published(
+        "MaxText 22B, v4-128", "mfu", 0.567, "v4", (4, 4, 4), (64, 1), "22b", 832, 1, (*FSDP, FULL), full_attention=True
+    ),
     *maxtext("16b"),
     *maxtext("32b"),
     *maxtext("64b"),
     *maxtext("128b"),
-    cut_over_mp("32b", 0.7147, 7, (4, 4, 4), 4, UP),
-    cut_over_mp("64b", 0.7031, 3, (4, 4, 4), 4, UP),
-    cut_over_mp("128b", 0.6868, 1, (4, 4, 8), 8, DOTS),
+    maxtext_v5p("32b", 0.7147, 7, (4, 4, 4), 4, ATTENTION_AND_UP),
+    maxtext_v5p("64b", 0.7031, 3, (4, 4, 4), 4, ATTENTION_AND_UP),
+    maxtext_v5p("128b", 0.6868, 1, (4, 4, 8), 8, ALL_MATMULS),
     llama("Llama2-70B", "v5p-128", 0.654, "v5p", (4, 4, 4), 1, ATTENTION, "model.offload=[input,attention_output]"),
-    llama("Llama3.1-8B", "v6e-256", 0.455, "v6e", (16, 16), 4, UP),
+    llama("Llama3.1-8B", "v6e-256", 0.455, "v6e", (16, 16), 4, ATTENTION_AND_UP),
     llama("Llama3.1-70B", "v6e-256", 0.503, "v6e", (16, 16), 5, FULL),
     t5x("2,2,4,1", 286e3, 896, 4),
     t5x("2,4,2,1", 300e3, 896, 4),
     t5x("4,2,2,1", 304e3, 896, 4),
     t5x("4,2,2,1", 322e3, 5376, 24),
     Published(
-        "PaLM 540B, 6144 v4", "mfu", 0.462, "v4", (12, 16, 16), (512, 12), "6_9b", 2048, 2, PALM, slices=2, whole=True
+        "PaLM 540B, 6144 v4",
+        "mfu",
+        0.462,
+        "v4",
+        (12, 16, 16),
+        (512, 12),
+        "6_9b",
+        2048,
+        2,
+        PALM,
+        slices=2,
+        full_attention=True,
     ),
     Published(
         "PyTorch/XLA FSDP 128B, v4-512", "mfu", 0.29, "v4", (4, 8, 8), (256, 1), "gpt2_128b", 1024, 1, (*FSDP, FULL)
@@ -182,28 +196,28 @@ def main(arguments: argparse.Namespace) -> None:
         if arguments.only not in row.name or row.name in done:
             continue
         print(f"\n{row.name}, published {row.figure} {row.value:,.3g} {row.note}", flush=True)
-        config = configuration(row)
-        made = predict(config, Slice(row.version, row.sides, row.slices)).row
-        made.command = "python benchmarks/published.py"
-        print(describe(made), flush=True)
-        found = made.to_json()
+        config = config_of(row)
+        predicted = predict(config, Slice(row.version, row.sides, row.slices)).row
+        predicted.command = "python benchmarks/calibration.py"
+        print(format_row(predicted), flush=True)
+        found = predicted.to_json()
         value = as_counted_here(row, config)
         ratio = found[row.figure] / value if found[row.figure] else None
         if ratio:
             print(f"  predicted : published = {ratio:.2f}", flush=True)
-        facts = {"name": row.name, "figure": row.figure, "value": row.value, "note": row.note, "ratio": ratio}
-        facts["as_counted_here"] = value
-        append(found | {"published": facts}, file)
+        comparison = {"name": row.name, "figure": row.figure, "value": row.value, "note": row.note, "ratio": ratio}
+        comparison["as_counted_here"] = value
+        append_json(found | {"published": comparison}, file)
 
 
 def as_counted_here(row: Published, config: Config) -> float:
-    """The figure, attention at half."""
-    if not row.whole:
+    """The published figure, converted to an MFU that counts attention at half."""
+    if not row.full_attention:
         return row.value
     return row.value * flops_per_token(config.model) / flops_per_token(config.model, causal=False)
 
 
-def configuration(row: Published) -> Config:
+def config_of(row: Published) -> Config:
     settings = [
         f"model={row.model}",
         f"mesh.dp={row.mesh[0]}",
@@ -218,9 +232,9 @@ def configuration(row: Published) -> Config:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="the rows whose name contains this")
+    parser.add_argument("--only", default="", help="only rows whose name contains this")
     parser.add_argument(
-        "--json", default=str(RESULTS), help=f"one object a line is added here (default: {RESULTS.name})"
+        "--json", default=str(RESULTS), help=f"append one object per line to this file (default: {RESULTS.name})"
     )
     parsed = parser.parse_args()
     sys.exit(run_command(lambda: main(parsed)))

@@ -1,10 +1,10 @@
-"""Weights that are gathered layer by layer: every program of the study is the dense stack of products."""
+"""Layerwise FSDP matmuls: every program computes the same as the dense stack of matmuls."""
 
 from types import SimpleNamespace
 
-import gathered
 import jax
 import jax.numpy as jnp
+import layerwise_programs
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -16,7 +16,7 @@ LAYERS, WIDTH, ROWS = 3, 32, 16
 
 @pytest.fixture(scope="module")
 def arrays():
-    """x and the weights, whole, on the host."""
+    """x and the full weights, on the host."""
     generator = np.random.default_rng(0)
     shapes = [(ROWS, WIDTH)] + [(WIDTH, WIDTH)] * LAYERS
     x, *weights = (generator.normal(size=shape).astype(np.float32) / WIDTH**0.5 for shape in shapes)
@@ -36,34 +36,34 @@ def dense(x, weights):
 
 
 @pytest.mark.parametrize("devices", [1, 4, 8])
-@pytest.mark.parametrize("name", gathered.PROGRAMS)
-def test_every_program_is_the_dense_one(name, devices, arrays):
-    mesh = gathered.ring_mesh(jax.devices()[:devices])
-    mesh_fields = jax.device_put(arrays, NamedSharding(mesh, gathered.ROWS))
+@pytest.mark.parametrize("name", layerwise_programs.PROGRAMS)
+def test_every_program_equals_the_dense_computation(name, devices, arrays):
+    mesh = layerwise_programs.ring_mesh(jax.devices()[:devices])
+    sharded = jax.device_put(arrays, NamedSharding(mesh, layerwise_programs.ROWS))
     y, gradients = dense(*arrays)
-    forward, both = (gathered.build(name, mesh, LAYERS, backward) for backward in (False, True))
-    assert_close(forward(*mesh_fields), y, RELATIVE["float32"])
-    found = both(*mesh_fields)
+    forward, with_backward = (layerwise_programs.build(name, mesh, LAYERS, backward) for backward in (False, True))
+    assert_close(forward(*sharded), y, RELATIVE["float32"])
+    found = with_backward(*sharded)
     assert_close(found, gradients, RELATIVE["float32"])
-    assert all(array.sharding.spec[0] == gathered.ROWS[0] for array in jax.tree.leaves(found))
+    assert all(array.sharding.spec[0] == layerwise_programs.ROWS[0] for array in jax.tree.leaves(found))
 
 
 def collectives(name: str) -> str:
-    """The collectives of forward and backward on 4 devices, as they are traced, in order."""
-    mesh = gathered.ring_mesh(jax.devices()[:4])
+    """Collectives and matmuls of forward and backward on 4 devices, in the order of the trace."""
+    mesh = layerwise_programs.ring_mesh(jax.devices()[:4])
     shape = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-    text = str(gathered.build(name, mesh, LAYERS, True).trace(shape, (shape,) * LAYERS).jaxpr)
+    text = str(layerwise_programs.build(name, mesh, LAYERS, True).trace(shape, (shape,) * LAYERS).jaxpr)
     words = {"all_gather": "G", "reduce_scatter": "S", "ppermute": "P", "dot_general": "x"}
     found = [word.split("[")[0] for word in text.split() if word.split("[")[0] in words]
     return "".join(words[word] for word in found)
 
 
-def test_ahead_asks_for_the_next_layer_before_it_multiplies():
-    """G gather, x product, S reduce-scatter; backward two products a layer."""
+def test_ahead_gathers_the_next_layer_before_each_matmul():
+    """G gather, x matmul, S reduce-scatter; backward two matmuls per layer."""
     assert collectives("ahead") == "GGxGxx" + "GxSxGxSxxSx"
 
 
-def test_the_ring_replaces_each_reduce_scatter():
+def test_ring_replaces_each_reduce_scatter_by_ppermutes():
     traced = collectives("ring")
     assert "S" not in traced
     assert traced.count("G") == 2 * LAYERS - 1
@@ -71,8 +71,8 @@ def test_the_ring_replaces_each_reduce_scatter():
 
 
 @pytest.mark.parametrize("sides", [(2, 2, 1), (4, 4, 1), (4, 8, 1), (2, 2, 2), (4, 4, 4), (4, 4, 12)])
-def test_a_ring_is_one_link_from_device_to_device(sides):
+def test_consecutive_devices_of_a_ring_are_one_hop_apart(sides):
     devices = [SimpleNamespace(coords=coords, core_on_chip=0) for coords in np.ndindex(*sides)]
-    at = np.array([device.coords for device in gathered.ring_order(devices)])
+    at = np.array([device.coords for device in layerwise_programs.ring_order(devices)])
     assert len({tuple(coords) for coords in at}) == len(devices)
     assert (np.abs(at - np.roll(at, 1, axis=0)).sum(axis=1) == 1).all()

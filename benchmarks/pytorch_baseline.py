@@ -1,11 +1,11 @@
-"""The same training step in plain PyTorch, on one GPU: what `benchmark_gpu.py --torch` compares with.
+"""The same training step in plain PyTorch on one GPU: the baseline of `benchmark_gpu.py --torch`.
 
-    python benchmarks/pytorch.py --dp 1 --mp 1 --model gpt2_xl --batch 8
-    python benchmarks/pytorch.py --dp 1 --mp 1 --emulate
+    python benchevents/pytorch_baseline.py --dp 1 --mp 1 --model gpt2_xl --batch 8
+    python benchevents/pytorch_baseline.py --dp 1 --mp 1 --emulate
 
-As it would be written without this project: torch.compile, scaled_dot_product_attention, autocast to bfloat16 over
-float32 parameters, fused AdamW; one product for q, k and v, and one for gate and up.  What autograd keeps is kept,
-whatever model.remat says.  --emulate runs a small one on the CPU, in float32, not compiled.
+Idiomatic PyTorch: torch.compile, scaled_dot_product_attention, autocast to bfloat16 over float32 parameters, fused
+AdamW; one matmul for q, k and v, and one for gate and up.  Autograd decides what is saved; model.remat is ignored.
+--emulate runs a small model on the CPU, in float32, not compiled.
 
 B batch, T time, D model width, H heads, N key/value heads, K head dim, F ffn.
 """
@@ -35,16 +35,16 @@ from shmap_tp.config.schema import (
 )
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak
-from shmap_tp.plan.benchmark import append, configuration, flags, run_command
+from shmap_tp.plan.benchmark import append_json, config_from_flags, run_command, step_parser
 from shmap_tp.plan.measure import WARM_UP
-from shmap_tp.plan.report import Row, describe, of_config
+from shmap_tp.plan.report import Row, config_fields, format_row
 
 try:
     import torch
     import torch.nn.functional as F
     from torch import Tensor, nn
 except ModuleNotFoundError as missing:
-    sys.exit(f"error: {missing.name} is not installed; see pytorch.org, or leave out --torch")
+    sys.exit(f"error: {missing.name} is not installed; see pytorch.org, or omit --torch")
 
 
 def norm(config: ModelConfig) -> nn.Module:
@@ -54,7 +54,7 @@ def norm(config: ModelConfig) -> nn.Module:
 
 
 class Rotary(nn.Module):
-    """Pairs (k, k + K/2) turned by position."""
+    """Rotary position embedding of the pairs (k, k + K/2)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -75,13 +75,13 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.width, sum(self.heads) * config.head_dim, bias=False)
         self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=False)
-        self.turn = Rotary(config) if config.positions == Positions.rotary else nn.Identity()
+        self.rotary = Rotary(config) if config.positions == Positions.rotary else nn.Identity()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         heads_BHTK = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads_BHTK.split(self.heads, dim=1)
         shared = self.heads[0] != self.heads[1]
-        y_BHTK = F.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True, enable_gqa=shared)
+        y_BHTK = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True, enable_gqa=shared)
         return self.out(y_BHTK.transpose(1, 2).flatten(2))
 
 
@@ -118,7 +118,7 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         if config.positions == Positions.alibi:
-            raise UserError("PyTorch's fused attention has no ALiBi; compare with model.positions=rotary, or learned")
+            raise UserError("the fused attention of PyTorch has no ALiBi; use model.positions=rotary or learned")
         rows = padded_vocabulary(config)
         self.vocabulary = config.vocabulary
         self.embedding = nn.Embedding(rows, config.width)
@@ -135,7 +135,7 @@ class Model(nn.Module):
                 nn.init.normal_(weight, std=config.init_std * ((2 * config.layers) ** -0.5 if last else 1))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """ids[B T+1] -> the mean cross entropy of the T targets."""
+        """ids[B T+1] -> mean cross entropy of the T targets."""
         x_BTD = self.embedding(tokens_BT[:, :-1])
         if self.positions is not None:
             x_BTD = x_BTD + self.positions.weight[: x_BTD.shape[1]]
@@ -146,18 +146,18 @@ class Model(nn.Module):
 
 
 def optimizer(model: Model, config: Config) -> torch.optim.Optimizer:
-    """AdamW, whose decay spares what is no matrix."""
-    made, weights = config.optimizer, list(model.parameters())
+    """AdamW with weight decay on matrices only."""
+    settings, weights = config.optimizer, list(model.parameters())
     groups = [
-        {"params": [w for w in weights if w.ndim == 2], "weight_decay": made.weight_decay},
+        {"params": [w for w in weights if w.ndim == 2], "weight_decay": settings.weight_decay},
         {"params": [w for w in weights if w.ndim != 2], "weight_decay": 0.0},
     ]
-    betas = (made.beta1, made.beta2)
-    return torch.optim.AdamW(groups, lr=made.learning_rate, betas=betas, eps=made.epsilon, fused=True)
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.epsilon, fused=True)
 
 
 def measure(config: Config, steps: int, *, emulated: bool) -> Row:
-    """Compile, run WARM_UP steps, then time `steps` more, each by the device's own clock."""
+    """Compile, run WARM_UP steps, then time `steps` more with the device's own clock."""
     device = torch.device("cpu" if emulated else "cuda")
     kind = "cpu" if emulated else torch.cuda.get_device_name()
     torch.manual_seed(0)
@@ -182,8 +182,8 @@ def measure(config: Config, steps: int, *, emulated: bool) -> Row:
     for _ in range(WARM_UP):
         step()
     seconds = _on_cpu(step, steps) if emulated else _on_gpu(step, steps)
-    kept = replace(config, model=replace(config.model, remat=Remat.none, offload=[]))
-    facts = of_config(kept, AttentionKernel.cudnn, 1, table_peak(kind, 1)) | {
+    without_remat = replace(config, model=replace(config.model, remat=Remat.none, offload=[]))
+    fields = config_fields(without_remat, AttentionKernel.cudnn, 1, table_peak(kind, 1)) | {
         "attention": "scaled_dot_product_attention",
         "kind": "emulated" if emulated else "measured",
         "program": "pytorch",
@@ -194,9 +194,9 @@ def measure(config: Config, steps: int, *, emulated: bool) -> Row:
         "limit_bytes_per_device": DEVICES[kind].memory if kind in DEVICES else None,
         "compile_seconds": time.perf_counter() - start - sum(seconds),
         "versions": {"torch": torch.__version__},
-        "command": shlex.join(["python", "benchmarks/pytorch.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchevents/pytorch_baseline.py", *sys.argv[1:]]),
     }
-    return Row(**facts, chips=1, slices=1, topology=None, tile=None, fits=True)
+    return Row(**fields, chips=1, slices=1, topology=None, tile=None, fits=True)
 
 
 def _on_cpu(step: Callable[[], None], steps: int) -> list[float]:
@@ -208,27 +208,27 @@ def _on_cpu(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def _on_gpu(step: Callable[[], None], steps: int) -> list[float]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
         step()
-        mark.record()
+        event.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(marks)]
+    return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
 
 
 def run(arguments: Namespace) -> None:
-    config = configuration(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
+    config = config_from_flags(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
     if config.mesh.dp * config.mesh.mp > 1:
-        raise UserError("PyTorch's step is of one GPU; compare with --dp 1 --mp 1")
+        raise UserError("the PyTorch baseline runs on one GPU; use --dp 1 --mp 1")
     if not arguments.emulate and not torch.cuda.is_available():
-        raise UserError("no GPU here that PyTorch can use; run on the CPU with --emulate")
+        raise UserError("PyTorch finds no GPU; run on the CPU with --emulate")
     row = measure(config, arguments.steps, emulated=arguments.emulate)
-    print(describe(row))
+    print(format_row(row))
     if arguments.json:
-        append(row.to_json(), Path(arguments.json))
+        append_json(row.to_json(), Path(arguments.json))
 
 
 if __name__ == "__main__":
-    parsed = flags(__doc__).parse_intermixed_args()
+    parsed = step_parser(__doc__).parse_intermixed_args()
     sys.exit(run_command(lambda: run(parsed)))

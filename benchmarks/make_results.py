@@ -1,0 +1,173 @@
+"""Write RESULTS.md from the JSON in results/.  Every table lists the commands that produced its rows.
+
+    python benchmarks/make_results.py
+
+results/published.jsonl   calibration.py          results/cpu.jsonl         benchmark_cpu.py --json
+results/tpu.jsonl         benchmark_tpu.py --json results/gpu.jsonl         benchmark_gpu.py --json
+results/ring.jsonl        benchmark_tpu.py --json results/observed.jsonl    written by hand: what, value, command
+results/layerwise.jsonl   benchmark_layerwise.py --json
+"""
+
+import math
+
+from result_format import (
+    HERE,
+    exposed,
+    format_commands,
+    format_kinds,
+    gib_per_device,
+    markdown_table,
+    percent,
+    read_rows,
+    seconds,
+)
+from tpu_results import PROGRAMS, collective_matmul_steps, tpu_steps
+
+HEAD = """# Results
+
+Generated from `results/*.jsonl` by `python benchmarks/make_results.py`; do not edit by hand.  *Measured*: on the named
+devices.  *Emulated*: run on CPU devices that JAX emulates; says nothing about other hardware.  *Predicted*: the step
+was compiled for the slice by its own compiler (libtpu) on a CPU machine, and its schedule was simulated with the
+compiler's estimates of cycles and the link model of `shmap_tp/plan/link_model.py`.  MFU counts causal attention at half
+and no recomputation; the peaks are those of `shmap_tp/hardware/devices.py` (v3: 123 TFLOP/s per chip).
+"""
+
+
+def calibration() -> str:
+    rows = read_rows("published")
+    columns = ["system and slice", "published", "predicted for our step", "ratio", "(dp, mp)", "exposed communication"]
+    columns += ["GiB per device", "compile s"]
+    ratios = [row["published"]["ratio"] for row in rows if row["published"]["ratio"]]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"""## Calibration: published measurements, and the prediction for our step
+
+{format_commands(rows)}
+
+{markdown_table(columns, [_calibration_line(row) for row in rows])}
+
+Ratios predicted : published range from {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {mean:.2f}.  A ratio
+includes both the difference between the programs and the error of the prediction.  Only the rows of transformer_shmap,
+mesh-transformer-jax and MaxText on v5p with mp 4 and 8 come close to showing the error alone: these programs use tensor
+parallelism as ours does.  A published MFU that counts attention in full is converted to attention at half before the
+comparison ("converted").  On meshes (n, 1) our weights are sharded over dp (FSDP); the published run sharded them over
+its devices as well, though not always on that mesh.  Of the MaxText runs on 2 to 32 slices, those of 16B on up to 16
+slices and that of 32B on 8 were compiled; PaLM was not.  On 32 slices our step does not fit: weights that 8192 dp ranks
+do not divide, here those of the MLP, are replicated.
+
+T5X placements: (4,2,2,1), which closes to a ring along x, is predicted to be fastest, as measured.  The other two are
+equivalent on a torus, where y and z are both 8, although their measurements differ by 5 %.
+"""
+
+
+def _calibration_line(row: dict) -> list[str]:
+    published = row["published"]
+    is_mfu = published["figure"] == "mfu"
+    figure = percent(published["value"]) if is_mfu else f"{published['value']:,.0f} tokens/s"
+    if published["as_counted_here"] != published["value"]:
+        figure += f", converted {percent(published['as_counted_here'])}"
+    ours = percent(row["mfu"]) if is_mfu else f"{row['tokens_per_second'] or 0:,.0f} tokens/s"
+    return [
+        published["name"],
+        figure + (f" ({published['note']})" if published["note"] else ""),
+        ours if row["fits"] else "-",
+        f"**{published['ratio']:.2f}**" if published["ratio"] else "-",
+        f"({row['dp']}, {row['mp']})",
+        exposed(row),
+        gib_per_device(row),
+        f"{row['compile_seconds']:.0f}",
+    ]
+
+
+def gpu_steps() -> str:
+    rows = read_rows("gpu")
+    if not rows:
+        return "## GPUs\n\nNot measured yet: no GPU was available.\n"
+    lines = [
+        [
+            f"{row['devices']} x {row['device_kind']}",
+            row["model"] + PROGRAMS[row["program"]],
+            f"({row['dp']}, {row['mp']})",
+            seconds(row["step_seconds"]),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{percent(row['mfu'])} / {percent(row['hfu'])}",
+            gib_per_device(row),
+        ]
+        for row in rows
+    ]
+    columns = ["devices", "model", "(dp, mp)", "step s", "tokens/s", "MFU / HFU", "GiB per device"]
+    return f"## GPUs, {format_kinds(rows)}\n\n{format_commands(rows)}\n\n{markdown_table(columns, lines)}\n"
+
+
+def layerwise() -> str:
+    rows = read_rows("layerwise")
+    if not rows:
+        return ""
+    columns = ["program", "passes", "devices", "s", "communication s", "exposed s", "published s"]
+    lines = [
+        [
+            row["program"],
+            row["passes"],
+            f"{row['devices']} x {row['device_kind']}, {row['kind']}",
+            seconds(row["seconds"]),
+            seconds(row["comm_seconds"]),
+            seconds(row["exposed_comm_seconds"]),
+            seconds(row.get("published_seconds")),
+        ]
+        for row in rows
+    ]
+    title = f"## Layerwise FSDP matmuls, {format_kinds(rows)}"
+    return f"{title}\n\n{format_commands(rows)}\n\n{markdown_table(columns, lines)}\n"
+
+
+def cpu_steps() -> str:
+    rows = read_rows("cpu")
+    if not rows:
+        return ""
+    lines = [
+        [
+            str(tuple(row["mesh"])),
+            row["program"],
+            f"{row['step_seconds']:.2f} ({' - '.join(f'{s:.2f}' for s in row['step_seconds_range'])})",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['processor_ratio']:.2f}",
+            f"{row['processor_seconds']:.2f}",
+            f"{row['temporary_bytes'] / 2**20:.0f}",
+            " / ".join(row["collectives"]),
+            f"{row['compile_seconds']:.1f}",
+        ]
+        for row in rows
+    ]
+    columns = ["(dp, mp)", "program", "step s, median (min - max)", "tokens/s", "ratio to matmul"]
+    columns += ["ratio in processor time", "processor s", "temporaries MiB", "collectives in loops / outside"]
+    columns += ["compile s"]
+    times = {(row["program"], *row["mesh"]): row["step_seconds"] for row in rows}
+    meshes = [mesh for program, *mesh in times if program == "gspmd"]
+    ratios = ", ".join(f"{times['explicit', *mesh] / times['gspmd', *mesh]:.2f} on {tuple(mesh)}" for mesh in meshes)
+    rate = f"{rows[0]['matmul_rate'] / 1e9:.0f} GFLOP/s"
+    return f"""## A step on this CPU, relative to its matmul rate, emulated
+
+{format_commands(rows)}
+
+4 devices on 2 cores; 33.6M parameters, context 256, batch 16, 2 microbatches, AdamW, float32.  A float32 matmul of
+2048 x 2048 matrices, timed between the steps, runs at {rate}; `ratio to matmul` is relative to it.
+Ratios explicit : gspmd of the medians: {ratios}.
+
+{markdown_table(columns, lines)}
+"""
+
+
+def observations() -> str:
+    rows = read_rows("observed")
+    lines = [[row["what"], row["value"], row["kind"], f"`{row['command']}`"] for row in rows]
+    return "## Other observations\n\n" + markdown_table(["what", "value", "kind", "command"], lines) + "\n"
+
+
+def text() -> str:
+    """The text of RESULTS.md."""
+    sections = [HEAD, calibration(), tpu_steps(), collective_matmul_steps(), gpu_steps(), layerwise(), cpu_steps()]
+    return "\n".join(section for section in [*sections, observations()] if section)
+
+
+if __name__ == "__main__":
+    (HERE / "RESULTS.md").write_text(text())

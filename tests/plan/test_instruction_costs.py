@@ -1,0 +1,82 @@
+"""The time of compute instructions: the compiler's estimate, the FLOPs of kernels, or bytes accessed."""
+
+import pytest
+
+from shmap_tp.hardware.devices import DEVICES
+from shmap_tp.plan.instruction_costs import KERNEL_EFFICIENCY
+from tests.helpers.hlo_text import BYTES, MEMORY_RATE, US, X, run
+
+
+def test_estimated_cycles_are_divided_by_the_clock():
+    found = run('%f = f32[8]{0} fusion(%x), kind=kLoop, calls=%add, backend_config={"estimated_cycles":"1503"}')
+    assert found.seconds == pytest.approx(US)
+    assert found.comm_seconds == found.exposed_comm_seconds == found.unestimated_bytes == 0
+
+
+def test_an_instruction_without_an_estimate_takes_the_time_of_its_memory_accesses():
+    found = run(f"%y = {X} multiply(%x, %x)")
+    assert found.unestimated_bytes == 3 * BYTES
+    assert found.seconds == pytest.approx(3 * BYTES / MEMORY_RATE)
+
+
+def test_bookkeeping_instructions_and_annotations_take_no_time():
+    found = run(f"""
+        %c = s32[] constant(0)
+        %t = ({X}, s32[]) tuple(%x, %c)
+        %g = {X} get-tuple-element(%t), index=0
+        %b = bf16[8388608]{{0}} bitcast(%g)
+        %a = {X} custom-call(), custom_call_target="AllocateBuffer"
+        %p = u32[] partition-id()
+        """)
+    assert found.seconds == 0
+
+
+def test_a_kernel_takes_the_time_of_its_declared_flops():
+    kernel = f'%k = {X} custom-call(%x), custom_call_target="tpu_custom_call"'
+    found = run(kernel + ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"197000000"}}}')
+    assert found.seconds == pytest.approx(US / KERNEL_EFFICIENCY)
+    with pytest.raises(ValueError, match="k: a kernel that does not declare its FLOPs"):
+        run(kernel)
+
+
+def splash(phase: str, block: tuple[int, int], q: str, out: str) -> str:
+    """A kernel of splash attention as XLA for TPU prints it, over three lines."""
+    suffix, residuals = ("", "residuals") if phase == "fwd" else (f"_{phase}", "no_residuals")
+    name = f"splash_mqa_{phase}_{residuals}"
+    metadata = f'{{\\"block_q{suffix}\\": {block[0]}, \\"block_kv{suffix}\\": {block[1]}, \\"q_layout\\": 1}}'
+    return (
+        f'%{name}.1 = {out} custom-call(%x, %x), custom_call_target="tpu_custom_call", '
+        f"operand_layout_constraints={{s8[1,4,4]{{2,1,0}}, {q}{{3,2,1,0}}, bf16[8,2048,256]{{2,1,0}}, s32[2048,128]}}, "
+        f'frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{metadata}"\n}}}}, '
+        f'metadata={{op_name="jit(step)/jvp(blocks)/attention/attend/{name}/pallas_call"}}, '
+        f'backend_config={{"flag_configs":[],"custom_call_config":{{"body":"TUzv"}}}}'
+    )
+
+
+DQ, DK = "bf16[8,1,2048,256]", "bf16[8,2048,256]"
+SPLASH = {
+    "forward": ("fwd", (512, 512), DQ, 10 * 512 * 512 * 2),
+    "forward, one block": ("fwd", (2048, 2048), DQ, 2048 * 2048 * 2),
+    "forward, wide blocks": ("fwd", (512, 1024), DQ, 6 * 512 * 1024 * 2),
+    "forward, high blocks": ("fwd", (1024, 512), DQ, 6 * 512 * 1024 * 2),
+    "backward": ("dkv", (512, 512), f"(f32[8,512,256], f32[8,512,256], {DK}, {DK})", 10 * 512 * 512 * 4),
+    "backward with dq": ("dkv", (512, 512), f"(f32[8,512,256], bf16[8,4,1,2048,256], {DK}, {DK})", 10 * 512 * 512 * 5),
+    "dq": ("dq", (512, 512), f"(f32[8,512,256], {DQ})", 10 * 512 * 512 * 3),
+}
+
+
+@pytest.mark.parametrize("case", SPLASH)
+def test_splash_attention_takes_the_flops_of_the_blocks_that_it_computes(case):
+    """8 heads of 256 and 2048 positions: of 16 blocks of 512, the 10 that the causal mask does not rule out."""
+    phase, block, out, values = SPLASH[case]
+    found = run(splash(phase, block, "bf16[8,1,2048,256]", out))
+    flops = 8 * 2 * 256 * values
+    assert found.seconds == pytest.approx(flops / (KERNEL_EFFICIENCY * DEVICES["TPU v5 lite"].flops))
+    assert found.scopes.keys() == {"attention"}, "attributes after the kernel's metadata are read"
+
+
+def test_splash_attention_with_unknown_blocks_is_rejected():
+    kernel = splash("fwd", (512, 512), DQ, DQ)
+    for old, new in {"block_kv": "block_k", "bf16[8,1,2048,256]{3": "s8[8,1,2048,256]{3"}.items():
+        with pytest.raises(ValueError, match=r"splash_mqa_fwd_residuals\.1: the block sizes and the shape of q"):
+            run(kernel.replace(old, new).replace("bf16[8,2048,256]{2", "s8[8,2048,256]{2"))

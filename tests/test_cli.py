@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import main
+from shmap_tp import train as command
 from shmap_tp.runtime import distributed as meeting
 from shmap_tp.training import loop as train
 from tests.helpers.run_fixtures import (
@@ -29,7 +29,7 @@ def call(monkeypatch, *arguments: str) -> int:
     """main.py in this process; its exit code."""
     monkeypatch.setattr(sys, "argv", ["main.py", *arguments])
     try:
-        return main.main()
+        return command.main()
     except SystemExit as exit_:
         return exit_.code
 
@@ -107,7 +107,6 @@ def test_bad_input_is_explained_in_a_line_or_two(tmp_path, monkeypatch, capsys, 
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ([], "--cfg"),
         (["--cfg"], "expected one argument"),
         (["--cfg", "nope.yaml"], "--cfg nope.yaml: no such file"),
         (["--cfg", FIRST, "--resumee"], "unrecognized arguments: --resumee"),
@@ -128,11 +127,18 @@ def test_overrides_may_stand_before_and_after_the_options(tmp_path, monkeypatch)
     assert seen == [tiny(tmp_path, "run.seed=5", "train.steps=9", "checkpoint.resume=must")] * 3
 
 
+def test_without_cfg_the_packaged_configuration_is_used(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train, "train", lambda config, place: seen.append(config) or 0)
+    assert call(monkeypatch, *overrides(tmp_path)) == 0
+    assert seen == [tiny(tmp_path)]
+
+
 def test_help_teaches_and_needs_no_jax(tmp_path):
     """In a process of its own, where nothing has imported JAX before."""
     script = (
-        "import sys, time; begin = time.perf_counter(); import main; sys.argv = ['main.py', '--help']\n"
-        "try: main.main()\n"
+        "import sys, time; begin = time.perf_counter(); from shmap_tp import train as command; sys.argv = ['main.py', '--help']\n"
+        "try: command.main()\n"
         "except SystemExit as done: assert done.code == 0\n"
         "assert 'jax' not in sys.modules and 'matplotlib' not in sys.modules\n"
         "print('SECONDS', time.perf_counter() - begin)"
@@ -221,9 +227,9 @@ def test_told_to_stop_it_leaves_before_the_interpreter_ends(code, said):
     """Which could crash there, of what still runs on the devices."""
     script = (
         "import atexit, runpy, sys\n"
-        "from shmap_tp import train\n"
+        "from shmap_tp.training import loop\n"
         "atexit.register(print, 'the interpreter ends', end='')\n"
-        f"train.train = lambda config, place: {code}\n"
+        f"loop.train = lambda config, place: {code}\n"
         f"sys.argv = ['main.py', '--cfg', {FIRST!r}]\n"
         "runpy.run_path('main.py', run_name='__main__')\n"
     )

@@ -18,8 +18,13 @@ from shmap_tp.config.schema import (
 from shmap_tp.config.validate import check
 from shmap_tp.errors import UserError
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
-"""The project's own configuration; its groups (model=..., data=...) are found from a file anywhere else, too."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+CONF = next(found for found in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (found / "config.yaml").is_file())
+"""The packaged configuration: shmap_tp/conf in an installed wheel, conf/ beside shmap_tp in a checkout.
+
+Its groups (model=..., data=...) are also found from a configuration file elsewhere.
+"""
 
 
 def load(file: str, overrides: list[str]) -> Config:

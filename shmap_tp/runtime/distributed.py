@@ -15,9 +15,18 @@ from shmap_tp.runtime.exit_codes import LOST, leave
 def emulate(devices: int) -> None:
     """Make this process's CPU look like `devices` devices.  Must come before JAX's first use of a backend.
 
-    Harmless where there are accelerators: JAX then prefers those, and the CPU devices stay unused.
+    No effect on a machine with accelerators: JAX prefers those, and the CPU devices stay unused.
+    Raises UserError if JAX already runs on the CPU with another number of devices.
     """
-    jax.config.update("jax_num_cpu_devices", devices)
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError as error:  # a backend has been used
+        there = jax.devices()
+        if there[0].platform == "cpu" and len(there) != devices:
+            raise UserError(
+                f"the mesh needs {devices} emulated devices, but JAX already runs with {len(there)} in this process;\n"
+                f"restart Python and start with this mesh, or use one of dp x mp = {len(there)}"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-import main
+from shmap_tp import train as command
 from shmap_tp.runtime.exit_codes import LOST
 from shmap_tp.training import loop as train
 from shmap_tp.training.checkpoint import MANIFEST
@@ -186,6 +186,6 @@ PLACES = {
 @pytest.mark.parametrize("given", PLACES, ids=" ".join)
 def test_a_place_that_is_none_is_explained(monkeypatch, capsys, given):
     monkeypatch.setattr(sys, "argv", ["main.py", "--cfg", FIRST, *given])
-    assert main.main() == 2
+    assert command.main() == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and PLACES[given] in said and len(said.splitlines()) == 1

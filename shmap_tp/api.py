@@ -3,8 +3,10 @@
 B batch, T time, V vocabulary.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any
 
 import equinox as eqx
@@ -28,7 +30,8 @@ from shmap_tp.training.model_functions import ModelFunctions, build_model_functi
 from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters, saved_config
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
 
-Tokens = np.ndarray | Array
+Tokens = np.ndarray | Array | Sequence[Sequence[int]]
+"""Token ids [batch, time]."""
 
 EMULATED_DEVICES = 8
 """How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
@@ -105,7 +108,9 @@ class Model:
         return cls(config, mesh, _finished(mesh, functions.initialize()), functions)
 
     @classmethod
-    def restore(cls, directory: str, *, dp: int | None = None, mp: int | None = None, step: int | None = None) -> "Model":
+    def restore(
+        cls, directory: str | PathLike, *, dp: int | None = None, mp: int | None = None, step: int | None = None
+    ) -> "Model":
         """The model in a checkpoint of a run: the bits that were saved, on any mesh.  The optimizer state is not read.
 
         `directory` is the run's directory, its checkpoint.dir, or one checkpoint.  Without `step` the newest intact
@@ -130,7 +135,8 @@ class Model:
         Raises UserError if T exceeds model.context, or an id is not below model.vocabulary.
         """
         tokens = _checked(tokens, self.config, self.config.model.context, least=0)
-        found = self.functions.logits(self.parameters, self._padded(tokens, self.config.model.context, filling=0))
+        padded = self._padded(tokens, self.config.model.context, filling=0)
+        found = self._finished(self.functions.logits(self.parameters, padded))
         return found[: tokens.shape[0], : tokens.shape[1], : self.config.model.vocabulary]
 
     def loss(self, tokens: Tokens) -> Float[Array, ""]:

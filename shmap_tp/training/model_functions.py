@@ -62,7 +62,8 @@ def build_model_functions(config: Config, mesh: Mesh, dtype: DTypeLike) -> Model
     def logits(params: Transformer, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         params = held(placements, params)
         h_BTD = params(tokens_BT, dtype, objective.wire, placements)
-        return score(*params.scored_by(h_BTD, dtype, placements))
+        h_BTD, table_VD = params.scored_by(h_BTD, dtype, placements)
+        return score(h_BTD.reshape(-1, h_BTD.shape[-1]), table_VD).reshape(*h_BTD.shape[:2], -1)
 
     def loss(params: Transformer, tokens_ABT: Int[Array, "1 B T"]) -> Float[Array, ""]:
         _, loss = objective(held(placements, params), tokens_ABT[0], counted_tokens(tokens_ABT))

@@ -61,7 +61,7 @@ def _resolve(config: Config) -> tuple[Config, Mesh]:
         raise UserError(
             f"mesh.processes={config.mesh.processes}: the library is for one process; start several with shmap-tp train"
         )
-    _emulate_devices(config)
+    _emulate_devices(config.mesh.mp * (1 if config.mesh.dp == AUTO else config.mesh.dp))
     devices = jax.devices()
     config = resolve_auto(config, len(devices))
     wanted = config.mesh.dp * config.mesh.mp
@@ -70,16 +70,15 @@ def _resolve(config: Config) -> tuple[Config, Mesh]:
     if wanted > len(devices):
         raise UserError(
             f"mesh.dp={config.mesh.dp} x mesh.mp={config.mesh.mp} needs {wanted} devices, but JAX already runs with "
-            f"{len(devices)};\nrestart Python and build this mesh first, or set JAX_NUM_CPU_DEVICES={wanted} before"
+            f"{len(devices)};\nrestart Python with JAX_NUM_CPU_DEVICES={wanted}, build this mesh first, or choose a smaller one (dp, mp)"
         )
     return config, meshes.make_mesh(config.mesh, devices[:wanted])
 
 
-def _emulate_devices(config: Config) -> None:
-    """Emulate enough CPU devices for the mesh, unless JAX already runs with some: then their number is fixed."""
-    wanted = 1 if config.mesh.dp == AUTO else config.mesh.dp
+def _emulate_devices(wanted: int) -> None:
+    """Emulate at least `wanted` CPU devices, unless JAX already runs with some: then their number is fixed."""
     with suppress(UserError):
-        emulate(max(EMULATED_DEVICES, wanted * config.mesh.mp, jax.config.jax_num_cpu_devices))
+        emulate(max(EMULATED_DEVICES, wanted, jax.config.jax_num_cpu_devices))
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,11 @@ class Model:
         """The model in a checkpoint of a run: the bits that were saved, on any mesh.  The optimizer state is not read.
 
         `directory` is the run's directory, its checkpoint.dir, or one checkpoint.  Without `step` the newest intact
-        checkpoint is used; a damaged one is passed over with a warning.  Without `dp` and `mp` the mesh is the saved one.
+        checkpoint is used; a damaged one is passed over with a warning.  Without `dp` or `mp` that of the saved mesh is
+        used.
         Raises UserError if there is no such checkpoint, or the devices do not make the mesh.
         """
+        _emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)

@@ -295,6 +295,14 @@ def test_a_model_is_restored_bit_for_bit_on_any_mesh_without_the_optimizer_state
     assert all((initial[path] != array).any() for path, array in by_path(model.parameters).items())
 
 
+def test_a_model_is_restored_in_a_process_that_has_used_no_device(run):
+    """Reading a checkpoint initialises JAX's backend: the devices are emulated before."""
+    done = python(f"import shmap_tp; print(shmap_tp.Model.restore({str(run)!r}, dp=8).logits([[1, 2]]).shape)")
+    assert "needs 32 devices" in done.stderr and "choose a smaller one (dp, mp)" in done.stderr
+    done = python(f"import shmap_tp; print(shmap_tp.Model.restore({str(run)!r}, dp=8, mp=1).logits([[1, 2]]).shape)")
+    assert done.stdout == "(1, 2, 64)\n", done.stderr
+
+
 def test_an_older_checkpoint_can_be_named(run):
     newest, older = shmap_tp.Model.restore(run), shmap_tp.Model.restore(run, step=6)
     assert_same_bits(older.parameters, shmap_tp.Model.restore(run / "checkpoints" / "6").parameters)
@@ -314,11 +322,11 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_and_refused_if_it_is
 
 
 def test_a_directory_without_the_checkpoint_is_explained(run, tmp_path):
-    with pytest.raises(shmap_tp.UserError, match="holds no checkpoint; name the run.dir or the checkpoint.dir"):
+    with pytest.raises(shmap_tp.UserError, match=r"holds no checkpoint; name the run\.dir or the checkpoint.dir"):
         shmap_tp.Model.restore(tmp_path)
     with pytest.raises(shmap_tp.UserError, match=r"no checkpoint of step 7; it has .*6, 8"):
         shmap_tp.Model.restore(run, step=7)
-    with pytest.raises(shmap_tp.UserError, match="mesh.mp=3 does not divide"):
+    with pytest.raises(shmap_tp.UserError, match=r"mesh\.mp=3 does not divide"):
         shmap_tp.Model.restore(run, dp=1, mp=3)
 
 

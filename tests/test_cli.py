@@ -137,8 +137,9 @@ def test_without_cfg_the_packaged_configuration_is_used(tmp_path, monkeypatch):
 def test_help_teaches_and_needs_no_jax(tmp_path):
     """In a process of its own, where nothing has imported JAX before."""
     script = (
-        "import sys, time; begin = time.perf_counter(); from shmap_tp import train as command; sys.argv = ['main.py', '--help']\n"
-        "try: command.main()\n"
+        "import sys, time; begin = time.perf_counter(); sys.argv = ['main.py', '--help']\n"
+        "from shmap_tp import train\n"
+        "try: train.main()\n"
         "except SystemExit as done: assert done.code == 0\n"
         "assert 'jax' not in sys.modules and 'matplotlib' not in sys.modules\n"
         "print('SECONDS', time.perf_counter() - begin)"

@@ -23,17 +23,17 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from shmap_tp.config.activation_names import QUERY_KEY_VALUE, SUBLAYER_OUTPUT
 from shmap_tp.config.schema import Config, Remat
-from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads, kept
-from shmap_tp.layers.later import QUERY_KEY_VALUE
-from shmap_tp.layers.linear import into_heads, matmul
+from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads, checkpoint_per_head
+from shmap_tp.layers.linear import matmul
 from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
-from shmap_tp.layers.positions import Alibi, AnyPositions, alibi_slopes
+from shmap_tp.layers.positions import Alibi, PositionEncoding, alibi_slopes
 from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
 from shmap_tp.model.remat import checkpointed
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.parallel.tensor_parallel import SUBLAYER_OUTPUT, AllReduce
+from shmap_tp.parallel.tensor_parallel import AllReduce
 from shmap_tp.training.bad_steps import select_tree
 from shmap_tp.training.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
@@ -50,15 +50,16 @@ class Layout:
 
 
 def attention(
-    layer: Attention, h_BTD: Float[Array, "B T D"], positions: AnyPositions, lay: Layout
+    layer: Attention, h_BTD: Float[Array, "B T D"], positions: PositionEncoding, lay: Layout
 ) -> Float[Array, "B T D"]:
 
     q_BTHK = lay(layer.query(h_BTD), DP, None, MP, None)
     k_BTNK, v_BTNK = (
-        lay(into_heads(h_BTD, key_value_weight(each, lay)), DP, None, MP, None) for each in (layer.key, layer.value)
+        lay(jnp.einsum("btd,dhk->bthk", h_BTD, key_value_weight(each, lay).astype(h_BTD.dtype)), DP, None, MP, None)
+        for each in (layer.key, layer.value)
     )
-    q_BTHK, k_BTNK = positions.on_heads(q_BTHK), positions.on_heads(k_BTNK)
-    q_BTHK, k_BTNK, v_BTNK = (kept(x, QUERY_KEY_VALUE) for x in (q_BTHK, k_BTNK, v_BTNK))
+    q_BTHK, k_BTNK = positions.rotate(q_BTHK), positions.rotate(k_BTNK)
+    q_BTHK, k_BTNK, v_BTNK = (checkpoint_per_head(x, QUERY_KEY_VALUE) for x in (q_BTHK, k_BTNK, v_BTNK))
     slopes_H = jnp.asarray(alibi_slopes(positions.heads)) if isinstance(positions, Alibi) else None
     mixed_BTHK = lay(attend(layer, lay)(q_BTHK, k_BTNK, v_BTNK, slopes_H), DP, None, MP, None)
     return layer.out(mixed_BTHK)
@@ -69,7 +70,7 @@ def attend(layer: Attention, lay: Layout) -> Callable[..., Float[Array, "B T H K
     A kernel takes no slopes.  Nothing is put off: when the host's writes start is the compiler's to say here."""
     if isinstance(layer.attend, Chunked):
         return lambda *qkv: layer.attend(*qkv)[0]
-    kernel, heads = dataclasses.replace(layer.attend, later=False), P(DP, None, MP, None)
+    kernel, heads = dataclasses.replace(layer.attend, defer=False), P(DP, None, MP, None)
     return jax.shard_map(
         lambda *qkv: kernel(*qkv)[0], mesh=lay.mesh, in_specs=(heads, heads, heads, None), out_specs=heads
     )
@@ -82,7 +83,7 @@ def key_value_weight(layer: KeyValueHeads, lay: Layout) -> Float[Array, "D N K"]
 
 
 def mlp(layer: GeluMlp | SwigluMlp, h_BTD: Float[Array, "B T D"], lay: Layout) -> Float[Array, "B T D"]:
-    return layer.down(layer(*(lay(columns(h_BTD), DP, None, MP) for columns in layer.columns)))
+    return layer.down(layer.activate(*(lay(column(h_BTD), DP, None, MP) for column in layer.inputs)))
 
 
 def residual(x_BTD: Float[Array, "B T D"], lay: Layout) -> Float[Array, "B T D"]:
@@ -91,7 +92,7 @@ def residual(x_BTD: Float[Array, "B T D"], lay: Layout) -> Float[Array, "B T D"]
 
 
 def apply_block(
-    block: ParallelBlock | SequentialBlock, x_BTD: Float[Array, "B T D"], positions: AnyPositions, lay: Layout
+    block: ParallelBlock | SequentialBlock, x_BTD: Float[Array, "B T D"], positions: PositionEncoding, lay: Layout
 ) -> Float[Array, "B T D"]:
     if isinstance(block, ParallelBlock):
         h_BTD = lay(block.norm(x_BTD), DP, None, None)
@@ -104,7 +105,7 @@ def apply_block(
 def transformer(params: Transformer, ids_BT: Int[Array, "B T"], dtype: DTypeLike, lay: Layout) -> Float[Array, "B T V"]:
     """Logits, computed in `dtype`; an id below zero stands behind the last token that counts, and reads zeros."""
     rows_BTD = params.embedding.weight.at[ids_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    x_BTD = params.positions.at_input(residual(rows_BTD.astype(dtype), lay), AllReduce())
+    x_BTD = params.positions.add_to_input(residual(rows_BTD.astype(dtype), lay), AllReduce())
 
     def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
         return lay(apply_block(block, x_BTD, params.positions, lay), DP, None, None), None
@@ -158,7 +159,7 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
         gradients = lax.with_sharding_constraint(gradients, shardings.params)
         gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
         good, guard = state.guard.judge(loss, norm, config.guard)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        updates, optimizer_state = optimizer.transformation.update(gradients, state.optimizer, state.params)
         updated = (optax.apply_updates(state.params, updates), optimizer_state)
         params, optimizer_state = select_tree(good, updated, (state.params, state.optimizer))
         rate = schedule(state.step - state.guard.skipped)

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# One host's part of pod.sh: makes it ready; starts, shows and stops the main.py of this clone, and nothing else.
+# The part of pod.sh that runs on a host: sets it up, and starts, shows and stops the main.py of this clone only.
 #
-#   scripts/on_host.sh prepare            Python where there is none that is new enough, then ./prepareTPUVM.sh
-#   scripts/on_host.sh start ARGUMENTS    main.py ARGUMENTS, detached; its output is added to .pod/log
-#   scripts/on_host.sh status             one line: never started | running PID | ended CODE
-#   scripts/on_host.sh log [--follow]     the last 200 lines of .pod/log
-#   scripts/on_host.sh stop SECONDS       SIGTERM, so that it saves; SIGKILL after SECONDS; then a stale TPU lock goes
+#   scripts/on_host.sh prepare            install Python if there is no recent one, then run ./prepareTPUVM.sh
+#   scripts/on_host.sh start ARGUMENTS    start main.py ARGUMENTS, detached; its output is appended to .pod/log
+#   scripts/on_host.sh status             print one line: never started | running PID | ended CODE
+#   scripts/on_host.sh log [--follow]     print the last 200 lines of .pod/log
+#   scripts/on_host.sh stop SECONDS       SIGTERM, so that it saves; SIGKILL after SECONDS; then remove a stale TPU lock
 #
-# Whose a process is: .pod/process holds its id and the moment it started.  Only where both still agree, and it runs in
-# this clone, is it signalled: an id that the system has given to another process is left alone.
+# .pod/process holds the process id and start time of main.py.  A process is signalled only if both still match and it
+# runs in this clone, so that a process that reuses the id is never touched.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lock=${TPU_LOCK:-/tmp/libtpu_lockfile}
@@ -18,16 +18,16 @@ fail() {
     exit 2
 }
 
-facts() { # of process $1: its state (R, S, ..., Z for one that has ended), and when it began, in clock ticks since boot
+process_facts() { # print the state of process $1 (R, S, ..., Z for a zombie) and its start time in clock ticks since boot
     local stat
-    stat=$(cat "/proc/$1/stat" 2>/dev/null) && cut -d ' ' -f 1,20 <<<"${stat##*) }" # after the name in brackets
+    stat=$(cat "/proc/$1/stat" 2>/dev/null) && cut -d ' ' -f 1,20 <<<"${stat##*) }" # the fields after the name in brackets
 }
 
-ours() { # prints the id of our main.py, where it is running
-    local id began state moment
-    [[ -f .pod/process ]] && read -r id began <.pod/process || return 1
-    read -r state moment < <(facts "$id") || return 1
-    [[ $state != Z && $moment == "$began" && $(readlink "/proc/$id/cwd") == "$PWD" ]] && echo "$id"
+running_id() { # print the process id of this clone's main.py, if it is running
+    local id recorded state started
+    [[ -f .pod/process ]] && read -r id recorded <.pod/process || return 1
+    read -r state started < <(process_facts "$id") || return 1
+    [[ $state != Z && $started == "$recorded" && $(readlink "/proc/$id/cwd") == "$PWD" ]] && echo "$id"
 }
 
 prepare() {
@@ -38,7 +38,7 @@ prepare() {
     if [[ -z $found ]]; then
         echo "no Python 3.11 or newer: installing python3.11 and python3.11-venv with apt-get"
         if ! { sudo -n apt-get update -qq && sudo -n apt-get install -y -qq python3.11 python3.11-venv; }; then
-            fail "apt-get could not (above); install Python 3.11 or newer on every host by hand, then setup again"
+            fail "apt-get failed (above); install Python 3.11 or newer on every host by hand, then run setup again"
         fi
     fi
     ./prepareTPUVM.sh "$@"
@@ -46,7 +46,7 @@ prepare() {
 
 start() {
     local id
-    if id=$(ours); then fail "main.py is running here as process $id; stop it first: pod.sh stop NAME"; fi
+    if id=$(running_id); then fail "main.py is running here as process $id; stop it first: pod.sh stop NAME"; fi
     [[ -x .venv/bin/python ]] || fail "$PWD has no .venv; run first: pod.sh setup NAME"
     mkdir -p .pod
     rm -f .pod/process .pod/ended
@@ -58,11 +58,11 @@ start() {
     fail "main.py did not start; see $PWD/.pod/log"
 }
 
-supervise() { # the detached half of start: waits for main.py, which may take days, and keeps its exit code
+supervise() { # the detached part of start: wait for main.py, which may take days, and record its exit code
     local code=0
     printf '== %s' "$(date -u +%FT%TZ) main.py" && printf ' %q' "$@" && echo
     .venv/bin/python main.py "$@" &
-    echo "$! $(facts $! | cut -d ' ' -f 2)" >.pod/process.new
+    echo "$! $(process_facts $! | cut -d ' ' -f 2)" >.pod/process.new
     mv .pod/process.new .pod/process
     wait $! || code=$?
     echo "$code" >.pod/ended
@@ -70,12 +70,12 @@ supervise() { # the detached half of start: waits for main.py, which may take da
 
 status() {
     local id
-    if id=$(ours); then
+    if id=$(running_id); then
         echo "running $id"
     elif [[ -f .pod/ended ]]; then
         echo "ended $(cat .pod/ended)"
     elif [[ -f .pod/process ]]; then
-        echo "ended 137" # with its supervisor: the machine was started again, or both were killed
+        echo "ended 137" # the supervisor ended too: the machine was rebooted, or both were killed
     else
         echo "never started"
     fi
@@ -83,18 +83,18 @@ status() {
 
 stop() {
     local id seconds=$1
-    if id=$(ours); then
+    if id=$(running_id); then
         echo "asking process $id to save and end, for up to $seconds s"
-        kill -TERM "$id" 2>/dev/null || true # it may have ended just now
+        kill -TERM "$id" 2>/dev/null || true # it may have just ended
         for ((i = 0; i < seconds * 10; i++)); do
-            ours >/dev/null || break
+            running_id >/dev/null || break
             sleep 0.1
         done
-        if id=$(ours); then
-            echo "process $id has not ended in $seconds s: killing it; what it saved before is intact"
+        if id=$(running_id); then
+            echo "process $id has not ended in $seconds s: killing it; earlier checkpoints are intact"
             kill -KILL "$id" 2>/dev/null || true
         fi
-        for _ in {1..50}; do # its exit code, by the supervisor
+        for _ in {1..50}; do # until the supervisor has recorded the exit code
             [[ -f .pod/ended ]] && break
             sleep 0.1
         done
@@ -103,17 +103,17 @@ stop() {
     unlock
 }
 
-unlock() { # libtpu leaves its lock behind when it is killed, and then refuses to start
+unlock() { # remove the lock that libtpu leaves behind when it is killed, and which then keeps it from starting
     [[ -e $lock ]] || return 0
     local descriptor
     if [[ ! -O $lock ]]; then
-        echo "$lock is another user's: left alone"
+        echo "$lock belongs to another user: not removed"
         return 0
     fi
     for descriptor in /proc/[0-9]*/fd/*; do
         if [[ $descriptor -ef $lock ]]; then
             descriptor=${descriptor#/proc/}
-            echo "$lock is held by process ${descriptor%%/*}: left alone"
+            echo "$lock is held by process ${descriptor%%/*}: not removed"
             return 0
         fi
     done
@@ -130,7 +130,7 @@ case "${1:-}" in
 prepare | start | supervise | status) "$@" ;;
 log) show_log "${2:-}" ;;
 stop)
-    [[ ${2:-} =~ ^[0-9]+$ ]] || fail "$0 stop ${2:-}: give the seconds that a save may take, as in stop 300"
+    [[ ${2:-} =~ ^[0-9]+$ ]] || fail "$0 stop ${2:-}: give the number of seconds to wait for a save, as in stop 300"
     stop "$2"
     ;;
 *) fail "usage: $0 prepare | start ARGUMENTS | status | log [--follow] | stop SECONDS" ;;

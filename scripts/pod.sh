@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A TPU slice, or several, from nothing to a run, by gcloud from your machine.  docs/pods.md is the guide.
+# Rents TPU slices with gcloud from your machine, and runs main.py on them.  docs/pods.md is the guide.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=scripts/pod_steps.sh
@@ -12,31 +12,31 @@ help() {
 scripts/pod.sh STEP NAME [options] [-- arguments of main.py]
 
 steps
-  create    rent NAME: --type v4-32 and what is below; returns when it is there, or with --queued or --slices in a queue
-  setup     copy this working tree to ~/shmap_tp of every host (or --repository URL: clone it), install, test the devices
+  create    rent NAME: --type v4-32 and options below; returns when it is ready, or with --queued or --slices when queued
+  setup     copy this working tree to ~/shmap_tp on every host (or clone --repository URL), install, test the devices
   run       start main.py on every host, detached, with the arguments after --
-  status    the state of NAME, how many hosts it has, and what main.py does on each
-  logs      the last lines that process 0 has written; --follow: and those to come
-  stop      have main.py save and end on every host; --seconds (300) later it is killed.  No other process is touched
-  delete    give NAME back; what is on its disks is lost
-  train     all of it: create, setup and run, again and again, until main.py is done; needs checkpoint.dir=gs://...
+  status    the state of NAME, its number of hosts, and the state of main.py on each host
+  logs      the last lines of process 0's log; with --follow also new ones
+  stop      main.py saves and ends on every host; after --seconds (300) it is killed; no other process is signalled
+  delete    give NAME back; its disks are lost
+  train     create, setup and run, repeatedly, until main.py is done; needs checkpoint.dir=gs://...
 
 options
-  --zone ZONE, --project PROJECT       without them gcloud's own: gcloud config set compute/zone ZONE
+  --zone ZONE, --project PROJECT       default: those of gcloud (gcloud config set compute/zone ZONE)
   --type TYPE                          v2-8, v3-32, v4-32, v5litepod-16, v5p-32, v6e-16, ...
-  --version VERSION                    of the VM's software; without it, what fits the type
-  --spot | --preemptible | --reserved  cheaper, but taken away at any time | the older kind of that | what you reserved
-  --queued                             wait in the queue for capacity instead of failing where there is none
-  --slices N                           so many slices of the type, queued, as one: NAME-0, NAME-1, ...
-  --network NETWORK                    such as one with an MTU of 8896; without it the project's default
-  --poll SECONDS                       train: between two looks at the hosts, 60 without it
-  --dry-run                            print every command as it would be run, and run none
+  --version VERSION                    software of the VM; default: the one for the type
+  --spot | --preemptible | --reserved  cheaper but preemptible | the older kind of that | from your reservation
+  --queued                             wait in the queue for capacity instead of failing without it
+  --slices N                           N slices of the type, queued, as one pod: NAME-0, NAME-1, ...
+  --network NETWORK                    for example one with an MTU of 8896; default: the project's default network
+  --poll SECONDS                       train: interval between two checks of the hosts (60)
+  --dry-run                            print every command, and run none
 
-An option that says what NAME is (--zone, --project, --queued, --slices) goes with every step of it.
+Repeat the options that identify NAME (--zone, --project, --queued, --slices) with every step.
 
 exit codes
-  0 done    1 gcloud or a host failed, see above    2 a mistake, explained in a line or two
-  train: 0 when main.py was done, 2 when it refused its input, 1 after five failures in a row
+  0 done    1 gcloud or a host failed, see above    2 bad input, explained in one or two lines
+  train: 0 main.py is done, 2 main.py refused its input, 1 five failures in a row
 TEXT
 }
 
@@ -45,7 +45,7 @@ fail() {
     exit 2
 }
 
-need() { # an option's value
+need() { # fail if option $1 has no value; $2 is the number of remaining words
     [[ $2 -ge 2 ]] || fail "$1 needs a value; see scripts/pod.sh --help"
 }
 
@@ -53,17 +53,17 @@ need() { # an option's value
 case "${1:-}" in
 "" | -h | --help) help && exit ;;
 create | setup | run | status | logs | stop | delete | train) step=$1 ;;
-*) fail "$1 is no step; use one of create, setup, run, status, logs, stop, delete, train" ;;
+*) fail "$1 is not a step; use one of create, setup, run, status, logs, stop, delete, train" ;;
 esac
 name=${2:-}
 [[ -n $name && $name != -* ]] || fail "pod.sh $step: name the pod, as in pod.sh $step my-pod"
-[[ $name =~ ^[a-z]([-a-z0-9]{0,60}[a-z0-9])?$ ]] || fail "$name: a name is of lower-case letters, digits and -"
+[[ $name =~ ^[a-z]([-a-z0-9]{0,60}[a-z0-9])?$ ]] || fail "$name: a name has lower-case letters, digits and - only"
 shift 2
 
-place=() type="" version="" tier="" queued="" slices=1 network="" dry="" follow="" seconds=300 poll=60 repository="" arguments=()
+location=() type="" version="" tier="" queued="" slices=1 network="" dry="" follow="" seconds=300 poll=60 repository="" arguments=()
 while [[ $# -gt 0 ]]; do
     case "$1" in
-    --zone | --project) need "$1" $# && place+=("$1=$2") && shift ;;
+    --zone | --project) need "$1" $# && location+=("$1=$2") && shift ;;
     --type) need "$1" $# && type=$2 && shift ;;
     --version) need "$1" $# && version=$2 && shift ;;
     --slices | --node-count) need "$1" $# && slices=$2 && shift ;;
@@ -83,19 +83,19 @@ while [[ $# -gt 0 ]]; do
         arguments=("$@")
         break
         ;;
-    *) fail "$1 is no option of pod.sh; those of main.py come after --, see scripts/pod.sh --help" ;;
+    *) fail "$1 is not an option of pod.sh; arguments of main.py come after --, see scripts/pod.sh --help" ;;
     esac
     shift
 done
-[[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices $slices: give how many, 1 or more"
+[[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices $slices: give a number of slices, 1 or more"
 [[ $seconds =~ ^[0-9]+$ ]] || fail "--seconds $seconds: give a number of seconds"
 [[ $poll =~ ^[0-9]+$ ]] || fail "--poll $poll: give a number of seconds"
 [[ $slices -eq 1 ]] || queued=1
 [[ -z ${arguments[*]} || $step == run || $step == train ]] || fail "pod.sh $step takes no arguments of main.py"
 [[ -n $dry ]] || command -v gcloud >/dev/null ||
     fail "gcloud is not installed; see https://cloud.google.com/sdk/docs/install, then: gcloud auth login"
-heard=$(mktemp)
-trap 'rm -f "$heard"' EXIT
+gcloud_errors=$(mktemp)
+trap 'rm -f "$gcloud_errors"' EXIT
 
 case "$step" in
 create) create ;;
@@ -103,7 +103,7 @@ setup) setup ;;
 run) run ;;
 status) show_status ;;
 logs) on_node "$(first_node)" 0 log ${follow:+"$follow"} || explain ;;
-stop) everywhere stop "$seconds" || explain ;;
+stop) on_all_hosts stop "$seconds" || explain ;;
 delete) delete ;;
 train) train ;;
 esac

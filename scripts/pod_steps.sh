@@ -1,41 +1,41 @@
 #!/usr/bin/env bash
-# The steps of pod.sh, which sources this: what it asks of gcloud, and how it explains what gcloud refuses.
-# Uses its options, `fail`, and `heard`, a file.
+# The steps of pod.sh, which sources this file: the gcloud commands, and explanations of gcloud's errors.
+# Uses the options of pod.sh, its function `fail`, and the file $gcloud_errors.
 # shellcheck disable=SC2154,SC2034,SC2088
 remote='~/shmap_tp/scripts/on_host.sh' # the host expands the ~
 
-call() { # run a command, or with --dry-run print it; what it writes on stderr is seen, and kept in $heard
+call() { # run a command, or with --dry-run print it; its stderr is shown, and appended to $gcloud_errors
     if [[ -n $dry ]]; then
         printf '%q ' "$@" | sed 's/ $//'
         echo
         return
     fi
-    { "$@" 2>&1 >&3 3>&- | tee -a "$heard" >&2; } 3>&1
+    { "$@" 2>&1 >&3 3>&- | tee -a "$gcloud_errors" >&2; } 3>&1
 }
 
-explain() { # what gcloud refused, in a line; then exit 1
-    local list="gcloud compute tpus tpu-vm list ${place[*]}"
-    case "$(<"$heard")" in
-    *NOT_FOUND* | *"not found"*) echo "error: there is no $name here; see $list, or: pod.sh create $name" ;;
-    *ALREADY_EXISTS* | *"already exists"*) echo "error: $name is there already; go on with: pod.sh setup $name" ;;
-    *"uota"* | *QUOTA*) echo "error: the quota is too small; ask for more of this type, in this zone, spot or not:
+explain() { # explain gcloud's error in one line; then exit 1
+    local list="gcloud compute tpus tpu-vm list ${location[*]}"
+    case "$(<"$gcloud_errors")" in
+    *NOT_FOUND* | *"not found"*) echo "error: there is no $name; see $list, or: pod.sh create $name" ;;
+    *ALREADY_EXISTS* | *"already exists"*) echo "error: $name exists already; continue with: pod.sh setup $name" ;;
+    *"uota"* | *QUOTA*) echo "error: the quota is too small; request more for this type and zone, spot or on-demand:
 https://console.cloud.google.com/iam-admin/quotas" ;;
     *"no more capacity"* | *RESOURCE_EXHAUSTED* | *"tockout"*)
-        echo "error: this zone has none to spare now; wait for one with --queued, or try another --zone or --spot"
+        echo "error: no capacity in this zone now; wait with --queued, or try another --zone or --spot"
         ;;
     *PERMISSION_DENIED* | *"not have permission"* | *"has not been used"*)
-        echo "error: not allowed: gcloud auth login, the right --project, and: gcloud services enable tpu.googleapis.com"
+        echo "error: permission denied; try gcloud auth login, the right --project, and: gcloud services enable tpu.googleapis.com"
         ;;
     *) echo "error: pod.sh $step $name failed (above)" ;;
     esac >&2
     exit 1
 }
 
-tpus() { # gcloud compute tpus ARGUMENTS in this place
-    call gcloud compute tpus "$@" "${place[@]}"
+tpus() { # gcloud compute tpus ARGUMENTS in this zone and project
+    call gcloud compute tpus "$@" "${location[@]}"
 }
 
-nodes() { # a slice's name each, in a line: of several, what gcloud makes of --node-prefix
+nodes() { # print the name of each slice on a line; gcloud derives those of several from --node-prefix
     if [[ $slices -eq 1 ]]; then
         echo "$name"
     else
@@ -47,18 +47,18 @@ first_node() {
     nodes | head -n 1
 }
 
-on_node() { # on_host.sh with arguments on a slice's worker (or all)
+on_node() { # run on_host.sh with arguments on one worker of a slice, or on all
     local node=$1 worker=$2 command=$remote
     shift 2
     for argument in "$@"; do command+=" $(printf '%q' "$argument")"; done
     tpus tpu-vm ssh "$node" --worker="$worker" --command="$command"
 }
 
-everywhere() { # on_host.sh with arguments on all hosts of all slices at once: the devices are tested together
+on_all_hosts() { # run on_host.sh with arguments on all hosts of all slices at once: the devices are tested together
     for_nodes on_node all "$@"
 }
 
-for_nodes() { # FUNCTION NODE ARGUMENTS for all slices at once; fails where one of them does
+for_nodes() { # call FUNCTION NODE ARGUMENTS for all slices at once; fails if one call fails
     local function=$1 code=0 node jobs=()
     shift
     if [[ $slices -eq 1 || -n $dry ]]; then
@@ -73,7 +73,7 @@ for_nodes() { # FUNCTION NODE ARGUMENTS for all slices at once; fails where one 
     return "$code"
 }
 
-software() { # the VM's software for a type, by https://cloud.google.com/tpu/docs/runtimes
+software_version() { # print the VM software for $type, from https://cloud.google.com/tpu/docs/runtimes
     case "$type" in
     v2-* | v3-* | v4-*) echo tpu-ubuntu2204-base ;;
     v5litepod-*) echo v2-alpha-tpuv5-lite ;;
@@ -83,32 +83,32 @@ software() { # the VM's software for a type, by https://cloud.google.com/tpu/doc
     esac
 }
 
-order() { # ask for the slices
+request_slices() { # request the slices from gcloud
     [[ -n $type ]] || fail "pod.sh $step $name: give --type, such as v4-32"
-    version=${version:-$(software)} || fail "--type $type: its software is not known here; give --version, see
+    version=${version:-$(software_version)} || fail "--type $type: its software version is not known; give --version, see
 https://cloud.google.com/tpu/docs/runtimes"
-    local wanted=(--accelerator-type="$type")
+    local request=(--accelerator-type="$type")
     if [[ -z $queued ]]; then
-        wanted+=(--version="$version" ${tier:+"$tier"} ${network:+--network="$network"})
-        tpus tpu-vm create "$name" "${wanted[@]}"
+        request+=(--version="$version" ${tier:+"$tier"} ${network:+--network="$network"})
+        tpus tpu-vm create "$name" "${request[@]}"
         return
     fi
-    [[ $tier != --preemptible ]] || fail "what is queued cannot be --preemptible; use --spot"
-    if [[ $slices -eq 1 ]]; then wanted+=(--node-id="$name"); else wanted+=(--node-count="$slices" --node-prefix="$name"); fi
-    wanted+=(--runtime-version="$version" ${tier:+"$tier"} ${network:+--network="$network"})
-    tpus queued-resources create "$name" "${wanted[@]}"
+    [[ $tier != --preemptible ]] || fail "a queued resource cannot be --preemptible; use --spot"
+    if [[ $slices -eq 1 ]]; then request+=(--node-id="$name"); else request+=(--node-count="$slices" --node-prefix="$name"); fi
+    request+=(--runtime-version="$version" ${tier:+"$tier"} ${network:+--network="$network"})
+    tpus queued-resources create "$name" "${request[@]}"
 }
 
 create() {
-    order || explain
+    request_slices || explain
     [[ -n $dry ]] || echo "next: pod.sh ${queued:+status $name until it is ACTIVE, then pod.sh }setup $name"
 }
 
-copy() { # what git knows of here, changed or not, to a slice
+copy() { # copy the packed working tree to a slice
     tpus tpu-vm scp "$packed" "$1:shmap_tp.tar.gz" --worker=all
 }
 
-unpack() {
+unpack() { # unpack the copy, or clone, and prepare the hosts of a slice
     local command='mkdir -p ~/shmap_tp && tar -xzf ~/shmap_tp.tar.gz -C ~/shmap_tp'
     if [[ -n $repository ]]; then
         command="if [ -d ~/shmap_tp/.git ]; then git -C ~/shmap_tp pull --ff-only;"
@@ -117,7 +117,7 @@ unpack() {
     tpus tpu-vm ssh "$1" --worker=all --command="$command && $remote prepare"
 }
 
-install() {
+install() { # pack what git knows of this working tree, changed or not, and install it on all slices
     if [[ -z $repository ]]; then
         packed=${TMPDIR:-/tmp}/shmap_tp-$name.tar.gz
         if [[ -z $dry ]]; then
@@ -136,11 +136,11 @@ setup() {
 
 run() {
     [[ " ${arguments[*]} " == *" --cfg "* ]] || arguments=(--cfg conf/config.yaml "${arguments[@]}")
-    everywhere start "${arguments[@]}" || explain
+    on_all_hosts start "${arguments[@]}" || explain
     [[ -n $dry ]] || echo "next: pod.sh logs $name --follow"
 }
 
-state() { # of the slices together: READY or ACTIVE when they may be used
+state() { # print the state of the slices together: READY or ACTIVE when they can be used
     if [[ -n $queued ]]; then
         tpus queued-resources describe "$name" --format='value(state.state)'
     else
@@ -155,10 +155,10 @@ hosts() {
 show_status() {
     local found
     found=$(state) || explain
-    if [[ -n $dry ]]; then echo "$found"; else echo "$name: $found (then each slice, its state, its hosts)"; fi
+    if [[ -n $dry ]]; then echo "$found"; else echo "$name: $found (below: each slice, its state, its number of hosts)"; fi
     [[ -n $dry || $found == READY || $found == ACTIVE ]] || return 0
     for_nodes hosts || explain
-    everywhere status || explain
+    on_all_hosts status || explain
 }
 
 delete() {

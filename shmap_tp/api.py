@@ -70,7 +70,8 @@ def _resolve(config: Config) -> tuple[Config, Mesh]:
     if wanted > len(devices):
         raise UserError(
             f"mesh.dp={config.mesh.dp} x mesh.mp={config.mesh.mp} needs {wanted} devices, but JAX already runs with "
-            f"{len(devices)};\nrestart Python with JAX_NUM_CPU_DEVICES={wanted}, build this mesh first, or choose a smaller one (dp, mp)"
+            f"{len(devices)};\nrestart Python with JAX_NUM_CPU_DEVICES={wanted}, build this mesh first, or choose a "
+            f"smaller one (dp, mp)"
         )
     return config, meshes.make_mesh(config.mesh, devices[:wanted])
 

@@ -24,9 +24,9 @@ import shmap_tp.layers.embedding
 import shmap_tp.layers.positions
 import shmap_tp.model.loss
 import shmap_tp.parallel.collective_matmul
-import shmap_tp.parallel.tensor_parallel
 import shmap_tp.parallel.fsdp
 import shmap_tp.parallel.fsdp_overlap
+import shmap_tp.parallel.tensor_parallel
 import shmap_tp.training.optimizer
 import shmap_tp.training.step
 from shmap_tp.layers.attention import KeyValueHeads

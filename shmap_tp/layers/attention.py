@@ -1,16 +1,16 @@
-"""Causal self-attention, its heads cut along mp.
+"""Causal self-attention, its heads sharded over mp.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053; grouped-query heads as Ainslie et al.
 2023, https://arxiv.org/abs/2305.13245
 
 B batch, T time (queries), S time (keys), D model width, H query heads, N key/value heads, K head dim, G = H / N.
-H/mp: dim H cut along mp.  {+mp}: a sum over mp still owed.
+H/mp: dim H sharded over mp.  {+mp}: a partial sum, not yet reduced.
 
-    x  --into: query, key, value-->  q[B T H/mp K], k and v[B T N/mp K]  --attention, head by head-->
-       mixed[B T H/mp K]  --out_of: out {+mp}-->  y
+    x  --column_parallel: query, key, value-->  q[B T H/mp K], k and v[B T N/mp K]  --attention, head by head-->
+       mixed[B T H/mp K]  --row_parallel: out {+mp}, reduced-->  y
 
-What computes the attention of each head is a value, too: `Chunked`, here, in XLA's own operations, or a kernel of
-kernels.py.  Whoever builds the model chooses it (choice.py); none of them moves anything between devices.
+How the attention of each head is computed is a value, too: `Chunked`, here, in XLA's own operations, or a kernel of
+flash_attention.py, selected when the model is built (attention_selection.py).  None of them communicates.
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.layers.flash_attention import ATTENTION_OUTPUT, Cudnn, Splash
-from shmap_tp.layers.later import QUERY_KEY_VALUE, DeferredResiduals
-from shmap_tp.layers.linear import ColumnParallelHeads, RowParallelHeads, into_heads
-from shmap_tp.layers.positions import AnyPositions
+from shmap_tp.config.activation_names import ATTENTION_OUTPUT, QUERY_KEY_VALUE
+from shmap_tp.layers.flash_attention import Cudnn, DeferredResiduals, Splash
+from shmap_tp.layers.linear import ColumnParallelHeads, RowParallelHeads
+from shmap_tp.layers.positions import PositionEncoding, Positions
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import MP
-from shmap_tp.parallel.modes import TensorParallel
 from shmap_tp.parallel.partitioning import param
-from shmap_tp.parallel.tensor_parallel import Columns, Product
+from shmap_tp.parallel.tensor_parallel import Activation, Linear, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Chunked:
     """softmax(q k' / sqrt(K) + bias, s <= t) v by `causal_attention`: for any device, shape, dtype and bias."""
 
     chunk: int
+    """Queries whose scores exist at a time."""
 
     def __call__(
         self,
@@ -47,31 +47,32 @@ class Chunked:
         v_BTNK: Float[Array, "B T N K"],
         slopes_H: Float[Array, " H"] | None,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
-        """(mixed, nothing that is put off).  Wire: nothing."""
-        return kept(causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk), ATTENTION_OUTPUT), ()
+        """(mixed, no deferred residuals).  Communication: none."""
+        mixed_BTHK = causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk)
+        return checkpoint_per_head(mixed_BTHK, ATTENTION_OUTPUT), ()
 
 
 AnyAttention = Chunked | Splash | Cudnn
 
 
-def kept(x_BTHK: Float[Array, "B T H K"], name: str) -> Float[Array, "B T H K"]:
-    """x, by a name for remat policies, kept head by head.  Stacked over layers as [B T H K], the few heads of a device
-    are padded to the rows of a TPU's tile: at 6.9B, 8 ways on a v3, so much memory that the compiler gathered again,
-    and a step took 33.8 s instead of 31.7 (predicted)."""
+def checkpoint_per_head(x_BTHK: Float[Array, "B T H K"], name: str) -> Float[Array, "B T H K"]:
+    """x, named for rematerialisation policies, which save it as [B H T K]: stacked as [B T H K], the few heads of a
+    device would be padded to the rows of a TPU tile (docs/performance-notes.md)."""
     return checkpoint_name(x_BTHK.transpose(0, 2, 1, 3), name).transpose(0, 2, 1, 3)
 
 
 class KeyValueHeads(eqx.Module):
-    """k (or v) = h @ w for the key/value heads that this device's query heads look at.
+    """k (or v) = h @ w for the key/value heads that this device's query heads attend to.
 
-    Shapes  h[B T D], varying over mp (entered) -> k[B T N/mp K]; where mp > N, w is whole on every device, and k is the
-            one head [B T 1 K] shared by all query heads here.
-    Wire    none here where mp <= N.  Where mp > N, backward: one all-reduce of dw (D N K values, float32) over mp,
-            unless the wire made w vary over mp before: its gradient then meets with all others.
+    Shapes         h[B T D], varying over mp -> k[B T N/mp K]; where mp > N, w is replicated, and k is the one head
+                   [B T 1 K] that all query heads here share.
+    Communication  none where mp <= N.  Where mp > N, backward: one all-reduce of dw (D N K values) over mp, unless the
+                   tensor-parallel mode marked w as varying before: then it is reduced once per step.
     """
 
-    weight: Float[Array, "D N K"] = param(None, MP, None, whole_if_fewer=True)
+    weight: Float[Array, "D N K"] = param(None, MP, None, replicate_if_fewer=True)
     heads: int = eqx.field(static=True)
+    outputs_first = False
 
     def __init__(self, width: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray):
         self.weight = std * jax.random.normal(key, (width, heads, head_dim))
@@ -80,16 +81,18 @@ class KeyValueHeads(eqx.Module):
     def __call__(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T N K"]:
         weight_DNK = self.weight
         if lax.axis_size(MP) > self.heads:
-            mine = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
-            weight_DNK = lax.dynamic_slice_in_dim(mark_varying(weight_DNK, MP), mine, 1, axis=1)
-        return into_heads(h_BTD, weight_DNK)
+            shared = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
+            weight_DNK = lax.dynamic_slice_in_dim(mark_varying(weight_DNK, MP), shared, 1, axis=1)
+        return jnp.einsum("btd,dhk->bthk", h_BTD, weight_DNK.astype(h_BTD.dtype))
 
 
 class Attention(eqx.Module):
-    """mixed = softmax(q k' / sqrt(K) + bias, s <= t) v, each device its own heads; q, k, v are products of the columns,
-    and y = mixed @ out.
+    """y = softmax(q k' / sqrt(K) + bias, s <= t) v @ out, with q, k, v = x @ query, x @ key, x @ value.
 
-    Wire    none here but KeyValueHeads' own where mp > N; what `into` and `out_of` cost, the wire in use says.
+    A parallel block shares one `column_parallel` and one `row_parallel` with the MLP, and so uses `inputs`, `mix` and
+    `out` apart; a sequential block calls the attention.
+
+    Communication  what `tp` does for one column-parallel and one row-parallel product; KeyValueHeads' own where mp > N.
     """
 
     query: ColumnParallelHeads
@@ -117,18 +120,33 @@ class Attention(eqx.Module):
         self.out = RowParallelHeads(heads[0] * head_dim, width, std=std_out, key=key_out)
         self.attend = attend
 
+    def __call__(
+        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, tp: TensorParallel, positions: Positions = None
+    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals]:
+        """(y, residuals that host offload saves at the end of the block)."""
+        q_BTHK, k_BTNK, v_BTNK = tp.column_parallel(x_BTD, *self.inputs)
+        mixed_BTHK, residuals = self.mix(q_BTHK, k_BTNK, v_BTNK, encoding, tp, positions)
+        return tp.row_parallel((mixed_BTHK, self.out)), residuals
+
     @property
-    def columns(self) -> Columns:
+    def inputs(self) -> tuple[Linear, Linear, Linear]:
         return self.query, self.key, self.value
 
-    def __call__(
-        self, q: Product, k: Product, v: Product, positions: AnyPositions, wire: TensorParallel
-    ) -> tuple[Product, DeferredResiduals]:
-        """(mixed, what is handed to `put_off` at the end of the block)."""
-        q_BTHK, k_BTNK, v_BTNK = (wire.in_time(y) for y in (q, k, v))
-        qkv = positions.on_heads(q_BTHK), positions.on_heads(k_BTNK), v_BTNK
-        mixed_BTHK, handed = self.attend(*(kept(x, QUERY_KEY_VALUE) for x in qkv), positions.slopes())
-        return wire.in_parts(mixed_BTHK), handed
+    def mix(
+        self,
+        q: Activation,
+        k: Activation,
+        v: Activation,
+        encoding: PositionEncoding,
+        tp: TensorParallel,
+        positions: Positions = None,
+    ) -> tuple[Activation, DeferredResiduals]:
+        """softmax(q k') v of this device's heads, for all positions."""
+        q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
+        qkv = encoding.rotate(q_BTHK, positions), encoding.rotate(k_BTNK, positions), v_BTNK
+        saved = (checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qkv)
+        mixed_BTHK, residuals = self.attend(*saved, encoding.slopes())
+        return tp.split_time(mixed_BTHK), residuals
 
 
 def causal_attention(
@@ -140,9 +158,8 @@ def causal_attention(
 ) -> Float[Array, "B T H K"]:
     """Attention of every query to the keys up to its own time, `chunk` queries at a time.
 
-    Scores and softmax in float32 (or wider).  Each chunk of queries sees just the keys up to its end, so the work is
-    half of T^2 plus half a chunk, and at most [B, H, chunk, T] scores exist at a time: the backward pass computes them
-    again.
+    Scores and softmax are float32 (or wider).  Each chunk of queries reads the keys up to its end, so the work is half
+    of T^2 plus half a chunk, and at most [B, H, chunk, T] scores exist at a time: the backward pass recomputes them.
     """
     time = q_BTHK.shape[1]
     if time <= chunk:
@@ -161,7 +178,7 @@ def _attend(
 ) -> Float[Array, "B T H K"]:
     """Exact softmax attention of the last T of S positions to all S of them.
 
-    A pair of batch and key/value head is one batch entry of plain matrix products; its G query heads are further rows.
+    Each pair of batch and key/value head is one batch entry of the matrix products; its G query heads are more rows.
     """
     (batch, time, heads, head_dim), (_, keys, groups, _) = q_BTHK.shape, k_BSNK.shape
     shared, wide = heads // groups, jnp.promote_types(q_BTHK.dtype, jnp.float32)
@@ -178,7 +195,7 @@ def _attend(
 def _bias(
     slopes_H: Float[Array, " H"] | None, shared: int, time: int, keys: int, dtype: DTypeLike
 ) -> Float[Array, "N R S"]:
-    """What is added to the scores of [N or 1, G x T, S]: the head's slope x (s - t), and nearly -inf for the future."""
+    """What is added to the scores [N or 1, G x T, S]: the head's slope x (s - t), and nearly -inf for later keys."""
     past_TS = jnp.arange(keys)[None, :] - jnp.arange(keys - time, keys)[:, None]
     slopes_H = jnp.zeros(shared, dtype) if slopes_H is None else slopes_H.astype(dtype)
     bias_HTS = slopes_H[:, None, None] * past_TS.astype(dtype)[None]

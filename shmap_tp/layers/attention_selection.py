@@ -1,11 +1,11 @@
-"""Which attention a program runs: what `model.attention` names, or with `auto` what its devices are best at.
+"""Which attention a program runs: the one that `model.attention` names, or with `auto` the best for its devices.
 
     TPU v4 and later   splash, where the positions are not ALiBi, 128 divides the context and the head dim is 64, 128
                        or 256; on v2 and v3 Pallas cannot multiply bfloat16 matrices
     NVIDIA             cudnn, where the positions are not ALiBi, the dtype has 16 bits and the head dim suits cuDNN
     all else           chunked
 
-Decided once, when programs are built, and handed down as a value: no layer asks for a device.
+Decided once, when programs are built, and passed down as a value: no layer asks for a device.
 """
 
 import jax
@@ -20,16 +20,16 @@ from shmap_tp.layers.flash_attention import BLOCKS, SPLASH_HEAD_DIMS, Cudnn, Spl
 
 
 def select_attention(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> AnyAttention:
-    """The attention of `model` on devices like `device`, in `dtype`.  Raises InputError where the one that is named
-    cannot be run there."""
+    """The attention of `model` on devices like `device`, in `dtype`.  Raises UserError where the one that is named
+    cannot run there."""
     refusals = {
         AttentionKernel.splash: _no_splash(model, device),
         AttentionKernel.cudnn: _no_cudnn(model, device, dtype),
     }
-    later = SavedActivation.query_key_value in model.offload
+    defer = SavedActivation.query_key_value in model.offload
     made = {
-        AttentionKernel.splash: Splash(later),
-        AttentionKernel.cudnn: Cudnn(later),
+        AttentionKernel.splash: Splash(defer),
+        AttentionKernel.cudnn: Cudnn(defer),
         AttentionKernel.chunked: Chunked(model.attention_chunk),
     }
     asked = model.attention
@@ -43,33 +43,33 @@ def select_attention(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -
     return made[asked]
 
 
-def named(attention: AnyAttention) -> AttentionKernel:
+def kernel_name(attention: AnyAttention) -> AttentionKernel:
     """The name that `model.attention` has for it."""
     kinds = {Splash: AttentionKernel.splash, Cudnn: AttentionKernel.cudnn, Chunked: AttentionKernel.chunked}
     return kinds[type(attention)]
 
 
 def _no_splash(model: ModelConfig, device: jax.Device) -> str | None:
-    """Why splash cannot be run, or None."""
+    """Why splash cannot run, or None."""
     made = generation(device.device_kind)
     if made is None or not made.has_kernels:
         return "it is for TPU v4 and later"
     if model.positions == Positions.alibi:
-        return "it adds no bias to scores, and model.positions=alibi is one"
+        return "it adds no bias to scores, and model.positions=alibi needs one"
     if model.context % BLOCKS[-1]:
-        return f"its blocks are of {BLOCKS[-1]} positions, which does not divide model.context={model.context}"
+        return f"its blocks have {BLOCKS[-1]} positions, which does not divide model.context={model.context}"
     if model.head_dim not in SPLASH_HEAD_DIMS:
         return f"model.head_dim={model.head_dim} is not one of its {', '.join(map(str, SPLASH_HEAD_DIMS))}"
     return None
 
 
 def _no_cudnn(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> str | None:
-    """Why cuDNN's flash attention cannot be run, or None.  Head dims as jax.nn.dot_product_attention checks them."""
+    """Why cuDNN's flash attention cannot run, or None.  Head dims as jax.nn.dot_product_attention checks them."""
     capability = _capability(device)
     if capability < 8.0:
         return "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later"
     if model.positions == Positions.alibi:
-        return "it is used without a bias, and model.positions=alibi is one"
+        return "it is used without a bias, and model.positions=alibi needs one"
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"it computes in bfloat16 or float16, not {jnp.dtype(dtype)}; set train.precision=bfloat16"
     largest = 256 if capability >= 9.0 else 128
@@ -79,7 +79,7 @@ def _no_cudnn(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> str |
 
 
 def _capability(device: jax.Device) -> float:
-    """Of an NVIDIA GPU; 0 of anything else (an AMD GPU calls its own gfx...)."""
+    """Of an NVIDIA GPU; 0 for anything else (for an AMD GPU JAX reports a name, gfx...)."""
     try:
         return float(getattr(device, "compute_capability", 0))
     except ValueError:

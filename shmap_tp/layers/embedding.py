@@ -1,12 +1,12 @@
-"""The vocabulary, cut along mp: looked up on the way in, scored on the way out.
+"""Embedding and head, their vocabulary sharded over mp.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053
 
-B batch, T time, N positions of a chunk, D model width, V vocabulary rows, padded.  V/mp: dim V cut along mp.  {+mp}: a
-sum over mp still owed.
+B batch, T time, N positions of a chunk, D model width, V vocabulary rows, padded.  V/mp: dim V sharded over mp.
+{+mp}: a partial sum, not yet reduced.
 
-    lookup   ids[B T]             w[V/mp D]  ->  x[B T D] {+mp}    rows of other devices count as zero
-    score    x[N D] (entered)  @  w[V/mp D]' ->  logits[N V/mp]    never gathered: the loss works on the shards
+    lookup   ids[B T]     w[V/mp D]  ->  x[B T D] {+mp}    rows of other devices count as zero
+    score    x[N D]    @  w[V/mp D]' ->  logits[N V/mp]    never gathered: the loss works on the shards
 """
 
 import equinox as eqx
@@ -21,16 +21,16 @@ from shmap_tp.parallel.partitioning import param
 
 
 def _table(vocabulary: int, rows: int, width: int, std: float, key: PRNGKeyArray) -> Float[Array, "V D"]:
-    """Random rows for the real ids, zeros for the padding: what a row holds does not depend on how many are added."""
+    """Random rows for the real ids, zeros for the padding: the values of a row do not depend on the padding."""
     real = std * jax.random.normal(key, (vocabulary, width))
     return jnp.pad(real, ((0, rows - vocabulary), (0, 0)))
 
 
 class VocabParallelEmbedding(eqx.Module):
-    """x = w[ids], each device looking up the ids that fall into its own rows.
+    """x = w[ids], each device looking up the ids of its own rows.
 
-    Shapes  ids[B T] of 0 <= id < V -> x[B T D] {+mp}, in `dtype`.
-    Wire    none here; x is left, by the wire in use.
+    Shapes         ids[B T] of 0 <= id < V -> x[B T D] {+mp}, in `dtype`.
+    Communication  none; x is reduced by the tensor-parallel mode.
     """
 
     weight: Float[Array, "V D"] = param(MP, None)
@@ -41,13 +41,13 @@ class VocabParallelEmbedding(eqx.Module):
     def __call__(self, ids_BT: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
         rows = self.weight.shape[0]
         row_BT = ids_BT - lax.axis_index(MP) * rows
-        mine_BT = (row_BT >= 0) & (row_BT < rows)
-        x_BTD = self.weight[jnp.where(mine_BT, row_BT, 0)].astype(dtype)
-        return jnp.where(mine_BT[..., None], x_BTD, jnp.zeros((), dtype))
+        local_BT = (row_BT >= 0) & (row_BT < rows)
+        x_BTD = self.weight[jnp.where(local_BT, row_BT, 0)].astype(dtype)
+        return jnp.where(local_BT[..., None], x_BTD, jnp.zeros((), dtype))
 
 
 class VocabParallelHead(eqx.Module):
-    """A table of its own to score with, where the embedding's is not tied to it; each device has its own rows."""
+    """The weight of the output head, where it is not tied to the embedding's; each device has its own rows."""
 
     weight: Float[Array, "V D"] = param(MP, None)
 
@@ -56,11 +56,11 @@ class VocabParallelHead(eqx.Module):
 
 
 def score(x_ND: Float[Array, "N D"], weight_VD: Float[Array, "V D"]) -> Float[Array, "N V"]:
-    """logits = x @ w' with any table w: the head's own, or the embedding's where the two are tied.
+    """logits = x @ w', with the head's weight or, where the two are tied, the embedding's.
 
-    Shapes  x[N D], varying over mp (entered) -> logits[N V/mp]; w is cast to x's dtype, and what comes out is float32
-            (or wider): not rounded to x's dtype in between.  Padded rows are scored too.
-    Wire    none here; x was entered, by the wire in use.
+    Shapes         x[N D], varying over mp -> logits[N V/mp]; w is cast to x's dtype, and the logits are float32 (or
+                   wider), not rounded to x's dtype in between.  Padded rows are scored, too.
+    Communication  none; x entered by the tensor-parallel mode.
     """
     wide = jnp.promote_types(x_ND.dtype, jnp.float32)
     return jnp.matmul(x_ND, weight_VD.astype(x_ND.dtype).T, preferred_element_type=wide)

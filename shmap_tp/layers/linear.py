@@ -1,27 +1,28 @@
-"""Linear layers that share one matrix product between the devices of the mp axis.
+"""Linear layers whose matrix product is shared by the devices of mp.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053
 
-B batch, T time, D features in, F features out.  F/mp: dim F cut along mp.  {+mp}: a sum over mp still owed.
+B batch, T time, D features in, F features out, H heads, K head dim.  F/mp: dim F sharded over mp.  {+mp}: a partial
+sum, not yet reduced.
 
-    column   x[B T D]     @ w[F/mp D]'  ->  y[B T F/mp]
-    row      x[B T D/mp]  @ w[D/mp F]   ->  y[B T F] {+mp}
+    column-parallel   x[B T D]     @ w[F/mp D]'  ->  y[B T F/mp]
+    row-parallel      x[B T D/mp]  @ w[D/mp F]   ->  y[B T F] {+mp}
 
-Both keep the dim that mp cuts first, and where dp shares a weight, it cuts that dim further, if it divides it.  Of an
-MLP it is the longer one, so that a piece of a gradient that goes home in a ring (`shared`) reads but the smaller
-operand whole.
+Neither communicates: a tensor-parallel mode calls them together with its collectives (`parallel/tensor_parallel.py`).
+T is all of time there, or a chunk of it.
 
-Neither talks.  Whoever composes them hands the columns to a wire's `into` and the rows to its `out_of`, once for all
-the products of a region: that is where the two all-reduces of a Megatron layer stand, or whatever stands for them
-(`collectives`).  T is all of time there, or a part of it.
+The dim that mp shards is stored first, and FSDP shards it further if it can.  Of an MLP it is the longer dim, so a
+piece of a weight gradient that is reduced in a ring (`parallel/fsdp_overlap.py`) reads only the smaller operand in
+full.
 """
+
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.parallel.fsdp_overlap import Weight, product
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import param
 
@@ -29,90 +30,85 @@ from shmap_tp.parallel.partitioning import param
 class ColumnParallelLinear(eqx.Module):
     """y = x @ w', each device computing its own columns of y.  No bias.
 
-    Shapes  x[B T D], varying over mp (entered) -> y[B T F/mp], in x's dtype; w is cast to it.
-    Wire    none here; x was entered for all the columns that it meets.
+    Shapes         x[B T D], varying over mp -> y[B T F/mp], in x's dtype; w is cast to it.
+    Communication  none.
     """
 
     weight: Float[Array, "F D"] = param(MP, None)
+    outputs_first: ClassVar[bool] = True
+    """Whether the weight is stored as [outputs, inputs]."""
 
     def __init__(self, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray):
         self.weight = std * jax.random.normal(key, (features_out, features_in))
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        return product(lambda x_BTD, weight_FD: matmul(x_BTD, weight_FD.T), x_BTD, self.weight, outputs_first=True)
+        return matmul(x_BTD, self.weight.T)
 
 
-class ColumnParallelHeads(ColumnParallelLinear):
+class ColumnParallelHeads(eqx.Module):
     """y = x @ w', its columns F = H K as heads.
 
-    It is the weight that is reshaped and not the result, so that a compiler is free to write the result head by head,
-    as attention reads it: on TPU the other way costs copies of q, k and v, forward and backward, a sixth of the layer's
-    time with two heads of 256 on a device (predicted, v5e).
+    The weight is reshaped and not the result, so that a compiler can write the result head by head, as attention reads
+    it (docs/performance-notes.md).
 
-    Shapes  x[B T D], varying over mp (entered) -> y[B T H/mp K], in x's dtype; w is cast to it.
-    Wire    none here.
+    Shapes         x[B T D], varying over mp -> y[B T H/mp K], in x's dtype; w is cast to it.
+    Communication  none.
     """
 
+    weight: Float[Array, "F D"] = param(MP, None)
     head_dim: int = eqx.field(static=True)
+    outputs_first: ClassVar[bool] = True
 
     def __init__(self, features_in: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray):
-        super().__init__(features_in, heads * head_dim, std=std, key=key)
+        self.weight = std * jax.random.normal(key, (heads * head_dim, features_in))
         self.head_dim = head_dim
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
-        def multiply(x_BTD: Float[Array, "B T D"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T H K"]:
-            weight_HKD = weight_FD.astype(x_BTD.dtype).reshape(-1, self.head_dim, x_BTD.shape[2])
-            return jnp.einsum("btd,hkd->bthk", x_BTD, weight_HKD)
-
-        return product(multiply, x_BTD, self.weight, outputs_first=True)
+        weight_HKD = self.weight.astype(x_BTD.dtype).reshape(-1, self.head_dim, x_BTD.shape[2])
+        return jnp.einsum("btd,hkd->bthk", x_BTD, weight_HKD)
 
 
 class RowParallelLinear(eqx.Module):
-    """y = x @ w, each device adding up its own rows of w.  No bias.
+    """y = x @ w, each device multiplying its own rows of w.  No bias.
 
-    Shapes  x[B T D/mp] -> y[B T F] {+mp}, in x's dtype; w is cast to it.
-    Wire    none here; y is left once, with whatever else is owed beside it.
+    Shapes         x[B T D/mp] -> y[B T F] {+mp}, in x's dtype; w is cast to it.
+    Communication  none; y is reduced once, together with other partial sums.
     """
 
     weight: Float[Array, "D F"] = param(MP, None)
+    outputs_first: ClassVar[bool] = False
 
     def __init__(self, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray):
         self.weight = std * jax.random.normal(key, (features_in, features_out))
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        return product(matmul, x_BTD, self.weight, outputs_first=False)
+        return matmul(x_BTD, self.weight)
 
 
-class RowParallelHeads(RowParallelLinear):
-    """y = x @ w, its F = H K rows met by heads: the other way of `ColumnParallelHeads`.
+class RowParallelHeads(eqx.Module):
+    """y = x @ w, its rows D = H K as heads: the counterpart of `ColumnParallelHeads`.
 
-    Shapes  x[B T H/mp K] -> y[B T D] {+mp}, in x's dtype; w is cast to it.
-    Wire    none here.
+    Shapes         x[B T H/mp K] -> y[B T F] {+mp}, in x's dtype; w is cast to it.
+    Communication  none.
     """
 
-    def __call__(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
-        def multiply(x_BTHK: Float[Array, "B T H K"], weight_FD: Float[Array, "F D"]) -> Float[Array, "B T D"]:
-            weight_HKD = weight_FD.astype(x_BTHK.dtype).reshape(*x_BTHK.shape[2:], weight_FD.shape[1])
-            return jnp.einsum("bthk,hkd->btd", x_BTHK, weight_HKD)
+    weight: Float[Array, "D F"] = param(MP, None)
+    outputs_first: ClassVar[bool] = False
 
-        return product(multiply, x_BTHK, self.weight, outputs_first=False)
+    def __init__(self, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray):
+        self.weight = std * jax.random.normal(key, (features_in, features_out))
+
+    def __call__(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T F"]:
+        weight_HKF = self.weight.astype(x_BTHK.dtype).reshape(*x_BTHK.shape[2:], self.weight.shape[1])
+        return jnp.einsum("bthk,hkf->btf", x_BTHK, weight_HKF)
 
 
 def matmul(x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"]) -> Float[Array, "B T F"]:
     """x @ w in x's dtype, as one product of two matrices.
 
-    The rows are flattened because XLA on CPU copies a three-dimensional operand transposed for the weight's gradient,
-    and computes an activation again, element by element, inside that copy: a third of an MLP's time.
+    Batch and time are flattened because XLA for CPU copies a three-dimensional operand, transposed, for the weight's
+    gradient (docs/performance-notes.md).
     """
     batch, time, width = x_BTD.shape
     y = x_BTD.reshape(batch * time, width) @ weight_DF.astype(x_BTD.dtype)
     return y.reshape(batch, time, weight_DF.shape[1])
-
-
-def into_heads(x_BTD: Float[Array, "B T D"], weight_DHK: Weight) -> Float[Array, "B T H K"]:
-    """x @ w in x's dtype, a head for each [D K] of w."""
-
-    def multiply(x_BTD: Float[Array, "B T D"], weight_DHK: Float[Array, "D H K"]) -> Float[Array, "B T H K"]:
-        return jnp.einsum("btd,dhk->bthk", x_BTD, weight_DHK.astype(x_BTD.dtype))
-
-    return product(multiply, x_BTD, weight_DHK, outputs_first=False)

@@ -1,15 +1,14 @@
-"""Normalisation of the residual stream.  Scale only, no bias; the scale is whole on every device.
+"""Normalisation of the residual stream.  Scale only, no bias; the scale is replicated.
 
 B batch, T time, D model width.
 
-    x[B T D]  ->  y[B T D]      computed in float32 (or wider), returned in x's dtype; no wire
+    x[B T D]  ->  y[B T D]      computed in float32 (or wider), returned in x's dtype; no communication
 
-Positions are normalised one by one.  Where x is whole on every device of mp, every device computes the same y, and the
-scale's gradient is complete over mp.  Where a device has T/mp of them, it is {+mp}: the scale was made to vary over mp
-before (`collectives.SequenceParallel.at_home`), or JAX would sum its gradient here, layer by layer.
+Positions are normalised one by one.  Where x is replicated over mp, every device computes the same y, and the scale's
+gradient is complete.  Where a device holds T/mp positions, the gradient is a partial sum over mp: the scale was marked
+as varying before (`TensorParallel.mark_varying`), so that it is reduced once per step and not once per layer.
 
-What was averaged has a name, so that a remat policy can keep it: one number of a position, where to find it again reads
-the whole position.
+The means are named for rematerialisation policies: saving one value per position spares reading the whole position.
 """
 
 import equinox as eqx
@@ -18,10 +17,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from shmap_tp.config.activation_names import NORM_STATISTICS
+from shmap_tp.config.schema import Norm
 from shmap_tp.parallel.partitioning import param
-
-NORM_STATISTICS = "statistics"
-"""Names the means that a norm divides by, or takes away."""
 
 
 class LayerNorm(eqx.Module):
@@ -51,6 +49,10 @@ class RMSNorm(eqx.Module):
         x = x_BTD.astype(self.scale.dtype)
         y = x * lax.rsqrt(_mean(x * x) + 1e-6) * self.scale[None, None]
         return y.astype(x_BTD.dtype)
+
+
+NORMS = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
+"""The normalisations that `model.norm` names."""
 
 
 def _mean(x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T 1"]:

@@ -1,8 +1,6 @@
-"""Sums over a few arrays, made by adding them.
+"""Functions that exist only because of how XLA compiles their plain versions.  Each names the plain version.
 
-Of a sum over a dim that is not fused with what makes it, XLA for TPU (libtpu 0.0.42) makes an operation of its own,
-which by its own estimate takes three and a half times as long as adding the arrays (v5e, four of them, bfloat16).  The
-parts of splash attention's dq are such: of 9.8 s a step of 16B on a v5e-256 it saves 0.2 (predicted).
+The observations and timings behind them are in docs/performance-notes.md.
 """
 
 import functools
@@ -12,50 +10,119 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
-MOST = 16
-"""Arrays that are added: of more it would be a long program."""
+MAX_ADDITIONS = 16
+"""Longest dim whose sum is written as additions; for a longer one the program would grow too much."""
 
 
 def sum_by_additions(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, each of its sums over one dim of at most MOST made by adding, in the dtype that it is summed in.
+    """`function`, with each sum over one dim of at most MAX_ADDITIONS written as additions of slices.
 
-    For a library's function, whose sums are not ours to write.  It looks into what is jitted, and nowhere deeper: a
-    kernel's or a loop's own sums stay.
+    The plain version is `function` itself.  It is for a library's function (splash attention's backward pass adds
+    partial dq), whose sums cannot be edited.  It rewrites the jaxpr, inside jit but not inside kernels or loops.
     """
 
     def added(*args: Any) -> Any:
         jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(_added(jaxpr))(*jax.tree.leaves(args)))
+        return jax.tree.unflatten(
+            jax.tree.structure(shapes), jaxpr_as_fun(_with_additions(jaxpr))(*jax.tree.leaves(args))
+        )
 
     return added
 
 
-def _added(jaxpr: Any) -> Any:
-    """The same closed jaxpr, its short sums made by adding."""
+def _with_additions(jaxpr: Any) -> Any:
+    """The same closed jaxpr, with additions in place of its short sums."""
     equations = jaxpr.jaxpr.eqns
     widened = {one.outvars[0]: one.invars[0] for one in equations if one.primitive.name == "convert_element_type"}
 
-    def changed(equation: Any) -> Any:
+    def rewrite(equation: Any) -> Any:
         name, params = equation.primitive.name, equation.params
         if name == "jit":
-            return equation.replace(params=params | {"jaxpr": _added(params["jaxpr"])})
+            return equation.replace(params=params | {"jaxpr": _with_additions(params["jaxpr"])})
         if name != "reduce_sum" or len(params["axes"]) != 1:
             return equation
         (wide,), (axis,), dtype = equation.invars, map(int, params["axes"]), equation.outvars[0].aval.dtype
-        x = widened.get(wide, wide)  # each is widened as it is added, not all of them before, in memory
-        if not 1 <= x.aval.shape[axis] <= MOST:
+        x = widened.get(wide, wide)  # convert each slice as it is added, instead of the whole array before
+        if not 1 <= x.aval.shape[axis] <= MAX_ADDITIONS:
             return equation
         call = jax.make_jaxpr(jax.jit(partial(_sum, axis=axis, dtype=dtype)))(x.aval).eqns[0]
         return call.replace(invars=[x], outvars=equation.outvars)
 
-    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(eqns=[changed(equation) for equation in equations]))
+    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(eqns=[rewrite(equation) for equation in equations]))
 
 
 def _sum(x: Array, axis: int, dtype: DTypeLike) -> Array:
-    each = [lax.index_in_dim(x, i, axis, keepdims=False).astype(dtype) for i in range(x.shape[axis])]
-    return functools.reduce(operator.add, each)
+    slices = [lax.index_in_dim(x, i, axis, keepdims=False).astype(dtype) for i in range(x.shape[axis])]
+    return functools.reduce(operator.add, slices)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def rotate_pairs(base: float, sign: int, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+    """Rotate the pairs (k, k + K/2) of the head at position t by sign * t * base^(-2k/K), in float32 or wider.
+
+    The plain version is `rotate_pairs_at`.  Here the other element of each pair comes from a matmul with a signed
+    permutation, exactly, because half a head fills half a row of a TPU's vector unit; and the gradient, a rotation the
+    other way, is stated, because JAX's own transpose of that matmul would round.
+    """
+    time, half = x_BTHK.shape[1], x_BTHK.shape[3] // 2
+    wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
+    angle = np.arange(time)[:, None] * base ** (-np.arange(half) / half)
+    cos, sin = (jnp.asarray(np.tile(f(angle), 2)[None, :, None, :], wide) for f in (np.cos, np.sin))
+    swap = jnp.asarray(np.roll(np.diag(np.repeat([-1, 1], half)), half, axis=0) * sign, x_BTHK.dtype)
+    other = jnp.matmul(x_BTHK, swap, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
+    return (x_BTHK.astype(wide) * cos + other * sin).astype(x_BTHK.dtype)
+
+
+rotate_pairs.defvjp(
+    lambda base, sign, x: (rotate_pairs(base, sign, x), None),
+    lambda base, sign, _, dy: (rotate_pairs(base, -sign, dy),),
+)
+
+
+def rotate_pairs_at(
+    base: float, positions_T: Int[Array, " T"], x_BTHK: Float[Array, "B T H K"]
+) -> Float[Array, "B T H K"]:
+    """The same at the positions given, by its definition: halves a, b of a head become a cos - b sin, b cos + a sin."""
+    half = x_BTHK.shape[3] // 2
+    wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
+    rates_K = jnp.asarray(base ** (-np.arange(half) / half), wide)
+    angle_BTHK = (positions_T.astype(wide)[:, None] * rates_K[None])[None, :, None]
+    a, b = jnp.split(x_BTHK.astype(wide), 2, axis=-1)
+    cos, sin = jnp.cos(angle_BTHK), jnp.sin(angle_BTHK)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
+
+
+@jax.custom_vjp
+def join_gradients(h_BTD: Float[Array, "B T D"], module: Any) -> tuple[Float[Array, "B T D"], Any]:
+    """Both arguments.  Their gradients become available together: the backward pass of the blocks starts when the
+    head's FSDP gradient is reduced, instead of holding it, in float32, until all blocks are done.
+
+    The plain version is the identity.
+    """
+    return h_BTD, module
+
+
+join_gradients.defvjp(
+    lambda h_BTD, module: ((h_BTD, module), None), lambda _, gradients: lax.optimization_barrier(gradients)
+)
+
+
+def isolate_gradient(module: Any) -> Any:
+    """`module`, its gradient computed apart from the accumulator that it is added to.
+
+    The plain version is the identity, on which XLA for TPU fails where a loop accumulates an all-reduce directly
+    (RET_CHECK in while_loop_all_reduce_code_motion).  The extra dim around the barrier is for jax 0.12, which drops a
+    barrier's gradient that is added to a total.
+    """
+
+    def isolate(w: Array) -> Array:
+        return lax.squeeze(lax.optimization_barrier(lax.expand_dims(w, (0,))), (0,))
+
+    return jax.tree.map(isolate, module)

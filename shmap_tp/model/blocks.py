@@ -1,110 +1,126 @@
-"""The model: embedding, a scan over stacked blocks, the final norm; what comes of it the loss scores (`loss`).
+"""Transformer blocks: from the residual stream to the residual stream.
 
-B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still
-owed.
+B batch, T time, D model width.
 
-A block goes into the parallel region after a norm, through the columns of its layers, and out of it before the residual
-sum, through their rows:
+    parallel     x + row_parallel(attention, mlp of column_parallel(norm(x)))        one pair of collectives
+    sequential   x + attention(norm(x)), then x + mlp(norm(x))                        two pairs
 
-    parallel     x + out_of(attention(into(norm(x))) + mlp(into(norm(x))))            one region, one `into`
-    sequential   x + out_of(attention(into(norm(x)))), then the same with the MLP     two
+Which collectives these are, and whether x is [B T D] or [B T/mp D], is decided by the tensor-parallel mode
+(`parallel/tensor_parallel.py`).
 
-What the residual stream is between regions, and what travels, says the wire that is handed down (`collectives`).
-Forward and backward, a region costs
-
-    AllReduce          x[B T D]       out_of: an all-reduce                           into: an all-reduce
-    SequenceParallel   x[B T/mp D]    into: an all-gather, out_of: a reduce-scatter   the same, the other way around
-    Ring               x[B T/mp D]    each: mp - 1 ppermutes of a part                the same
-
-where an all-reduce is as much as the two others together, and so are 2 (mp - 1) ppermutes.
+A block is any module with the constructor and the call of these two.  Its call returns (x, residuals): what its caller
+has to take care of beside x, here residuals of attention for host offload, else an empty tuple.
 """
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.config.schema import Block, Mlp, ModelConfig, Norm
+from shmap_tp.config.schema import Block, ModelConfig
 from shmap_tp.layers.attention import AnyAttention, Attention
-from shmap_tp.layers.later import save_at_block_end
-from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
-from shmap_tp.layers.norm import LayerNorm, RMSNorm
-from shmap_tp.layers.positions import AnyPositions
-from shmap_tp.parallel.modes import TensorParallel
+from shmap_tp.layers.flash_attention import DeferredResiduals
+from shmap_tp.layers.mlp import MLPS
+from shmap_tp.layers.norm import NORMS, LayerNorm, RMSNorm
+from shmap_tp.layers.positions import PositionEncoding, Positions
+from shmap_tp.parallel.tensor_parallel import InScope, Linear, TensorParallel
 
-NORMS = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
-
-
-MLPS = {Mlp.gelu: GeluMlp, Mlp.swiglu: SwigluMlp}
-
-
-def _attention(config: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Attention:
-    heads, std_out = (config.heads, config.kv_heads), config.init_std * (2 * config.layers) ** -0.5
-    return Attention(config.width, heads, config.head_dim, attend, std=config.init_std, std_out=std_out, key=key)
-
-
-def _mlp(config: ModelConfig, key: PRNGKeyArray) -> GeluMlp | SwigluMlp:
-    std_out = config.init_std * (2 * config.layers) ** -0.5
-    return MLPS[config.mlp](config.width, config.ffn, std=config.init_std, std_out=std_out, key=key)
+MakeMlp = Callable[..., Any]
+"""(width, hidden, *, std, std_out, key) -> an MLP, as the classes of layers/mlp.py."""
 
 
 class ParallelBlock(eqx.Module):
     """y = x + attention(norm(x)) + mlp(norm(x)).  Wang and Komatsuzaki 2021, GPT-J; Chowdhery et al. 2022, PaLM,
     section 2
 
-    Wire    one region; every `remat` but `none` enters it again.
+    Communication  one `column_parallel` and one `row_parallel` of `tp`; every `remat` but `none` repeats the first in
+                   the backward pass.
     """
 
     norm: LayerNorm | RMSNorm
     attention: Attention
-    mlp: GeluMlp | SwigluMlp
+    mlp: eqx.Module
 
-    def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray):
+    def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray, mlp: MakeMlp | None = None):
         key_attention, key_mlp = jax.random.split(key)
         self.norm = NORMS[config.norm](config.width)
         self.attention = _attention(config, attend, key_attention)
-        self.mlp = _mlp(config, key_mlp)
+        self.mlp = _mlp(config, mlp, key_mlp)
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: TensorParallel, *, copied: bool = True
-    ) -> Float[Array, "B T D"]:
-        heads, hidden = wire.into(self.norm(x_BTD), attention=self.attention.columns, mlp=self.mlp.columns)
+        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, tp: TensorParallel, positions: Positions = None
+    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals]:
+        attention, mlp = self.attention, self.mlp
+        q, k, v, *hidden = tp.column_parallel(
+            self.norm(x_BTD), *_in_scope("attention", attention.inputs), *_in_scope("mlp", mlp.inputs)
+        )
         with jax.named_scope("attention"):
-            mixed, handed = self.attention(*heads, positions, wire)
+            mixed_BTHK, residuals = attention.mix(q, k, v, encoding, tp, positions)
         with jax.named_scope("mlp"):
-            hidden = self.mlp(*hidden)
-        x_BTD = x_BTD + wire.out_of(attention=(mixed, self.attention.out), mlp=(hidden, self.mlp.down))
-        return save_at_block_end(x_BTD, handed, copied=copied)
+            hidden_BTF = mlp.activate(*hidden)
+        (out,), (down,) = _in_scope("attention", [attention.out]), _in_scope("mlp", [mlp.down])
+        return x_BTD + tp.row_parallel((mixed_BTHK, out), (hidden_BTF, down)), residuals
+
+    @property
+    def last_weight(self) -> Any:
+        """The last weight of the forward pass: the first that the backward pass reads."""
+        return self.mlp.down.weight
 
 
 class SequentialBlock(eqx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).  Radford et al. 2019, GPT-2
 
-    Wire    two regions; every `remat` but `none` enters both again, `full` leaves the attention's again, too.
+    Communication  two `column_parallel` and two `row_parallel` of `tp`; every `remat` but `none` repeats the first two
+                   in the backward pass, and `full` also the `row_parallel` of attention, which the second norm reads.
     """
 
     attention_norm: LayerNorm | RMSNorm
     attention: Attention
     mlp_norm: LayerNorm | RMSNorm
-    mlp: GeluMlp | SwigluMlp
+    mlp: eqx.Module
 
-    def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray):
+    def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray, mlp: MakeMlp | None = None):
         key_attention, key_mlp = jax.random.split(key)
         self.attention_norm = NORMS[config.norm](config.width)
         self.attention = _attention(config, attend, key_attention)
         self.mlp_norm = NORMS[config.norm](config.width)
-        self.mlp = _mlp(config, key_mlp)
+        self.mlp = _mlp(config, mlp, key_mlp)
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], positions: AnyPositions, wire: TensorParallel, *, copied: bool = True
-    ) -> Float[Array, "B T D"]:
+        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, tp: TensorParallel, positions: Positions = None
+    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals]:
         with jax.named_scope("attention"):
-            (heads,) = wire.into(self.attention_norm(x_BTD), attention=self.attention.columns)
-            mixed, handed = self.attention(*heads, positions, wire)
-            x_BTD = x_BTD + wire.out_of(attention=(mixed, self.attention.out))
+            y_BTD, residuals = self.attention(self.attention_norm(x_BTD), encoding, tp, positions)
+            x_BTD = x_BTD + y_BTD
         with jax.named_scope("mlp"):
-            (hidden,) = wire.into(self.mlp_norm(x_BTD), mlp=self.mlp.columns)
-            x_BTD = x_BTD + wire.out_of(mlp=(self.mlp(*hidden), self.mlp.down))
-        return save_at_block_end(x_BTD, handed, copied=copied)
+            x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), tp)
+        return x_BTD, residuals
+
+    @property
+    def last_weight(self) -> Any:
+        """The last weight of the forward pass: the first that the backward pass reads."""
+        return self.mlp.down.weight
 
 
 BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
+
+
+def _attention(config: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Attention:
+    heads = (config.heads, config.kv_heads)
+    return Attention(config.width, heads, config.head_dim, attend, **_init_std(config), key=key)
+
+
+def _mlp(config: ModelConfig, make: MakeMlp | None, key: PRNGKeyArray) -> eqx.Module:
+    return (make or MLPS[config.mlp])(config.width, config.ffn, **_init_std(config), key=key)
+
+
+def _init_std(config: ModelConfig) -> dict[str, float]:
+    """Standard deviations of initial weights; those that write to the residual stream are scaled by (2 layers)^-1/2.
+    Radford et al. 2019, GPT-2, section 2.3"""
+    return {"std": config.init_std, "std_out": config.init_std * (2 * config.layers) ** -0.5}
+
+
+def _in_scope(name: str, layers: Sequence[Linear]) -> list[InScope]:
+    return [InScope(name, layer) for layer in layers]

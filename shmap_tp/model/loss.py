@@ -1,17 +1,17 @@
-"""The head and its cross entropy: over a vocabulary that is cut along mp, and over chunks of positions, one at a time.
+"""The output projection and its cross entropy, over a vocabulary sharded over mp, one chunk of positions at a time.
 
 Logits of the whole vocabulary never exist on a device (Shoeybi et al. 2019, "Megatron-LM", section 3,
-https://arxiv.org/abs/1909.08053), nor do logits of more than a chunk: what is minimised is linear in the losses of the
-positions, so a chunk's gradients are known as soon as its logits are, which then need not be kept or computed again
+https://arxiv.org/abs/1909.08053), nor do logits of more than a chunk: the objective is linear in the losses of the
+positions, so a chunk's gradients are computed with its logits, which are neither saved nor recomputed
 (Hsu et al. 2024, "Liger Kernel", section 3.2, https://arxiv.org/abs/2410.10989).
 
-B batch, T time, N positions of a chunk, C chunks, D model width, V vocabulary rows, padded.  V/mp: dim V cut along mp.
-{+mp}: a sum over mp still owed.
+B batch, T time, N positions of a chunk, C chunks, D model width, V vocabulary rows, padded.  V/mp: dim V sharded over
+mp. {+mp}: a partial sum, not yet reduced.
 
-    h[N D] (entered)  @  w[V/mp D]'  ->  logits[N V/mp]                                          product 1
+    h[N D]  @  w[V/mp D]'  ->  logits[N V/mp]                                                    product 1
     logits  --of these columns: max, sum of exp, the target's logit; all-gather over mp-->
-            m[N], z[N], t[N] of all columns  ->  log p = t - m - log z,  log Z = m + log z         whole on every device
-    minimised   sum of share (-log p + z_loss (log Z)^2), share = 1 / counted, of an ignored target 0
+            m[N], z[N], t[N] of all columns  ->  log p = t - m - log z,  log Z = m + log z       replicated over mp
+    objective   sum of share (-log p + z_loss (log Z)^2), share = 1 / counted, of an ignored target 0
     dlogits[N V/mp] = share ((1 + 2 z_loss log Z) exp(logits - m) / z - (1 at the target))
     dh[N D] {+mp}   = dlogits   @  w[V/mp D]                                                      product 2
     dw[V/mp D]     += dlogits'  @  h[N D]                                                         product 3
@@ -30,27 +30,27 @@ from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import DP, MP
 
 IGNORE = -1
-"""Targets below zero are not counted; this is the one to write."""
+"""Targets below zero are not counted; this one is the convention."""
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
-"""(What is minimised, the cross entropy), of the positions so far."""
+"""(the objective, the cross entropy) of the positions so far."""
 
 
 @dataclass(frozen=True)
 class LinearCrossEntropy:
-    """Mean cross entropy of the counted targets, plus z_loss times the mean of (log Z)^2, straight from h.
+    """Mean cross entropy of the counted targets, plus z_loss times the mean of (log Z)^2, computed from h.
 
-    Three products with the head's weight where gradients are taken, and one where not.  Logits, and all that is made of
-    them, are float32 (or wider); the operands of each product are in h's dtype, and dw is added up in float32.
-    Memory  the logits of a chunk, and dw[V/mp D] in float32.
-    Wire    forward one all-gather over mp for each chunk, of three values for each of its positions; backward none.
+    Three products with the head's weight where gradients are taken, one where not.  Logits and everything derived from
+    them are float32 (or wider); the operands of each product are in h's dtype, and dw is accumulated in float32.
+    Memory         the logits of a chunk, and dw[V/mp D] in float32.
+    Communication  forward one all-gather over mp per chunk, of three values per position; backward none.
     """
 
     vocabulary: int
-    """Real ids: columns beyond them are padding and have no probability."""
+    """Number of real ids: columns beyond are padding and have no probability."""
     z_loss: float
     chunk: int
-    """Positions of a chunk at most: they are spread evenly over as few chunks as it takes."""
+    """Largest number of positions in a chunk; positions are spread evenly over the fewest chunks."""
 
     @jax.named_scope("head")
     def __call__(
@@ -62,17 +62,17 @@ class LinearCrossEntropy:
     ) -> Sums:
         """This device's share of (the objective, the cross entropy); only the first is differentiated.
 
-        h was entered; `counted` are the targets of the whole step that count.
+        h has entered (`TensorParallel.enter`); `counted` is the number of counted targets of the whole step.
         """
-        h_BTD, weight_VD = mark_varying(mark_varying((h_BTD, weight_VD), MP), DP)  # as their gradients will be
-        h_CND = self._cut(h_BTD.reshape(-1, h_BTD.shape[-1]), 0)
-        targets_CN = self._cut(targets_BT.reshape(-1), IGNORE)
+        h_BTD, weight_VD = mark_varying(mark_varying((h_BTD, weight_VD), MP), DP)  # as their gradients vary
+        h_CND = self._chunked(h_BTD.reshape(-1, h_BTD.shape[-1]), 0)
+        targets_CN = self._chunked(targets_BT.reshape(-1), IGNORE)
         share_CN = jnp.where(targets_CN >= 0, 1 / counted, 0.0)
         objective, loss = _sums(self, h_CND, weight_VD, targets_CN, lax.stop_gradient(share_CN))
         return objective, lax.stop_gradient(loss)
 
-    def _cut(self, x: Array, filling: int) -> Array:
-        """[positions ...] -> [C N ...], what is missing in the last chunk filled up."""
+    def _chunked(self, x: Array, filling: int) -> Array:
+        """[positions ...] -> [C N ...], the last chunk padded with `filling`."""
         chunks = -(-x.shape[0] // self.chunk)
         size = -(-x.shape[0] // chunks)
         beyond = [(0, chunks * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
@@ -81,16 +81,16 @@ class LinearCrossEntropy:
 
 @dataclass(frozen=True)
 class _Scores:
-    """What the vocabulary says of each position of a chunk."""
+    """Softmax statistics of each position of a chunk."""
 
     exp_NV: Float[Array, "N V"]
-    """exp(logits - m), of this device's columns; 0 where they are padding."""
-    own_NV: Bool[Array, "N V"]
-    """Where the target is."""
+    """exp(logits - m) of this device's columns; 0 for padding."""
+    is_target_NV: Bool[Array, "N V"]
+    """Whether the column is the target."""
     z_N: Float[Array, "N"]
-    """The sum of exp over all columns."""
+    """The sum of exp(logits - m) over all columns."""
     log_z_N: Float[Array, "N"]
-    """log Z, the m that was taken off put back."""
+    """log Z = m + log z."""
     nll_N: Float[Array, "N"]
     """-log p(target)."""
 
@@ -98,28 +98,28 @@ class _Scores:
 def _scores(
     h_ND: Float[Array, "N D"], weight_VD: Float[Array, "V D"], targets_N: Int[Array, "N"], vocabulary: int
 ) -> _Scores:
-    """One product, one all-gather."""
+    """One matmul, one all-gather of [3 N] over mp."""
     logits_NV = score(h_ND, weight_VD)
     with jax.named_scope("cross_entropy"):
         column_V = lax.axis_index(MP) * weight_VD.shape[0] + jnp.arange(weight_VD.shape[0])
         logits_NV = jnp.where((column_V < vocabulary)[None], logits_NV, jnp.finfo(logits_NV.dtype).min)
-        own_NV = targets_N[:, None] == column_V[None]
+        is_target_NV = targets_N[:, None] == column_V[None]
         max_N = jnp.max(logits_NV, axis=-1)
         sum_N = jnp.sum(jnp.exp(logits_NV - max_N[:, None]), axis=-1)
-        target_N = jnp.sum(jnp.where(own_NV, logits_NV, 0.0), axis=-1)
+        target_N = jnp.sum(jnp.where(is_target_NV, logits_NV, 0.0), axis=-1)
         parts = lax.all_gather(jnp.stack([max_N, sum_N, target_N]), MP, to="invarying")  # [mp 3 N]
         m_N = jnp.max(parts[:, 0], axis=0)
         z_N = jnp.sum(parts[:, 1] * jnp.exp(parts[:, 0] - m_N[None]), axis=0)
         nll_N = jnp.log(z_N) - (jnp.sum(parts[:, 2], axis=0) - m_N)
-        return _Scores(jnp.exp(logits_NV - m_N[:, None]), own_NV, z_N, jnp.log(z_N) + m_N, nll_N)
+        return _Scores(jnp.exp(logits_NV - m_N[:, None]), is_target_NV, z_N, jnp.log(z_N) + m_N, nll_N)
 
 
-def _add(how: LinearCrossEntropy, sums: Sums, found: _Scores, share_N: Float[Array, "N"]) -> Sums:
-    loss, square = (jnp.sum(share_N * x_N) for x_N in (found.nll_N, jnp.square(found.log_z_N)))
+def _add(how: LinearCrossEntropy, sums: Sums, scores: _Scores, share_N: Float[Array, "N"]) -> Sums:
+    loss, square = (jnp.sum(share_N * x_N) for x_N in (scores.nll_N, jnp.square(scores.log_z_N)))
     return sums[0] + loss + how.z_loss * square, sums[1] + loss
 
 
-def _nothing(share_CN: Float[Array, "C N"]) -> Sums:
+def _zeros(share_CN: Float[Array, "C N"]) -> Sums:
     return 2 * (mark_varying(jnp.zeros((), share_CN.dtype), DP),)
 
 
@@ -131,11 +131,10 @@ def _sums(
     targets_CN: Int[Array, "C N"],
     share_CN: Float[Array, "C N"],
 ) -> Sums:
-    """The sums alone, for who takes no gradient.
+    """The sums alone, where no gradient is taken; else `_sums_and_gradients` computes both together.
 
-    Who does gets them from `_sums_and_gradients`.  This custom gradient stands for no collective's: it says only when
-    the gradient is computed, which is along with the sums.  dh is owed a sum over mp, and dw one over dp, by the casts
-    in front of it.
+    The plain version is autodiff of this function, which would save or recompute the logits.  The custom gradient
+    stands for no collective: dh is reduced over mp, and dw over dp, by the transposes of the casts before it.
     """
     weight_VD = weight_VD.astype(h_CND.dtype)
 
@@ -143,34 +142,34 @@ def _sums(
         h_ND, targets_N, share_N = part
         return _add(how, sums, _scores(h_ND, weight_VD, targets_N, how.vocabulary), share_N), None
 
-    return lax.scan(chunk, _nothing(share_CN), (h_CND, targets_CN, share_CN))[0]
+    return lax.scan(chunk, _zeros(share_CN), (h_CND, targets_CN, share_CN))[0]
 
 
 def _sums_and_gradients(
     how: LinearCrossEntropy, h_CND: Array, weight_VD: Array, targets_CN: Array, share_CN: Array
 ) -> tuple[Sums, tuple[Array, Array]]:
-    """(the sums, (dh[C N D], dw[V/mp D]) of the first)."""
+    """(the sums, (dh[C N D], dw[V/mp D]) of the objective)."""
     cast_VD = weight_VD.astype(h_CND.dtype)
 
     def chunk(carry: tuple[Sums, Array], part: tuple[Array, Array, Array]) -> tuple[tuple[Sums, Array], Array]:
         (sums, dw_VD), (h_ND, targets_N, share_N) = carry, part
-        found = _scores(h_ND, cast_VD, targets_N, how.vocabulary)
+        scores = _scores(h_ND, cast_VD, targets_N, how.vocabulary)
         with jax.named_scope("cross_entropy"):
-            scale_N = share_N * (1 + 2 * how.z_loss * found.log_z_N) / found.z_N
-            dlogits_NV = scale_N[:, None] * found.exp_NV - jnp.where(found.own_NV, share_N[:, None], 0.0)
+            scale_N = share_N * (1 + 2 * how.z_loss * scores.log_z_N) / scores.z_N
+            dlogits_NV = scale_N[:, None] * scores.exp_NV - jnp.where(scores.is_target_NV, share_N[:, None], 0.0)
             dlogits_NV = dlogits_NV.astype(h_ND.dtype)
         dw_VD = dw_VD + jnp.matmul(dlogits_NV.T, h_ND, preferred_element_type=dw_VD.dtype)
-        return (_add(how, sums, found, share_N), dw_VD), dlogits_NV @ cast_VD
+        return (_add(how, sums, scores, share_N), dw_VD), dlogits_NV @ cast_VD
 
     zeros = jnp.zeros_like(weight_VD, share_CN.dtype)
-    (sums, dw_VD), dh_CND = lax.scan(chunk, (_nothing(share_CN), zeros), (h_CND, targets_CN, share_CN))
+    (sums, dw_VD), dh_CND = lax.scan(chunk, (_zeros(share_CN), zeros), (h_CND, targets_CN, share_CN))
     return sums, (dh_CND, dw_VD.astype(weight_VD.dtype))
 
 
 def _scaled(
     how: LinearCrossEntropy, gradients: tuple[Array, Array], cotangents: Sums
 ) -> tuple[Array, Array, None, None]:
-    """The gradients times the cotangent of the objective; targets and shares have none."""
+    """The gradients times the cotangent of the objective; targets and shares have no gradient."""
     dh_CND, dw_VD = (gradient * cotangents[0].astype(gradient.dtype) for gradient in gradients)
     return dh_CND, dw_VD, None, None
 

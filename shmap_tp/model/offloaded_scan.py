@@ -1,25 +1,17 @@
-"""The way through a stack of blocks of which the host keeps what they are differentiated by, forth and back by hand.
+"""A hand-written scan over layers whose saved activations are offloaded to host memory, forward and backward.
 
-L blocks.  What `remat` names of each is kept, in stacks over the layers, in the host's memory and in the device's.
+L blocks.  What the rematerialisation policy saves of each is stacked over layers, in host memory and on the device.
 
-    forward     x -> block 0 -> ... -> block L - 2, what each keeps written under the next; -> block L - 1
-    backward    all has been written; then block L - 1, and the others, what each keeps read under the one before, and
-                the weight that it begins with gathered under the one before, too
+    forward     x -> block 0 -> ... -> block L - 2, the saved activations of each written during the next -> block L - 1
+    backward    wait until everything is written; block L - 1; then the others, the activations of each read during the
+                one before it, and the weight that its backward pass reads first prefetched during the one before it
 
-It is what lax.scan would do, but for what XLA for TPU (libtpu 0.0.42) does not do by itself.  Seconds a step of 16B on
-a v5e-256, predicted, of drafts of this module, each with what stands above it; by lax.scan 9.35:
-
-    9.24    XLA takes the first trip out of a loop that writes to the host, and then fills the stacks that stay on the
-            device before anything is put into them.  Here they are made with nothing in them.
-    9.13    What the last block keeps stays on the device: its backward pass comes at once, and would wait until it has
-            been written and read.  Before that comes, all else has been written; left free, XLA writes it too late.
-    9.05    A block's first gather in the backward pass has no product before it to flow under.  So what is begun with
-            is handed from trip to trip, gathered already (`Closing`).
-    9.07    The last block's gradients go home at once, each by a reduce-scatter: it is one block of 32, and need not
-            hide them.  Compiled in 142 s instead of 151.
-
-Of today's program 8.47.  It all costs the gradients of all blocks, beside what they are added to: 4 bytes of each
-parameter that a device keeps.
+The plain version is `lax.scan(layer, x, blocks)`, which the model uses without offload or without gradient rings.  This
+one works around four properties of XLA for TPU (docs/performance-notes.md): it peels the first iteration of a loop that
+writes to the host, and then initialises the stacks that stay on the device; the activations of the last block would be
+written and read back at once; a block's first all-gather in the backward pass has no matmul before it to overlap; and
+reducing the last block's gradients in rings compiles longer for nothing.  It holds the gradients of all blocks beside
+the accumulators that they are added to: 4 bytes per parameter stored on the device.
 """
 
 from collections.abc import Callable
@@ -35,161 +27,167 @@ from jaxtyping import Array, Float, Int
 
 from shmap_tp.model.remat import Layer
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.fsdp import Ahead
+from shmap_tp.parallel.fsdp import PrefetchedWeight
 
 
 @dataclass(frozen=True)
-class Closing:
-    """The weight of a block that its backward pass begins with."""
+class PrefetchSpec:
+    """The FSDP weight of a block that its backward pass reads first, gathered one iteration ahead."""
 
     where: Callable[[Any], Any]
     """The block -> this weight."""
     gather: Callable[[Array], Array]
-    """What a device keeps of it -> all of it, in the dtype of the products."""
+    """This device's shard of it -> the full weight, in the dtype of the activations."""
 
-    def of(self, block: Any) -> Array:
-        """Wire: one all-gather."""
+    def gather_from(self, block: Any) -> Array:
+        """Communication: one all-gather."""
         return self.gather(self.where(block))
 
-    def distributed_session(self, block: Any, whole: Array) -> Any:
-        """The block, which does not gather this weight then."""
-        return eqx.tree_at(self.where, block, Ahead(self.where(block), whole))
+    def with_prefetched(self, block: Any, full: Array) -> Any:
+        """The block, which then does not gather this weight."""
+        return eqx.tree_at(self.where, block, PrefetchedWeight(self.where(block), full))
 
-    def parted(self, gradients: Any) -> Any:
-        """The gradients of a block that was joined -> of the block as it is kept."""
-        return eqx.tree_at(self.where, gradients, self.where(gradients).part)
+    def without_prefetched(self, gradients: Any) -> Any:
+        """The gradients of such a block -> of the block as it is stored."""
+        return eqx.tree_at(self.where, gradients, self.where(gradients).shard)
 
 
 @dataclass(frozen=True)
-class Layers:
-    """One layer, as all the blocks run it, and as the last one does."""
+class OffloadedLayers:
+    """One layer, as all blocks but the last run it, and as the last one does."""
 
-    far: Layer
-    """What it keeps is, at least in part, in the host's memory."""
-    here: Layer
-    """The same, on the device; and its gradients go home at once."""
-    closing: Closing
+    offloaded: Layer
+    """Saves activations, at least in part, in host memory."""
+    on_device: Layer
+    """Saves them on the device, and reduces its gradients by reduce-scatters."""
+    prefetch: PrefetchSpec
 
 
-def through(layers: Layers, x: Float[Array, "B T D"], blocks: Any) -> Float[Array, "B T D"]:
-    """x, handed from block to block: of at least two, stacked along the first dim of every array.
+def scan_with_offload(layers: OffloadedLayers, x: Float[Array, "B T D"], blocks: Any) -> Float[Array, "B T D"]:
+    """x after all blocks: at least two, stacked along the first dim of every array.
 
-    Wire    what the blocks say, but that the last one's gradients go home by reduce-scatters, and that the backward
-            pass gathers `closing` once more than there are blocks: on its last trip in vain.
+    Communication  the blocks' own; the last one reduces its gradients by reduce-scatters; the backward pass gathers the
+                   prefetched weight once more than there are blocks but the last: the last prefetch is unused.
     """
-    return _through(layers, x, blocks)
+    return _scan(layers, x, blocks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _through(layers: Layers, x: Array, blocks: Any) -> Array:
-    return lax.scan(layers.far, x, blocks)[0]
+def _scan(layers: OffloadedLayers, x: Array, blocks: Any) -> Array:
+    return lax.scan(layers.offloaded, x, blocks)[0]
 
 
-def _forward(layers: Layers, x: Array, blocks: Any) -> tuple[Array, tuple]:
-    last, closing = _length(blocks) - 1, layers.closing
-    types: list[jax.core.ShapedArray] = []
+def _forward(layers: OffloadedLayers, x: Array, blocks: Any) -> tuple[Array, tuple]:
+    last, prefetch = _count(blocks) - 1, layers.prefetch
+    types, structure = _residual_types(layers, x, blocks)
+    on_host = [_is_on_host(one) for one in types]
 
-    def look(x: Array, blocks: Any) -> Any:
-        block = _at(blocks, 0)
-        _, back = _differentiated(layers.far, closing, x, block, closing.of(block))
-        types.extend(map(jax.typeof, jax.tree.leaves(back)))
-        return back
+    def iteration(carry: tuple[Array, list[Array], Int[Array, ""]], _: None) -> tuple[tuple, list[Array]]:
+        x, device_stacks, i = carry
+        block = _layer_of(blocks, i)
+        y, pull = _vjp_without_block(layers.offloaded, prefetch, x, block, prefetch.gather_from(block))
+        leaves = jax.tree.leaves(pull)
+        device = [leaf for leaf, offloaded in zip(leaves, on_host, strict=True) if not offloaded]
+        host = [leaf for leaf, offloaded in zip(leaves, on_host, strict=True) if offloaded]
+        return (y, _set_layer(device_stacks, device, i), i + 1), host
 
-    form = jax.tree.structure(jax.eval_shape(look, x, blocks))
-    on_host = [_on_host(one) for one in types]
-
-    def trip(carry: tuple[Array, list[Array], Int[Array, ""]], _: None) -> tuple[tuple, list[Array]]:
-        x, near, i = carry
-        block = _at(blocks, i)
-        y, back = _differentiated(layers.far, closing, x, block, closing.of(block))
-        leaves = jax.tree.leaves(back)
-        here = [leaf for leaf, there in zip(leaves, on_host, strict=True) if not there]
-        return (y, _put(near, here, i), i + 1), [leaf for leaf, there in zip(leaves, on_host, strict=True) if there]
-
-    room = [_room(one, last) for one, there in zip(types, on_host, strict=True) if not there]
-    # x apart from what made it, and the last block at the loop's own counter: then less of what stands beside the loop
-    # differs from what is in it, and is compiled for itself (32B over 8 slices in 163 and 168 s, with neither in 186
-    # and 194)
-    start = lax.optimization_barrier(x), room, jnp.int32(0)
-    (x, near, i), far = lax.scan(trip, start, length=last)
-    here, away = iter(near), iter(far)
-    backs = jax.tree.unflatten(form, [next(away if there else here) for there in on_host])
-    y, back = jax.vjp(lambda x, block: layers.here(x, block)[0], x, _at(blocks, i))
-    return y, (backs, back, blocks)
+    device_stacks = [_empty_stack(one, last) for one, offloaded in zip(types, on_host, strict=True) if not offloaded]
+    # the barrier on x, and indexing the last block with the loop's own counter, make the code beside the loop more like
+    # the code in it, so that XLA compiles less of it separately
+    start = lax.optimization_barrier(x), device_stacks, jnp.int32(0)
+    (x, device_stacks, i), host_stacks = lax.scan(iteration, start, length=last)
+    device, host = iter(device_stacks), iter(host_stacks)
+    pulls = jax.tree.unflatten(structure, [next(host if offloaded else device) for offloaded in on_host])
+    y, last_pull = jax.vjp(lambda x, block: layers.on_device(x, block)[0], x, _layer_of(blocks, i))
+    return y, (pulls, last_pull, blocks)
 
 
-def _backward(layers: Layers, kept: tuple, dy: Array) -> tuple[Array, Any]:
-    backs, back, blocks = kept
-    last, closing = _length(blocks) - 1, layers.closing
-    backs, back = _written(backs, back)
-    dx, gradients = back(dy)
-    room = jax.tree.map(lambda dw: _put(_room(jax.typeof(dw), last + 1), dw, last), gradients)
+def _backward(layers: OffloadedLayers, saved: tuple, dy: Array) -> tuple[Array, Any]:
+    pulls, last_pull, blocks = saved
+    last, prefetch = _count(blocks) - 1, layers.prefetch
+    pulls, last_pull = _after_writes(pulls, last_pull)
+    dx, gradients = last_pull(dy)
+    stacks = jax.tree.map(lambda dw: _set_layer(_empty_stack(jax.typeof(dw), last + 1), dw, last), gradients)
 
-    def trip(
+    def iteration(
         carry: tuple[Array, Any, Array], each: tuple[Int[Array, ""], Any]
     ) -> tuple[tuple[Array, Any, Array], None]:
-        (dy, stacks, whole), (i, back) = carry, each
-        dx, gradients = _pulled(back, closing, _at(blocks, i), whole, dy)
-        return (dx, _put(stacks, gradients, i), closing.of(_at(blocks, jnp.maximum(i - 1, 0)))), None
+        (dy, stacks, full), (i, pull) = carry, each
+        dx, gradients = _pull_with_block(pull, prefetch, _layer_of(blocks, i), full, dy)
+        stacks = _set_layer(stacks, gradients, i)
+        return (dx, stacks, prefetch.gather_from(_layer_of(blocks, jnp.maximum(i - 1, 0)))), None
 
-    start = dx, room, closing.of(_at(blocks, last - 1))
-    (dx, gradients, _), _ = lax.scan(trip, start, (jnp.arange(last), backs), reverse=True)
+    start = dx, stacks, prefetch.gather_from(_layer_of(blocks, last - 1))
+    (dx, gradients, _), _ = lax.scan(iteration, start, (jnp.arange(last), pulls), reverse=True)
     return dx, gradients
 
 
-_through.defvjp(_forward, _backward)
+_scan.defvjp(_forward, _backward)
 
 
-def _written(backs: Any, back: Any) -> tuple[Any, Any]:
-    """Both, there once all that is in the host's memory has been written.  Tied to each other is what varies over the
-    same axes, so that its type stays."""
-    leaves, form = jax.tree.flatten((backs, back))
+def _residual_types(layers: OffloadedLayers, x: Array, blocks: Any) -> tuple[list[jax.core.ShapedArray], Any]:
+    """(the type of every array that the backward pass of one block needs, the structure of its pull function)."""
+    types: list[jax.core.ShapedArray] = []
+
+    def trace(x: Array, blocks: Any) -> Any:
+        block = _layer_of(blocks, 0)
+        _, pull = _vjp_without_block(layers.offloaded, layers.prefetch, x, block, layers.prefetch.gather_from(block))
+        types.extend(map(jax.typeof, jax.tree.leaves(pull)))
+        return pull
+
+    structure = jax.tree.structure(jax.eval_shape(trace, x, blocks))
+    return types, structure
+
+
+def _after_writes(pulls: Any, last_pull: Any) -> tuple[Any, Any]:
+    """Both, available once everything that goes to host memory has been written.  A barrier ties arrays that vary over
+    the same axes, so that their types stay."""
+    leaves, structure = jax.tree.flatten((pulls, last_pull))
     types = [jax.typeof(leaf) for leaf in leaves]
-    first_of_back = len(jax.tree.leaves(backs))
-    # in one order in every process: all hosts must run one program
-    for axes in sorted({one.manual_axis_type.varying for one in types if _on_host(one)}, key=sorted):
+    first_of_last = len(jax.tree.leaves(pulls))
+    # sorted: every process must lower the same program
+    for axes in sorted({one.manual_axis_type.varying for one in types if _is_on_host(one)}, key=sorted):
         alike = [i for i, one in enumerate(types) if one.manual_axis_type.varying == axes]
-        tie_embeddings = [i for i in alike if i >= first_of_back or _on_host(types[i])]
-        for i, leaf in zip(tie_embeddings, lax.optimization_barrier([leaves[i] for i in tie_embeddings]), strict=True):
+        tied = [i for i in alike if i >= first_of_last or _is_on_host(types[i])]
+        for i, leaf in zip(tied, lax.optimization_barrier([leaves[i] for i in tied]), strict=True):
             leaves[i] = leaf
-    return jax.tree.unflatten(form, leaves)
+    return jax.tree.unflatten(structure, leaves)
 
 
-def _on_host(one: jax.core.ShapedArray) -> bool:
+def _is_on_host(one: jax.core.ShapedArray) -> bool:
     return "host" in str(one.memory_space).lower()
 
 
-def _differentiated(layer: Layer, closing: Closing, x: Array, block: Any, whole: Array) -> tuple[Array, Any]:
-    """(what the layer makes of x, its backward pass, which is an array for each of what it keeps).  The block, which is
-    kept anyway, it goes without until it is `_pulled`."""
-    y, back = jax.vjp(lambda x, block: layer(x, block)[0], x, closing.distributed_session(block, whole))
-    back.args_res[1] = None
-    return y, back
+def _vjp_without_block(layer: Layer, prefetch: PrefetchSpec, x: Array, block: Any, full: Array) -> tuple[Array, Any]:
+    """(y, the pull function, a pytree of the saved arrays without the block itself, which is stored anyway)."""
+    y, pull = jax.vjp(lambda x, block: layer(x, block)[0], x, prefetch.with_prefetched(block, full))
+    pull.args_res[1] = None
+    return y, pull
 
 
-def _pulled(back: Any, closing: Closing, block: Any, whole: Array, dy: Array) -> tuple[Array, Any]:
+def _pull_with_block(pull: Any, prefetch: PrefetchSpec, block: Any, full: Array, dy: Array) -> tuple[Array, Any]:
     """(dx, the gradients of the block)."""
-    back = jax.tree.map(lambda leaf: leaf, back)  # of its own: it is changed
-    back.args_res[1] = closing.distributed_session(block, whole)
-    dx, gradients = back(dy)
-    return dx, closing.parted(gradients)
+    pull = jax.tree.map(lambda leaf: leaf, pull)  # a copy, which is modified
+    pull.args_res[1] = prefetch.with_prefetched(block, full)
+    dx, gradients = pull(dy)
+    return dx, prefetch.without_prefetched(gradients)
 
 
-def _length(blocks: Any) -> int:
+def _count(blocks: Any) -> int:
     return jax.tree.leaves(blocks)[0].shape[0]
 
 
-def _at(stacks: Any, i: Int[Array, ""] | int) -> Any:
+def _layer_of(stacks: Any, i: Int[Array, ""] | int) -> Any:
     return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, keepdims=False), stacks)
 
 
-def _put(stacks: Any, found: Any, i: Int[Array, ""] | int) -> Any:
-    return jax.tree.map(lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, i, 0), stacks, found)
+def _set_layer(stacks: Any, values: Any, i: Int[Array, ""] | int) -> Any:
+    return jax.tree.map(lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, i, 0), stacks, values)
 
 
-def _room(one: jax.core.ShapedArray, length: int) -> Array:
-    """A stack for so many of `one`, nothing in it."""
-    room = lax.empty((length, *one.shape), one.dtype)
+def _empty_stack(one: jax.core.ShapedArray, length: int) -> Array:
+    """An uninitialised stack of `length` arrays like `one`."""
+    stack = lax.empty((length, *one.shape), one.dtype)
     for axis in sorted(one.manual_axis_type.varying):
-        room = mark_varying(room, axis)
-    return room
+        stack = mark_varying(stack, axis)
+    return stack

@@ -1,24 +1,18 @@
-"""The model: embedding, a scan over stacked blocks, the final norm; what comes of it the loss scores (`loss`).
+"""The model: embedding, a scan over stacked blocks, the final norm.  The loss projects its output to logits
+(`loss.py`).
 
-B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V cut along mp.  {+mp}: a sum over mp still
-owed.
+B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V sharded over mp.
 
-A block goes into the parallel region after a norm, through the columns of its layers, and out of it before the residual
-sum, through their rows:
+    ids[B T]  --embedding, reduced over mp-->  x  --+ learned positions-->  x  --L blocks-->  x  --norm, enter-->  h[B T
+    D]
 
-    parallel     x + out_of(attention(into(norm(x))) + mlp(into(norm(x))))            one region, one `into`
-    sequential   x + out_of(attention(into(norm(x)))), then the same with the MLP     two
-
-What the residual stream is between regions, and what travels, says the wire that is handed down (`collectives`).
-Forward and backward, a region costs
-
-    AllReduce          x[B T D]       out_of: an all-reduce                           into: an all-reduce
-    SequenceParallel   x[B T/mp D]    into: an all-gather, out_of: a reduce-scatter   the same, the other way around
-    Ring               x[B T/mp D]    each: mp - 1 ppermutes of a part                the same
-
-where an all-reduce is as much as the two others together, and so are 2 (mp - 1) ppermutes.
+x is the residual stream, [B T D] or [B T/mp D] as the tensor-parallel mode says.  Around each part, and not inside it,
+its FSDP weights are gathered (`fsdp.gather`).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -27,125 +21,125 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.config.schema import ModelConfig, Positions, Remat, SavedActivation, padded_vocabulary
+from shmap_tp.config.schema import ModelConfig, Remat, SavedActivation, padded_vocabulary
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from shmap_tp.layers.norm import LayerNorm, RMSNorm
-from shmap_tp.layers.positions import Alibi, AnyPositions, Learned, Rotary
-from shmap_tp.model.blocks import BLOCKS, NORMS, ParallelBlock, SequentialBlock
-from shmap_tp.model.offloaded_scan import Closing, Layers, through
-from shmap_tp.model.remat import checkpointed
-from shmap_tp.parallel.fsdp import are_gathered, is_ring_reduced, use, without_ring
-from shmap_tp.parallel.modes import TensorParallel
+from shmap_tp.layers.norm import NORMS, LayerNorm, RMSNorm
+from shmap_tp.layers.positions import Alibi, Learned, PositionEncoding, Positions, Rotary, make_position_encoding
+from shmap_tp.layers.xla_workarounds import isolate_gradient, join_gradients
+from shmap_tp.model.blocks import BLOCKS, MakeMlp
+from shmap_tp.model.host_offload import save_at_block_end
+from shmap_tp.model.offloaded_scan import OffloadedLayers, PrefetchSpec, scan_with_offload
+from shmap_tp.model.remat import Layer, checkpointed
+from shmap_tp.parallel.fsdp import gather, has_gathered, is_ring_reduced, without_ring
 from shmap_tp.parallel.partitioning import stacked
+from shmap_tp.parallel.tensor_parallel import TensorParallel
+
+MakeBlock = Callable[..., Any]
+"""(config, attend, *, key, mlp) -> a block, as the classes of model/blocks.py."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a model is computed on a mesh; the same for all of its parts."""
+
+    tp: TensorParallel
+    dtype: DTypeLike
+    """Of activations and matrix products."""
+    placements: Any
+    """A tree like the model: how each parameter is placed over dp (`fsdp.py`)."""
 
 
 class Transformer(eqx.Module):
-    """What the next token at every position is scored by, with the weight of `scored_by`.
+    """ids[B T] -> h[B T D], which `output_projection`'s weight projects to logits.
 
-    Wire    the embedding leaves, the blocks go in and out, the head enters; each x[B T D].  With Ring the blocks do so
-            around the ring, embedding and head as with SequenceParallel: no product of theirs stands there.
+    Communication  the embedding's output is reduced and the head's input enters, as `tp` does that; the blocks' own.
 
-    What a policy keeps says `remat`.  What is entered is entered again by the backward pass: with AllReduce that moves
-    nothing, with the others it is the all-gather or its ring, for each region once more; kept, it would take mp times
-    the memory of what it was gathered from.
-    What a region left with is owed again only with `full` in a sequential block: the attention's, which the second norm
-    reads.
-    With `remat: none` JAX keeps all that the gradients read, what was gathered over mp included.
+    What each `remat` policy saves is said in `remat.py`.  None saves what `enter` gathered over mp: it would take mp
+    times the memory of what it was gathered from, and is gathered again in the backward pass.
     """
 
     embedding: VocabParallelEmbedding
-    positions: AnyPositions
-    blocks: ParallelBlock | SequentialBlock = stacked()
+    positions: Alibi | Rotary | Learned
+    blocks: eqx.Module = stacked()
     norm: LayerNorm | RMSNorm
     head: VocabParallelHead | None
     remat: Remat = eqx.field(static=True)
     offload: tuple[SavedActivation, ...] = eqx.field(static=True)
 
-    def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attend: AnyAttention,
+        *,
+        key: PRNGKeyArray,
+        block: MakeBlock | None = None,
+        mlp: MakeMlp | None = None,
+    ):
+        """`block` and `mlp` replace those that the configuration names."""
         key_embedding, key_positions, key_blocks, key_head = jax.random.split(key, 4)
         table = (config.vocabulary, padded_vocabulary(config), config.width)
         self.embedding = VocabParallelEmbedding(*table, std=config.init_std, key=key_embedding)
-        self.positions = _positions(config, key_positions)
-        block = BLOCKS[config.block]
+        self.positions = make_position_encoding(config, key_positions)
+        make = block or BLOCKS[config.block]
         keys = jax.random.split(key_blocks, config.layers)
-        self.blocks = eqx.filter_vmap(lambda key: block(config, attend, key=key))(keys)
+        self.blocks = eqx.filter_vmap(lambda key: make(config, attend, key=key, mlp=mlp))(keys)
         self.norm = NORMS[config.norm](config.width)
         self.head = None if config.tie_embeddings else VocabParallelHead(*table, std=config.init_std, key=key_head)
         self.remat, self.offload = config.remat, tuple(config.offload)
 
-    def scored_by(
-        self, h_BTD: Float[Array, "B T D"], dtype: DTypeLike, placements: Any
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
-        """(h, w[V/mp D]) of logits = h @ w': the head's own, or the embedding's where the two are tied."""
-        owner, table = (placements.embedding, self.embedding) if self.head is None else (placements.head, self.head)
-        h_BTD, table = _back_together(h_BTD, table) if are_gathered(owner) else (h_BTD, _apart(table))
-        return h_BTD, use(owner, table, dtype).weight
-
     def __call__(
-        self, ids_BT: Int[Array, "B T"], dtype: DTypeLike, wire: TensorParallel, placements: Any
+        self, ids_BT: Int[Array, "B T"], execution: Execution, positions: Positions = None
     ) -> Float[Array, "B T D"]:
-        """ids[B T] -> h[B T D] that the head is to score, entered; computed in `dtype`.  `owners` is a tree like this
-        one (`zero`)."""
+        """`positions` are those of the T tokens in their sequences; None: 0 to T - 1."""
+        tp, dtype, placements = execution.tp, execution.dtype, execution.placements
         with jax.named_scope("embedding"):
-            positions = use(placements.positions, self.positions, dtype)
-            embedding = use(placements.embedding, _apart(self.embedding), dtype)
-            x_BTD = positions.at_input(wire.leave(embedding(ids_BT, dtype)), wire)
-
-        def layer(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
-            return use(placements.blocks, block, dtype)(x_BTD, positions, wire), None
-
-        def last(x_BTD: Array, block: ParallelBlock | SequentialBlock) -> tuple[Array, None]:
-            return use(without_ring(placements.blocks), block, dtype)(x_BTD, positions, wire, copied=False), None
-
-        kept = layer
-        if self.remat != Remat.none or are_gathered(placements.blocks):
-            kept = checkpointed(layer, self.remat, self.offload)
-        down = _down(placements.blocks)
+            encoding = gather(placements.positions, self.positions, dtype)
+            embedding = gather(placements.embedding, isolate_gradient(self.embedding), dtype)
+            x_BTD = encoding.add_to_input(tp.reduce(embedding(ids_BT, dtype)), tp, positions)
         with jax.named_scope("blocks"):
-            if self.offload and is_ring_reduced(down) and len(jax.tree.leaves(self.blocks)[0]) > 1:
-                layers = Layers(
-                    kept, checkpointed(last, self.remat, ()), Closing(_down, lambda w: down.whole(w, dtype))
-                )
-                x_BTD = through(layers, x_BTD, self.blocks)
-            else:
-                x_BTD, _ = lax.scan(kept, x_BTD, self.blocks)
+            x_BTD = self._scan_blocks(x_BTD, encoding, execution, positions)
         with jax.named_scope("head"):
-            return wire.enter(self.norm(x_BTD))
+            return tp.enter(self.norm(x_BTD))
 
+    def output_projection(
+        self, h_BTD: Float[Array, "B T D"], execution: Execution
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
+        """(h, w[V/mp D]) of logits = h @ w': the head's weight, or the embedding's where the two are tied."""
+        placements, dtype = execution.placements, execution.dtype
+        placement, table = (placements.embedding, self.embedding) if self.head is None else (placements.head, self.head)
+        h_BTD, table = join_gradients(h_BTD, table) if has_gathered(placement) else (h_BTD, isolate_gradient(table))
+        return h_BTD, gather(placement, table, dtype).weight
 
-def _down(block: Any) -> Any:
-    """The last weight of a block, or what stands in its place: the first that its backward pass reads."""
-    return block.mlp.down.weight
+    def _scan_blocks(
+        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, execution: Execution, positions: Positions
+    ) -> Float[Array, "B _ D"]:
+        """All blocks, one after the other."""
+        placements = execution.placements.blocks
 
+        def layer(x_BTD: Array, block: Any, *, placements: Any = placements, copy: bool = True) -> tuple[Array, None]:
+            gathered = gather(placements, block, execution.dtype)
+            x_BTD, residuals = gathered(x_BTD, encoding, execution.tp, positions)
+            return save_at_block_end(x_BTD, residuals, copy=copy), None
 
-@jax.custom_vjp
-def _back_together(h_BTD: Float[Array, "B T D"], table: Any) -> tuple[Float[Array, "B T D"], Any]:
-    """Both as they are.  This custom gradient stands for no collective's; it says only when: dh goes on to the blocks
-    when the gradient of the table is home, where dp shares it.  Left free, XLA sends that home last, and holds all of
-    it, in float32, through the backward pass of all blocks (6B on v4-32: 24.6 GiB instead of 25.4)."""
-    return h_BTD, table
+        rematerialised = layer
+        if self.remat != Remat.none or has_gathered(placements):
+            rematerialised = checkpointed(layer, self.remat, self.offload)
+        if self._has_offloaded_scan(placements):
+            last = partial(layer, placements=without_ring(placements), copy=False)
+            layers = self._offloaded_layers(rematerialised, last, placements.last_weight, execution.dtype)
+            return scan_with_offload(layers, x_BTD, self.blocks)
+        return lax.scan(rematerialised, x_BTD, self.blocks)[0]
 
+    def _has_offloaded_scan(self, placements: Any) -> bool:
+        """Whether the backward pass of the scan is the hand-written one: with offload and gradients reduced in
+        rings."""
+        more_than_one = len(jax.tree.leaves(self.blocks)[0]) > 1
+        return bool(self.offload) and is_ring_reduced(placements.last_weight) and more_than_one
 
-_back_together.defvjp(lambda h_BTD, table: ((h_BTD, table), None), lambda _, back: lax.optimization_barrier(back))
-
-
-def _apart(module: Any) -> Any:
-    """`module`, its gradient apart from the total that it is added to: XLA for TPU fails on an all-reduce that a loop
-    adds up directly (libtpu 0.0.42, RET_CHECK in while_loop_all_reduce_code_motion).  The dim around the barrier is for
-    jax 0.12, which adds no barrier's gradient to a total."""
-
-    def apart(w: Array) -> Array:
-        return lax.squeeze(lax.optimization_barrier(lax.expand_dims(w, (0,))), (0,))
-
-    return jax.tree.map(apart, module)
-
-
-def _positions(config: ModelConfig, key: PRNGKeyArray) -> AnyPositions:
-    match config.positions:
-        case Positions.alibi:
-            return Alibi(config.heads)
-        case Positions.rotary:
-            return Rotary(10_000.0)
-        case Positions.learned:
-            return Learned(config.context, config.width, std=config.init_std, key=key)
+    def _offloaded_layers(self, layer: Layer, last: Layer, placement: Any, dtype: DTypeLike) -> OffloadedLayers:
+        """`last` is the layer for the last block, which saves nothing on the host."""
+        prefetch = PrefetchSpec(
+            lambda block: block.last_weight, lambda shard: placement.gather_without_gradient(shard, dtype)
+        )
+        return OffloadedLayers(layer, checkpointed(last, self.remat, ()), prefetch)

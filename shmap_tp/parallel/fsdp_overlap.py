@@ -1,30 +1,27 @@
-"""A gathered weight whose gradient goes home in a ring, under the product that makes it.
-
-B batch, T time, I features in, O features out, n devices of a ring of dp, one of which is at place r.
-I/dp: dim I cut along dp.  {+dp}: a sum over dp still owed.
-
-    forward    y = x[B T I] @ w[I O], gathered
-    backward   dx = dy @ w'
-               dw[I/n O] = x[B T I/n]' @ dy, of every place in turn, the farthest first; each is added to what comes
-               for the same device from farther, and passed on to the neighbour nearer to it
-               then, where a slice has several rings, one reduce-scatter between them:  dw[I/n O] {+dp} -> dw[I/dp O]
-
-What travels is as much as one reduce-scatter of dw[I O], in x's dtype; it is added up in float32.  But it flows under
-the products of the other way round, and of other weights: XLA for TPU lets ppermutes do so, and on v2 to v5e
-reduce-scatters never (libtpu 0.0.42), of which, over all the devices there are, it even makes an all-reduce.  (On v5p
-and v6e the SparseCores make them, `hardware.SPARSE_CORES`, and this is not needed.)  Where w is kept as [O I], or is
-cut along its second dim, x and dy stand the other way round.
-
-The ring wire makes a product of each part of time.  Their gradients would have to be put together for one ring of dp:
-32B on a v5p, (16, 4), takes 9.2 s a step so, and 8.2 with reduce-scatters of the TensorCore's (predicted).
+"""FSDP weights whose gradient reduce-scatter overlaps the matmul that produces it (`mesh.fsdp_gradients=ring`).
 
 Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
 section 5, https://doi.org/10.1145/3567955.3567959
+
+B batch, T time, I features in, O features out, n ranks of a ring of dp, r the rank in it.  I/dp: dim I sharded over dp.
+{+dp}: a partial sum, not yet reduced over dp.
+
+    forward    y = x[B T I] @ w[I O], w gathered before
+    backward   dx = dy @ w'
+               dw[I/n O] = x[B T I/n]' @ dy for every rank of the ring in turn, the farthest first, each term added to
+               the partial sum received for that rank and passed on (`parallel/ring.py`)
+               where a slice has several rings, one reduce-scatter between them:  dw[I/n O] {+dp} -> dw[I/dp O]
+
+The bytes are those of one reduce-scatter of dw[I O], in x's dtype; sums are accumulated in float32.  The plain version
+is `jax.linear_transpose` of the layer followed by the reduce-scatter that is the transpose of the weight's all-gather.
+XLA for TPU overlaps ppermutes with matmuls, but on v2 to v5e no reduce-scatter (docs/performance-notes.md).  Where w is
+stored as [O I], or is sharded along its second dim, x and dy change places.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -34,112 +31,105 @@ from jaxtyping import Array, Float
 
 from shmap_tp.parallel.collectives import reduce_scatter
 from shmap_tp.parallel.mesh import DP, DataParallelGroups, Groups
-from shmap_tp.parallel.ring import Turn, scattered
+from shmap_tp.parallel.ring import RingStep, ring_reduce_scatter
 
-FEW = 16384
-"""Positions of a device below which a product of the ring waits for what it is added to: adding what was made before
-takes longer, then, than making it a little slower.  Seconds a step on a v5e-256, free and waiting, predicted: 9.72 and
-8.52 with 6144 (16B); of earlier programs 13.0 and 12.3 with 8192 (32B), 15.4 and 14.1 with 2048 (128B), 13.6 and 13.3
-with 4096 (64B), but 10.8 and 11.1 with 12288 (16B), which was not compared again."""
+MIN_TOKENS_TO_OVERLAP = 16384
+"""Below so many tokens per device a term of the ring waits for the sum it is added to (docs/performance-notes.md)."""
 
 
-class RingWeight(eqx.Module):
-    """w[I O] or w[O I], or with the features in several dims, as `product` takes it."""
+class WeightLayout(NamedTuple):
+    """How a weight is stored, and how dp shards it."""
 
-    whole: Float[Array, "..."]
-    """Gathered; takes no gradient."""
-    part: Float[Array, "..."]
-    """This device's part of it: takes it."""
-    by_rows: bool = eqx.field(static=True)
-    """Whether it is cut along its first features, else along the second."""
-    parts: DataParallelGroups = eqx.field(static=True)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.whole.shape
+    outputs_first: bool
+    """Stored as [outputs, inputs], else as [inputs, outputs]."""
+    sharded_rows: bool
+    """dp shards the features that are stored first, else those stored second."""
+    groups: DataParallelGroups
 
 
-Weight = Float[Array, "..."] | RingWeight
+class OverlappedLinear(eqx.Module):
+    """A linear layer, its weight gathered over dp; called like the layer.
 
+    Its gradient is that of `shard`, reduced over dp in a ring.  `fsdp.gather` puts it in the layer's place.
+    """
 
-Product = Callable[[Array, Array], Array]
-"""(x[B T I...], w[I... O...] or w[O... I...]) -> y[B T O...], linear in each of the two, in x's dtype."""
+    layer: Callable[[Array], Array]
+    """With the gathered weight, which takes no gradient."""
+    shard: Float[Array, "..."]
+    """This device's shard of the weight."""
+    layout: WeightLayout = eqx.field(static=True)
 
+    def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        skeleton = eqx.tree_at(lambda layer: layer.weight, self.layer, None)
 
-Cut = tuple[bool, bool, DataParallelGroups]
-"""(whether w is kept as [O I], whether it is cut along its first features, among whom)."""
+        def multiply(x: Array, weight: Array) -> Array:
+            return eqx.tree_at(lambda layer: layer.weight, skeleton, weight, is_leaf=lambda x: x is None)(x)
 
-
-def product(
-    multiply: Product, x: Float[Array, "B T ..."], weight: Weight, *, outputs_first: bool
-) -> Float[Array, "B T ..."]:
-    """multiply(x, w); of a RingWeight the gradient goes home in a ring.  `outputs_first`: w is kept as [O I]."""
-    if not isinstance(weight, RingWeight):
-        return multiply(x, weight)
-    return _product(multiply, (outputs_first, weight.by_rows, weight.parts), x, weight.whole, weight.part)
+        return _matmul(multiply, self.layout, x, self.layer.weight, self.shard)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(multiply: Product, cut: Cut, x: Array, whole: Array, part: Array) -> Array:
-    """This custom gradient stands for no collective's by itself: dw of `part` is what the gather of `part` would give,
-    a sum over dp of which each device has its own.  It says only how that is summed."""
-    return multiply(x, whole)
+def _matmul(
+    multiply: Callable[[Array, Array], Array], layout: WeightLayout, x: Array, full: Array, shard: Array
+) -> Array:
+    """multiply(x, full).  The custom gradient is that of `shard` as its all-gather would give it, a sum over dp of
+    which each device has its own shard; it only says how that sum is computed."""
+    return multiply(x, full)
 
 
-def _forward(multiply: Product, cut: Cut, x: Array, whole: Array, part: Array) -> tuple:
-    return multiply(x, whole), (x, whole, part)
+def _forward(multiply: Any, layout: WeightLayout, x: Array, full: Array, shard: Array) -> tuple:
+    return multiply(x, full), (x, full, shard)
 
 
-def _backward(multiply: Product, cut: Cut, kept: tuple, dy: Array) -> tuple:
-    x, whole, part = kept
-    (dx,) = jax.linear_transpose(lambda x: multiply(x, whole), x)(dy)
-    outputs_first, by_rows, parts = cut
-    pair = (dy, x) if outputs_first else (x, dy)
-    if outputs_first:
-        # what comes next is a norm's gradient.  Apart 6B on v5e-16 takes 0.668 s a step instead of 0.687, 16B on 256
-        # chips 8.52 instead of 8.50, predicted
-        dx = lax.optimization_barrier(dx)
-    return dx, None, _sent_home(*pair, by_rows, parts).reshape(part.shape)
+def _backward(multiply: Any, layout: WeightLayout, saved: tuple, dy: Array) -> tuple:
+    x, full, shard = saved
+    (dx,) = jax.linear_transpose(lambda x: multiply(x, full), x)(dy)
+    pair = (dy, x) if layout.outputs_first else (x, dy)
+    if layout.outputs_first:
+        dx = lax.optimization_barrier(dx)  # keeps the gradient of the norm before it out of this matmul
+    return dx, None, _ring_reduce_weight_gradient(*pair, layout.sharded_rows, layout.groups).reshape(shard.shape)
 
 
-_product.defvjp(_forward, _backward)
+_matmul.defvjp(_forward, _backward)
 
 
-def _sent_home(first: Array, second: Array, by_rows: bool, parts: DataParallelGroups) -> Float[Array, "..."]:
-    """first' @ second {+dp}, of which each device gets its rows, or its columns."""
-    cut, rest = (first, second) if by_rows else (second, first)
-    # heads are cut as such where the ring divides them: to put their features in one dim takes a copy of them all
-    cut = _flat(cut) if cut.shape[2] % parts.ring else cut
-    size = cut.shape[2] // parts.ring
-    here = lax.axis_index(DP) // (parts.count // parts.ring)
-    wide = jnp.promote_types(rest.dtype, jnp.float32)
+def _ring_reduce_weight_gradient(
+    first: Array, second: Array, sharded_rows: bool, groups: DataParallelGroups
+) -> Float[Array, "..."]:
+    """This device's rows, or columns, of first' @ second {+dp}, summed over dp."""
+    sharded, full = (first, second) if sharded_rows else (second, first)
+    # heads stay a dim of their own where the ring divides them: flattening would copy them all
+    sharded = _flatten_features(sharded) if sharded.shape[2] % groups.ring else sharded
+    size = sharded.shape[2] // groups.ring
+    rank = lax.axis_index(DP) // (groups.count // groups.ring)
+    wide = jnp.promote_types(full.dtype, jnp.float32)
 
-    def owed(turn: Turn) -> Array:
-        mine = turn.after(cut) if cut.shape[0] * cut.shape[1] < FEW else cut
-        piece = lax.dynamic_slice_in_dim(mine, (here + turn.place) % parts.ring * size, size, axis=2)
-        pair = (piece, rest) if by_rows else (rest, piece)
-        made = jnp.tensordot(*pair, axes=((0, 1), (0, 1)), preferred_element_type=wide)
-        return made.reshape(-1, *rest.shape[2:]) if by_rows else made.reshape(*rest.shape[2:], -1)
+    def term(step: RingStep) -> Array:
+        waiting = sharded.shape[0] * sharded.shape[1] < MIN_TOKENS_TO_OVERLAP
+        operand = step.after_receive(sharded) if waiting else sharded
+        piece = lax.dynamic_slice_in_dim(operand, (rank + step.offset) % groups.ring * size, size, axis=2)
+        pair = (piece, full) if sharded_rows else (full, piece)
+        dw = jnp.tensordot(*pair, axes=((0, 1), (0, 1)), preferred_element_type=wide)
+        return dw.reshape(-1, *full.shape[2:]) if sharded_rows else dw.reshape(*full.shape[2:], -1)
 
-    def passed(sums: Array, by: int) -> Array:
-        return lax.ppermute(sums, DP, parts.passed(by))
+    def send(partial_sum: Array, by: int) -> Array:
+        return lax.ppermute(partial_sum, DP, groups.ring_permutation(by))
 
-    dw = scattered(owed, parts.ring, rest.dtype, passed)
-    if parts.beside is None:
+    dw = ring_reduce_scatter(term, groups.ring, full.dtype, send)
+    if groups.inter_ring is None:
         return dw
-    return _between_rings(dw, 0 if by_rows else dw.ndim - 1, parts.beside)
+    return _reduce_scatter_between_rings(dw, 0 if sharded_rows else dw.ndim - 1, groups.inter_ring)
 
 
-def _between_rings(dw: Float[Array, "..."], dim: int, rings: Groups) -> Float[Array, "..."]:
-    """dw {+dp} -> of the sum over the rings the part along `dim` that is this device's.  The parts lie along a dim of
-    their own: along one that they cut into no whole tiles, XLA for TPU (libtpu 0.0.42) pads them, and sends the result
-    on to another device (16B on a v5e-256: 9.42 s a step instead of 9.37, predicted).
+def _reduce_scatter_between_rings(dw: Float[Array, "..."], dim: int, rings: Groups) -> Float[Array, "..."]:
+    """dw {+dp} -> this device's shard, along `dim`, of the sum over the rings.  The shards get a dim of their own, so
+    that XLA for TPU need not pad them to tiles (docs/performance-notes.md).
 
-    Wire    one reduce-scatter of dw between the rings.
+    Communication: one reduce-scatter of dw between the rings.
     """
-    parts = dw.reshape(*dw.shape[:dim], len(rings[0]), -1, *dw.shape[dim + 1 :])
-    return reduce_scatter(parts, DP, dim, rings).squeeze(dim)
+    shards = dw.reshape(*dw.shape[:dim], len(rings[0]), -1, *dw.shape[dim + 1 :])
+    return reduce_scatter(shards, DP, dim, rings).squeeze(dim)
 
 
-def _flat(x: Float[Array, "B T ..."]) -> Float[Array, "B T features"]:
+def _flatten_features(x: Float[Array, "B T ..."]) -> Float[Array, "B T features"]:
     return x.reshape(*x.shape[:2], math.prod(x.shape[2:]))

@@ -1,4 +1,4 @@
-"""Devices to a (dp, mp) mesh: the accelerators that are there, or CPU devices that are emulated."""
+"""The (dp, mp) mesh: which devices form it, in which order, and how dp ranks group into slices and rings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +12,30 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.torus import Torus
 
 DP = "dp"
-
-
+"""The data-parallel axis: its ranks process different sequences."""
 MP = "mp"
-
+"""The model-parallel axis: its ranks share every layer (tensor parallelism)."""
+AXES = (DP, MP)
+"""All mesh axes, the slowest-varying first."""
 
 MAX_RING_SIZE = 16
-"""Parts of dp that a ring of gradients has at most: a product is made in as many pieces."""
+"""Ranks of a gradient ring at most: a weight gradient is computed in as many pieces."""
 
 Groups = Sequence[Sequence[int]]
+"""Disjoint groups of ranks along one axis, as `axis_index_groups` of JAX's collectives."""
+
+
+def axis_sizes(config: MeshConfig) -> dict[str, int]:
+    """The size of every axis of AXES."""
+    return {DP: config.dp, MP: config.mp}
 
 
 @dataclass(frozen=True)
 class DataParallelGroups:
-    """How the parts of dp lie: part (r, o, s) is number (r x others + o) x slices + s, counting from 0.
+    """How dp ranks group into slices, and within a slice into rings of neighbours.
 
-    r goes around a ring of neighbours, o counts the rings of a slice, s the slices: so each slice has one part in every
-    `slices`, and what a slice has met over falls to its devices in the order of their numbers.
+    Rank (r, o, s) is number (r x rings + o) x slices + s: r is the place in a ring, o the ring of a slice, s the slice.
+    So the ranks of a slice are `slices` apart, and a reduce-scatter within a slice leaves its shards in rank order.
     """
 
     count: int
@@ -36,55 +43,56 @@ class DataParallelGroups:
     ring: int = 1
 
     @classmethod
-    def of(cls, config: MeshConfig) -> "DpParts":
-        """Raises InputError where no ring can be made."""
-        inside = config.dp // config.slices
-        if config.fsdp_gradients == FsdpGradients.reduce_scatter or inside == 1:
+    def of(cls, config: MeshConfig) -> "DataParallelGroups":
+        """Raises UserError where mesh.fsdp_gradients=ring and dp / slices has no divisor that a ring could have."""
+        within = config.dp // config.slices
+        if config.fsdp_gradients == FsdpGradients.reduce_scatter or within == 1:
             return cls(config.dp, config.slices)
-        ring = max(n for n in range(1, MAX_RING_SIZE + 1) if inside % n == 0)
+        ring = max(n for n in range(1, MAX_RING_SIZE + 1) if within % n == 0)
         if ring == 1:
             raise UserError(
-                f"mesh.fsdp_gradients=ring: no number from 2 to {MAX_RING_SIZE} divides mesh.dp / mesh.slices = {inside}; "
-                f"use mesh.fsdp_gradients=reduce_scatter"
+                f"mesh.fsdp_gradients=ring: no number from 2 to {MAX_RING_SIZE} divides "
+                f"mesh.dp / mesh.slices = {within}; use mesh.fsdp_gradients=reduce_scatter"
             )
         return cls(config.dp, config.slices, ring)
 
     @property
-    def inside(self) -> Groups | None:
-        """The parts of each slice; None where that is all of dp."""
+    def intra_slice(self) -> Groups | None:
+        """The ranks of each slice; None where that is all of dp."""
         return self._groups(self.count // self.slices, self.slices)
 
     @property
-    def between(self) -> Groups | None:
-        """The parts that stand for one another in the slices; None where that is all of dp."""
+    def inter_slice(self) -> Groups | None:
+        """The ranks with the same place in every slice; None where that is all of dp."""
         return self._groups(self.slices, 1)
 
     @property
-    def beside(self) -> Groups | None:
-        """The parts that stand for one another in the rings of a slice; None where it has one."""
-        others = self.count // self.slices // self.ring
-        return self._groups(others, self.slices) if others > 1 else None
+    def inter_ring(self) -> Groups | None:
+        """The ranks with the same place in the rings of one slice; None where a slice has one ring."""
+        rings = self.count // self.slices // self.ring
+        return self._groups(rings, self.slices) if rings > 1 else None
 
-    def passed(self, by: int) -> list[tuple[int, int]]:
-        """(from, to) of what all pass on to who is `by` farther around their ring."""
+    def ring_permutation(self, by: int) -> list[tuple[int, int]]:
+        """(from, to) pairs of a ppermute that passes a value `by` places further along every ring."""
         each = self.count // self.ring
         return [(r * each + i, (r + by) % self.ring * each + i) for r in range(self.ring) for i in range(each)]
 
-    def _groups(self, size: int, apart: int) -> Groups | None:
+    def _groups(self, size: int, stride: int) -> Groups | None:
         if size == self.count:
             return None
-        numbers = np.arange(self.count).reshape(-1, size, apart)
-        return numbers.transpose(0, 2, 1).reshape(-1, size).tolist()
+        ranks = np.arange(self.count).reshape(-1, size, stride)
+        return ranks.transpose(0, 2, 1).reshape(-1, size).tolist()
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """A (dp, mp) mesh over `devices` (all there are, unless given).
+    """A (dp, mp) mesh over `devices` (by default all of this process group).
 
-    On a torus, mp fills tiles of `config.tile` chips and cores, or where that is None of the shape with the fewest hops
-    between its devices, with the ring wire in the order of a walk round the tile; dp is what the tiles make of the
-    slice.  Elsewhere mp is consecutive devices, which are those of one host.  In which order dp counts its parts, says
-    DpParts; the rings of gradients are walks round tiles, too.
-    Raises InputError where the devices cannot be cut so.
+    On a TPU torus, mp fills tiles of `config.tile` chips and cores, or by default of the shape with the fewest hops
+    between its devices; with collective matmul in the order of a closed walk round the tile.  dp counts tiles, in the
+    order of `DataParallelGroups`; gradient rings are closed walks round groups of tiles.  Elsewhere mp is consecutive
+    devices, which are those of one host.
+
+    Raises UserError where the number of devices, the tile or the slices do not fit.
     """
     devices = jax.devices() if devices is None else devices
     wanted = config.dp * config.mp
@@ -95,9 +103,9 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
         )
     torus = Torus.of(devices)
     if torus is None and config.tile is not None:
-        raise UserError(f"mesh.tile={config.tile}: {devices[0].device_kind} devices lie on no torus; leave it null")
+        raise UserError(f"mesh.tile={config.tile}: {devices[0].device_kind} devices are not on a torus; leave it null")
     _check_slices(config, devices, fixed=torus is not None)
-    parts = DataParallelGroups.of(config)
+    groups = DataParallelGroups.of(config)
     if torus is None:
         arranged = np.array(devices, object)
     else:
@@ -108,18 +116,18 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
             else list(range(config.mp))
         )
         tiles = torus.tiled(tile, config.mp)
-        rings = tiles.ring_tile(parts.ring)
-        arranged = tiles.laid_out(rings, parts.ring)[:, tiles.round_trip(rings)]
+        rings = tiles.ring_tile(groups.ring)
+        arranged = tiles.laid_out(rings, groups.ring)[:, tiles.round_trip(rings)]
         arranged = np.array([group[i] for group in arranged.flat for i in mp_order], object)
-    by_slice = arranged.reshape(parts.slices, -1, parts.ring, config.mp)
-    return Mesh(by_slice.transpose(2, 1, 0, 3).reshape(config.dp, config.mp), (DP, MP), axis_types=(AxisType.Auto,) * 2)
+    by_slice = arranged.reshape(groups.slices, -1, groups.ring, config.mp)
+    return Mesh(
+        by_slice.transpose(2, 1, 0, 3).reshape(config.dp, config.mp), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
 
 
 def _check_slices(config: MeshConfig, devices: list[jax.Device], *, fixed: bool) -> None:
-    """Raises InputError where the devices are of other slices than mesh.slices says; without a torus, which is not
-    `fixed`, one may be cut as one likes."""
+    """Raises UserError where the devices are of another number of slices than mesh.slices says.  Devices that are not
+    on a torus (not `fixed`) may be divided into slices at will."""
     there = len({getattr(device, "slice_index", None) or 0 for device in devices})
     if config.slices != there and (fixed or there > 1):
-        raise UserError(
-            f"mesh.slices={config.slices}, but these devices lie in slices: {there}; set mesh.slices={there}"
-        )
+        raise UserError(f"mesh.slices={config.slices}, but these devices form {there} slices; set mesh.slices={there}")

@@ -1,13 +1,15 @@
-"""Sums that go round a ring of devices: what all of them owe to each, added up on its way there.
+"""A ring reduce-scatter by ppermute, whose hops overlap the computation of the terms that they add up.
 
 Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
-section 5, both ways round, https://doi.org/10.1145/3567955.3567959
+section 5 (bidirectional), https://doi.org/10.1145/3567955.3567959
 
-On device i of n, place o is what is for device i + o, round the ring.  Half the places lie ahead, half behind.
+Every device of a ring of n holds one term for each device; device i receives the sum of the n terms that are meant for
+it.  On device i, offset o stands for device (i + o) mod n.  Offsets run from -(n - 1) // 2 to n // 2: partial sums
+travel in both directions at once, each at most n / 2 hops.
 
-When a product is made is not left to the compiler.  XLA for TPU makes most of them before the first hop, or under it,
-and lets the other hops flow under nothing (seen in modules of libtpu 0.0.42).  A `Turn` tells a product to wait: until
-what it is added to is on its way, or until that is here.
+When a term is computed is not left to the compiler: XLA for TPU computes most terms before or under the first hop, so
+that the other hops overlap nothing (docs/performance-notes.md).  A `RingStep` offers optimization barriers with which a
+term waits for a hop to begin or to end.  Without them this would be a plain `lax.psum_scatter` of all terms.
 """
 
 from collections.abc import Callable
@@ -19,58 +21,63 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 
-def places(n: int) -> list[int]:
-    """Of n devices the nearest first: 0, -1, 1, -2, 2 ... n/2."""
+def ring_offsets(n: int) -> list[int]:
+    """The offsets of a ring of n devices, the nearest first: 0, -1, 1, -2, 2 ... n/2."""
     return sorted(range(-((n - 1) // 2), n // 2 + 1), key=abs)
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What is made for a place, and when.  It is an operand that waits; where a backward pass reads that again, it
-    makes all that was waited for again, too."""
+class RingStep:
+    """The computation of one term, and its place in the schedule.
 
-    place: int
-    sent: list[Array]
-    """What comes for the same place from farther, as it left there."""
-    came: list[Array]
-    """The same, here; but at place 0 not what comes last: that flows under what is made there."""
-
-    def under(self, x: Array) -> Array:
-        """x, there no sooner than all that is `sent`: what is made of it flows under its hop."""
-        return _waiting(self.sent, x)
-
-    def after(self, x: Array) -> Array:
-        """x, there no sooner than all that `came`: XLA adds that to what is made of x as it makes it.  Left free, it
-        makes it before, and adds later, from memory."""
-        return _waiting(self.came, x)
-
-
-def _waiting(found: list[Array], x: Array) -> Array:
-    return lax.optimization_barrier((found, x))[1] if found else x
-
-
-def scattered(owed: Callable[[Turn], Array], n: int, dtype: DTypeLike, passed: Callable[[Array, int], Array]) -> Array:
-    """The sum of what all n devices of a ring owe to this one, each place added up on its way here, the farthest first.
-
-    `owed(turn)` makes what is owed to a place, of one shape for all.  `passed(x, by)`, in `dtype`, is x to the device
-    `by` farther.
-
-    Wire    n - 1 times `passed`, of one place's sum in `dtype`; half of them each way, both at a time.
+    The barriers apply to an operand of the computation.  Where a backward pass recomputes what reads that operand, it
+    recomputes everything the operand waited for, too.
     """
-    sent: dict[int, list[Array]] = {place: [] for place in places(n)}
-    came: dict[int, list[Array]] = {place: [] for place in places(n)}
-    for place in reversed(came):
-        total = wide(owed(Turn(place, sent[place], came[place][: None if place else -1])))
-        for arrived in came[place]:
-            total += wide(arrived)
-        if place:
-            way = 1 if place > 0 else -1
-            sent[place - way].append(total.astype(dtype))
-            came[place - way].append(passed(total.astype(dtype), way))
+
+    offset: int
+    """Which device the term is meant for."""
+    sent: list[Array]
+    """Partial sums for the same device, before their hop to this one."""
+    received: list[Array]
+    """The same after their hop; at offset 0 without the last one, whose hop overlaps the computation of this term."""
+
+    def after_send(self, x: Array) -> Array:
+        """x, not available before everything in `sent`: what is computed from it overlaps the hop."""
+        return _wait_for(self.sent, x)
+
+    def after_receive(self, x: Array) -> Array:
+        """x, not available before everything in `received`: XLA then adds the received sums as it computes the term,
+        instead of reading both from memory afterwards."""
+        return _wait_for(self.received, x)
+
+
+def _wait_for(arrays: list[Array], x: Array) -> Array:
+    return lax.optimization_barrier((arrays, x))[1] if arrays else x
+
+
+def ring_reduce_scatter(
+    term: Callable[[RingStep], Array], n: int, dtype: DTypeLike, send: Callable[[Array, int], Array]
+) -> Array:
+    """The sum, over the n devices of a ring, of the terms that are meant for this device; in `dtype`.
+
+    `term(step)` computes the term for the device at `step.offset`; all have one shape.  `send(x, by)` passes x, in
+    `dtype`, to the device `by` positions further along the ring.  Sums are accumulated in float32 or wider.
+
+    Communication  n - 1 calls of `send`, each of one term in `dtype`; half of them in each direction, two at a time.
+    """
+    sent: dict[int, list[Array]] = {offset: [] for offset in ring_offsets(n)}
+    received: dict[int, list[Array]] = {offset: [] for offset in ring_offsets(n)}
+    for offset in reversed(received):  # the farthest first
+        total = to_float32(term(RingStep(offset, sent[offset], received[offset][: None if offset else -1])))
+        for partial_sum in received[offset]:
+            total += to_float32(partial_sum)
+        if offset:
+            towards = 1 if offset > 0 else -1
+            sent[offset - towards].append(total.astype(dtype))
+            received[offset - towards].append(send(total.astype(dtype), towards))
     return total.astype(dtype)
 
 
-def wide(x: Array) -> Array:
-    """In float32 or wider.  So is added what comes round a ring, which travels in its own dtype: it rounds less, and
-    takes a v5e two thirds of the time of a sum in bfloat16, by the compiler's estimate (libtpu 0.0.42)."""
+def to_float32(x: Array) -> Array:
+    """x in float32, or in its own dtype if that is wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,176 +1,234 @@
-"""The wires: every byte between devices goes through one of these.
+"""Tensor parallelism over mp: what a layer communicates before its column-parallel and after its row-parallel products.
 
-A tensor-parallel region is entered with the residual stream and left with a sum over mp still owed.  Column-parallel
-products stand at its entrance, row-parallel ones at its exit, and a wire makes both, so that what travels may do so
-while they are computed:
+A sublayer (attention, MLP) is column-parallel matmuls, work on this device's own heads or hidden units, and one
+row-parallel matmul whose result is a partial sum.  A tensor-parallel mode performs both products together with the
+communication they need, so that the two may overlap; it is chosen once (`mesh.tensor_parallel`) and passed down as a
+value, and no layer asks which one it is.
 
-    into(x, region=columns)       x -> enter(x) @ w, for every w of the columns
-    out_of(region=(y, rows))      leave(the sum of all y @ w)
+B batch, T time, D model width, F features.  T/mp: dim T sharded over mp.  {+mp}: a partial sum, not yet reduced.
 
-How, a wire says; one is chosen for the whole program and handed down as a value, and no layer knows which it is.  What
-happens in between is position by position, but for attention, which asks for its products `in_time`.
+    column_parallel(x, a, b)          x -> enter(x) @ a, enter(x) @ b
+    row_parallel((y, a), (z, b))      reduce(y @ a + z @ b)
 
-B batch, T time, D model width.  T/mp: dim T cut along mp.  {+mp}: a sum over mp still owed.
+                        residual stream   enter                            reduce
+    AllReduce           x[B T D]          forward nothing                  forward all-reduce of y[B T D]
+                                          backward all-reduce of dx        backward nothing
+    SequenceParallel    x[B T/mp D]       forward all-gather to [B T D]    forward reduce-scatter of y[B T D]
+                                          backward reduce-scatter of dx    backward all-gather of dy
+    CollectiveMatmul    x[B T/mp D]       mp - 1 ppermutes of [B T/mp D], forward and backward, each overlapped with
+                                          the matmul of another chunk; embedding and head as in SequenceParallel
 
-                     forward                                          backward
-    AllReduce        between regions x[B T D], whole on every device of mp
-      enter          nothing                                          all-reduce of dx[B T D]
-      leave          all-reduce of x[B T D]                           nothing
-    SequenceParallel between regions x[B T/mp D]: norms and sums are of 1/mp of the positions, and so is what is saved
-      enter          all-gather to h[B T D]                           reduce-scatter of dh[B T D]
-      leave          reduce-scatter of y[B T D]                       all-gather of dy to [B T D]
-    Ring (`ring`)    the same stream; each ppermute flows under the products of another part
-      into           mp - 1 ppermutes of h[B T/mp D]                  mp - 1 ppermutes of dh[B T/mp D]
-      out_of         mp - 1 ppermutes of y[B T/mp D]                  mp - 1 ppermutes of dy[B T/mp D]
-    vary, at_home    nothing                                          whatever is owed then, `meet_over` sums
-    sum_over         all-reduce over the axis                         nothing
-    meet_over        all-reduce over the axis, where owed             not differentiated
-    scatter_sum      reduce-scatter over the axis                     not differentiated
-    gather           all-gather over the axis                         reduce-scatter of the gradient
-    gather_whole     all-gather over the axis                         not differentiated
+On a ring network an all-reduce transfers as many bytes as a reduce-scatter and an all-gather of the same array, and
+mp - 1 ppermutes of a chunk as many as either.  With the residual stream sharded over time, norms, residual sums and
+saved activations take 1/mp of the memory; a rematerialisation policy that saves only those repeats `enter` in the
+backward pass.
 
-In a ring an all-reduce sends as much as a reduce-scatter and an all-gather of the same whole array, and mp - 1
-ppermutes of a part as much as either.  So the wires cost the same, and what lies between regions takes 1/mp of the
-memory in all but the first; but where a remat policy keeps just that, `enter` or `into` gathers once more in the
-backward pass.  What was gathered, mp times as large, none of them keeps: to write and to read it takes longer (6.9B on
-V3-32, dots, predicted: 32.9 s a step instead of 30.4; 11B on v4-512 1.84 instead of 1.73).
-
-AllReduce is f and g of Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053, and
-SequenceParallel g and g-bar of Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2,
-https://arxiv.org/abs/2205.05198.  Under `check_vma=True` they are types and need no custom gradient: a value is either
-varying over mp or it is not, and JAX derives the transpose.  A partial sum that is never left does not compile: by its
-type where the stream is whole, by its shape where it is cut.
+AllReduce is f and g of Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053;
+SequenceParallel is g and g-bar of Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2,
+https://arxiv.org/abs/2205.05198; CollectiveMatmul is Wang et al. 2023 (`parallel/collective_matmul.py`).  Under
+`check_vma=True` f and g are types and need no custom gradient; a partial sum that is never reduced does not compile.
 """
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
+from shmap_tp.config.activation_names import SUBLAYER_OUTPUT
+from shmap_tp.config.schema import TensorParallelMode
+from shmap_tp.parallel import collective_matmul
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import DP, MP
 
-SUBLAYER_OUTPUT = "left_parallel"  # names what a collective returned, so that a remat policy can keep it
-
-Product = PyTree[Float[Array, "B _ ..."]]
-"""y[B T F/mp] or y[B T H/mp K], or where a wire computes it so, its parts along time: what is done to each position is
-done to each."""
-
-
-Columns = tuple[Callable[[Array], Array], ...]
-"""The column-parallel layers at the entrance of a region: x[B any D] -> x @ w, one of all the Product's forms.  Each is
-a pytree of its weight, and linear in both."""
+Activation = PyTree[Float[Array, "B _ ..."]]
+"""y[B T F/mp] or y[B T H/mp K]; in CollectiveMatmul a tuple of its chunks along time.  Functions of single positions
+apply to either with `jax.tree.map`; what mixes positions needs `concat_time` before and `split_time` after."""
+Linear = Callable[[Array], Array]
+"""A column- or row-parallel layer: x[B any ...] -> x @ w.  A pytree of its weight, linear in both."""
 
 
-Rows = tuple[Product, Callable[[Array], Array]]
-"""What stands before a region's exit, and the row-parallel layer there: y[B any ...] -> y @ w {+mp}."""
+@runtime_checkable
+class TensorParallel(Protocol):
+    """What layers need of a tensor-parallel mode.  The residual stream is x[B T D] or x[B T/mp D], as the mode says."""
+
+    def column_parallel(self, x_BTD: Float[Array, "B _ D"], *layers: Linear) -> tuple[Activation, ...]:
+        """x of the residual stream -> x @ w for each layer, whose outputs are sharded over mp."""
+        ...
+
+    def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B _ D"]:
+        """(y, layer) pairs -> the sum over pairs and over mp of y @ w, as it is added to the residual stream."""
+        ...
+
+    def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
+        """An activation -> y[B T ...], all positions in order.  Communication: none."""
+        ...
+
+    def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
+        """The inverse of `concat_time`.  Communication: none."""
+        ...
+
+    def enter(self, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B T D"]:
+        """x of the residual stream -> all of its positions, about to be multiplied by weights sharded over mp."""
+        ...
+
+    def reduce(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B _ D"]:
+        """y {+mp} -> the residual stream."""
+        ...
+
+    def local_positions(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
+        """The rows of w, one per position, that belong to this device's `time` positions of the residual stream."""
+        ...
+
+    def mark_varying(self, params: Any) -> Any:
+        """Parameters whose gradients stay local partial sums until `reduce_partial_gradients` sums them, once a
+        step."""
+        ...
 
 
-def products_of(x_BTD: Float[Array, "B T D"], regions: Mapping[str, Columns]) -> list[tuple[Array, ...]]:
-    """x, entered, times each region's weights, in a scope of the region's name."""
-    found = []
-    for name, columns in regions.items():
-        with jax.named_scope(name):
-            found.append(tuple(column(x_BTD) for column in columns))
-    return found
+class InScope(eqx.Module):
+    """A layer whose operations carry the name of the sublayer that it belongs to, in profiles and in the planner."""
 
+    name: str = eqx.field(static=True)
+    layer: Linear
 
-def owed_by(regions: Mapping[str, tuple[Array, Callable[[Array], Array]]]) -> Float[Array, "B T D"]:
-    """The sum {+mp} of all regions' y @ w, each product in a scope of the region's name."""
-    owed = []
-    for name, (y, rows) in regions.items():
-        with jax.named_scope(name):
-            owed.append(rows(y))
-    return functools.reduce(operator.add, owed)
+    def __call__(self, x: Array) -> Array:
+        with jax.named_scope(self.name):
+            return self.layer(x)
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The residual stream is whole on every device of mp.  Shoeybi et al. 2019"""
+    """The residual stream x[B T D] is replicated over mp.  Shoeybi et al. 2019"""
+
+    def column_parallel(self, x_BTD: Float[Array, "B T D"], *layers: Linear) -> tuple[Activation, ...]:
+        """Backward: one all-reduce of dx over mp."""
+        return _multiply_each(self.enter(x_BTD), layers)
+
+    def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B T D"]:
+        """Forward: one all-reduce over mp."""
+        return self.reduce(_partial_sum(products))
 
     def enter(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """x, about to meet weights that are cut over mp.  Backward: one all-reduce of dx over mp, in x's dtype."""
+        """Megatron's f.  Backward: one all-reduce of dx over mp, in x's dtype."""
         return lax.pcast(x_BTD, MP, to="varying")
 
-    def leave(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """y {+mp} -> y: one all-reduce over mp, in y's dtype.  Backward: nothing."""
+    def reduce(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Megatron's g.  Forward: one all-reduce over mp, in y's dtype.  Backward: nothing."""
         return checkpoint_name(lax.psum(y_BTD, MP), SUBLAYER_OUTPUT)
 
-    def into(self, x_BTD: Float[Array, "B T D"], **regions: Columns) -> list[tuple[Product, ...]]:
-        """For every region its products of the entered x: `enter`, once."""
-        return products_of(self.enter(x_BTD), regions)
-
-    def out_of(self, **regions: Rows) -> Float[Array, "B T D"]:
-        """The sum of all y @ w: `leave`, once."""
-        return self.leave(owed_by(regions))
-
-    def in_time(self, y: Product) -> Float[Array, "B T ..."]:
-        """A product, whatever the order of its positions -> y[B T ...].  Nothing travels."""
+    def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
         return y
 
-    def in_parts(self, y: Float[Array, "B T ..."]) -> Product:
-        """y[B T ...] -> as `out_of` takes it.  Nothing travels."""
+    def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
         return y
 
-    def beside(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
-        """Those rows of w, one for each position, that stand beside x[B time D] in the residual stream: the first."""
+    def local_positions(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
         return w_TD[:time]
 
-    def at_home(self, params: Any) -> Any:
-        """Parameters whose gradients stay on the device that computes them until they meet over dp."""
+    def mark_varying(self, params: Any) -> Any:
+        """Over dp only: over mp every gradient of a replicated parameter is complete on each device."""
         return mark_varying(params, DP)
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """Each device of mp has its own T/mp positions of the residual stream.  Korthikanti et al. 2022, section 4.2
+    """Each device of mp holds T/mp positions of the residual stream x[B T/mp D].  Korthikanti et al. 2022, section 4.2
 
-    A norm's scale, or learned positions, whole over mp, meet other positions on every device.  Their gradient is a sum
-    over mp, once per step; so is that of key/value heads fewer than mp.
+    Parameters that are replicated over mp and applied to the residual stream (norm scales, learned positions) see
+    other positions on every device: their gradients are partial sums over mp, reduced once per step.  So are those of
+    key/value heads where mp exceeds their number.
     """
+
+    def column_parallel(self, x_BTD: Float[Array, "B part D"], *layers: Linear) -> tuple[Activation, ...]:
+        """Forward: one all-gather over mp.  Backward: one reduce-scatter."""
+        return _multiply_each(self.enter(x_BTD), layers)
+
+    def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B part D"]:
+        """Forward: one reduce-scatter over mp.  Backward: one all-gather."""
+        return self.reduce(_partial_sum(products))
 
     def enter(self, x_BTD: Float[Array, "B part D"]) -> Float[Array, "B T D"]:
         """x[B T/mp D] -> x[B T D]: one all-gather over mp.  Backward: one reduce-scatter of dx[B T D], in x's dtype."""
         return _along_time(lambda x, dim: lax.all_gather(x, MP, axis=dim, tiled=True), x_BTD)
 
-    def leave(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B part D"]:
+    def reduce(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B part D"]:
         """y[B T D] {+mp} -> y[B T/mp D]: one reduce-scatter over mp.  Backward: one all-gather to dy[B T D]."""
         part_BTD = _along_time(lambda y, dim: lax.psum_scatter(y, MP, scatter_dimension=dim, tiled=True), y_BTD)
         return checkpoint_name(part_BTD, SUBLAYER_OUTPUT)
 
-    def into(self, x_BTD: Float[Array, "B part D"], **regions: Columns) -> list[tuple[Product, ...]]:
-        """For every region its products of the entered x: `enter`, once."""
-        return products_of(self.enter(x_BTD), regions)
-
-    def out_of(self, **regions: Rows) -> Float[Array, "B part D"]:
-        """The sum of all y @ w: `leave`, once."""
-        return self.leave(owed_by(regions))
-
-    def in_time(self, y: Product) -> Float[Array, "B T ..."]:
-        """A product, whatever the order of its positions -> y[B T ...].  Nothing travels."""
+    def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
         return y
 
-    def in_parts(self, y: Float[Array, "B T ..."]) -> Product:
-        """y[B T ...] -> as `out_of` takes it.  Nothing travels."""
+    def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
         return y
 
-    def beside(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
-        """Those rows of w, one for each position, that stand beside x[B time D] in the residual stream: this part's."""
+    def local_positions(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
         return lax.dynamic_slice_in_dim(w_TD, lax.axis_index(MP) * time, time)
 
-    def at_home(self, params: Any) -> Any:
-        """Parameters whose gradients stay on the device that computes them until they meet over mp and dp."""
+    def mark_varying(self, params: Any) -> Any:
         return mark_varying(mark_varying(params, MP), DP)
 
 
+@dataclass(frozen=True)
+class CollectiveMatmul:
+    """SequenceParallel with both collectives decomposed into chunks of T/mp positions, overlapped with the matmuls.
+
+    The embedding's reduction and the head's `enter` stay single collectives: no matmul stands there to overlap them.
+    """
+
+    def column_parallel(self, x_BTD: Float[Array, "B part D"], *layers: Linear) -> tuple[Activation, ...]:
+        """Forward: mp - 1 ppermutes of x[B T/mp D].  Backward: mp - 1 ppermutes of dx."""
+        return collective_matmul.all_gather_matmul(x_BTD, layers)
+
+    def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B part D"]:
+        """Forward: mp - 1 ppermutes of a partial sum of y[B T/mp D].  Backward: mp - 1 ppermutes of dy."""
+        return checkpoint_name(collective_matmul.matmul_reduce_scatter(products), SUBLAYER_OUTPUT)
+
+    def enter(self, x_BTD: Float[Array, "B part D"]) -> Float[Array, "B T D"]:
+        return SequenceParallel().enter(x_BTD)
+
+    def reduce(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B part D"]:
+        return SequenceParallel().reduce(y_BTD)
+
+    def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
+        return collective_matmul.concat_time(y)
+
+    def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
+        return collective_matmul.split_time(y)
+
+    def local_positions(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
+        return SequenceParallel().local_positions(w_TD, time)
+
+    def mark_varying(self, params: Any) -> Any:
+        return SequenceParallel().mark_varying(params)
+
+
+TENSOR_PARALLEL: dict[TensorParallelMode, TensorParallel] = {
+    TensorParallelMode.all_reduce: AllReduce(),
+    TensorParallelMode.sequence: SequenceParallel(),
+    TensorParallelMode.collective_matmul: CollectiveMatmul(),
+}
+"""The modes that `mesh.tensor_parallel` names."""
+
+
+def _multiply_each(x_BTD: Float[Array, "B T D"], layers: Sequence[Linear]) -> tuple[Array, ...]:
+    return tuple(layer(x_BTD) for layer in layers)
+
+
+def _partial_sum(products: Sequence[tuple[Array, Linear]]) -> Float[Array, "B T D"]:
+    """The sum {+mp} of all y @ w."""
+    return functools.reduce(operator.add, [layer(y) for y, layer in products])
+
+
 def _along_time(move: Callable[[Array, int], Array], x_BTD: Float[Array, "B T D"]) -> Float[Array, "B part D"]:
-    """`move` of (x, which of its dims is T).  A single window goes as a matrix: of a reduce-scatter along T of
-    [1 T D] the compiler for TPU makes an all-reduce of the whole (libtpu 0.0.42)."""
+    """`move(x, dim of T)`.  A single sequence is moved as a matrix: of a reduce-scatter along T of [1 T D] XLA for TPU
+    makes an all-reduce (docs/performance-notes.md)."""
     return move(jnp.squeeze(x_BTD, 0), 0)[None] if x_BTD.shape[0] == 1 else move(x_BTD, 1)

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import DEVICES, machine_peak
 from shmap_tp.hardware.xla_options import compile_with
-from shmap_tp.layers.attention_selection import named
+from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.plan.aot_compile import coordinates, needed
 from shmap_tp.plan.predict import Builder
 from shmap_tp.plan.report import EXPLICIT, Row, mesh_fields, of_config
@@ -53,7 +53,7 @@ def measure(
     devices = list(mesh.devices.flat)
     first = devices[0]
     programs = build(config, mesh, dtype)
-    facts = of_config(config, named(programs.attention), len(devices), machine_peak(devices)) | {
+    facts = of_config(config, kernel_name(programs.attention), len(devices), machine_peak(devices)) | {
         "program": EXPLICIT if build is build_step_functions else build.__module__,
         "kind": "emulated" if first.platform == "cpu" else "measured",
         "versions": {"jax": jax.__version__},

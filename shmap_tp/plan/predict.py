@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
-from shmap_tp.layers.attention_selection import named
+from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead, coordinates
 from shmap_tp.plan.hlo_parser import parse
@@ -82,7 +82,7 @@ def predict(
         fits=compiled.fits,
         compile_seconds=compiled.seconds,
         versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
-        **of_config(config, named(programs.attention), len(devices), table_peak(kind, len(devices))),
+        **of_config(config, kernel_name(programs.attention), len(devices), table_peak(kind, len(devices))),
         **mesh_fields(mesh, config),
         **_spent(compiled, asked, mesh),
     )

@@ -24,7 +24,7 @@ from shmap_tp.data.prepare import prepare_stdlib
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import machine_peak
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
-from shmap_tp.layers.attention_selection import named
+from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.model.flops import flops_per_token, parameters
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.console import say
@@ -136,7 +136,7 @@ def _compile(run: Run, first: int) -> Any:
     run.clock.open(directory if speaks else None, first, anew=config.checkpoint.resume == Resume.never)
     say(
         f"compiling the step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
-        f"attention {named(programs.attention)} ..."
+        f"attention {kernel_name(programs.attention)} ..."
     )
     options = compiler_options(jax.devices()[0].device_kind, config)
     return compile_with(programs.step.lower(programs.shapes, programs.tokens), options)

@@ -16,12 +16,12 @@ from shmap_tp.config.schema import Config
 from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.layers.embedding import score
 from shmap_tp.model.loss import LinearCrossEntropy
-from shmap_tp.model.transformer import Transformer
+from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce
-from shmap_tp.parallel.fsdp import held, place_parameters
-from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups
-from shmap_tp.parallel.modes import TENSOR_PARALLEL
-from shmap_tp.parallel.partitioning import named, partition_specs
+from shmap_tp.parallel.fsdp import gather_between_slices, place_parameters
+from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
+from shmap_tp.parallel.partitioning import named_shardings, partition_specs
+from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 from shmap_tp.training.step import TOKENS, Objective, counted_tokens, loss_and_gradients
 
 
@@ -51,27 +51,27 @@ def build_model_functions(config: Config, mesh: Mesh, dtype: DTypeLike) -> Model
         return Transformer(config.model, attend, key=jax.random.key(config.run.seed))
 
     shapes = jax.eval_shape(initialize)
-    sizes = {DP: config.mesh.dp, MP: config.mesh.mp}
+    sizes = axis_sizes(config.mesh)
     specs, gradient_specs, placements = place_parameters(
         config.mesh.zero, shapes, partition_specs(shapes, sizes), sizes, DataParallelGroups.of(config.mesh)
     )
+    execution = Execution(TENSOR_PARALLEL[config.mesh.tensor_parallel], dtype, placements)
     cross_entropy = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
-    objective = Objective(cross_entropy, dtype, TENSOR_PARALLEL[config.mesh.tensor_parallel], placements)
+    objective = Objective(cross_entropy, execution)
 
     def logits(params: Transformer, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        params = held(placements, params)
-        h_BTD = params(tokens_BT, dtype, objective.wire, placements)
-        h_BTD, table_VD = params.scored_by(h_BTD, dtype, placements)
+        params = gather_between_slices(placements, params)
+        h_BTD, table_VD = params.output_projection(params(tokens_BT, execution), execution)
         return score(h_BTD.reshape(-1, h_BTD.shape[-1]), table_VD).reshape(*h_BTD.shape[:2], -1)
 
     def loss(params: Transformer, tokens_ABT: Int[Array, "1 B T"]) -> Float[Array, ""]:
-        _, loss = objective(held(placements, params), tokens_ABT[0], counted_tokens(tokens_ABT))
+        _, loss = objective(gather_between_slices(placements, params), tokens_ABT[0], counted_tokens(tokens_ABT))
         return all_reduce(loss, DP)
 
     def gradients(params: Transformer, tokens_ABT: Int[Array, "1 B T"]) -> tuple[Float[Array, ""], Transformer]:
         return loss_and_gradients(objective, params, tokens_ABT)
 
-    shardings = named(mesh, specs)
+    shardings = named_shardings(mesh, specs)
 
     def compiled(function: Callable, tokens: P, out_specs: P | tuple[P, Transformer]) -> Callable:
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(specs, tokens), out_specs=out_specs))

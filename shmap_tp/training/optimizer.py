@@ -1,23 +1,59 @@
-"""AdamW by optax, and the one thing optax cannot know: the norm of a gradient that lies on many devices.
+"""Optimizers by optax, and two things that optax cannot know: how a state is partitioned, and the norm of a gradient
+whose shards are on many devices.
 
-Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101
+Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (AdamW), https://arxiv.org/abs/1711.05101
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from shmap_tp.config.schema import OptimizerConfig
-from shmap_tp.parallel.collectives import varying_axes
-from shmap_tp.parallel.partitioning import matrices
+from shmap_tp.parallel.collectives import shard, unshard, varying_axes
+from shmap_tp.parallel.partitioning import is_matrix, optimizer_specs
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optax transformation, and whether its update of one element depends on that element alone.
+
+    An elementwise update (AdamW, Lion) is computed shard by shard.  One that is not (Muon, Shampoo, anything that takes
+    the norm of a matrix) is given whole matrices: gradients and parameters are gathered over all axes that shard them,
+    every device computes the whole update and keeps its shard, and the optimizer's state is replicated.
+    """
+
+    transformation: optax.GradientTransformation
+    elementwise: bool
+
+    def init(self, params: Any) -> optax.OptState:
+        return self.transformation.init(params)
+
+    def state_specs(self, params: Any, specs: Any) -> Any:
+        """PartitionSpecs of the state, from those of the parameters (arrays or shapes) that a device updates."""
+        if self.elementwise:
+            return optimizer_specs(self.transformation, params, specs)
+        return jax.tree.map(lambda _: P(), jax.eval_shape(self.init, params))
+
+    def update(self, gradients: Any, state: optax.OptState, params: Any, specs: Any) -> tuple[Any, optax.OptState]:
+        """(updates, new state) of this device's shards, whose PartitionSpecs are `specs`.
+
+        Communication  none if elementwise; else one all-gather of every sharded gradient and parameter.
+        """
+        if self.elementwise:
+            return self.transformation.update(gradients, state, params)
+        whole_gradients, whole_params = (jax.tree.map(unshard, tree, specs) for tree in (gradients, params))
+        updates, state = self.transformation.update(whole_gradients, state, whole_params)
+        return jax.tree.map(shard, updates, specs), state
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Linear from 0 to the peak over the warm-up, a cosine down to the final rate at decay_steps, then constant."""
+    """Linear from 0 to the peak during the warm-up, a cosine down to the final rate at decay_steps, then constant."""
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
@@ -27,21 +63,23 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     )
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW whose decay spares what is not a matrix.  Clipping is not in it: see `clip_by_global_norm`."""
-    return optax.chain(
+def make_optimizer(config: OptimizerConfig) -> Optimizer:
+    """AdamW, its weight decay on matrices only.  Gradient clipping is not part of it: see `clip_by_global_norm`."""
+    transformation = optax.chain(
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
-        optax.add_decayed_weights(config.weight_decay, mask=matrices),
+        optax.add_decayed_weights(config.weight_decay, mask=is_matrix),
         optax.scale_by_learning_rate(learning_rate_schedule(config)),
     )
+    return Optimizer(transformation, elementwise=True)
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
-    """sqrt of the sum of squares of every value in `tree`, each counted once wherever it lies.
+    """sqrt of the sum of squares of every value in `tree`, each counted once whatever devices hold it.
 
     A leaf's type says over which axes its values differ between devices: its squares are summed over just those.
-    (Plain `optax.global_norm` inside shard_map would be the norm of one device's shards.)
-    Wire    one all-reduce of a scalar per set of axes.
+    (`optax.global_norm` inside shard_map would be the norm of one device's shards.)
+
+    Communication  one all-reduce of a scalar per set of axes.
     """
     squares: dict[frozenset[str], Array] = {}
     for leaf in jax.tree.leaves(tree):
@@ -51,7 +89,7 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 
 
 def clip_by_global_norm(gradients: Any, limit: float) -> tuple[Any, Float[Array, ""]]:
-    """(gradients scaled so that their global norm is at most `limit`, the norm they came with)."""
+    """(gradients scaled so that their global norm is at most `limit`, their norm before)."""
     norm = global_norm(gradients)
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
     return jax.tree.map(lambda g: g * scale, gradients), norm

@@ -257,7 +257,10 @@ def test_a_mistake_costs_a_line(monkeypatch, capsys, tmp_path, arguments, reason
 
 
 ALONE = {name: BAD[name] for name in ("no such sides", "wrong product", "model that cannot be cut")}
-ALONE["tile of a CPU"] = (["--dp", "2", "--mp", "1", "--emulate", "mesh.tile=[1,1,1,1]"], "cpu devices lie on no torus")
+ALONE["tile of a CPU"] = (
+    ["--dp", "2", "--mp", "1", "--emulate", "mesh.tile=[1,1,1,1]"],
+    "cpu devices are not on a torus",
+)
 
 
 @pytest.mark.parametrize(("arguments", "reason"), ALONE.values(), ids=ALONE)

@@ -1,6 +1,6 @@
 """A layer under shard_map beside its dense reference: the same arrays in, and every array out compared.
 
-B/dp: dim B cut along dp.  Float inputs and parameters are differentiated against a random cotangent of the output.
+B/dp: dim B sharded over dp.  Float inputs and parameters are differentiated against a random cotangent of the output.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.parallel.collective_matmul import CollectiveMatmul
 from shmap_tp.parallel.collectives import reduce_partial_gradients
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.parallel.modes import TensorParallel
 from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.parallel.tensor_parallel import AllReduce, SequenceParallel
+from shmap_tp.parallel.tensor_parallel import AllReduce, CollectiveMatmul, SequenceParallel, TensorParallel
 from tests.helpers.assertions import RELATIVE, assert_close, by_path
 from tests.helpers.model_fixtures import mesh, random_like, shapes_of
 
-ALL_REDUCE, SEQUENCE, RING = AllReduce(), SequenceParallel(), CollectiveMatmul()
+ALL_REDUCE, SEQUENCE, COLLECTIVE_MATMUL = AllReduce(), SequenceParallel(), CollectiveMatmul()
 
-ROWS = P(DP, None, None)  # [B/dp T D], whole over mp
+ROWS = P(DP, None, None)  # [B/dp T D], replicated over mp
 COLUMNS = P(DP, None, MP)  # [B/dp T F/mp]
 TIMES = P(DP, MP, None)  # [B/dp T/mp D]
 
@@ -44,7 +42,7 @@ class Case:
     """(shape of floats, or integers as they are; layout) of each input."""
     out: Any
     """Layout of the output, or a tuple of them."""
-    wire: TensorParallel = ALL_REDUCE
+    tp: TensorParallel = ALL_REDUCE
     """By which `call` enters and leaves, and parameters are kept at home."""
 
     def arrays(self, precision: str) -> tuple[eqx.Module, list[np.ndarray]]:
@@ -77,7 +75,7 @@ def on_mesh(case: Case, mesh: Mesh) -> Callable[[Any, list[Any], Any], dict[str,
     floats = {i: spec for i, (x, spec) in enumerate(case.inputs) if not isinstance(x, np.ndarray)}
 
     def local(params: Any, inputs: list[Any], cotangent: Any) -> dict[str, Any]:
-        found = differentiated(case.call, case.wire.at_home(params), inputs, cotangent)
+        found = differentiated(case.call, case.tp.mark_varying(params), inputs, cotangent)
         return found | {
             "d_params": reduce_partial_gradients(DP, reduce_partial_gradients(MP, found["d_params"], params), params)
         }

@@ -19,10 +19,10 @@ from shmap_tp.config.schema import AttentionKernel, ModelConfig, Positions
 from shmap_tp.errors import UserError
 from shmap_tp.layers import flash_attention as kernels
 from shmap_tp.layers.attention import AnyAttention, Attention, Chunked
-from shmap_tp.layers.attention_selection import named, select_attention
+from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.flash_attention import Cudnn, Splash
-from shmap_tp.layers.later import save_at_block_end
 from shmap_tp.layers.positions import Rotary
+from shmap_tp.model.host_offload import save_at_block_end
 from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.collectives import varying_axes
@@ -135,7 +135,7 @@ AUTO = {
 def test_auto_is_the_kernel_of_the_devices(device):
     assert chosen(device) == AUTO[device]
     assert chosen(device, "attention=chunked") == Chunked(512), "whatever the device"
-    assert chosen(device, f"attention={named(AUTO[device])}") == AUTO[device], "and by its name"
+    assert chosen(device, f"attention={kernel_name(AUTO[device])}") == AUTO[device], "and by its name"
     assert chosen(device, "positions=alibi") == Chunked(512)
 
 

@@ -20,7 +20,7 @@ from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, Learned, Rotary
 from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.parallel.modes import TensorParallel
+from shmap_tp.parallel.tensor_parallel import TensorParallel
 from tests.helpers import reference
 from tests.helpers.model_fixtures import config, every_mesh, every_precision
 from tests.helpers.sharded_harness import ALL_REDUCE, COLUMNS, RING, ROWS, SEQUENCE, TIMES, Case, compare

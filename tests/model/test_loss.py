@@ -19,7 +19,7 @@ from shmap_tp.layers.embedding import VocabParallelHead, score
 from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.parallel.modes import TensorParallel
+from shmap_tp.parallel.tensor_parallel import TensorParallel
 from shmap_tp.plan.communication.from_jaxpr import bodies
 from shmap_tp.training.step import build_step_functions
 from tests.helpers import reference

@@ -21,8 +21,8 @@ from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import held, place_parameters
 from shmap_tp.parallel.mesh import DataParallelGroups
-from shmap_tp.parallel.modes import TENSOR_PARALLEL
 from shmap_tp.parallel.partitioning import partition_specs
+from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 from shmap_tp.training.step import TOKENS, Objective, loss_and_gradients
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, by_path

@@ -162,7 +162,7 @@ def test_a_ring_needs_a_divisor():
 
 def test_slices_are_those_of_the_devices():
     said = refused(mesh_config(16, 1, slices=1), box("v5e", 2, 4, slices=2))
-    assert said == "mesh.slices=1, but these devices lie in slices: 2; set mesh.slices=2"
+    assert said == "mesh.slices=1, but these devices form 2 slices; set mesh.slices=2"
     assert "in slices: 1;" in refused(mesh_config(16, 1, slices=2), box("v5e", 4, 4))
     made = make_mesh(mesh_config(4, 2, slices=2))
     assert [[d.id for d in part] for part in made.devices] == [[0, 1], [4, 5], [2, 3], [6, 7]]
@@ -308,10 +308,10 @@ def test_an_mp_that_no_tile_makes_is_named(tile):
 
 def test_a_tile_needs_a_torus():
     said = refused(mesh_config(2, 4, tile=[2, 2, 1, 1]), jax.devices())
-    assert said == "mesh.tile=[2, 2, 1, 1]: cpu devices lie on no torus; leave it null"
+    assert said == "mesh.tile=[2, 2, 1, 1]: cpu devices are not on a torus; leave it null"
     hole = box("v5e", 2, 2)[:3]
     assert Torus.of(hole) is None
-    assert "lie on no torus" in refused(mesh_config(1, 3, tile=[3, 1, 1, 1]), hole)
+    assert "are not on a torus" in refused(mesh_config(1, 3, tile=[3, 1, 1, 1]), hole)
 
 
 @pytest.mark.parametrize("devices", [jax.devices(), box("v3", 2, 2)], ids=["cpu", "v3"])

@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
-from shmap_tp.parallel.collective_matmul import CollectiveMatmul
 from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.tensor_parallel import CollectiveMatmul
 from shmap_tp.plan.communication.from_jaxpr import bodies
 from tests.helpers.model_fixtures import mesh
 

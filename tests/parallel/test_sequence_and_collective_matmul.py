@@ -15,9 +15,8 @@ from jax import lax
 
 import shmap_tp.parallel.collective_matmul
 import shmap_tp.training.step
-from shmap_tp.parallel.collective_matmul import CollectiveMatmul
 from shmap_tp.parallel.mesh import MP
-from shmap_tp.parallel.tensor_parallel import AllReduce, SequenceParallel
+from shmap_tp.parallel.tensor_parallel import AllReduce, CollectiveMatmul, SequenceParallel
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction, Operation
 from shmap_tp.training.step import StepFunctions, build_step_functions

@@ -1,6 +1,6 @@
-"""scripts/pod.sh: every command as it reaches gcloud, every refusal in a line or two.
+"""scripts/pod.sh: every command as it reaches gcloud, every error in one or two lines.
 
-A stand-in for gcloud writes down what it is asked and answers by a list.
+A stand-in for gcloud records its arguments and answers from a list.
 """
 
 import json
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from shmap_tp import verify
 from shmap_tp.config.compose import load
-from shmap_tp.training import verification as verify
 from tests.helpers.run_fixtures import FIRST
 from tests.test_architecture import ROOT
 
@@ -23,13 +23,13 @@ POD = str(SCRIPTS / "pod.sh")
 STAND_IN = f"""#!{sys.executable} -S
 import json, pathlib, sys
 here = pathlib.Path(__file__).parent
-with (here / "asked").open("a") as asked:
-    asked.write(json.dumps(sys.argv[1:]) + "\\n")
+with (here / "calls").open("a") as calls:
+    calls.write(json.dumps(sys.argv[1:]) + "\\n")
 answers = json.loads((here / "answers").read_text())
 for i, (part, out, err, code) in enumerate(answers):
     if part in " ".join(sys.argv):
         if sum(one[0] == part for one in answers) > 1:
-            del answers[i]  # the last of its kind stays
+            del answers[i]  # the last answer of its kind is kept
             (here / "answers").write_text(json.dumps(answers))
         print(out, end="")
         print(err, end="", file=sys.stderr)
@@ -40,7 +40,7 @@ HOST = "~/shmap_tp/scripts/on_host.sh"
 
 
 class Cloud:
-    """A PATH on which gcloud is the stand-in."""
+    """A directory on PATH whose gcloud is the stand-in."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -49,7 +49,7 @@ class Cloud:
         self.answer()
 
     def answer(self, *answers: tuple[str, str, str, int]) -> None:
-        """(part of the command, stdout, stderr, exit code): the first that fits; of equal parts each once, in turn."""
+        """(part of the command, stdout, stderr, exit code): the first match answers; equal parts once each, in turn."""
         (self.directory / "answers").write_text(json.dumps(answers))
 
     def pod(self, *arguments: str, code: int = 0, path: str | None = None) -> subprocess.CompletedProcess:
@@ -59,9 +59,9 @@ class Cloud:
         assert done.returncode == code, done
         return done
 
-    def asked(self) -> list[list[str]]:
-        """Every command since the last time, without `compute tpus`."""
-        file = self.directory / "asked"
+    def calls(self) -> list[list[str]]:
+        """All commands since the last call of this method, without `compute tpus`."""
+        file = self.directory / "calls"
         found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         file.unlink(missing_ok=True)
         assert all(one[:2] == ["compute", "tpus"] for one in found)
@@ -122,31 +122,31 @@ STEPS = {
 
 
 @pytest.mark.parametrize("given", STEPS)
-def test_each_step_asks_gcloud_for_this_and_a_dry_run_prints_it(cloud, given):
+def test_each_step_runs_these_gcloud_commands_and_a_dry_run_prints_them(cloud, given):
     packed = f"{cloud.directory}/shmap_tp-p.tar.gz"
     expected = [shlex.split(line.replace("{packed}", packed)) for line in STEPS[given]]
     step, options = given.split(" -- ")[0].split(), given.split(" ")
     dry = cloud.pod(*step, "--dry-run", *options[len(step) :]).stdout.splitlines()
-    assert cloud.asked() == []
+    assert cloud.calls() == []
     assert [shlex.split(line) for line in dry] == [["gcloud", "compute", "tpus", *line] for line in expected]
 
     cloud.answer(("queued-resources describe", "ACTIVE\n", "", 0), ("value(state)", "READY\n", "", 0))
     cloud.pod(*options)
-    assert sorted(cloud.asked()) == sorted(expected)  # those of several slices at once
+    assert sorted(cloud.calls()) == sorted(expected)  # those of several slices run at once
 
 
-def test_arguments_reach_main_py_as_they_were_given(cloud):
+def test_arguments_reach_main_py_unchanged(cloud):
     """Through this shell, gcloud and the shell of the host."""
     given = ['run.name=it\'s $HOME; a "b" *', "mesh.tile=[2,2,4,1]", "x=a\\b", ""]
     cloud.pod("run", "p", "--", *given)
-    ((*_, command),) = cloud.asked()
-    heard = subprocess.run(
+    ((*_, command),) = cloud.calls()
+    received = subprocess.run(
         ["bash", "-c", command.removeprefix("--command=").replace(HOST, "printf '%s\\n'")], capture_output=True
     )
-    assert heard.stdout.decode().splitlines() == ["start", "--cfg", "conf/config.yaml", *given]
+    assert received.stdout.decode().splitlines() == ["start", "--cfg", "conf/config.yaml", *given]
 
 
-def test_what_is_copied_is_what_git_knows_of_here(cloud):
+def test_setup_copies_the_files_that_git_knows_of(cloud):
     cloud.pod("setup", "packed-p")
     packed = cloud.directory / "shmap_tp-packed-p.tar.gz"
     names = subprocess.run(["tar", "-tzf", packed], capture_output=True, text=True, check=True).stdout.split()
@@ -155,72 +155,72 @@ def test_what_is_copied_is_what_git_knows_of_here(cloud):
 
 
 MISTAKES = {
-    "start p": "start is no step; use one of create, setup,",
+    "start p": "start is not a step; use one of create, setup,",
     "run": "name the pod, as in pod.sh run my-pod",
-    "run P_1": "P_1: a name is of lower-case letters",
+    "run P_1": "P_1: a name has lower-case letters",
     "create p": "give --type, such as v4-32",
     "create p --type": "--type needs a value",
-    "create p --type v9-1": "--type v9-1: its software is not known here; give --version",
+    "create p --type v9-1": "--type v9-1: its software version is not known; give --version",
     "create p --type v4-8 --spot --reserved": "--spot and --reserved: choose one",
     "create p --type v4-8 --queued --preemptible": "cannot be --preemptible; use --spot",
-    "create p --type v4-8 --slices none": "--slices none: give how many, 1 or more",
+    "create p --type v4-8 --slices none": "--slices none: give a number of slices, 1 or more",
     "stop p --seconds soon": "--seconds soon: give a number",
     "stop p -- model=6_9b": "pod.sh stop takes no arguments of main.py",
-    "run p model=6_9b": "model=6_9b is no option of pod.sh; those of main.py come after --",
+    "run p model=6_9b": "model=6_9b is not an option of pod.sh; arguments of main.py come after --",
     "train p --type v4-8": "give checkpoint.dir=gs://BUCKET/...",
-    "train p --type v4-8 -- --resume checkpoint.dir=gs://b": "train goes on by itself; leave --resume out",
+    "train p --type v4-8 -- --resume checkpoint.dir=gs://b": "train resumes automatically; leave --resume out",
 }
 
 
 @pytest.mark.parametrize("given", MISTAKES)
-def test_a_mistake_costs_a_line_and_asks_nothing_of_gcloud(cloud, given):
-    said = cloud.pod(*given.split(), code=2).stderr
-    assert said.startswith("error: ") and MISTAKES[given] in said and len(said.splitlines()) <= 2, said
-    assert cloud.asked() == []
+def test_bad_input_is_explained_in_at_most_two_lines_without_calling_gcloud(cloud, given):
+    output = cloud.pod(*given.split(), code=2).stderr
+    assert output.startswith("error: ") and MISTAKES[given] in output and len(output.splitlines()) <= 2, output
+    assert cloud.calls() == []
 
 
-REFUSALS = {
-    "ERROR: NOT_FOUND: 'projects/q/p' was not found": "there is no p here; see gcloud compute tpus tpu-vm list",
-    "ERROR: ALREADY_EXISTS: p": "p is there already; go on with: pod.sh setup p",
-    "ERROR: Quota limit 'TPUV4sPodPerProject' has been exceeded": "the quota is too small; ask for more",
-    "ERROR: There is no more capacity in the zone": "this zone has none to spare now; wait for one with --queued",
+ERRORS = {
+    "ERROR: NOT_FOUND: 'projects/q/p' was not found": "there is no p; see gcloud compute tpus tpu-vm list",
+    "ERROR: ALREADY_EXISTS: p": "p exists already; continue with: pod.sh setup p",
+    "ERROR: Quota limit 'TPUV4sPodPerProject' has been exceeded": "the quota is too small; request more",
+    "ERROR: There is no more capacity in the zone": "no capacity in this zone now; wait with --queued",
     "ERROR: PERMISSION_DENIED: Cloud TPU API has not been used": "gcloud services enable tpu.googleapis.com",
     "ERROR: the moon": "failed (above)",
 }
 
 
 @pytest.mark.parametrize(
-    "refused, step",
-    [(refused, "create p --type v4-8") for refused in REFUSALS]
-    + [(next(iter(REFUSALS)), step) for step in ("setup p", "run p --slices 2", "status p", "delete p")],
+    "error, step",
+    [(error, "create p --type v4-8") for error in ERRORS]
+    + [(next(iter(ERRORS)), step) for step in ("setup p", "run p --slices 2", "status p", "delete p")],
 )
-def test_what_gcloud_refuses_is_shown_and_explained(cloud, refused, step):
-    cloud.answer(("compute", "", refused + "\n", 1))
-    said = cloud.pod(*step.split(), code=1).stderr.splitlines()
-    assert said[0] == refused and any(line.startswith("error: ") and REFUSALS[refused] in line for line in said), said
+def test_an_error_of_gcloud_is_shown_and_explained(cloud, error, step):
+    cloud.answer(("compute", "", error + "\n", 1))
+    output = cloud.pod(*step.split(), code=1).stderr.splitlines()
+    assert output[0] == error and any(line.startswith("error: ") and ERRORS[error] in line for line in output), output
 
 
-def test_without_gcloud_it_says_where_to_get_it(cloud, tmp_path):
+def test_a_missing_gcloud_is_reported_with_its_download_page(cloud, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     for tool in ("bash", "dirname", "mktemp", "rm", "env"):
         (bare / tool).symlink_to(shutil.which(tool))
-    said = cloud.pod("status", "p", code=2, path=str(bare)).stderr
-    assert said.startswith("error: gcloud is not installed; see https://cloud.google.com/sdk/docs/install")
+    output = cloud.pod("status", "p", code=2, path=str(bare)).stderr
+    assert output.startswith("error: gcloud is not installed; see https://cloud.google.com/sdk/docs/install")
 
 
 # The guide
 
 
 def commands() -> list[list[str]]:
-    """What docs/pods.md has people type, each as words."""
+    """The commands in docs/pods.md, each as words."""
     blocks = (ROOT / "docs" / "pods.md").read_text().split("```")[1::2]
     lines = "".join(block.partition("\n")[2] for block in blocks).replace("\\\n", "").splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.startswith(("scripts/", "sbatch", "python"))]
 
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
-def test_what_the_guide_has_people_type_is_accepted(cloud, words):
+def test_the_commands_of_the_guide_are_accepted(cloud, words):
     if words[0] == "scripts/pod.sh":
         before = words.index("--") if "--" in words else len(words)
         cloud.pod(*words[1:before], "--dry-run", *words[before:])
@@ -231,23 +231,23 @@ def test_what_the_guide_has_people_type_is_accepted(cloud, words):
         verify.parser().parse_args(words[3:])
     else:
         assert words[2] == "shmap_tp.plan"
-    assert cloud.asked() == []
+    assert cloud.calls() == []
 
 
-# train: again and again, until main.py is done
+# train: repeatedly, until main.py is done
 
 
 def train(cloud: Cloud, *, hosts: list[str], states: list[str], code: int, more: list[tuple] = ()) -> tuple[str, list]:
-    """What it says, and what it asks beside `describe` and `scp`, in words; `hosts` are the answers to `status`."""
+    """(its output, its commands but `describe` and `scp`); `hosts` are the answers to `status`."""
     cloud.answer(
         *more,
-        *[("on_host.sh status", said, "", 0) for said in hosts],
+        *[("on_host.sh status", answer, "", 0) for answer in hosts],
         *[("value(state)", f"{state}\n" if state else "", "", 0 if state else 1) for state in states],
     )
     given = ["--type", "v4-8", "--spot", "--poll", "0", "--", "checkpoint.dir=gs://b/c"]
     done = cloud.pod("train", "p", *given, code=code)
     words = []
-    for verb, what, _, *rest in cloud.asked():
+    for verb, what, _, *rest in cloud.calls():
         host = [one.split(HOST)[1].split()[0] for one in rest if HOST in one]
         words += [] if what in ("describe", "scp") else host or [what]
         assert "start" not in host or any("checkpoint.resume=if_present" in one for one in rest)
@@ -258,48 +258,50 @@ def train(cloud: Cloud, *, hosts: list[str], states: list[str], code: int, more:
 ONCE = ["prepare", "start", "status"]
 
 
-def test_train_makes_what_is_not_there_and_ends_when_main_py_is_done(cloud):
-    said, asked = train(cloud, hosts=["running 5\n", "ended 0\n"], states=["", "CREATING", "READY"], code=0)
-    assert asked == ["create", *ONCE, "status"] and "p: main.py is done; give the slices back" in said
+def test_train_creates_missing_slices_and_ends_when_main_py_is_done(cloud):
+    output, calls = train(cloud, hosts=["running 5\n", "ended 0\n"], states=["", "CREATING", "READY"], code=0)
+    assert calls == ["create", *ONCE, "status"] and "p: main.py is done; give the slices back" in output
 
 
-def test_train_goes_on_after_a_stop_and_makes_new_slices_where_they_were_taken_away(cloud):
-    said, asked = train(
+def test_train_resumes_after_a_stop_and_replaces_preempted_slices(cloud):
+    output, calls = train(
         cloud,
         hosts=["running 5\nrunning 6\n", "ended 75\nended 75\n", "running 7\nrunning 8\n", "ended 0\nended 0\n"],
         states=["READY", "PREEMPTED", "", "READY"],
         code=0,
     )
-    assert asked == [*ONCE, "status", "delete", "create", *ONCE, "status"]
-    assert "stopped and saved, or taken away: going on" in said
+    assert calls == [*ONCE, "status", "delete", "create", *ONCE, "status"]
+    assert "stopped and saved, or preempted: resuming" in output
 
 
-def test_train_sees_that_the_slices_are_gone_where_no_host_answers(cloud):
+def test_train_detects_preempted_slices_when_no_host_answers(cloud):
     gone = [("on_host.sh status", "", "ssh: connect: timed out\n", 255)]
-    said, asked = train(
+    output, calls = train(
         cloud, hosts=["ended 0\n"], states=["READY", "PREEMPTED", "PREEMPTED", "", "READY"], code=0, more=gone
     )
-    assert asked == [*ONCE, "delete", "create", *ONCE] and "taken away" in said
+    assert calls == [*ONCE, "delete", "create", *ONCE] and "preempted" in output
 
 
-def test_train_stops_where_main_py_refuses_its_input(cloud):
-    """On one host; the others wait for it, and are ended."""
-    said, asked = train(
+def test_train_stops_when_main_py_refuses_its_input(cloud):
+    """One host refuses; the others, which wait for it, are stopped."""
+    output, calls = train(
         cloud,
         hosts=["running 5\nended 2\n", "ended 137\nended 2\n"],
         states=["READY"],
         code=2,
     )
-    assert asked == [*ONCE, "stop", "status"] and "main.py refused its input" in said
+    assert calls == [*ONCE, "stop", "status"] and "main.py refused its input" in output
 
 
 def test_train_gives_up_after_five_failures_in_a_row(cloud):
-    said, asked = train(cloud, hosts=["ended 1\n"], states=["READY"], code=1)
-    assert asked == ONCE * 5 and "failure 4 of 5" in said and said.rstrip().endswith("5 failures in a row; giving up")
+    output, calls = train(cloud, hosts=["ended 1\n"], states=["READY"], code=1)
+    assert (
+        calls == ONCE * 5 and "failure 4 of 5" in output and output.rstrip().endswith("5 failures in a row; giving up")
+    )
 
 
 @pytest.mark.parametrize("script", sorted([*SCRIPTS.glob("*.sh"), *ROOT.glob("*.sh")]), ids=lambda file: file.name)
-def test_shellcheck_has_nothing_to_say(script):
+def test_shellcheck_reports_nothing(script):
     checker = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
     if not checker:
         pytest.skip("shellcheck is not installed: pip install -e '.[test]'")

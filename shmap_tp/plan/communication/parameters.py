@@ -1,166 +1,179 @@
-"""What a step says for the sake of its weights: gathered for use, their gradients met, what was updated handed out.
+"""The communication of parameters in a step: FSDP gathers, gradient reductions, updates.  Analytic, from declarations.
 
-The rules are those of `theory`, which puts them beside what the activations say; the owners are those of `zero`.
+What the parameters are, how mp shards each and how dp places it, is read from the model's own declarations
+(`partitioning.partition_specs`, `fsdp.place_parameters`): nothing here names a layer.  The rules for what a placement
+communicates are those of `fsdp.py`; `analytic.py` lists them beside those of activations.
 """
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
-from shmap_tp.config.schema import (
-    Block,
-    Config,
-    Mlp,
-    ModelConfig,
-    Positions,
-    TensorParallelMode,
-    Zero,
-    padded_vocabulary,
-)
-from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups
+import equinox as eqx
+import jax
+
+from shmap_tp.config.schema import Config, MeshConfig, ModelConfig, TensorParallelMode
+from shmap_tp.layers.attention import Chunked
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.fsdp import Fsdp, Placement, Replicated, Zero1, is_ring_reduced, place_parameters
+from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
+from shmap_tp.parallel.partitioning import is_stacked, partition_specs, sharded_dim
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation, group_name
 
 
-def passes(again: bool) -> list[Direction]:
-    """Of what the forward pass says, and the backward pass once more where it needs it `again`."""
-    return [Direction.forward, Direction.recompute] if again else [Direction.forward]
+def passes(recomputed: bool) -> list[Direction]:
+    """The directions in which something of the forward pass runs."""
+    return [Direction.forward, Direction.recompute] if recomputed else [Direction.forward]
 
 
-def summing(axis: str, what: str, x: ArrayTraffic) -> list[Entry]:
-    """`sum_over(x, axis)`, after the last microbatch: one all-reduce."""
+def all_reduce_once(axis: str, what: str, x: ArrayTraffic) -> list[Entry]:
+    """One all-reduce of x over `axis` after the last microbatch."""
     return [x.over(axis, what, Operation.all_reduce, Direction.once)]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An array of one layer, as mp leaves it to a device, and of how many layers there is one."""
+    """A parameter, as mp leaves it to one device."""
 
-    shape: tuple[int, ...]
-    cut_by_mp: bool
-    layers: int = 1
+    name: str
+    values: int
+    """Of one layer."""
+    layers: int
+    """How many are stacked; 1 outside the blocks."""
+    in_block: bool
+    sharded_over_mp: bool
+    placement: Placement
+    prefetched: bool
+    """Whether its gather in the backward pass is prefetched (`model/offloaded_scan.py`)."""
 
-    def is_shared(self, dp: int) -> bool:
-        """A matrix, if dp divides one of its dims."""
-        return len(self.shape) > 1 and any(size % dp == 0 for size in self.shape)
-
-    def is_ring_reduced(self, dp: int) -> bool:
-        """Whether its gradient goes home in a ring: that of a product in a block, cut along rows or along columns."""
-        first = next(i for i, size in enumerate(self.shape) if size % dp == 0)
-        return self.cut_by_mp and first < 2
-
-    def travels(self, dtype: str, *, together: bool) -> ArrayTraffic:
-        """All layers together, once, or one after the other."""
-        size = math.prod(self.shape)
-        return ArrayTraffic(size * self.layers, dtype, 1) if together else ArrayTraffic(size, dtype, self.layers)
-
-
-def parameters(model: ModelConfig, mp: int) -> dict[str, Parameter]:
-    width, layers, heads_are_cut = model.width, model.layers, mp <= model.kv_heads
-    table = Parameter((padded_vocabulary(model) // mp, width), cut_by_mp=True)
-    query, ffn = model.heads * model.head_dim // mp, model.ffn // mp
-    key_or_value = width, model.kv_heads // (mp if heads_are_cut else 1), model.head_dim
-    found = {"embedding": table, "query": Parameter((query, width), cut_by_mp=True, layers=layers)}
-    found |= dict.fromkeys(("key", "value"), Parameter(key_or_value, heads_are_cut, layers))
-    found |= {"out": Parameter((query, width), cut_by_mp=True, layers=layers)}
-    ups = ("up", "gate") if model.mlp == Mlp.swiglu else ("up",)
-    found |= dict.fromkeys((*ups, "down"), Parameter((ffn, width), cut_by_mp=True, layers=layers))
-    norms = ["norm"] if model.block == Block.parallel else ["attention norm", "MLP norm"]
-    found |= dict.fromkeys(norms, Parameter((width,), cut_by_mp=False, layers=layers))
-    found |= {"final norm": Parameter((width,), cut_by_mp=False)}
-    if model.positions == Positions.learned:
-        found |= {"positions": Parameter((model.context, width), cut_by_mp=False)}
-    return found if model.tie_embeddings else found | {"head": table}
+    def traffic(self, dtype: str, *, stacked: bool) -> ArrayTraffic:
+        """All layers at once, or one after the other."""
+        if stacked:
+            return ArrayTraffic(self.values * self.layers, dtype, 1)
+        return ArrayTraffic(self.values, dtype, self.layers)
 
 
-def using(config: Config, dtype: str) -> list[Entry]:
-    """What dp keeps in parts, gathered within a slice for each use: of a block in the backward pass once more, of a
-    tied embedding as the head, too; and its gradient on the way home."""
-    if config.mesh.zero != Zero.fsdp:
-        return []
-    entries, parts = [], DataParallelGroups.of(config.mesh)
-    dp, inside = config.mesh.dp, group_name(DP, parts.inside)
-    uses = list(parameters(config.model, config.mesh.mp).items())
-    uses += [(name, table) for name, table in uses if name == "embedding" and config.model.tie_embeddings]
-    through = _goes_through(config, parts)
-    for name, parameter in uses:
-        if not parameter.is_shared(dp):
+def parameters(model: ModelConfig, mesh: MeshConfig) -> list[Parameter]:
+    """Every parameter of the model on a mesh, in the order of its tree."""
+    sizes = axis_sizes(mesh)
+    make = lambda: Transformer(model, Chunked(model.attention_chunk), key=jax.random.key(0))  # noqa: E731
+    shapes = eqx.filter_eval_shape(make)
+    declared = partition_specs(shapes, sizes)
+    _, _, placements = place_parameters(mesh.zero, shapes, declared, sizes, DataParallelGroups.of(mesh))
+    prefetched = _prefetched(model, placements)
+
+    def describe(path: tuple, leaf: jax.ShapeDtypeStruct, spec: Any, placement: Placement, stacked: bool) -> Parameter:
+        over_mp = sharded_dim(spec, MP) is not None
+        layers = leaf.shape[0] if stacked else 1
+        return Parameter(
+            name=jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".weight"),
+            values=math.prod(leaf.shape) // layers // (mesh.mp if over_mp else 1),
+            layers=layers,
+            in_block=stacked,
+            sharded_over_mp=over_mp,
+            placement=placement,
+            prefetched=placement is prefetched,
+        )
+
+    found = jax.tree_util.tree_map_with_path(describe, shapes, declared, placements, is_stacked(shapes))
+    return jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, Parameter))
+
+
+def _prefetched(model: ModelConfig, placements: Transformer) -> Placement | None:
+    """The placement of the weight that `offloaded_scan` prefetches, where it is used."""
+    last = placements.blocks.last_weight
+    return last if model.offload and model.layers > 1 and is_ring_reduced(last) else None
+
+
+def fsdp_uses(config: Config, dtype: str) -> list[Entry]:
+    """FSDP weights gathered within a slice for each use, in a block once more in the backward pass; a tied embedding
+    also as the head; and the reduction of their gradients."""
+    entries, groups = [], DataParallelGroups.of(config.mesh)
+    every = parameters(config.model, config.mesh)
+    offloaded_scan = any(parameter.prefetched for parameter in every)
+    for parameter in every + [p for p in every if p.name == "embedding" and config.model.tie_embeddings]:
+        if not isinstance(parameter.placement, Fsdp):
             continue
-        of_block = name not in ("embedding", "positions", "head")
-        around = of_block and parts.ring > 1 and parameter.is_ring_reduced(dp)
-        pieces = [(parameter.layers, around)]
-        if around and through:
-            pieces = [(parameter.layers - 1, True), (1, False)]
-        for layers, ring in pieces:
-            whole = parameter.travels(dtype, together=False)
-            whole = replace(whole, count=layers * config.train.microbatches)
-            part = replace(whole, values=whole.values // dp * parts.slices)
-            if through and ring and name == "down":  # one before the way back, one on each trip, the last in vain
-                ahead = replace(part, count=parameter.layers * config.train.microbatches)
-                entries.append(part.over(inside, name, Operation.all_gather, Direction.forward))
-                entries.append(ahead.over(inside, name, Operation.all_gather, Direction.backward))
-            else:
-                entries += [part.over(inside, name, Operation.all_gather, again) for again in passes(of_block)]
-            entries += _home(whole, f"gradient of {name}", parts, around=ring)
+        ring = is_ring_reduced(parameter.placement)
+        split = [(parameter.layers, ring)]
+        if ring and offloaded_scan:  # its last layer reduces gradients by reduce-scatters
+            split = [(parameter.layers - 1, True), (1, False)]
+        for layers, in_ring in split:
+            full = replace(parameter.traffic(dtype, stacked=False), count=layers * config.train.microbatches)
+            entries += _gathers(config, parameter, full, groups, prefetched=parameter.prefetched and in_ring)
+            entries += _reduction(full, f"gradient of {parameter.name}", groups, in_ring=in_ring)
     return entries
 
 
-def _goes_through(config: Config, parts: DataParallelGroups) -> bool:
-    """Whether the layers are gone through by `through`: the last one as if no gradient went in a ring."""
-    down = parameters(config.model, config.mesh.mp)["down"]
-    rings = parts.ring > 1 and down.is_shared(config.mesh.dp) and down.is_ring_reduced(config.mesh.dp)
-    return bool(config.model.offload) and rings and config.model.layers > 1
+def _gathers(
+    config: Config, parameter: Parameter, full: ArrayTraffic, groups: DataParallelGroups, *, prefetched: bool
+) -> list[Entry]:
+    shard = replace(full, values=full.values // config.mesh.dp * groups.slices)
+    within = group_name(DP, groups.intra_slice)
+    if not prefetched:
+        directions = passes(parameter.in_block)
+        return [shard.over(within, parameter.name, Operation.all_gather, direction) for direction in directions]
+    # prefetched: once before the backward scan and once in each of its iterations, the last of which is unused
+    ahead = replace(shard, count=parameter.layers * config.train.microbatches)
+    return [
+        shard.over(within, parameter.name, Operation.all_gather, Direction.forward),
+        ahead.over(within, parameter.name, Operation.all_gather, Direction.backward),
+    ]
 
 
-def _home(whole: ArrayTraffic, what: str, parts: DataParallelGroups, *, around: bool) -> list[Entry]:
-    """One reduce-scatter within the slice, or ring - 1 ppermutes of a part, and one between the rings of that."""
-    if not around:
-        return [whole.over(group_name(DP, parts.inside), what, Operation.reduce_scatter, Direction.backward)]
-    part = replace(whole, values=whole.values // parts.ring)
-    steps = replace(part, count=part.count * (parts.ring - 1))
-    entries = [steps.over(DP, what, Operation.ppermute, Direction.backward)]
-    if parts.beside is not None:
-        entries.append(part.over(group_name(DP, parts.beside), what, Operation.reduce_scatter, Direction.backward))
+def _reduction(full: ArrayTraffic, what: str, groups: DataParallelGroups, *, in_ring: bool) -> list[Entry]:
+    """One reduce-scatter within the slice; or ring - 1 ppermutes of a piece, then one reduce-scatter of it between
+    rings."""
+    if not in_ring:
+        return [full.over(group_name(DP, groups.intra_slice), what, Operation.reduce_scatter, Direction.backward)]
+    piece = replace(full, values=full.values // groups.ring)
+    hops = replace(piece, count=piece.count * (groups.ring - 1))
+    entries = [hops.over(DP, what, Operation.ppermute, Direction.backward)]
+    if groups.inter_ring is not None:
+        between = group_name(DP, groups.inter_ring)
+        entries.append(piece.over(between, what, Operation.reduce_scatter, Direction.backward))
     return entries
 
 
-def holding(config: Config) -> list[Entry]:
-    """What dp keeps in parts, gathered between slices once."""
-    parts, entries = DataParallelGroups.of(config.mesh), []
-    if config.mesh.zero != Zero.fsdp or parts.slices == 1:
+def gathers_between_slices(config: Config) -> list[Entry]:
+    """FSDP weights gathered between slices, once per step."""
+    groups = DataParallelGroups.of(config.mesh)
+    if groups.slices == 1:
         return []
-    for name, parameter in parameters(config.model, config.mesh.mp).items():
-        if parameter.is_shared(parts.count):
-            whole = parameter.travels("float32", together=True)
-            part = replace(whole, values=whole.values // parts.count)
-            entries.append(part.over(group_name(DP, parts.between), name, Operation.all_gather, Direction.once))
+    between, entries = group_name(DP, groups.inter_slice), []
+    for parameter in parameters(config.model, config.mesh):
+        if isinstance(parameter.placement, Fsdp):
+            full = parameter.traffic("float32", stacked=True)
+            shard = replace(full, values=full.values // groups.count)
+            entries.append(shard.over(between, parameter.name, Operation.all_gather, Direction.once))
     return entries
 
 
 def update(config: Config) -> list[Entry]:
-    """The gradients over dp, the norm, and where dp shares the update, what has been updated; gradients of shared
-    weights have met.
+    """After the last microbatch: gradients reduced over dp and, where the residual stream is sharded over time, those
+    of parameters replicated over mp reduced over mp; the gradient norm; the updates of ZeRO-1 gathered.
 
-    Where the wire cuts time, over mp after that, the gradients of what mp does not cut: of what is shared, the parts.
-    The squares of the norm are summed over just the axes that cut a gradient: one all-reduce for each such set of axes.
+    The squares of the norm are summed over the axes that shard a gradient: one all-reduce for each set of axes.
     """
-    entries, axes, dp, parts = [], set(), config.mesh.dp, DataParallelGroups.of(config.mesh)
-    for name, parameter in parameters(config.model, config.mesh.mp).items():
-        is_shared = config.mesh.zero != Zero.none and parameter.is_shared(dp)
-        axes.add((DP,) * is_shared + (MP,) * parameter.cut_by_mp)
-        whole = parameter.travels("float32", together=True)
-        own = replace(whole, values=whole.values // dp) if is_shared else whole
-        if is_shared and parts.slices > 1:
-            held = replace(whole, values=whole.values // dp * parts.slices)
-            between = group_name(DP, parts.between)
-            entries.append(held.over(between, f"gradient of {name}", Operation.reduce_scatter, Direction.once))
-        if is_shared and config.mesh.zero == Zero.zero1:
-            inside = group_name(DP, parts.inside)
-            entries.append(whole.over(inside, f"gradient of {name}", Operation.reduce_scatter, Direction.once))
-            entries.append(own.over(DP, f"update of {name}", Operation.all_gather, Direction.once))
-        if not is_shared:
-            entries += summing(DP, f"gradient of {name}", whole)
-        if config.mesh.tensor_parallel != TensorParallelMode.all_reduce and not parameter.cut_by_mp:
-            entries += summing(MP, f"gradient of {name}", own)
-    norms = [
-        summing(" ".join(each), "norm of gradients", ArrayTraffic(1, "float32", 1)) for each in sorted(axes) if each
-    ]
+    entries, axes, groups = [], set(), DataParallelGroups.of(config.mesh)
+    time_sharded = config.mesh.tensor_parallel != TensorParallelMode.all_reduce
+    for parameter in parameters(config.model, config.mesh):
+        sharded = not isinstance(parameter.placement, Replicated)
+        axes.add((DP,) * sharded + (MP,) * parameter.sharded_over_mp)
+        full, what = parameter.traffic("float32", stacked=True), f"gradient of {parameter.name}"
+        shard = replace(full, values=full.values // groups.count) if sharded else full
+        if sharded and groups.slices > 1:
+            of_slice = replace(full, values=full.values // groups.count * groups.slices)
+            between = group_name(DP, groups.inter_slice)
+            entries.append(of_slice.over(between, what, Operation.reduce_scatter, Direction.once))
+        if isinstance(parameter.placement, Zero1):
+            within = group_name(DP, groups.intra_slice)
+            entries.append(full.over(within, what, Operation.reduce_scatter, Direction.once))
+            entries.append(shard.over(DP, f"update of {parameter.name}", Operation.all_gather, Direction.once))
+        if not sharded:
+            entries += all_reduce_once(DP, what, full)
+        if time_sharded and not parameter.sharded_over_mp:
+            entries += all_reduce_once(MP, what, shard)
+    scalar = ArrayTraffic(1, "float32", 1)
+    norms = [all_reduce_once(" ".join(each), "gradient norm", scalar) for each in sorted(axes) if each]
     return entries + [entry for norm in norms for entry in norm]

@@ -1,0 +1,158 @@
+"""Writes the communication table of docs/parallelism.md, from the planner's analytic rules.
+
+python docs/make_communication_table.py            rewrites the part between the markers
+python docs/make_communication_table.py --check    exit code 1 if it is not current
+
+tests/plan/test_communication.py checks that the rules are what the programs do.
+"""
+
+import sys
+from collections import Counter
+
+from generated_part import DOCS, GeneratedPart
+
+from shmap_tp.config.compose import CONF, load
+from shmap_tp.config.schema import Block, Config, MeshConfig, ModelConfig, Remat, TensorParallelMode
+from shmap_tp.parallel.mesh import MP
+from shmap_tp.plan.communication import analytic, parameters
+from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
+
+DP_SIZE, MP_SIZE = 8, 7
+X = 3 * 7 * 11 * 13
+"""Values of x[B T D]: a multiple of MP_SIZE, and of no other size here."""
+WEIGHT = "blocks.mlp.up"
+"""The weight whose data-parallel communication the table shows."""
+
+
+def config(*overrides: str) -> Config:
+    sizes = ["heads=7", "kv_heads=7", "ffn=56", "width=16", "layers=1", "vocabulary=56", "vocabulary_multiple=56"]
+    given = ["model=test", *[f"model.{size}" for size in sizes], "train.batch=8", "train.microbatches=1"]
+    return load(str(CONF / "config.yaml"), [*given, f"mesh.dp={DP_SIZE}", "mesh.mp=1", *overrides])
+
+
+def activations(mode: TensorParallelMode, entries: list[Entry]) -> list[str]:
+    """Cells: forward, recomputed, backward.  Sizes are fractions of x[B T D], float32."""
+    names = {4 * X: "B T D", 4 * X // MP_SIZE: "B T/mp D"}
+    return [
+        cell(entries, direction, names) for direction in (Direction.forward, Direction.recompute, Direction.backward)
+    ]
+
+
+def cell(entries: list[Entry], direction: Direction, names: dict[int, str]) -> str:
+    totals: Counter[tuple[Operation, int]] = Counter()
+    for entry in entries:
+        if entry.direction == direction:
+            totals[entry.operation, entry.bytes] += entry.count
+    return (
+        ", ".join(f"{times(operation, count)} of {names[size]}" for (operation, size), count in totals.items()) or "-"
+    )
+
+
+def times(operation: Operation, count: int) -> str:
+    """Counts of ppermutes are multiples of the ring's size less one."""
+    if operation != Operation.ppermute:
+        return f"{count} {operation}{'s' if count > 1 else ''}"
+    per_ring = MP_SIZE - 1
+    rings = count // per_ring
+    assert rings * per_ring == count, count
+    return f"{rings} (mp - 1) {operation}s" if rings > 1 else f"mp - 1 {operation}s"
+
+
+def tensor_parallel_rows() -> list[list[str]]:
+    x, rows = ArrayTraffic(X, "float32", 1), []
+    for mode in TensorParallelMode:
+        chosen = config(f"mesh.tensor_parallel={mode}")
+        mesh: MeshConfig = chosen.mesh
+        mesh.mp = MP_SIZE
+        rows.append([f"**`tensor_parallel: {mode}`**", "", "", ""])
+        rows.append(["embedding", *activations(mode, analytic.reducing(mesh, "x", x))])
+        for block in Block:
+            by_cells: dict[tuple[str, ...], list[str]] = {}
+            for remat in Remat:
+                model: ModelConfig = config(f"model.block={block}", f"model.remat={remat}").model
+                by_cells.setdefault(tuple(activations(mode, analytic.block(model, mesh, x))), []).append(remat)
+            for cells, policies in by_cells.items():
+                rows.append([f"{block} block, {named(policies)}", *cells])
+        rows.append(["head", *activations(mode, analytic.entering(mesh, "x", x))])
+    return rows
+
+
+def named(policies: list[str]) -> str:
+    if len(policies) == len(Remat):
+        return "any `remat`"
+    if len(policies) == len(Remat) - 1 and Remat.none not in policies:
+        return "any `remat` but `none`"
+    return "`remat` " + ", ".join(f"`{policy}`" for policy in policies)
+
+
+DATA_PARALLEL = {
+    "`zero: none`": [],
+    "`zero: zero1`": ["mesh.zero=zero1"],
+    "`zero: fsdp`": ["mesh.zero=fsdp"],
+    "`zero: fsdp`, `fsdp_gradients: ring`": ["mesh.zero=fsdp", "mesh.fsdp_gradients=ring"],
+    "`zero: zero1`, `slices: 2`": ["mesh.zero=zero1", "mesh.slices=2"],
+    "`zero: fsdp`, `slices: 2`": ["mesh.zero=fsdp", "mesh.slices=2"],
+}
+
+
+def data_parallel_rows() -> list[list[str]]:
+    rows = []
+    for name, overrides in DATA_PARALLEL.items():
+        chosen = config(*overrides)
+        entries = [
+            *parameters.gathers_between_slices(chosen),
+            *parameters.fsdp_uses(chosen, "bfloat16"),
+            *parameters.update(chosen),
+        ]
+        own = [entry for entry in entries if WEIGHT in entry.what and MP not in entry.axis]
+        forward = [entry for entry in own if entry.direction == Direction.forward]
+        backward = [entry for entry in own if entry.direction in (Direction.recompute, Direction.backward)]
+        once = [entry for entry in own if entry.direction == Direction.once]
+        rows.append([name, *(weights(part) for part in (forward, backward, once))])
+    return rows
+
+
+def weights(entries: list[Entry]) -> str:
+    """Sizes are fractions of one weight w."""
+    found = []
+    for entry in entries:
+        itemsize = {"bfloat16": 2, "float32": 4}[entry.dtype]
+        part = 56 * 16 * itemsize // entry.bytes
+        size = {1: "w", DP_SIZE: "w/dp", DP_SIZE // 2: "w slices/dp", 2: "w/slices"}[part]
+        where = {"dp": "dp", f"dp:{DP_SIZE // 2}/2": "the dp ranks of a slice", "dp:2/1": "slices"}[entry.axis]
+        count = f"{entry.count} " if entry.operation != Operation.ppermute else "dp - 1 "
+        plural = "s" if entry.operation == Operation.ppermute else ""
+        found.append(f"{count}{entry.operation}{plural} of {size} over {where}, {entry.dtype}")
+    return "; ".join(found) or "-"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+OVER_MP = """Over mp, per microbatch.  B sequences of the microbatch on a device, T time, D model width; *recomputed*: repeated
+in the backward pass by the rematerialisation policy."""
+BESIDE = """In every mode the cross entropy adds one all-gather over mp of three values per position for each chunk of
+positions; logits are never gathered.  With `all_reduce` the weight gradients of key and value are all-reduced over mp
+where mp exceeds the number of key/value heads; in the other modes the gradients of all parameters that are replicated
+over mp (norms, learned positions, such key and value weights) are all-reduced over mp once per step."""
+OVER_DP = """Over dp, for one weight w of a block (w is what a device of mp holds of it).  Forward and backward are per
+microbatch, the last column once per step.  Gradients of vectors are all-reduced, whatever `zero` says."""
+
+
+def table() -> str:
+    over_mp = markdown(["over mp", "forward", "recomputed", "backward"], tensor_parallel_rows())
+    over_dp = markdown(["over dp", "forward", "backward", "once per step"], data_parallel_rows())
+    return "\n\n".join([OVER_MP, over_mp, BESIDE, OVER_DP, over_dp])
+
+
+PART = GeneratedPart(
+    document=DOCS / "parallelism.md",
+    begin="<!-- communication table: generated -->",
+    end="<!-- end of the communication table -->",
+    text=table,
+)
+
+if __name__ == "__main__":
+    sys.exit(PART.main(__doc__))

@@ -1,0 +1,209 @@
+"""The documents: their command blocks work, and their links and generated parts are current.
+
+The info string of a fenced block says how it is checked:
+
+    sh run        the block is run, on CPU, in a temporary copy of the working tree
+    sh check      its configuration is composed and validated, and its flags are looked up in the command's help
+    sh hardware   not run: it needs hardware, a network or a long time
+    python run    all such blocks of a document are run as one program, on CPU
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shmap_tp import verify
+from shmap_tp.config.compose import load
+from tests.helpers.documents import DOCUMENTS, ROOT, Block, blocks, name_of
+
+LANGUAGES = {"sh", "python", "yaml", "json", "text"}
+MARKS = {"run", "check", "hardware"}
+README_LINES = 125
+
+EVERY_DOCUMENT = pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
+
+
+# Command blocks
+
+
+def marked(mark: str) -> pytest.MarkDecorator:
+    found = [block for file in DOCUMENTS for block in blocks(file) if block.info == ("sh", mark)]
+    return pytest.mark.parametrize("block", found, ids=lambda block: block.place)
+
+
+@EVERY_DOCUMENT
+def test_every_command_block_is_marked(file):
+    for block in blocks(file):
+        language, *marks = block.info or ("",)
+        assert language in LANGUAGES, f"{block.place}: name the language, one of {sorted(LANGUAGES)}"
+        if language == "sh":
+            assert len(marks) == 1 and marks[0] in MARKS, f"{block.place}: mark it sh run, sh check or sh hardware"
+
+
+@pytest.fixture(scope="module")
+def working_copy(tmp_path_factory) -> Path:
+    """What git knows of the working tree, in a temporary directory."""
+    copy = tmp_path_factory.mktemp("copy")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+@marked("run")
+def test_a_run_block_succeeds(block, working_copy):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PATH": path, "PYTHONPATH": str(working_copy)}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=working_copy, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{block.place} failed:\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("file", [file for file in DOCUMENTS if "```python run" in file.read_text()], ids=name_of)
+def test_the_python_blocks_of_a_document_run(file):
+    program = "\n".join(block.text for block in blocks(file) if block.info == ("python", "run"))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{name_of(file)}:\n{done.stderr[-2000:]}"
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The commands of a block, each as words; a backslash continues a line."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@marked("check")
+def test_a_check_block_has_valid_configurations_and_flags(block):
+    for words in commands(block):
+        match words:
+            case ["python", "main.py", *rest]:
+                check_training(rest)
+            case ["python", "-m", "shmap_tp.verify", *rest]:
+                arguments = verify.parser().parse_args(rest)
+                load(str(ROOT / arguments.cfg), arguments.overrides)
+            case ["python", "-m", module, *rest]:
+                check_benchmark(("-m", module), rest)
+            case ["python", script, *rest]:
+                check_benchmark((script,), rest)
+            case ["scripts/pod.sh", *rest]:
+                if "--" in rest:
+                    check_training(["--cfg", "conf/config.yaml", *rest[rest.index("--") + 1 :]])
+            case ["sbatch", *rest]:
+                check_training(["--cfg", "conf/config.yaml", *rest[rest.index("scripts/slurm.sh") + 1 :]])
+            case _:
+                pytest.fail(f"{block.place}: {shlex.join(words)} cannot be checked; mark it sh run or sh hardware")
+
+
+def check_training(words: list[str]) -> None:
+    """Compose and validate the configuration of a `main.py` command."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--cfg", required=True)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args(words)
+    flags = ["checkpoint.resume=must"] if given.resume else []
+    flags += [f"mesh.processes={given.processes}"] if given.processes else []
+    load(str(ROOT / given.cfg), [*given.overrides, *flags])
+
+
+def check_benchmark(command: tuple[str, ...], words: list[str]) -> None:
+    """The flags exist, and the configuration that they and the overrides make is valid."""
+    known = set(re.findall(r"--[a-z][a-z-]*", help_text(command)))
+    unknown = {word for word in words if word.startswith("--")} - known
+    assert not unknown, f"{' '.join(command)} has no {sorted(unknown)}"
+    value = {flag: words[i + 1] for i, flag in enumerate(words[:-1]) if flag.startswith("--")}
+    dp, mp = int(value.get("--dp", 1)), int(value.get("--mp", 1))
+    given = [f"model={value['--model']}"] if "--model" in value else []
+    given += [f"mesh.dp={dp}", f"mesh.mp={mp}", f"train.batch={value.get('--batch', 8 * dp)}"]
+    given += [f"train.microbatches={value.get('--microbatches', 1)}"]
+    load(str(ROOT / "conf" / "config.yaml"), given + [word for word in words if re.match(r"[a-z_]+\.?[a-z_]+=", word)])
+
+
+@cache
+def help_text(command: tuple[str, ...]) -> str:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Size, links and generated parts
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("file", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=name_of)
+def test_links_lead_to_files_that_exist(file):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", file.read_text()):
+        if "://" not in target:
+            assert (file.parent / target).exists(), f"{name_of(file)} links to {target}, which does not exist"
+
+
+@EVERY_DOCUMENT
+def test_source_files_named_in_a_document_exist(file):
+    pattern = r"`((?:shmap_tp|benchmarks|tests|scripts|conf|docs)/[\w./-]+\.(?:py|md|sh|yaml|png))`"
+    missing = [path for path in re.findall(pattern, file.read_text()) if not (ROOT / path).exists()]
+    assert not missing, f"{name_of(file)} names {missing}, which do not exist"
+
+
+@pytest.fixture
+def generator(request, monkeypatch) -> ModuleType:
+    """A script of docs/, by its name, as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return import_module(request.param)
+
+
+GENERATORS = ["make_communication_table", "make_configuration", "make_performance_notes", "make_planning_report"]
+
+
+@pytest.mark.parametrize("generator", GENERATORS, indirect=True)
+def test_generated_parts_are_current(generator):
+    part = generator.PART
+    assert part.updated() == part.document.read_text(), f"run: python docs/{generator.__name__}.py"
+
+
+@pytest.mark.parametrize("generator", ["make_configuration"], indirect=True)
+def test_every_configuration_key_has_a_row_in_the_reference(generator):
+    text, known = (ROOT / "docs" / "configuration.md").read_text(), generator.classes()
+    for section, kind, _ in generator.fields(known["Config"]):
+        for key, _, _ in generator.fields(known[kind]):
+            assert f"| `{section}.{key}` |" in text, f"run: python docs/make_configuration.py ({section}.{key})"
+
+
+@pytest.mark.parametrize("generator", ["make_planning_report"], indirect=True)
+def test_the_planning_guide_explains_every_line_of_the_report(generator):
+    guide = (ROOT / "docs" / "planning.md").read_text()
+    for label in (line.split()[0] for line in generator.report().splitlines()[1:-1]):
+        assert f"\n| `{label}` |" in guide, f"docs/planning.md does not explain the line {label}"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs").rglob("*.png")), ids=name_of)
+def test_pictures_are_small(file):
+    assert file.stat().st_size < 150_000

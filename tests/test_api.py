@@ -1,9 +1,6 @@
 """The public library: its functions agree with the dense reference, with training runs and with each other."""
 
-import os
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,9 @@ from shmap_tp.data.batches import Batches
 from shmap_tp.training import loop
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
+from tests.helpers.fresh_process import python
 from tests.helpers.model_fixtures import MODEL
-from tests.helpers.run_fixtures import BATCH, CONTEXT, ROOT, VOCABULARY, lines, overrides, run_straight
+from tests.helpers.run_fixtures import BATCH, CONTEXT, VOCABULARY, lines, overrides, run_straight
 
 SEQUENCE = ["mesh.tensor_parallel=sequence"]
 COLLECTIVE_MATMUL = ["mesh.tensor_parallel=collective_matmul"]
@@ -44,18 +42,6 @@ def sequences(rows: int, length: int, seed: int = 0) -> np.ndarray:
 def in_float64(parameters: shmap_tp.Transformer) -> dict[str, np.ndarray]:
     """The parameters as the dense reference takes them."""
     return {path: array.astype(np.float64) for path, array in by_path(parameters).items()}
-
-
-def python(script: str, *, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    """`script` in a process of its own, in which nothing has imported JAX or chosen a number of devices."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    given = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    if cache := jax.config.jax_compilation_cache_dir:
-        given |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=cwd, env=inherited | given | environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
 
 
 # The package
@@ -104,16 +90,17 @@ def test_the_example_in_the_docstring_runs_on_emulated_devices():
 # Devices
 
 
-def test_a_mesh_of_more_than_eight_devices_is_emulated_and_a_later_one_may_be_smaller():
+@pytest.mark.parametrize("shapes", [[(2, 8), (1, 2)], [(1, 2), (2, 4), (4, 1)]], ids=["sixteen devices", "eight"])
+def test_a_process_can_use_several_meshes_of_up_to_eight_devices_or_of_the_first_if_that_is_larger(shapes):
     done = python(
-        """
+        f"""
         import shmap_tp
-        for dp, mp in [(2, 8), (1, 2), (4, 1)]:
-            config = shmap_tp.load_config("model=test", f"mesh.dp={dp}", f"mesh.mp={mp}")
-            print(dict(shmap_tp.make_mesh(config).shape))
+        for dp, mp in {shapes}:
+            config = shmap_tp.load_config("model=test", f"mesh.dp={{dp}}", f"mesh.mp={{mp}}")
+            print(tuple(shmap_tp.make_mesh(config).shape.values()))
         """
     )
-    assert done.stdout.splitlines() == ["{'dp': 2, 'mp': 8}", "{'dp': 1, 'mp': 2}", "{'dp': 4, 'mp': 1}"], done.stderr
+    assert done.stdout.splitlines() == [str(shape) for shape in shapes], done.stderr
 
 
 def test_too_few_devices_of_a_backend_in_use_are_explained(tmp_path):

@@ -7,8 +7,8 @@ import tomllib
 import pytest
 
 from shmap_tp import cli, train
+from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import FIRST, ROOT
-from tests.test_api import python
 
 COMMANDS = ["train", "prepare", "plan", "verify"]
 

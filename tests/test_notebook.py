@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import ROOT
-from tests.test_api import python
 
 NOTEBOOK = ROOT / "notebooks" / "first_steps.ipynb"
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv on a machine with NVIDIA GPUs (only the driver must be there: CUDA comes with the packages), tests it.
+# Creates .venv on a machine with NVIDIA GPUs and tests a sum over all of them.  Only the driver must be installed: CUDA
+# comes with the Python packages.
 #
-#   ./prepareGPUVM.sh           --cpu instead tries the same on any machine
+#   ./prepareGPUVM.sh
 set -euo pipefail
 exec "$(dirname "${BASH_SOURCE[0]}")/prepareTPUVM.sh" "${1:---cuda}"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv beside this script with what training needs, then has all devices add up numbers to see that they can.
+# Creates .venv beside this script with the packages for training, then tests a sum over all devices.
 #
-#   ./prepareTPUVM.sh           on a TPU VM; on a pod slice on every host at once, from the clone on each:
+#   ./prepareTPUVM.sh           on a TPU VM; on a pod slice run it on all hosts at once, in the clone on each:
 #                               gcloud compute tpus tpu-vm ssh NAME --worker=all --command='shmap_tp/prepareTPUVM.sh'
-#   ./prepareTPUVM.sh --cuda    on a machine with NVIDIA GPUs, which is what prepareGPUVM.sh does
+#   ./prepareTPUVM.sh --cuda    on a machine with NVIDIA GPUs, as prepareGPUVM.sh does
 #   ./prepareTPUVM.sh --cpu     on any machine, with eight emulated devices
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -14,8 +14,8 @@ fail() {
 }
 
 check_failed() {
-    [[ $1 -ne 124 ]] || fail "five minutes without an answer: on a pod slice, run this on every host at once"
-    fail "the devices cannot work together yet (above)"
+    [[ $1 -ne 124 ]] || fail "no answer within five minutes; on a pod slice, run this on all hosts at once"
+    fail "the test of the devices failed (see above)"
 }
 
 usage="usage: $0 [--tpu | --cuda | --cpu]"
@@ -34,15 +34,15 @@ for candidate in python3.13 python3.12 python3.11 python3; do
         break
     fi
 done
-[[ -n $python ]] || fail "Python 3.11 or newer with its venv module is needed; here is $(python3 --version 2>&1 || true)
-install one: sudo apt-get install python3.11 python3.11-venv, or https://docs.astral.sh/uv/ : uv python install 3.12"
+[[ -n $python ]] || fail "this needs Python 3.11 or newer with its venv module; found $(python3 --version 2>&1 || true)
+install it with sudo apt-get install python3.11 python3.11-venv, or https://docs.astral.sh/uv/ : uv python install 3.12"
 
 echo "$("$python" --version): installing .[$extras] into .venv"
-"$python" -m venv .venv || fail "could not make .venv with $python (above); remove an old .venv and try again"
-.venv/bin/python -m pip install --quiet --upgrade pip || fail "pip reaches no package index (above)"
-.venv/bin/python -m pip install --quiet -e ".[$extras]" || fail "pip could not install .[$extras] (above)"
+"$python" -m venv .venv || fail "could not create .venv with $python (see above); remove an old .venv and try again"
+.venv/bin/python -m pip install --quiet --upgrade pip || fail "pip cannot reach a package index (see above)"
+.venv/bin/python -m pip install --quiet -e ".[$extras]" || fail "pip could not install .[$extras] (see above)"
 
-echo "adding up one number from every $backend device"
+echo "testing a sum over all $backend devices"
 timeout --kill-after=10 300 .venv/bin/python - "$backend" <<'PYTHON' || check_failed $?
 import sys
 
@@ -58,22 +58,22 @@ if backend == "cpu":
 if backend == "tpu":
     try:
         jax.distributed.initialize()
-    except ValueError as error:  # no slice around this machine: it works alone
+    except ValueError as error:  # this host is not part of a larger slice
         print(f"one host: {error}")
 if jax.default_backend() != backend:
-    sys.exit(f"JAX finds no {backend}, only {jax.default_backend()}: check the driver, and who else uses the devices")
+    sys.exit(f"JAX finds no {backend}, only {jax.default_backend()}; check the driver, and for other processes")
 
 count = jax.device_count()
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
 numbers = np.arange(1, count + 1, dtype=np.int32)
-spread = jax.make_array_from_callback((count,), NamedSharding(mesh, P("devices")), lambda index: numbers[index])
-add = jax.shard_map(lambda mine: jax.lax.psum(mine, "devices"), mesh=mesh, in_specs=P("devices"), out_specs=P())
-found = int(jax.jit(add)(spread).addressable_data(0)[0])
+sharded = jax.make_array_from_callback((count,), NamedSharding(mesh, P("devices")), lambda index: numbers[index])
+add = jax.shard_map(lambda shard: jax.lax.psum(shard, "devices"), mesh=mesh, in_specs=P("devices"), out_specs=P())
+found = int(jax.jit(add)(sharded).addressable_data(0)[0])
 expected = count * (count + 1) // 2
 if found != expected:
-    sys.exit(f"a sum over {count} devices gave {found}; {expected} is right: a device or a link between them is faulty")
+    sys.exit(f"the sum over {count} devices is {found} instead of {expected}: a device or a link is faulty")
 kind, hosts = jax.devices()[0].device_kind, jax.process_count()
-print(f"jax {jax.__version__}, hosts: {hosts}, devices: {count} x {kind}; their sum {found} is right")
+print(f"jax {jax.__version__}, hosts: {hosts}, devices: {count} x {kind}; the sum over all of them is correct")
 PYTHON
 
 echo "ready; next: source .venv/bin/activate && pytest && python main.py --cfg conf/config.yaml"

@@ -35,7 +35,7 @@ from shmap_tp.model.flops import flops_per_token
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.measure import stepper
-from shmap_tp.runtime.distributed import emulate
+from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.training.step import StepFunctions, build_step_functions
 
 MESHES = [(1, 4), (2, 2), (4, 1)]
@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     jax.config.update("jax_platforms", "cpu")
-    emulate(4)
+    emulate_cpu_devices(4)
 
     x = jnp.full((MATMUL, MATMUL), 0.5, jnp.float32)
     product = jax.jit(lambda a: a @ a).lower(x).compile()

@@ -158,7 +158,7 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
         (loss, gradients), _ = lax.scan(microbatch, (jnp.zeros(()), zeros), tokens_ABT)
         gradients = lax.with_sharding_constraint(gradients, shardings.params)
         gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
-        good, guard = state.guard.judge(loss, norm, config.guard)
+        good, guard = state.guard.update(loss, norm, config.guard)
         updates, optimizer_state = optimizer.transformation.update(gradients, state.optimizer, state.params)
         updated = (optax.apply_updates(state.params, updates), optimizer_state)
         params, optimizer_state = select_tree(good, updated, (state.params, state.optimizer))

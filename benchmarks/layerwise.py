@@ -34,7 +34,7 @@ from shmap_tp.plan.measure import step_seconds
 from shmap_tp.plan.predict import CACHE
 from shmap_tp.plan.schedule_simulator import simulate
 from shmap_tp.plan.topologies import find_slice, topology_devices
-from shmap_tp.runtime.distributed import emulate
+from shmap_tp.runtime.distributed import emulate_cpu_devices
 
 PUBLISHED = 39.8e-3
 """Seconds forward of the setting PUBLISHED_FOR, weights gathered one layer ahead."""
@@ -110,7 +110,7 @@ def find_devices(arguments: argparse.Namespace) -> tuple[str, list[jax.Device]]:
         if arguments.emulate < 1 or arguments.devices or arguments.version:
             raise UserError("--emulate N takes 1 device or more, and neither --devices nor --version; leave those out")
         jax.config.update("jax_platforms", "cpu")
-        emulate(arguments.emulate)
+        emulate_cpu_devices(arguments.emulate)
         return "emulated", jax.devices()[: arguments.emulate]
     if any(glob(name) for name in ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*")):
         here, version = jax.devices(), arguments.version

@@ -26,6 +26,7 @@ What there is
     Config                  the type of a configuration; `shmap_tp.config.schema` documents every key
     Transformer, State      the types of the parameters and of a training state
     UserError               raised for input that cannot be used; its message says what to do
+    ShmapTpError            the base class of this and the other errors of a run
 
 Importing shmap_tp is fast: JAX is imported with the first of these names that needs it, and no device is used before
 the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `plan` and `verify`.
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shmap_tp.api import Model, Trainer, load_config, make_mesh, run_training
     from shmap_tp.config.schema import Config
-    from shmap_tp.errors import UserError
+    from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.model.transformer import Transformer
     from shmap_tp.training.step import State
 
@@ -51,6 +52,7 @@ _MODULES = {
     "Transformer": "shmap_tp.model.transformer",
     "State": "shmap_tp.training.step",
     "UserError": "shmap_tp.errors",
+    "ShmapTpError": "shmap_tp.errors",
 }
 """The module that defines each public name.  A name is imported when it is first used."""
 
@@ -64,6 +66,7 @@ __all__ = [  # noqa: RUF022 - in the order of the docstring
     "Transformer",
     "State",
     "UserError",
+    "ShmapTpError",
 ]
 
 

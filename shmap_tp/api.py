@@ -18,14 +18,15 @@ from jaxtyping import Array, Float
 
 from shmap_tp.config import compose
 from shmap_tp.config.schema import AUTO, Config
-from shmap_tp.config.validate import check, resolve_auto
+from shmap_tp.config.validate import resolve_auto, validate
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.model.loss import IGNORE
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel import mesh as meshes
-from shmap_tp.runtime.distributed import emulate
+from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.training import loop
+from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters, saved_config
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
@@ -79,7 +80,7 @@ def _resolve(config: Config) -> tuple[Config, Mesh]:
 def _emulate_devices(wanted: int) -> None:
     """Emulate at least `wanted` CPU devices, unless JAX already runs with some: then their number is fixed."""
     with suppress(UserError):
-        emulate(max(EMULATED_DEVICES, wanted, jax.config.jax_num_cpu_devices))
+        emulate_cpu_devices(max(EMULATED_DEVICES, wanted, jax.config.jax_num_cpu_devices))
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Model:
         config = saved_config(checkpoint)
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
         config = replace(config, mesh=replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=1))
-        check(config)
+        validate(config)
         config, mesh, functions = _build(config)
         return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions)
 
@@ -170,7 +171,7 @@ class Model:
 
 def _build(config: Config) -> tuple[Config, Mesh, ModelFunctions]:
     config, mesh = _resolve(config)
-    return config, mesh, build_model_functions(config, mesh, loop.dtype_of(config.train.precision))
+    return config, mesh, build_model_functions(config, mesh, compute_dtype(config.train.precision))
 
 
 def _finished(mesh: Mesh, result: Any) -> Any:
@@ -211,7 +212,7 @@ class Trainer:
         """
         self.config, self.mesh = _resolve(config)
         self.functions: StepFunctions = build_step_functions(
-            self.config, self.mesh, loop.dtype_of(config.train.precision)
+            self.config, self.mesh, compute_dtype(config.train.precision)
         )
         self.state: State = self.functions.init()
         """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
@@ -263,6 +264,6 @@ def run_training(config: Config) -> bool:
 
     True if all steps were trained, False if the run was asked to stop and has saved; then checkpoint.resume=must
     continues it.  The mesh must use all devices; on a CPU they are emulated if no backend has been used before.
-    Raises UserError if the input cannot be used, or too many steps in a row had to be skipped.
+    Raises UserError if the input cannot be used, and other errors of `shmap_tp.errors` as the command prints them.
     """
     return loop.train(config) == 0

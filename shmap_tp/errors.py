@@ -1,8 +1,36 @@
-"""The names and types of everything that can be configured.  Values live in `conf/`, and only there.
+"""The exceptions that end a command with a message for the user, without a traceback.
 
-Nothing here imports JAX: a configuration can be read, checked and printed on a machine that has no devices.
+A message is one or two plain lines: the rule, the place, both numbers, the way out.  A command catches `ShmapTpError`,
+prints "error: " and the message to stderr, and exits with the error's `exit_code`.  Anything else that is raised is a
+defect of this program, and keeps its traceback.
 """
 
 
-class UserError(ValueError):
-    """Something the user gave cannot be used.  The message is one or two lines: the rule, both numbers, the way out."""
+class ShmapTpError(Exception):
+    """Base class of all errors whose message is written for the user."""
+
+    exit_code = 2
+    """Exit code of a process that ends with this error."""
+
+
+class UserError(ShmapTpError, ValueError):
+    """The user's input cannot be used: a configuration value, a command-line argument, a data file, a directory."""
+
+
+class HardwareError(ShmapTpError):
+    """A device or a link computed a wrong result: replicas of the same array differ."""
+
+
+class StorageError(ShmapTpError):
+    """A disk or a bucket refused a read or a write, for example because it is full."""
+
+
+class DivergedError(ShmapTpError):
+    """Training stopped because too many consecutive steps had a non-finite or spiking loss."""
+
+
+class LostProcessError(ShmapTpError):
+    """Another process of the run did not start in time, or stopped responding."""
+
+    exit_code = 69
+    """EX_UNAVAILABLE of sysexits.h."""

@@ -1,57 +1,56 @@
-"""Turns text into the token files that training reads: `python -m shmap_tp.prepare --source stdlib --out data/stdlib`.
-
-Documents follow one another in train.bin and validation.bin, an end-of-text token after each; meta.json says what they
-are.  All three are written in a hidden directory beside the target, which takes the target's name when it is complete:
-whatever interrupts a preparation, nothing is left that looks finished.  The same text gives the same bytes every time.
-"""
+"""Tokenize text into the files that training reads: `python -m shmap_tp.prepare --source stdlib --out data/stdlib`."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from shmap_tp.data import text_sources as sources
+from shmap_tp.data import text_sources
 from shmap_tp.data.prepare import prepare
 from shmap_tp.data.token_files import SPLITS
 from shmap_tp.data.tokenizer import open_tokenizer
-from shmap_tp.errors import UserError
+from shmap_tp.errors import ShmapTpError
 
 
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m shmap_tp.prepare", description=__doc__.splitlines()[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--source", choices=["stdlib"], help="stdlib: the Python library on this machine, no download")
-    what.add_argument("--text", nargs="+", type=Path, metavar="PATH", help=".txt or .jsonl files, or directories")
-    what.add_argument("--dataset", metavar="NAME", help="a Hugging Face data set, such as JeanKaddour/minipile")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--source", choices=["stdlib"], help="stdlib: the Python standard library of this machine, no download"
+    )
+    source.add_argument("--text", nargs="+", type=Path, metavar="PATH", help=".txt or .jsonl files, or directories")
+    source.add_argument("--dataset", metavar="NAME", help="a Hugging Face data set, such as JeanKaddour/minipile")
     parser.add_argument("--out", required=True, type=Path, help="directory for train.bin, validation.bin, meta.json")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizers JSON file, or a name on the hub")
     parser.add_argument("--end-of-text", default="<|endoftext|>", help="the tokenizer's token after each document")
     parser.add_argument("--field", default="text", help="the field that holds the text of a record")
-    parser.add_argument("--validation", type=float, default=0.01, help="fraction kept to validate (default 0.01)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what was prepared in --out before")
+    parser.add_argument(
+        "--validation", type=float, default=0.01, help="fraction of the text used for validation (default 0.01)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace data that was prepared in --out before")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    given = _arguments(argv)
+    """Parse the command line, prepare the data and return the exit code."""
+    arguments = _parse(argv)
     try:
-        tokenizer = open_tokenizer(given.tokenizer, given.end_of_text)
-        if given.source:
-            source = sources.stdlib()
-        elif given.text:
-            source = sources.text_files(given.text, given.field, given.validation)
+        tokenizer = open_tokenizer(arguments.tokenizer, arguments.end_of_text)
+        if arguments.source:
+            source = text_sources.stdlib()
+        elif arguments.text:
+            source = text_sources.text_files(arguments.text, arguments.field, arguments.validation)
         else:
-            source = sources.hub_dataset(given.dataset, given.field, given.validation)
-        meta = prepare(source, tokenizer, given.out, overwrite=given.overwrite)
-    except (UserError, OSError) as error:
+            source = text_sources.hub_dataset(arguments.dataset, arguments.field, arguments.validation)
+        meta = prepare(source, tokenizer, arguments.out, overwrite=arguments.overwrite)
+    except (ShmapTpError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"interrupted; nothing was written to {given.out}", file=sys.stderr)
+        print(f"interrupted; nothing was written to {arguments.out}", file=sys.stderr)
         return 130
     train, validation = (f"{meta['tokens'][split]:,}" for split in SPLITS)
     size = f"vocabulary {meta['vocabulary']}, {meta['dtype']}"
-    print(f"{given.out}: {train} tokens to train on, {validation} to validate ({meta['tokenizer']}, {size})")
+    print(f"{arguments.out}: {train} training tokens, {validation} validation tokens ({meta['tokenizer']}, {size})")
     return 0
 
 

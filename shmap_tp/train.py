@@ -12,34 +12,34 @@ from shmap_tp.runtime.exit_codes import STOPPED
 
 EPILOG = """\
 examples
-  {command} --cfg conf/config.yaml                                  the first run: a small model, on this machine
+  {command} --cfg conf/config.yaml                                  train a small model on this machine
   {command} --cfg conf/config.yaml train.steps=600 --resume         continue from its newest checkpoint
-  {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --resume     the same, on another mesh shape
+  {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --resume     the same on another mesh shape
   {command} --cfg conf/config.yaml model=6_9b data=minipile mesh.dp=4 mesh.mp=8 run.name=big
 
 configuration
   Without --cfg the packaged configuration is used, which is conf/config.yaml of the repository:
     {default}
-  A FILE is never searched for elsewhere; its groups (model=..., data=...) are also taken from the packaged ones.
+  FILE is a path from the working directory; it can use the models and data sources of the packaged configuration.
 
 key=value
-  mesh.dp, mesh.mp      data- and model-parallel size; their product is the number of devices (a CPU emulates them);
-                        mesh.dp=auto uses all devices
-  model=NAME            a model shape:
+  mesh.dp, mesh.mp      data-parallel and tensor-parallel size; their product is the number of devices, which are
+                        emulated on a machine that has only a CPU; mesh.dp=auto uses all devices
+  model=NAME            a model of conf/model/:
 {models}
-  data=NAME             a data set: {data}
+  data=NAME             a data source of conf/data/: {data}
   train.steps, train.batch, train.microbatches, optimizer.learning_rate, run.name, ...
-                        every key of conf/config.yaml; shmap_tp/config/schema.py documents each
+                        all keys are in conf/config.yaml and explained in shmap_tp/config/schema.py
 
 exit codes
-  0   done
-  2   the input cannot be used, the disk is full, or too many steps in a row were skipped; two lines say why
-  75  stopped by SIGTERM or Ctrl-C, and saved: start again with --resume
-  69  other processes did not start in time, or one was lost (134 if that was process 0): start all again
+  0   finished
+  2   an error that is explained in one or two lines: bad input, a full disk, faulty hardware, a diverged run
+  75  stopped by SIGTERM, Ctrl-C or a preemption notice, and saved: start again with --resume
+  69  another process did not start in time or was lost (134 if that was process 0): start all processes again
 
 several processes, one per host
-  on a TPU slice, GKE or Slurm    the same command on every host, with --processes N
-  elsewhere                       also --coordinator HOST:PORT, the same on every host, and --process-id I
+  TPU slice, GKE, Slurm    run the same command on every host, with --processes N
+  elsewhere                add the same --coordinator HOST:PORT on all hosts, and a different --process-id on each
 """
 
 
@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
     """Train as the command line `argv` says (default: sys.argv); returns the exit code.  `command` is its name."""
     arguments = _parser(command).parse_intermixed_args(argv)
     from shmap_tp.config.compose import CONF, load
-    from shmap_tp.config.validate import check_place
-    from shmap_tp.errors import UserError
+    from shmap_tp.config.validate import validate_process_arguments
+    from shmap_tp.errors import ShmapTpError
 
     overrides = list(arguments.overrides)
     if arguments.resume:
@@ -57,23 +57,23 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
         overrides.append(f"mesh.processes={arguments.processes}")
     try:
         config = load(arguments.cfg or str(CONF / "config.yaml"), overrides)
-        check_place(arguments.coordinator, arguments.process_id, config.mesh.processes)
+        validate_process_arguments(arguments.coordinator, arguments.process_id, config.mesh.processes)
         from shmap_tp.runtime.distributed import Coordinator
         from shmap_tp.training import loop
 
-        given = arguments.coordinator is not None
-        return loop.train(config, Coordinator(arguments.coordinator, arguments.process_id) if given else None)
-    except UserError as error:
+        coordinator = Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
+        return loop.train(config, coordinator)
+    except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
 
 
 def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> NoReturn:
     """Call `main` as the program of this process, and exit with its code."""
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(STOPPED))  # until training handles it, which saves
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(STOPPED))  # `train` replaces this handler
     code = main(argv, command)
     if code == STOPPED and not sys.modules["jax"].distributed.is_initialized():
-        # Everything is written and closed.  Work that still runs on the devices could crash the interpreter's exit.
+        # All files are closed, but programs that still run on the devices could crash the interpreter at its exit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -95,12 +95,12 @@ def _parser(command: str) -> argparse.ArgumentParser:
         epilog=EPILOG.format(command=command, default=CONF / "config.yaml", models=models, data=data),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cfg", metavar="FILE", help="a configuration file; without it the packaged one")
+    parser.add_argument("--cfg", metavar="FILE", help="configuration file, for example conf/config.yaml")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
-    parser.add_argument("--processes", type=int, metavar="N", help="how many processes train; sets mesh.processes")
-    parser.add_argument("--process-id", type=int, metavar="I", help="the index of this process, 0 to N-1")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="the host of process 0 and a free port there")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of FILE")
+    parser.add_argument("--processes", type=int, metavar="N", help="number of processes; sets mesh.processes")
+    parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides a value of FILE")
     return parser
 
 

@@ -1,97 +1,78 @@
-"""Is this machine, and what was saved on it, to be trusted?
+"""Verify that this machine trains reproducibly, and that its checkpoints are intact.
 
     python -m shmap_tp.verify resume --cfg conf/config.yaml --onto 8,1 [--steps 3] [key=value ...]
-        train, stop, go on from the checkpoint on this mesh and on another, and compare with having gone straight on
+        train, save, resume on the same mesh and on another, and compare both with the uninterrupted run
     python -m shmap_tp.verify replicas --cfg conf/config.yaml [--steps 3] [key=value ...]
-        restore the newest checkpoint, or begin, train, and compare all copies of every array after each step
+        restore the newest checkpoint, or start a new run; train, and compare all replicas of every array at each step
     python -m shmap_tp.verify checkpoint DIRECTORY
-        every checkpoint in it: which files are damaged, missing or not its own
+        list the damaged, missing and added files of every checkpoint in it
 
-`resume` and `replicas` train with the model, data and devices that the configuration names; in several processes start
-them on every host.  Nothing of the run is changed: what `resume` saves lies beside the checkpoints while it works.
+`resume` and `replicas` train with the model, data and devices of the configuration; with several processes, start them
+on every host.  Nothing of the run is changed: `resume` saves to a temporary directory beside the checkpoints.
 
-exit codes: 0 all is well, 1 something is not, 2 bad input
+exit codes: 0 all is well, 1 a difference or a damaged file was found, 2 bad input
 """
 
 import argparse
 import sys
-from collections.abc import Callable
 
 import jax
-from etils import epath
 
 from shmap_tp.config.compose import load
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.errors import UserError
-from shmap_tp.runtime.console import say
+from shmap_tp.errors import ShmapTpError
 from shmap_tp.runtime.distributed import initialize_distributed
-from shmap_tp.training.checkpoint import examine
-from shmap_tp.training.loop import prepare_environment
-from shmap_tp.training.verification import replicas, resume
+from shmap_tp.training.environment import prepare_environment
+from shmap_tp.training.verification import verify_checkpoints, verify_replicas, verify_resume
 
 
-def checkpoints_in(directory: str) -> bool:
-    """Whether every checkpoint in `directory` is intact.  Reads only: it may be that of a run under way."""
-    there = epath.Path(directory)
-    steps = sorted(int(child.name) for child in there.iterdir() if child.name.isdecimal()) if there.is_dir() else []
-    if not steps:
-        raise UserError(
-            f"{directory} holds no checkpoint; name the checkpoint.dir of a run, which has one for each step"
-        )
-    good = True
-    for step in reversed(steps):
-        faults = examine(there / str(step))
-        say(f"{step}: " + ("intact" if not faults else "NOT to be used"))
-        for fault in faults:
-            say(f"  {fault}")
-        good = good and not faults
-    return good
+def parser() -> argparse.ArgumentParser:
+    """The command line of `python -m shmap_tp.verify`."""
+    top = argparse.ArgumentParser(
+        prog="python -m shmap_tp.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    for name in ("resume", "replicas"):
+        command = commands.add_parser(name)
+        command.add_argument("--cfg", metavar="FILE", required=True, help="configuration, such as conf/config.yaml")
+        command.add_argument("--steps", type=int, default=3, help="steps to train before and after (default 3)")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of FILE")
+        if name == "resume":
+            command.add_argument("--onto", type=_mesh, required=True, metavar="DP,MP", help="the other mesh, as in 8,1")
+    commands.add_parser("checkpoint").add_argument("directory", help="checkpoint.dir of a run")
+    return top
 
 
-def main(arguments: argparse.Namespace) -> bool:
-    if arguments.what == "checkpoint":
-        return checkpoints_in(arguments.directory)
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        return 0 if _verify(arguments) else 1
+    except ShmapTpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _verify(arguments: argparse.Namespace) -> bool:
+    if arguments.command == "checkpoint":
+        return verify_checkpoints(arguments.directory)
     config = load(arguments.cfg, arguments.overrides)
     initialize_distributed(config)
     config = resolve_auto(config, len(jax.devices()))
     prepare_environment(config)
-    if arguments.what == "replicas":
-        return replicas(config, arguments.steps)
-    return resume(config, arguments.onto, arguments.steps)
+    if arguments.command == "replicas":
+        return verify_replicas(config, arguments.steps)
+    return verify_resume(config, arguments.onto, arguments.steps)
 
 
-def mesh_of(given: str) -> tuple[int, int]:
+def _mesh(text: str) -> tuple[int, int]:
+    """(dp, mp) of "8,1"."""
     try:
-        dp, mp = map(int, given.split(","))
+        dp, mp = map(int, text.split(","))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{given!r} is no mesh; write it as in 8,1") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write it as in 8,1") from error
     return dp, mp
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m shmap_tp.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    kinds = made.add_subparsers(dest="what", required=True)
-    for what in ("resume", "replicas"):
-        kind = kinds.add_parser(what)
-        kind.add_argument("--cfg", metavar="FILE", required=True, help="configuration, such as conf/config.yaml")
-        kind.add_argument("--steps", type=int, default=3, help="to train before and after (default 3)")
-        kind.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of FILE")
-        if what == "resume":
-            kind.add_argument("--onto", type=mesh_of, required=True, metavar="DP,MP", help="the other mesh, as in 8,1")
-    kinds.add_parser("checkpoint").add_argument("directory", help="checkpoint.dir of a run")
-    return made
-
-
-def door(act: Callable[[], bool]) -> int:
-    try:
-        return 0 if act() else 1
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    parsed = parser().parse_args()
-    sys.exit(door(lambda: main(parsed)))
+    sys.exit(main())

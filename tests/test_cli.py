@@ -1,4 +1,4 @@
-"""`python main.py` as a user meets it: bad input is explained in a line or two, a kill loses nothing that was saved."""
+"""`python main.py`: bad input is explained in a line or two, and a killed run loses nothing that was saved."""
 
 import signal
 import subprocess
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from shmap_tp import train as command
-from shmap_tp.runtime import distributed as meeting
-from shmap_tp.training import loop as train
+from shmap_tp.runtime import distributed
+from shmap_tp.training import loop
 from tests.helpers.run_fixtures import (
     FIRST,
     ROOT,
@@ -26,7 +26,7 @@ from tests.helpers.run_fixtures import (
 
 
 def call(monkeypatch, *arguments: str) -> int:
-    """main.py in this process; its exit code."""
+    """Run main.py in this process; returns its exit code."""
     monkeypatch.setattr(sys, "argv", ["main.py", *arguments])
     try:
         return command.main()
@@ -37,23 +37,23 @@ def call(monkeypatch, *arguments: str) -> int:
 # Bad input
 
 
-def none(data: Path) -> None:
+def remove_file(data: Path) -> None:
     (data / "train.bin").unlink()
 
 
-def odd(data: Path) -> None:
+def truncate_file(data: Path) -> None:
     (data / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-1])
 
 
-def beyond(data: Path) -> None:
+def add_id_beyond_vocabulary(data: Path) -> None:
     np.array([*range(64), 64] * 9, "<u2").tofile(data / "validation.bin")
 
 
-def short(data: Path) -> None:
+def shorten_train_file(data: Path) -> None:
     np.zeros(16, "<u2").tofile(data / "train.bin")
 
 
-def few(data: Path) -> None:
+def shorten_validation_file(data: Path) -> None:
     np.zeros(7 * 16 + 1, "<u2").tofile(data / "validation.bin")
 
 
@@ -67,17 +67,23 @@ BAD = {
     "mp and heads": (["mesh.mp=3", "mesh.dp=1"], ["mesh.mp=3", "heads=8", "{1, 2, 4, 8}"]),
     "mp and ffn": (["model.ffn=66"], ["mesh.mp=4", "ffn=66", "use mesh.mp in {1, 2, 3"]),
     "mp and vocabulary": (["model.vocabulary_multiple=66"], ["mesh.mp=4", "padded vocabulary=66", "use mesh.mp in"]),
-    "dp and microbatch": (["train.microbatches=8"], ["mesh.dp=2", "microbatch of 1 windows", "use mesh.dp in {1}"]),
+    "dp and microbatch": (["train.microbatches=8"], ["mesh.dp=2", "microbatch of 1 sequences", "use mesh.dp in {1}"]),
     "microbatches and batch": (["train.microbatches=3"], ["train.microbatches=3", "train.batch=8", "{1, 2, 4, 8}"]),
     "the mesh and the devices": (["mesh.mp=2"], ["dp=2 x mp=2 needs 4 devices", "has 8", "dp x mp = 8"]),
-    "a file of odd length": (odd, ["train.bin: 5999 bytes", "multiple of the 2 bytes", "prepare it again"]),
-    "an id beyond the vocabulary": (beyond, ["validation.bin: token 64 is id 64", "ends at 63", "model.vocabulary=65"]),
-    "a file below one window": (short, ["train.bin: 16 tokens", "model.context=16 needs 17", "shorten model.context"]),
-    "too few windows to evaluate": (few, ["validation.bin: 7 windows", "train.batch=8", "use train.batch=7 or less"]),
-    "no token file": (none, ["train.bin is not there", "python -m shmap_tp.prepare"]),
+    "a file of odd length": (truncate_file, ["train.bin: 5999 bytes", "multiple of the 2 bytes", "prepare it again"]),
+    "an id beyond the vocabulary": (
+        add_id_beyond_vocabulary, ["validation.bin: token 64 is id 64", "ends at 63", "model.vocabulary=65"],
+    ),
+    "a file shorter than a sequence": (
+        shorten_train_file, ["train.bin: 16 tokens", "model.context=16 needs 17", "shorten model.context"],
+    ),
+    "too few sequences to evaluate": (
+        shorten_validation_file, ["validation.bin: 7 sequences", "train.batch=8", "use train.batch=7 or less"],
+    ),
+    "no token file": (remove_file, ["train.bin does not exist", "python -m shmap_tp.prepare"]),
     "a run directory below a file": (["run.dir=FILE/x"], ["run.dir=", "cannot be written: Not a directory", "choose"]),
-    "data in a file": (["data.dir=FILE", "data.source=stdlib"], ["/file is a file", "data.dir names a directory"]),
-    "data below a file": (["data.dir=FILE/x", "data.source=stdlib"], ["/file/x cannot be", "name another data.dir"]),
+    "data in a file": (["data.dir=FILE", "data.source=stdlib"], ["/file is a file", "data.dir must name a directory"]),
+    "data below a file": (["data.dir=FILE/x", "data.source=stdlib"], ["/file/x cannot be", "choose another data.dir"]),
     "a checkpoint directory below a file": (["checkpoint.dir=FILE/x"], ["checkpoint.dir=", "cannot be written"]),
     "a cache below a file": (["run.compilation_cache=FILE/x"], ["run.compilation_cache=", "cannot be written"]),
     "nothing to resume": (["--resume"], ["no checkpoint in", "leave it out", "run.dir="]),
@@ -85,9 +91,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_explained_in_a_line_or_two(tmp_path, monkeypatch, capsys, case):
+def test_bad_input_is_explained_in_one_or_two_lines(tmp_path, monkeypatch, capsys, case):
     given, expected = BAD[case]
-    monkeypatch.setattr(meeting, "emulate", lambda devices: None)  # this process has its eight devices
+    monkeypatch.setattr(distributed, "emulate_cpu_devices", lambda count: None)  # the tests emulate eight already
     write_tokens(tmp_path / "data")
     (tmp_path / "file").write_text("")
     if callable(given):
@@ -96,11 +102,11 @@ def test_bad_input_is_explained_in_a_line_or_two(tmp_path, monkeypatch, capsys, 
     given = [text.replace("FILE", str(tmp_path / "file")) for text in given]
     arguments = overrides(tmp_path) if "model=nope" not in given else []
     assert call(monkeypatch, "--cfg", FIRST, *arguments, *given) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and 1 <= len(said.splitlines()) <= 2, said
-    assert "Traceback" not in said
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and 1 <= len(message.splitlines()) <= 2, message
+    assert "Traceback" not in message
     for part in expected:
-        assert part in said
+        assert part in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -112,15 +118,15 @@ def test_bad_input_is_explained_in_a_line_or_two(tmp_path, monkeypatch, capsys, 
         (["--cfg", FIRST, "--resumee"], "unrecognized arguments: --resumee"),
     ],
 )
-def test_a_bad_command_line_is_explained_too(monkeypatch, capsys, arguments, expected):
+def test_a_bad_command_line_is_explained_in_one_or_two_lines(monkeypatch, capsys, arguments, expected):
     assert call(monkeypatch, *arguments) == 2
-    said = capsys.readouterr().err
-    assert expected in said and len(said.splitlines()) <= 2, said
+    message = capsys.readouterr().err
+    assert expected in message and len(message.splitlines()) <= 2, message
 
 
-def test_overrides_may_stand_before_and_after_the_options(tmp_path, monkeypatch):
+def test_overrides_can_stand_before_and_after_the_options(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "train", lambda config, place: seen.append(config) or 0)
+    monkeypatch.setattr(loop, "train", lambda config, coordinator: seen.append(config) or 0)
     before, after = overrides(tmp_path, "run.seed=5", "train.steps=9"), []
     for split in (0, 3, len(before)):
         assert call(monkeypatch, *before[:split], "--cfg", FIRST, *before[split:], "--resume", *after) == 0
@@ -129,13 +135,13 @@ def test_overrides_may_stand_before_and_after_the_options(tmp_path, monkeypatch)
 
 def test_without_cfg_the_packaged_configuration_is_used(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "train", lambda config, place: seen.append(config) or 0)
+    monkeypatch.setattr(train, "train", lambda config, coordinator: seen.append(config) or 0)
     assert call(monkeypatch, *overrides(tmp_path)) == 0
     assert seen == [tiny(tmp_path)]
 
 
-def test_help_teaches_and_needs_no_jax(tmp_path):
-    """In a process of its own, where nothing has imported JAX before."""
+def test_help_explains_the_command_without_importing_jax(tmp_path):
+    """In a new process, where nothing has imported JAX before."""
     script = (
         "import sys, time; begin = time.perf_counter(); sys.argv = ['main.py', '--help']\n"
         "from shmap_tp import train\n"
@@ -147,7 +153,7 @@ def test_help_teaches_and_needs_no_jax(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert float(done.stdout.split("SECONDS")[1]) < 5
-    for taught in (
+    for topic in (
         "--cfg conf/config.yaml",
         "--resume",
         "key=value",
@@ -157,17 +163,17 @@ def test_help_teaches_and_needs_no_jax(tmp_path):
         "75",
         "exit codes",
     ):
-        assert taught in done.stdout
+        assert topic in done.stdout
 
 
-# Real processes, really killed
+# Processes that are stopped or killed
 
 
 QUIET = ["evaluate.every=0", "checkpoint.keep=3"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_a_process_told_to_stop_saves_and_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, capsys, number):
+def test_a_stopped_process_saves_and_its_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch, capsys, number):
     given = ["--cfg", FIRST, *overrides(tmp_path, *QUIET, "checkpoint.every=0")]
     process = start(*given, "train.steps=100000")
     wait_for_step(process, tmp_path, 5)
@@ -182,7 +188,7 @@ def test_a_process_told_to_stop_saves_and_goes_on_as_if_it_had_not_been(tmp_path
     last = stopped + 3
 
     assert call(monkeypatch, "--cfg", f"{tmp_path}/run/config.yaml", f"train.steps={last}", "--resume") == 0
-    assert f"going on from step {stopped}" in capsys.readouterr().out
+    assert f"resuming from step {stopped}" in capsys.readouterr().out
     other = tmp_path / "straight"
     write_tokens(other / "data")
     assert call(monkeypatch, "--cfg", FIRST, *overrides(other, *QUIET), f"train.steps={last}") == 0
@@ -190,7 +196,7 @@ def test_a_process_told_to_stop_saves_and_goes_on_as_if_it_had_not_been(tmp_path
     assert values(tmp_path) == values(other)
 
 
-def test_a_process_that_was_killed_loses_only_what_was_after_its_newest_complete_checkpoint(tmp_path):
+def test_a_killed_process_loses_only_the_steps_after_its_newest_complete_checkpoint(tmp_path):
     given = ["--cfg", FIRST, *overrides(tmp_path, *QUIET, "checkpoint.every=3")]
     process = start(*given, "train.steps=100000")
     wait_for_step(process, tmp_path, 10)
@@ -204,35 +210,35 @@ def test_a_process_that_was_killed_loses_only_what_was_after_its_newest_complete
     process = start(*given, f"train.steps={last}", "--resume")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert f"going on from step {max(complete)}" in out
+    assert f"resuming from step {max(complete)}" in out
     other = tmp_path / "straight"
-    assert train.train(tiny(other, *QUIET, f"train.steps={last}")) == 0
+    assert loop.train(tiny(other, *QUIET, f"train.steps={last}")) == 0
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, last + 1))
     assert values(tmp_path) == values(other)
     assert state_at(tmp_path, last) == state_at(other, last)
 
 
-def test_a_process_given_bad_input_exits_with_2_and_without_a_traceback(tmp_path):
+def test_a_process_with_bad_input_exits_with_2_and_without_a_traceback(tmp_path):
     process = start("--cfg", FIRST, *overrides(tmp_path, "data.dir=nowhere"))
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert err.startswith("error: nowhere/train.bin is not there") and len(err.splitlines()) <= 2, err
+    assert err.startswith("error: nowhere/train.bin does not exist") and len(err.splitlines()) <= 2, err
     assert "Traceback" not in out + err
 
 
-# The end
+# The exit of the interpreter
 
 
-@pytest.mark.parametrize(("code", "said"), [(75, b""), (0, b"the interpreter ends")])
-def test_told_to_stop_it_leaves_before_the_interpreter_ends(code, said):
-    """Which could crash there, of what still runs on the devices."""
+@pytest.mark.parametrize(("code", "output"), [(75, b""), (0, b"the interpreter exits")])
+def test_a_stopped_process_exits_before_the_interpreter_is_torn_down(code, output):
+    """Programs that still run on the devices could crash the interpreter at its exit."""
     script = (
         "import atexit, runpy, sys\n"
         "from shmap_tp.training import loop\n"
-        "atexit.register(print, 'the interpreter ends', end='')\n"
-        f"loop.train = lambda config, place: {code}\n"
+        "atexit.register(print, 'the interpreter exits', end='')\n"
+        f"loop.train = lambda config, coordinator: {code}\n"
         f"sys.argv = ['main.py', '--cfg', {FIRST!r}]\n"
         "runpy.run_path('main.py', run_name='__main__')\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
-    assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
+    assert (ended.returncode, ended.stdout) == (code, output), ended.stderr

@@ -1,18 +1,30 @@
-"""The names and types of everything that can be configured.  Values live in `conf/`, and only there.
+"""The names and types of all configuration keys, each with a sentence.  Their values are in `conf/` only.
 
-Nothing here imports JAX: a configuration can be read, checked and printed on a machine that has no devices.
+This module imports no JAX, so that a configuration can be read, checked and printed on a machine without devices.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 AUTO = "auto"
+"""Value of mesh.dp that stands for all devices divided by mesh.mp."""
 
 
 class TensorParallelMode(StrEnum):
     all_reduce = "all_reduce"
     sequence = "sequence"
     collective_matmul = "collective_matmul"
+
+
+class Zero(StrEnum):
+    none = "none"
+    zero1 = "zero1"
+    fsdp = "fsdp"
+
+
+class FsdpGradients(StrEnum):
+    reduce_scatter = "reduce_scatter"
+    ring = "ring"
 
 
 class Block(StrEnum):
@@ -36,6 +48,13 @@ class Positions(StrEnum):
     learned = "learned"
 
 
+class AttentionKernel(StrEnum):
+    auto = "auto"
+    chunked = "chunked"
+    splash = "splash"
+    cudnn = "cudnn"
+
+
 class Remat(StrEnum):
     none = "none"
     full = "full"
@@ -46,7 +65,7 @@ class Remat(StrEnum):
 
 
 class SavedActivation(StrEnum):
-    """Of a block's work, by `remat.py`."""
+    """Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
 
     input = "input"
     sublayer_output = "sublayer_output"
@@ -56,50 +75,10 @@ class SavedActivation(StrEnum):
     up = "up"
 
 
-SAVED_BY_REMAT = {
-    Remat.none: (),
-    Remat.full: (SavedActivation.input,),
-    Remat.attention: (
-        SavedActivation.input,
-        SavedActivation.sublayer_output,
-        SavedActivation.query_key_value,
-        SavedActivation.attention_output,
-    ),
-    Remat.mlp: (SavedActivation.input, SavedActivation.sublayer_output, SavedActivation.gate, SavedActivation.up),
-    Remat.attention_and_up: (
-        SavedActivation.input,
-        SavedActivation.sublayer_output,
-        SavedActivation.query_key_value,
-        SavedActivation.attention_output,
-        SavedActivation.up,
-    ),
-    Remat.all_matmuls: tuple(SavedActivation),
-}
-"""What can be offloaded of what each keeps by name; `none` keeps all there is, by no name."""
-
-
-class AttentionKernel(StrEnum):
-    auto = "auto"
-    chunked = "chunked"
-    splash = "splash"
-    cudnn = "cudnn"
-
-
 class Precision(StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
-
-
-class Zero(StrEnum):
-    none = "none"
-    zero1 = "zero1"
-    fsdp = "fsdp"
-
-
-class FsdpGradients(StrEnum):
-    reduce_scatter = "reduce_scatter"
-    ring = "ring"
 
 
 class Resume(StrEnum):
@@ -111,158 +90,159 @@ class Resume(StrEnum):
 @dataclass
 class RunConfig:
     name: str
-    """Names the run in logs, plots and W&B."""
+    """Name of the run in logs, plots and W&B."""
     dir: str
-    """Run directory: config.yaml, metrics.jsonl, loss.png, checkpoints/ unless those are placed elsewhere."""
+    """Run directory, which holds config.yaml, metrics.jsonl, loss.png and, by default, checkpoints/."""
     seed: int
-    """Seeds the initial parameters and the order of the data."""
+    """Seed of the initial parameters and of the data order."""
     compilation_cache: str | None
-    """Directory that keeps compiled programs between runs; null compiles afresh every time."""
+    """Directory where compiled programs are kept between runs; null disables the cache."""
     join_timeout_seconds: int
-    """How long a process waits for all the others to be started, where there are several."""
+    """How long a process waits at the start until all other processes have joined."""
     lost_timeout_seconds: int
-    """How long a process may be silent before the others take it for dead, and end."""
+    """Heartbeat time-out: a process that is silent for this long is considered lost, and the others exit."""
     compiler_options: dict[str, str]
-    """Options of XLA for the step's program, over those that `hardware` has for these devices."""
+    """XLA options for compiling the training step; they override those of `hardware/xla_options.py`."""
 
 
 @dataclass
 class MeshConfig:
     dp: int | str
-    """Data-parallel size: how many parts the batch is cut into.  auto: all devices there are / mp (for training)."""
+    """Data-parallel size; `auto` (for training only) is the number of devices divided by mesh.mp."""
     mp: int
-    """Model-parallel size: how many devices share each layer."""
+    """Tensor-parallel (model-parallel) size: the number of devices over which each layer is sharded."""
     tensor_parallel: TensorParallelMode
-    """How the devices of a layer talk.  all_reduce: activations between layers are whole on each (Megatron).  sequence:
-    cut along time, gathered for each layer and scattered after it; mp must divide the context.  ring: the same, in
-    steps around a ring, each under the products of the step before (collective matmul)."""
+    """Tensor-parallel mode.  all_reduce: activations between layers are replicated (Megatron).  sequence: they are
+    sharded over time, all-gathered before each layer and reduce-scattered after it; mp must divide model.context.
+    collective_matmul: as sequence, with both collectives split into ring steps that overlap the matmuls."""
     tile: list[int] | None
-    """Which devices of a TPU share a layer: [x, y, z, cores], how far mp reaches along each side of the slice; null
-    takes the tile with the fewest hops."""
+    """Shape [x, y, z, cores] of the box of a TPU slice that one mp group occupies; null chooses the fewest hops."""
     zero: Zero
-    """What dp shares out instead of keeping it everywhere.  none: nothing.  optimizer: the optimizer's state and update
-    (ZeRO-1).  parameters: the weights as well, gathered layer by layer (ZeRO-3, FSDP)."""
+    """What is sharded over dp.  none: nothing.  zero1: the optimizer state and its update (ZeRO-1).  fsdp: also the
+    parameters, which are all-gathered layer by layer (ZeRO-3)."""
     fsdp_gradients: FsdpGradients
-    """How gradients of weights that dp shares go home, with zero=parameters.  scatter: one reduce-scatter after each
-    product.  ring: in steps around a ring, each under the product of the next part."""
+    """How the gradients of FSDP weights are reduced.  reduce_scatter: one reduce-scatter after each weight-gradient
+    matmul.  ring: in ring steps, each of which overlaps the matmul of the next chunk."""
     slices: int
-    """How many slices dp spans: groups of devices with a fast network of their own, and a slow one in between.  With
-    zero=parameters only shards cross it, once per step."""
+    """Number of slices (groups of devices with a fast network of their own, joined by a slower one) that dp spans; with
+    zero=fsdp only shards cross between slices, once per step."""
     processes: int
-    """How many processes train together, one per host.  Start the same command on each: they find each other by their
-    TPU, GKE or Slurm environment, or by --coordinator and --process-id of main.py."""
+    """Number of processes, one per host; without a TPU, GKE or Slurm environment they also need --coordinator."""
 
 
 @dataclass
 class ModelConfig:
     name: str
-    """Names the shape in tables and messages."""
+    """Name of the model in tables and messages."""
     width: int
     """D, the size of the residual stream."""
     layers: int
     """Number of blocks."""
     heads: int
-    """H, query heads; mp must divide it."""
+    """H, the number of query heads; mp must divide it."""
     kv_heads: int
-    """N, key/value heads; divides `heads`.  mp must divide it or be a multiple of it (heads are then replicated)."""
+    """N, key/value heads; it divides `heads`.  mp must divide it or be a multiple of it (heads are then replicated)."""
     head_dim: int
-    """K, the size of one head; its own figure, not always width / heads."""
+    """K, the size of one head; it need not be width / heads."""
     ffn: int
-    """F, hidden size of the MLP; mp must divide it."""
+    """F, the hidden size of the MLP; mp must divide it."""
     vocabulary: int
-    """V, number of token ids."""
+    """V, the number of token ids."""
     vocabulary_multiple: int
-    """The embedding and head are padded to a multiple of this, which mp must divide; the loss does not change."""
+    """The embedding and output head are padded to a multiple of this, which mp must divide; the loss is the same."""
     context: int
-    """T, tokens per training window; with mesh.tensor_parallel=sequence or ring mp must divide it."""
+    """T, the number of tokens per training sequence; mp must divide it unless tensor_parallel=all_reduce."""
     block: Block
-    """parallel: attention and MLP side by side, one region per layer.  sequential: one after the other, two."""
+    """parallel: attention and MLP read the same input and share their collectives.  sequential: MLP after attention."""
     norm: Norm
+    """Normalisation layer."""
     mlp: Mlp
+    """MLP and its activation; swiglu has a gate projection beside the up projection."""
     positions: Positions
+    """Position encoding."""
     tie_embeddings: bool
-    """Whether the output head is the embedding transposed."""
+    """Whether the output head is the transposed embedding."""
     init_std: float
-    """Standard deviation of the initial weights; what writes to the residual stream is scaled by (2 layers)^-1/2."""
+    """Standard deviation of the initial weights; projections into the residual stream use init_std / sqrt(2 layers)."""
     remat: Remat
-    """What the backward pass of a block finds kept, and need not compute again.  none: all.  full: its input only.
-    attention: also q, k, v, what came of them, and what left a region.  mlp: instead of attention's, the MLP's first
-    products.  up: besides attention's, the MLP's up.  dots: all of these.  No weight that was gathered over dp is
-    kept."""
+    """Activation checkpointing: which activations of a block are saved, so that its backward pass does not recompute
+    them.  none: all.  full: only the input.  attention: also q, k, v, the attention output and the sublayer outputs.
+    mlp: in place of attention's, the MLP's gate and up.  attention_and_up: as attention, and up.  all_matmuls: all of
+    these.  All-gathered FSDP weights are never saved."""
     offload: list[SavedActivation]
-    """What of all that is kept in the host's memory meanwhile: any of input, left, query_key_value, attended, gate, up
-    that remat keeps.  On CPU, which is its own host, it changes nothing."""
+    """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
     attention: AttentionKernel
-    """What computes softmax(q k') v.  chunked: XLA, attention_chunk queries at a time.  splash: a TPU kernel, v4 and
-    later.  cudnn: NVIDIA's.  auto: the kernel of the devices, where it can run this model; else chunked."""
+    """What computes attention.  chunked: plain XLA, attention_chunk queries at a time.  splash: a Pallas kernel for TPU
+    v4 and later.  cudnn: NVIDIA's kernel.  auto: the device's kernel where it supports this model, else chunked."""
     attention_chunk: int
-    """For `chunked`: queries whose scores are held at a time; a [T, T] score matrix exists only where this is T or
-    more."""
+    """For attention=chunked: the number of queries whose scores are in memory at a time."""
 
 
 @dataclass
 class DataConfig:
     name: str
-    """Names the data in messages."""
+    """Name of the data in messages."""
     dir: str
     """Directory with train.bin, validation.bin and meta.json."""
     source: str | None
-    """What to prepare when `dir` is empty: 'stdlib' (this machine's Python library); null means prepared before."""
+    """What to prepare if `dir` is empty: stdlib (the Python library of this machine); null: prepared beforehand."""
 
 
 @dataclass
 class TrainConfig:
     steps: int
-    """Optimizer steps in the whole run, resumed parts included."""
+    """Total number of optimizer steps, including those before a resume."""
     batch: int
-    """Windows per optimizer step, over all devices and microbatches."""
+    """Global batch size: sequences per optimizer step, over all devices and microbatches."""
     microbatches: int
-    """Parts a step's batch is computed in, one after the other; dp must divide batch / microbatches."""
+    """Gradient accumulation: the number of microbatches per step; dp must divide batch / microbatches."""
     max_sequences_per_device: int | None
-    """Windows that a device computes at a time, at most, whatever dp comes to: microbatches grows by as much as that
-    takes, and the batch stays.  null: batch / microbatches / dp."""
+    """Upper limit of the sequences that a device computes at a time; `microbatches` is raised to meet it, and the batch
+    stays the same.  null: batch / microbatches / dp."""
     precision: Precision
-    """dtype of the activations and matrix products; masters stay float32.  auto: bfloat16, on CPU float32."""
+    """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16."""
     z_loss: float
-    """Weight of the squared log-partition added to the loss (PaLM, section 5); 0 leaves it out."""
+    """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int
-    """Positions of a device whose logits are held at a time."""
+    """Number of positions per device whose logits are in memory at a time."""
     profile: list[int] | None
-    """[first, last]: the steps, counted from 1, of which a trace is written to the run directory, for XProf or
-    TensorBoard; null: none."""
+    """[first, last]: the steps, counted from 1, that are traced for XProf or TensorBoard; null: none."""
     check_replicas_every: int
-    """Steps between two looks at whether all copies of each parameter are still the same bits; 0 never looks."""
+    """Steps between checks that all replicas of each parameter are bitwise equal; 0 disables them."""
 
 
 @dataclass
 class OptimizerConfig:
     learning_rate: float
-    """Peak, reached after the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up."""
     final_learning_rate: float
-    """Reached by a cosine at `decay_steps`, and kept from then on."""
+    """Learning rate at the end of the cosine decay, and from then on."""
     warmup_steps: int
+    """Steps over which the learning rate rises linearly from 0."""
     decay_steps: int
-    """Its own figure and not train.steps: a run that is continued must not change its past."""
+    """Step at which the cosine decay ends; separate from train.steps, so that extending a run keeps its schedule."""
     weight_decay: float
-    """On matrices only; never on norm scales."""
+    """AdamW weight decay, applied to matrices but not to norm scales."""
     beta1: float
+    """Decay rate of Adam's first moment."""
     beta2: float
+    """Decay rate of Adam's second moment."""
     epsilon: float
+    """Added to the denominator of Adam's update."""
     clip_norm: float
-    """Gradients with a larger global norm are scaled down to it."""
+    """Gradients with a larger global norm are scaled down to this norm."""
 
 
 @dataclass
 class GuardConfig:
-    """A step whose loss or gradient is not finite is always skipped: weights and optimizer stay as they are."""
+    """Bad steps.  A step with a non-finite loss or gradient is always skipped: it changes no parameter."""
 
     loss_spike_sigmas: float | None
-    """So is one whose loss is this many standard deviations above the running mean of those before; 6 is usual.  null:
-    no finite loss is too large."""
+    """Also skip steps whose loss is this many standard deviations above the running mean (6 is usual); null: never."""
     window: int
-    """Steps that mean and deviation remember; a run's first so many are no spikes."""
+    """Number of steps over which the running mean and deviation are taken; the first `window` steps are no spikes."""
     max_consecutive: int | None
-    """So many skipped steps in a row stop the run; null: it never stops for them."""
+    """Number of consecutive skipped steps that stop the run; null: no limit."""
 
 
 @dataclass
@@ -270,30 +250,33 @@ class EvaluateConfig:
     every: int
     """Steps between evaluations; 0 evaluates only at the end."""
     batches: int
-    """How many batches of the validation windows, always the same ones."""
+    """Number of validation batches per evaluation, always the same ones."""
 
 
 @dataclass
 class CheckpointConfig:
     dir: str
-    """Where checkpoints go: a directory or a gs:// path."""
+    """Where checkpoints are written: a directory or a gs:// path."""
     every: int
-    """Steps between checkpoints, but for skipped ones; 0 saves only at the end.  A stopped run always saves."""
+    """Steps between checkpoints (skipped steps have none); 0 saves only at the end.  A stopped run always saves."""
     keep: int
-    """How many of the newest are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_every: int | None
-    """Checkpoints at multiples of this are kept for good; null keeps none."""
+    """Checkpoints at multiples of this step are kept forever; null keeps none of them."""
     resume: Resume
-    """never: the directory must hold no checkpoint.  must: go on from the newest.  if_present: whichever applies."""
+    """never: `dir` must hold no checkpoint.  must: continue from the newest.  if_present: continue if there is one."""
 
 
 @dataclass
 class LogConfig:
     every: int
-    """Steps between printed lines where there is no terminal for a progress bar."""
+    """Steps between printed lines when stdout is no terminal, which would show a progress bar."""
     tensorboard: bool
+    """Whether to write TensorBoard events to the run directory."""
     wandb: bool
+    """Whether to log to Weights & Biases."""
     wandb_project: str
+    """W&B project."""
 
 
 @dataclass
@@ -311,5 +294,5 @@ class Config:
 
 
 def padded_vocabulary(model: ModelConfig) -> int:
-    """Rows of the embedding: the vocabulary rounded up to the multiple that the configuration names."""
+    """Rows of the embedding: the vocabulary rounded up to model.vocabulary_multiple."""
     return -(-model.vocabulary // model.vocabulary_multiple) * model.vocabulary_multiple

@@ -1,8 +1,8 @@
-"""Turns text into the token files that training reads: `python -m shmap_tp.prepare --source stdlib --out data/stdlib`.
+"""Writes the token files of a text source: train.bin, validation.bin and meta.json.
 
-Documents follow one another in train.bin and validation.bin, an end-of-text token after each; meta.json says what they
-are.  All three are written in a hidden directory beside the target, which takes the target's name when it is complete:
-whatever interrupts a preparation, nothing is left that looks finished.  The same text gives the same bytes every time.
+Each document is followed by an end-of-text token; meta.json describes the files.  All three are written to a hidden
+directory beside the target, which is renamed to the target when it is complete: an interrupted preparation leaves
+nothing that looks finished.  The same text always gives the same bytes.
 """
 
 import hashlib
@@ -15,19 +15,17 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from shmap_tp.data import text_sources as sources
+from shmap_tp.data import text_sources
 from shmap_tp.data.token_files import DTYPES, META, SPLITS
 from shmap_tp.data.tokenizer import Bytes, Subwords
 from shmap_tp.errors import UserError
 
 _GROUP = 1 << 22  # characters that are tokenized at a time
-
-
 _FILES = {META, *(f"{split}.bin" for split in SPLITS)}
 
 
 class TokenWriter:
-    """Appends documents to one .bin file, keeping count and hash."""
+    """Appends documents to one .bin file and keeps its token count and sha256."""
 
     def __init__(self, path: Path, dtype: np.dtype, end_of_text: int):
         self._file, self._dtype = path.open("xb"), dtype
@@ -35,57 +33,63 @@ class TokenWriter:
         self.tokens, self._digest = 0, hashlib.sha256()
 
     def write(self, ids: np.ndarray) -> None:
+        """Append one document and the end-of-text token."""
         document = np.concatenate([ids.astype(self._dtype), self._end])
         self._digest.update(document)
         self._file.write(document)
         self.tokens += len(document)
 
     def close(self) -> str:
-        """Closes the file and gives its sha256."""
+        """Close the file and return its sha256."""
         self._file.close()
         return self._digest.hexdigest()
 
 
 def prepare(
-    source: sources.Source, tokenizer: Bytes | Subwords, out: Path | str, *, overwrite: bool = False, key: str = "--out"
+    source: text_sources.Source,
+    tokenizer: Bytes | Subwords,
+    out: Path | str,
+    *,
+    overwrite: bool = False,
+    key: str = "--out",
 ) -> dict:
-    """Writes `out` (train.bin, validation.bin, meta.json) from a source and returns what meta.json says.
+    """Write train.bin, validation.bin and meta.json of `source` to the directory `out`; return what meta.json holds.
 
-    `key` is what the user named `out` with.  Raises `InputError` where `out` holds anything already (with `overwrite`:
-    anything but prepared data), cannot be written, or one of the two splits gets no document.
+    `key` is the option by which the user gave `out`, for messages.  Raises `UserError` if `out` already holds files
+    (with `overwrite`: files other than prepared data), cannot be written, or if a split has no document.
     """
     target = Path(out).resolve()
     _check_free(target, overwrite, key)
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
         partial.mkdir(parents=True)
-        meta = _write(source, tokenizer, partial)
+        meta = _write_splits(source, tokenizer, partial)
         (partial / META).write_text(json.dumps(meta, indent=2) + "\n")
-        _put_in_place(partial, target, overwrite)
+        _rename_into_place(partial, target, overwrite)
     except OSError as error:
-        raise UserError(f"{out} cannot be prepared: {error}; mend that, or name another {key}") from None
+        raise UserError(f"{out} cannot be written: {error}; fix the cause, or choose another {key}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return meta
 
 
 def prepare_stdlib(out: Path | str) -> dict:
-    """`--source stdlib` into the data.dir `out`, unless it is prepared; several processes may do so at once."""
+    """Prepare the Python standard library in the data.dir `out` unless it is there; safe in parallel processes."""
     try:
-        return prepare(sources.stdlib(), Bytes(), out, key="data.dir")
+        return prepare(text_sources.stdlib(), Bytes(), out, key="data.dir")
     except UserError:
         if not (Path(out) / META).is_file():
             raise
         return json.loads((Path(out) / META).read_bytes())
 
 
-def _write(source: sources.Source, tokenizer: Bytes | Subwords, directory: Path) -> dict:
-    """Both .bin files; returns their meta.json."""
+def _write_splits(source: text_sources.Source, tokenizer: Bytes | Subwords, directory: Path) -> dict:
+    """Write both .bin files; return the contents of meta.json."""
     dtype = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
     writers = {s: TokenWriter(directory / f"{s}.bin", DTYPES[dtype], tokenizer.end_of_text) for s in SPLITS}
     try:
         with tqdm(total=source.total, desc=source.name, unit=" documents", disable=None) as bar:
-            for group in _grouped(source.documents):
+            for group in _group(source.documents):
                 ids = tokenizer.encode([text for _, text in group])
                 for (split, _), document in zip(group, ids, strict=True):
                     if len(document):
@@ -96,8 +100,8 @@ def _write(source: sources.Source, tokenizer: Bytes | Subwords, directory: Path)
     for split, writer in writers.items():
         if not writer.tokens:
             raise UserError(
-                f"{source.name}: no text for {split}.bin, and both splits need some; "
-                "give more documents or another fraction with --validation"
+                f"{source.name}: no text for {split}.bin, but both splits need some; "
+                "add documents or choose another fraction with --validation"
             )
     return {
         "vocabulary": tokenizer.vocabulary,
@@ -110,8 +114,8 @@ def _write(source: sources.Source, tokenizer: Bytes | Subwords, directory: Path)
     }
 
 
-def _grouped(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Runs of documents, large enough to keep a tokenizer's threads busy and small enough for memory."""
+def _group(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Consecutive documents in groups: large enough to occupy a tokenizer's threads, small enough for memory."""
     group, size = [], 0
     for document in documents:
         group.append(document)
@@ -124,21 +128,24 @@ def _grouped(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, s
 
 
 def _check_free(target: Path, overwrite: bool, key: str) -> None:
-    """Whether `target` may be written: new or empty, or prepared data that may be replaced."""
+    """Raise `UserError` unless `target` is new or empty, or holds prepared data that may be replaced."""
     if target.exists() and not target.is_dir():
-        raise UserError(f"{target} is a file; {key} names a directory")
-    held = {path.name for path in target.iterdir()} if target.is_dir() else set()
-    if held - _FILES:
-        raise UserError(f"{target} holds {min(held - _FILES)}, which is not prepared data; name another {key}")
-    if held and not overwrite:
+        raise UserError(f"{target} is a file; {key} must name a directory")
+    existing = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    if existing - _FILES:
+        raise UserError(f"{target} holds {min(existing - _FILES)}, which is not prepared data; choose another {key}")
+    if existing and not overwrite:
         raise UserError(
-            f"{target} is prepared already; name another {key}, or replace it with "
+            f"{target} already holds prepared data; choose another {key}, or replace it with "
             "`python -m shmap_tp.prepare ... --overwrite`"
         )
 
 
-def _put_in_place(partial: Path, target: Path, overwrite: bool) -> None:
-    """Gives the finished directory its name.  What had the name is removed once the new has it, or else is an error."""
+def _rename_into_place(partial: Path, target: Path, overwrite: bool) -> None:
+    """Rename the complete directory `partial` to `target`.
+
+    An existing `target` is deleted after the rename with `overwrite`; otherwise the rename raises `OSError`.
+    """
     replaced = partial.with_suffix(".replaced")
     if overwrite and target.is_dir():
         target.rename(replaced)

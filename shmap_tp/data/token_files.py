@@ -1,15 +1,11 @@
-"""Token files, and which of their windows each training step reads.
+"""Token files: the tokenized text of one split on disk, read as sequences of T + 1 tokens.
 
-T context, n windows of a file, b rows of one microbatch.
+T context, n sequences in a file.
 
 A prepared directory holds `train.bin` and `validation.bin`: token ids one after the other, little-endian uint16 (uint32
-where the vocabulary needs it), the format of nanoGPT.  `meta.json` beside them states the dtype and the sha256 of each;
-without it the files are taken to be uint16.  Window w is tokens w T to w T + T inclusive: T inputs and their T targets.
-Neighbouring windows share one token, and n = (tokens - 1) // T.
-
-The order is a function of (seed, step) and of nothing else: sample i = step * batch + r lies in epoch i // n, at place
-i % n of that epoch's permutation.  Neither hosts nor mesh enter, so any run can be continued on any machine.
-Only `device_batch` touches JAX; everything before it is numpy.
+if the vocabulary needs it), the format of nanoGPT.  `meta.json` beside them states the dtype and the sha256 of each
+file; without it the files are taken to be uint16.  Sequence s consists of tokens s T to s T + T inclusive: T inputs and
+their T targets.  Neighbouring sequences share one token, and n = (tokens - 1) // T.
 """
 
 import hashlib
@@ -22,23 +18,17 @@ from jaxtyping import Int, Int32
 from shmap_tp.errors import UserError
 
 META = "meta.json"
-
-
 SPLITS = ("train", "validation")
-
-
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-
-
-_CHUNK = 1 << 24  # bytes read at a time by the scan
+_CHUNK = 1 << 24  # bytes that the scan reads at a time
 
 
 class TokenFile:
-    """One token file seen as n windows of T + 1 tokens; only the windows asked for are read from disk.
+    """One token file as n sequences of T + 1 tokens; only the sequences that are asked for are read from disk.
 
-    Opening reads the whole file once, for its largest id and its sha256.
-    Raises `InputError` where the file is missing, torn, shorter than a window, holds an id that `vocabulary` excludes,
-    or is not the file whose `sha256` is given.
+    Opening reads the whole file once, to find its largest id and its sha256.
+    Raises `UserError` if the file is missing, truncated within a token, shorter than one sequence, contains an id
+    outside `vocabulary`, or does not have the given `sha256`.
     """
 
     path: Path
@@ -49,10 +39,10 @@ class TokenFile:
 
     def __init__(self, path: Path, *, context: int, vocabulary: int, dtype: str = "uint16", sha256: str | None = None):
         self.path, self.context = path, context
-        self.tokens = _length(path, DTYPES[dtype].itemsize)
+        self.tokens = _count_tokens(path, DTYPES[dtype].itemsize)
         if self.tokens <= context:
             raise UserError(
-                f"{path}: {self.tokens} tokens, and one window of model.context={context} needs {context + 1}; "
+                f"{path}: {self.tokens} tokens, but one sequence of model.context={context} needs {context + 1}; "
                 "prepare more text or shorten model.context"
             )
         largest, position, self.sha256 = _scan(path, DTYPES[dtype])
@@ -63,25 +53,26 @@ class TokenFile:
             )
         if largest >= vocabulary:
             raise UserError(
-                f"{path}: token {position} is id {largest}, model.vocabulary={vocabulary} ends at {vocabulary - 1}; "
-                f"use model.vocabulary={largest + 1} or more, or the tokenizer of that vocabulary"
+                f"{path}: token {position} is id {largest}, but model.vocabulary={vocabulary} ends at "
+                f"{vocabulary - 1}; use model.vocabulary={largest + 1} or more, or the tokenizer of that vocabulary"
             )
         self._ids = np.memmap(path, dtype=DTYPES[dtype], mode="r")
 
     def __len__(self) -> int:
+        """Number of sequences."""
         return (self.tokens - 1) // self.context
 
-    def read(self, windows: Int[np.ndarray, " rows"]) -> Int32[np.ndarray, "rows tokens"]:
-        """The windows of those numbers, [rows, T + 1]."""
-        out = np.empty((len(windows), self.context + 1), np.int32)
-        for row, window in zip(out, windows, strict=True):
-            row[:] = self._ids[window * self.context : (window + 1) * self.context + 1]
+    def read(self, indices: Int[np.ndarray, " rows"]) -> Int32[np.ndarray, "rows tokens"]:
+        """The sequences at `indices`, [rows, T + 1]."""
+        out = np.empty((len(indices), self.context + 1), np.int32)
+        for row, index in zip(out, indices, strict=True):
+            row[:] = self._ids[index * self.context : (index + 1) * self.context + 1]
         return out
 
 
 def open_token_file(directory: Path | str, split: str, *, context: int, vocabulary: int) -> TokenFile:
-    """The windows of one split ("train" or "validation") of a prepared directory, checked against its meta.json."""
-    meta = _meta(Path(directory))
+    """Open one split ("train" or "validation") of a prepared directory and check it against meta.json."""
+    meta = _read_meta(Path(directory))
     return TokenFile(
         Path(directory) / f"{split}.bin",
         context=context,
@@ -91,57 +82,58 @@ def open_token_file(directory: Path | str, split: str, *, context: int, vocabula
     )
 
 
-def identity(train: TokenFile, validation: TokenFile, *, seed: int, batch: int) -> dict:
-    """Everything that fixes which tokens step s reads, ready for JSON; two runs that agree on it read the same."""
+def data_identity(train: TokenFile, validation: TokenFile, *, seed: int, batch: int) -> dict:
+    """Everything that determines which tokens step s reads, as JSON values.  Two runs with equal identities read the
+    same tokens at every step."""
     files = {
-        split: {"sha256": windows.sha256, "tokens": windows.tokens}
-        for split, windows in zip(SPLITS, (train, validation), strict=True)
+        split: {"sha256": file.sha256, "tokens": file.tokens}
+        for split, file in zip(SPLITS, (train, validation), strict=True)
     }
     return {**files, "seed": seed, "batch": batch, "context": train.context}
 
 
-def _length(path: Path, itemsize: int) -> int:
-    """Tokens in a file."""
+def _count_tokens(path: Path, itemsize: int) -> int:
+    """Number of tokens in a file, from its size."""
     if not path.is_file():
         raise UserError(
-            f"{path} is not there; prepare it with `python -m shmap_tp.prepare --source stdlib --out {path.parent}` "
-            "(--help names other sources)"
+            f"{path} does not exist; prepare it with `python -m shmap_tp.prepare --source stdlib --out {path.parent}` "
+            "(--help lists other sources)"
         )
     size = path.stat().st_size
     if size % itemsize:
         raise UserError(
-            f"{path}: {size} bytes is not a multiple of the {itemsize} bytes of a token; the file was cut short: "
+            f"{path}: {size} bytes is not a multiple of the {itemsize} bytes of a token; the file is truncated: "
             "copy or prepare it again"
         )
     return size // itemsize
 
 
 def _scan(path: Path, dtype: np.dtype) -> tuple[int, int, str]:
-    """The largest id, the first position that holds it, and the sha256 of the bytes, in one pass."""
+    """(largest id, its first position, sha256 of the bytes), in one pass over the file."""
     digest, largest, position, start = hashlib.sha256(), -1, -1, 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             ids = np.frombuffer(chunk, dtype)
-            if (here := int(ids.max())) > largest:
-                largest, position = here, start + int(ids.argmax())
+            if (chunk_largest := int(ids.max())) > largest:
+                largest, position = chunk_largest, start + int(ids.argmax())
             start += len(ids)
     return largest, position, digest.hexdigest()
 
 
-def _meta(directory: Path) -> dict:
-    """meta.json of a prepared directory; empty where there is none."""
+def _read_meta(directory: Path) -> dict:
+    """meta.json of a prepared directory; empty if there is none."""
     path = directory / META
     if not path.is_file():
         return {}
     try:
         meta = json.loads(path.read_bytes())
-        known = meta["dtype"] in DTYPES and all(isinstance(meta["sha256"][split], str) for split in SPLITS)
+        valid = meta["dtype"] in DTYPES and all(isinstance(meta["sha256"][split], str) for split in SPLITS)
     except (ValueError, TypeError, KeyError):
-        known = False
-    if not known:
+        valid = False
+    if not valid:
         raise UserError(
-            f"{path}: needs dtype ({' or '.join(DTYPES)}) and the sha256 of {' and '.join(SPLITS)}; "
+            f"{path}: must have dtype ({' or '.join(DTYPES)}) and the sha256 of {' and '.join(SPLITS)}; "
             "prepare it again, or remove the file if the tokens are plain uint16"
         )
     return meta

@@ -1,6 +1,6 @@
-"""From text to token ids: bytes, or a subword tokenizer of the `tokenizers` library.
+"""Tokenizers: text to token ids, by bytes or by a subword tokenizer of the `tokenizers` library.
 
-Either has a `name`, its `vocabulary` (ids are below it), the id that marks the `end_of_text`, and `encode`.
+Both have a `name`, the size of the `vocabulary` (ids are below it), the id `end_of_text`, and `encode`.
 """
 
 from pathlib import Path
@@ -11,24 +11,24 @@ from shmap_tp.errors import UserError
 
 
 class Bytes:
-    """Every UTF-8 byte is a token.  Text never contains byte 0, so that is the end of text."""
+    """Every UTF-8 byte is a token.  Byte 0 does not occur in text and marks the end of a document."""
 
     name, vocabulary, end_of_text = "bytes", 256, 0
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, uint8."""
+        """The ids of each text, uint8.  Raises `UserError` if a text contains byte 0."""
         ids = [np.frombuffer(text.encode(), np.uint8) for text in texts]
-        for text, found in zip(texts, ids, strict=True):
-            if not found.all():
+        for text, text_ids in zip(texts, ids, strict=True):
+            if not text_ids.all():
                 raise UserError(
-                    f"the document that begins {text[:40]!r} contains a NUL, which means end of text to "
-                    "--tokenizer bytes; remove it or name another --tokenizer"
+                    f"the document that begins {text[:40]!r} contains a NUL, which --tokenizer bytes uses as the end "
+                    "of text; remove it or use another --tokenizer"
                 )
         return ids
 
 
 class Subwords:
-    """A tokenizer of the `tokenizers` library, from its JSON file or by its name on the Hugging Face hub."""
+    """A tokenizer of the `tokenizers` library, from a JSON file or from the Hugging Face hub."""
 
     def __init__(self, name: str, end_of_text: str):
         try:
@@ -42,7 +42,7 @@ class Subwords:
             raise UserError(f"--tokenizer {name} cannot be opened: {str(error).splitlines()[0]}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is ordinary text
         vocabulary = self._tokenizer.get_vocab()
         if end_of_text not in vocabulary:
             raise UserError(f"--tokenizer {name} has no token {end_of_text!r}; name its own with --end-of-text")
@@ -50,10 +50,10 @@ class Subwords:
         self.vocabulary, self.end_of_text = max(vocabulary.values()) + 1, vocabulary[end_of_text]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text."""
+        """The ids of each text, uint32."""
         return [np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(texts, False)]
 
 
 def open_tokenizer(name: str, end_of_text: str) -> Bytes | Subwords:
-    """The tokenizer called `name`: "bytes", a JSON file, or a name on the hub."""
+    """The tokenizer `name`: "bytes", a JSON file, or a name on the Hugging Face hub."""
     return Bytes() if name == Bytes.name else Subwords(name, end_of_text)

@@ -1,9 +1,9 @@
-"""What devices can do at most: peak FLOP/s, memory, links, each figure with its source.
+"""Peak FLOP/s, memory and links of each kind of device, with the source of each figure.
 
-One row is one JAX device.  TPU v2, v3 and TPU7x show two devices a chip, so their rows hold half a chip; v4 and v5p
-show one (megacore).  A link is one cable of the torus in one direction.  `memory` is what a program may use: for TPUs
-the limit that the compiler itself reports (libtpu 0.0.42), a little less than the memory that is sold.  `clock` is peak
-FLOP/s over the FLOPs of all matrix units in a cycle: it turns the compiler's cycles into seconds.
+A row describes one JAX device.  TPU v2, v3 and TPU7x chips appear as two JAX devices, so their rows hold half a chip;
+a v4 or v5p chip appears as one (megacore).  A link is one cable of the torus in one direction.  `memory` is what a
+program can use: for TPUs the limit that the compiler reports (libtpu 0.0.42), a little less than the advertised size.
+`clock` is peak FLOP/s divided by the FLOPs of all matrix units per cycle; it converts compiler cycles into seconds.
 
 CLOUD   cloud.google.com/tpu/docs, the system architecture and the page of each version
 NORRIE  Norrie et al. 2021, "The Design Process for Google's Training Chips: TPUv2 and TPUv3", IEEE Micro 41(2)
@@ -22,63 +22,60 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """What one JAX device of this kind can do.  Rates are per second."""
+    """Peak figures of one JAX device; rates are per second."""
 
     flops: float
-    """Dense bfloat16 matrix products, FLOP/s."""
+    """FLOP/s of dense bfloat16 matmuls."""
     memory: float
-    """Bytes that a program may use."""
+    """Bytes that a program can use."""
     memory_rate: float
-    """Bytes/s between the memory and the cores."""
+    """Memory bandwidth, bytes/s."""
     source: str
-    """Where `flops` comes from, in words."""
+    """Source of `flops`."""
     clock: float | None = None
-    """Cycles/s; None for GPUs, whose compiler tells no cycles."""
+    """Cycles/s; None for GPUs, whose compiler reports no cycles."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One version of TPU: what its slices look like, and the torus between the chips."""
+    """A TPU version: the shape of its slices and the torus that joins its chips."""
 
     kind: str
-    """jax.Device.device_kind, the key of DEVICES."""
+    """jax.Device.device_kind, which is the key of DEVICES."""
     platform: str
-    """The name that the compiler's topologies start with."""
+    """Prefix of the names of the compiler's topologies."""
     cores: int
-    """JAX devices of a chip."""
+    """JAX devices per chip."""
     dims: int
-    """Dimensions of the torus."""
+    """Number of dimensions of the torus."""
     link_rate: float
     """Bytes/s of one link in one direction."""
     wraps_at: int
-    """A side of the slice closes to a ring where it is a multiple of this."""
+    """A side of a slice wraps around if its length is a multiple of this."""
     largest: tuple[int, ...]
     """Sides of the largest slice."""
     host: tuple[int, ...]
-    """Chips of a host, along each side."""
+    """Chips of one host, along each side."""
     source: str
-    """Where `link_rate` and `wraps_at` come from."""
+    """Source of `link_rate` and `wraps_at`."""
     host_rate: float = 1.6e10
-    """Bytes/s of a chip to its host's memory, and as much from it.  BOOK: 1.6e10 for most TPUs, 3.2e10 for v6e."""
+    """Bytes/s between a chip and its host's memory, in each direction.  BOOK: 1.6e10 for most TPUs, 3.2e10 for v6e."""
 
     def wraps(self, side: int) -> bool:
-        """Whether a side of so many chips closes to a ring."""
+        """Whether a side of `side` chips wraps around, so that its last chip is linked to its first."""
         return side % self.wraps_at == 0
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Pallas can multiply bfloat16 matrices: Mosaic (libtpu 0.0.42) has no such product for v2 and v3."""
+        """Whether Pallas can multiply bfloat16 matrices; Mosaic (libtpu 0.0.42) does not support this on v2 and v3."""
         return self.platform not in ("v2", "v3")
 
 
 CLOUD = "cloud.google.com/tpu/docs, bf16"
-
-
 NVIDIA = "NVIDIA data sheet, bf16 dense"
 
-
 NETWORK_RATE = 2.5e10
-"""Bytes/s of a host to other slices, in one direction: two 100 Gbit/s cards (CLOUD, v5e)."""
+"""Bytes/s between a host and other slices (DCN) in one direction: two 100 Gbit/s cards (CLOUD, v5e)."""
 
 DEVICES = {
     "TPU v2": Device(45e12 / 2, 7.48 * GIB, 700e9 / 2, f"{CLOUD}, half of a chip's 45 TFLOP/s", 0.70e9),
@@ -95,14 +92,11 @@ DEVICES = {
     "NVIDIA H100 80GB HBM3": Device(989e12, 80e9, 3350e9, NVIDIA),
     "NVIDIA H200": Device(989e12, 141e9, 4800e9, NVIDIA),
 }
-"""By jax.Device.device_kind."""
-
-
-DEVICES["TPU v5p"] = DEVICES["TPU v5"]  # some releases of libtpu call it so
-
+"""Figures by jax.Device.device_kind."""
+DEVICES["TPU v5p"] = DEVICES["TPU v5"]  # the name in some releases of libtpu
 
 GPU_LINK_RATE = {"NVIDIA A100": 300e9, "NVIDIA H100": 450e9, "NVIDIA H200": 450e9}
-"""Bytes/s of all NVLinks of one GPU in one direction, by the beginning of its kind.  NVIDIA data sheets."""
+"""Bytes/s of all NVLinks of one GPU in one direction, by the prefix of its device kind.  NVIDIA data sheets."""
 
 GENERATIONS = {
     "v2": Generation("TPU v2", "v2", 2, 2, 6.2e10, 16, (16, 16), (2, 2), "NORRIE, 496 Gbit/s; the pod is 16 x 16"),
@@ -138,45 +132,45 @@ GENERATIONS = {
         "TPU7x", "tpu7x", 2, 3, 1e11, 4, (16, 16, 16), (2, 2, 1), "CLOUD, 1200 GB/s of 6 links both ways, as v4"
     ),
 }
-"""By the name that `--version` takes."""
+"""TPU versions by the name that `--version` takes."""
 
 
 def generation(kind: str) -> Generation | None:
-    """The generation of TPU that a device kind belongs to, or None."""
+    """The TPU version of a device kind; None if it is no TPU."""
     kind = "TPU v5" if kind == "TPU v5p" else kind
-    return next((found for found in GENERATIONS.values() if found.kind == kind), None)
+    return next((version for version in GENERATIONS.values() if version.kind == kind), None)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense matrix-product rate of all devices of a run, in FLOP/s, and its source in words."""
+    """Peak FLOP/s of dense matmuls over all devices of a run, and the source of the figure."""
 
     flops: float
     source: str
 
 
 def machine_peak(devices: list[jax.Device]) -> Peak | None:
-    """Peak of all `devices` together: from the table, or on a CPU (which has no table) measured now.
+    """Peak of all `devices` together: from the table, or measured now on CPU, which is not in the table.
 
-    None where the device kind is not in the table: an MFU from a guessed peak is worse than none.
+    None for other device kinds that are not in the table: no MFU is better than one from a guessed peak.
     """
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
         return Peak(
-            matmul_rate(), "this CPU's own float32 matmul of 2048 cubed, measured at start, all emulated devices"
+            matmul_rate(), "float32 matmul of 2048 cubed, measured on this CPU at start, for all emulated devices"
         )
     return table_peak(kind, len(devices))
 
 
 def table_peak(kind: str, devices: int) -> Peak | None:
-    """Peak of so many devices of a kind, by the table; None where it is not in there."""
+    """Peak of `devices` devices of `kind` from the table; None if the kind is not in it."""
     if kind not in DEVICES:
         return None
     return Peak(DEVICES[kind].flops * devices, f"{devices} x {kind}: {DEVICES[kind].source}")
 
 
 def matmul_rate(size: int = 2048, repeats: int = 5) -> float:
-    """Best of `repeats` jitted float32 products of two [size, size] matrices on one device, in FLOP/s."""
+    """FLOP/s of the fastest of `repeats` jitted float32 matmuls of two [size, size] matrices on one device."""
     x = jnp.full((size, size), 0.5, jnp.float32)
     multiply = jax.jit(lambda a, b: a @ b)
     multiply(x, x).block_until_ready()

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from shmap_tp.config.activation_names import ATTENTION_OUTPUT, QUERY_KEY_VALUE
 from shmap_tp.layers.flash_attention import Cudnn, DeferredResiduals, Splash
@@ -149,6 +149,10 @@ class Attention(eqx.Module):
         return tp.split_time(mixed_BTHK), residuals
 
 
+MAX_KEY_LENGTHS = 4
+"""Groups of chunks in `causal_attention`: different numbers of keys that its queries are computed with."""
+
+
 def causal_attention(
     q_BTHK: Float[Array, "B T H K"],
     k_BTNK: Float[Array, "B T N K"],
@@ -158,15 +162,46 @@ def causal_attention(
 ) -> Float[Array, "B T H K"]:
     """Attention of every query to the keys up to its own time, `chunk` queries at a time.
 
-    Scores and softmax are float32 (or wider).  Each chunk of queries reads the keys up to its end, so the work is half
-    of T^2 plus half a chunk, and at most [B, H, chunk, T] scores exist at a time: the backward pass recomputes them.
+    Scores and softmax are float32 (or wider).  Consecutive chunks form at most MAX_KEY_LENGTHS groups of equal size; a
+    group computes all its queries with the keys up to its end, in a loop where it has several chunks.  With g groups
+    the work is (1 + 1 / g) / 2 of all pairs of queries and keys.
+
+    Memory  linear in T: the scores [B, H, chunk, T] of one chunk, or of each group where a group is one chunk.  The
+            backward pass recomputes them, and saves only q, k and v.
     """
     time = q_BTHK.shape[1]
     if time <= chunk:
-        return _attend(q_BTHK, k_BTNK, v_BTNK, slopes_H)
-    attend = jax.checkpoint(_attend)
-    ends = [(start, min(start + chunk, time)) for start in range(0, time, chunk)]
-    return jnp.concatenate([attend(q_BTHK[:, a:b], k_BTNK[:, :b], v_BTNK[:, :b], slopes_H) for a, b in ends], axis=1)
+        return _attend(q_BTHK, k_BTNK, v_BTNK, slopes_H, 0)
+    per_group = -(-time // chunk // MAX_KEY_LENGTHS) * chunk
+    starts = range(0, time, per_group)
+    qkv = q_BTHK, k_BTNK, v_BTNK
+    groups = [_attend_group(*qkv, slopes_H, start, min(start + per_group, time), chunk) for start in starts]
+    return jnp.concatenate(groups, axis=1)
+
+
+def _attend_group(
+    q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, slopes_H: Array | None, start: int, end: int, chunk: int
+) -> Float[Array, "B T H K"]:
+    """Attention of the queries from `start` to `end`, a chunk at a time."""
+
+    def attend(size: int, first: Int[Array, ""] | int) -> Array:
+        def sliced(q: Array, k: Array, v: Array, first: Int[Array, ""] | int) -> Array:
+            return _attend(lax.dynamic_slice_in_dim(q, first, size, axis=1), k[:, :end], v[:, :end], slopes_H, first)
+
+        # the slices are inside, so that q, k and v are saved whole, once, and no slice of them
+        return jax.checkpoint(sliced)(q_BTHK, k_BTNK, v_BTNK, first)
+
+    whole, rest = divmod(end - start, chunk)
+    parts = []
+    if whole == 1:
+        parts.append(attend(chunk, start))
+    elif whole:
+        mixed_CBTHK = lax.map(lambda i: attend(chunk, start + i * chunk), jnp.arange(whole))
+        batch, _, heads, head_dim = q_BTHK.shape
+        parts.append(jnp.moveaxis(mixed_CBTHK, 0, 1).reshape(batch, whole * chunk, heads, head_dim))
+    if rest:
+        parts.append(attend(rest, end - rest))
+    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
 
 @jax.named_scope("attend")
@@ -175,8 +210,9 @@ def _attend(
     k_BSNK: Float[Array, "B S N K"],
     v_BSNK: Float[Array, "B S N K"],
     slopes_H: Float[Array, " H"] | None,
+    first: Int[Array, ""] | int,
 ) -> Float[Array, "B T H K"]:
-    """Exact softmax attention of the last T of S positions to all S of them.
+    """Exact softmax attention of T queries, from position `first` on, to the keys of positions 0 to S - 1.
 
     Each pair of batch and key/value head is one batch entry of the matrix products; its G query heads are more rows.
     """
@@ -186,18 +222,22 @@ def _attend(
     q = q.reshape(batch, groups, shared * time, head_dim)
     k, v = k_BSNK.transpose(0, 2, 1, 3), v_BSNK.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bnrk,bnsk->bnrs", q, k, preferred_element_type=wide) * head_dim**-0.5
-    weights = jax.nn.softmax(scores + _bias(slopes_H, shared, time, keys, wide)[None], axis=-1)
+    weights = jax.nn.softmax(scores + _bias(slopes_H, shared, _positions(first, time), keys, wide)[None], axis=-1)
     mixed = jnp.einsum("bnrs,bnsk->bnrk", weights.astype(v.dtype), v)
     mixed = mixed.reshape(batch, groups, shared, time, head_dim)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim)
 
 
+def _positions(first: Int[Array, ""] | int, time: int) -> Int[Array, " T"]:
+    return jnp.arange(first, first + time) if isinstance(first, int) else first + jnp.arange(time)
+
+
 def _bias(
-    slopes_H: Float[Array, " H"] | None, shared: int, time: int, keys: int, dtype: DTypeLike
+    slopes_H: Float[Array, " H"] | None, shared: int, query_T: Int[Array, " T"], keys: int, dtype: DTypeLike
 ) -> Float[Array, "N R S"]:
     """What is added to the scores [N or 1, G x T, S]: the head's slope x (s - t), and nearly -inf for later keys."""
-    past_TS = jnp.arange(keys)[None, :] - jnp.arange(keys - time, keys)[:, None]
+    past_TS = jnp.arange(keys)[None, :] - query_T[:, None]
     slopes_H = jnp.zeros(shared, dtype) if slopes_H is None else slopes_H.astype(dtype)
     bias_HTS = slopes_H[:, None, None] * past_TS.astype(dtype)[None]
     bias_HTS = jnp.where((past_TS <= 0)[None], bias_HTS, jnp.finfo(dtype).min)
-    return bias_HTS.reshape(-1, shared * time, keys)
+    return bias_HTS.reshape(-1, shared * query_T.shape[0], keys)

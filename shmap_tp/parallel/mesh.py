@@ -109,15 +109,15 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     if torus is None:
         arranged = np.array(devices, object)
     else:
-        tile = tuple(config.tile) if config.tile else torus.closest_tile(config.mp)
+        tile = tuple(config.tile) if config.tile else torus.most_compact_tile(config.mp)
         mp_order = (
-            torus.round_trip(tile)
+            torus.ring_order(tile)
             if config.tensor_parallel == TensorParallelMode.collective_matmul
             else list(range(config.mp))
         )
-        tiles = torus.tiled(tile, config.mp)
-        rings = tiles.ring_tile(groups.ring)
-        arranged = tiles.laid_out(rings, groups.ring)[:, tiles.round_trip(rings)]
+        tiles = torus.group(tile, config.mp)
+        rings = tiles.best_ring_tile(groups.ring)
+        arranged = tiles.arrange(rings, groups.ring)[:, tiles.ring_order(rings)]
         arranged = np.array([group[i] for group in arranged.flat for i in mp_order], object)
     by_slice = arranged.reshape(groups.slices, -1, groups.ring, config.mp)
     return Mesh(

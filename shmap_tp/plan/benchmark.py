@@ -19,7 +19,7 @@ from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.plan.measure import Measurement, measure
 from shmap_tp.plan.predict import Builder, Prediction
 from shmap_tp.plan.report import FORMULA, compare, describe
-from shmap_tp.runtime.distributed import emulate
+from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.training.step import build_step_functions
 
 Made = Measurement | Prediction
@@ -93,7 +93,7 @@ def check(arguments: argparse.Namespace) -> None:
 def emulated(config: Config, steps: int, build: Builder = build_step_functions) -> Measurement:
     """Run for real on as many CPU devices as the mesh has, in float32 unless the configuration asks for bfloat16."""
     jax.config.update("jax_platforms", "cpu")
-    emulate(config.mesh.dp * config.mesh.mp)
+    emulate_cpu_devices(config.mesh.dp * config.mesh.mp)
     return measure(config, make_mesh(config.mesh), _dtype(config, Precision.float32), steps, build)
 
 

@@ -139,7 +139,7 @@ def mesh_fields(mesh: Mesh, config: Config) -> dict:
         "chips": len(devices) // made.cores if made else len(devices),
         "topology": "x".join(map(str, torus.sides[: made.dims])) if torus else None,
         "slices": len({getattr(device, "slice_index", 0) for device in devices}),
-        "tile": list(config.mesh.tile or torus.closest_tile(config.mesh.mp)) if torus else None,
+        "tile": list(config.mesh.tile or torus.most_compact_tile(config.mesh.mp)) if torus else None,
     }
 
 

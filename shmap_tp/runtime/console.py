@@ -1,9 +1,9 @@
-"""What a run says: metrics.jsonl, TensorBoard and W&B where asked, a progress bar or plain lines, a loss plot."""
+"""Printing in a run of several processes: only process 0 prints."""
 
 import jax
 
 
 def say(text: str) -> None:
-    """One line, from process 0 only."""
+    """Print a line and flush it, in process 0 only."""
     if jax.process_index() == 0:
         print(text, flush=True)

@@ -1,4 +1,4 @@
-"""Devices to a (dp, mp) mesh: the accelerators that are there, or CPU devices that are emulated."""
+"""Emulated CPU devices, and jax.distributed with a time limit and messages for the user."""
 
 import socket
 import threading
@@ -8,104 +8,126 @@ import jax
 from jax._src.distributed import global_state
 
 from shmap_tp.config.schema import AUTO, Config
-from shmap_tp.errors import UserError
-from shmap_tp.runtime.exit_codes import LOST, leave
+from shmap_tp.errors import LostProcessError, UserError
+from shmap_tp.runtime.exit_codes import exit_with_error
 
 
-def emulate(devices: int) -> None:
-    """Make this process's CPU look like `devices` devices.  Must come before JAX's first use of a backend.
+def emulate_cpu_devices(count: int) -> None:
+    """Make this process's CPU appear as `count` JAX devices.  Must be called before JAX first uses a backend.
 
-    No effect on a machine with accelerators: JAX prefers those, and the CPU devices stay unused.
-    Raises UserError if JAX already runs on the CPU with another number of devices.
+    It does no harm on a machine with accelerators: JAX prefers those, and the CPU devices stay unused.
+    Raises UserError if JAX already uses the CPU with another number of devices.
     """
     try:
-        jax.config.update("jax_num_cpu_devices", devices)
-    except RuntimeError as error:  # a backend has been used
-        there = jax.devices()
-        if there[0].platform == "cpu" and len(there) != devices:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:  # a backend has been initialised
+        devices = jax.devices()
+        if devices[0].platform == "cpu" and len(devices) != count:
             raise UserError(
-                f"the mesh needs {devices} emulated devices, but JAX already runs with {len(there)} in this process;\n"
-                f"restart Python and start with this mesh, or use one of dp x mp = {len(there)}"
+                f"the mesh needs {count} emulated devices, but JAX already runs with {len(devices)} in this process;\n"
+                f"restart Python and start with this mesh, or use a mesh with dp x mp = {len(devices)}"
             ) from error
 
 
 @dataclass(frozen=True)
 class Coordinator:
-    """Where this process stands among the others, where no TPU, GKE or Slurm environment says so."""
+    """How this process joins the others where no TPU, GKE or Slurm environment tells it."""
 
-    coordinator: str
-    """HOST:PORT of process 0, as all reach it."""
-    process: int
+    address: str
+    """HOST:PORT of process 0, under which all processes reach it."""
+    process_id: int
+    """Number of this process."""
 
 
-def initialize_distributed(config: Config, place: Coordinator | None = None) -> None:
-    """Meet the other processes, where there are any, and emulate this one's share of the mesh's devices on its CPU.
+def initialize_distributed(config: Config, coordinator: Coordinator | None = None) -> None:
+    """Join the other processes of the run, if there are any, and emulate this process's share of the devices on CPU.
 
-    Must come before JAX's first use of a backend.  Raises InputError where this process cannot take part; leaves with
-    LOST where the others are not there within run.join_timeout_seconds.
+    Must be called before JAX first uses a backend.  Raises UserError if this process cannot take part.  Exits with
+    code LOST if the others do not join within run.join_timeout_seconds.
     """
     processes, dp = config.mesh.processes, config.mesh.dp
     if dp != AUTO:
-        emulate(max(1, dp * config.mesh.mp // processes))
-    elif jax.config.jax_num_cpu_devices < 1:  # JAX_NUM_CPU_DEVICES says how many to emulate; else as few as will do
-        emulate(max(1, config.mesh.mp // processes))
+        emulate_cpu_devices(max(1, dp * config.mesh.mp // processes))
+    elif jax.config.jax_num_cpu_devices < 1:  # JAX_NUM_CPU_DEVICES is not set: emulate one mp group over all processes
+        emulate_cpu_devices(max(1, config.mesh.mp // processes))
     if processes == 1:
         return
-    _initialize(config, place)
+    _initialize(config, coordinator)
     if jax.process_count() != processes:
-        raise UserError(f"mesh.processes={processes}, but {jax.process_count()} were started; make the two the same")
+        raise UserError(
+            f"mesh.processes={processes}, but {jax.process_count()} processes were started; make the two numbers equal"
+        )
 
 
-def _initialize(config: Config, place: Coordinator | None) -> None:
-    """jax.distributed.initialize with a limit: where that passes, JAX would abort the process without a word on why."""
+def _initialize(config: Config, coordinator: Coordinator | None) -> None:
+    """jax.distributed.initialize with our own time limit.  On its own time-out JAX aborts without an explanation, so
+    its limit is set a minute later."""
     processes, seconds = config.mesh.processes, config.run.join_timeout_seconds
-    given = {}
-    if place:
-        given = {"coordinator_address": place.coordinator, "num_processes": processes, "process_id": place.process}
-        given |= {"cluster_detection_method": "deactivate"}
-    late = threading.Timer(seconds, lambda: leave(LOST, _why_late(processes, seconds)))
-    late.daemon = True
-    late.start()
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from StopRequest
+    arguments = {}
+    if coordinator:
+        arguments = {
+            "coordinator_address": coordinator.address,
+            "num_processes": processes,
+            "process_id": coordinator.process_id,
+            "cluster_detection_method": "deactivate",
+        }
+    timer = threading.Timer(seconds, lambda: exit_with_error(_join_timeout(processes, seconds)))
+    timer.daemon = True
+    timer.start()
+    jax.config.update("jax_enable_preemption_service", False)  # it would replace the SIGTERM handler of StopRequest
     try:
         jax.distributed.initialize(
-            **given, initialization_timeout=seconds + 60, heartbeat_timeout_seconds=config.run.lost_timeout_seconds + 30
+            **arguments,
+            initialization_timeout=seconds + 60,
+            heartbeat_timeout_seconds=config.run.lost_timeout_seconds + 30,
         )
     except (ValueError, RuntimeError) as error:
-        where, said = global_state.coordinator_address, str(error).splitlines()[0]
-        if "RPC server" in said:
-            raise UserError(
-                f"process 0 cannot listen at port {where.rpartition(':')[2]} of {where}: another program does, perhaps "
-                f"an earlier run;\nend that one, or choose another port on every process"
-            ) from error
-        raise UserError(
-            f"mesh.processes={processes}, but the others were not found: {said}\nstart the same command on every host "
-            f"of a TPU, GKE or Slurm job, give --coordinator and --process-id, or set mesh.processes=1"
-        ) from error
+        raise _explain_failure(error, processes) from error
     finally:
-        late.cancel()
+        timer.cancel()
 
 
-def _why_late(processes: int, seconds: int) -> str:
-    """What most likely keeps the processes apart, as far as it can be seen from here."""
-    where, me = global_state.coordinator_address, global_state.process_id
-    who = f"process {me} of {processes}, after {seconds} s (run.join_timeout_seconds)"
-    if where is None:
-        return f"{who}: the environment of this TPU, GKE or Slurm job does not say where process 0 is"
-    host, _, port = where.rpartition(":")
-    there = "start it there with the same --coordinator" if me else "name an address of this host"
+def _explain_failure(error: Exception, processes: int) -> UserError:
+    """The error for the user if jax.distributed.initialize raised `error`."""
+    address, reason = global_state.coordinator_address, str(error).splitlines()[0]
+    if "RPC server" in reason:
+        return UserError(
+            f"process 0 cannot listen at port {address.rpartition(':')[2]} of {address}: another program uses it, "
+            f"perhaps an earlier run;\nend that program, or choose another port on every process"
+        )
+    return UserError(
+        f"mesh.processes={processes}, but the other processes were not found: {reason}\n"
+        f"start the same command on every host of a TPU, GKE or Slurm job, add --coordinator and --process-id, or set "
+        f"mesh.processes=1"
+    )
+
+
+def _join_timeout(processes: int, seconds: int) -> LostProcessError:
+    """The error after `seconds` of waiting, with the most likely reason as seen from this process."""
+    address, process_id = global_state.coordinator_address, global_state.process_id
+    reason = _why_not_joined(address, process_id, processes)
+    return LostProcessError(
+        f"process {process_id} of {processes} waited {seconds} s (run.join_timeout_seconds) for the others: {reason}"
+    )
+
+
+def _why_not_joined(address: str | None, process_id: int, processes: int) -> str:
+    if address is None:
+        return "the environment of this TPU, GKE or Slurm job does not give the address of process 0"
+    host, _, port = address.rpartition(":")
+    advice = "start process 0 there with the same --coordinator" if process_id else "use an address of this host"
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except socket.gaierror:
-        return f"{who}: no host is known by the name of {host}, where process 0 should be; mend the name or use its IP"
+        return f"the host name of process 0, {host}, cannot be resolved; correct it or use the IP address"
     except ConnectionRefusedError:
-        return f"{who}: nothing listens at {host} port {port}, where process 0 should be; {there}"
+        return f"nothing listens at {host} port {port}, the address of process 0; {advice}"
     except OSError as error:
         return (
-            f"{who}: {host} port {port}, where process 0 should be, does not answer ({error});\n"
-            f"open the port between the hosts (a firewall?), or {there}"
+            f"{host} port {port}, the address of process 0, does not answer ({error});\n"
+            f"open the port between the hosts (a firewall?), or {advice}"
         )
     return (
-        f"{who}: process 0 listens at {host} port {port}, but not all {processes} processes came;\n"
-        f"start each with a --process-id of its own, 0 to {processes - 1}, and open the port to all of their hosts"
+        f"process 0 listens at {host} port {port}, but not all {processes} processes joined;\n"
+        f"start each with a different --process-id, 0 to {processes - 1}, and open the port for all of their hosts"
     )

@@ -1,36 +1,42 @@
-"""How a process ends that has to end now: its exit codes, and the way out from any thread."""
+"""Exit codes, and how any thread of a process can end it at once with a message."""
 
 import os
 import sys
 from typing import NoReturn
 
-LOST = 69
-"""Exit code where other processes were not there in time, or one was lost (EX_UNAVAILABLE of sysexits.h)."""
+from shmap_tp.errors import LostProcessError, ShmapTpError
 
+LOST = LostProcessError.exit_code
+"""69: another process did not start in time, or was lost (EX_UNAVAILABLE of sysexits.h)."""
 STOPPED = 75
-"""Exit code of a run that was told to stop and has saved: start it again with --resume (EX_TEMPFAIL of sysexits.h)."""
+"""The run was stopped and has saved its state; start it again with --resume (EX_TEMPFAIL of sysexits.h)."""
+STOPPED_EARLY = STOPPED, "stopped before the first training step; there is nothing to save"
+"""(exit code, message) of a run that is stopped before it has trained."""
+
+launch_stderr: list[int] = []
+"""Descriptor of the stderr with which this process was started, if its stderr was redirected to a log file since."""
 
 
-STOPPED_EARLY = STOPPED, "told to stop before a step was trained; there is nothing to save"
-
-terminal: list[int] = []
-"""The file descriptor of the stderr that this process was started with, where it now writes to a log."""
-
-
-class Stopped(BaseException):
-    """Told to stop while there was nothing to save.  No Exception, so that nobody takes it for a failure of theirs."""
+class StoppedEarly(BaseException):
+    """A stop was requested before the first training step.  Not an Exception, so that no handler takes it for a
+    failure."""
 
 
-def leave(code: int, said: str) -> NoReturn:
-    """End this process now, from any thread, whatever the others are at."""
-    last_words(code, said)
+def exit_now(code: int, message: str) -> NoReturn:
+    """Print `message` and end this process immediately, from any thread; nothing is unwound."""
+    print_final_message(code, message)
     os._exit(code)
 
 
-def last_words(code: int, said: str) -> None:
-    """Say why this process ends, past whatever the streams still hold."""
-    line = f"{said}\n" if code == STOPPED else f"error: {said}\n"
+def exit_with_error(error: ShmapTpError) -> NoReturn:
+    """Print `error` and end this process immediately with its exit code, from any thread."""
+    exit_now(error.exit_code, str(error))
+
+
+def print_final_message(code: int, message: str) -> None:
+    """Flush Python's streams, then write `message` to stderr and, if that was redirected, to the original stderr."""
+    line = f"{message}\n" if code == STOPPED else f"error: {message}\n"
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    for descriptor in [2, *terminal]:
+    for descriptor in [2, *launch_stderr]:
         os.write(descriptor, line.encode())

@@ -1,4 +1,4 @@
-"""What a disk refuses, in words: where a run may write, and what it could not write."""
+"""Writing files: errors of the file system become errors with a message for the user."""
 
 import errno
 import json
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shmap_tp.errors import UserError
+from shmap_tp.errors import ShmapTpError, StorageError, UserError
 
 
 def make_directory(key: str, directory: str) -> None:
-    """Make the directory that `key` names.  Raises InputError where it cannot be written."""
+    """Create `directory`, the value of configuration key `key`.  Raises UserError if it cannot be written."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK):
@@ -24,28 +24,28 @@ def make_directory(key: str, directory: str) -> None:
 
 @contextmanager
 def writing(what: object) -> Iterator[None]:
-    """Raises InputError where the disk does not take `what`, a full one above all.
+    """Context in which `what` is written.  Raises StorageError if the disk or bucket refuses, for example when full.
 
-    Of Orbax's own files TensorStore tells it, as a ValueError that has the system's number in its text.
+    TensorStore, which writes Orbax's files, reports this as a ValueError with the system's error number in its text.
     """
     try:
         yield
-    except UserError:
+    except ShmapTpError:
         raise
     except (OSError, ValueError) as error:
-        if "Gloo" in str(error):  # another process was lost while all wrote: no disk's doing
+        if "Gloo" in str(error):  # another process was lost during a collective write; storage is not at fault
             raise
         number = re.search(r"os_error_code='(\d+)'", str(error))
         reason = os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)[:200]
-        raise UserError(
-            f"{what} could not be written: {reason}; the checkpoints that are complete are intact:\n"
-            f"make room, then go on from the newest with checkpoint.resume=if_present (without any, it starts again)"
+        raise StorageError(
+            f"{what} could not be written: {reason}; all complete checkpoints are intact;\n"
+            f"free some space, then continue with checkpoint.resume=if_present (without a checkpoint it starts anew)"
         ) from error
 
 
 def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
-    """Make these, as JSON, the lines of `file`; until all are there, it has those of before."""
-    written = file.with_suffix(".tmp")
+    """Replace the contents of `file` by `lines`, each as a line of JSON.  The write is atomic; raises StorageError."""
+    temporary = file.with_suffix(".tmp")
     with writing(file):
-        written.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        written.replace(file)
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        temporary.replace(file)

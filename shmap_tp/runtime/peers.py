@@ -1,11 +1,11 @@
-"""Several processes that train as one: where each speaks, and how the end of one becomes the end of all.
+"""Several processes that train together: a shared stop, failure of all when one fails, and where each one prints.
 
-They meet at the coordinator, a service of JAX in process 0, which keeps a few words that all can read and write, and a
-thread of each does so every second.  A process that fails writes why before it leaves, one that is told to stop writes
-that, and all write that they are alive, so that process 0 notices one that was killed.  Without process 0 there is no
-service: JAX itself then aborts the others, as it would where these threads cannot run.
+Process 0 hosts JAX's coordination service, a key-value store that all processes can read and write.  A thread of each
+process accesses it every second.  It writes a heartbeat, by which process 0 notices a process that was killed; it
+publishes a stop request or the reason of an exit; and it exits when another process has published one.  If process 0
+itself is killed, the store is gone and JAX aborts the other processes.
 
-Nobody waits for a process that has failed: this one leaves by os._exit, past JAX's barrier at the interpreter's exit.
+After a failure no process waits for another: it leaves by os._exit, without JAX's barrier at interpreter exit.
 """
 
 import faulthandler
@@ -21,147 +21,176 @@ from pathlib import Path
 from typing import NoReturn
 
 import jax
-from jax._src.distributed import global_state  # its client has no public name; Orbax takes it from there, too
+from jax._src.distributed import global_state  # its client has no public name; Orbax takes it from here, too
 
 from shmap_tp.config.schema import Config
-from shmap_tp.errors import UserError
+from shmap_tp.errors import LostProcessError, ShmapTpError
 from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
-from shmap_tp.runtime.exit_codes import LOST, STOPPED_EARLY, Stopped, last_words, leave, terminal
+from shmap_tp.runtime.exit_codes import (
+    STOPPED_EARLY,
+    StoppedEarly,
+    exit_now,
+    exit_with_error,
+    launch_stderr,
+    print_final_message,
+)
 from shmap_tp.runtime.files import make_directory
 
-WORDS, ALIVE = "shmap_tp/words/", "shmap_tp/alive/"
-"""What keys at the coordinator begin with: what all read, and what only process 0 does."""
+SHARED = "shmap_tp/shared/"
+"""Prefix of the keys that all processes read."""
+HEARTBEAT = "shmap_tp/heartbeat/"
+"""Prefix of the keys that only process 0 reads."""
 
 
 def distributed_session(
-    config: Config, place: Coordinator | None, told: threading.Event
+    config: Config, coordinator: Coordinator | None, stop_event: threading.Event
 ) -> AbstractContextManager["Peers | None"]:
-    """Meet the other processes and part from them at the end; None where this is the only one.
+    """Join the other processes, and leave them at the end of the context; its value is None for a single process.
 
-    From then on only process 0 speaks where it was started.  `told` is set once this process is told to stop.
+    From here on only process 0 prints to its stdout and stderr; the others print to log files.  `stop_event` is set
+    when this process is asked to stop.
     """
     several = config.mesh.processes > 1
     try:
-        if several and place:
-            _speak(config, place.process)
-        initialize_distributed(config, place)
-        if several and not place:
-            _speak(config, jax.process_index())
-    except (UserError, Stopped) as error:
+        if several and coordinator:
+            _redirect_output(config, coordinator.process_id)
+        initialize_distributed(config, coordinator)
+        if several and not coordinator:
+            _redirect_output(config, jax.process_index())
+    except StoppedEarly:
         if several:
-            leave(*(STOPPED_EARLY if isinstance(error, Stopped) else (2, str(error))))
+            exit_now(*STOPPED_EARLY)
         raise
-    return Peers(told, config.run.lost_timeout_seconds) if several else nullcontext()
+    except ShmapTpError as error:
+        if several:
+            exit_with_error(error)
+        raise
+    return Peers(stop_event, config.run.lost_timeout_seconds) if several else nullcontext()
 
 
 class Peers:
-    """The other processes.  Use as a context around all that is done together: whatever ends it here ends it there."""
+    """The other processes of the run: a context in which an error or exit of one process ends all of them."""
 
-    def __init__(self, told: threading.Event, lost_timeout_seconds: int):
+    def __init__(self, stop_event: threading.Event, lost_timeout_seconds: int):
         self._client = global_state.client
         self._process, self._count = jax.process_index(), jax.process_count()
-        self._told, self._lost_seconds = told, lost_timeout_seconds
-        self._asked, self._stop_at = 0, None
-        self._lock, self._leaving = threading.Lock(), threading.Lock()
-        # Of process 0: what each other that is not lost last wrote to be alive, and when that was seen.
-        self._heard = {process: ("", time.monotonic()) for process in range(1, self._count)}
-        self._parted = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True, name="peers")
+        self._stop_event, self._lost_seconds = stop_event, lost_timeout_seconds
+        self._polls = 0
+        """How often should_stop was called."""
+        self._stop_at_poll: int | None = None
+        """The call of should_stop from which on it returns True, agreed among all processes."""
+        self._poll_lock, self._exit_lock = threading.Lock(), threading.Lock()
+        self._heartbeats = {process: ("", time.monotonic()) for process in range(1, self._count)}
+        """In process 0, for each other process that is not lost: its last heartbeat, and when that was first seen."""
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="peers")
 
     def __enter__(self) -> "Peers":
-        self._reader.start()
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is None:
-            jax.distributed.shutdown()  # waits for the others; until then they may still fail, and be read
-            self._parted.set()
-            self._reader.join()
-        elif isinstance(error, Stopped):
-            self.end(*STOPPED_EARLY)
-        elif isinstance(error, UserError):
-            self.end(2, str(error))
+            jax.distributed.shutdown()  # waits for the others, which may still fail; the thread would notice
+            self._left.set()
+            self._thread.join()
+        elif isinstance(error, StoppedEarly):
+            self.exit_all(*STOPPED_EARLY)
+        elif isinstance(error, ShmapTpError):
+            self.exit_all(error.exit_code, str(error))
         else:
-            what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-            if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):  # Orbax tells a ValueError
-                print(f"{what}\nwas another process lost? known within {self._lost_seconds} s", file=sys.stderr)
-                time.sleep(self._lost_seconds + 15)
-            if not self._leaving.locked():  # by the reader, which knows more
-                traceback.print_exception(error)
-            self.end(1, what)
+            self._exit_all_after(error)
 
-    def stop_now(self) -> bool:
-        """Whether one was told to stop.  All get the same answer, each the n-th time that it asks, for the same n."""
-        with self._lock:
-            self._asked += 1
-            return self._stop_at is not None and self._asked >= self._stop_at
+    def should_stop(self) -> bool:
+        """Whether to stop now.  The n-th call returns the same in every process, for each n."""
+        with self._poll_lock:
+            self._polls += 1
+            return self._stop_at_poll is not None and self._polls >= self._stop_at_poll
 
-    def end(self, code: int, said: str) -> NoReturn:
-        """Leave with `code`, saying why; every other process leaves with it as soon as it has read the same."""
-        with suppress(jax.errors.JaxRuntimeError):  # another's end was first, and is what the others say
-            self._client.key_value_set(f"{WORDS}end", json.dumps([self._process, code, said]))
-        self._leave(code, said)
+    def exit_all(self, code: int, message: str) -> NoReturn:
+        """Exit with `code` and `message`; the other processes exit with the same as soon as they have read it."""
+        with suppress(jax.errors.JaxRuntimeError):  # another process published its exit first, and that one counts
+            self._client.key_value_set(f"{SHARED}exit", json.dumps([self._process, code, message]))
+        self._exit(code, message)
 
-    def _leave(self, code: int, said: str) -> NoReturn:
-        """Leave; process 0, whose service the words are at, a second after all have read them, lest JAX miss it
-        first.  It does not wait for the dead."""
-        self._leaving.acquire()  # for good: whichever thread is second says no more
-        last_words(code, said)
+    def _exit_all_after(self, error: BaseException) -> NoReturn:
+        """Exit with code 1 and the traceback of `error`, unless it is a consequence of a lost process: then wait until
+        the heartbeat time-out has passed, so that the thread can report which process was lost."""
+        summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):  # Orbax raises a ValueError
+            message = f"{summary}\nif this is because another process was lost, that is known in {self._lost_seconds} s"
+            print(message, file=sys.stderr)
+            time.sleep(self._lost_seconds + 15)
+        if not self._exit_lock.locked():  # the thread is not exiting already, with a better explanation
+            traceback.print_exception(error)
+        self.exit_all(1, summary)
+
+    def _exit(self, code: int, message: str) -> NoReturn:
+        """End this process.  Process 0, which hosts the store, first waits until the others have read why (at most 5 s,
+        since some may be dead) and a second more, so that JAX does not abort them before they exit by themselves."""
+        self._exit_lock.acquire()  # never released: a second thread that comes here prints nothing
+        print_final_message(code, message)
         deadline = time.monotonic() + 5
         with suppress(jax.errors.JaxRuntimeError):
-            self._client.key_value_set(f"{WORDS}read/{self._process}", "", allow_overwrite=True)
-            for other in self._heard if self._process == 0 else ():
-                left = max(1, int(1000 * (deadline - time.monotonic())))
-                self._client.blocking_key_value_get(f"{WORDS}read/{other}", left)
+            self._client.key_value_set(f"{SHARED}read/{self._process}", "", allow_overwrite=True)
+            for other in self._heartbeats if self._process == 0 else ():
+                milliseconds = max(1, int(1000 * (deadline - time.monotonic())))
+                self._client.blocking_key_value_get(f"{SHARED}read/{other}", milliseconds)
         if self._process == 0:
             time.sleep(1)
         os._exit(code)
 
-    def _read(self) -> None:
-        """Until all part: leave where one has ended, and where one is told to stop agree on when."""
+    def _run(self) -> None:
+        """The thread: access the store every second until this process leaves."""
         try:
-            while not self._parted.wait(1):
-                self._client.key_value_set(f"{ALIVE}{self._process}", str(time.monotonic()), allow_overwrite=True)
-                if self._process == 0:
-                    self._look_for_the_dead()
-                words = dict(self._client.key_value_dir_get(WORDS))
-                if end := words.get(f"{WORDS}end"):
-                    process, code, said = json.loads(end)
-                    if process != self._process:
-                        self._leave(code, f"process {process} ended: {said}")
-                if self._told.is_set() and f"{WORDS}stop" not in words:
-                    self._client.key_value_set(f"{WORDS}stop", "", allow_overwrite=True)
-                if f"{WORDS}stop" in words and self._stop_at is None:
-                    self._agree()
-        except jax.errors.JaxRuntimeError as error:  # all have parted, or else JAX is about to say what happened
-            if not self._parted.wait(self._lost_seconds):
-                leave(LOST, f"the other processes cannot be reached: {str(error).splitlines()[0]}")
+            while not self._left.wait(1):
+                self._exchange()
+        except jax.errors.JaxRuntimeError as error:  # all have left, or the store is gone and JAX will abort
+            if not self._left.wait(self._lost_seconds):
+                reason = str(error).splitlines()[0]
+                exit_with_error(LostProcessError(f"the other processes cannot be reached: {reason}"))
 
-    def _look_for_the_dead(self) -> None:
-        """End where another process has been silent for too long."""
-        now, alive = time.monotonic(), dict(self._client.key_value_dir_get(ALIVE))
-        for process, (before, since) in list(self._heard.items()):
-            if (word := alive.get(f"{ALIVE}{process}", "")) != before:
-                self._heard[process] = word, now
+    def _exchange(self) -> None:
+        """Write a heartbeat, exit if another process has exited, and agree on a stop if any process is to stop."""
+        self._client.key_value_set(f"{HEARTBEAT}{self._process}", str(time.monotonic()), allow_overwrite=True)
+        if self._process == 0:
+            self._check_heartbeats()
+        shared = dict(self._client.key_value_dir_get(SHARED))
+        if published := shared.get(f"{SHARED}exit"):
+            process, code, message = json.loads(published)
+            if process != self._process:
+                self._exit(code, f"process {process} exited: {message}")
+        if self._stop_event.is_set() and f"{SHARED}stop" not in shared:
+            self._client.key_value_set(f"{SHARED}stop", "", allow_overwrite=True)
+        if f"{SHARED}stop" in shared and self._stop_at_poll is None:
+            self._agree_on_stop()
+
+    def _check_heartbeats(self) -> None:
+        """In process 0: exit if another process has written no new heartbeat within the time-out."""
+        now, heartbeats = time.monotonic(), dict(self._client.key_value_dir_get(HEARTBEAT))
+        for process, (last, since) in list(self._heartbeats.items()):
+            if (current := heartbeats.get(f"{HEARTBEAT}{process}", "")) != last:
+                self._heartbeats[process] = current, now
             elif now - since > self._lost_seconds:
-                del self._heard[process]
-                self.end(
-                    LOST,
-                    f"process {process} is lost, silent for {self._lost_seconds} s (run.lost_timeout_seconds): it was killed, "
-                    f"or its host was;\nits log may say more; start all again with checkpoint.resume=if_present",
+                del self._heartbeats[process]
+                error = LostProcessError(
+                    f"process {process} is lost: no heartbeat for {self._lost_seconds} s (run.lost_timeout_seconds): "
+                    f"it or its host was killed;\nsee its log, and start all again with checkpoint.resume=if_present"
                 )
+                self.exit_all(error.exit_code, str(error))
 
-    def _agree(self) -> None:
-        """Stop at the next time of asking that no process has come to; none asks meanwhile."""
-        with self._lock:
-            self._client.key_value_set(f"{WORDS}asked/{self._process}", str(self._asked))
+    def _agree_on_stop(self) -> None:
+        """Agree to stop at the first call of should_stop that no process has made yet.  The lock keeps this process
+        from making one meanwhile."""
+        with self._poll_lock:
+            self._client.key_value_set(f"{SHARED}polls/{self._process}", str(self._polls))
             milliseconds = 1000 * self._lost_seconds
-            each = (f"{WORDS}asked/{process}" for process in range(self._count))
-            self._stop_at = 1 + max(int(self._client.blocking_key_value_get(key, milliseconds)) for key in each)
+            keys = (f"{SHARED}polls/{process}" for process in range(self._count))
+            self._stop_at_poll = 1 + max(int(self._client.blocking_key_value_get(key, milliseconds)) for key in keys)
 
 
-def _speak(config: Config, process: int) -> None:
-    """Process 0 speaks where it was started; every other's stdout and stderr go to its log, to which it appends."""
+def _redirect_output(config: Config, process: int) -> None:
+    """Process 0 keeps its stdout and stderr; those of every other process are appended to its log file."""
     faulthandler.enable()
     make_directory("run.dir", config.run.dir)
     logs = Path(config.run.dir) / "logs"
@@ -170,12 +199,12 @@ def _speak(config: Config, process: int) -> None:
         print(f"process 0 of {config.mesh.processes}; the others write to {logs}/process-I.log", flush=True)
         return
     file = logs / f"process-{process}.log"
-    print(f"process {process} of {config.mesh.processes} on {socket.gethostname()} writes to {file}", file=sys.stderr)
+    name = f"process {process} of {config.mesh.processes} on {socket.gethostname()}"
+    print(f"{name} writes to {file}", file=sys.stderr)
     sys.stderr.flush()
-    terminal.append(os.dup(2))
+    launch_stderr.append(os.dup(2))
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout.reconfigure(line_buffering=True)
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    print(f"process {process} of {config.mesh.processes} on {socket.gethostname()}, pid {os.getpid()}, {now}")
+    print(f"{name}, pid {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}")

@@ -1,7 +1,8 @@
-"""Being told to stop: by SIGTERM or Ctrl-C, at any moment of a run.
+"""Stopping a run: SIGTERM, Ctrl-C and the preemption notices of Google Cloud.
 
-Before the first step there is nothing to save, and the run ends at once.  From then on the training loop looks between
-steps and between validation batches; the step under way is finished and saved.
+All of them set one `threading.Event`.  Before the first training step there is nothing to save, and the run exits at
+once.  From then on the training loop polls `StopRequest.requested` before each step and each validation batch; the step
+in progress is finished and saved.  Both cases exit with code STOPPED.
 """
 
 import os
@@ -17,92 +18,92 @@ from types import FrameType
 import jax
 
 from shmap_tp.runtime.console import say
-from shmap_tp.runtime.exit_codes import STOPPED_EARLY, Stopped, leave
+from shmap_tp.runtime.exit_codes import STOPPED_EARLY, StoppedEarly, exit_now
 from shmap_tp.runtime.peers import Peers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE_SECONDS = 5
+"""Time that Python has to unwind before training.  A compilation cannot be interrupted, so the process then exits."""
 
-
-GRACE = 5
-"""Seconds that Python has to unwind, where the run ends at once.  A compiler does not listen; it is not waited for."""
+METADATA_SERVER = "metadata.google.internal"
+NORMAL_VALUES = {"preempted": "FALSE", "maintenance-event": "NONE"}
+"""Metadata keys that announce a preemption, with the values that they have otherwise."""
 
 
 class StopRequest:
-    """Use as a context around everything that may be stopped; `asked` then says whether it was.
+    """Context that handles SIGTERM and SIGINT; `requested` tells whether to stop.
 
-    A second SIGTERM changes nothing; a second Ctrl-C raises KeyboardInterrupt, for a user who does not want to wait.
-    Where there are several processes (`peers`), telling one tells all, and they agree on one moment to stop.
+    A second SIGTERM has no effect; a second Ctrl-C raises KeyboardInterrupt, for users who do not want to wait.  With
+    several processes (`peers` is set) a signal to one of them stops all, at a step on which they agree.
     """
 
     def __init__(self) -> None:
-        self.told = threading.Event()
+        self.stop_event = threading.Event()
+        """Set once this process was asked to stop, by a signal or by `watch_preemption`."""
         self.peers: Peers | None = None
-        self._training = False
+        self._is_training = False
         self._left = threading.Event()
 
     def __enter__(self) -> "StopRequest":
-        self._ear, self._mouth = socket.socketpair()
-        self._mouth.setblocking(False)
-        self._former_mouth = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._former_wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._listener = threading.Thread(target=self._listen, daemon=True, name="stop")
         self._listener.start()
-        self._former = {number: signal.signal(number, self._heed) for number in SIGNALS}
+        self._former_handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> bool:
-        """Swallows Stopped: the lines after the context return STOPPED."""
-        if kind is Stopped and jax.distributed.is_initialized():  # heeded just before `peers` was there to end them all
-            leave(*STOPPED_EARLY)
+        """Suppress StoppedEarly; the caller returns STOPPED after the context."""
+        if kind is StoppedEarly and jax.distributed.is_initialized():  # before `peers` was set, which would exit all
+            exit_now(*STOPPED_EARLY)
         self._left.set()
-        signal.set_wakeup_fd(self._former_mouth)
-        for number, handler in self._former.items():
+        signal.set_wakeup_fd(self._former_wakeup)
+        for number, handler in self._former_handlers.items():
             signal.signal(number, handler)
-        self._mouth.close()
+        self._sender.close()
         self._listener.join()
-        self._ear.close()
-        return kind is Stopped
+        self._receiver.close()
+        return kind is StoppedEarly
 
-    def training(self) -> None:
-        """From here on there is something to save."""
-        self._training = True
+    def begin_training(self) -> None:
+        """From here on a stop waits until the training loop has saved."""
+        self._is_training = True
 
-    def asked(self) -> bool:
-        """Whether to stop now.  The same answer for all processes, which all ask at the same moments of the run."""
-        return self.peers.stop_now() if self.peers else self.told.is_set()
+    def requested(self) -> bool:
+        """Whether to stop now.  All processes get the same answer if they call this at the same points of the run."""
+        return self.peers.should_stop() if self.peers else self.stop_event.is_set()
 
-    def _heed(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, as soon as it is back in Python."""
-        again = self.told.is_set()
-        self.told.set()
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler, which Python calls in the main thread once that executes Python code again."""
+        again = self.stop_event.is_set()
+        self.stop_event.set()
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not (again or self._training or self._left.is_set()):
-            raise Stopped
+        if not (again or self._is_training or self._left.is_set()):
+            raise StoppedEarly
 
     def _listen(self) -> None:
-        """In a thread, where the signal's number arrives at once whatever the main thread is at."""
-        while heard := self._ear.recv(1):
-            if heard[0] in SIGNALS and not self._training and not self._left.wait(GRACE) and not self._training:
-                (self.peers.end if self.peers else leave)(*STOPPED_EARLY)
-
-
-SERVER = "metadata.google.internal"
-
-
-QUIET = {"preempted": "FALSE", "maintenance-event": "NONE"}
-"""What the keys hold while all is well."""
+        """The thread, which receives the number of a signal at once, whatever the main thread is executing.  It ends
+        the process if the handler has not done so within GRACE_SECONDS and training has not begun."""
+        while received := self._receiver.recv(1):
+            is_early = received[0] in SIGNALS and not self._is_training
+            if is_early and not self._left.wait(GRACE_SECONDS) and not self._is_training:
+                (self.peers.exit_all if self.peers else exit_now)(*STOPPED_EARLY)
 
 
 @contextmanager
-def watch_preemption(told: threading.Event, pause: float = 5.0) -> Iterator[None]:
-    """Set `told` as soon as the machine is to be taken away.  A thread asks every `pause` seconds; it asks nobody where
-    there is no TPU, unless GCE_METADATA_HOST names a server (Google's own libraries read it, too)."""
-    server = os.environ.get("GCE_METADATA_HOST") or (SERVER if jax.devices()[0].platform == "tpu" else None)
+def watch_preemption(stop_event: threading.Event, interval_seconds: float = 5.0) -> Iterator[None]:
+    """Context in which a thread polls the metadata server of Google Cloud, and sets `stop_event` once this machine is
+    about to be preempted.  It polls only on TPUs, or where GCE_METADATA_HOST names a server (as for Google's own
+    libraries)."""
+    server = os.environ.get("GCE_METADATA_HOST") or (METADATA_SERVER if jax.devices()[0].platform == "tpu" else None)
     if server is None:
         yield
         return
     left = threading.Event()
-    thread = threading.Thread(target=_watch, args=(server, told, left, pause), daemon=True, name="notice")
+    arguments = (server, stop_event, left, interval_seconds)
+    thread = threading.Thread(target=_poll_metadata, args=arguments, daemon=True, name="notice")
     thread.start()
     try:
         yield
@@ -111,26 +112,27 @@ def watch_preemption(told: threading.Event, pause: float = 5.0) -> Iterator[None
         thread.join()
 
 
-def _watch(server: str, told: threading.Event, left: threading.Event, pause: float) -> None:
-    """A server that does not answer is asked again: it may be busy, and SIGTERM remains."""
+def _poll_metadata(server: str, stop_event: threading.Event, left: threading.Event, interval_seconds: float) -> None:
+    """Poll until a preemption is announced or `left` is set.  A server that does not answer is polled again: it may be
+    busy, and a preemption also sends SIGTERM."""
     answered = True
-    while not told.is_set():
+    while not stop_event.is_set():
         try:
-            for key, quiet in QUIET.items():
-                if (now := _ask(server, key)) != quiet:
-                    print(f"this machine is about to be taken away ({key} is {now}): stopping", flush=True)
-                    told.set()
+            for key, normal in NORMAL_VALUES.items():
+                if (value := _read_metadata(server, key)) != normal:
+                    print(f"this machine is about to be preempted ({key} is {value}): stopping", flush=True)
+                    stop_event.set()
                     return
             answered = True
         except (urllib.error.URLError, TimeoutError, OSError) as error:
             if answered:
-                say(f"{server} does not say whether this machine is to be taken away ({error}); asking on")
+                say(f"the metadata server {server}, which announces preemptions, does not answer ({error}); retrying")
             answered = False
-        if left.wait(pause):
+        if left.wait(interval_seconds):
             return
 
 
-def _ask(server: str, key: str) -> str:
+def _read_metadata(server: str, key: str) -> str:
     request = urllib.request.Request(
         f"http://{server}/computeMetadata/v1/instance/{key}", headers={"Metadata-Flavor": "Google"}
     )

@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl, TensorBoard and W&B where asked, a progress bar or plain lines, a loss plot."""
+"""The loss curve of a run as loss.png."""
 
 from pathlib import Path
 
@@ -9,7 +9,10 @@ from shmap_tp.training.metrics import read_metrics
 
 
 def plot_losses(directory: Path) -> Path:
-    """Draw loss.png from metrics.jsonl: training and validation loss by step, each mesh shape in its own colour."""
+    """Draw loss.png from metrics.jsonl and return its path.
+
+    It shows training and validation loss by step: one colour per mesh shape, a dashed line at each restart.
+    """
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -17,11 +20,11 @@ def plot_losses(directory: Path) -> Path:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     colours: dict[tuple[int, int], str] = {}
     for segment in sorted({line["segment"] for line in lines}):
-        own = [line for line in lines if line["segment"] == segment]
-        mesh = tuple(own[0]["mesh"])
+        segment_lines = [line for line in lines if line["segment"] == segment]
+        mesh = tuple(segment_lines[0]["mesh"])
         label = None if mesh in colours else f"mesh dp={mesh[0]}, mp={mesh[1]}"
         colour = colours.setdefault(mesh, f"C{len(colours) % 10}")
-        train = np.array([(line["step"], line["loss"]) for line in own if line["split"] == "train"], float)
+        train = np.array([(line["step"], line["loss"]) for line in segment_lines if line["split"] == "train"], float)
         train = train.reshape(-1, 2)
         axes.plot(*train.T, color=colour, linewidth=1, label=label)
         if segment and len(train):

@@ -1,4 +1,4 @@
-"""A trace of some steps as XProf and TensorBoard show it: what ran when on each device, by the names in the source."""
+"""A profile of chosen training steps, for XProf or TensorBoard: what each device executes when, by scope name."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,18 +10,18 @@ from shmap_tp.runtime.files import writing
 
 
 class Profile:
-    """Use as a context around the loop: a trace under way when it is left is written, too."""
+    """Profiles a range of steps.  Use as a context around the loop: leaving it writes an unfinished profile."""
 
     def __init__(self, steps: list[int] | None, directory: Path, pause: Callable[[], AbstractContextManager[None]]):
-        """`steps` are the first and the last, counted from 1.  Within `pause()` no step is under way."""
+        """`steps` is [first, last], counted from 1, or None for no profile.  No step is in flight within `pause()`."""
         self._first, self._last = steps or (None, None)
         self._directory, self._pause = directory, pause
         self._running = False
 
     @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """What is done inside belongs to `step`.  The trace begins before its first step and ends after its last one,
-        when no other is under way."""
+    def annotate(self, step: int) -> Iterator[None]:
+        """A context for the dispatch of `step`: starts the profile before the first profiled step and stops it after
+        the last one, each time with no step in flight."""
         if step == self._first:
             with self._pause(), writing(self._directory):
                 jax.profiler.start_trace(str(self._directory))

@@ -1,14 +1,14 @@
-"""Are the copies of an array that several devices hold still the same bits?
+"""Checks that the replicas of an array on several devices are bitwise equal.
 
-A faulty device or link, or a sum that one device was left out of, makes them drift apart, and nothing else tells: each
-device goes on with its own copy, the loss is still a number, a checkpoint holds one of them.
+A faulty device or link, or a missing reduction, makes replicas drift apart.  Nothing else detects it: each device goes
+on with its own replica, the loss stays finite, and a checkpoint stores only one of the replicas.
 
-Each device makes a fingerprint of each of its arrays, 4 bytes, and every process sees those of all devices.  Two arrays
-that differ in one element never have the same fingerprint; others do once in 2^32.
+Each device computes a 4-byte fingerprint of each of its arrays, and every process receives those of all devices.  Two
+arrays that differ in one element never have the same fingerprint; other differences are missed once in 2^32.
 
-    x, whole or cut as its PartitionSpec says  --fingerprint, on each device-->  table[devices leaves]  --all-gather-->
+    state, sharded as declared  --fingerprint, per device-->  table[devices leaves]  --all-gather-->  replicated table
 
-Cost    one reading of the state; over the wire 4 bytes for each array of each device; the devices wait for the host.
+Cost    one pass over the state; communication of 4 bytes per array and device; the devices wait for the host.
 """
 
 import math
@@ -23,84 +23,87 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
-from shmap_tp.errors import UserError
+from shmap_tp.errors import HardwareError
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import DP, MP
 
 
 class ReplicaCheck:
-    """The check of a state that is laid out as `shapes` says; compiled when it is first made."""
+    """Compares the replicas of a state with fixed shapes and shardings; compiled at the first check."""
 
     def __init__(self, shapes: Any):
-        """`shapes`: ShapeDtypeStructs, each with its NamedSharding, all over one mesh."""
+        """`shapes`: a tree of ShapeDtypeStructs, each with a NamedSharding, all over one mesh."""
         paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(shapes)[0], strict=True)
         self._names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
         self._specs = [leaf.sharding.spec for leaf in leaves]
         self._mesh = leaves[0].sharding.mesh
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)
         self._fingerprints = jax.jit(
-            jax.shard_map(_of_this_device, mesh=self._mesh, in_specs=(specs,), out_specs=P((DP, MP)))
+            jax.shard_map(_local_fingerprints, mesh=self._mesh, in_specs=(specs,), out_specs=P((DP, MP)))
         )
-        # A program of its own: together, the compiler might take copies that should be the same for the same.
-        self._show_all = jax.jit(lambda table: table, out_shardings=NamedSharding(self._mesh, P()))
+        # A separate program: within one, the compiler could treat replicas as equal because their types say so.
+        self._all_gather = jax.jit(lambda table: table, out_shardings=NamedSharding(self._mesh, P()))
 
     def differences(self, state: Any) -> list[str]:
-        """What is not the same on all its devices, a line each: the array, and which devices disagree with how many."""
-        table = np.asarray(self._show_all(self._fingerprints(state)).addressable_data(0))
+        """One line for each array whose replicas differ: its name, and which devices disagree with the majority."""
+        table = np.asarray(self._all_gather(self._fingerprints(state)).addressable_data(0))
         found = []
-        for name, spec, prints in zip(self._names, self._specs, table.T, strict=True):
-            for copies in self._copies(spec):
-                held = prints[copies]
-                (usual, count), *rest = Counter(held.tolist()).most_common()
-                if rest:
-                    odd = [self._device(place) for place in copies[held != usual].tolist()]
-                    found.append(f"{name} on {', '.join(odd)} is not what its {count} other copies are")
+        for name, spec, fingerprints in zip(self._names, self._specs, table.T, strict=True):
+            for rows in self._replica_groups(spec):
+                values = fingerprints[rows]
+                (majority, count), *others = Counter(values.tolist()).most_common()
+                if others:
+                    deviating = [self._device_name(row) for row in rows[values != majority].tolist()]
+                    found.append(f"{name} on {', '.join(deviating)} differs from its {count} other replicas")
         return found
 
     def check(self, state: Any, step: int) -> None:
-        """Raises InputError, the same on every process, where copies differ after `step`."""
+        """Raise `HardwareError`, the same on every process, if replicas differ after `step`."""
         if found := self.differences(state):
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise UserError(
-                f"after step {step} {found[0]}{more}: a device or a link is faulty, or a sum left one out;\n"
-                f"go on from the newest checkpoint, without that device: checkpoint.resume=must"
+            raise HardwareError(
+                f"after step {step} {found[0]}{more}: a device or a link is faulty, or a reduction is missing;\n"
+                f"resume from the newest checkpoint without that device: checkpoint.resume=must"
             )
 
-    def _copies(self, spec: P) -> np.ndarray:
-        """Rows of the table that must be the same, by group: [groups copies]."""
-        cut = {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+    def _replica_groups(self, spec: P) -> np.ndarray:
+        """Rows of the table that must be equal for an array partitioned by `spec`: [groups replicas]."""
+        sharded = {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
         sizes = dict(self._mesh.shape)
-        places = np.arange(self._mesh.size).reshape(sizes[DP], sizes[MP])
-        order = [i for i, axis in enumerate((DP, MP)) if axis in cut]
-        whole = [i for i, axis in enumerate((DP, MP)) if axis not in cut]
-        groups = math.prod(places.shape[i] for i in order)
-        return places.transpose(*order, *whole).reshape(groups, -1)
+        rows = np.arange(self._mesh.size).reshape(sizes[DP], sizes[MP])
+        over_groups = [i for i, axis in enumerate((DP, MP)) if axis in sharded]
+        over_replicas = [i for i, axis in enumerate((DP, MP)) if axis not in sharded]
+        groups = math.prod(rows.shape[i] for i in over_groups)
+        return rows.transpose(*over_groups, *over_replicas).reshape(groups, -1)
 
-    def _device(self, place: int) -> str:
-        device = self._mesh.devices.flat[place]
+    def _device_name(self, row: int) -> str:
+        device = self._mesh.devices.flat[row]
         return f"device {device.id} (process {device.process_index})"
 
 
-def _of_this_device(state: Any) -> UInt32[Array, "1 leaves"]:
-    """The fingerprints of what this device holds.  Nothing travels."""
+def _local_fingerprints(state: Any) -> UInt32[Array, "1 leaves"]:
+    """The fingerprints of this device's shards.  No communication."""
     return jnp.stack([mark_varying(mark_varying(fingerprint(leaf), DP), MP) for leaf in jax.tree.leaves(state)])[None]
 
 
 def fingerprint(x: Array) -> UInt32[Array, ""]:
-    """The sum, modulo 2^32, of every 32 bits of `x`, each mixed with its place: the finaliser of MurmurHash3, which no
-    two words share.  The order of summation does not matter, so it is the same wherever the same bits lie."""
+    """The sum modulo 2^32 of every 32-bit word of `x` mixed with its position.
+
+    The mixing is the finaliser of MurmurHash3, a bijection.  The order of summation does not matter, so equal bits have
+    equal fingerprints on every device.
+    """
     words = _words(x)
-    place = jnp.zeros(words.shape, jnp.uint32)
+    position = jnp.zeros(words.shape, jnp.uint32)
     for dim, size in enumerate(words.shape):
-        place = place * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-    mixed = words ^ (place * np.uint32(0x9E3779B1))
+        position = position * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+    mixed = words ^ (position * np.uint32(0x9E3779B1))
     for shift, factor in [(16, 0x85EBCA6B), (13, 0xC2B2AE35)]:
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
     return jnp.sum(mixed ^ (mixed >> np.uint32(16)), dtype=jnp.uint32)
 
 
 def _words(x: Array) -> UInt32[Array, "..."]:
-    """The bits of `x` as 32-bit words: one for each element of 32 bits or fewer, two for one of 64."""
+    """The bits of `x` as 32-bit words: one for each element of up to 32 bits, two for each element of 64 bits."""
     if x.dtype == bool:
         return x.astype(jnp.uint32)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)

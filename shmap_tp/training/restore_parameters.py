@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.training.checkpoint import examine
+from shmap_tp.training.checkpoint import find_faults
 
 
 def find_checkpoint(directory: str, step: int | None) -> epath.Path:
@@ -37,7 +37,7 @@ def find_checkpoint(directory: str, step: int | None) -> epath.Path:
     if step is not None and step not in steps:
         raise UserError(f"{root} holds no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
     for candidate in [step] if step is not None else reversed(steps):
-        faults = examine(root / str(candidate))
+        faults = find_faults(root / str(candidate))
         if not faults:
             return root / str(candidate)
         if step is not None:

@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or from the newest intact checkpoint of the same run; and what is refused."""
+"""Where a run starts: from new parameters or from the newest intact checkpoint; and which starts are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -13,90 +13,103 @@ from shmap_tp.data.batches import Batches
 from shmap_tp.data.token_files import SPLITS
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import say
-from shmap_tp.training.checkpoint import Checkpoints, agreed
+from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
 from shmap_tp.training.metrics import read_metrics
 from shmap_tp.training.step import State, StepFunctions
 
 
-def start(
-    config: Config, programs: StepFunctions, batches: Batches, checkpoints: Checkpoints
+def restore_or_initialize(
+    config: Config, functions: StepFunctions, batches: Batches, checkpoints: Checkpoints
 ) -> tuple[State, int | None]:
-    """As `checkpoint.resume` says, the newest intact checkpoint's state and step, or a new state and None."""
-    where, resume = config.checkpoint.dir, config.checkpoint.resume
-    there = checkpoints.steps()
-    if resume == Resume.never and there:
+    """(state, step) of the newest intact checkpoint, or (new state, None), as `checkpoint.resume` says.
+
+    Raises `UserError` if there is a checkpoint but resuming was not requested, if resuming was requested but nothing
+    can be resumed, or if the checkpoint is of a run with another model or data order.
+    """
+    directory, resume = config.checkpoint.dir, config.checkpoint.resume
+    steps = checkpoints.steps()
+    if resume == Resume.never and steps:
         raise UserError(
-            f"{where} holds this run up to step {there[0]}; go on from it with --resume, "
-            f"or start another with run.name=... or run.dir=..."
+            f"{directory} has checkpoints of this run up to step {steps[0]}; resume it with --resume, "
+            f"or start another run with run.name=... or run.dir=..."
         )
-    if not there and resume == Resume.must:
+    if resume == Resume.must and not steps:
         raise UserError(
-            f"checkpoint.resume=must (--resume): no checkpoint in {where}; leave it out to start there "
+            f"checkpoint.resume=must (--resume): no checkpoint in {directory}; leave it out to start a new run there "
             f"(checkpoint.resume=never), or name the run with run.dir=..."
         )
-    if not there:
-        _refuse_to_empty(config)
-        return programs.init(), None
-    unfinished = checkpoints.first_save_unfinished()
-    step = checkpoints.newest_intact()
-    if step is None and resume == Resume.if_present and unfinished:
-        _refuse_to_empty(config)
-        checkpoints.discard_after(-1)
-        return programs.init(), None
+    first_save_unfinished = checkpoints.first_save_unfinished()
+    step = checkpoints.newest_intact() if steps else None
     if step is None:
-        raise UserError(
-            f"no checkpoint in {where} is intact (there: {', '.join(map(str, there))}); restore one from a copy, "
-            f"or start another run with run.dir=..."
-        )
-    _refuse_differences(checkpoints.facts(step), config, batches.identity, f"checkpoint {where}/{step}")
-    state = checkpoints.restore(step, programs.shapes)
+        if steps and not (resume == Resume.if_present and first_save_unfinished):
+            raise UserError(
+                f"no checkpoint in {directory} is intact (found: {', '.join(map(str, steps))}); restore one from a "
+                f"copy, or start another run with run.dir=..."
+            )
+        _refuse_to_overwrite_metrics(config)
+        checkpoints.discard_after(-1)
+        return functions.init(), None
+    return _restore(step, config, functions, batches, checkpoints), step
+
+
+def _restore(step: int, config: Config, functions: StepFunctions, batches: Batches, checkpoints: Checkpoints) -> State:
+    """The state of the checkpoint of `step`; newer checkpoints are deleted."""
+    directory, facts = config.checkpoint.dir, checkpoints.facts(step)
+    _refuse_differences(facts, config, batches.identity, f"checkpoint {directory}/{step}")
+    state = checkpoints.restore(step, functions.shapes)
     if int(state.step) != step:
         raise UserError(
-            f"checkpoint {where}/{step} holds the state after step {int(state.step)}: give the directory that name back"
+            f"checkpoint {directory}/{step} contains the state after step {int(state.step)}: rename the directory to "
+            f"that number"
         )
     checkpoints.discard_after(step)
-    mesh = checkpoints.facts(step)["mesh"]
-    say(f"going on from step {step} of {where}, saved on mesh dp={mesh[0]}, mp={mesh[1]}")
-    return state, step
+    dp, mp = facts["mesh"]
+    say(f"resuming from step {step} of {directory}, saved on mesh dp={dp}, mp={mp}")
+    return state
 
 
-def _refuse_to_empty(config: Config) -> None:
-    """Raises InputError where a new run would empty the metrics.jsonl of one whose checkpoints are elsewhere.
+def _refuse_to_overwrite_metrics(config: Config) -> None:
+    """Raise `UserError` if a new run would empty the metrics.jsonl of a run whose checkpoints are elsewhere.
 
-    With if_present, one that was killed before its first checkpoint begins again: its lines are of steps that are lost.
+    With if_present, a run that was killed before its first checkpoint starts again: its metrics are of lost steps.
     """
-    file, where = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
-    held = max([line["step"] for line in read_metrics(file)], default=-1) if jax.process_index() == 0 else -1
-    if held >= 0 and config.checkpoint.resume == Resume.if_present:
-        try:  # as it stands there: a file of an earlier version may lack keys
+    file, directory = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
+    last = max([line["step"] for line in read_metrics(file)], default=-1) if jax.process_index() == 0 else -1
+    if last >= 0 and config.checkpoint.resume == Resume.if_present:
+        try:  # read without validation: a file of an earlier version may lack keys
             saved = OmegaConf.load(file.with_name("config.yaml"))
         except (OSError, yaml.YAMLError):
             saved = OmegaConf.create()
-        held = -1 if OmegaConf.select(saved, "checkpoint.dir") == where else held
-    if (held := agreed(held)) >= 0:
+        last = -1 if OmegaConf.select(saved, "checkpoint.dir") == directory else last
+    if (last := broadcast_from_process_0(last)) >= 0:
         raise UserError(
-            f"{file} holds a run up to step {held} and a new one would empty it: {where} has no checkpoint;\n"
-            f"name its own checkpoint.dir=... with --resume, start another with run.dir=..., or remove the file"
+            f"{file} has the metrics of a run up to step {last}, which a new run would delete: {directory} has no "
+            f"checkpoint;\n"
+            f"name its own checkpoint.dir=... with --resume, start another run with run.dir=..., or remove the file"
         )
 
 
-def _refuse_differences(saved: dict[str, Any], config: Config, order: dict[str, Any], where: str) -> None:
-    """Raises InputError where the model, or what decides which sample comes when, is not the one that was saved."""
-    then, now = _decisive(saved["config"]["model"], saved["data"]), _decisive(to_dict(config.model), order)
-    for key in sorted(then.keys() | now.keys()):
-        if then.get(key) != now.get(key):
+def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[str, Any], checkpoint: str) -> None:
+    """Raise `UserError` if the model or the data order differs from what was saved."""
+    before = _fixed_settings(saved["config"]["model"], saved["data"])
+    now = _fixed_settings(to_dict(config.model), identity)
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
             raise UserError(
-                f"{where} is of another run: {key} was {then.get(key)}, is {now.get(key)};\n"
-                f"make it the same again to go on, or start another run with run.dir=..."
+                f"{checkpoint} is of another run: {key} was {before.get(key)}, is {now.get(key)};\n"
+                f"restore the old value to resume, or start another run with run.dir=..."
             )
 
 
-def _decisive(model: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
-    """All that must not change within a run, by the key that sets it.  Names and ways to compute the same may."""
-    same = {"name", "remat", "offload", "attention", "attention_chunk"}
-    shape = {f"model.{key}": model[key] for key in model.keys() - same}
+def _fixed_settings(model: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+    """Everything that must not change within a run, by configuration key.
+
+    Names may change, and settings that choose how the same result is computed.
+    """
+    may_change = {"name", "remat", "offload", "attention", "attention_chunk"}
+    shape = {f"model.{key}": model[key] for key in model.keys() - may_change}
     files = {
-        f"data.dir ({split}.bin)": f"{order[split]['tokens']} tokens of sha256 {order[split]['sha256'][:12]}"
+        f"data.dir ({split}.bin)": f"{identity[split]['tokens']} tokens of sha256 {identity[split]['sha256'][:12]}"
         for split in SPLITS
     }
-    return shape | files | {"run.seed": order["seed"], "train.batch": order["batch"]}
+    return shape | files | {"run.seed": identity["seed"], "train.batch": identity["batch"]}

@@ -188,7 +188,7 @@ def _make_step(config: Config, objective: Objective, optimizer: Optimizer, updat
         loss, gradients = loss_and_gradients(objective, state.params, tokens_ABT)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
-            good, guard = state.guard.judge(loss, norm, config.guard)
+            good, guard = state.guard.update(loss, norm, config.guard)
             old = jax.tree.map(lambda placement, w: placement.local_shard(w), placements, state.params)
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, old, updated)
             new = select_tree(good, optax.apply_updates(old, updates), old)

@@ -1,16 +1,7 @@
-"""Is this machine, and what was saved on it, to be trusted?
+"""Verification of a machine: does a resumed run continue exactly, and do all replicas stay equal?
 
-    python -m shmap_tp.verify resume --cfg conf/config.yaml --onto 8,1 [--steps 3] [key=value ...]
-        train, stop, go on from the checkpoint on this mesh and on another, and compare with having gone straight on
-    python -m shmap_tp.verify replicas --cfg conf/config.yaml [--steps 3] [key=value ...]
-        restore the newest checkpoint, or begin, train, and compare all copies of every array after each step
-    python -m shmap_tp.verify checkpoint DIRECTORY
-        every checkpoint in it: which files are damaged, missing or not its own
-
-`resume` and `replicas` train with the model, data and devices that the configuration names; in several processes start
-them on every host.  Nothing of the run is changed: what `resume` saves lies beside the checkpoints while it works.
-
-exit codes: 0 all is well, 1 something is not, 2 bad input
+`verify_resume` and `verify_replicas` print their findings and return whether all is well.  See `shmap_tp.verify` for
+the command.
 """
 
 from collections.abc import Iterator
@@ -23,92 +14,142 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from shmap_tp.config.schema import Config
-from shmap_tp.config.validate import check
+from shmap_tp.config.validate import validate
 from shmap_tp.data.batches import Batches
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.console import say
-from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.loop import dtype_of
+from shmap_tp.training.checkpoint import Checkpoints, find_faults
+from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
 
 
 class Trainer:
-    """The steps of a configuration on one mesh."""
+    """The training steps of a configuration on one mesh, without metrics or checkpoints."""
 
     def __init__(self, config: Config):
         self.mesh = config.mesh
-        self.programs: StepFunctions = build_step_functions(
-            config, make_mesh(config.mesh), dtype_of(config.train.precision)
+        self.functions: StepFunctions = build_step_functions(
+            config, make_mesh(config.mesh), compute_dtype(config.train.precision)
         )
-        self._batches = Batches(config, self.programs.tokens)
+        self._batches = Batches(config, self.functions.tokens)
 
-    def go(self, state: State, first: int, last: int) -> tuple[State, list[float]]:
-        """Train from step `first` to `last`: (state, loss of each step)."""
+    def train(self, state: State, first: int, last: int) -> tuple[State, list[float]]:
+        """Train from step `first` to step `last`; return (state, loss of each step)."""
         losses = []
         for step in range(first, last):
-            state, metrics = self.programs.step(state, self._batches.training(step))
+            state, metrics = self.functions.step(state, self._batches.training(step))
             losses.append(float(metrics["loss"]))
         return state, losses
 
 
-def resume(config: Config, onto: tuple[int, int], steps: int) -> bool:
-    """Whether what is restored is bit for bit what was saved on both meshes, and the run on the same mesh, too."""
-    other = replace(config, mesh=replace(config.mesh, dp=onto[0], mp=onto[1], tile=None))
-    check(other)
-    here, there = Trainer(config), Trainer(other)
-    with set_aside(config) as checkpoints:
-        state, _ = here.go(here.programs.init(), 0, steps)
-        saved = whole(state)
+def verify_resume(config: Config, other_mesh: tuple[int, int], steps: int) -> bool:
+    """Train `steps` steps, save, restore on the same mesh and on `other_mesh` (dp, mp), and train as many again.
+
+    Returns True if the restored state is bitwise equal to the saved one on both meshes, and if the run that was resumed
+    on the same mesh is bitwise equal to the uninterrupted run.
+    """
+    other = replace(config, mesh=replace(config.mesh, dp=other_mesh[0], mp=other_mesh[1], tile=None))
+    validate(other)
+    same_mesh, changed_mesh = Trainer(config), Trainer(other)
+    with _temporary_checkpoints(config) as checkpoints:
+        state, _ = same_mesh.train(same_mesh.functions.init(), 0, steps)
+        saved = _to_host(state)
         checkpoints.save(steps, state, {})
         checkpoints.wait()
-        straight, expected = here.go(state, steps, 2 * steps)
-        straight, good = whole(straight), True
-        for trainer in (here, there):
-            restored = checkpoints.restore(steps, trainer.programs.shapes)
-            same = bits_differ(whole(restored), saved)
-            end, losses = trainer.go(restored, steps, 2 * steps)
+        state, expected_losses = same_mesh.train(state, steps, 2 * steps)
+        uninterrupted, all_well = _to_host(state), True
+        del state  # frees device memory for the restored one
+        for trainer in (same_mesh, changed_mesh):
+            restored = checkpoints.restore(steps, trainer.functions.shapes)
+            wrong = bits_differ(_to_host(restored), saved)
+            end, losses = trainer.train(restored, steps, 2 * steps)
             mesh = f"dp={trainer.mesh.dp}, mp={trainer.mesh.mp}"
-            say(f"on {mesh}: restored {'bit for bit what was saved' if not same else 'NOT what was saved: ' + same[0]}")
-            far = compare(whole(end), straight, mesh, steps)
-            apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-            say(f"  losses      {apart:.1e} apart at most, relative to those of the run that was not stopped")
-            good = good and not same and (trainer is there or not far)
-    say("what a run on another mesh adds up in another order may differ by rounding; on the same mesh nothing may")
-    return good
+            verdict = f"DIFFERS from the saved state: {wrong[0]}" if wrong else "is bitwise equal to the saved state"
+            say(f"on {mesh}: the restored state {verdict}")
+            differing = _compare(_to_host(end), uninterrupted, steps)
+            relative = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
+            say(f"  losses differ by at most {relative:.1e}, relative to those of the uninterrupted run")
+            all_well = all_well and not wrong and (trainer is changed_mesh or not differing)
+    say("on another mesh, sums are computed in another order and may differ by rounding; on the same mesh they may not")
+    return all_well
 
 
-def compare(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], mesh: str, steps: int) -> list[str]:
-    """Tell how far each array is from its expected value after `steps` more; the names of those that are not bitwise
-    equal, the farthest first."""
-    sizes = {name: np.max(np.abs(array.astype(np.float64)), initial=0.0) for name, array in expected.items()}
-    sizes["guard/variance"] = sizes["guard/mean"] ** 2  # of losses nearly equal: by itself as good as nothing
-    far = {name: distance(actual[name], expected[name], sizes[name]) for name in bits_differ(actual, expected)}
-    worst = sorted(far, key=lambda name: -np.nan_to_num(far[name], nan=np.inf))
-    say(
-        f"  {steps} steps on {len(actual) - len(far)} of {len(actual)} arrays are bit for bit those of the straight run"
-    )
+def verify_replicas(config: Config, steps: int) -> bool:
+    """Whether all replicas of every array are equal before and after each of `steps` steps.
+
+    Starts from the newest intact checkpoint, or from new parameters if there is none.
+    """
+    trainer = Trainer(config)
+    replica_check = ReplicaCheck(trainer.functions.shapes)
+    with Checkpoints(config.checkpoint, say) as checkpoints:
+        newest = checkpoints.newest_intact() if checkpoints.steps() else None
+        state = trainer.functions.init() if newest is None else checkpoints.restore(newest, trainer.functions.shapes)
+    first, all_well = newest or 0, True
+    for step in range(first, first + steps + 1):
+        found = replica_check.differences(state)
+        say(f"step {step}: " + ("all replicas of every array are equal" if not found else "REPLICAS DIFFER"))
+        for line in found:
+            say(f"  {line}")
+        all_well = all_well and not found
+        if step < first + steps:
+            state, _ = trainer.train(state, step, step + 1)
+    return all_well
+
+
+def verify_checkpoints(directory: str) -> bool:
+    """Whether every checkpoint in `directory` is intact.  Only reads, so it can be used while a run writes there."""
+    path = epath.Path(directory)
+    steps = sorted(int(child.name) for child in path.iterdir() if child.name.isdecimal()) if path.is_dir() else []
+    if not steps:
+        raise UserError(
+            f"{directory} has no checkpoint; name the checkpoint.dir of a run, which has one per saved step"
+        )
+    all_well = True
+    for step in reversed(steps):
+        faults = find_faults(path / str(step))
+        say(f"{step}: " + ("intact" if not faults else "DAMAGED"))
+        for fault in faults:
+            say(f"  {fault}")
+        all_well = all_well and not faults
+    return all_well
+
+
+def _compare(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], steps: int) -> list[str]:
+    """Print how far each array is from its expected value after `steps` more steps.
+
+    Returns the names of the arrays that are not bitwise equal, the farthest first.
+    """
+    scales = {name: np.max(np.abs(array.astype(np.float64)), initial=0.0) for name, array in expected.items()}
+    scales["guard/variance"] = scales["guard/mean"] ** 2  # the variance of nearly equal losses has no scale of its own
+    distances = {
+        name: _relative_distance(actual[name], expected[name], scales[name]) for name in bits_differ(actual, expected)
+    }
+    worst = sorted(distances, key=lambda name: -np.nan_to_num(distances[name], nan=np.inf))
+    equal = len(actual) - len(distances)
+    say(f"  {steps} steps later {equal} of {len(actual)} arrays are bitwise equal to those of the uninterrupted run")
     for name in worst[:8]:
-        size = "the squared mean" if name == "guard/variance" else "its largest value"
-        say(f"    {far[name]:8.1e} of {size}  {name}")
+        scale = "the squared mean" if name == "guard/variance" else "its largest value"
+        say(f"    {distances[name]:8.1e} of {scale}  {name}")
     if len(worst) > 8:
         say(f"    less       in {len(worst) - 8} more")
     return worst
 
 
-def distance(actual: np.ndarray, expected: np.ndarray, size: float) -> float:
-    """max|actual - expected| / size."""
-    apart = np.max(np.abs(actual.astype(np.float64) - expected.astype(np.float64)), initial=0.0)
-    return float(apart / size) if size else float(apart)
+def _relative_distance(actual: np.ndarray, expected: np.ndarray, scale: float) -> float:
+    """max|actual - expected| / scale; the maximum itself if the scale is 0."""
+    largest = np.max(np.abs(actual.astype(np.float64) - expected.astype(np.float64)), initial=0.0)
+    return float(largest / scale) if scale else float(largest)
 
 
 def bits_differ(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> list[str]:
+    """Names of the arrays that are not bitwise equal."""
     return [name for name in expected if actual[name].tobytes() != expected[name].tobytes()]
 
 
-def whole(state: State) -> dict[str, np.ndarray]:
-    """Every array on this host, by its path: as much host memory as the state has bytes."""
+def _to_host(state: State) -> dict[str, np.ndarray]:
+    """Every full array on this host, by path.  Takes as much host memory as the whole state."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.array(
@@ -119,34 +160,15 @@ def whole(state: State) -> dict[str, np.ndarray]:
 
 
 @contextmanager
-def set_aside(config: Config) -> Iterator[Checkpoints]:
-    """Checkpoints beside those of the run: none before, and gone afterwards."""
-    name = config.checkpoint.dir.rstrip("/") + "-doctor"
+def _temporary_checkpoints(config: Config) -> Iterator[Checkpoints]:
+    """An empty directory of checkpoints beside that of the run, deleted on exit."""
+    name = config.checkpoint.dir.rstrip("/") + "-verify"
     with Checkpoints(replace(config.checkpoint, dir=name), say) as checkpoints:
         if checkpoints.steps():
-            raise UserError(f"{name} is there already, of a doctor that was killed: remove it, then call again")
+            raise UserError(f"{name} exists already, from a `verify` that was killed: remove it, then run this again")
         try:
             yield checkpoints
         finally:
             checkpoints.wait()
             if jax.process_index() == 0:
                 epath.Path(name).rmtree()
-
-
-def replicas(config: Config, steps: int) -> bool:
-    """Whether all copies of every array agree at the start and after each of `steps` steps."""
-    trainer = Trainer(config)
-    watch = ReplicaCheck(trainer.programs.shapes)
-    with Checkpoints(config.checkpoint, say) as checkpoints:
-        newest = checkpoints.newest_intact() if checkpoints.steps() else None
-        state = trainer.programs.init() if newest is None else checkpoints.restore(newest, trainer.programs.shapes)
-    first, good = newest or 0, True
-    for step in range(first, first + steps + 1):
-        found = watch.differences(state)
-        say(f"step {step}: " + ("all copies of every array are the same bits" if not found else "COPIES DIFFER"))
-        for line in found:
-            say(f"  {line}")
-        good = good and not found
-        if step < first + steps:
-            state, _ = trainer.go(state, step, step + 1)
-    return good

@@ -1,4 +1,4 @@
-"""Preparing data: what goes in comes out, twice the same, complete or not at all, and every refusal says why."""
+"""Preparing data is lossless, reproducible and all-or-nothing, and every refusal says why."""
 
 import hashlib
 import json
@@ -11,16 +11,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shmap_tp.data import batches as data
-from shmap_tp.data import prepare
-from shmap_tp.data import text_sources as sources
+from shmap_tp import prepare as command
+from shmap_tp.data import prepare as preparation
+from shmap_tp.data import text_sources
+from shmap_tp.data.token_files import DTYPES, META, SPLITS, open_token_file
+from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 
 WORDS = [f"document {i}: the quick brown fox, naïve café {i * i}" for i in range(200)]
 
 
 def run(capsys, *arguments) -> tuple[int, str, str]:
-    code = prepare.main([str(argument) for argument in arguments])
+    code = command.main([str(argument) for argument in arguments])
     return code, *capsys.readouterr()
 
 
@@ -31,8 +33,8 @@ def jsonl(path: Path, texts=WORDS, field="text") -> Path:
 
 def documents(directory: Path, split: str) -> list[list[int]]:
     """The documents of a prepared split, without their end-of-text tokens."""
-    meta = json.loads((directory / data.META).read_text())
-    ids = np.fromfile(directory / f"{split}.bin", data.DTYPES[meta["dtype"]])
+    meta = json.loads((directory / META).read_text())
+    ids = np.fromfile(directory / f"{split}.bin", DTYPES[meta["dtype"]])
     assert len(ids) == meta["tokens"][split] and ids[-1] == meta["end_of_text"]
     ends = np.flatnonzero(ids == meta["end_of_text"])
     return [part.tolist() for part in np.split(ids, ends + 1)[:-1]]
@@ -45,41 +47,41 @@ def texts(directory: Path, split: str) -> list[str]:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("data") / "stdlib"
-    prepare.prepare_stdlib(out)
+    preparation.prepare_stdlib(out)
     return out
 
 
-def test_the_library_is_ready_to_train_on(library):
+def test_the_prepared_library_can_be_trained_on(library):
     train, validation = (
-        data.open_token_file(library, split, context=256, vocabulary=256) for split in ("train", "validation")
+        open_token_file(library, split, context=256, vocabulary=256) for split in ("train", "validation")
     )
     assert train.tokens > 5_000_000
     assert 0.005 < validation.tokens / train.tokens < 0.05
-    meta = json.loads((library / data.META).read_text())
+    meta = json.loads((library / META).read_text())
     assert set(meta) == {"vocabulary", "tokenizer", "source", "end_of_text", "dtype", "tokens", "sha256"}
     assert meta["sha256"]["train"] == hashlib.sha256((library / "train.bin").read_bytes()).hexdigest()
 
 
-def test_the_library_is_the_same_twice(library, tmp_path):
-    assert prepare.main(["--source", "stdlib", "--out", str(tmp_path / "again")]) == 0
-    for name in ("train.bin", "validation.bin", data.META):
+def test_preparing_the_library_twice_gives_the_same_bytes(library, tmp_path):
+    assert command.main(["--source", "stdlib", "--out", str(tmp_path / "again")]) == 0
+    for name in ("train.bin", "validation.bin", META):
         assert (tmp_path / "again" / name).read_bytes() == (library / name).read_bytes()
 
 
-def test_preparing_the_library_where_it_is_changes_nothing(library):
-    before = (library / data.META).stat().st_mtime_ns
-    assert prepare.prepare_stdlib(library)["vocabulary"] == 256
-    assert (library / data.META).stat().st_mtime_ns == before
+def test_preparing_an_already_prepared_library_changes_nothing(library):
+    before = (library / META).stat().st_mtime_ns
+    assert preparation.prepare_stdlib(library)["vocabulary"] == 256
+    assert (library / META).stat().st_mtime_ns == before
 
 
-def test_several_processes_may_prepare_the_library_at_once(library, tmp_path):
+def test_several_processes_can_prepare_the_library_at_once(library, tmp_path):
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(prepare.prepare_stdlib, [tmp_path / "stdlib"] * 4))
-    assert answers == [json.loads((library / data.META).read_text())] * 4
+        answers = list(pool.map(preparation.prepare_stdlib, [tmp_path / "stdlib"] * 4))
+    assert answers == [json.loads((library / META).read_text())] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["stdlib"]
 
 
-def test_the_library_is_every_text_but_tests(tmp_path, monkeypatch):
+def test_the_library_contains_every_text_file_except_tests(tmp_path, monkeypatch):
     (tmp_path / "lib/test").mkdir(parents=True)
     (tmp_path / "lib/json").mkdir()
     for name, content in {
@@ -87,31 +89,31 @@ def test_the_library_is_every_text_but_tests(tmp_path, monkeypatch):
         "nul.py": b"a\0b", "empty.py": b"", "readme.txt": b"r", "_sysconfigdata_here.py": b"s",
     }.items():  # fmt: skip
         (tmp_path / "lib" / name).write_bytes(content)
-    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    assert [text for _, text in sources.stdlib().documents] == ["a\r\n", "", "é", "z"]
+    monkeypatch.setattr(text_sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    assert [text for _, text in text_sources.stdlib().documents] == ["a\r\n", "", "é", "z"]
 
 
 def test_the_split_is_a_fixed_function_of_the_key():
-    assert [sources.split_of(f"{i}", 0.3) for i in range(6)] == [
+    assert [text_sources.split_of(f"{i}", 0.3) for i in range(6)] == [
         "train", "train", "train", "train", "validation", "train",
     ]  # fmt: skip
-    share = np.mean([sources.split_of(f"{i}", 0.02) == "validation" for i in range(20_000)])
+    share = np.mean([text_sources.split_of(f"{i}", 0.02) == "validation" for i in range(20_000)])
     assert 0.017 < share < 0.023
 
 
-def test_jsonl_comes_back_document_by_document(tmp_path, capsys):
+def test_jsonl_documents_are_recovered_one_by_one(tmp_path, capsys):
     code, out, err = run(
         capsys, "--text", jsonl(tmp_path / "x.jsonl"), "--out", tmp_path / "out", "--validation", "0.1"
     )
     assert (code, err) == (0, "")
-    assert "tokens to train on" in out and str(tmp_path / "out") in out
+    assert "training tokens" in out and str(tmp_path / "out") in out
     found = texts(tmp_path / "out", "train"), texts(tmp_path / "out", "validation")
     assert sorted(found[0] + found[1]) == sorted(WORDS)
     assert found[0] == [word for word in WORDS if word in found[0]]  # in the order of the file
     assert 5 < len(found[1]) < 40
 
 
-def test_a_directory_of_text(tmp_path, capsys):
+def test_a_directory_of_text_files_is_searched(tmp_path, capsys):
     (tmp_path / "in/deep").mkdir(parents=True)
     for i, word in enumerate(WORDS[:40]):
         (tmp_path / "in/deep" / f"{i:03}.txt").write_bytes(word.encode())
@@ -123,7 +125,7 @@ def test_a_directory_of_text(tmp_path, capsys):
     assert sorted(texts(tmp_path / "out", "train") + texts(tmp_path / "out", "validation")) == sorted(WORDS[:50])
 
 
-def test_one_text_file_is_cut(tmp_path, capsys):
+def test_a_single_text_file_is_split_in_two(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("abcdefghij" * 10)
     assert run(capsys, "--text", tmp_path / "x.txt", "--out", tmp_path / "out", "--validation", "0.1")[0] == 0
     assert texts(tmp_path / "out", "train") == ["abcdefghij" * 9]
@@ -141,37 +143,37 @@ def subwords(tmp_path) -> Path:
         vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(WORDS, trainer)
-    tokenizer.enable_truncation(4)  # as a downloaded file may ask for; documents must come through whole
+    tokenizer.enable_truncation(4)  # as a downloaded file may request; documents must not be truncated
     tokenizer.save(str(tmp_path / "bpe.json"))
     return tmp_path / "bpe.json"
 
 
-def test_a_tokenizer_file(tmp_path, capsys, subwords):
+def test_documents_survive_a_subword_tokenizer_file(tmp_path, capsys, subwords):
     import tokenizers
 
     spoken = [*WORDS, "a text that says <|endoftext|> itself"]
     source, out = jsonl(tmp_path / "x.jsonl", spoken), tmp_path / "out"
     arguments = ["--text", source, "--out", out, "--validation", "0.1", "--tokenizer", subwords]
     assert run(capsys, *arguments)[0] == 0
-    meta = json.loads((out / data.META).read_text())
+    meta = json.loads((out / META).read_text())
     decoder = tokenizers.Tokenizer.from_file(str(subwords))
     assert (meta["tokenizer"], meta["end_of_text"]) == ("bpe.json", decoder.token_to_id("<|endoftext|>"))
     assert meta["vocabulary"] == decoder.get_vocab_size() == 400
-    found = [decoder.decode(ids[:-1]) for split in data.SPLITS for ids in documents(out, split)]
+    found = [decoder.decode(ids[:-1]) for split in SPLITS for ids in documents(out, split)]
     assert sorted(found) == sorted(spoken)
 
 
-def test_a_vocabulary_beyond_16_bits_is_written_as_uint32(tmp_path):
-    tokenizer = prepare.Bytes()
+def test_a_vocabulary_above_16_bits_is_written_as_uint32(tmp_path):
+    tokenizer = Bytes()
     tokenizer.vocabulary, tokenizer.end_of_text = 65537, 65536
-    source = sources.Source("two", iter([("train", "abc"), ("validation", "d")]), 2)
-    assert prepare.prepare(source, tokenizer, tmp_path / "out")["dtype"] == "uint32"
-    windows = data.open_token_file(tmp_path / "out", "train", context=3, vocabulary=65537)
-    assert windows.read(np.arange(1)).tolist() == [[97, 98, 99, 65536]]
+    source = text_sources.Source("two", iter([("train", "abc"), ("validation", "d")]), 2)
+    assert preparation.prepare(source, tokenizer, tmp_path / "out")["dtype"] == "uint32"
+    file = open_token_file(tmp_path / "out", "train", context=3, vocabulary=65537)
+    assert file.read(np.arange(1)).tolist() == [[97, 98, 99, 65536]]
 
 
 @pytest.mark.parametrize("splits", [("train", "validation", "test"), ("train",)])
-def test_a_hub_data_set(tmp_path, capsys, monkeypatch, splits):
+def test_a_hub_data_set_keeps_its_splits_or_is_split(tmp_path, capsys, monkeypatch, splits):
     def load_dataset(name, streaming):
         assert (name, streaming) == ("someone/small", True)
         return {split: [{"text": f"{split} {word}"} for word in WORDS] for split in splits}
@@ -179,33 +181,33 @@ def test_a_hub_data_set(tmp_path, capsys, monkeypatch, splits):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     arguments = ["--dataset", "someone/small", "--out", tmp_path / "out", "--validation", "0.1"]
     assert run(capsys, *arguments)[0] == 0
-    train, validation = (texts(tmp_path / "out", split) for split in data.SPLITS)
+    train, validation = (texts(tmp_path / "out", split) for split in SPLITS)
     if "validation" in splits:
         assert train == [f"train {word}" for word in WORDS] and validation == [f"validation {word}" for word in WORDS]
     else:
         assert sorted(train + validation) == sorted(f"train {word}" for word in WORDS)
 
 
-def test_what_is_interrupted_leaves_nothing(tmp_path, capsys, monkeypatch):
+def test_an_interrupted_preparation_leaves_nothing(tmp_path, capsys, monkeypatch):
     def some(*_):
         yield from (("train", word) for word in WORDS)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare, "_GROUP", 100)
-    monkeypatch.setattr(prepare.sources, "stdlib", lambda: sources.Source("cut", some(), None))
+    monkeypatch.setattr(preparation, "_GROUP", 100)
+    monkeypatch.setattr(text_sources, "stdlib", lambda: text_sources.Source("cut", some(), None))
     code, _, err = run(capsys, "--source", "stdlib", "--out", tmp_path / "out")
     assert code == 130 and "nothing was written" in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_overwrite_replaces_and_only_when_complete(tmp_path, capsys):
+def test_only_overwrite_replaces_data_and_only_when_complete(tmp_path, capsys):
     out, arguments = tmp_path / "out", ["--validation", "0.1", "--out", tmp_path / "out", "--text"]
     first, second = jsonl(tmp_path / "1.jsonl"), jsonl(tmp_path / "2.jsonl", WORDS[::-1])
     (tmp_path / "3.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     assert run(capsys, *arguments, first)[0] == 0
     before = (out / "train.bin").read_bytes()
     code, _, err = run(capsys, *arguments, second)
-    assert code == 2 and "is prepared already" in err and "--overwrite" in err
+    assert code == 2 and "already holds prepared data" in err and "--overwrite" in err
     assert run(capsys, *arguments, tmp_path / "3.jsonl", "--overwrite")[0] == 2
     assert (out / "train.bin").read_bytes() == before
     assert run(capsys, *arguments, second, "--overwrite")[0] == 0
@@ -216,10 +218,10 @@ def test_only_overwrite_replaces_and_only_when_complete(tmp_path, capsys):
     assert (out / "notes.md").exists()
 
 
-def test_a_failed_rename_gives_the_old_data_back(tmp_path, monkeypatch):
+def test_a_failed_rename_restores_the_old_data(tmp_path, monkeypatch):
     def make(text, **more):
-        source = sources.Source("two", iter([("train", text), ("validation", "d")]), 2)
-        return prepare.prepare(source, prepare.Bytes(), tmp_path / "out", **more)
+        source = text_sources.Source("two", iter([("train", text), ("validation", "d")]), 2)
+        return preparation.prepare(source, Bytes(), tmp_path / "out", **more)
 
     def rename(path, target, real=Path.rename):
         if path.suffix == ".partial":
@@ -228,7 +230,7 @@ def test_a_failed_rename_gives_the_old_data_back(tmp_path, monkeypatch):
 
     make("old")
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(UserError, match=r"cannot be prepared: .*busy"):
+    with pytest.raises(UserError, match=r"cannot be written: .*busy"):
         make("new", overwrite=True)
     assert texts(tmp_path / "out", "train") == ["old"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -240,7 +242,7 @@ def bad_text(directory: Path, name: str, content: bytes) -> Path:
 
 
 REFUSALS = [
-    ("x.md", b"abc", [], r"ends in '\.md', and only \.txt or \.jsonl are read"),
+    ("x.md", b"abc", [], r"ends in '\.md', but only \.txt or \.jsonl are read"),
     ("x.txt", b"", [], r"no text for train\.bin"),
     ("x.txt", b"ab\xff", [], r"x\.txt: byte 2 is not UTF-8"),
     ("x.txt", b"a\0b", ["--validation", "0.4"], r"contains a NUL"),
@@ -266,21 +268,21 @@ def test_a_refusal_names_the_place_and_leaves_nothing(tmp_path, capsys, name, co
     assert not list(tmp_path.rglob("*.bin*")) and not list(tmp_path.rglob("*.partial"))
 
 
-def test_places_that_cannot_be_read_or_written(tmp_path, capsys):
+def test_unreadable_inputs_and_unwritable_outputs_are_refused(tmp_path, capsys):
     good, file = jsonl(tmp_path / "x.jsonl"), bad_text(tmp_path, "file", b"")
     (tmp_path / "empty").mkdir()
     for text, out, words in [
-        (tmp_path / "absent", "out", "there is no such file or directory"),
+        (tmp_path / "absent", "out", "no such file or directory"),
         (tmp_path / "empty", "out", "no .txt or .jsonl file in this directory"),
-        (good, "file", "is a file; --out names a directory"),
-        (good, "file/out", "cannot be prepared"),
+        (good, "file", "is a file; --out must name a directory"),
+        (good, "file/out", "cannot be written"),
     ]:
         code, _, err = run(capsys, "--text", text, "--out", tmp_path / out, "--validation", "0.1")
         assert code == 2 and words in err, err
     assert file.read_bytes() == b""
 
 
-def test_a_missing_library_is_one_line(tmp_path, capsys, monkeypatch):
+def test_a_missing_python_package_is_reported_in_one_line(tmp_path, capsys, monkeypatch):
     for module, arguments in {
         "datasets": ["--dataset", "a/b"],
         "tokenizers": ["--source", "stdlib", "--tokenizer", "a/b"],
@@ -290,7 +292,7 @@ def test_a_missing_library_is_one_line(tmp_path, capsys, monkeypatch):
         assert code == 2 and f"needs `{module}`: pip install -e '.[data]'" in err and err.count("\n") == 1
 
 
-def test_a_data_set_that_fails(tmp_path, capsys, monkeypatch, subwords):
+def test_a_failing_data_set_is_reported_in_one_line(tmp_path, capsys, monkeypatch, subwords):
     def broken():
         yield {"text": "a"}
         raise TimeoutError("the read timed out\nlong story")
@@ -300,7 +302,7 @@ def test_a_data_set_that_fails(tmp_path, capsys, monkeypatch, subwords):
 
     for load, words in [
         (offline, "--dataset a/b cannot be opened: no route to host"),
-        (lambda name, streaming: {"train": broken()}, "--dataset a/b broke off: the read timed out"),
+        (lambda name, streaming: {"train": broken()}, "--dataset a/b was interrupted: the read timed out"),
         (lambda name, streaming: {"all": []}, "--dataset a/b has the splits all"),
     ]:
         monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))

@@ -1,4 +1,4 @@
-"""The tables against the published figures, and against each other."""
+"""The tables agree with the published figures and with each other, and compiler options are combined correctly."""
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +8,25 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GENERATIONS, GIB, GPU_LINK_RATE, NETWORK_RATE, generation, table_peak
-from shmap_tp.hardware.xla_options import COMPILER_OPTIONS, HOPS, WITH_HOST, compile_with, compiler_options
+from shmap_tp.hardware.xla_options import (
+    COMPILER_OPTIONS,
+    HOST_OFFLOAD,
+    SHORTER_FUSION_ESTIMATE,
+    compile_with,
+    compiler_options,
+)
 
-# version: (TFLOP/s of a chip in bfloat16, JAX devices of a chip, GB/s of a link one way, dims of the torus)
+# version: (bfloat16 TFLOP/s per chip, JAX devices per chip, GB/s of a link in one direction, dims of the torus)
 PUBLISHED = {
     "v2": (45, 2, None, 2),
-    "v3": (123, 2, 82, 2),  # 656 Gbit/s; the scaling book has 100
+    "v3": (123, 2, 82, 2),  # 656 Gbit/s; the scaling book states 100
     "v4": (275, 1, 45, 3),
     "v5e": (197, 1, 45, 2),
     "v5p": (459, 1, 90, 3),
     "v6e": (918, 1, 90, 2),
     "tpu7x": (2307, 2, None, 3),
 }
-# FLOPs of a matrix unit of 128 x 128 (256 x 256 from v6e) in a cycle, times the units of a JAX device
+# FLOPs per cycle of a 128 x 128 (from v6e on 256 x 256) matrix unit, times the units of a JAX device
 PER_CYCLE = {
     "v2": 2 * 128**2,
     "v3": 2 * 128**2 * 2,
@@ -31,19 +37,19 @@ PER_CYCLE = {
     "tpu7x": 2 * 256**2 * 4,
 }
 USABLE = {"v3": 15.48, "v4": 30.75, "v5e": 15.75}
-"""GiB of a device, as the compiler reported them to those who published."""
+"""Usable GiB per device, as the compiler reported them in published logs."""
 every_version = pytest.mark.parametrize("version", GENERATIONS)
 
 
 @every_version
-def test_a_generation_is_that_of_its_devices(version):
+def test_a_generation_is_found_by_its_device_kind(version):
     made = GENERATIONS[version]
     assert made.kind in DEVICES
     assert generation(made.kind) is made
 
 
 @every_version
-def test_peaks_and_links_are_the_published_ones(version):
+def test_peaks_and_links_equal_the_published_figures(version):
     made, (tflops, cores, link, dims) = GENERATIONS[version], PUBLISHED[version]
     assert DEVICES[made.kind].flops * cores == pytest.approx(tflops * 1e12)
     assert (made.cores, made.dims) == (cores, dims)
@@ -52,43 +58,43 @@ def test_peaks_and_links_are_the_published_ones(version):
 
 
 @every_version
-def test_the_peak_is_what_all_matrix_units_do_in_a_second(version):
+def test_the_peak_equals_clock_times_flops_per_cycle(version):
     device = DEVICES[GENERATIONS[version].kind]
     assert device.clock * PER_CYCLE[version] == pytest.approx(device.flops, rel=0.02)
 
 
 @every_version
-def test_a_slice_is_made_of_whole_hosts_in_as_many_dimensions(version):
+def test_the_largest_slice_consists_of_whole_hosts(version):
     made = GENERATIONS[version]
     assert len(made.largest) == made.dims and len(made.host) == max(made.dims, len(made.host))
     assert all(side % host == 0 for side, host in zip(made.largest, made.host, strict=True))
     assert all(made.wraps(side) for side in made.largest), "a pod is a torus"
 
 
-def test_v5p_goes_by_two_names():
+def test_v5p_has_two_names():
     assert DEVICES["TPU v5p"] is DEVICES["TPU v5"]
     assert generation("TPU v5p") is generation("TPU v5") is GENERATIONS["v5p"]
 
 
-def test_all_tpus_have_a_generation_and_a_clock_and_gpus_neither():
+def test_tpus_have_a_generation_and_a_clock_and_gpus_have_neither():
     for kind, device in DEVICES.items():
         assert (device.clock is not None) == (generation(kind) is not None) == kind.startswith("TPU"), kind
         assert device.flops > device.memory_rate > device.memory > 1e9, kind
         assert device.source
 
 
-def test_gpus():
+def test_gpu_peaks_equal_the_published_figures_and_each_gpu_has_a_link_rate():
     for kind, tflops in {"NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989}.items():
         assert DEVICES[kind].flops == tflops * 1e12
     gpus = [kind for kind in DEVICES if kind.startswith("NVIDIA")]
     assert all(sum(kind.startswith(start) for start in GPU_LINK_RATE) == 1 for kind in gpus)
 
 
-def test_the_network_between_slices_is_as_published():
+def test_the_network_between_slices_equals_the_published_figure():
     assert NETWORK_RATE == 2.5e10
 
 
-def test_a_peak_is_of_all_devices_and_says_where_it_is_from():
+def test_a_peak_counts_all_devices_and_names_its_source():
     peak = table_peak("TPU v3", 32)
     assert peak.flops == pytest.approx(16 * 123e12) and peak.source.startswith("32 x TPU v3: ")
     assert table_peak("cpu", 8) is None
@@ -98,14 +104,14 @@ def config(*more: str) -> Config:
     return load(str(CONF / "config.yaml"), list(more))
 
 
-def test_options_are_for_devices_of_the_table():
+def test_only_devices_of_the_table_have_options():
     assert COMPILER_OPTIONS.keys() <= DEVICES.keys()
     assert compiler_options("cpu", config()) == {}
     assert compiler_options("TPU v4", config()) == COMPILER_OPTIONS["TPU v4"]
     assert compiler_options("TPU v5p", config()) == compiler_options("TPU v5", config()) != {}
 
 
-def test_options_that_are_given_go_over_those_of_the_table():
+def test_run_compiler_options_override_the_table():
     (name, value), *_ = COMPILER_OPTIONS["TPU v4"].items()
     given = [f"run.compiler_options.{name}=not {value}", "run.compiler_options.xla_other=1"]
     found = compiler_options("TPU v4", config(*given))
@@ -113,30 +119,30 @@ def test_options_that_are_given_go_over_those_of_the_table():
     assert COMPILER_OPTIONS["TPU v4"][name] == value
 
 
-def test_what_the_host_keeps_is_not_the_schedulers():
-    """Only on TPUs, and only where it keeps some."""
+def test_host_offload_raises_the_scheduler_limit_on_tpus():
+    """Only where the configuration offloads; run.compiler_options override it."""
     offloads = config("model.offload=[up]", "model.remat=attention_and_up")
     for kind in DEVICES:
         more = dict(compiler_options(kind, offloads).items() - compiler_options(kind, config()).items())
-        assert more == (WITH_HOST if kind.startswith("TPU") else {})
-    (name,) = WITH_HOST
-    select_tree = config("model.offload=[up]", "model.remat=attention_and_up", f"run.compiler_options.{name}=90")
-    assert compiler_options("TPU v5 lite", select_tree)[name] == "90"
+        assert more == (HOST_OFFLOAD if kind.startswith("TPU") else {})
+    (name,) = HOST_OFFLOAD
+    overridden = config("model.offload=[up]", "model.remat=attention_and_up", f"run.compiler_options.{name}=90")
+    assert compiler_options("TPU v5 lite", overridden)[name] == "90"
 
 
-def test_a_ring_is_scheduled_for():
-    """Where that is known to help; what is given goes over it."""
+def test_collective_matmul_has_its_own_options_on_v4_and_v5e():
+    """run.compiler_options override them."""
     rings = config("mesh.tensor_parallel=collective_matmul")
     for kind in DEVICES:
         more = dict(compiler_options(kind, rings).items() - compiler_options(kind, config()).items())
-        assert more == (HOPS if kind in ("TPU v4", "TPU v5 lite") else {})
-    (name,) = HOPS
-    select_tree = config("mesh.tensor_parallel=collective_matmul", f"run.compiler_options.{name}=1")
-    assert compiler_options("TPU v4", select_tree)[name] == "1"
+        assert more == (SHORTER_FUSION_ESTIMATE if kind in ("TPU v4", "TPU v5 lite") else {})
+    (name,) = SHORTER_FUSION_ESTIMATE
+    overridden = config("mesh.tensor_parallel=collective_matmul", f"run.compiler_options.{name}=1")
+    assert compiler_options("TPU v4", overridden)[name] == "1"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"xla_typo": "1"}, "No such compile option: 'xla_typo'"),
         (
@@ -145,8 +151,8 @@ def test_a_ring_is_scheduled_for():
         ),
     ],
 )
-def test_an_option_that_xla_does_not_take_is_named(given, said):
+def test_an_option_that_xla_rejects_is_named(given, message):
     lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
-    with pytest.raises(UserError, match=f"^run.compiler_options, or .*hardware.py: {said}"):
+    with pytest.raises(UserError, match=f"^run.compiler_options, or .*xla_options.py: {message}"):
         compile_with(lowered, given)
     assert compile_with(lowered, {"xla_cpu_enable_fast_math": "True"})(jnp.ones(3))[0] == 2

@@ -1,5 +1,5 @@
-"""What the table's compiler options do, in modules that libtpu compiled: weights gathered for a product, their gradient
-scattered, over all devices of a slice."""
+"""Effect of the compiler options in modules compiled by libtpu: weights are all-gathered for a matmul over all devices
+of a slice, and their gradient is reduce-scattered."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.hardware.devices import GENERATIONS
-from shmap_tp.hardware.xla_options import COMPILER_OPTIONS, WHOLE_GATHERS
+from shmap_tp.hardware.xla_options import ASYNC_FULL_ALL_GATHER, COMPILER_OPTIONS
 from shmap_tp.parallel.mesh import DP
 from shmap_tp.plan.topologies import Slice, topology_devices
 
@@ -22,7 +22,7 @@ WIDTH = 2048
 
 
 def collectives(version: str, sides: tuple[int, ...], options: Mapping[str, str]) -> Counter[str]:
-    """Those of the gradient of two products in turn; of the SparseCores with their name before it."""
+    """Count the collectives in the gradient of two consecutive matmuls; `sparsecore` marks those on the SparseCores."""
     devices = topology_devices(Slice(version, sides, 1))
     mesh = Mesh(devices, (DP,))
 
@@ -44,7 +44,7 @@ def collectives(version: str, sides: tuple[int, ...], options: Mapping[str, str]
 
 
 @pytest.mark.parametrize("version, sides", [("v5p", (4, 4, 4)), ("v6e", (4, 4))])
-def test_gathers_and_scatters_are_the_sparse_cores(version, sides):
+def test_all_gathers_and_reduce_scatters_execute_on_the_sparse_cores(version, sides):
     kind = GENERATIONS[version].kind
     assert collectives(version, sides, COMPILER_OPTIONS[kind]) == {
         "sparsecore all-gather": 2, "sparsecore reduce-scatter": 2,
@@ -52,8 +52,8 @@ def test_gathers_and_scatters_are_the_sparse_cores(version, sides):
     assert not any("sparsecore" in name for name in collectives(version, sides, {}))
 
 
-def test_gathers_over_a_whole_torus_flow_on_v4():
+def test_all_gathers_over_a_whole_torus_are_asynchronous_on_v4():
     options = COMPILER_OPTIONS["TPU v4"]
     assert "all-gather-start" in collectives("v4", (4, 4, 4), options)
-    without = {name: value for name, value in options.items() if name not in WHOLE_GATHERS}
+    without = {name: value for name, value in options.items() if name not in ASYNC_FULL_ALL_GATHER}
     assert collectives("v4", (4, 4, 4), without) == {"all-reduce": 2}

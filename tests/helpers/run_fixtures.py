@@ -1,11 +1,11 @@
-"""What the tests of a whole run share: a model of two layers, a few thousand random tokens, and how to start a run."""
+"""Fixtures of whole runs: a model of two layers, a few thousand random tokens, and ways to start and stop a run."""
 
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.training import loop as train
+from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.metrics import read_metrics
 from shmap_tp.training.step import State, build_step_functions
@@ -25,13 +25,15 @@ from shmap_tp.training.step import State, build_step_functions
 ROOT = Path(__file__).parents[2]
 FIRST = str(CONF / "config.yaml")
 CONTEXT, VOCABULARY, BATCH = 16, 64, 8
+STEPS = 8
+"""Steps of the tiny run, which evaluates at 4 and 8 and saves at 2, 4, 6 and 8."""
 
 TINY = [
     "mesh.dp=2", "mesh.mp=4",
     "model.width=32", "model.layers=2", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.ffn=64",
     f"model.vocabulary={VOCABULARY}", "model.vocabulary_multiple=64", f"model.context={CONTEXT}",
     f"model.attention_chunk={CONTEXT}",
-    f"train.batch={BATCH}", "train.microbatches=1", "train.steps=8",
+    f"train.batch={BATCH}", "train.microbatches=1", f"train.steps={STEPS}",
     "optimizer.warmup_steps=2", "optimizer.decay_steps=20",
     "evaluate.every=4", "evaluate.batches=2", "checkpoint.every=2",
     "log.tensorboard=false", "log.every=1", "run.compilation_cache=null", "data.source=null",
@@ -39,7 +41,7 @@ TINY = [
 
 
 def write_tokens(directory: Path, *, train: int = 3000, validation: int = 600, seed: int = 0) -> Path:
-    """train.bin and validation.bin of random ids; no meta.json."""
+    """Write train.bin and validation.bin with random ids, without meta.json; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
     for name, count in [("train", train), ("validation", validation)]:
@@ -48,7 +50,10 @@ def write_tokens(directory: Path, *, train: int = 3000, validation: int = 600, s
 
 
 def overrides(directory: Path, *more: str) -> list[str]:
-    """The tiny run in `directory`/run on the tokens in `directory`/data, which are written if need be."""
+    """Overrides of conf/config.yaml for the tiny run in `directory`/run on the tokens in `directory`/data.
+
+    The tokens are written if they do not exist.
+    """
     if not (directory / "data").exists():
         write_tokens(directory / "data")
     return [*TINY, f"run.dir={directory / 'run'}", f"data.dir={directory / 'data'}", *more]
@@ -59,17 +64,17 @@ def tiny(directory: Path, *more: str) -> Config:
     return load(FIRST, overrides(directory, *more))
 
 
-def run_straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a tiny run from step 0 to 8 without a break; its peak, which takes a second, is not measured."""
-    directory = tmp_path_factory.mktemp("straight")
+def run_uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the tiny run to its end and return its directory.  The peak FLOP/s is not measured, to save a second."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "machine_peak", lambda devices: None)
-        assert train.train(tiny(directory)) == 0
+        patch.setattr(loop, "machine_peak", lambda devices: None)
+        assert loop.train(tiny(directory)) == 0
     return directory
 
 
 def state_at(directory: Path, step: int) -> list[bytes]:
-    """The bits of every leaf of the checkpoint of `step`, each as one array."""
+    """The bytes of every leaf of the checkpoint of `step`, each as a full array."""
     config = tiny(directory)
     shapes = build_step_functions(config, make_mesh(config.mesh), jnp.float32).shapes
     with Checkpoints(config.checkpoint, print) as checkpoints:
@@ -78,15 +83,17 @@ def state_at(directory: Path, step: int) -> list[bytes]:
 
 
 def bits(state: State) -> list[bytes]:
+    """The bytes of every leaf, each as a full array."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
 
 
 def lines(directory: Path, split: str = "train") -> list[dict]:
+    """The lines of metrics.jsonl of one split."""
     return [line for line in read_metrics(directory / "run" / "metrics.jsonl") if line["split"] == split]
 
 
 def values(directory: Path, split: str = "train") -> list[tuple]:
-    """What of metrics.jsonl does not depend on the clock or on how often the run was started."""
+    """The part of metrics.jsonl that depends neither on the clock nor on how often the run was started."""
     return [
         (line["step"], line["loss"], line.get("grad_norm"), line.get("learning_rate"))
         for line in lines(directory, split)
@@ -94,7 +101,7 @@ def values(directory: Path, split: str = "train") -> list[tuple]:
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen:
-    """main.py as a process of its own, which may use the programs that the tests have compiled."""
+    """Start main.py in another process, with the compilation cache of the tests."""
     cache = jax.config.jax_compilation_cache_dir
     given = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     return subprocess.Popen(
@@ -109,7 +116,7 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen:
 
 @contextmanager
 def killed_at_the_end(processes: Iterable[subprocess.Popen]) -> Iterator[list[subprocess.Popen]]:
-    """None of them outlives the context."""
+    """A context that kills the processes at its end."""
     with ExitStack() as stack:
         started = []
         for process in processes:
@@ -120,25 +127,68 @@ def killed_at_the_end(processes: Iterable[subprocess.Popen]) -> Iterator[list[su
 
 
 def free_port() -> int:
+    """A TCP port of this host that no process uses."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
 
 
 def together(count: int, *arguments: str, last: Sequence[str] = ()) -> AbstractContextManager[list[subprocess.Popen]]:
-    """main.py as `count` processes that find each other by --coordinator; `last` are given to the last of them only."""
-    place = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count), "--process-id"]
-    given = [[*arguments, *place, str(number)] if count > 1 else [*arguments] for number in range(count)]
+    """Start main.py in `count` processes with --coordinator; only the last process gets the arguments `last`."""
+    address = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count), "--process-id"]
+    given = [[*arguments, *address, str(number)] if count > 1 else [*arguments] for number in range(count)]
     given[-1] += last
     return killed_at_the_end(start("--cfg", FIRST, *each, JAX_PLATFORMS="cpu") for each in given)
 
 
 def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None:
-    """Until metrics.jsonl tells of `step`."""
+    """Wait until metrics.jsonl has `step`."""
     for _ in range(6000):
         seen = read_metrics(directory / "run" / "metrics.jsonl")
         if seen and seen[-1]["step"] >= step:
             return
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
-    raise AssertionError(f"step {step} did not come in two minutes")
+    raise AssertionError(f"step {step} was not reached within two minutes")
+
+
+def file_contents(directory: Path) -> dict[str, bytes]:
+    """The contents of every file below `directory`, by relative path."""
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+def checkpoint_steps(directory: Path) -> list[int]:
+    """Steps of the checkpoints of the run in `directory`, in order."""
+    return sorted(int(path.name) for path in (directory / "run" / "checkpoints").iterdir())
+
+
+def signal_during(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, number: int, when: Callable[..., bool]
+) -> None:
+    """Make `owner.method` send this process the signal `number` the first time `when(arguments)` is true."""
+    original, sent = getattr(owner, method), []
+
+    def interrupted(self, *arguments):
+        if not sent and when(*arguments):
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(owner, method, interrupted)
+
+
+def flip_bit(state: State, name: str, device: int) -> State:
+    """`state` with the lowest bit of the last element of one device's replica of one array flipped."""
+
+    def flip(path, x):
+        if jax.tree_util.keystr(path, simple=True, separator="/") != name:
+            return x
+        shards = []
+        for shard in x.addressable_shards:
+            values = np.array(shard.data)
+            if shard.device.id == device:
+                values.reshape(-1).view(np.uint8)[-values.itemsize] ^= 1
+            shards.append(jax.device_put(values, shard.device))
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+    return jax.tree_util.tree_map_with_path(flip, state)

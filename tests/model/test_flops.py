@@ -1,4 +1,4 @@
-"""The model zoo is what its comments say, and parameters and FLOPs are what one gets by hand."""
+"""Parameters and FLOPs equal hand computations and published figures; the files of conf/model say what they are."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -46,11 +46,11 @@ EXPECTED = {
     "gpt2_128b": (128_872_919_040, "128.87B", 16),
 }
 
-# Two layers, every dimension another number: D 8, L 2, H 6, N 3, K 5, F 7, V 11 (padded to 12), T 4.
+# Two layers, every dimension a different number: D 8, L 2, H 6, N 3, K 5, F 7, V 11 (padded to 12), T 4.
 TINY = ModelConfig(
     name="tiny", width=8, layers=2, heads=6, kv_heads=3, head_dim=5, ffn=7, vocabulary=11, vocabulary_multiple=4,
-    context=4, block=Block.sequential, norm=Norm.rmsnorm, mlp=Mlp.swiglu, positions=Positions.learned, tie_embeddings=False,
-    init_std=0.02, remat=Remat.none, offload=[],
+    context=4, block=Block.sequential, norm=Norm.rmsnorm, mlp=Mlp.swiglu, positions=Positions.learned,
+    tie_embeddings=False, init_std=0.02, remat=Remat.none, offload=[],
     attention=AttentionKernel.chunked, attention_chunk=4,
 )  # fmt: skip
 
@@ -63,17 +63,17 @@ def load(name: str) -> ModelConfig:
 
 
 def printed(count: int, like: str) -> str:
-    """`count` in the unit of `like` and to as many digits."""
+    """`count` in the unit of `like`, with as many digits."""
     digits = len(like[:-1].partition(".")[2])
     return f"{count / {'M': 1e6, 'B': 1e9}[like[-1]]:.{digits}f}{like[-1]}"
 
 
-def test_every_file_is_expected_and_every_expectation_has_a_file():
+def test_every_model_file_has_an_expected_size_and_vice_versa():
     assert {path.stem for path in ZOO.glob("*.yaml")} == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_file_names_itself_and_gives_every_key_and_no_other(name):
+def test_each_model_file_has_its_name_and_exactly_the_keys_of_the_schema(name):
     path = ZOO / f"{name}.yaml"
     assert path.read_text().startswith("# ")
     assert list(OmegaConf.load(path)) == [field.name for field in fields(ModelConfig)]
@@ -83,7 +83,7 @@ def test_file_names_itself_and_gives_every_key_and_no_other(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_parameters_are_the_published_ones(name):
+def test_parameter_counts_equal_the_published_ones(name):
     exact, figure, _ = EXPECTED[name]
     assert parameters(load(name)) == exact
     assert printed(exact, figure) == figure
@@ -92,12 +92,12 @@ def test_parameters_are_the_published_ones(name):
 @pytest.mark.parametrize(
     "name", [name for name in EXPECTED if name not in ("bytes", "cpu_33m", "test", "test_remat", "160m")]
 )
-def test_comment_states_the_parameters(name):
+def test_the_comment_of_each_model_file_states_its_parameters(name):
     assert (ZOO / f"{name}.yaml").read_text().startswith(f"# {EXPECTED[name][1]}")
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_mp_divides_heads_ffn_and_padded_vocabulary(name):
+def test_mp_up_to_the_expected_size_divides_heads_ffn_and_vocabulary(name):
     model, largest = load(name), EXPECTED[name][2]
     shared = [model.heads, model.kv_heads, model.ffn, padded_vocabulary(model)]
     for mp in (1, 2, 4, 8, 16):
@@ -105,38 +105,38 @@ def test_mp_divides_heads_ffn_and_padded_vocabulary(name):
 
 
 @pytest.mark.parametrize("name", [name for name in LARGE if load(name).vocabulary != 50304])
-def test_vocabulary_shard_fills_the_lanes_of_a_tpu(name):
-    """50304 is left as the predecessor has it: a shard of it fills 128 lanes only at mp 1 and 3."""
+def test_the_vocabulary_shard_is_a_multiple_of_128(name):
+    """Except for the vocabulary 50304, a common choice, whose shard fills 128 lanes only at mp 1 and 3."""
     assert padded_vocabulary(load(name)) // EXPECTED[name][2] % 128 == 0
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_remat_and_chunk_are_sane(name):
+def test_heads_and_context_are_multiples_of_kv_heads_and_attention_chunk(name):
     model = load(name)
     assert model.heads % model.kv_heads == 0
     assert model.context % model.attention_chunk == 0
     assert model.attention_chunk == 512 or model.context < 512
 
 
-def test_gpt2_lacks_exactly_the_biases_of_the_published_124_439_808():
+def test_gpt2_has_the_published_parameters_except_biases():
     model = load("gpt2")
     qkv_out_up_down = 3 * 768 + 768 + 3072 + 768
     norms = 2 * 768
     assert parameters(model) + 12 * (qkv_out_up_down + norms) + 768 == 124_439_808
 
 
-def test_gpt2_xl_lacks_exactly_the_biases_of_the_published_1_557_611_200():
+def test_gpt2_xl_has_the_published_parameters_except_biases():
     assert parameters(load("gpt2_xl")) + 48 * (9 * 1600 + 2 * 1600) + 1600 == 1_557_611_200
 
 
-def test_6_9b_is_within_a_tenth_of_a_percent_of_the_6_86b_that_its_authors_print():
-    """Their own code has the same leaves (no biases, 33 norm scales), which add up to 6.855B and not to 6.86B."""
+def test_6_9b_is_within_a_tenth_of_a_percent_of_the_published_6_86b():
+    """Their own code has the same parameters (no biases, 33 norm scales), which add up to 6.855B, not 6.86B."""
     count = parameters(load("6_9b"))
     assert count == 32 * 12 * 4096**2 + 33 * 4096 + 2 * 50304 * 4096
     assert 0 < 6.86e9 / count - 1 < 1e-3
 
 
-def test_parameters_by_hand():
+def test_parameters_equal_a_hand_computation():
     assert parameter_terms(TINY) == {
         "embedding": 11 * 8,
         "positions": 4 * 8,
@@ -153,29 +153,31 @@ def test_parameters_by_hand():
     assert parameters(replace(TINY, positions=Positions.alibi)) == parameters(TINY) - 4 * 8
 
 
-def test_forward_by_hand():
+def test_forward_flops_equal_a_hand_computation():
     """Per token and layer, 4 keys of 5 in each of 6 heads: 2 * 4 * 5 * 6 = 240 for scores, as much for values."""
-    whole = {"projections": 2880, "scores": 2 * 240, "values": 2 * 240, "mlp": 672, "head": 176}
-    assert forward_terms(TINY, causal=False) == whole
-    assert forward_terms(TINY) == whole | {"scores": 240, "values": 240}
+    full = {"projections": 2880, "scores": 2 * 240, "values": 2 * 240, "mlp": 672, "head": 176}
+    assert forward_terms(TINY, causal=False) == full
+    assert forward_terms(TINY) == full | {"scores": 240, "values": 240}
     assert flops_per_token(TINY, causal=False) == 3 * (2880 + 960 + 672 + 176) == 14_064
     assert flops_per_token(TINY) == 3 * (2880 + 480 + 672 + 176) == 12_624
 
 
-def test_head_costs_the_same_tied_or_not_and_padded_or_not():
+def test_flops_of_the_head_do_not_depend_on_tying_or_padding():
     for other in (replace(TINY, tie_embeddings=True), replace(TINY, vocabulary_multiple=128)):
         assert flops_per_token(other) == flops_per_token(TINY)
 
 
-def test_recomputation_by_hand():
-    full, dots, keeps = [replace(TINY, remat=remat) for remat in (Remat.full, Remat.all_matmuls, Remat.attention)]
+def test_recomputed_flops_equal_a_hand_computation():
+    full, all_matmuls, attention = [
+        replace(TINY, remat=remat) for remat in (Remat.full, Remat.all_matmuls, Remat.attention)
+    ]
     model = flops_per_token(TINY)
     assert hardware_flops_per_token(TINY) == model
-    assert hardware_flops_per_token(dots) == model + 240
+    assert hardware_flops_per_token(all_matmuls) == model + 240
     assert hardware_flops_per_token(replace(TINY, attention_chunk=2)) == model + 240
-    assert hardware_flops_per_token(replace(dots, attention_chunk=2)) == model + 240
-    assert hardware_flops_per_token(keeps) == model + 240 + 448
-    assert hardware_flops_per_token(replace(keeps, mlp=Mlp.gelu)) == model - 3 * 224 + 240 + 224
+    assert hardware_flops_per_token(replace(all_matmuls, attention_chunk=2)) == model + 240
+    assert hardware_flops_per_token(attention) == model + 240 + 448
+    assert hardware_flops_per_token(replace(attention, mlp=Mlp.gelu)) == model - 3 * 224 + 240 + 224
     up = replace(TINY, remat=Remat.attention_and_up)
     assert hardware_flops_per_token(up) == model + 240 + 224
     assert hardware_flops_per_token(replace(up, mlp=Mlp.gelu)) == model - 3 * 224 + 240
@@ -188,24 +190,24 @@ def test_recomputation_by_hand():
 
 
 @pytest.mark.parametrize("kernel", [AttentionKernel.splash, AttentionKernel.cudnn])
-def test_recomputation_around_a_kernel_by_hand(kernel):
-    """Its backward pass begins with the scores, 240, whatever is kept; `dots` keeps what it made, `full` does not."""
+def test_recomputed_flops_with_a_kernel_equal_a_hand_computation(kernel):
+    """A kernel's backward pass recomputes the scores, 240; with remat=full they are recomputed once more."""
     model = replace(TINY, attention=kernel)
     assert recomputed_terms(model) == recomputed_terms(replace(model, remat=Remat.all_matmuls))
     assert recomputed_terms(model) == {"projections": 0, "scores": 240, "values": 0, "mlp": 0, "head": 0}
     assert recomputed_terms(replace(model, attention_chunk=2)) == recomputed_terms(model)
-    again = {"projections": 2880, "scores": 480, "values": 240, "mlp": 672, "head": 0}
-    assert recomputed_terms(replace(model, remat=Remat.full)) == again
+    recomputed = {"projections": 2880, "scores": 480, "values": 240, "mlp": 672, "head": 0}
+    assert recomputed_terms(replace(model, remat=Remat.full)) == recomputed
 
 
-def test_auto_does_not_tell_what_is_recomputed():
-    with pytest.raises(AssertionError, match="not told by auto"):
+def test_recomputed_flops_are_undefined_for_attention_auto():
+    with pytest.raises(AssertionError, match="attention=auto does not determine"):
         recomputed_terms(replace(TINY, attention=AttentionKernel.auto))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_whole_attention_is_palms_6n_plus_12lhkt(name):
-    """PaLM, appendix B, with N the parameters that take part in a matrix product."""
+def test_flops_with_full_attention_equal_the_formula_of_palm(name):
+    """PaLM, appendix B, where N counts the parameters that take part in a matmul."""
     model = load(name)
     terms = parameter_terms(model)
     n = terms["projections"] + terms["mlp"] + model.width * model.vocabulary
@@ -215,7 +217,7 @@ def test_whole_attention_is_palms_6n_plus_12lhkt(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2_10b", "gpt2_128b"])
-def test_full_remat_of_a_gpt_is_narayanans_formula(name):
+def test_flops_of_a_gpt_with_full_remat_equal_the_formula_of_narayanan(name):
     """96 L D^2 (1 + T / 6D + V / 16LD) per token: Narayanan et al. 2021, section 5.1, https://arxiv.org/abs/2104.04473"""
     model = replace(load(name), attention=AttentionKernel.chunked, attention_chunk=1024)
     depth, width = model.layers, model.width
@@ -224,12 +226,12 @@ def test_full_remat_of_a_gpt_is_narayanans_formula(name):
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_large_models_cost_about_six_flops_per_parameter(name):
+def test_large_models_need_about_six_flops_per_parameter_and_token(name):
     model = load(name)
     assert 0.9 < flops_per_token(model) / (6 * parameters(model)) < 1.1
 
 
-def test_gpt2_128b_and_64b_cost_the_pflop_a_step_that_were_published():
+def test_flops_per_step_of_gpt2_128b_and_64b_equal_the_published_ones():
     assert 6 * parameters(load("gpt2_128b")) * 1_048_576 == pytest.approx(809e15, rel=5e-3)
     assert 6 * parameters(load("gpt2_64b")) * 1_048_576 == pytest.approx(404e15, rel=1e-2)
 
@@ -238,7 +240,7 @@ def test_gpt2_128b_and_64b_cost_the_pflop_a_step_that_were_published():
     "name, flops, tokens",
     [("llama3_70b", 456.442e12, 948.086), ("llama3_8b", 413.433e12, 7138.890), ("llama2_70b", 419.193e12, 943.086)],
 )
-def test_with_attention_whole_it_is_what_maxtext_counts(name, flops, tokens):
-    """FLOP/s and tokens/s of a chip, as the logs of MaxText's recipes for a v6e print them.
+def test_flops_with_full_attention_equal_those_of_maxtext(name, flops, tokens):
+    """FLOP/s and tokens/s per chip in the logs of MaxText's recipes for v6e:
     github.com/AI-Hypercomputer/tpu-recipes, training/trillium"""
     assert flops_per_token(load(name), causal=False) == pytest.approx(flops / tokens, rel=1e-5)

@@ -33,7 +33,7 @@ every_tile = pytest.mark.parametrize(
 @every_tile
 def test_every_tile_lays_out_every_device_once(name, tile):
     devices, mp = BOXES[name]
-    laid = Torus.of(devices).laid_out(tile, mp)
+    laid = Torus.of(devices).arrange(tile, mp)
     assert laid.shape == (len(devices) // mp, mp)
     assert len(set(laid.flat)) == len(devices) and set(laid.flat) == set(devices)
 
@@ -42,7 +42,7 @@ def test_every_tile_lays_out_every_device_once(name, tile):
 def test_mp_is_the_box_that_the_tile_says_row_by_row(name, tile):
     devices, mp = BOXES[name]
     inside = list(itertools.product(*map(range, tile)))
-    for group in Torus.of(devices).laid_out(tile, mp):
+    for group in Torus.of(devices).arrange(tile, mp):
         corner = np.array(group[0].place)
         assert [tuple(np.array(device.place) - corner) for device in group] == inside
         assert not (corner % tile).any()
@@ -63,8 +63,8 @@ def test_mp_is_the_box_that_the_tile_says_row_by_row(name, tile):
 def test_a_ring_goes_round_its_tile_link_by_link(name, tile, links):
     torus = Torus.of(BOXES[name][0])
     places = list(itertools.product(*map(range, tile)))
-    trip = [places[i][:3] for i in torus.round_trip(tile)]
-    assert sorted(torus.round_trip(tile)) == list(range(math.prod(tile)))
+    trip = [places[i][:3] for i in torus.ring_order(tile)]
+    assert sorted(torus.ring_order(tile)) == list(range(math.prod(tile)))
     closes = [wraps and size == side for wraps, size, side in zip(torus.wraps, tile, torus.sides, strict=False)]
     for here, there in itertools.pairwise([*trip, trip[0]]):
         apart = [abs(a - b) for a, b in zip(here, there, strict=True)]
@@ -85,7 +85,7 @@ def test_only_the_ring_wire_takes_that_order():
 @every_tile
 def test_tiles_are_laid_out_slice_by_slice(name, tile):
     devices, mp = BOXES[name]
-    numbers = [[device.slice_index for device in group] for group in Torus.of(devices).laid_out(tile, mp)]
+    numbers = [[device.slice_index for device in group] for group in Torus.of(devices).arrange(tile, mp)]
     assert all(len(set(group)) == 1 for group in numbers), "an mp group on two slices"
     assert [group[0] for group in numbers] == sorted(group[0] for group in numbers)
 
@@ -183,7 +183,7 @@ def test_tiles_are_all_boxes_that_fit(name):
 def test_coordinates_may_begin_anywhere():
     """Part of a larger slice: a process that was given a corner of it."""
     moved = [Stand(d.device_kind, tuple(c + 4 for c in d.coords), 0, 7) for d in box("v5e", 2, 2)]
-    laid = Torus.of(moved).laid_out((2, 2, 1, 1), 4)
+    laid = Torus.of(moved).arrange((2, 2, 1, 1), 4)
     assert [device.coords for device in laid[0]] == [(4, 4, 4), (4, 5, 4), (5, 4, 4), (5, 5, 4)]
 
 
@@ -204,7 +204,7 @@ def average(torus: Torus, tile: tuple[int, ...]) -> float:
 @every_tile
 def test_hops_are_those_of_all_pairs(name, tile):
     torus = Torus.of(BOXES[name][0])
-    assert torus.hops(tile) == pytest.approx(average(torus, tile))
+    assert torus.mean_hops(tile) == pytest.approx(average(torus, tile))
 
 
 CLOSEST = {
@@ -225,14 +225,14 @@ CLOSEST = {
 def test_the_closest_tile(name):
     devices, mp, tile, hops = CLOSEST[name]
     torus = Torus.of(devices)
-    assert torus.closest_tile(mp) == tile
-    assert torus.hops(tile) == hops == min(torus.hops(other) for other in torus.tiles(mp))
+    assert torus.most_compact_tile(mp) == tile
+    assert torus.mean_hops(tile) == hops == min(torus.mean_hops(other) for other in torus.tiles(mp))
 
 
 def test_a_ring_of_16_is_further_than_a_square_of_4():
     torus = Torus.of(box("v5e", 16, 16))
-    assert torus.hops((16, 1, 1, 1)) == torus.hops((1, 16, 1, 1)) == 4
-    assert torus.hops((8, 2, 1, 1)) == 21 / 8 + 1 / 2 > torus.hops((4, 4, 1, 1))
+    assert torus.mean_hops((16, 1, 1, 1)) == torus.mean_hops((1, 16, 1, 1)) == 4
+    assert torus.mean_hops((8, 2, 1, 1)) == 21 / 8 + 1 / 2 > torus.mean_hops((4, 4, 1, 1))
 
 
 RINGS = {
@@ -250,12 +250,12 @@ RINGS = {
 @pytest.mark.parametrize("name", RINGS)
 def test_the_tile_of_a_ring(name):
     devices, size, tile = RINGS[name]
-    assert Torus.of(devices).ring_tile(size) == tile
+    assert Torus.of(devices).best_ring_tile(size) == tile
 
 
 def test_the_tile_of_a_ring_of_tiles():
     """Of pairs along x 8 x 2 are 16 x 2 chips: they leave 2/2 of a link along y; 2 x 8 would leave 2/8 and 2/4."""
-    assert Torus.of(box("v5e", 16, 16)).tiled((2, 1, 1, 1), 2).ring_tile(16) == (8, 2, 1, 1)
+    assert Torus.of(box("v5e", 16, 16)).group((2, 1, 1, 1), 2).best_ring_tile(16) == (8, 2, 1, 1)
 
 
 WRAPS = {
@@ -291,7 +291,8 @@ def refused(config: MeshConfig, devices: list) -> str:
 def test_a_bad_tile_names_the_good_ones():
     said = refused(mesh_config(4, 4, tile=[1, 1, 4, 1]), box("v5e", 4, 4))
     assert said == (
-        "mesh.tile=[1, 1, 4, 1] does not cut mp=4 out of a slice of 4 x 4 x 1 chips with 1 devices each; "
+        "mesh.tile=[1, 1, 4, 1] does not divide a slice of 4 x 4 x 1 chips with 1 devices each into boxes of mp=4 "
+        "devices; "
         "use one of 1,4,1,1; 2,2,1,1; 4,1,1,1"
     )
     for tile in ([4, 4, 1, 1], [2, 2], [3, 1, 1, 1], [-2, -2, 1, 1]):
@@ -302,7 +303,8 @@ def test_a_bad_tile_names_the_good_ones():
 def test_an_mp_that_no_tile_makes_is_named(tile):
     said = refused(mesh_config(16, 3, tile=tile, slices=3), box("v5e", 4, 4, slices=3))
     assert said == (
-        "mp=3 cannot be cut out of a slice of 4 x 4 x 1 chips with 1 devices each; use mp in {1, 2, 4, 8, 16}"
+        "mp=3: a slice of 4 x 4 x 1 chips with 1 devices each cannot be divided into boxes of 3 devices; "
+        "use mp in {1, 2, 4, 8, 16}"
     )
 
 

@@ -21,9 +21,9 @@ from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction, Operation
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers.model_fixtures import mesh
+from tests.helpers.step_fixtures import STEPS, largest_difference, learnable_batch, step_config
 from tests.plan import test_communication as test_ledger
 from tests.test_mutations import compare, refused_by_shape, refused_by_type, trace_step, wrong
-from tests.training.test_step import STEPS, apart, batch, settings
 
 TENSOR_PARALLEL = ["all_reduce", "sequence", "collective_matmul"]
 SEQUENCE = ["parallel_block_2_of_8, sequence", "sequential_block, sequence"]
@@ -41,7 +41,7 @@ def programs(wire: str) -> StepFunctions:
         "model.remat=all_matmuls",
     ]
     return build_step_functions(
-        settings((2, 4), f"mesh.tensor_parallel={wire}", *more), mesh((2, 4)), jnp.dtype("float32")
+        step_config((2, 4), f"mesh.tensor_parallel={wire}", *more), mesh((2, 4)), jnp.dtype("float32")
     )
 
 
@@ -60,14 +60,15 @@ def test_50_steps_have_one_loss_curve_by_any_wire():
         made, losses = programs(wire), []
         state = made.init()
         for i in range(STEPS):
-            state, metrics = made.step(state, jax.device_put(batch(i, made.tokens.shape), made.tokens.sharding))
+            tokens = jax.device_put(learnable_batch(i, made.tokens.shape), made.tokens.sharding)
+            state, metrics = made.step(state, tokens)
             losses.append(float(metrics["loss"]))
         curves[wire] = np.array(losses)
     one, *others = curves.values()
     assert one[-1] < one[0] - 1
     for other in others:
-        assert apart(one[:3], other[:3]) <= 1e-6
-        assert apart(one, other) <= 1e-5
+        assert largest_difference(one[:3], other[:3]) <= 1e-6
+        assert largest_difference(one, other) <= 1e-5
 
 
 # Mistakes, each made on purpose, and what catches it: see test_mutations

@@ -1,4 +1,4 @@
-"""A disk that is full ends a run in two lines, and costs it nothing that was complete."""
+"""A full disk ends a run with a message of two lines, and no complete file is lost."""
 
 import errno
 import shutil
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shmap_tp.config import compose as settings
-from shmap_tp.errors import UserError
+from shmap_tp.config import compose
+from shmap_tp.errors import StorageError
 from shmap_tp.runtime.files import writing
-from shmap_tp.training import loop as train
+from shmap_tp.training import loop
 from shmap_tp.training.metrics import Recorder, read_metrics
 from tests.helpers.run_fixtures import lines, tiny
 
@@ -23,24 +23,24 @@ def small_disk(tmp_path) -> Iterator[Path]:
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", disk]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("may not mount a file system here")
+        pytest.skip("mounting a file system is not permitted here")
     yield disk
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_checkpoint_that_has_no_room_is_told_and_the_run_goes_on_when_there_is(
+def test_a_full_disk_is_reported_when_saving_a_checkpoint_and_the_run_resumes_with_more_space(
     small_disk, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(train, "machine_peak", lambda devices: None)
-    with pytest.raises(UserError) as caught:
-        train.train(tiny(tmp_path))
-    said = str(caught.value).splitlines()
-    assert said[0].startswith(f"checkpoint {small_disk}/checkpoints/6 could not be written: No space left on device")
-    assert len(said) == 2 and "checkpoint.resume=if_present" in said[1]
-    assert caplog.text == ""  # of the traceback that Orbax logs in each thread
+    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
+    with pytest.raises(StorageError) as caught:
+        loop.train(tiny(tmp_path))
+    message = str(caught.value).splitlines()
+    assert message[0].startswith(f"checkpoint {small_disk}/checkpoints/6 could not be written: No space left on device")
+    assert len(message) == 2 and "checkpoint.resume=if_present" in message[1]
+    assert caplog.text == ""  # Orbax would log a traceback in each thread
 
     subprocess.run(["mount", "-o", "remount,size=4m", small_disk], check=True)
-    assert train.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0
     assert [(line["step"], line["segment"]) for line in lines(tmp_path)] == [
         *[(step, 0) for step in range(1, 5)],
         *[(step, 1) for step in range(5, 9)],
@@ -48,13 +48,13 @@ def test_a_checkpoint_that_has_no_room_is_told_and_the_run_goes_on_when_there_is
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_line_of_metrics_that_has_no_room_is_told(tmp_path):
+def test_a_full_disk_is_reported_when_writing_metrics(tmp_path):
     config = tiny(tmp_path)
     (tmp_path / "run").mkdir()
     file = tmp_path / "run" / "metrics.jsonl"
     with (
-        pytest.raises(UserError, match=rf"^{file} could not be written: No space left on device"),
-        Recorder(config, 0, speaks=True) as recorder,
+        pytest.raises(StorageError, match=rf"^{file} could not be written: No space left on device"),
+        Recorder(config, 0, enabled=True) as recorder,
     ):
         recorder.validation(1, 0.5)
         recorder._stream.close()
@@ -63,25 +63,25 @@ def test_a_line_of_metrics_that_has_no_room_is_told(tmp_path):
     assert [line["step"] for line in read_metrics(file)] == [1]
 
 
-def test_a_configuration_that_has_no_room_leaves_the_one_before(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_saved_configuration_as_it_was(tmp_path, monkeypatch):
     config, file = tiny(tmp_path), tmp_path / "config.yaml"
-    settings.save(config, file)
-    before = file.read_text()
+    compose.save(config, file)
+    saved = file.read_text()
 
-    def half(path: Path, text: str) -> None:
+    def write_half(path: Path, text: str) -> None:
         with path.open("w") as stream:
             stream.write(text[:100])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
-    with pytest.raises(UserError, match="No space left"), writing(file):
-        settings.save(config, file)
-    assert file.read_text() == before
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(StorageError, match="No space left"), writing(file):
+        compose.save(config, file)
+    assert file.read_text() == saved
 
 
-def test_a_process_that_is_lost_while_all_write_is_no_disk_that_refuses():
-    """What Orbax tells of it, a ValueError, goes on as it is; whoever waits for the others then says who it was."""
+def test_a_process_lost_during_a_collective_write_is_no_storage_error():
+    """Orbax reports it as a ValueError, which is passed on, so that `Peers` can wait and report the lost process."""
     lost = "UNKNOWN: Gloo all-reduce failed: Connection closed by peer"
     with pytest.raises(ValueError, match="Gloo") as caught, writing("checkpoint 26"):
         raise ValueError(lost)
-    assert type(caught.value) is ValueError, "an InputError would end this process before it is known who was lost"
+    assert type(caught.value) is ValueError, "a StorageError would end this process before the lost one is known"

@@ -1,4 +1,4 @@
-"""Told to stop, at whatever a run is: it saves once where there is anything to save, and exits with 75."""
+"""A run that is asked to stop saves once, if there is anything to save, and exits with 75."""
 
 import os
 import signal
@@ -7,88 +7,88 @@ from pathlib import Path
 
 import pytest
 
-from shmap_tp.runtime import shutdown as stop
+from shmap_tp.runtime import shutdown
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import StopRequest
-from shmap_tp.training import loop as train
-from tests.helpers.run_fixtures import lines, run_straight, state_at, tiny, values
+from shmap_tp.training import loop
+from tests.helpers.run_fixtures import lines, run_uninterrupted, state_at, tiny, values
 
 
 @pytest.fixture(autouse=True)
 def no_peak(monkeypatch):
-    monkeypatch.setattr(train, "machine_peak", lambda devices: None)
+    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
 
 
-def tell(*_: object, **__: object) -> None:
+def send_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def before(monkeypatch, where: object, name: str, *, time: int = 1) -> None:
-    """SIGTERM just before the `time`-th call of `name`."""
-    called, original = [], getattr(where, name)
+def sigterm_before(monkeypatch, where: object, name: str, *, time: int = 1) -> None:
+    """Send SIGTERM to this process just before the `time`-th call of `where.name`."""
+    calls, original = [], getattr(where, name)
 
-    def told(*given: object, **named: object) -> object:
-        called.append(name)
-        if len(called) == time:
-            tell()
-        return original(*given, **named)
+    def wrapper(*args: object, **kwargs: object) -> object:
+        calls.append(name)
+        if len(calls) == time:
+            send_sigterm()
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(where, name, told)
+    monkeypatch.setattr(where, name, wrapper)
 
 
 @pytest.mark.parametrize(
-    "name", ["make_mesh", "prepare_environment", "build_step_functions", "Batches", "start", "named"]
+    "name", ["make_mesh", "prepare_environment", "build_step_functions", "Batches", "restore_or_initialize", "named"]
 )
-def test_before_the_first_step_it_ends_with_nothing_saved(tmp_path, monkeypatch, capsys, name):
-    """`named` is called as the step is about to be compiled."""
+def test_a_run_stopped_before_the_first_step_saves_nothing(tmp_path, monkeypatch, capsys, name):
+    """`named` is called just before the step is compiled."""
     former = signal.getsignal(signal.SIGTERM)
-    before(monkeypatch, train, name)
-    assert train.train(tiny(tmp_path)) == STOPPED
-    assert "told to stop before a step was trained; there is nothing to save" in capsys.readouterr().out
+    sigterm_before(monkeypatch, loop, name)
+    assert loop.train(tiny(tmp_path)) == STOPPED
+    assert "stopped before the first training step; there is nothing to save" in capsys.readouterr().out
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert not list((tmp_path / "run").glob("checkpoints/*"))
     assert signal.getsignal(signal.SIGTERM) is former
 
 
-def test_what_does_not_listen_is_not_waited_for(monkeypatch):
-    """A compiler holds the main thread outside of Python, where no handler runs: the listening thread ends the run."""
-    left, busy = [], threading.Event()
-    monkeypatch.setattr(stop, "GRACE", 0.05)
-    monkeypatch.setattr(stop, "leave", lambda code, said: (left.append((code, said)), busy.set()))
+def test_a_compilation_that_cannot_be_interrupted_is_not_waited_for(monkeypatch):
+    """A compiler keeps the main thread outside Python, where no handler runs: the listening thread ends the process."""
+    exits, exited = [], threading.Event()
+    monkeypatch.setattr(shutdown, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(shutdown, "exit_now", lambda code, message: (exits.append((code, message)), exited.set()))
     with StopRequest() as request:
-        monkeypatch.setattr(request, "_heed", None)
+        monkeypatch.setattr(request, "_handle", None)
         signal.signal(signal.SIGTERM, lambda *_: None)
-        tell()
-        assert busy.wait(30)
-    assert [code for code, _ in left] == [STOPPED]
+        send_sigterm()
+        assert exited.wait(30)
+    assert [code for code, _ in exits] == [STOPPED]
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
-    return run_straight(tmp_path_factory)
+    return run_uninterrupted(tmp_path_factory)
 
 
-@pytest.mark.parametrize("asking, step", [(6, 4), (12, 8)])
-def test_an_evaluation_is_broken_off_and_made_up_for(straight, tmp_path, monkeypatch, capsys, asking, step):
-    """Asked before each step and batch: four steps, then two batches at step 4; the run is told before the second."""
+@pytest.mark.parametrize("poll, step", [(6, 4), (12, 8)])
+def test_an_interrupted_evaluation_is_repeated_after_the_resume(straight, tmp_path, monkeypatch, capsys, poll, step):
+    """`requested` is called before each step and validation batch; call 6 is before the second batch of step 4."""
     with monkeypatch.context() as patch:
-        before(patch, StopRequest, "asked", time=asking)
-        assert train.train(tiny(tmp_path)) == STOPPED
+        sigterm_before(patch, StopRequest, "requested", time=poll)
+        assert loop.train(tiny(tmp_path)) == STOPPED
     assert f"stopped and saved at step {step} of 8" in capsys.readouterr().out
     assert [line["step"] for line in lines(tmp_path, "validation")] == [4][: step // 8]
-    assert train.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
     for split in ("train", "validation"):
         assert values(tmp_path, split) == values(straight, split)
     assert state_at(tmp_path, 8) == state_at(straight, 8)
 
 
-def test_a_second_sigterm_while_it_saves_changes_nothing(straight, tmp_path, monkeypatch):
+def test_a_second_sigterm_during_the_save_has_no_effect(straight, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        before(patch, StopRequest, "asked", time=4)
-        before(patch, train.Checkpoints, "save", time=2)
-        before(patch, train.Checkpoints, "wait", time=3)
-        assert train.train(tiny(tmp_path)) == STOPPED
+        sigterm_before(patch, StopRequest, "requested", time=4)
+        sigterm_before(patch, loop.Checkpoints, "save", time=2)
+        sigterm_before(patch, loop.Checkpoints, "wait", time=3)
+        assert loop.train(tiny(tmp_path)) == STOPPED
     saved = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == [2, 3]
-    assert train.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
     assert state_at(tmp_path, 8) == state_at(straight, 8) and values(tmp_path) == values(straight)

@@ -1,30 +1,22 @@
-"""A trace of the steps that were asked for, whole, with the names of the source in it."""
+"""A profile contains exactly the requested steps, and the scope names of the source."""
 
 import gzip
 import json
 import signal
 from pathlib import Path
 
-import pytest
-
 from shmap_tp.data.batches import Batches
 from shmap_tp.runtime.exit_codes import STOPPED
-from shmap_tp.training import loop as train
-from tests.helpers.run_fixtures import lines, tiny
-from tests.training.test_loop import interrupt
+from shmap_tp.training import loop
+from tests.helpers.run_fixtures import lines, signal_during, tiny
 
 DEVICES = 8
 
 
-@pytest.fixture(autouse=True)
-def no_peak(monkeypatch):
-    monkeypatch.setattr(train, "machine_peak", lambda devices: None)
-
-
 def traced(run: Path) -> tuple[list[int], bytes]:
-    """(the numbers of the steps in the one trace of a run, the trace itself); each of them ran on every device."""
-    (where,) = (run / "profile" / "plugins" / "profile").iterdir()
-    (file,), (trace,) = where.glob("*.trace.json.gz"), where.glob("*.xplane.pb")
+    """(step numbers in the only profile of a run, its bytes); asserts that each step ran on every device."""
+    (directory,) = (run / "profile" / "plugins" / "profile").iterdir()
+    (file,), (trace,) = directory.glob("*.trace.json.gz"), directory.glob("*.xplane.pb")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     steps = [int(event["args"]["step_num"]) for event in events if event.get("name") == "train"]
     operations = [event for event in events if event.get("args", {}).get("hlo_module") == "jit_step"]
@@ -34,8 +26,8 @@ def traced(run: Path) -> tuple[list[int], bytes]:
     return steps, trace.read_bytes()
 
 
-def test_a_profile_is_of_whole_steps_and_reads_like_the_source(tmp_path):
-    assert train.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=4", "checkpoint.every=0")) == 0
+def test_a_profile_has_complete_steps_and_the_scope_names_of_the_source(tmp_path):
+    assert loop.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=4", "checkpoint.every=0")) == 0
     steps, trace = traced(tmp_path / "run")
     assert steps == [3, 4, 5]
     for name in (b"attention", b"mlp", b"dp_gradient_reduction", b"update"):
@@ -44,11 +36,14 @@ def test_a_profile_is_of_whole_steps_and_reads_like_the_source(tmp_path):
     assert [span["cause"] for span in spans].count("profile") == 2  # before the first and after the last
 
 
-def test_a_profile_that_a_stop_cuts_short_is_written_and_not_begun_again(tmp_path, monkeypatch, capsys):
+def test_a_profile_interrupted_by_a_stop_is_written_and_not_restarted(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        interrupt(patch, Batches, "training", signal.SIGTERM, lambda step: step == 3)
-        assert train.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=0")) == STOPPED
+        signal_during(patch, Batches, "training", signal.SIGTERM, lambda step: step == 3)
+        assert loop.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=0")) == STOPPED
     assert traced(tmp_path / "run")[0] == [3, 4]
-    assert train.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=0", "checkpoint.resume=must")) == 0
-    assert "no profile: train.profile=[3, 5] begins before step 5, the first from here on" in capsys.readouterr().out
+    assert loop.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=0", "checkpoint.resume=must")) == 0
+    assert (
+        "no profile: train.profile=[3, 5] begins before step 5, the first step of this process"
+        in capsys.readouterr().out
+    )
     assert traced(tmp_path / "run")[0] == [3, 4] and len(lines(tmp_path)) == 8

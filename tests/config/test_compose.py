@@ -1,0 +1,199 @@
+"""Composition of the configuration from a file and overrides, and the messages for input that cannot be used."""
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from shmap_tp.config import compose
+from shmap_tp.config.compose import CONF, load, save, to_dict
+from shmap_tp.config.schema import Config, Precision
+from shmap_tp.errors import UserError
+from tests.helpers.run_fixtures import FIRST
+
+BASE = Path(FIRST).read_text()
+UNCLOSED_LINE, DUPLICATE_LINE = len(BASE.splitlines()) + 2, BASE.splitlines().index("  steps: 300") + 2
+"""Line numbers in the messages about an unclosed bracket and a duplicate key."""
+MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+
+
+def error_message(file: str | Path, *overrides: str) -> str:
+    """The message, of one or two lines, of the UserError that loading raises."""
+    with pytest.raises(UserError) as caught:
+        load(str(file), list(overrides))
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 2, message
+    return message
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_loads_and_its_saved_configuration_loads_equal(tmp_path, model):
+    config = load(FIRST, [f"model={model}", "mesh.dp=1", "mesh.mp=1", "train.precision=bfloat16", "run.seed=7"])
+    assert config.model.name == model and config.run.seed == 7 and config.train.precision is Precision.bfloat16
+    save(config, tmp_path / "config.yaml")
+    again = load(str(tmp_path / "config.yaml"), [])
+    assert again == config and type(again) is Config
+    assert to_dict(again) == to_dict(config)
+
+
+@pytest.mark.parametrize("data", ["stdlib", "minipile"])
+def test_every_data_source_loads(data):
+    assert load(FIRST, [f"data={data}"]).data.name == data
+
+
+def test_an_interpolated_value_follows_its_source():
+    config = load(FIRST, ["run.name=other"])
+    assert (config.run.dir, config.checkpoint.dir) == ("runs/other", "runs/other/checkpoints")
+
+
+@pytest.mark.parametrize("given, value", [("1e-3", 1e-3), ("1", 1.0), ("0.5", 0.5)])
+def test_a_float_can_be_written_in_scientific_or_integer_notation(given, value):
+    assert load(FIRST, [f"optimizer.learning_rate={given}"]).optimizer.learning_rate == value
+
+
+def test_a_value_with_special_characters_can_be_quoted():
+    assert load(FIRST, ['run.dir="a,b=(c)"']).run.dir == "a,b=(c)"
+
+
+def test_a_file_outside_conf_can_use_the_groups_of_conf(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(BASE.replace("model: bytes", "model: gptj_6b"))
+    assert load(str(file), ["mesh.mp=1"]).model.name == "gptj_6b"
+    assert load(str(file), ["model=test", "data=minipile"]).model.name == "test"
+
+
+def test_a_file_outside_conf_can_have_groups_of_its_own(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text((CONF / "model" / "bytes.yaml").read_text() + "\n")
+    (tmp_path / "run.yaml").write_text(BASE.replace("model: bytes", "model: mine"))
+    own = load(str(tmp_path / "run.yaml"), [])
+    assert own == load(FIRST, [])
+    assert load(str(tmp_path / "run.yaml"), ["model=test"]).model.name == "test"
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "a,b=(c) [d] {e}", "it's", 'say "x"', "ünï"])
+def test_the_path_of_the_configuration_can_contain_any_characters(tmp_path, monkeypatch, name):
+    conf = tmp_path / name / "conf"
+    for file in CONF.rglob("*.yaml"):
+        copy = conf / file.relative_to(CONF)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(file.read_text())
+    monkeypatch.setattr(compose, "CONF", conf)
+    assert load(str(conf / "config.yaml"), ["model=test"]).model.name == "test"
+    (tmp_path / name / "mine.v2.yaml").write_text(BASE)
+    assert load(str(tmp_path / name / "mine.v2.yaml"), ["model=test"]).model.name == "test"
+
+
+def test_a_key_missing_in_the_file_can_be_given_on_the_command_line(tmp_path):
+    file = tmp_path / "short.yaml"
+    file.write_text(BASE.replace("  z_loss: 0.0\n", "").replace("  seed: 0\n", ""))
+    assert error_message(file) == f"{file}: no value for run.seed, train.z_loss; give each in the file or as key=value"
+    config = load(str(file), ["train.z_loss=1e-4", "run.seed=3"])
+    assert config.train.z_loss == 1e-4 and config.run.seed == 3
+
+
+OVERRIDES = {
+    # unknown keys: the closest known one, by its full name or its last part
+    "train.stepz=3": "unknown key train.stepz; did you mean train.steps?",
+    "trian.steps=3": "unknown key trian; did you mean train?",
+    "stpes=3": "unknown key stpes; did you mean train.steps?",
+    "modle=test": "unknown key modle; did you mean model?",
+    "model.width.x=3": "model.width={'x': 3} must be of type int",
+    "frobnicate=1": "unknown key frobnicate; shmap_tp/config/schema.py lists all keys",
+    # unknown options
+    "model=nope": f"model=nope: there is no such model; use one of {', '.join(MODELS)}",
+    "data=nope": "data=nope: there is no such data; use one of minipile, stdlib",
+    # wrong types
+    "train.steps=many": "train.steps=many must be of type int",
+    "train.steps=1.5": "train.steps=1.5 must be of type int",
+    "train.steps=null": "train.steps=None must be of type int",
+    "train.steps=": "train.steps= must be of type int",
+    "optimizer.beta1=big": "optimizer.beta1=big must be of type float",
+    "log.wandb=maybe": "log.wandb=maybe must be of type bool",
+    "checkpoint.keep_every=x": "checkpoint.keep_every=x must be of type int | None",
+    "model.block=serial": "model.block=serial must be one of parallel, sequential",
+    "train=5": "train is a group of keys, not a value; set one of them, for example train.steps=...",
+    "mesh=null": "mesh is a group of keys, not a value; set one of them, for example mesh.dp=...",
+    # missing values
+    "train.steps=???": "no value for train.steps; give each in the file or as key=value",
+    "run.dir=${nope}": "run.dir: Interpolation key 'nope' not found",
+    # not key=value
+    "+train.new=1": "+train.new=1: keys cannot be added or deleted; write key=value",
+    "++train.steps=1": "++train.steps=1: keys cannot be added or deleted; write key=value",
+    "~train.steps": "~train.steps: keys cannot be added or deleted; write key=value",
+    "~model": "~model: keys cannot be added or deleted; write key=value",
+    "train.steps": "'train.steps' is not key=value; write for example train.steps=400",
+    "train.steps 3": "'train.steps 3' is not key=value; write for example train.steps=400",
+    "=3": "'=3' is not key=value; write for example train.steps=400",
+    # characters with a meaning in Hydra's grammar
+    "run.name=a,b": "'run.name=a,b'; quote a value that has special characters: 'key=\"a,b\"'",
+    "run.name=a=b": "run.name=a=b: mismatched input '=' expecting <EOF>; quote a value",
+    "run.name=range(1,3)": "'run.name=range(1,3)' requires --multirun; quote a value",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_the_message_for_a_bad_override_states_the_problem(override):
+    assert OVERRIDES[override] in error_message(FIRST, override)
+
+
+FILES = {
+    "a bracket that is never closed": (
+        BASE + "more: [a, b\n", f", line {UNCLOSED_LINE}: invalid YAML, expected ',' or ']'"
+    ),
+    "a tab": ("run:\n\tname: x\n", ", line 2: invalid YAML, found character '\\t'"),
+    "a duplicate key": (
+        BASE.replace("  steps: 300", "  steps: 4\n  steps: 5"), f"line {DUPLICATE_LINE}: invalid YAML, found dup"
+    ),
+    "an unknown key": (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),
+    "an unknown section": (BASE + "training:\n  steps: 3\n", "unknown key training; did you mean train?"),
+    "a wrong type": (BASE.replace("steps: 300", "steps: many"), "train.steps=many must be of type int"),
+    "no value": (BASE.replace("steps: 300", "steps:"), "train.steps=None must be of type int"),
+    "an unknown option": (BASE.replace("model: bytes", "model: nope"), "model=nope: there is no such model; use"),
+    "an unknown group": (BASE.replace("model: bytes", "modle: bytes"), "modle/bytes"),
+    "an interpolation that leads nowhere": (BASE.replace("${run.name}", "${run.nam}"), "'run.nam' not found"),
+    "an interpolation that is never closed": (BASE.replace("${run.name}", "${run.name"), "run.dir: no viable"),
+    "nothing": ("", "no value for checkpoint, data, evaluate, guard, log, mesh, model, optimizer, run, train; give"),
+    "a list": ("- 1\n- 2\n", "must be a DictConfig, got ListConfig"),
+    "a word": ("hello\n", "unknown key hello"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_the_message_for_a_bad_file_states_the_problem_and_the_file(tmp_path, case):
+    text, expected = FILES[case]
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    message = error_message(file)
+    assert expected in message
+    assert str(file) in message or "model=nope" in message
+
+
+@pytest.mark.parametrize("bytes_", [b"run:\n  name: \xe9\n", b"run:\n  name: \x00\n"], ids=["latin-1", "NUL"])
+def test_a_file_that_is_not_utf8_text_is_rejected(tmp_path, bytes_):
+    (tmp_path / "mine.yaml").write_bytes(bytes_)
+    assert re.search(r"mine.yaml: not UTF-8 text \(.+\); save it as UTF-8", error_message(tmp_path / "mine.yaml"))
+
+
+def test_a_missing_file_and_a_wrong_suffix_are_rejected(tmp_path):
+    (tmp_path / "mine.yml").write_text(BASE)
+    assert error_message("nope.yaml") == "--cfg nope.yaml: no such file; start with conf/config.yaml"
+    assert "no such file" in error_message(tmp_path)
+    assert "must end in .yaml; rename it" in error_message(tmp_path / "mine.yml")
+
+
+def test_a_saved_configuration_has_no_groups_to_override(tmp_path):
+    file = tmp_path / "config.yaml"
+    save(load(FIRST, []), file)
+    assert load(str(file), ["model.layers=2"]).model.layers == 2
+    message = error_message(file, "model=test")
+    assert str(file) in message and "has no defaults list to override" in message and "use conf/config.yaml" in message
+
+
+def test_conf_config_yaml_has_every_key_of_the_schema():
+    """conf/ is the only place of values, and `--help` says that this file has every key."""
+    values = OmegaConf.load(FIRST)
+    for section, field in Config.__dataclass_fields__.items():
+        if section not in ("model", "data"):
+            assert set(values[section]) == set(field.type.__dataclass_fields__), section

@@ -1,0 +1,143 @@
+"""Validation of the configuration: each rule rejects what breaks it, with a message that states the way out."""
+
+import pytest
+
+from shmap_tp.config.compose import load
+from shmap_tp.config.schema import TensorParallelMode
+from shmap_tp.config.validate import resolve_auto
+from shmap_tp.errors import UserError
+from tests.config.test_compose import error_message
+from tests.helpers.run_fixtures import FIRST
+
+OVERRIDES = {
+    # ranges
+    "run.seed=-1": "run.seed=-1 is too small; it must be 0 or more",
+    "run.seed=4294967296": "run.seed=4294967296 is too large; it must be below 2^32 = 4294967296",
+    "mesh.dp=0": "mesh.dp=0 is too small; it must be 1 or more",
+    "mesh.dp=many": "mesh.dp=many must be an integer or auto",
+    "mesh.dp=1.5": "mesh.dp=1.5 must be of type int | str",
+    "train.max_sequences_per_device=-1": "train.max_sequences_per_device=-1 is too small; it must be 1 or more",
+    "run.join_timeout_seconds=0": "run.join_timeout_seconds=0 is too small; it must be 1 or more",
+    "mesh.mp=-2": "mesh.mp=-2 is too small; it must be 1 or more",
+    "model.kv_heads=0": "model.kv_heads=0 is too small; it must be 1 or more",
+    "model.vocabulary_multiple=0": "model.vocabulary_multiple=0 is too small; it must be 1 or more",
+    "train.loss_chunk=0": "train.loss_chunk=0 is too small; it must be 1 or more",
+    "checkpoint.keep=1": "checkpoint.keep=1 is too small; it must be 2 or more",
+    "checkpoint.keep_every=-5": "checkpoint.keep_every=-5 is too small; it must be 1 or more",
+    "optimizer.learning_rate=nan": "optimizer.learning_rate=nan is too small; it must be 0 or more",
+    "optimizer.decay_steps=30": "optimizer.decay_steps=30 must be above optimizer.warmup_steps=30",
+    "optimizer.clip_norm=0": "optimizer.clip_norm=0.0 must be above 0",
+    "guard.loss_spike_sigmas=0.5": "guard.loss_spike_sigmas=0.5 is too small; it must be 1 or more",
+    "guard.window=1": "guard.window=1 is too small; it must be 2 or more",
+    "guard.max_consecutive=0": "guard.max_consecutive=0 is too small; it must be 1 or more",
+    "guard.loss_spike_sigmas=true": "guard.loss_spike_sigmas=True must be of type float | None",
+    # profiled steps
+    "train.profile=[5]": "train.profile=[5] must be [first, last], two steps from 1 to train.steps=300",
+    "train.profile=[0,2]": "train.profile=[0, 2] must be [first, last], two steps from 1",
+    "train.profile=[9,8]": "train.profile=[9, 8] must be [first, last]",
+    "train.profile=[299,301]": "train.profile=[299, 301] must be [first, last], two steps from 1 to train.steps=300",
+    "train.profile=7": "train.profile=7 must be of type list[int] | None",
+    "train.profile=[1,a]": "train.profile[1]=a must be of type list[int] | None",
+    # divisibility and combinations
+    "mesh.mp=3": "mesh.mp=3 does not divide heads=8 (model bytes); use mesh.mp in {1, 2, 4, 8}",
+    "model.ffn=510": "mesh.mp=4 does not divide ffn=510 (model bytes); use mesh.mp in {1, 2, 3, 5, 6, 10,",
+    "model.vocabulary_multiple=3": "mesh.mp=4 does not divide the padded vocabulary=258 (model bytes); use",
+    "mesh.tensor_parallel=line": "mesh.tensor_parallel=line must be one of all_reduce, sequence, collective_matmul",
+    "mesh.slices=3": "mesh.slices=3 does not divide mesh.dp=2 (an mp group cannot span slices); "
+    "use mesh.slices in {1, 2}",
+    "mesh.fsdp_gradients=ring": "mesh.fsdp_gradients=ring needs mesh.zero=fsdp, but mesh.zero=none; set mesh.zero=fsdp",
+    "model.offload=[up]": "model.offload has up, which model.remat=none does not save; "
+    "use model.remat in {mlp, attention_and_up, all_matmuls}",
+    "model.offload=up": "model.offload=up must be a list, for example [a,b]",
+    "model.offload=[heads]": "model.offload[0]=heads must be one of input, sublayer_output, "
+    "query_key_value, attention_output, gate, up",
+    "model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=8; choose a divisor",
+    "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 sequences (train.batch / train.microbatches); "
+    "use mesh.dp in {1, 2, 4, 8, 16}",
+    "train.microbatches=5": "train.microbatches=5 does not divide train.batch=32; use train.microbatches in {1, 2,",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_the_message_for_a_broken_rule_states_the_rule(override):
+    assert OVERRIDES[override] in error_message(FIRST, override)
+
+
+def test_fsdp_gradient_ring_cannot_be_combined_with_collective_matmul():
+    message = error_message(
+        FIRST, "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "mesh.tensor_parallel=collective_matmul"
+    )
+    assert message.endswith("use mesh.tensor_parallel=sequence, or mesh.fsdp_gradients=reduce_scatter")
+
+
+@pytest.mark.parametrize("mode", ["sequence", "collective_matmul"])
+def test_mp_must_divide_the_context_when_activations_are_sharded_over_time(mode):
+    assert load(FIRST, ["model.context=6"]).mesh.tensor_parallel is TensorParallelMode.all_reduce
+    message = error_message(FIRST, "model.context=6", f"mesh.tensor_parallel={mode}")
+    assert message == (
+        f"mesh.mp=4 does not divide context=6 (model bytes, mesh.tensor_parallel={mode}); use mesh.mp in {{1, 2, 3, 6}}"
+    )
+
+
+def test_mp_must_divide_kv_heads_or_be_a_multiple_of_them():
+    message = error_message(
+        FIRST, "model.heads=12", "model.kv_heads=4", "mesh.mp=6", "model.ffn=48", "model.vocabulary_multiple=6"
+    )
+    assert message == (
+        "mesh.mp=6 neither divides kv_heads=4 (model bytes) nor is a multiple of it; use mesh.mp in {1, 2, 4, 12}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "dp", "microbatches"),
+    [
+        (8, "mesh.dp=auto mesh.mp=2", 4, 2),
+        (2, "mesh.dp=auto mesh.mp=2", 1, 2),
+        (8, "mesh.dp=auto mesh.mp=1 train.max_sequences_per_device=2", 8, 2),
+        (4, "mesh.dp=auto mesh.mp=1 train.max_sequences_per_device=2", 4, 4),
+        (1, "mesh.dp=auto mesh.mp=1 train.max_sequences_per_device=2", 1, 16),
+        (
+            None,
+            "mesh.dp=4 mesh.mp=2 train.max_sequences_per_device=3",
+            4,
+            4,
+        ),  # 4 exceed the limit, and 3 do not divide them
+        (None, "mesh.dp=4 mesh.mp=2", 4, 2),
+    ],
+)
+def test_auto_uses_all_devices_and_respects_the_limit_of_sequences_per_device(devices, given, dp, microbatches):
+    made = resolve_auto(load(FIRST, given.split()), devices)
+    assert (made.mesh.dp, made.train.microbatches, made.train.batch) == (dp, microbatches, 32)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (6, "mesh.mp=4 does not divide the 6 available devices (mesh.dp=auto); use mesh.mp in {1, 2, 3, 6}"),
+        (12, "mesh.dp=auto is 3 on 12 devices, and mesh.dp=3 does not divide a microbatch of 16 sequences"),
+        (None, "mesh.dp=auto is only for training, on all available devices; give mesh.dp as a number"),
+    ],
+)
+def test_the_message_for_an_impossible_auto_states_the_problem(devices, message):
+    with pytest.raises(UserError) as caught:
+        resolve_auto(load(FIRST, ["mesh.dp=auto"]), devices)
+    assert str(caught.value).startswith(message)
+
+
+def test_an_activation_cannot_be_offloaded_twice():
+    message = error_message(FIRST, "model.remat=all_matmuls", "model.offload=[up,input,up]")
+    assert message == "model.offload=[up,input,up] names an activation twice; name each once"
+
+
+def test_a_parallel_block_cannot_offload_its_sublayer_output():
+    given = ["model.remat=attention", "model.offload=[sublayer_output]"]
+    assert "which the backward pass of model.block=parallel does not read" in error_message(
+        FIRST, "model.block=parallel", *given
+    )
+    assert load(FIRST, ["model.block=sequential", *given]).model.offload == ["sublayer_output"]
+
+
+def test_an_mlp_without_gate_cannot_offload_the_gate():
+    given = ["model.remat=all_matmuls", "model.offload=[gate]"]
+    assert "gate, but model.mlp=gelu has no gate" in error_message(FIRST, "model.mlp=gelu", *given)
+    assert load(FIRST, ["model.mlp=swiglu", *given]).model.offload == ["gate"]

@@ -1,0 +1,128 @@
+"""A damaged or incomplete checkpoint is found, and the newest intact one is chosen."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmap_tp.training.checkpoint import MANIFEST, Checkpoints
+from tests.helpers.checkpoint_fixtures import checkpoint_config, files
+from tests.helpers.run_fixtures import bits
+
+
+def newest(directory: Path, messages: list[str]) -> int | None:
+    """The newest intact checkpoint in `directory`; what is reported is appended to `messages`."""
+    with Checkpoints(checkpoint_config(directory), messages.append) as checkpoints:
+        return checkpoints.newest_intact()
+
+
+def test_an_intact_newest_checkpoint_is_chosen_without_a_message(pair_copy, messages):
+    assert newest(pair_copy, messages) == 2
+    assert messages == []
+
+
+def flips(size: int) -> list[tuple[int, int]]:
+    """Positions (byte, bit) to flip: the first and last byte, and three between."""
+    if size == 0:
+        return []
+    generator = np.random.default_rng(size)
+    positions = {0, size - 1, *generator.integers(0, size, 3).tolist()}
+    return [(position, int(generator.integers(8))) for position in sorted(positions)]
+
+
+def test_a_flipped_bit_in_any_file_is_found_and_the_previous_checkpoint_is_chosen(pair_copy, messages, pair, functions):
+    cases = 0
+    for file in files(pair_copy / "2"):
+        original = file.read_bytes()
+        for byte, bit in flips(len(original)):
+            file.write_bytes(original[:byte] + bytes([original[byte] ^ (1 << bit)]) + original[byte + 1 :])
+            messages.clear()
+            assert newest(pair_copy, messages) == 1, (file, byte, bit)
+            assert len(messages) == 1 and str(pair_copy / "2") in messages[0], messages
+            assert file.name == MANIFEST or str(file.relative_to(pair_copy / "2")) in messages[0], messages
+            cases += 1
+        file.write_bytes(original)
+    assert cases > 40
+    with Checkpoints(checkpoint_config(pair_copy), print) as checkpoints:
+        assert bits(checkpoints.restore(1, functions(2, 4).shapes)) == bits(pair[1][0])
+
+
+def test_any_flipped_bit_of_the_hashes_is_found(pair_copy, messages):
+    """The hashes have no hash of their own: they are intact if they parse and match the files."""
+    manifest = pair_copy / "2" / MANIFEST
+    original = manifest.read_bytes()
+    with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints:
+        for byte in range(len(original)):
+            flipped = original[byte] ^ (1 << (byte % 8))
+            manifest.write_bytes(original[:byte] + bytes([flipped]) + original[byte + 1 :])
+            assert checkpoints._fault(2) is not None, (byte, original[byte : byte + 1], flipped)
+
+
+def test_truncated_hashes_are_found(pair_copy, messages):
+    manifest = pair_copy / "2" / MANIFEST
+    original = manifest.read_bytes()
+    with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints:
+        for size in range(len(original)):
+            manifest.write_bytes(original[:size])
+            assert checkpoints._fault(2) is not None, size
+        for other in (b"[]", b"null", b'"all"', b"{}", b"7"):
+            manifest.write_bytes(other)
+            assert checkpoints._fault(2) is not None, other
+        assert checkpoints.newest_intact() == 1
+
+
+def test_swapped_files_and_files_replaced_by_directories_are_found(pair_copy, messages):
+    one, other = sorted(files(pair_copy / "2"), key=lambda file: file.stat().st_size)[-2:]
+    swapped = one.with_name("between")
+    for start, end in [(one, swapped), (other, one), (swapped, other)]:
+        start.rename(end)
+    assert newest(pair_copy, messages) == 1
+    for start, end in [(one, swapped), (other, one), (swapped, other)]:
+        start.rename(end)
+    assert newest(pair_copy, messages) == 2
+    one.unlink()
+    one.mkdir()
+    assert newest(pair_copy, messages) == 1
+    assert len(messages) == 2 and "is damaged" in messages[0] and "is missing" in messages[1]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "missing", "added"])
+def test_a_truncated_missing_or_added_file_is_found_and_the_previous_checkpoint_is_chosen(pair_copy, messages, damage):
+    for file in files(pair_copy / "2"):
+        original, named = file.read_bytes(), str(file.relative_to(pair_copy / "2"))
+        if damage == "truncated":
+            file.write_bytes(original[:-1])
+        elif damage == "emptied":
+            file.write_bytes(b"")
+        elif damage == "missing":
+            file.unlink()
+        else:
+            named += ".more"
+            file.with_name(f"{file.name}.more").write_bytes(b"x")
+        messages.clear()
+        if damage in ("truncated", "emptied") and not original:
+            assert newest(pair_copy, messages) == 2
+            continue
+        assert newest(pair_copy, messages) == 1, file
+        assert len(messages) == 1 and str(pair_copy / "2") in messages[0] and named in messages[0], messages
+        file.with_name(f"{file.name}.more").unlink(missing_ok=True)
+        file.write_bytes(original)
+
+
+def test_a_save_interrupted_by_a_kill_is_not_chosen(pair_copy, messages):
+    shutil.copytree(pair_copy / "2", pair_copy / "3.orbax-checkpoint-tmp")  # killed while writing
+    shutil.copytree(pair_copy / "2", pair_copy / "4")  # killed between the rename and the hashes
+    (pair_copy / "4" / MANIFEST).unlink()
+    shutil.copytree(pair_copy / "2", pair_copy / "5")  # killed while writing the hashes
+    (pair_copy / "5" / MANIFEST).rename(pair_copy / "5" / f"{MANIFEST}.tmp")
+    assert newest(pair_copy, messages) == 2
+    assert len(messages) == 2 and all(MANIFEST in line for line in messages), messages
+    assert not (pair_copy / "3.orbax-checkpoint-tmp").exists()
+
+
+def test_no_checkpoint_is_chosen_if_all_are_damaged_and_each_is_reported(pair_copy, messages):
+    for step in "12":
+        (pair_copy / step / "_CHECKPOINT_METADATA").unlink()
+    assert newest(pair_copy, messages) is None
+    assert [str(pair_copy / step) in line for step, line in zip("21", messages, strict=True)] == [True, True]

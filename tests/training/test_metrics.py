@@ -1,0 +1,142 @@
+"""The files of a run directory: metrics, TensorBoard, W&B and the loss plot; and the timing of steps."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from shmap_tp.config.compose import load
+from shmap_tp.errors import UserError
+from shmap_tp.training import metrics
+from shmap_tp.training.loss_plot import plot_losses
+from shmap_tp.training.metrics import Meter, Recorder, read_metrics
+from tests.helpers.run_fixtures import (
+    BATCH,
+    CONTEXT,
+    STEPS,
+    checkpoint_steps,
+    lines,
+    tiny,
+)
+
+
+def test_the_run_directory_has_the_documented_files(uninterrupted):
+    run = uninterrupted / "run"
+    files = {"config.yaml", "metrics.jsonl", "time.jsonl", "checkpoints", "loss.png"}
+    assert {path.name for path in run.iterdir()} == files
+    assert checkpoint_steps(uninterrupted) == [4, 6, 8]
+    assert load(str(run / "config.yaml"), []) == tiny(uninterrupted)
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_line_of_metrics_has_the_documented_fields(uninterrupted):
+    for line in map(json.loads, (uninterrupted / "run" / "metrics.jsonl").read_text().splitlines()):
+        assert line["split"] in ("train", "validation") and line["mesh"] == [2, 4]
+        assert type(line["step"]) is int and 1 <= line["step"] <= STEPS
+        assert 3 < line["loss"] < 5
+        if line["split"] == "train":
+            assert line["tokens_per_second"] > 0 and line["grad_norm"] > 0 and 0 < line["goodput"] < 1
+            assert line["skipped"] == line["skipped_in_a_row"] == 0 and "sequences" not in line
+            assert line["tokens"] == line["step"] * BATCH * CONTEXT
+    assert [line["step"] for line in lines(uninterrupted)] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines(uninterrupted, "validation")] == [4, 8]
+    rates = [line["learning_rate"] for line in lines(uninterrupted)]
+    assert rates[0] == 0 and max(rates) == rates[2] == pytest.approx(3e-3) and rates[3:] == sorted(rates[3:])[::-1]
+
+
+def test_tensorboard_receives_the_same_values(tmp_path):
+    """Read back record by record: length, 4 bytes of checksum, an event, 4 bytes of checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (tmp_path / "run").mkdir()
+    with Recorder(tiny(tmp_path, "log.tensorboard=true"), 0, enabled=True) as recorder:
+        recorder.validation(4, 0.5)
+    (file,) = (tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")
+    rest, events = file.read_bytes(), []
+    while rest:
+        end = 12 + int.from_bytes(rest[:8], "little")
+        events.append(Event.FromString(rest[12:end]))
+        rest = rest[end + 4 :]
+    scalars = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
+    assert scalars == [(4, "validation/loss", 0.5)]
+
+
+class LoginError(Exception):
+    """Stands in for wandb.Error, since wandb need not be installed."""
+
+
+def no_login(**_: object) -> None:
+    raise LoginError("No API key configured. Use `wandb login` to log in.")
+
+
+@pytest.mark.parametrize(
+    "wandb, message",
+    [(None, "needs wandb: pip install"), (SimpleNamespace(init=no_login, Error=LoginError), "No API key.*\n.*offline")],
+    ids=["not installed", "not logged in"],
+)
+def test_an_error_of_wandb_is_reported(tmp_path, monkeypatch, wandb, message):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(UserError, match=message):
+        Recorder(tiny(tmp_path, "log.wandb=true"), 0, enabled=True)
+
+
+def test_the_plot_shows_every_segment_and_mesh(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    parts = [(0, [2, 4], range(1, 4)), (1, [8, 1], range(4, 6)), (2, [2, 4], range(6, 8))]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"split": "train", "step": step, "loss": 4 - step / 10, "mesh": mesh, "segment": segment}) + "\n"
+            for segment, mesh, steps in parts
+            for step in steps
+        )
+    )
+    plot_losses(tmp_path)
+    axes = drawn[0].axes[0]
+    curves = [line for line in axes.lines if line.get_linestyle() == "-" and len(line.get_xdata())]
+    assert [list(line.get_xdata()) for line in curves] == [[1, 2, 3], [4, 5], [6, 7]]
+    assert curves[0].get_color() == curves[2].get_color() != curves[1].get_color()
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"] == [3, 5]
+    assert {"mesh dp=2, mp=4", "mesh dp=8, mp=1"} <= {text.get_text() for text in axes.get_legend().get_texts()}
+
+
+def test_a_step_that_is_read_late_does_not_distort_the_rate(tmp_path, monkeypatch):
+    """Steps of 1 s, every second one read only when the next is done too: the rate stays 1 step/s."""
+    clock = iter([0.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, 100.0, 101.0, 101.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    recorded: list[dict] = []
+    meter = Meter(recorded.append, tokens_per_step=10, flops_per_token=1, peak=None)
+    for step in range(1, 7):
+        meter.record(step, {"loss": np.float32(1)})
+    with meter.paused():
+        pass  # until 100: belongs to no step
+    meter.record(7, {"loss": np.float32(1)})
+    with meter.paused():
+        pass
+    assert [line["step"] for line in recorded] == [1, 2, 3, 4, 5, 6, 7]
+    seconds = [line["seconds_per_step"] for line in recorded]
+    assert seconds == pytest.approx([2, 1, 4 / 3, 1, 6 / 5, 1, 1])
+    assert [line["tokens_per_second"] for line in recorded] == pytest.approx([10 / s for s in seconds])
+
+
+def test_lines_of_lost_steps_and_a_partial_line_are_removed_from_metrics(tmp_path):
+    config = tiny(tmp_path)
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.parent.mkdir()
+    old = [{"split": "train", "step": step, "loss": 1.0, "mesh": [2, 4], "segment": 0} for step in (1, 2, 3)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in old) + '{"split": "train", "st')
+    with Recorder(config, 2, enabled=True) as recorder:
+        recorder.validation(2, 0.5)
+    assert [line["step"] for line in read_metrics(file)] == [1, 2, 2]
+    assert read_metrics(file)[-1] == {"split": "validation", "step": 2, "loss": 0.5, "mesh": [2, 4], "segment": 1}
+    assert file.read_text().endswith("}\n")
+
+
+def test_a_disabled_recorder_writes_nothing(tmp_path):
+    config = tiny(tmp_path)
+    with Recorder(config, 0, enabled=False) as recorder:
+        recorder.validation(1, 0.5)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,143 @@
+"""What can be resumed, and which starts are refused without changing anything."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shmap_tp.errors import UserError
+from shmap_tp.training import loop
+from shmap_tp.training.checkpoint import MANIFEST
+from tests.helpers.run_fixtures import (
+    STEPS,
+    file_contents,
+    lines,
+    state_at,
+    tiny,
+    values,
+    write_tokens,
+)
+
+
+def refused(directory: Path, *overrides: str) -> str:
+    """The message with which this start is refused; asserts that the run in `directory` is unchanged."""
+    before = file_contents(directory)
+    with pytest.raises(UserError) as caught:
+        loop.train(tiny(directory, *overrides))
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 2, message
+    assert file_contents(directory) == before
+    return message
+
+
+def test_a_new_run_in_the_directory_of_another_run_is_refused(copied):
+    message = refused(copied)
+    assert f"{copied}/run/checkpoints has checkpoints of this run up to step 8" in message
+    assert "--resume" in message and "run.dir=" in message
+
+
+@pytest.mark.parametrize("resume", ["never", "if_present"])
+def test_metrics_of_a_run_with_checkpoints_elsewhere_are_not_deleted(copied, resume):
+    elsewhere = copied / "elsewhere"
+    elsewhere.mkdir()
+    message = refused(copied, f"checkpoint.dir={elsewhere}", f"checkpoint.resume={resume}")
+    assert (
+        f"{copied}/run/metrics.jsonl has the metrics of a run up to step 8" in message
+        and f"{elsewhere} has no checkpoint" in message
+    )
+    assert "checkpoint.dir=... with --resume" in message and "run.dir=" in message and "remove the file" in message
+
+
+def test_a_run_killed_before_its_first_checkpoint_restarts_only_with_if_present(uninterrupted, tmp_path):
+    assert loop.train(tiny(tmp_path, "train.steps=2")) == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    assert f"{tmp_path}/run/metrics.jsonl has the metrics of a run up to step 2" in refused(tmp_path)
+    saved = tmp_path / "run" / "config.yaml"
+    saved.write_text(saved.read_text().replace("  offload: []\n", ""))  # as an earlier version saved it
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0
+    assert values(tmp_path) == values(uninterrupted)
+    assert [line["segment"] for line in lines(tmp_path)] == [0] * STEPS
+
+
+def test_resume_without_a_checkpoint_is_refused(tmp_path):
+    write_tokens(tmp_path / "data")
+    with pytest.raises(UserError, match=r"no checkpoint in .*/run/checkpoints; leave it out .* or name the run"):
+        loop.train(tiny(tmp_path, "checkpoint.resume=must"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "override, was, now",
+    [
+        ("model.layers=3", "model.layers was 2", "is 3"),
+        ("model.ffn=128", "model.ffn was 64", "is 128"),
+        ("model.positions=rotary", "model.positions was alibi", "is rotary"),
+        ("model.vocabulary=60", "token", "model.vocabulary=60"),  # refused because of the token ids
+        ("model.tie_embeddings=true", "model.tie_embeddings was False", "is True"),
+        ("model.context=8", "model.context was 16", "is 8"),
+        ("train.batch=16", "train.batch was 8", "is 16"),
+        ("run.seed=1", "run.seed was 0", "is 1"),
+    ],
+)
+def test_another_model_batch_or_seed_is_refused_with_both_values(copied, override, was, now):
+    message = refused(copied, "checkpoint.resume=must", override)
+    assert was in message and now in message
+    if "was" in was:
+        assert f"checkpoint {copied}/run/checkpoints/8 is of another run" in message and "run.dir=" in message
+
+
+@pytest.mark.parametrize("resume", ["must", "if_present"])
+def test_other_data_is_refused_with_its_file_and_length(copied, resume):
+    write_tokens(copied / "data", train=2999)
+    message = refused(copied, f"checkpoint.resume={resume}")
+    assert "data.dir (train.bin) was 3000 tokens of sha256" in message and "is 2999 tokens of sha256" in message
+    write_tokens(copied / "data", seed=1)
+    assert "data.dir (train.bin) was 3000 tokens of sha256" in refused(copied, f"checkpoint.resume={resume}")
+
+
+def test_settings_that_do_not_change_the_result_may_change_on_resume(copied):
+    free = ["model.name=other", "model.remat=full", "model.offload=[input]", "model.attention_chunk=8"]
+    free += ["train.microbatches=2", "train.steps=9"]
+    assert loop.train(tiny(copied, "checkpoint.resume=must", *free)) == 0
+
+
+def test_a_damaged_checkpoint_is_skipped_and_its_steps_are_trained_again(uninterrupted, copied, capsys):
+    directory = copied / "run" / "checkpoints"
+    (directory / "6" / "_CHECKPOINT_METADATA").write_bytes(b"")
+    data = max((directory / "8").rglob("*"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-1])
+    assert loop.train(tiny(copied, "checkpoint.resume=must")) == 0
+    message = capsys.readouterr().out
+    assert f"{directory}/8 is skipped: file {data.relative_to(directory / '8')} is damaged" in message
+    assert f"{directory}/6 is skipped: file _CHECKPOINT_METADATA is damaged" in message
+    assert "resuming from step 4" in message
+    assert state_at(copied, STEPS) == state_at(uninterrupted, STEPS)
+    assert values(copied) == values(uninterrupted)
+
+
+def test_a_renamed_checkpoint_is_refused(copied):
+    """Every file is intact, but the following steps would read other data."""
+    directory = copied / "run" / "checkpoints"
+    (directory / "6").rename(directory / "10")
+    message = refused(copied, "checkpoint.resume=must", "train.steps=12")
+    assert message == f"checkpoint {directory}/10 contains the state after step 6: rename the directory to that number"
+
+
+@pytest.mark.parametrize("resume", ["must", "if_present"])
+def test_a_run_without_an_intact_checkpoint_is_refused_with_their_steps(copied, capsys, resume):
+    for manifest in (copied / "run" / "checkpoints").glob(f"*/{MANIFEST}"):
+        manifest.unlink()
+    message = refused(copied, f"checkpoint.resume={resume}")
+    assert f"no checkpoint in {copied}/run/checkpoints is intact (found: 8, 6, 4)" in message and "run.dir=" in message
+    listed = capsys.readouterr().out
+    assert all(f"checkpoints/{step} is skipped: {MANIFEST} is missing" in listed for step in (8, 6, 4))
+
+
+def test_resume_if_present_starts_resumes_and_survives_a_killed_first_save(uninterrupted, tmp_path):
+    directory = tmp_path / "run" / "checkpoints"
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present", "train.steps=2")) == 0  # it starts
+    (directory / "2" / MANIFEST).unlink()  # as if the first save had been killed before its hashes
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present", "train.steps=4")) == 0  # it starts again
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0  # it resumes
+    assert values(tmp_path) == values(uninterrupted)
+    assert [line["segment"] for line in lines(tmp_path)] == [0] * 4 + [1] * 4

@@ -18,7 +18,7 @@ from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
 from tests.helpers.fresh_process import python
 from tests.helpers.model_fixtures import MODEL
-from tests.helpers.run_fixtures import BATCH, CONTEXT, VOCABULARY, lines, overrides, run_straight
+from tests.helpers.run_fixtures import BATCH, CONTEXT, VOCABULARY, lines, overrides, run_uninterrupted
 
 SEQUENCE = ["mesh.tensor_parallel=sequence"]
 COLLECTIVE_MATMUL = ["mesh.tensor_parallel=collective_matmul"]
@@ -259,7 +259,7 @@ def test_a_batch_of_another_shape_is_explained():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps on the mesh (2, 4)."""
-    return run_straight(tmp_path_factory) / "run"
+    return run_uninterrupted(tmp_path_factory) / "run"
 
 
 @pytest.mark.parametrize("which", ["", "checkpoints", "checkpoints/8"], ids=["run.dir", "checkpoint.dir", "checkpoint"])

@@ -135,7 +135,7 @@ def test_overrides_can_stand_before_and_after_the_options(tmp_path, monkeypatch)
 
 def test_without_cfg_the_packaged_configuration_is_used(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "train", lambda config, coordinator: seen.append(config) or 0)
+    monkeypatch.setattr(loop, "train", lambda config, coordinator: seen.append(config) or 0)
     assert call(monkeypatch, *overrides(tmp_path)) == 0
     assert seen == [tiny(tmp_path)]
 

@@ -23,7 +23,7 @@ from shmap_tp.errors import UserError
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 CONF = next(found for found in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (found / "config.yaml").is_file())
-"""The configuration directory of this project: shmap_tp/conf in an installed wheel, conf/ beside shmap_tp in a checkout.
+"""The configuration directory of this project: shmap_tp/conf in an installed wheel, conf/ next to shmap_tp in a clone.
 Files elsewhere can use its groups (model, data), too."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import main
+from shmap_tp import train as command
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
 from tests.helpers.run_fixtures import (
@@ -29,7 +29,7 @@ def call(monkeypatch, *arguments: str) -> int:
     """Run main.py in this process; returns its exit code."""
     monkeypatch.setattr(sys, "argv", ["main.py", *arguments])
     try:
-        return main.main()
+        return command.main()
     except SystemExit as exit_:
         return exit_.code
 
@@ -113,7 +113,6 @@ def test_bad_input_is_explained_in_one_or_two_lines(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ([], "--cfg"),
         (["--cfg"], "expected one argument"),
         (["--cfg", "nope.yaml"], "--cfg nope.yaml: no such file"),
         (["--cfg", FIRST, "--resumee"], "unrecognized arguments: --resumee"),
@@ -134,11 +133,19 @@ def test_overrides_can_stand_before_and_after_the_options(tmp_path, monkeypatch)
     assert seen == [tiny(tmp_path, "run.seed=5", "train.steps=9", "checkpoint.resume=must")] * 3
 
 
+def test_without_cfg_the_packaged_configuration_is_used(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(loop, "train", lambda config, coordinator: seen.append(config) or 0)
+    assert call(monkeypatch, *overrides(tmp_path)) == 0
+    assert seen == [tiny(tmp_path)]
+
+
 def test_help_explains_the_command_without_importing_jax(tmp_path):
     """In a new process, where nothing has imported JAX before."""
     script = (
-        "import sys, time; begin = time.perf_counter(); import main; sys.argv = ['main.py', '--help']\n"
-        "try: main.main()\n"
+        "import sys, time; begin = time.perf_counter(); sys.argv = ['main.py', '--help']\n"
+        "from shmap_tp import train\n"
+        "try: train.main()\n"
         "except SystemExit as done: assert done.code == 0\n"
         "assert 'jax' not in sys.modules and 'matplotlib' not in sys.modules\n"
         "print('SECONDS', time.perf_counter() - begin)"

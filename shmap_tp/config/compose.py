@@ -20,8 +20,11 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.errors import UserError
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
-"""The configuration directory of this project.  Files elsewhere can use its groups (model, data), too."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+CONF = next(found for found in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (found / "config.yaml").is_file())
+"""The configuration directory of this project: shmap_tp/conf in an installed wheel, conf/ next to shmap_tp in a clone.
+Files elsewhere can use its groups (model, data), too."""
 
 
 def load(file: str, overrides: list[str]) -> Config:

@@ -16,8 +16,17 @@ def emulate_cpu_devices(count: int) -> None:
     """Make this process's CPU appear as `count` JAX devices.  Must be called before JAX first uses a backend.
 
     It does no harm on a machine with accelerators: JAX prefers those, and the CPU devices stay unused.
+    Raises UserError if JAX already uses the CPU with another number of devices.
     """
-    jax.config.update("jax_num_cpu_devices", count)
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:  # a backend has been initialised
+        devices = jax.devices()
+        if devices[0].platform == "cpu" and len(devices) != count:
+            raise UserError(
+                f"the mesh needs {count} emulated devices, but JAX already runs with {len(devices)} in this process;\n"
+                f"restart Python and start with this mesh, or use a mesh with dp x mp = {len(devices)}"
+            ) from error
 
 
 @dataclass(frozen=True)

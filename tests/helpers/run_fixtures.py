@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import main
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.parallel.mesh import make_mesh
@@ -23,7 +22,7 @@ from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.metrics import read_metrics
 from shmap_tp.training.step import State, build_step_functions
 
-ROOT = Path(main.__file__).parent
+ROOT = Path(__file__).parents[2]
 FIRST = str(CONF / "config.yaml")
 CONTEXT, VOCABULARY, BATCH = 16, 64, 8
 STEPS = 8

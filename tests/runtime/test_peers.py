@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-import main
+from shmap_tp import train as command
 from shmap_tp.runtime.exit_codes import LOST
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import MANIFEST
@@ -189,6 +189,6 @@ BAD_ARGUMENTS = {
 @pytest.mark.parametrize("given", BAD_ARGUMENTS, ids=" ".join)
 def test_bad_process_arguments_are_explained(monkeypatch, capsys, given):
     monkeypatch.setattr(sys, "argv", ["main.py", "--cfg", FIRST, *given])
-    assert main.main() == 2
+    assert command.main() == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and BAD_ARGUMENTS[given] in message and len(message.splitlines()) == 1

@@ -1,0 +1,269 @@
+"""What `import shmap_tp` offers: configuration, mesh, model, training step and training run, for one process.
+
+B batch, T time, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from shmap_tp.config import compose
+from shmap_tp.config.schema import AUTO, Config
+from shmap_tp.config.validate import resolve_auto, validate
+from shmap_tp.errors import UserError
+from shmap_tp.hardware.xla_options import compile_with, compiler_options
+from shmap_tp.model.loss import IGNORE
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel import mesh as meshes
+from shmap_tp.runtime.distributed import emulate_cpu_devices
+from shmap_tp.training import loop
+from shmap_tp.training.environment import compute_dtype
+from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
+from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters, saved_config
+from shmap_tp.training.step import State, StepFunctions, build_step_functions
+
+Tokens = np.ndarray | Array | Sequence[Sequence[int]]
+"""Token ids [batch, time]."""
+
+EMULATED_DEVICES = 8
+"""How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
+
+
+def load_config(*overrides: str, file: str | None = None) -> Config:
+    """The configuration in `file`, with `key=value` overrides applied, and checked.
+
+    Without `file` it is the packaged conf/config.yaml, as in `load_config("model=test", "mesh.dp=2", "mesh.mp=4")`.
+    Raises UserError if there is no such file, key or group, a type is wrong, or sizes do not divide.
+    """
+    return compose.load(str(compose.CONF / "config.yaml") if file is None else file, list(overrides))
+
+
+def make_mesh(config: Config) -> Mesh:
+    """The (dp, mp) mesh of `config`.  Initialises JAX's backend.
+
+    On a CPU the devices are emulated if no backend has been used before, and a mesh may use the first dp x mp of them;
+    on accelerators it must use all.  Raises UserError if the devices do not make the mesh.
+    """
+    return _resolve(config)[1]
+
+
+def _resolve(config: Config) -> tuple[Config, Mesh]:
+    """(`config` with mesh.dp=auto replaced by a number, its mesh)."""
+    if config.mesh.processes != 1:
+        raise UserError(
+            f"mesh.processes={config.mesh.processes}: the library is for one process; start several with shmap-tp train"
+        )
+    _emulate_devices(config.mesh.mp * (1 if config.mesh.dp == AUTO else config.mesh.dp))
+    devices = jax.devices()
+    config = resolve_auto(config, len(devices))
+    wanted = config.mesh.dp * config.mesh.mp
+    if devices[0].platform != "cpu":
+        return config, meshes.make_mesh(config.mesh)
+    if wanted > len(devices):
+        raise UserError(
+            f"mesh.dp={config.mesh.dp} x mesh.mp={config.mesh.mp} needs {wanted} devices, but JAX already runs with "
+            f"{len(devices)};\nrestart Python with JAX_NUM_CPU_DEVICES={wanted}, build this mesh first, or choose a "
+            f"smaller one (dp, mp)"
+        )
+    return config, meshes.make_mesh(config.mesh, devices[:wanted])
+
+
+def _emulate_devices(wanted: int) -> None:
+    """Emulate at least `wanted` CPU devices, unless JAX already runs with some: then their number is fixed."""
+    with suppress(UserError):
+        emulate_cpu_devices(max(EMULATED_DEVICES, wanted, jax.config.jax_num_cpu_devices))
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters on a mesh, and the compiled functions that take them.  Make one with `initialize` or `restore`.
+
+    Methods take token ids as integers [batch, time].  The batch may have any size: it is padded to a multiple of dp.
+    The time is padded to the model's context, so that one program serves every length; what was padded is removed.
+    A method of an emulated mesh returns when its result is computed.
+    """
+
+    config: Config
+    mesh: Mesh
+    parameters: Transformer
+    """The pytree of parameters, float32, sharded over the mesh."""
+    functions: ModelFunctions
+    """The compiled functions, which take the parameters as an argument."""
+
+    @classmethod
+    def initialize(cls, config: Config) -> "Model":
+        """A model with the initial parameters of run.seed: the same bits on every mesh.
+
+        Raises UserError if the devices do not make the mesh.
+        """
+        config, mesh, functions = _build(config)
+        return cls(config, mesh, _finished(mesh, functions.initialize()), functions)
+
+    @classmethod
+    def restore(
+        cls, directory: str | PathLike, *, dp: int | None = None, mp: int | None = None, step: int | None = None
+    ) -> "Model":
+        """The model in a checkpoint of a run: the bits that were saved, on any mesh.  The optimizer state is not read.
+
+        `directory` is the run's directory, its checkpoint.dir, or one checkpoint.  Without `step` the newest intact
+        checkpoint is used; a damaged one is passed over with a warning.  Without `dp` or `mp` that of the saved mesh is
+        used.
+        Raises UserError if there is no such checkpoint, or the devices do not make the mesh.
+        """
+        _emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
+        checkpoint = find_checkpoint(str(directory), step)
+        config = saved_config(checkpoint)
+        shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
+        config = replace(config, mesh=replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=1))
+        validate(config)
+        config, mesh, functions = _build(config)
+        return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions)
+
+    def with_parameters(self, parameters: Transformer) -> "Model":
+        """The same model with other parameters, such as those that an update of your own returns."""
+        return replace(self, parameters=parameters)
+
+    def logits(self, tokens: Tokens) -> Float[Array, "B T V"]:
+        """Logits of the next token at every position: tokens[B, T] -> float32[B, T, vocabulary].
+
+        Raises UserError if T exceeds model.context, or an id is not below model.vocabulary.
+        """
+        tokens = _checked(tokens, self.config, self.config.model.context, least=0)
+        padded = self._padded(tokens, self.config.model.context, filling=0)
+        found = self._finished(self.functions.logits(self.parameters, padded))
+        return found[: tokens.shape[0], : tokens.shape[1], : self.config.model.vocabulary]
+
+    def loss(self, tokens: Tokens) -> Float[Array, ""]:
+        """Mean cross entropy, in nats per token, of tokens[B, T+1]: T inputs and their targets, one place later.
+
+        A token of -1 is not counted as a target.  Raises UserError as `logits` does.
+        """
+        return self._finished(self.functions.loss(self.parameters, self._sequences(tokens)))
+
+    def loss_and_gradients(self, tokens: Tokens) -> tuple[Float[Array, ""], Transformer]:
+        """(mean cross entropy, gradients) of tokens[B, T+1]; the gradients are a pytree like `parameters`.
+
+        The gradients are those of the training objective: if train.z_loss is not 0, its term is included.
+        """
+        return self._finished(self.functions.loss_and_gradients(self.parameters, self._sequences(tokens)))
+
+    def _sequences(self, tokens: Tokens) -> np.ndarray:
+        """tokens[B, T+1] -> int32[1, B', context+1], filled up with targets that are not counted."""
+        length = self.config.model.context + 1
+        return self._padded(_checked(tokens, self.config, length, least=IGNORE), length, filling=IGNORE)[None]
+
+    def _padded(self, tokens: np.ndarray, length: int, filling: int) -> np.ndarray:
+        missing = -tokens.shape[0] % self.config.mesh.dp, length - tokens.shape[1]
+        return np.pad(tokens, [(0, missing[0]), (0, missing[1])], constant_values=filling)
+
+    def _finished(self, result: Any) -> Any:
+        return _finished(self.mesh, result)
+
+
+def _build(config: Config) -> tuple[Config, Mesh, ModelFunctions]:
+    config, mesh = _resolve(config)
+    return config, mesh, build_model_functions(config, mesh, compute_dtype(config.train.precision))
+
+
+def _finished(mesh: Mesh, result: Any) -> Any:
+    """`result`; on a CPU once it is computed: emulated devices can deadlock with several programs under way."""
+    return jax.block_until_ready(result) if mesh.devices.flat[0].platform == "cpu" else result
+
+
+def _checked(tokens: Tokens, config: Config, longest: int, least: int) -> np.ndarray:
+    """tokens[B, T] as int32 on the host.  Raises UserError if they are not tokens of this model."""
+    tokens, vocabulary = np.asarray(tokens), config.model.vocabulary
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or 0 in tokens.shape:
+        raise UserError(f"tokens must be integers [batch, time], not {tokens.dtype}{list(tokens.shape)}")
+    if tokens.shape[1] > longest:
+        raise UserError(
+            f"tokens have {tokens.shape[1]} positions, and with model.context={config.model.context} there are at most "
+            f"{longest}; cut them into shorter sequences"
+        )
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if lowest < least or highest >= vocabulary:
+        wrong = lowest if lowest < least else highest
+        raise UserError(f"token id {wrong} is not in {least} to {vocabulary - 1} (model.vocabulary={vocabulary})")
+    return tokens.astype(np.int32)
+
+
+class Trainer:
+    """The training step of a configuration, with its state: for a loop of your own.
+
+        trainer = shmap_tp.Trainer(config)
+        metrics = trainer.step(tokens)
+
+    Data, evaluation, checkpoints and signals are the loop's affair; `run_training` has all of them.
+    """
+
+    def __init__(self, config: Config, model: Model | None = None):
+        """Starts from the initial parameters of run.seed, or from a copy of those of `model`, which has the same shape.
+
+        Raises UserError if the devices do not make the mesh.
+        """
+        self.config, self.mesh = _resolve(config)
+        self.functions: StepFunctions = build_step_functions(
+            self.config, self.mesh, compute_dtype(config.train.precision)
+        )
+        self.state: State = self.functions.init()
+        """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
+        if model is not None:
+            start = _copies(model.parameters, self.functions.shapes.params)
+            self.state = eqx.tree_at(lambda state: state.params, self.state, start)
+        _finished(self.mesh, self.state)
+        options = compiler_options(self.mesh.devices.flat[0].device_kind, self.config)
+        self._compiled = compile_with(self.functions.step.lower(self.functions.shapes, self.functions.tokens), options)
+
+    def step(self, tokens: Tokens) -> dict[str, Array]:
+        """One optimizer step on tokens[train.batch, context+1]; its metrics, such as "loss" and "grad_norm".
+
+        On an accelerator it returns before the step is computed; converting a metric, as in float(metrics["loss"]),
+        waits for it.  A step whose loss or gradient is not finite changes no parameter.
+        Raises UserError if the tokens have another shape, or an id is not below model.vocabulary.
+        """
+        self.state, metrics = self._compiled(self.state, self._batch(tokens))
+        return _finished(self.mesh, metrics)
+
+    def evaluate(self, tokens: Tokens) -> Float[Array, ""]:
+        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters."""
+        return _finished(self.mesh, self.functions.evaluate(self.state.params, self._batch(tokens)))
+
+    def model(self) -> Model:
+        """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
+        config, mesh, functions = _build(self.config)
+        return Model(config, mesh, _finished(mesh, _copies(self.state.params, functions.shapes)), functions)
+
+    def _batch(self, tokens: Tokens) -> Array:
+        """tokens[batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the devices."""
+        expected = (self.config.train.batch, self.config.model.context + 1)
+        if np.shape(tokens) != expected:
+            raise UserError(
+                f"tokens have the shape {list(np.shape(tokens))}, a step takes {list(expected)}: "
+                f"[train.batch, model.context + 1]"
+            )
+        rows = _checked(tokens, self.config, expected[1], least=IGNORE)
+        return jax.device_put(rows.reshape(self.functions.tokens.shape), self.functions.tokens.sharding)
+
+
+def _copies(parameters: Transformer, shapes: Transformer) -> Transformer:
+    """A copy of the parameters with the shardings of `shapes`."""
+    return jax.tree.map(lambda w, shape: jax.device_put(jnp.copy(w), shape.sharding), parameters, shapes)
+
+
+def run_training(config: Config) -> bool:
+    """A whole run as `shmap-tp train` makes it: data, evaluation, checkpoints, metrics and a loss curve in run.dir.
+
+    True if all steps were trained, False if the run was asked to stop and has saved; then checkpoint.resume=must
+    continues it.  The mesh must use all devices; on a CPU they are emulated if no backend has been used before.
+    Raises UserError if the input cannot be used, and other errors of `shmap_tp.errors` as the command prints them.
+    """
+    return loop.train(config) == 0

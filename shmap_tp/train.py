@@ -1,0 +1,108 @@
+"""The training command: `python main.py`, `shmap-tp train` and `python -m shmap_tp.train` are the same."""
+
+import argparse
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import NoReturn
+
+from shmap_tp.runtime.exit_codes import STOPPED
+
+EPILOG = """\
+examples
+  {command} --cfg conf/config.yaml                                  train a small model on this machine
+  {command} --cfg conf/config.yaml train.steps=600 --resume         continue from its newest checkpoint
+  {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --resume     the same on another mesh shape
+  {command} --cfg conf/config.yaml model=6_9b data=minipile mesh.dp=4 mesh.mp=8 run.name=big
+
+configuration
+  Without --cfg the packaged configuration is used, which is conf/config.yaml of the repository:
+    {default}
+  FILE is a path from the working directory; it can use the models and data sources of the packaged configuration.
+
+key=value
+  mesh.dp, mesh.mp      data-parallel and tensor-parallel size; their product is the number of devices, which are
+                        emulated on a machine that has only a CPU; mesh.dp=auto uses all devices
+  model=NAME            a model of conf/model/:
+{models}
+  data=NAME             a data source of conf/data/: {data}
+  train.steps, train.batch, train.microbatches, optimizer.learning_rate, run.name, ...
+                        all keys are in conf/config.yaml and explained in shmap_tp/config/schema.py
+
+exit codes
+  0   finished
+  2   an error that is explained in one or two lines: bad input, a full disk, faulty hardware, a diverged run
+  75  stopped by SIGTERM, Ctrl-C or a preemption notice, and saved: start again with --resume
+  69  another process did not start in time or was lost (134 if that was process 0): start all processes again
+
+several processes, one per host
+  TPU slice, GKE, Slurm    run the same command on every host, with --processes N
+  elsewhere                add the same --coordinator HOST:PORT on all hosts, and a different --process-id on each
+"""
+
+
+def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> int:
+    """Train as the command line `argv` says (default: sys.argv); returns the exit code.  `command` is its name."""
+    arguments = _parser(command).parse_intermixed_args(argv)
+    from shmap_tp.config.compose import CONF, load
+    from shmap_tp.config.validate import validate_process_arguments
+    from shmap_tp.errors import ShmapTpError
+
+    overrides = list(arguments.overrides)
+    if arguments.resume:
+        overrides.append("checkpoint.resume=must")
+    if arguments.processes is not None:
+        overrides.append(f"mesh.processes={arguments.processes}")
+    try:
+        config = load(arguments.cfg or str(CONF / "config.yaml"), overrides)
+        validate_process_arguments(arguments.coordinator, arguments.process_id, config.mesh.processes)
+        from shmap_tp.runtime.distributed import Coordinator
+        from shmap_tp.training import loop
+
+        coordinator = Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
+        return loop.train(config, coordinator)
+    except ShmapTpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> NoReturn:
+    """Call `main` as the program of this process, and exit with its code."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(STOPPED))  # `train` replaces this handler
+    code = main(argv, command)
+    if code == STOPPED and not sys.modules["jax"].distributed.is_initialized():
+        # All files are closed, but programs that still run on the devices could crash the interpreter at its exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    from shmap_tp.config.compose import CONF
+
+    models, data = (
+        ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in ("model", "data")
+    )
+    models = textwrap.fill(models, 120, initial_indent=24 * " ", subsequent_indent=24 * " ")
+    parser = argparse.ArgumentParser(
+        prog=command,
+        usage="%(prog)s [--cfg FILE] [--resume] [--processes N [--coordinator HOST:PORT --process-id I]] "
+        "[key=value ...]",
+        description="Tensor-parallel transformer training over a (dp, mp) mesh, with every collective written by hand.",
+        epilog=EPILOG.format(command=command, default=CONF / "config.yaml", models=models, data=data),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cfg", metavar="FILE", help="configuration file, for example conf/config.yaml")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    parser.add_argument("--processes", type=int, metavar="N", help="number of processes; sets mesh.processes")
+    parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides a value of FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    run(command="python -m shmap_tp.train")

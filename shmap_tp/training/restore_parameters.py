@@ -1,0 +1,105 @@
+"""Read a run's configuration and parameters from one of its checkpoints, without the optimizer state.
+
+Only reads: the run may be under way.  A checkpoint is used only if all its files match their hashes.
+"""
+
+import warnings
+from typing import Any
+
+import jax
+from etils import epath
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from orbax.checkpoint import v1 as ocp
+
+from shmap_tp.config.schema import Config
+from shmap_tp.errors import UserError
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.training.checkpoint import find_faults
+
+
+def find_checkpoint(directory: str, step: int | None) -> epath.Path:
+    """The checkpoint of `step`, or the newest intact one, of a run directory or a directory of checkpoints.
+
+    `directory` may also be one checkpoint.  A damaged or unfinished checkpoint is passed over with a warning.
+    Raises UserError if there is no checkpoint, or the one of `step` is missing or damaged.
+    """
+    root = epath.Path(directory)
+    root = root if "://" in directory else root.resolve()
+    if step is None and root.name.isdecimal() and root.is_dir():
+        root, step = root.parent, int(root.name)
+    root = _directory_of_checkpoints(root)
+    steps = sorted((int(child.name) for child in root.iterdir() if child.name.isdecimal()) if root.is_dir() else [])
+    if not steps:
+        raise UserError(
+            f"{directory} holds no checkpoint; name the run.dir or the checkpoint.dir of a run that has saved one"
+        )
+    if step is not None and step not in steps:
+        raise UserError(f"{root} holds no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    for candidate in [step] if step is not None else reversed(steps):
+        faults = find_faults(root / str(candidate))
+        if not faults:
+            return root / str(candidate)
+        if step is not None:
+            raise UserError(f"checkpoint {root / str(step)} cannot be used: {faults[0]}")
+        warnings.warn(f"checkpoint {root / str(candidate)} is passed over: {faults[0]}", stacklevel=4)
+    raise UserError(f"no checkpoint in {root} is intact (there: {', '.join(map(str, steps))})")
+
+
+def _directory_of_checkpoints(root: epath.Path) -> epath.Path:
+    """`root`, or if it is a run directory the checkpoint.dir that its config.yaml names."""
+    if (root / "checkpoints").is_dir():
+        return root / "checkpoints"
+    if (root / "config.yaml").exists():
+        saved = OmegaConf.select(OmegaConf.create((root / "config.yaml").read_text()), "checkpoint.dir")
+        return epath.Path(saved) if saved and "://" in saved else epath.Path(saved or root).resolve()
+    return root
+
+
+def saved_config(checkpoint: epath.Path) -> Config:
+    """The configuration that was saved with a checkpoint.
+
+    Raises UserError if it has none, or if its keys are those of another version.
+    """
+    saved = (ocp.checkpointables_metadata(checkpoint).custom_metadata or {}).get("config")
+    if saved is None:
+        raise UserError(f"checkpoint {checkpoint} holds no configuration: it was not saved by a training run")
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
+    except OmegaConfBaseException as error:
+        what = str(error).splitlines()[0]
+        raise UserError(
+            f"checkpoint {checkpoint} was saved by a version of shmap_tp with another configuration ({what});\n"
+            f"use that version to read it"
+        ) from error
+
+
+def restore_parameters(checkpoint: epath.Path, shapes: Transformer) -> Transformer:
+    """The parameters in `checkpoint`, bit for bit, with the shardings of `shapes`.
+
+    Raises UserError if the checkpoint's parameters have other names, shapes or dtypes (Orbax would cast a dtype
+    silently), or cannot be read.
+    """
+    saved = dict(ocp.checkpointables_metadata(checkpoint).metadata["state"])
+    found, wanted = _descriptions(saved["params"]), _descriptions(shapes)
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise UserError(
+                f"checkpoint {checkpoint} holds params/{name} as {found.get(name)}, needed is {wanted.get(name)};\n"
+                f"read it with the version of shmap_tp that saved it"
+            )
+    others = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, part) for name, part in saved.items() if name != "params"}
+    try:
+        return ocp.load_checkpointables(checkpoint, {"state": others | {"params": shapes}})["state"]["params"]
+    except Exception as error:
+        cause = str(error.__cause__ or error).strip().splitlines()[0][:200]
+        raise UserError(f"checkpoint {checkpoint} cannot be restored: {cause}") from error
+
+
+def _descriptions(tree: Any) -> dict[str, str]:
+    """dtype and shape of every array of `tree`, by its path."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }

@@ -1,0 +1,325 @@
+"""The public library: its functions agree with the dense reference, with training runs and with each other."""
+
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import shmap_tp
+from shmap_tp.config.schema import Config
+from shmap_tp.data.batches import Batches
+from shmap_tp.training import loop
+from tests.helpers import reference
+from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
+from tests.helpers.fresh_process import python
+from tests.helpers.model_fixtures import MODEL
+from tests.helpers.run_fixtures import BATCH, CONTEXT, VOCABULARY, lines, overrides, run_uninterrupted
+
+SEQUENCE = ["mesh.tensor_parallel=sequence"]
+COLLECTIVE_MATMUL = ["mesh.tensor_parallel=collective_matmul"]
+ZERO1 = ["mesh.zero=zero1"]
+FSDP = ["mesh.zero=fsdp", "mesh.tensor_parallel=sequence", "model.tie_embeddings=true", "model.positions=learned"]
+MODES = {"all-reduce": [], "sequence": SEQUENCE, "collective matmul": COLLECTIVE_MATMUL, "ZeRO-1": ZERO1, "FSDP": FSDP}
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def small(dp: int, mp: int, *more: str) -> Config:
+    """50 ids in 64 rows, a context of 8, and loss terms that a wrong gradient would miss."""
+    model = [f"model.{setting}" for setting in MODEL.split()]
+    given = ["model=test", *model, "model.context=8", "train.z_loss=0.01", "train.batch=8", "train.microbatches=1"]
+    return shmap_tp.load_config(*given, f"mesh.dp={dp}", f"mesh.mp={mp}", *more)
+
+
+def sequences(rows: int, length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50, (rows, length))
+
+
+def in_float64(parameters: shmap_tp.Transformer) -> dict[str, np.ndarray]:
+    """The parameters as the dense reference takes them."""
+    return {path: array.astype(np.float64) for path, array in by_path(parameters).items()}
+
+
+# The package
+
+
+def test_importing_shmap_tp_imports_no_jax_and_the_names_use_no_device():
+    done = python(
+        """
+        import sys, time
+        begin = time.perf_counter()
+        import shmap_tp
+        assert time.perf_counter() - begin < 1
+        assert "jax" not in sys.modules and "numpy" not in sys.modules
+        assert {*shmap_tp.__all__} <= {*dir(shmap_tp)}
+        for name in shmap_tp.__all__:
+            assert getattr(shmap_tp, name).__doc__, name
+        shmap_tp.load_config("mesh.dp=1", "mesh.mp=1")
+        from jax._src import xla_bridge
+        assert not xla_bridge.backends_are_initialized()
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_docstring_names_everything_public():
+    assert {*shmap_tp.__all__} == {*shmap_tp._MODULES}
+    for name in shmap_tp.__all__:
+        assert name in shmap_tp.__doc__.split("What there is")[1]
+    with pytest.raises(AttributeError, match="no attribute 'load_konfig'; it has load_config"):
+        shmap_tp.load_konfig  # noqa: B018
+
+
+def test_the_example_in_the_docstring_runs_on_emulated_devices():
+    example = shmap_tp.__doc__.split("on the CPU.\n\n")[1].split("\n\nWhat there is")[0]
+    example = textwrap.dedent(example)
+    assert 10 <= len(example.splitlines()) <= 16
+    done = python(
+        example + "\nimport jax; print(len(jax.devices()), logits.shape, float(loss), gradients.norm.scale.shape)"
+    )
+    assert done.returncode == 0, done.stderr
+    *losses, last = done.stdout.splitlines()
+    assert len(losses) == 5 and float(losses[-1]) < float(losses[0])
+    assert last.startswith("8 (16, 32, 256) ")
+
+
+# Devices
+
+
+@pytest.mark.parametrize("shapes", [[(2, 8), (1, 2)], [(1, 2), (2, 4), (4, 1)]], ids=["sixteen devices", "eight"])
+def test_a_process_can_use_several_meshes_of_up_to_eight_devices_or_of_the_first_if_that_is_larger(shapes):
+    done = python(
+        f"""
+        import shmap_tp
+        for dp, mp in {shapes}:
+            config = shmap_tp.load_config("model=test", f"mesh.dp={{dp}}", f"mesh.mp={{mp}}")
+            print(tuple(shmap_tp.make_mesh(config).shape.values()))
+        """
+    )
+    assert done.stdout.splitlines() == [str(shape) for shape in shapes], done.stderr
+
+
+def test_too_few_devices_of_a_backend_in_use_are_explained(tmp_path):
+    done = python(
+        """
+        import jax
+        import shmap_tp
+        jax.devices()
+        config = shmap_tp.load_config("model=test", "mesh.dp=2", "mesh.mp=4", "data.source=null")
+        for act in (shmap_tp.make_mesh, shmap_tp.Model.initialize, shmap_tp.Trainer, shmap_tp.run_training):
+            try:
+                act(config)
+            except shmap_tp.UserError as error:
+                assert len(str(error).splitlines()) == 2
+                print(str(error).replace(chr(10), " "))
+        """,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == 4
+    for line in said:
+        assert "needs 8 " in line and "JAX already runs with 1" in line and "restart Python" in line
+
+
+def test_dp_auto_takes_all_devices():
+    config = shmap_tp.load_config("model=test", "mesh.dp=auto", "mesh.mp=2")
+    assert dict(shmap_tp.make_mesh(config).shape) == {"dp": 4, "mp": 2}
+    assert shmap_tp.Model.initialize(config).config.mesh.dp == 4
+
+
+def test_several_processes_are_refused():
+    with pytest.raises(shmap_tp.UserError, match="one process; start several with shmap-tp train"):
+        shmap_tp.Model.initialize(small(2, 4, "mesh.processes=2"))
+
+
+# Model
+
+
+@every_mode
+def test_logits_are_those_of_the_dense_reference(mode):
+    """Of a batch that dp does not divide and of sequences shorter than the context; padded columns are not returned."""
+    model = shmap_tp.Model.initialize(small(2, 4, *MODES[mode]))
+    tokens = sequences(3, 5)
+    logits = model.logits(tokens)
+    assert logits.shape == (3, 5, 50) and logits.dtype == np.float32
+    with jax.enable_x64(True):
+        expected = reference.transformer(in_float64(model.parameters), tokens, model.config.model)[..., :50]
+    assert_close(logits, expected, RELATIVE["float32"])
+
+
+@every_mode
+def test_loss_and_gradients_are_those_of_the_dense_reference(mode):
+    """Of a batch that dp does not divide, in which some targets are not counted."""
+    model = shmap_tp.Model.initialize(small(2, 4, *MODES[mode]))
+    tokens = sequences(3, 9)
+    tokens[0, 6:] = -1
+    loss, gradients = model.loss_and_gradients(tokens)
+
+    def objective(p: dict) -> Any:
+        return reference.objective(p, tokens, model.config.model, z_loss=0.01)
+
+    with jax.enable_x64(True):
+        expected, expected_loss = jax.jit(jax.grad(objective, has_aux=True))(in_float64(model.parameters))
+    assert_close(loss, expected_loss, RELATIVE["float32"])
+    assert_close(model.loss(tokens), expected_loss, RELATIVE["float32"])
+    assert jax.tree.structure(gradients) == jax.tree.structure(model.parameters)
+    assert_close(by_path(gradients), expected, RELATIVE["float32"])
+
+
+def test_a_model_is_the_same_on_every_mesh():
+    tokens = sequences(4, 9)
+    first, *others = [shmap_tp.Model.initialize(small(*shape)) for shape in [(1, 1), (8, 1), (2, 2)]]
+    for other in others:
+        assert_same_bits(other.parameters, first.parameters)
+        assert_close(other.loss(tokens), first.loss(tokens), RELATIVE["float32"])
+        assert_close(other.logits(tokens[:, :-1]), first.logits(tokens[:, :-1]), RELATIVE["float32"])
+
+
+def test_an_update_of_ones_own_lowers_the_loss():
+    model, tokens = shmap_tp.Model.initialize(small(2, 4)), sequences(4, 9)
+    loss, gradients = model.loss_and_gradients(tokens)
+    updated = model.with_parameters(jax.tree.map(lambda w, dw: w - 0.1 * dw, model.parameters, gradients))
+    assert float(updated.loss(tokens)) < float(loss) == pytest.approx(float(model.loss(tokens)))
+
+
+BAD_TOKENS = {
+    "one sequence": (np.zeros(5, int), "must be integers [batch, time], not int64[5]"),
+    "no sequence": (np.zeros((0, 5), int), "must be integers [batch, time]"),
+    "floats": (np.zeros((2, 5)), "must be integers [batch, time], not float64[2, 5]"),
+    "too long": (np.zeros((2, 10), int), "tokens have 10 positions, and with model.context=8"),
+    "an id of the padding": (np.full((2, 5), 50), "token id 50 is not in"),
+    "a negative id": (np.full((2, 5), -2), "token id -2 is not in"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TOKENS)
+def test_tokens_that_cannot_be_used_are_explained(case):
+    tokens, expected = BAD_TOKENS[case]
+    model = shmap_tp.Model.initialize(small(2, 4))
+    for use in (model.logits, model.loss, model.loss_and_gradients):
+        with pytest.raises(shmap_tp.UserError) as raised:
+            use(tokens)
+        assert expected in str(raised.value)
+
+
+# Training
+
+
+def test_a_trainer_trains_as_a_run_does(tmp_path, monkeypatch):
+    """The same losses and the same evaluation, bit for bit, on the same batches."""
+    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
+    given = overrides(tmp_path, "train.microbatches=2", "train.steps=4")
+    config = shmap_tp.load_config(*given)
+    assert shmap_tp.run_training(config)
+    trainer = shmap_tp.Trainer(config)
+    batches = Batches(config, trainer.functions.tokens)
+
+    def rows(batch: jax.Array) -> np.ndarray:
+        return np.asarray(batch).reshape(BATCH, CONTEXT + 1)
+
+    losses = [float(trainer.step(rows(batches.training(step)))["loss"]) for step in range(4)]
+    assert losses == [line["loss"] for line in lines(tmp_path)]
+    validated = [float(trainer.evaluate(rows(batches.validation(i)))) for i in range(batches.validation_count)]
+    assert float(np.mean(np.float32(validated))) == lines(tmp_path, "validation")[-1]["loss"]
+
+
+def test_the_model_of_a_trainer_stays_as_it_is_and_another_trainer_can_start_from_it():
+    config, tokens = small(2, 4, "optimizer.warmup_steps=0"), sequences(8, 9)
+    trainer = shmap_tp.Trainer(config)
+    trainer.step(tokens)
+    model = trainer.model()
+    loss = trainer.evaluate(tokens)
+    assert_close(model.loss(tokens), loss, RELATIVE["float32"])
+    kept = by_path(model.parameters)
+    trainer.step(tokens)
+    assert_same_bits(model.parameters, kept)
+    assert float(trainer.evaluate(tokens)) < float(loss)
+
+    other = shmap_tp.Trainer(small(4, 2, "optimizer.warmup_steps=0"), model)
+    assert_close(other.evaluate(tokens), loss, RELATIVE["float32"])
+    other.step(tokens)
+    assert_same_bits(model.parameters, kept)
+
+
+def test_a_batch_of_another_shape_is_explained():
+    trainer = shmap_tp.Trainer(small(2, 4))
+    for tokens in (sequences(7, 9), sequences(8, 8)):
+        with pytest.raises(shmap_tp.UserError, match=r"a step takes \[8, 9\]: \[train.batch, model.context \+ 1\]"):
+            trainer.step(tokens)
+
+
+# Restoring
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps on the mesh (2, 4)."""
+    return run_uninterrupted(tmp_path_factory) / "run"
+
+
+@pytest.mark.parametrize("which", ["", "checkpoints", "checkpoints/8"], ids=["run.dir", "checkpoint.dir", "checkpoint"])
+def test_a_model_is_restored_bit_for_bit_on_any_mesh_without_the_optimizer_state(run, monkeypatch, which):
+    asked, load = [], ocp.load_checkpointables
+
+    def spy(directory: Any, tree: dict, **options: Any) -> Any:
+        asked.append(tree["state"])
+        return load(directory, tree, **options)
+
+    monkeypatch.setattr(ocp, "load_checkpointables", spy)
+    saved = shmap_tp.Model.restore(run / which)
+    assert dict(saved.mesh.shape) == {"dp": 2, "mp": 4}
+    for name in asked[0].keys() - {"params"}:
+        assert {*jax.tree.leaves(asked[0][name])} == {ocp.PLACEHOLDER}, name
+    model = shmap_tp.Model.restore(run / which, dp=8, mp=1)
+    assert dict(model.mesh.shape) == {"dp": 8, "mp": 1}
+    assert_same_bits(model.parameters, saved.parameters)
+    initial = by_path(shmap_tp.Model.initialize(saved.config).parameters)
+    assert all((initial[path] != array).any() for path, array in by_path(model.parameters).items())
+
+
+def test_a_model_is_restored_in_a_process_that_has_used_no_device(run):
+    """Reading a checkpoint initialises JAX's backend: the devices are emulated before."""
+    done = python(f"import shmap_tp; print(shmap_tp.Model.restore({str(run)!r}, dp=8).logits([[1, 2]]).shape)")
+    assert "needs 32 devices" in done.stderr and "choose a smaller one (dp, mp)" in done.stderr
+    done = python(f"import shmap_tp; print(shmap_tp.Model.restore({str(run)!r}, dp=8, mp=1).logits([[1, 2]]).shape)")
+    assert done.stdout == "(1, 2, 64)\n", done.stderr
+
+
+def test_an_older_checkpoint_can_be_named(run):
+    newest, older = shmap_tp.Model.restore(run), shmap_tp.Model.restore(run, step=6)
+    assert_same_bits(older.parameters, shmap_tp.Model.restore(run / "checkpoints" / "6").parameters)
+    tokens = np.zeros((2, CONTEXT), int)
+    assert (np.asarray(older.logits(tokens)) != np.asarray(newest.logits(tokens))).any()
+    assert newest.config.model.vocabulary == VOCABULARY
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_and_refused_if_it_is_named(run, tmp_path):
+    shutil.copytree(run / "checkpoints", tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints" / "8" / "sha256.json").unlink()
+    with pytest.warns(UserWarning, match="checkpoints/8 is passed over: sha256.json is missing"):
+        model = shmap_tp.Model.restore(tmp_path / "run")
+    assert_same_bits(model.parameters, shmap_tp.Model.restore(run, step=6).parameters)
+    with pytest.raises(shmap_tp.UserError, match=r"checkpoints/8 cannot be used: sha256.json is missing"):
+        shmap_tp.Model.restore(tmp_path / "run", step=8)
+
+
+def test_a_directory_without_the_checkpoint_is_explained(run, tmp_path):
+    with pytest.raises(shmap_tp.UserError, match=r"holds no checkpoint; name the run\.dir or the checkpoint.dir"):
+        shmap_tp.Model.restore(tmp_path)
+    with pytest.raises(shmap_tp.UserError, match=r"no checkpoint of step 7; it has .*6, 8"):
+        shmap_tp.Model.restore(run, step=7)
+    with pytest.raises(shmap_tp.UserError, match=r"mesh\.mp=3 does not divide"):
+        shmap_tp.Model.restore(run, dp=1, mp=3)
+
+
+def test_a_checkpoint_with_other_parameters_is_explained(run):
+    from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters
+
+    other = shmap_tp.Model.initialize(small(2, 4)).functions.shapes
+    with pytest.raises(shmap_tp.UserError, match=r"holds params/.* as float32\[.*\], needed is float32\["):
+        restore_parameters(find_checkpoint(str(run), None), other)

@@ -1,0 +1,72 @@
+"""The wheel holds every module and the configuration; installed elsewhere, it trains."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.helpers.run_fixtures import ROOT, TINY, write_tokens
+
+pytest.importorskip("setuptools", minversion="70.1", reason="the first that builds wheels by itself")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, built from a copy of it: what an earlier build left behind does not count."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    for name in ("shmap_tp", "conf"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip("wheel", ".", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out), cwd=source)
+    (made,) = out.glob("*.whl")
+    return made
+
+
+def pip(*arguments: str, cwd: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+        cwd=cwd, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wheel_holds_every_module_and_the_configuration_and_nothing_else(wheel):
+    modules = {file.relative_to(ROOT).as_posix() for file in (ROOT / "shmap_tp").rglob("*.py")}
+    configuration = {f"shmap_tp/{file.relative_to(ROOT).as_posix()}" for file in (ROOT / "conf").rglob("*.yaml")}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert packed == modules | configuration
+    assert len(configuration) > 20
+    entry_points = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("entry_points.txt"))
+    assert b"shmap-tp = shmap_tp.cli:main" in zipfile.ZipFile(wheel).read(entry_points)
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_and_restores_from_another_directory(wheel, tmp_path):
+    site, work = tmp_path / "site", tmp_path / "work"
+    pip("install", "--no-deps", "--no-index", "--target", str(site), str(wheel), cwd=tmp_path)
+    write_tokens(work / "data")
+    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    environment = inherited | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(site), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    if cache := jax.config.jax_compilation_cache_dir:
+        environment |= {"JAX_COMPILATION_CACHE_DIR": cache}
+
+    def call(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=work, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert str(site) in call("-c", "import shmap_tp.config.compose as c; print(c.CONF)")
+    command = str(site / "bin" / "shmap-tp")
+    given = [*TINY, "data.dir=data", "run.dir=run", "train.steps=4"]
+    assert "done at step 4 of 4" in call(command, "train", *given)
+    assert "4: intact" in call(command, "verify", "checkpoint", "run/checkpoints")
+    shape = "import shmap_tp; m = shmap_tp.Model.restore('run', dp=8, mp=1); print(m.logits([[1, 2]]).shape)"
+    assert "(1, 2, 64)" in call("-c", shape)

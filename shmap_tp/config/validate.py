@@ -83,7 +83,7 @@ def validate(config: Config) -> None:
 
 
 def resolve_auto(config: Config, devices: int | None = None) -> Config:
-    """Replace mesh.dp=auto by a number, and raise train.microbatches to meet train.max_sequences_per_device.
+    """Replace mesh.dp=auto by a number, and raise train.microbatches to respect train.max_sequences_per_device.
 
     The global batch, and with it the data of each step, stays the same.  `devices` is the number of devices; None where
     auto is not allowed.  Raises UserError if auto is not allowed or the number of devices does not suit the rest.

@@ -5,7 +5,7 @@ section 5 (bidirectional), https://doi.org/10.1145/3567955.3567959
 
 Every device of a ring of n holds one term for each device; device i receives the sum of the n terms that are meant for
 it.  On device i, offset o stands for device (i + o) mod n.  Offsets run from -(n - 1) // 2 to n // 2: partial sums
-travel in both directions at once, each at most n / 2 hops.
+move in both directions at once, each at most n / 2 hops.
 
 When a term is computed is not left to the compiler: XLA for TPU computes most terms before or under the first hop, so
 that the other hops overlap nothing (docs/performance-notes.md).  A `RingStep` offers optimization barriers with which a

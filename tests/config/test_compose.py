@@ -9,22 +9,13 @@ from omegaconf import OmegaConf
 from shmap_tp.config import compose
 from shmap_tp.config.compose import CONF, load, save, to_dict
 from shmap_tp.config.schema import Config, Precision
-from shmap_tp.errors import UserError
+from tests.helpers.config_errors import error_message
 from tests.helpers.run_fixtures import FIRST
 
 BASE = Path(FIRST).read_text()
 UNCLOSED_LINE, DUPLICATE_LINE = len(BASE.splitlines()) + 2, BASE.splitlines().index("  steps: 300") + 2
 """Line numbers in the messages about an unclosed bracket and a duplicate key."""
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
-
-
-def error_message(file: str | Path, *overrides: str) -> str:
-    """The message, of one or two lines, of the UserError that loading raises."""
-    with pytest.raises(UserError) as caught:
-        load(str(file), list(overrides))
-    message = str(caught.value)
-    assert len(message.splitlines()) <= 2, message
-    return message
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -6,7 +6,7 @@ from shmap_tp.config.compose import load
 from shmap_tp.config.schema import TensorParallelMode
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
-from tests.config.test_compose import error_message
+from tests.helpers.config_errors import error_message
 from tests.helpers.run_fixtures import FIRST
 
 OVERRIDES = {

@@ -275,7 +275,7 @@ def test_deferred_residuals_change_no_bit_of_loss_and_gradients(block):
     [("none", 1, False), ("all_matmuls", 1, False), ("full", 2, False), ("all_matmuls", 1, True)],
 )
 def test_cudnn_attention_is_lowered_to_cudnn_calls(without_cudnn, remat, forward, defer):
-    """In a whole model in bfloat16 on (2, 4), with four key/value heads for eight query heads."""
+    """In a full model in bfloat16 on (2, 4), with four key/value heads for eight query heads."""
     model = config(
         "model.head_dim=8", "model.kv_heads=4", "model.context=16", "model.positions=rotary", f"model.remat={remat}"
     ).model

@@ -1,4 +1,4 @@
-"""The whole model on every mesh equals its dense reference: logits, loss, and the gradient of every parameter.
+"""The full model on every mesh equals its dense reference: logits, loss, and the gradient of every parameter.
 
 Without a reference: no position depends on a later one, and k microbatches give the gradients of one batch.
 """

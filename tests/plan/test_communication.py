@@ -172,7 +172,7 @@ def test_a_missing_all_reduce_is_reported(monkeypatch):
     maximum = SimpleNamespace(**{**vars(lax), "psum": lambda x, axes: lax.pmax(x, axes)})
     monkeypatch.setattr(shmap_tp.training.optimizer, "lax", maximum)
     found = reconciled(program_config("parallel", (2, 4)), "float32")
-    assert [entry.what for entry in found.missing] == ["norm of gradients"]
+    assert [entry.what for entry in found.missing] == ["gradient norm"]
     assert [entry.operation for entry in found.unplanned] == [Operation.max]
 
 

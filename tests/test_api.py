@@ -1,14 +1,11 @@
 """The public library: its functions agree with the dense reference, with training runs and with each other."""
 
-import shutil
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from orbax.checkpoint import v1 as ocp
 
 import shmap_tp
 from shmap_tp.config.schema import Config
@@ -18,7 +15,7 @@ from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
 from tests.helpers.fresh_process import python
 from tests.helpers.model_fixtures import MODEL
-from tests.helpers.run_fixtures import BATCH, CONTEXT, VOCABULARY, lines, overrides, run_uninterrupted
+from tests.helpers.run_fixtures import BATCH, CONTEXT, lines, overrides
 
 SEQUENCE = ["mesh.tensor_parallel=sequence"]
 COLLECTIVE_MATMUL = ["mesh.tensor_parallel=collective_matmul"]
@@ -251,75 +248,3 @@ def test_a_batch_of_another_shape_is_explained():
     for tokens in (sequences(7, 9), sequences(8, 8)):
         with pytest.raises(shmap_tp.UserError, match=r"a step takes \[8, 9\]: \[train.batch, model.context \+ 1\]"):
             trainer.step(tokens)
-
-
-# Restoring
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps on the mesh (2, 4)."""
-    return run_uninterrupted(tmp_path_factory) / "run"
-
-
-@pytest.mark.parametrize("which", ["", "checkpoints", "checkpoints/8"], ids=["run.dir", "checkpoint.dir", "checkpoint"])
-def test_a_model_is_restored_bit_for_bit_on_any_mesh_without_the_optimizer_state(run, monkeypatch, which):
-    asked, load = [], ocp.load_checkpointables
-
-    def spy(directory: Any, tree: dict, **options: Any) -> Any:
-        asked.append(tree["state"])
-        return load(directory, tree, **options)
-
-    monkeypatch.setattr(ocp, "load_checkpointables", spy)
-    saved = shmap_tp.Model.restore(run / which)
-    assert dict(saved.mesh.shape) == {"dp": 2, "mp": 4}
-    for name in asked[0].keys() - {"params"}:
-        assert {*jax.tree.leaves(asked[0][name])} == {ocp.PLACEHOLDER}, name
-    model = shmap_tp.Model.restore(run / which, dp=8, mp=1)
-    assert dict(model.mesh.shape) == {"dp": 8, "mp": 1}
-    assert_same_bits(model.parameters, saved.parameters)
-    initial = by_path(shmap_tp.Model.initialize(saved.config).parameters)
-    assert all((initial[path] != array).any() for path, array in by_path(model.parameters).items())
-
-
-def test_a_model_is_restored_in_a_process_that_has_used_no_device(run):
-    """Reading a checkpoint initialises JAX's backend: the devices are emulated before."""
-    done = python(f"import shmap_tp; print(shmap_tp.Model.restore({str(run)!r}, dp=8).logits([[1, 2]]).shape)")
-    assert "needs 32 devices" in done.stderr and "choose a smaller one (dp, mp)" in done.stderr
-    done = python(f"import shmap_tp; print(shmap_tp.Model.restore({str(run)!r}, dp=8, mp=1).logits([[1, 2]]).shape)")
-    assert done.stdout == "(1, 2, 64)\n", done.stderr
-
-
-def test_an_older_checkpoint_can_be_named(run):
-    newest, older = shmap_tp.Model.restore(run), shmap_tp.Model.restore(run, step=6)
-    assert_same_bits(older.parameters, shmap_tp.Model.restore(run / "checkpoints" / "6").parameters)
-    tokens = np.zeros((2, CONTEXT), int)
-    assert (np.asarray(older.logits(tokens)) != np.asarray(newest.logits(tokens))).any()
-    assert newest.config.model.vocabulary == VOCABULARY
-
-
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning_and_refused_if_it_is_named(run, tmp_path):
-    shutil.copytree(run / "checkpoints", tmp_path / "run" / "checkpoints")
-    (tmp_path / "run" / "checkpoints" / "8" / "sha256.json").unlink()
-    with pytest.warns(UserWarning, match="checkpoints/8 is passed over: sha256.json is missing"):
-        model = shmap_tp.Model.restore(tmp_path / "run")
-    assert_same_bits(model.parameters, shmap_tp.Model.restore(run, step=6).parameters)
-    with pytest.raises(shmap_tp.UserError, match=r"checkpoints/8 cannot be used: sha256.json is missing"):
-        shmap_tp.Model.restore(tmp_path / "run", step=8)
-
-
-def test_a_directory_without_the_checkpoint_is_explained(run, tmp_path):
-    with pytest.raises(shmap_tp.UserError, match=r"holds no checkpoint; name the run\.dir or the checkpoint.dir"):
-        shmap_tp.Model.restore(tmp_path)
-    with pytest.raises(shmap_tp.UserError, match=r"no checkpoint of step 7; it has .*6, 8"):
-        shmap_tp.Model.restore(run, step=7)
-    with pytest.raises(shmap_tp.UserError, match=r"mesh\.mp=3 does not divide"):
-        shmap_tp.Model.restore(run, dp=1, mp=3)
-
-
-def test_a_checkpoint_with_other_parameters_is_explained(run):
-    from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters
-
-    other = shmap_tp.Model.initialize(small(2, 4)).functions.shapes
-    with pytest.raises(shmap_tp.UserError, match=r"holds params/.* as float32\[.*\], needed is float32\["):
-        restore_parameters(find_checkpoint(str(run), None), other)

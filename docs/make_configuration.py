@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))  # also without an installed package
 from generated_part import DOCS, GeneratedPart  # noqa: E402
 
 from shmap_tp.config.compose import load, to_dict  # noqa: E402
-from shmap_tp.config.schema import SAVED_BY_REMAT  # noqa: E402
+from shmap_tp.config.remat_policies import SAVED_BY_REMAT  # noqa: E402
 
 SCHEMA = ROOT / "shmap_tp" / "config" / "schema.py"
 

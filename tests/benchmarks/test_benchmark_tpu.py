@@ -223,7 +223,7 @@ MISTAKES = {
         "mesh.mp=3 does not divide heads=16 (model test); use mesh.mp in {1, 2, 4, 8, 16}",
     ),
     "no such model": ([*V5E, "model=huge"], "model=huge: there is no such model; use one of 11b,"),
-    "batch": ([*V5E, "--batch", "3"], "mesh.dp=2 does not divide a microbatch of 3 windows"),
+    "batch": ([*V5E, "--batch", "3"], "mesh.dp=2 does not divide a microbatch of 3 sequences"),
     "microbatches": ([*V5E, "--microbatches", "0"], "--microbatches 0 is too small; it must be 1 or more"),
     "context": ([*V5E, "--context", "0"], "--context 0 is too small; it must be 1 or more"),
     "steps": (["--dp", "1", "--mp", "1", "--emulate", "--steps", "0"], "--steps 0 is too small; it must be 1 or more"),

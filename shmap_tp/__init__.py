@@ -23,6 +23,7 @@ What there is
     Model                   parameters on a mesh: logits, loss, gradients; initialised, or restored from a checkpoint
     Trainer                 a training step to be called in a loop of your own
     run_training            a whole run: data, evaluation, checkpoints, resuming
+    Components, Optimizer   parts of a model or a step of your own (docs/extending.md)
     Config                  the type of a configuration; `shmap_tp.config.schema` documents every key
     Transformer, State      the types of the parameters and of a training state
     UserError               raised for input that cannot be used; its message says what to do
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
     from shmap_tp.config.schema import Config
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.model.transformer import Transformer
-    from shmap_tp.training.step import State
+    from shmap_tp.training.optimizer import Optimizer
+    from shmap_tp.training.step import Components, State
 
 _MODULES = {
     "load_config": "shmap_tp.api",
@@ -48,6 +50,8 @@ _MODULES = {
     "Model": "shmap_tp.api",
     "Trainer": "shmap_tp.api",
     "run_training": "shmap_tp.api",
+    "Components": "shmap_tp.training.step",
+    "Optimizer": "shmap_tp.training.optimizer",
     "Config": "shmap_tp.config.schema",
     "Transformer": "shmap_tp.model.transformer",
     "State": "shmap_tp.training.step",
@@ -62,6 +66,8 @@ __all__ = [  # noqa: RUF022 - in the order of the docstring
     "Model",
     "Trainer",
     "run_training",
+    "Components",
+    "Optimizer",
     "Config",
     "Transformer",
     "State",

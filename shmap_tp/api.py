@@ -29,7 +29,7 @@ from shmap_tp.training import loop
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters, saved_config
-from shmap_tp.training.step import State, StepFunctions, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 Tokens = np.ndarray | Array | Sequence[Sequence[int]]
 """Token ids [batch, time]."""
@@ -100,17 +100,24 @@ class Model:
     """The compiled functions, which take the parameters as an argument."""
 
     @classmethod
-    def initialize(cls, config: Config) -> "Model":
+    def initialize(cls, config: Config, components: Components = CONFIGURED) -> "Model":
         """A model with the initial parameters of run.seed: the same bits on every mesh.
 
+        `components` replace parts that the configuration names (docs/extending.md).
         Raises UserError if the devices do not make the mesh.
         """
-        config, mesh, functions = _build(config)
+        config, mesh, functions = _build(config, components)
         return cls(config, mesh, _finished(mesh, functions.initialize()), functions)
 
     @classmethod
     def restore(
-        cls, directory: str | PathLike, *, dp: int | None = None, mp: int | None = None, step: int | None = None
+        cls,
+        directory: str | PathLike,
+        *,
+        dp: int | None = None,
+        mp: int | None = None,
+        step: int | None = None,
+        components: Components = CONFIGURED,
     ) -> "Model":
         """The model in a checkpoint of a run: the bits that were saved, on any mesh.  The optimizer state is not read.
 
@@ -125,7 +132,7 @@ class Model:
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
         config = replace(config, mesh=replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=1))
         validate(config)
-        config, mesh, functions = _build(config)
+        config, mesh, functions = _build(config, components)
         return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions)
 
     def with_parameters(self, parameters: Transformer) -> "Model":
@@ -169,9 +176,9 @@ class Model:
         return _finished(self.mesh, result)
 
 
-def _build(config: Config) -> tuple[Config, Mesh, ModelFunctions]:
+def _build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:
     config, mesh = _resolve(config)
-    return config, mesh, build_model_functions(config, mesh, compute_dtype(config.train.precision))
+    return config, mesh, build_model_functions(config, mesh, compute_dtype(config.train.precision), components)
 
 
 def _finished(mesh: Mesh, result: Any) -> Any:
@@ -205,14 +212,16 @@ class Trainer:
     Data, evaluation, checkpoints and signals are the loop's affair; `run_training` has all of them.
     """
 
-    def __init__(self, config: Config, model: Model | None = None):
+    def __init__(self, config: Config, model: Model | None = None, components: Components = CONFIGURED):
         """Starts from the initial parameters of run.seed, or from a copy of those of `model`, which has the same shape.
 
+        `components` replace parts that the configuration names (docs/extending.md).
         Raises UserError if the devices do not make the mesh.
         """
         self.config, self.mesh = _resolve(config)
+        self.components = components
         self.functions: StepFunctions = build_step_functions(
-            self.config, self.mesh, compute_dtype(config.train.precision)
+            self.config, self.mesh, compute_dtype(config.train.precision), components
         )
         self.state: State = self.functions.init()
         """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
@@ -239,7 +248,7 @@ class Trainer:
 
     def model(self) -> Model:
         """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
-        config, mesh, functions = _build(self.config)
+        config, mesh, functions = _build(self.config, self.components)
         return Model(config, mesh, _finished(mesh, _copies(self.state.params, functions.shapes)), functions)
 
     def _batch(self, tokens: Tokens) -> Array:
@@ -259,11 +268,11 @@ def _copies(parameters: Transformer, shapes: Transformer) -> Transformer:
     return jax.tree.map(lambda w, shape: jax.device_put(jnp.copy(w), shape.sharding), parameters, shapes)
 
 
-def run_training(config: Config) -> bool:
+def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     """A whole run as `shmap-tp train` makes it: data, evaluation, checkpoints, metrics and a loss curve in run.dir.
 
     True if all steps were trained, False if the run was asked to stop and has saved; then checkpoint.resume=must
     continues it.  The mesh must use all devices; on a CPU they are emulated if no backend has been used before.
     Raises UserError if the input cannot be used, and other errors of `shmap_tp.errors` as the command prints them.
     """
-    return loop.train(config) == 0
+    return loop.train(config, components=components) == 0

@@ -197,7 +197,7 @@ class TrainConfig:
     microbatches: int
     """Gradient accumulation: the number of microbatches per step; dp must divide batch / microbatches."""
     max_sequences_per_device: int | None
-    """Upper limit of the sequences that a device computes at a time; `microbatches` is raised to reach it, and the batch
+    """Upper limit of the sequences that a device computes at a time; `microbatches` is raised for it, and the batch
     stays the same.  null: batch / microbatches / dp."""
     precision: Precision
     """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16."""

@@ -4,6 +4,7 @@ B batch, T time, V vocabulary rows, padded.  B/dp: dim B sharded over dp.  V/mp:
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -22,7 +23,7 @@ from shmap_tp.parallel.fsdp import gather_between_slices, place_parameters
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
 from shmap_tp.parallel.partitioning import named_shardings, partition_specs
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
-from shmap_tp.training.step import TOKENS, Objective, counted_tokens, loss_and_gradients
+from shmap_tp.training.step import CONFIGURED, TOKENS, Components, Objective, counted_tokens, loss_and_gradients
 
 
 class ModelFunctions(eqx.Module):
@@ -40,7 +41,9 @@ class ModelFunctions(eqx.Module):
     """ShapeDtypeStructs of the parameters, each with its sharding."""
 
 
-def build_model_functions(config: Config, mesh: Mesh, dtype: DTypeLike) -> ModelFunctions:
+def build_model_functions(
+    config: Config, mesh: Mesh, dtype: DTypeLike, components: Components = CONFIGURED
+) -> ModelFunctions:
     """The functions of `config` on `mesh`, computing in `dtype`; nothing is compiled before its first call.
 
     Raises UserError if model.attention names a kernel that these devices cannot run.
@@ -48,14 +51,15 @@ def build_model_functions(config: Config, mesh: Mesh, dtype: DTypeLike) -> Model
     attend = select_attention(config.model, mesh.devices.flat[0], dtype)
 
     def initialize() -> Transformer:
-        return Transformer(config.model, attend, key=jax.random.key(config.run.seed))
+        key = jax.random.key(config.run.seed)
+        return Transformer(config.model, attend, key=key, block=components.block, mlp=components.mlp)
 
     shapes = jax.eval_shape(initialize)
     sizes = axis_sizes(config.mesh)
     specs, gradient_specs, placements = place_parameters(
         config.mesh.zero, shapes, partition_specs(shapes, sizes), sizes, DataParallelGroups.of(config.mesh)
     )
-    execution = Execution(TENSOR_PARALLEL[config.mesh.tensor_parallel], dtype, placements)
+    execution = Execution(components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel], dtype, placements)
     cross_entropy = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
     objective = Objective(cross_entropy, execution)
 
@@ -65,7 +69,8 @@ def build_model_functions(config: Config, mesh: Mesh, dtype: DTypeLike) -> Model
         return score(h_BTD.reshape(-1, h_BTD.shape[-1]), table_VD).reshape(*h_BTD.shape[:2], -1)
 
     def loss(params: Transformer, tokens_ABT: Int[Array, "1 B T"]) -> Float[Array, ""]:
-        _, loss = objective(gather_between_slices(placements, params), tokens_ABT[0], counted_tokens(tokens_ABT))
+        without_z_loss = replace(objective, loss=replace(cross_entropy, z_loss=0.0))  # differentiable
+        loss, _ = without_z_loss(gather_between_slices(placements, params), tokens_ABT[0], counted_tokens(tokens_ABT))
         return all_reduce(loss, DP)
 
     def gradients(params: Transformer, tokens_ABT: Int[Array, "1 B T"]) -> tuple[Float[Array, ""], Transformer]:

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from shmap_tp.hardware.torus import Torus
-from tests.helpers.fake_tpu_devices import Stand, box
+from tests.helpers.fake_tpu_devices import FakeTpuDevice, fake_slice
 
 BOXES = {
-    "v2 4x4": (box("v2", 4, 4), 4),
-    "v3 4x8": (box("v3", 4, 8), 8),
-    "v4 2x4x4": (box("v4", 2, 4, 4), 8),
-    "v5e 4x4, 3 slices": (box("v5e", 4, 4, slices=3), 4),
-    "v5p 4x4x4, 2 slices": (box("v5p", 4, 4, 4, slices=2), 16),
-    "v6e 8x8": (box("v6e", 8, 8), 1),
-    "tpu7x 2x2x2": (box("tpu7x", 2, 2, 2), 16),
+    "v2 4x4": (fake_slice("v2", 4, 4), 4),
+    "v3 4x8": (fake_slice("v3", 4, 8), 8),
+    "v4 2x4x4": (fake_slice("v4", 2, 4, 4), 8),
+    "v5e 4x4, 3 slices": (fake_slice("v5e", 4, 4, slices=3), 4),
+    "v5p 4x4x4, 2 slices": (fake_slice("v5p", 4, 4, 4, slices=2), 16),
+    "v6e 8x8": (fake_slice("v6e", 8, 8), 1),
+    "tpu7x 2x2x2": (fake_slice("tpu7x", 2, 2, 2), 16),
 }
 every_tile = pytest.mark.parametrize(
     ("name", "tile"), [(name, tile) for name, (devices, mp) in BOXES.items() for tile in Torus.of(devices).tiles(mp)]
@@ -86,7 +86,7 @@ def test_tiles_are_all_boxes_that_divide_the_slice(name):
 
 def test_coordinates_may_start_anywhere():
     """As on a part of a larger slice."""
-    moved = [Stand(d.device_kind, tuple(c + 4 for c in d.coords), 0, 7) for d in box("v5e", 2, 2)]
+    moved = [FakeTpuDevice(d.device_kind, tuple(c + 4 for c in d.coords), 0, 7) for d in fake_slice("v5e", 2, 2)]
     arranged = Torus.of(moved).arrange((2, 2, 1, 1), 4)
     assert [device.coords for device in arranged[0]] == [(4, 4, 4), (4, 5, 4), (5, 4, 4), (5, 5, 4)]
 
@@ -113,15 +113,15 @@ def test_hops_are_the_average_over_all_pairs(name, tile):
 
 CLOSEST = {
     # T5X measured the same order on the same slice: 4x2x2 is faster than 2x4x2 and 2x2x4 (published figures)
-    "v4 4x8x8": (box("v4", 4, 8, 8), 16, (4, 2, 2, 1), 2.0),  # average hops: 1 in a ring of 4, 1/2 in a pair
+    "v4 4x8x8": (fake_slice("v4", 4, 8, 8), 16, (4, 2, 2, 1), 2.0),  # average hops: 1 in a ring of 4, 1/2 in a pair
     # average hops: 4 in a ring of 16, 2 x 1.25 in a square, although its sides do not wrap
-    "v5e 16x16": (box("v5e", 16, 16), 16, (4, 4, 1, 1), 2.5),
-    "v5e 8x16": (box("v5e", 8, 16), 8, (4, 2, 1, 1), 1.75),
-    "v5e 4x4": (box("v5e", 4, 4), 2, (2, 1, 1, 1), 0.5),  # of equally good tiles the one along x
+    "v5e 16x16": (fake_slice("v5e", 16, 16), 16, (4, 4, 1, 1), 2.5),
+    "v5e 8x16": (fake_slice("v5e", 8, 16), 8, (4, 2, 1, 1), 1.75),
+    "v5e 4x4": (fake_slice("v5e", 4, 4), 2, (2, 1, 1, 1), 0.5),  # of equally good tiles the one along x
     # both cores of 4 chips: 1 hop; 8 chips would need at least 1.75
-    "v3 4x4": (box("v3", 4, 4), 8, (2, 2, 1, 2), 1.0),
-    "v3 4x4, 2": (box("v3", 4, 4), 2, (1, 1, 1, 2), 0.0),
-    "tpu7x 4x4x4": (box("tpu7x", 4, 4, 4), 16, (4, 2, 1, 2), 1.5),  # as good as 2x2x2
+    "v3 4x4": (fake_slice("v3", 4, 4), 8, (2, 2, 1, 2), 1.0),
+    "v3 4x4, 2": (fake_slice("v3", 4, 4), 2, (1, 1, 1, 2), 0.0),
+    "tpu7x 4x4x4": (fake_slice("tpu7x", 4, 4, 4), 16, (4, 2, 1, 2), 1.5),  # as good as 2x2x2
 }
 
 
@@ -134,20 +134,28 @@ def test_the_default_tile_has_the_fewest_hops(name):
 
 
 def test_a_ring_of_16_needs_more_hops_than_a_square_of_4():
-    torus = Torus.of(box("v5e", 16, 16))
+    torus = Torus.of(fake_slice("v5e", 16, 16))
     assert torus.mean_hops((16, 1, 1, 1)) == torus.mean_hops((1, 16, 1, 1)) == 4
     assert torus.mean_hops((8, 2, 1, 1)) == 21 / 8 + 1 / 2 > torus.mean_hops((4, 4, 1, 1))
 
 
 RINGS = {
-    "v5e 16x16": (box("v5e", 16, 16), 16, (8, 2, 1, 1)),  # per link 2/8 and 2/2; in 4 x 4 twice 2/4, in 16 x 1 2/1
-    "v5e 8x8": (box("v5e", 8, 8), 16, (8, 2, 1, 1)),  # without wrap-around links as good as 4 x 4
-    "v5e 4x4": (box("v5e", 4, 4), 16, (4, 4, 1, 1)),
-    "v5p 4x4x4": (box("v5p", 4, 4, 4), 16, (4, 4, 1, 1)),  # as good as 4 x 2 x 2
-    "v4 4x4x8": (box("v4", 4, 4, 8), 16, (2, 1, 8, 1)),  # 2/2 and 2/1; 4 x 4 x 1 has only 2/1
-    "v3 8x16": (box("v3", 8, 16), 16, (4, 2, 1, 2)),
-    "v3 2x2": (box("v3", 2, 2), 4, (2, 1, 1, 2)),  # full chips: in 2 x 2 the rings of the two cores would share links
-    "v5e 2x2": (box("v5e", 2, 2), 2, (2, 1, 1, 1)),
+    "v5e 16x16": (
+        fake_slice("v5e", 16, 16),
+        16,
+        (8, 2, 1, 1),
+    ),  # per link 2/8 and 2/2; in 4 x 4 twice 2/4, in 16 x 1 2/1
+    "v5e 8x8": (fake_slice("v5e", 8, 8), 16, (8, 2, 1, 1)),  # without wrap-around links as good as 4 x 4
+    "v5e 4x4": (fake_slice("v5e", 4, 4), 16, (4, 4, 1, 1)),
+    "v5p 4x4x4": (fake_slice("v5p", 4, 4, 4), 16, (4, 4, 1, 1)),  # as good as 4 x 2 x 2
+    "v4 4x4x8": (fake_slice("v4", 4, 4, 8), 16, (2, 1, 8, 1)),  # 2/2 and 2/1; 4 x 4 x 1 has only 2/1
+    "v3 8x16": (fake_slice("v3", 8, 16), 16, (4, 2, 1, 2)),
+    "v3 2x2": (
+        fake_slice("v3", 2, 2),
+        4,
+        (2, 1, 1, 2),
+    ),  # full chips: in 2 x 2 the rings of the two cores would share links
+    "v5e 2x2": (fake_slice("v5e", 2, 2), 2, (2, 1, 1, 1)),
 }
 
 
@@ -159,7 +167,7 @@ def test_the_tile_of_a_gradient_ring(name):
 
 def test_the_tile_of_a_gradient_ring_of_mp_tiles():
     """8 x 2 pairs along x are 16 x 2 chips, which leave 2/2 of a link along y; 2 x 8 would leave 2/8 and 2/4."""
-    assert Torus.of(box("v5e", 16, 16)).group((2, 1, 1, 1), 2).best_ring_tile(16) == (8, 2, 1, 1)
+    assert Torus.of(fake_slice("v5e", 16, 16)).group((2, 1, 1, 1), 2).best_ring_tile(16) == (8, 2, 1, 1)
 
 
 WRAPS = {
@@ -179,4 +187,4 @@ WRAPS = {
 @pytest.mark.parametrize("slice_", WRAPS, ids=str)
 def test_which_sides_of_a_slice_wrap_around(slice_):
     """In 2-D tori those of full length; in 3-D tori multiples of 4, where optical switches join cubes."""
-    assert Torus.of(box(*slice_)).wraps == WRAPS[slice_]
+    assert Torus.of(fake_slice(*slice_)).wraps == WRAPS[slice_]

@@ -187,5 +187,5 @@ def test_printed_totals_are_the_sums_of_the_entries():
     for line, axis in zip(lines[-3:-1], (DP, MP), strict=True):
         of_axis = [entry for entry in entries if entry.axis == axis]
         size = sum(entry.bytes * entry.count for entry in of_axis)
-        assert line.split()[:4] == ["in", "all", axis, str(sum(entry.count for entry in of_axis))]
-        assert line.split()[4:] == [f"{size / 1024:.1f}", "KiB"]
+        assert line.split()[:3] == ["total", axis, str(sum(entry.count for entry in of_axis))]
+        assert line.split()[3:] == [f"{size / 1024:.1f}", "KiB"]

@@ -4,6 +4,7 @@ Composition (`compose.py`) has checked names and types; this module checks sizes
 depends on the devices of the machine is checked where they are known: `parallel/mesh.py`, `layers/`.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -60,9 +61,23 @@ MINIMUM = {
     "checkpoint.keep_every": 1,
     "log.every": 1,
     "optimizer.learning_rate": 0,
+    "optimizer.final_learning_rate": 0,
     "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.beta1": 0,
+    "optimizer.beta2": 0,
+    "model.init_std": 0,
+    "train.z_loss": 0,
 }
-"""The smallest value of each numeric key; null and auto satisfy it."""
+"""The smallest value of each numeric key, which must be finite; null and auto satisfy it."""
+LIMIT = {
+    "run.seed": (2**32, "2^32 = 4294967296"),  # jax.random.key would drop the higher bits
+    "model.vocabulary": (2**31, "2^31 = 2147483648"),  # token ids are int32
+    "guard.window": (2**31, "2^31 = 2147483648"),  # the step counter is int32
+    "optimizer.beta1": (1, "1"),
+    "optimizer.beta2": (1, "1"),
+}
+"""What the value of a key must be below, as a number and in words."""
 ZERO_IS_NULL = {"train.max_sequences_per_device", "checkpoint.keep_every"}
 """Keys for which 0 means the same as null."""
 
@@ -72,6 +87,7 @@ def validate(config: Config) -> None:
     mesh, model = config.mesh, config.model
     if isinstance(mesh.dp, str) and mesh.dp != AUTO:
         raise UserError(f"mesh.dp={mesh.dp} must be an integer or {AUTO}")
+    _check_directories(config)
     _check_ranges(config)
     _check_optimizer(config.optimizer)
     _check_profile(config.train)
@@ -122,12 +138,20 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
         )
 
 
+def _check_directories(config: Config) -> None:
+    for section in ("run", "data", "checkpoint"):
+        if not getattr(config, section).dir:
+            raise UserError(f"{section}.dir is empty, which would be the working directory; name one, or . for that")
+
+
 def _check_ranges(config: Config) -> None:
     for key, value in _numbers(config):
         if not value >= MINIMUM[key]:  # also true of NaN
             raise UserError(f"{key}={value} is too small; it must be {MINIMUM[key]} or more")
-    if config.run.seed >= 2**32:  # jax.random.key would drop the higher bits
-        raise UserError(f"run.seed={config.run.seed} is too large; it must be below 2^32 = {2**32}")
+        if value == math.inf:
+            raise UserError(f"{key}={value} is not finite; give a number")
+        if key in LIMIT and value >= LIMIT[key][0]:
+            raise UserError(f"{key}={value} is too large; it must be below {LIMIT[key][1]}")
 
 
 def _numbers(config: Config) -> Iterator[tuple[str, float]]:
@@ -145,6 +169,8 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             f"optimizer.decay_steps={optimizer.decay_steps} must be above optimizer.warmup_steps="
             f"{optimizer.warmup_steps}: the decay follows the warm-up, and both count from the first step"
         )
+    if not 0 < optimizer.epsilon < math.inf:
+        raise UserError(f"optimizer.epsilon={optimizer.epsilon} must be above 0 and finite; 1.0e-8 is usual")
     if not optimizer.clip_norm > 0:
         raise UserError(f"optimizer.clip_norm={optimizer.clip_norm} must be above 0; 1.0 is usual")
 

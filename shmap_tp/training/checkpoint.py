@@ -3,11 +3,16 @@
 A checkpoint is a directory `<step>/` that Orbax wrote and renamed into place.  Its `sha256.json`, written last, has the
 hash of every file.  Only a checkpoint whose files match their hashes is read, because Orbax itself loads corrupted
 files without an error.
+
+A checkpoint whose files differ from their hashes is renamed, never deleted; where a file cannot be read, nothing is
+changed and the run ends.  Deleted are only intact or older checkpoints that `checkpoint.keep` no longer keeps.
 """
 
 import hashlib
+import itertools
 import json
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -25,6 +30,7 @@ from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.step import State
 
 MANIFEST = "sha256.json"
+ORBAX_METADATA = "_CHECKPOINT_METADATA"
 
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in record.getMessage())
 """Orbax logs the traceback of each of its threads that fails, although the error is also raised here."""
@@ -68,7 +74,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, intact or not, newest first."""
-        return sorted((int(child.name) for child in self._dir.iterdir() if child.name.isdecimal()), reverse=True)
+        return checkpoint_steps(self._dir)
 
     def save(self, step: int, state: State, facts: dict[str, Any]) -> None:
         """Start to save in the background; returns as soon as `state` may be donated.
@@ -104,12 +110,16 @@ class Checkpoints:
         steps = self.steps()
         return len(steps) == 1 and not (self._dir / str(steps[0]) / MANIFEST).exists()
 
-    def discard_after(self, step: int) -> None:
-        """Delete the checkpoints after `step`: they are damaged, and the run will save those steps again."""
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints after `step`, which are damaged or unfinished: the run will save those steps again."""
         for newer in self.steps() if jax.process_index() == 0 else []:
             if newer > step:
-                self._report(f"checkpoint {self._dir / str(newer)} is deleted; the run will save that step again")
-                self._delete(newer)
+                source = self._dir / str(newer)
+                number = next(n for n in itertools.count(1) if not (self._dir / f"{newer}.damaged-{n}").exists())
+                target = self._dir / f"{newer}.damaged-{number}"
+                with writing(target):
+                    source.rename(target)
+                self._report(f"checkpoint {source} is renamed to {target.name}; the run will save that step again")
 
     def facts(self, step: int) -> dict[str, Any]:
         """The `facts` that were saved with the state."""
@@ -159,26 +169,46 @@ class Checkpoints:
         return writing(f"checkpoint {self._dir / str(step)}")
 
     def _delete(self, step: int) -> None:
-        """Delete a checkpoint: its hashes first, so that a partly deleted one counts as incomplete."""
-        (self._dir / str(step) / MANIFEST).unlink(missing_ok=True)
-        (self._dir / str(step)).rmtree()
+        """Delete a checkpoint: its hashes first, so that a partly deleted one counts as incomplete.  A link to a
+        checkpoint elsewhere was not written by this program, and stays."""
+        directory = self._dir / str(step)
+        if not os.path.islink(directory):
+            (directory / MANIFEST).unlink(missing_ok=True)
+            directory.rmtree()
 
     def _fault(self, step: int) -> str | None:
         """The first fault of this checkpoint, or None if it is intact."""
         return next(iter(find_faults(self._dir / str(step))), None)
 
 
+def checkpoint_steps(directory: epath.Path) -> list[int]:
+    """The steps whose checkpoints this program saved in `directory`, newest first.  Anything else there is ignored."""
+
+    def is_checkpoint(child: epath.Path) -> bool:
+        is_step = child.name.isascii() and child.name.isdecimal() and child.name == str(int(child.name))
+        return is_step and ((child / MANIFEST).exists() or (child / ORBAX_METADATA).exists())
+
+    return sorted((int(child.name) for child in directory.iterdir() if is_checkpoint(child)), reverse=True)
+
+
 def find_faults(directory: epath.Path) -> list[str]:
-    """One line for each damaged, missing or added file of the checkpoint in `directory`; [] if it is intact."""
+    """One line for each damaged, missing or added file of the checkpoint in `directory`; [] if it is intact.
+
+    Raises `StorageError` if a file cannot be read: that says nothing about the checkpoint.
+    """
     try:
         expected = json.loads((directory / MANIFEST).read_text())
         actual = _hashes(directory)
     except FileNotFoundError:
         return [f"{MANIFEST} is missing, so its save was not finished"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [f"{MANIFEST} is damaged ({error})"]
-    except OSError as error:
-        return [f"it cannot be read ({error})"]
+    except Exception as error:  # buckets raise errors of many types
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0][:200]
+        raise StorageError(
+            f"checkpoint {directory} cannot be read: {reason}; nothing was changed.\n"
+            f"Make it readable and start again, or name another checkpoint.dir"
+        ) from error
     if not isinstance(expected, dict):
         return [f"{MANIFEST} is damaged (it lists no files)"]
     faults = []

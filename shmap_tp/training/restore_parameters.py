@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.training.checkpoint import find_faults
+from shmap_tp.training.checkpoint import checkpoint_steps, find_faults
 
 
 def find_checkpoint(directory: str, step: int | None) -> epath.Path:
@@ -29,7 +29,7 @@ def find_checkpoint(directory: str, step: int | None) -> epath.Path:
     if step is None and root.name.isdecimal() and root.is_dir():
         root, step = root.parent, int(root.name)
     root = _directory_of_checkpoints(root)
-    steps = sorted((int(child.name) for child in root.iterdir() if child.name.isdecimal()) if root.is_dir() else [])
+    steps = sorted(checkpoint_steps(root)) if root.is_dir() else []
     if not steps:
         raise UserError(
             f"{directory} holds no checkpoint; name the run.dir or the checkpoint.dir of a run that has saved one"

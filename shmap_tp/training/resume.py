@@ -47,13 +47,13 @@ def restore_or_initialize(
                 f"copy, or start another run with run.dir=..."
             )
         _refuse_to_overwrite_metrics(config)
-        checkpoints.discard_after(-1)
+        checkpoints.set_aside_after(-1)
         return functions.init(), None
     return _restore(step, config, functions, batches, checkpoints), step
 
 
 def _restore(step: int, config: Config, functions: StepFunctions, batches: Batches, checkpoints: Checkpoints) -> State:
-    """The state of the checkpoint of `step`; newer checkpoints are deleted."""
+    """The state of the checkpoint of `step`; newer ones, which are damaged, are renamed."""
     directory, facts = config.checkpoint.dir, checkpoints.facts(step)
     _refuse_differences(facts, config, batches.identity, f"checkpoint {directory}/{step}")
     state = checkpoints.restore(step, functions.shapes)
@@ -62,7 +62,7 @@ def _restore(step: int, config: Config, functions: StepFunctions, batches: Batch
             f"checkpoint {directory}/{step} contains the state after step {int(state.step)}: rename the directory to "
             f"that number"
         )
-    checkpoints.discard_after(step)
+    checkpoints.set_aside_after(step)
     dp, mp = facts["mesh"]
     say(f"resuming from step {step} of {directory}, saved on mesh dp={dp}, mp={mp}")
     return state

@@ -19,7 +19,7 @@ from shmap_tp.data.batches import Batches
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.console import say
-from shmap_tp.training.checkpoint import Checkpoints, find_faults
+from shmap_tp.training.checkpoint import Checkpoints, checkpoint_steps, find_faults
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
@@ -101,7 +101,7 @@ def verify_replicas(config: Config, steps: int) -> bool:
 def verify_checkpoints(directory: str) -> bool:
     """Whether every checkpoint in `directory` is intact.  Only reads, so it can be used while a run writes there."""
     path = epath.Path(directory)
-    steps = sorted(int(child.name) for child in path.iterdir() if child.name.isdecimal()) if path.is_dir() else []
+    steps = checkpoint_steps(path) if path.is_dir() else []
     if not steps:
         raise UserError(
             f"{directory} has no checkpoint; name the checkpoint.dir of a run, which has one per saved step"

@@ -68,7 +68,7 @@ def test_a_step_whose_checkpoint_was_damaged_can_be_saved_again(pair_copy, messa
     state = random_state(functions(2, 4), seed=5)
     with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints:
         step = checkpoints.newest_intact()
-        checkpoints.discard_after(step)
+        checkpoints.set_aside_after(step)
         assert checkpoints.steps() == [1]
         checkpoints.save(2, state, FACTS)
         checkpoints.wait()
@@ -100,7 +100,7 @@ def test_a_complete_checkpoint_exists_at_every_moment(functions, pair_copy, monk
 
     with Checkpoints(checkpoint_config(pair_copy, keep=2), print) as checkpoints:
         step = checkpoints.newest_intact()
-        checkpoints.discard_after(step)
+        checkpoints.set_aside_after(step)
         monkeypatch.setattr(checkpoint, "_hashes", watched)
         for later in range(step + 1, step + 5):
             checkpoints.save(later, random_state(functions(2, 4), later), FACTS)

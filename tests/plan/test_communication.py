@@ -145,7 +145,7 @@ def test_compiler_merges_collectives_and_adds_none(program, shape, precision, me
     found = reconciled(program_config(program, shape), precision)
     assert found.balanced, str(found)
     assert len(found.merges) == merges, str(found)
-    assert not found.moved and not found.borders, str(found)
+    assert not found.stacked and not found.padding_exchanges, str(found)
 
 
 def test_an_extra_all_reduce_is_reported(monkeypatch):

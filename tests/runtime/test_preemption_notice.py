@@ -75,7 +75,7 @@ def test_a_preempted_run_saves_and_exits_with_stopped(tmp_path, monkeypatch):
     with metadata_server(values) as server:
         monkeypatch.setenv("GCE_METADATA_HOST", server)
         monkeypatch.setattr(
-            train, "watch_preemption", lambda stop_event: watch_preemption(stop_event, interval_seconds=0.01)
+            loop, "watch_preemption", lambda stop_event: watch_preemption(stop_event, interval_seconds=0.01)
         )
         due = loop._is_due
 

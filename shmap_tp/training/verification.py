@@ -107,7 +107,7 @@ def verify_checkpoints(directory: str) -> bool:
             f"{directory} has no checkpoint; name the checkpoint.dir of a run, which has one per saved step"
         )
     all_well = True
-    for step in reversed(steps):
+    for step in steps:
         faults = find_faults(path / str(step))
         say(f"{step}: " + ("intact" if not faults else "DAMAGED"))
         for fault in faults:

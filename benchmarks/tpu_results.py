@@ -44,8 +44,8 @@ almost no waiting; the GSPMD baselines wait for up to a fifth of their step.
 The explicit steps of 16B to 128B were compiled one at a time; the other large ones concurrently with others, which can
 take more than twice as long.
 
-Rows with chunked attention (v2, v3) were made before its scores were computed group by group: 6.9B on the V3-32 with full
-remat takes 33.87 s since, of which 1.07 s are exposed, in the same memory.
+Rows with chunked attention (v2, v3) were made before its scores were computed group by group: 6.9B on the V3-32 with
+full remat takes 33.87 s since, of which 1.07 s are exposed, in the same memory.
 """
 
 SCALING_NOTES = """

@@ -45,7 +45,9 @@ The explicit steps of 16B to 128B were compiled one at a time; the other large o
 take more than twice as long.
 
 Rows with chunked attention (v2, v3) were made before its scores were computed group by group: 6.9B on the V3-32 with
-full remat takes 33.87 s since, of which 1.07 s are exposed, in the same memory.
+full remat takes 33.87 s since, of which 1.07 s are exposed, in the same memory:
+`python benchmarks/benchmark_tpu.py --dp 4 --mp 8 --version v3 --model 6_9b --batch 1024 --microbatches 32
+model.remat=full`.
 """
 
 SCALING_NOTES = """

@@ -122,7 +122,7 @@ class Model:
         """The model in a checkpoint of a run: the bits that were saved, on any mesh.  The optimizer state is not read.
 
         `directory` is the run's directory, its checkpoint.dir, or one checkpoint.  Without `step` the newest intact
-        checkpoint is used; a damaged one is passed over with a warning.  Without `dp` or `mp` that of the saved mesh is
+        checkpoint is used; a damaged one is skipped with a warning.  Without `dp` or `mp` that of the saved mesh is
         used.
         Raises UserError if there is no such checkpoint, or the devices do not make the mesh.
         """

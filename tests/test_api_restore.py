@@ -58,10 +58,10 @@ def test_an_older_checkpoint_can_be_named(run):
     assert newest.config.model.vocabulary == VOCABULARY
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning_and_refused_if_it_is_named(run, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_refused_if_it_is_named(run, tmp_path):
     shutil.copytree(run / "checkpoints", tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints" / "8" / "sha256.json").unlink()
-    with pytest.warns(UserWarning, match="checkpoints/8 is passed over: sha256.json is missing"):
+    with pytest.warns(UserWarning, match="checkpoints/8 is skipped: sha256.json is missing"):
         model = shmap_tp.Model.restore(tmp_path / "run")
     assert_same_bits(model.parameters, shmap_tp.Model.restore(run, step=6).parameters)
     with pytest.raises(shmap_tp.UserError, match=r"checkpoints/8 cannot be used: sha256.json is missing"):

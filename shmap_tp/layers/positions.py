@@ -3,8 +3,7 @@
 B batch, T time, D model width, H heads on this device, K head dim.
 
               add_to_input (x[B T D])    rotate (q, k [B T H K])        slopes ([H/mp] or None)
-    Alibi     x                          q, k                           slope of each head; attention adds slope * (s -
-    t)
+    Alibi     x                          q, k                           slope of each head
     Rotary    x                          rotated by position            None
     Learned   x + w[positions]           q, k                           None
 
@@ -48,12 +47,16 @@ class PositionEncoding(Protocol):
         ...
 
     def slopes(self) -> Float[Array, " H"] | None:
-        """What attention adds to the score of query t and key s, divided by s - t, for each head of this device."""
+        """The slope of each head of this device: attention adds slope * (s - t) to the score of query t and key s."""
         ...
 
 
 class Alibi(eqx.Module):
-    """A penalty on distance, steeper in some heads.  Press et al. 2022, section 3, https://arxiv.org/abs/2108.12409"""
+    """A penalty on distance, steeper in some heads.  Press et al. 2022, section 3, https://arxiv.org/abs/2108.12409
+
+    Attention adds slope * (s - t) to the score of query t and key s, counted by their places in its inputs: `positions`
+    must be consecutive.
+    """
 
     heads: int = eqx.field(static=True)
 

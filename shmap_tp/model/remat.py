@@ -9,9 +9,8 @@
     full               input                                everything
 
     input             x[B T D] as it enters the block, or this device's T/mp positions of it
-    sublayer_output   the output of each sublayer after its reduction over mp, where anything reads it (nothing does in
-    a
-                      parallel block): of the collectives over mp only `enter` is repeated; and the means of the norms
+    sublayer_output   the output of each sublayer after its reduction over mp, where anything reads it (in a parallel
+                      block nothing does): of the collectives over mp only `enter` is repeated; and the norms' means
     query_key_value   q, k, v, head by head
     attention_output  softmax(q k') v, as large as q
     gate, up          the MLP's column-parallel products, [B T F/mp] each

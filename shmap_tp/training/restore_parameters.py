@@ -21,7 +21,7 @@ from shmap_tp.training.checkpoint import checkpoint_steps, find_faults
 def find_checkpoint(directory: str, step: int | None) -> epath.Path:
     """The checkpoint of `step`, or the newest intact one, of a run directory or a directory of checkpoints.
 
-    `directory` may also be one checkpoint.  A damaged or unfinished checkpoint is passed over with a warning.
+    `directory` may also be one checkpoint.  A damaged or unfinished checkpoint is skipped with a warning.
     Raises UserError if there is no checkpoint, or the one of `step` is missing or damaged.
     """
     root = epath.Path(directory)
@@ -42,7 +42,7 @@ def find_checkpoint(directory: str, step: int | None) -> epath.Path:
             return root / str(candidate)
         if step is not None:
             raise UserError(f"checkpoint {root / str(step)} cannot be used: {faults[0]}")
-        warnings.warn(f"checkpoint {root / str(candidate)} is passed over: {faults[0]}", stacklevel=4)
+        warnings.warn(f"checkpoint {root / str(candidate)} is skipped: {faults[0]}", stacklevel=4)
     raise UserError(f"no checkpoint in {root} is intact (there: {', '.join(map(str, steps))})")
 
 

@@ -95,8 +95,7 @@ def column_parallel(mesh: MeshConfig, what: str, x: ArrayTraffic, *, recomputed:
 def row_parallel(mesh: MeshConfig, what: str, x: ArrayTraffic, *, recomputed: bool = False) -> list[Entry]:
     """`row_parallel` to x[B T D], and once more where it is `recomputed`.
 
-    collective_matmul   forward mp - 1 ppermutes over mp of a chunk of the sum; backward as many of a chunk of its
-    gradient
+    collective_matmul   forward mp - 1 ppermutes over mp of a chunk of the sum; backward as many of its gradient
     the others          `reducing`
     """
     if mesh.tensor_parallel != TensorParallelMode.collective_matmul:

@@ -13,7 +13,7 @@ scripts/pod.sh STEP NAME [options] [-- arguments of main.py]
 
 steps
   create    rent NAME: --type v4-32 and options below; returns when it is ready, or with --queued or --slices when queued
-  setup     copy this working tree to ~/shmap_tp on every host (or clone --repository URL), install, test the devices
+  setup     copy this clone's tracked files to ~/shmap_tp on every host (or clone --repository URL), install, test
   run       start main.py on every host, detached, with the arguments after --
   status    the state of NAME, its number of hosts, and the state of main.py on each host
   logs      the last lines of process 0's log; with --follow also new ones
@@ -94,8 +94,10 @@ done
 [[ -z ${arguments[*]} || $step == run || $step == train ]] || fail "pod.sh $step takes no arguments of main.py"
 [[ -n $dry ]] || command -v gcloud >/dev/null ||
     fail "gcloud is not installed; see https://cloud.google.com/sdk/docs/install, then: gcloud auth login"
-gcloud_errors=$(mktemp)
-trap 'rm -f "$gcloud_errors"' EXIT
+temporary=$(mktemp -d "${TMPDIR:-/tmp}/shmap_tp.XXXXXXXX") # this user's only, with a name that nobody can predict
+trap 'rm -rf "$temporary"' EXIT
+gcloud_errors=$temporary/errors
+: >"$gcloud_errors"
 
 case "$step" in
 create) create ;;

@@ -25,6 +25,7 @@ import pytest
 from shmap_tp import verify
 from shmap_tp.config.compose import load
 from tests.helpers.documents import DOCUMENTS, ROOT, Block, blocks, name_of
+from tests.helpers.paths import project_files
 
 LANGUAGES = {"sh", "python", "yaml", "json", "text"}
 MARKS = {"run", "check", "hardware"}
@@ -52,18 +53,11 @@ def test_every_command_block_is_marked(file):
 
 @pytest.fixture(scope="module")
 def working_copy(tmp_path_factory) -> Path:
-    """What git knows of the working tree, in a temporary directory."""
+    """The files of the working tree, in a temporary directory."""
     copy = tmp_path_factory.mktemp("copy")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
+    for name in project_files():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy / name)
     return copy
 
 

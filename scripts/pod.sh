@@ -30,7 +30,10 @@ options
   --slices N                           N slices of the type, queued, as one pod: NAME-0, NAME-1, ...
   --network NETWORK                    for example one with an MTU of 8896; default: the project's default network
   --poll SECONDS                       train: interval between two checks of the hosts (60)
-  --dry-run                            print every command, and run none
+  --dry-run                            print every command, and run none; check the arguments of main.py here
+
+example
+  scripts/pod.sh train big --type v3-32 --spot -- --cfg conf/recipes/6_9b_v3-32.yaml checkpoint.dir=gs://BUCKET/big
 
 Repeat the options that identify NAME (--zone, --project, --queued, --slices) with every step.
 

@@ -19,6 +19,7 @@ call() { # run a command, or with --dry-run print it; its stderr is shown, and a
 explain() { # explain gcloud's error in one line; then exit 1
     local list="gcloud compute tpus tpu-vm list ${location[*]}"
     case "$(<"$gcloud_errors")" in
+    *"on_host.sh: No such file"*) echo "error: $name is not set up; run first: pod.sh setup $name" ;;
     *NOT_FOUND* | *"not found"*) echo "error: there is no $name; see $list, or: pod.sh create $name" ;;
     *ALREADY_EXISTS* | *"already exists"*) echo "error: $name exists already; continue with: pod.sh setup $name" ;;
     *"uota"* | *QUOTA*) echo "error: the quota is too small; request more for this type and zone, spot or on-demand:
@@ -54,6 +55,7 @@ on_node() { # run on_host.sh with arguments on one worker of a slice, or on all
     local node=$1 worker=$2 command=$remote
     shift 2
     for argument in "$@"; do command+=" $(printf '%q' "$argument")"; done
+    [[ $1 != status ]] || command="if [ -x $remote ]; then $command; else echo never started, not set up; fi"
     tpus tpu-vm ssh "$node" --worker="$worker" --command="$command"
 }
 
@@ -154,11 +156,24 @@ install() { # copy the packed working tree to all slices, or clone it there, and
 
 setup() {
     install || explain
-    [[ -n $dry ]] || echo "next: pod.sh run $name -- model=... mesh.dp=... mesh.mp=... mesh.processes=HOSTS"
+    [[ -n $dry ]] || echo "next: pod.sh run $name -- --cfg conf/recipes/NAME.yaml checkpoint.dir=gs://BUCKET/..."
+}
+
+check_arguments() { # with --dry-run: check the arguments of main.py here, by its --check; its summary goes to stderr
+    [[ -n $dry && -z $repository ]] || return 0
+    local python
+    for python in "$root/.venv/bin/python" python3 python; do
+        if (cd "$root" && "$python" -c 'import shmap_tp.train, hydra, jax, equinox') >/dev/null 2>&1; then
+            (cd "$root" && "$python" main.py --check "${arguments[@]}") >&2 || exit
+            return
+        fi
+    done
+    echo "the arguments of main.py are not checked: no Python here has its packages (pip install -e .)" >&2
 }
 
 run() {
     [[ " ${arguments[*]} " == *" --cfg "* ]] || arguments=(--cfg conf/config.yaml "${arguments[@]}")
+    check_arguments
     on_all_hosts start "${arguments[@]}" || explain
     [[ -n $dry ]] || echo "next: pod.sh logs $name --follow"
 }

@@ -15,13 +15,17 @@ examples
   {command} --cfg conf/config.yaml                                  train a small model on this machine
   {command} --cfg conf/config.yaml train.steps=600 --resume         continue from its newest checkpoint
   {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --resume     the same on another mesh shape
-  {command} --cfg conf/config.yaml model=6_9b data=minipile mesh.dp=4 mesh.mp=8 run.name=big
+  {command} --cfg conf/recipes/gpt2_124m_1gpu.yaml                  train GPT-2 124M on a GPU, by a recipe
   {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --check      check the configuration, and train nothing
 
 configuration
   Without --cfg the packaged configuration is used, which is conf/config.yaml of the repository:
     {default}
   FILE is a path from the working directory; it can use the models and data sources of the packaged configuration.
+
+recipes
+  Complete configurations of larger models, for --cfg, in recipes/ beside that file:
+{recipes}
 
 key=value
   mesh.dp, mesh.mp      data-parallel and tensor-parallel size; their product is the number of devices, which are
@@ -89,16 +93,17 @@ def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> N
 def _parser(command: str) -> argparse.ArgumentParser:
     from shmap_tp.config.compose import CONF
 
-    models, data = (
-        ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in ("model", "data")
+    models, data, recipes = (
+        ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in ("model", "data", "recipes")
     )
     models = textwrap.fill(models, 120, initial_indent=24 * " ", subsequent_indent=24 * " ")
+    recipes = textwrap.fill(recipes, 120, initial_indent=4 * " ", subsequent_indent=4 * " ")
     parser = argparse.ArgumentParser(
         prog=command,
         usage="%(prog)s [--cfg FILE] [--resume] [--check] "
         "[--processes N [--coordinator HOST:PORT --process-id I]] [key=value ...]",
         description="Tensor-parallel transformer training over a (dp, mp) mesh, with every collective written by hand.",
-        epilog=EPILOG.format(command=command, default=CONF / "config.yaml", models=models, data=data),
+        epilog=EPILOG.format(command=command, default=CONF / "config.yaml", models=models, data=data, recipes=recipes),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--cfg", metavar="FILE", help="configuration file, for example conf/config.yaml")

@@ -15,10 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shmap_tp import verify
-from shmap_tp.config.compose import load
 from tests.helpers.paths import ROOT
-from tests.helpers.run_fixtures import FIRST
 
 SCRIPTS = ROOT / "scripts"
 POD = str(SCRIPTS / "pod.sh")
@@ -44,6 +41,7 @@ for i, (part, out, err, code) in enumerate(answers):
 COPY = "mkdir -p ~/shmap_tp && tar -xzf ~/shmap_tp.tar.gz -C ~/shmap_tp && rm ~/shmap_tp.tar.gz && "
 COPY += "~/shmap_tp/scripts/on_host.sh prepare"
 HOST = "~/shmap_tp/scripts/on_host.sh"
+STATUS = f"if [ -x {HOST} ]; then {HOST} status; else echo never started, not set up; fi"
 
 
 class Cloud:
@@ -62,7 +60,7 @@ class Cloud:
     def pod(
         self, *arguments: str, code: int = 0, path: str | None = None, script: str = POD
     ) -> subprocess.CompletedProcess:
-        path = path or f"{self.directory}:{os.environ['PATH']}"
+        path = path or f"{self.directory}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = os.environ | {"PATH": path, "TMPDIR": str(self.directory)}
         done = subprocess.run([script, *arguments], env=environment, capture_output=True, text=True)
         assert done.returncode == code, done
@@ -114,18 +112,19 @@ STEPS = {
     "run p --zone z -- model=6_9b mesh.mp=8": [
         f"tpu-vm ssh p --worker=all '--command={HOST} start --cfg conf/config.yaml model=6_9b mesh.mp=8' --zone=z"
     ],
-    "run p --slices 2 -- --cfg mine.yaml --resume": [
-        f"tpu-vm ssh p-{i} --worker=all '--command={HOST} start --cfg mine.yaml --resume'" for i in range(2)
+    "run p --slices 2 -- --cfg conf/recipes/2_8b_v2-32.yaml --resume": [
+        f"tpu-vm ssh p-{i} --worker=all '--command={HOST} start --cfg conf/recipes/2_8b_v2-32.yaml --resume'"
+        for i in range(2)
     ],
     "status p": [
         "tpu-vm describe p '--format=value(state)'",
         "tpu-vm describe p '--format=value(name.basename(),state,networkEndpoints.len())'",
-        f"tpu-vm ssh p --worker=all '--command={HOST} status'",
+        f"tpu-vm ssh p --worker=all '--command={STATUS}'",
     ],
     "status p --queued": [
         "queued-resources describe p '--format=value(state.state)'",
         "tpu-vm describe p '--format=value(name.basename(),state,networkEndpoints.len())'",
-        f"tpu-vm ssh p --worker=all '--command={HOST} status'",
+        f"tpu-vm ssh p --worker=all '--command={STATUS}'",
     ],
     "logs p --follow": [f"tpu-vm ssh p --worker=0 '--command={HOST} log --follow'"],
     "logs p --slices 3": [f"tpu-vm ssh p-0 --worker=0 '--command={HOST} log'"],
@@ -158,6 +157,25 @@ def test_arguments_reach_main_py_unchanged(cloud):
         ["bash", "-c", command.removeprefix("--command=").replace(HOST, "printf '%s\\n'")], capture_output=True
     )
     assert received.stdout.decode().splitlines() == ["start", "--cfg", "conf/config.yaml", *given]
+
+
+# What a dry run checks
+
+
+def test_a_dry_run_checks_the_arguments_of_main_py(cloud):
+    done = cloud.pod("run", "p", "--dry-run", "--", "mesh.mp=3", code=2)
+    assert done.stderr.startswith("error: mesh.mp=3 does not divide heads=8") and not done.stdout
+    given = ["--type", "v4-8", "--dry-run", "--", "--cfg", "conf/nowhere.yaml", "checkpoint.dir=gs://b"]
+    assert "conf/nowhere.yaml: no such file" in cloud.pod("train", "p", *given, code=2).stderr
+    given[-2:] = ["conf/recipes/llama3_8b_v5p-8.yaml", "checkpoint.dir=gs://b"]
+    assert "dp=4 x mp=1 = 4 devices" in cloud.pod("train", "p", *given).stderr
+
+
+def test_a_dry_run_without_the_packages_reports_that_nothing_was_checked(cloud, clone):
+    script = str(clone / "scripts" / "pod.sh")
+    done = cloud.pod("run", "p", "--dry-run", "--", "mesh.mp=3", script=script, path=f"{cloud.directory}:/usr/bin:/bin")
+    assert "the arguments of main.py are not checked: no Python here has its packages" in done.stderr
+    assert done.stdout.startswith("gcloud compute tpus tpu-vm ssh p")
 
 
 # What setup copies
@@ -273,6 +291,7 @@ ERRORS = {
     "ERROR: Quota limit 'TPUV4sPodPerProject' has been exceeded": "the quota is too small; request more",
     "ERROR: There is no more capacity in the zone": "no capacity in this zone now; wait with --queued",
     "ERROR: PERMISSION_DENIED: Cloud TPU API has not been used": "gcloud services enable tpu.googleapis.com",
+    "bash: line 1: /x/scripts/on_host.sh: No such file or directory": "p is not set up; run first: pod.sh setup p",
     "ERROR: the moon": "failed (above)",
 }
 
@@ -297,31 +316,6 @@ def test_a_missing_gcloud_is_reported_with_its_download_page(cloud, tmp_path):
     assert output.startswith("error: gcloud is not installed; see https://cloud.google.com/sdk/docs/install")
 
 
-# The guide
-
-
-def commands() -> list[list[str]]:
-    """The commands in docs/pods.md, each as words."""
-    blocks = (ROOT / "docs" / "pods.md").read_text().split("```")[1::2]
-    lines = "".join(block.partition("\n")[2] for block in blocks).replace("\\\n", "").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.startswith(("scripts/", "sbatch", "python"))]
-
-
-@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
-def test_the_commands_of_the_guide_are_accepted(cloud, words):
-    if words[0] == "scripts/pod.sh":
-        before = words.index("--") if "--" in words else len(words)
-        cloud.pod(*words[1:before], "--dry-run", *words[before:])
-        load(FIRST, words[before + 1 :])
-    elif words[0] == "sbatch":
-        load(FIRST, [word for word in words[words.index("scripts/slurm.sh") + 1 :]])
-    elif words[2] == "shmap_tp.verify":
-        verify.parser().parse_args(words[3:])
-    else:
-        assert words[2] == "shmap_tp.plan"
-    assert cloud.calls() == []
-
-
 # train: repeatedly, until main.py is done
 
 
@@ -336,7 +330,7 @@ def train(cloud: Cloud, *, hosts: list[str], states: list[str], code: int, more:
     done = cloud.pod("train", "p", *given, code=code)
     words = []
     for verb, what, _, *rest in cloud.calls():
-        host = [one.split(HOST)[1].split()[0] for one in rest if HOST in one]
+        host = [one.rpartition(HOST)[2].split()[0].rstrip(";") for one in rest if HOST in one]
         words += [] if what in ("describe", "scp") else host or [what]
         assert "start" not in host or any("checkpoint.resume=if_present" in one for one in rest)
         assert verb == "tpu-vm"

@@ -35,6 +35,7 @@ from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
 from shmap_tp.training.environment import compute_dtype, prepare_environment
 from shmap_tp.training.goodput import TimeCategory, WallClock
 from shmap_tp.training.loss_plot import plot_losses
+from shmap_tp.training.metric_writers import check_weights_and_biases
 from shmap_tp.training.metrics import Meter, Recorder
 from shmap_tp.training.profiler import Profile
 from shmap_tp.training.replica_check import ReplicaCheck
@@ -61,6 +62,8 @@ def train(config: Config, coordinator: Coordinator | None = None, components: Co
     ):
         requested, config = config, resolve_auto(config, len(jax.devices()))
         mesh = make_mesh(config.mesh)
+        if jax.process_index() == 0:
+            check_weights_and_biases(config)
         prepare_environment(config)
         functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
         batches = Batches(config, functions.tokens)

@@ -1,6 +1,10 @@
 """Optional destinations of metrics besides metrics.jsonl: TensorBoard event files, and Weights & Biases."""
 
+import os
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,8 @@ from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.files import writing
+
+LOG_IN = "log in with `wandb login`, log locally with WANDB_MODE=offline"
 
 
 class TensorBoardWriter:
@@ -43,21 +49,18 @@ class TensorBoardWriter:
 
 
 class WeightsAndBiasesWriter:
-    """Logs to Weights & Biases.  Raises `UserError` if wandb is not installed or cannot log in."""
+    """Logs to Weights & Biases, to the same W&B run after each restart.
+
+    The id of the W&B run is in the file wandb_id of the run directory; WANDB_RUN_ID, where it is set, overrides it.
+    Raises `UserError` if W&B does not start the run.
+    """
 
     def __init__(self, config: Config):
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError("log.wandb=true needs wandb: pip install -e '.[wandb]'") from error
+        wandb = _import_wandb()
         settings = {"project": config.log.wandb_project, "name": config.run.name, "dir": config.run.dir}
-        try:
+        settings |= {"id": _wandb_id(Path(config.run.dir)), "resume": "allow"}
+        with _wandb_errors(wandb):
             self._run = wandb.init(**settings, config=to_dict(config))
-        except wandb.Error as error:
-            raise UserError(
-                f"log.wandb=true, but W&B cannot start: {str(error).splitlines()[0]}\n"
-                f"log in with `wandb login`, log locally with WANDB_MODE=offline, or set log.wandb=false"
-            ) from error
         self._run.define_metric("*", step_metric="step")  # the default axis counts lines, including those of validation
 
     def write(self, line: dict[str, Any]) -> None:
@@ -67,6 +70,56 @@ class WeightsAndBiasesWriter:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def check_weights_and_biases(config: Config) -> None:
+    """Check, before anything is compiled, what logging to W&B needs if log.wandb asks for it.
+
+    Raises `UserError` if wandb is not installed, if log.wandb_project cannot be the name of a project, or if nobody is
+    logged in although W&B is not offline.
+    """
+    if not config.log.wandb:
+        return
+    wandb = _import_wandb()
+    with _wandb_errors(wandb, "choose another log.wandb_project"):
+        wandb.Settings(project=config.log.wandb_project)
+    with _wandb_errors(wandb):
+        if os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+            wandb.login(verify=True)  # asks for a key on a terminal; raises without one; does nothing if W&B is offline
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError("log.wandb=true needs wandb: pip install -e '.[wandb]'") from error
+    return wandb
+
+
+@contextmanager
+def _wandb_errors(wandb: Any, way_out: str = LOG_IN) -> Iterator[None]:
+    """Raise errors of wandb as `UserError`, with a way out."""
+    try:
+        yield
+    except (wandb.Error, ValueError) as error:  # its settings raise ValueError
+        raise UserError(
+            f"log.wandb=true, but W&B cannot start: {str(error).splitlines()[0]}\n{way_out}, or set log.wandb=false"
+        ) from error
+
+
+def _wandb_id(directory: Path) -> str:
+    """The id of the W&B run of a run directory, which is made and stored at its first start."""
+    if given := os.environ.get("WANDB_RUN_ID"):
+        return given
+    file = directory / "wandb_id"
+    if file.is_file() and (stored := file.read_text().strip()):
+        return stored
+    made = uuid.uuid4().hex[:16]
+    with writing(file):
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(made + "\n")
+        temporary.replace(file)
+    return made
 
 
 def _floats(line: dict[str, Any]) -> dict[str, float]:

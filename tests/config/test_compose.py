@@ -15,7 +15,7 @@ from tests.helpers.run_fixtures import FIRST
 BASE = Path(FIRST).read_text()
 UNCLOSED_LINE, DUPLICATE_LINE = len(BASE.splitlines()) + 2, BASE.splitlines().index("  steps: 300") + 2
 """Line numbers in the messages about an unclosed bracket and a duplicate key."""
-MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+MODELS, DATA = (sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in ("model", "data"))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -28,7 +28,7 @@ def test_every_model_loads_and_its_saved_configuration_loads_equal(tmp_path, mod
     assert to_dict(again) == to_dict(config)
 
 
-@pytest.mark.parametrize("data", ["stdlib", "minipile"])
+@pytest.mark.parametrize("data", DATA)
 def test_every_data_source_loads(data):
     assert load(FIRST, [f"data={data}"]).data.name == data
 
@@ -94,7 +94,7 @@ OVERRIDES = {
     "frobnicate=1": "unknown key frobnicate; shmap_tp/config/schema.py lists all keys",
     # unknown options
     "model=nope": f"model=nope: there is no such model; use one of {', '.join(MODELS)}",
-    "data=nope": "data=nope: there is no such data; use one of minipile, stdlib",
+    "data=nope": f"data=nope: there is no such data; use one of {', '.join(DATA)}",
     # wrong types
     "train.steps=many": "train.steps=many must be of type int",
     "train.steps=1.5": "train.steps=1.5 must be of type int",

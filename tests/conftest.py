@@ -5,6 +5,8 @@ collective, is the same, and compiling takes a third of the time.  Compiled prog
 
 The whole suite runs in as many processes as there are cores, up to four, where pytest-xdist is installed: a test keeps
 little more than one core busy.  A file or a test that is named runs in one, as does all of it with `-n 0`.
+
+`pytest -m quick` runs only the tests in the files of tests/helpers/quick.py: the cheapest of each directory.
 """
 
 import os
@@ -13,6 +15,8 @@ from pathlib import Path
 import jax
 import pytest
 from jaxtyping import install_import_hook
+
+from tests.helpers.quick import QUICK
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -32,3 +36,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if whole and idle and not accelerators:
         config.option.numprocesses = min(4, os.cpu_count() or 1)
         config.option.dist = "worksteal"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests in the files of QUICK, except those that are slow."""
+    for item in items:
+        if item.path.stem in QUICK.get(item.path.parent.name, []) and not item.get_closest_marker("slow"):
+            item.add_marker("quick")

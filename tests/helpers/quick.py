@@ -1,0 +1,17 @@
+"""Which tests `pytest -m quick` runs."""
+
+QUICK = {
+    "benchmarks": ["test_sweep"],
+    "config": ["test_compose", "test_validate"],
+    "data": ["test_batches", "test_prepare"],
+    "hardware": ["test_devices", "test_torus"],
+    "layers": ["test_positions", "test_xla_workarounds"],
+    "model": ["test_flops"],
+    "parallel": ["test_mesh", "test_ring"],
+    "plan": ["test_from_hlo", "test_instruction_costs", "test_link_model", "test_topologies"],
+    "runtime": ["test_files"],
+    "scripts": ["test_on_host", "test_slurm"],
+    "tests": ["test_architecture", "test_console_command", "test_quick", "test_recipes", "test_vocabulary"],
+    "training": ["test_goodput", "test_optimizer", "test_weights_and_biases"],
+}
+"""Directory of tests -> its files with the marker `quick`, the cheapest ones; together two minutes on two cores."""

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
-from omegaconf import OmegaConf
 
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config, Resume
+from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.token_files import SPLITS
 from shmap_tp.errors import UserError
@@ -76,11 +75,7 @@ def _refuse_to_overwrite_metrics(config: Config) -> None:
     file, directory = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
     last = max([line["step"] for line in read_metrics(file)], default=-1) if jax.process_index() == 0 else -1
     if last >= 0 and config.checkpoint.resume == Resume.if_present:
-        try:  # read without validation: a file of an earlier version may lack keys
-            saved = OmegaConf.load(file.with_name("config.yaml"))
-        except (OSError, yaml.YAMLError):
-            saved = OmegaConf.create()
-        last = -1 if OmegaConf.select(saved, "checkpoint.dir") == directory else last
+        last = -1 if saved_value(file.with_name("config.yaml"), "checkpoint.dir") == directory else last
     if (last := broadcast_from_process_0(last)) >= 0:
         raise UserError(
             f"{file} has the metrics of a run up to step {last}, which a new run would delete: {directory} has no "

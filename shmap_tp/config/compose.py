@@ -97,10 +97,13 @@ def _resolved(file: str) -> Path:
     return path
 
 
-def save(config: Config, file: Path) -> None:
-    """Write `config` with every value resolved, so that `--cfg FILE` loads it again.  The write is atomic."""
+def save(config: Config, file: Path, header: str = "") -> None:
+    """Write `config` with every value resolved, so that `--cfg FILE` loads it again, after `header`, lines of comment.
+
+    The write is atomic.
+    """
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    temporary.write_text(f"{header}{OmegaConf.to_yaml(OmegaConf.structured(config))}", encoding="utf-8")
     temporary.replace(file)
 
 

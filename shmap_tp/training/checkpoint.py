@@ -25,7 +25,7 @@ from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.errors import StorageError, UserError
-from shmap_tp.runtime.files import writing
+from shmap_tp.runtime.files import make_directory, writing
 from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.step import State
 
@@ -43,25 +43,23 @@ class Checkpoints:
     deletes an old checkpoint before the hashes of the new one are written.
     """
 
-    def __init__(self, config: CheckpointConfig, report: Callable[[str], None]):
-        """`report` receives one line for each checkpoint that is skipped or deleted, with the reason."""
+    def __init__(self, config: CheckpointConfig, report: Callable[[str], None], writes: bool = True):
+        """`report` receives one line for each checkpoint that is skipped or deleted, with the reason.
+
+        With `writes`, which needs the lock on the directory (`runtime/run_lock.py`), unfinished saves are removed.
+        Without it nothing is changed, so a run may write there meanwhile.
+        """
         self._dir = _directory(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
         self._report = report
         self._saving: Future | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
-        try:
-            self._dir.mkdir(parents=True, exist_ok=True)
-        except ImportError as error:
-            raise UserError(f"checkpoint.dir={config.dir} needs gcsfs: pip install -e '.[gcs]'") from error
-        except Exception as error:  # buckets raise errors of many types
-            raise UserError(
-                f"checkpoint.dir={config.dir} cannot be written: {getattr(error, 'strerror', None) or error}; "
-                f"choose another"
-            ) from error
-        if jax.process_index() == 0:
+        if writes:
+            make_directory("checkpoint.dir", config.dir)
+        if writes and jax.process_index() == 0:
             for partial in self._dir.glob("*.orbax-checkpoint-tmp*"):  # left by a save that was killed
-                partial.rmtree()
+                if partial.name.partition(".")[0].isdecimal() and partial.is_dir() and not os.path.islink(partial):
+                    partial.rmtree()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -188,7 +186,8 @@ def checkpoint_steps(directory: epath.Path) -> list[int]:
         is_step = child.name.isascii() and child.name.isdecimal() and child.name == str(int(child.name))
         return is_step and ((child / MANIFEST).exists() or (child / ORBAX_METADATA).exists())
 
-    return sorted((int(child.name) for child in directory.iterdir() if is_checkpoint(child)), reverse=True)
+    children = directory.iterdir() if directory.is_dir() else ()
+    return sorted((int(child.name) for child in children if is_checkpoint(child)), reverse=True)
 
 
 def find_faults(directory: epath.Path) -> list[str]:

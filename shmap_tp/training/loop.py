@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shmap_tp.config.compose import save, to_dict
+from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import Batches
@@ -24,11 +24,13 @@ from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.model.flops import flops_per_token, parameters
 from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.runtime.agreement import on_process_0, require_agreement
 from shmap_tp.runtime.console import say
 from shmap_tp.runtime.distributed import Coordinator
 from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
 from shmap_tp.runtime.files import writing
 from shmap_tp.runtime.peers import distributed_session
+from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.runtime.shutdown import StopRequest, watch_preemption
 from shmap_tp.training.bad_steps import BadStepMonitor
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
@@ -39,6 +41,7 @@ from shmap_tp.training.metrics import Meter, Recorder
 from shmap_tp.training.profiler import Profile
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.resume import restore_or_initialize
+from shmap_tp.training.run_config import refuse_foreign_config, write_run_config
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 Pause = Callable[[TimeCategory], Any]
@@ -61,15 +64,25 @@ def train(config: Config, coordinator: Coordinator | None = None, components: Co
     ):
         requested, config = config, resolve_auto(config, len(jax.devices()))
         mesh = make_mesh(config.mesh)
-        prepare_environment(config)
-        functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
-        batches = Batches(config, functions.tokens)
-        with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, say) as checkpoints:
-            run = Run(
-                requested, config, functions, batches, checkpoints, ReplicaCheck(functions.shapes), clock, components
-            )
-            state, saved_step = restore_or_initialize(config, functions, batches, checkpoints)
-            return _train_from(run, state, saved_step, stop)
+        with lock_directories({"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}, stop.peers):
+            on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))
+            prepare_environment(config)
+            functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
+            batches = Batches(config, functions.tokens)
+            require_agreement("data", batches.identity)
+            with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, say) as checkpoints:
+                run = Run(
+                    requested,
+                    config,
+                    functions,
+                    batches,
+                    checkpoints,
+                    ReplicaCheck(functions.shapes),
+                    clock,
+                    components,
+                )
+                state, saved_step = restore_or_initialize(config, functions, batches, checkpoints)
+                return _train_from(run, state, saved_step, stop)
     print(STOPPED_EARLY[1])
     return STOPPED
 
@@ -155,8 +168,7 @@ def _compile_step(run: Run, first_step: int) -> Any:
     config, functions, is_main = run.config, run.functions, jax.process_index() == 0
     directory = Path(config.run.dir)
     if is_main:
-        with writing(file := directory / "config.yaml"):
-            save(run.requested, file)
+        write_run_config(run.requested, directory)
     run.clock.open(directory if is_main else None, first_step, new_run=config.checkpoint.resume == Resume.never)
     say(
         f"compiling the training step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "

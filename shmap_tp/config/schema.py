@@ -173,14 +173,18 @@ class OptimizerConfig:
 
 @dataclass
 class GuardConfig:
-    """Bad steps.  A step with a non-finite loss or gradient is always skipped: it changes no parameter."""
+    """Bad steps.  A step with a non-finite loss, gradient or update is always skipped: it changes no parameter."""
 
     loss_spike_sigmas: float | None
     """Also skip steps whose loss is this many standard deviations above the running mean (6 is usual); null: never."""
     window: int
     """Number of steps over which the running mean and deviation are taken; the first `window` steps are no spikes."""
+    max_norm_change: float | None
+    """Also skip steps whose update would raise or lower the norm of all weights by more than this factor; null: never.
+    At the usual initialisation a factor of 10 takes a learning rate of about 0.2."""
     max_consecutive: int | None
-    """Number of consecutive skipped steps that stop the run; null: no limit."""
+    """Number of consecutive skipped steps that stop the run; null: no limit.  A checkpoint saved after three times as
+    many is not resumed."""
 
 
 @dataclass

@@ -55,6 +55,7 @@ MINIMUM = {
     "model.attention_chunk": 1,
     "guard.loss_spike_sigmas": 1,
     "guard.window": 2,
+    "guard.max_norm_change": 1.1,
     "guard.max_consecutive": 1,
     "evaluate.every": 0,
     "evaluate.batches": 1,

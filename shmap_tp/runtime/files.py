@@ -1,13 +1,11 @@
 """Writing files: errors of the file system become errors with a message for the user."""
 
 import errno
-import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from etils import epath
 
@@ -66,11 +64,3 @@ def writing(what: object) -> Iterator[None]:
             f"{what} could not be written: {reason}; all complete checkpoints are intact;\n"
             f"free some space, then continue with checkpoint.resume=if_present (without a checkpoint it starts anew)"
         ) from error
-
-
-def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
-    """Replace the contents of `file` by `lines`, each as a line of JSON.  The write is atomic; raises StorageError."""
-    temporary = file.with_suffix(".tmp")
-    with writing(file):
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        temporary.replace(file)

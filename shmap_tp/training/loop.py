@@ -54,8 +54,8 @@ def train(config: Config, coordinator: Coordinator | None = None, components: Co
     `components` replace parts of the model and the step that the configuration names (docs/extending.md).
     With several processes, `coordinator` is the address of process 0 if the environment does not provide it; an error
     then ends all processes instead of being raised.
-    Raises `UserError` before anything is trained; `DivergedError` after too many consecutive skipped steps;
-    `HardwareError` if replicas of an array differ.
+    Raises `UserError` before anything is trained; `DivergedError` after too many consecutive skipped steps, also those
+    before the start, and if the last step was skipped; `HardwareError` if replicas of an array differ.
     """
     with (
         StopRequest() as stop,
@@ -101,12 +101,11 @@ class Run:
     clock: WallClock
     components: Components
 
-    def save(self, step: int, state: State) -> None:
+    def save(self, step: int, state: State, skipped_in_a_row: int) -> None:
         """Start to save the checkpoint of `step`."""
         mesh = [self.config.mesh.dp, self.config.mesh.mp]
-        self.checkpoints.save(
-            step, state, {"config": to_dict(self.config), "data": self.batches.identity, "mesh": mesh}
-        )
+        facts = {"config": to_dict(self.config), "data": self.batches.identity, "mesh": mesh}
+        self.checkpoints.save(step, state, facts, skipped_in_a_row)
 
 
 def _train_from(run: Run, state: State, saved_step: int | None, stop: StopRequest) -> int:
@@ -115,7 +114,8 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
     first_step = saved_step or 0
     compiled_step = _compile_step(run, first_step)
     stop.begin_training()
-    monitor = BadStepMonitor(config.guard, run.batches.sequence_indices, f"{config.data.dir}/train.bin")
+    skipped = int(state.guard.in_a_row)
+    monitor = BadStepMonitor(config.guard, run.batches.sequence_indices, f"{config.data.dir}/train.bin", skipped)
     with Recorder(config, first_step, enabled=jax.process_index() == 0) as recorder:
         meter = _make_meter(run, lambda line: recorder.train(line | monitor.update(line) | clock.step_fields(line)))
 
@@ -148,19 +148,21 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
                         evaluated = _evaluate(run, step, state, recorder, stop)
                 if _is_due(step, config.checkpoint.every, config.train.steps):
                     with pause(TimeCategory.checkpoint):
-                        if not monitor.in_a_row:  # otherwise older weights would replace good checkpoints
-                            run.save(step, state)
+                        if not monitor.in_a_row:  # the weights are those of a checkpoint of before
+                            run.save(step, state, 0)
                             saved_step = step
 
         with pause(TimeCategory.checkpoint):
             if saved_step != step:
-                run.save(step, state)
+                run.save(step, state, monitor.in_a_row)
             run.checkpoints.wait()
-    finished = evaluated and step >= config.train.steps
-    _report_end(run, step, finished)
-    if monitor.verdict:
-        raise DivergedError(f"{monitor.verdict};\n{_how_to_continue(config, step, step - monitor.in_a_row)}")
-    return 0 if finished else STOPPED
+    all_steps = evaluated and step >= config.train.steps
+    _report_end(run, step, all_steps and not monitor.in_a_row)
+    if verdict := monitor.verdict or (all_steps and monitor.last_steps_skipped(step)):
+        raise DivergedError(f"{verdict};\n{_how_to_continue(config, step, step - monitor.in_a_row)}")
+    if all_steps and profile.error and jax.process_index() == 0:
+        raise profile.error
+    return 0 if all_steps else STOPPED
 
 
 def _compile_step(run: Run, first_step: int) -> Any:
@@ -231,8 +233,9 @@ def _evaluate(run: Run, step: int, state: State, recorder: Recorder, stop: StopR
 
 def _how_to_continue(config: Config, step: int, last_taken: int) -> str:
     """Advice after a diverged run that saved `step` with the weights of step `last_taken`."""
+    more = f"train.steps={2 * config.train.steps} --resume" if step >= config.train.steps else "--resume"
     return (
-        f"checkpoint {config.checkpoint.dir}/{step} has the weights of step {last_taken}: --resume continues with the "
+        f"checkpoint {config.checkpoint.dir}/{step} has the weights of step {last_taken}: {more} continues with the "
         f"next batches; if those fail too, remove it and resume from an older one with a lower optimizer.learning_rate"
     )
 

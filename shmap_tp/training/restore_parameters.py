@@ -16,7 +16,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.training.checkpoint import checkpoint_steps, find_faults
+from shmap_tp.training.checkpoint_files import checkpoint_steps, find_faults, first_line, read_facts, saved_state
 
 
 def find_checkpoint(directory: str, step: int | None) -> epath.Path:
@@ -70,7 +70,7 @@ def saved_config(checkpoint: epath.Path) -> Config:
 
     Raises UserError if it has none, or if its keys are those of another version.
     """
-    facts = ocp.checkpointables_metadata(checkpoint).custom_metadata
+    facts = read_facts(checkpoint)
     saved = facts.get("config") if isinstance(facts, dict) else None
     if not isinstance(saved, dict):
         raise UserError(f"checkpoint {checkpoint} holds no configuration: it was not saved by a training run")
@@ -89,7 +89,7 @@ def restore_parameters(checkpoint: epath.Path, shapes: Transformer) -> Transform
     Raises UserError if the checkpoint's parameters have other names, shapes or dtypes (Orbax would cast a dtype
     silently), or cannot be read.
     """
-    saved = dict(ocp.checkpointables_metadata(checkpoint).metadata["state"])
+    saved = dict(saved_state(checkpoint))
     found, wanted = _descriptions(saved["params"]), _descriptions(shapes)
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
@@ -101,8 +101,9 @@ def restore_parameters(checkpoint: epath.Path, shapes: Transformer) -> Transform
     try:
         return ocp.load_checkpointables(checkpoint, {"state": others | {"params": shapes}})["state"]["params"]
     except Exception as error:
-        cause = str(error.__cause__ or error).strip().splitlines()[0][:200]
-        raise UserError(f"checkpoint {checkpoint} cannot be restored: {cause}") from error
+        raise UserError(
+            f"checkpoint {checkpoint} cannot be restored: {first_line(error.__cause__ or error)}"
+        ) from error
 
 
 def _descriptions(tree: Any) -> dict[str, str]:

@@ -21,7 +21,8 @@ from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.console import say
 from shmap_tp.runtime.run_lock import lock_directories
-from shmap_tp.training.checkpoint import Checkpoints, checkpoint_steps, find_faults
+from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.checkpoint_files import checkpoint_steps, find_faults
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.step import State, StepFunctions, build_step_functions

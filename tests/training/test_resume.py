@@ -7,7 +7,7 @@ import pytest
 
 from shmap_tp.errors import UserError
 from shmap_tp.training import loop
-from shmap_tp.training.checkpoint import MANIFEST
+from shmap_tp.training.checkpoint_files import MANIFEST
 from tests.helpers.run_fixtures import (
     STEPS,
     file_contents,

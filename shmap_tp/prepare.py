@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from shmap_tp.data import text_sources
+from shmap_tp.data.metadata import SPLITS
 from shmap_tp.data.prepare import prepare
-from shmap_tp.data.token_files import SPLITS
 from shmap_tp.data.tokenizer import open_tokenizer
 from shmap_tp.errors import ShmapTpError
 

@@ -9,13 +9,15 @@ any machine.  Only `device_batch` uses JAX; everything before it is numpy.
 
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
+from pathlib import Path
 
 import jax
 import numpy as np
 from jaxtyping import Int, Int32
 
 from shmap_tp.config.schema import Config
-from shmap_tp.data.token_files import SPLITS, TokenFile, data_identity, open_token_file
+from shmap_tp.data.metadata import SPLITS, read_meta
+from shmap_tp.data.token_files import TokenFile, data_identity, open_token_file
 from shmap_tp.errors import UserError
 
 
@@ -106,7 +108,8 @@ class Batches:
             open_token_file(config.data.dir, split, context=context, vocabulary=vocabulary) for split in SPLITS
         )
         self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
-        self.identity = data_identity(self._train, self._validation, seed=self._seed, batch=self._batch)
+        meta = read_meta(Path(config.data.dir))
+        self.identity = data_identity(self._train, self._validation, meta, seed=self._seed, batch=self._batch)
         self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch)
 
     def sequence_indices(self, step: int) -> Int[np.ndarray, " batch"]:

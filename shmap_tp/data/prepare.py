@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from shmap_tp.data import text_sources
-from shmap_tp.data.token_files import DTYPES, META, SPLITS
+from shmap_tp.data.metadata import DTYPES, META, SPLITS
 from shmap_tp.data.tokenizer import Bytes, Subwords
 from shmap_tp.errors import UserError
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.data.batches import Batches
-from shmap_tp.data.token_files import SPLITS
+from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import say
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0

@@ -14,7 +14,8 @@ import pytest
 from shmap_tp import prepare as command
 from shmap_tp.data import prepare as preparation
 from shmap_tp.data import text_sources
-from shmap_tp.data.token_files import DTYPES, META, SPLITS, open_token_file
+from shmap_tp.data.metadata import DTYPES, META, SPLITS
+from shmap_tp.data.token_files import open_token_file
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 

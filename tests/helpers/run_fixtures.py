@@ -41,8 +41,9 @@ TINY = [
 
 
 def write_tokens(directory: Path, *, train: int = 3000, validation: int = 600, seed: int = 0) -> Path:
-    """Write train.bin and validation.bin with random ids, without meta.json; return the directory."""
+    """Write train.bin and validation.bin with random ids, and their dtype to meta.json; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "meta.json").write_text('{"dtype": "uint16"}')
     generator = np.random.default_rng(seed)
     for name, count in [("train", train), ("validation", validation)]:
         generator.integers(0, VOCABULARY, count).astype("<u2").tofile(directory / f"{name}.bin")

@@ -70,11 +70,13 @@ def _to_hydra(override: str, directory: Path) -> str:
     `load` rejects those that are in neither."""
     if override.startswith(("+", "~")):
         raise UserError(f"{override}: keys cannot be added or deleted; write key=value")
-    key, equals, _ = override.partition("=")
+    key, equals, value = override.partition("=")
     if not key or not equals:
         raise UserError(f"{override!r} is not key=value; write for example train.steps=400")
-    is_group = (CONF / key).is_dir() or (directory / key).is_dir()
-    return override if is_group else f"++{override}"
+    options = sorted({file.stem for folder in (CONF, directory) for file in (folder / key).glob("*.yaml")})
+    if options and value.startswith("["):
+        raise UserError(f"{override}: a list, but one {key} is needed; use one of {', '.join(options)}")
+    return override if options else f"++{override}"
 
 
 def _explain(error: Exception, file: str) -> str:

@@ -183,9 +183,11 @@ class DataConfig:
     name: str
     """Name of the data in messages."""
     dir: str
-    """Directory with train.bin, validation.bin and meta.json."""
+    """Directory with train.bin, validation.bin and meta.json; or its URL, such as gs://bucket/data."""
+    cache: str
+    """Directory on each host for copies of the data whose `dir` is a URL."""
     source: str | None
-    """What to prepare if `dir` is empty: stdlib (the Python library of this machine); null: prepared beforehand."""
+    """stdlib: prepared by the run; else arguments of shmap_tp.prepare to print if `dir` is empty (null: not known)."""
 
 
 @dataclass

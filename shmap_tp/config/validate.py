@@ -13,6 +13,7 @@ from shmap_tp.config.schema import (
     AUTO,
     Block,
     Config,
+    DataConfig,
     FsdpGradients,
     MeshConfig,
     Mlp,
@@ -88,6 +89,7 @@ def validate(config: Config) -> None:
     if isinstance(mesh.dp, str) and mesh.dp != AUTO:
         raise UserError(f"mesh.dp={mesh.dp} must be an integer or {AUTO}")
     _check_directories(config)
+    _check_source(config.data)
     _check_ranges(config)
     _check_optimizer(config.optimizer)
     _check_profile(config.train)
@@ -142,6 +144,17 @@ def _check_directories(config: Config) -> None:
     for section in ("run", "data", "checkpoint"):
         if not getattr(config, section).dir:
             raise UserError(f"{section}.dir is empty, which would be the working directory; name one, or . for that")
+
+
+def _check_source(data: DataConfig) -> None:
+    if not data.cache:
+        raise UserError("data.cache is empty, which would be the working directory; name one, such as .cache/data")
+    words = (data.source or "null").split()
+    if words not in (["null"], ["stdlib"]) and words[:1] not in (["--text"], ["--dataset"], ["--source"]):
+        raise UserError(
+            f"data.source={data.source}: there is no such source; use stdlib, null, or the arguments of "
+            f"`python -m shmap_tp.prepare`\nthat prepare data.dir, such as '--dataset NAME' or '--text FILES'"
+        )
 
 
 def _check_ranges(config: Config) -> None:

@@ -4,6 +4,7 @@
 stated is not checked.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,24 @@ def read_meta(directory: Path) -> Meta:
     if fault := _fault(known):
         raise UserError(f"{path}: {fault}; correct it, or prepare the data again")
     return Meta(**known)
+
+
+def read_tokenizer(directory: Path, meta: Meta) -> bytes | None:
+    """tokenizer.json beside meta.json; None where meta.json states no hash, or the copy is not there.
+
+    Raises UserError if its hash is not that of meta.json: the tokens would be read with another tokenizer.
+    """
+    path = directory / TOKENIZER
+    if meta.tokenizer_sha256 is None or file_size(path) is None:
+        return None
+    with reading(path):
+        content = path.read_bytes()
+    if (found := hashlib.sha256(content).hexdigest()) != meta.tokenizer_sha256:
+        raise UserError(
+            f"{path}: sha256 is {found[:12]}..., {META} says {meta.tokenizer_sha256[:12]}...: it is not the tokenizer "
+            "of this data; copy it again, or prepare the data again"
+        )
+    return content
 
 
 def _fault(values: dict[str, Any]) -> str | None:

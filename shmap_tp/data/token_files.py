@@ -118,8 +118,8 @@ def _existing_size(path: Path) -> int:
     size = file_size(path)
     if size is None:
         raise UserError(
-            f"{path} does not exist; prepare it with `python -m shmap_tp.prepare --source stdlib --out {path.parent}` "
-            "(--help lists other sources)"
+            f"{path} does not exist; copy it there, or prepare all files again: "
+            f"`python -m shmap_tp.prepare ... --out {path.parent} --overwrite`"
         )
     return size
 

@@ -17,6 +17,8 @@ from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
 from shmap_tp.training.metrics import read_metrics
 from shmap_tp.training.step import State, StepFunctions
 
+TOKENIZER_HASH = "data.dir (sha256 of tokenizer.json)"
+
 
 def restore_or_initialize(
     config: Config, functions: StepFunctions, batches: Batches, checkpoints: Checkpoints
@@ -93,6 +95,8 @@ def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[st
     """Raise `UserError` if the model or the data order differs from what was saved."""
     before = _fixed_settings(saved["config"]["model"], saved["data"])
     now = _fixed_settings(to_dict(config.model), identity)
+    if None in (before[TOKENIZER_HASH], now[TOKENIZER_HASH]):  # bytes, or prepared before the hash was recorded
+        del before[TOKENIZER_HASH], now[TOKENIZER_HASH]
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise UserError(
@@ -112,4 +116,5 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any]) -> dict[str
         f"data.dir ({split}.bin)": f"{identity[split]['tokens']} tokens of sha256 {identity[split]['sha256'][:12]}"
         for split in SPLITS
     }
+    files[TOKENIZER_HASH] = identity.get("tokenizer", {}).get("sha256")
     return shape | files | {"run.seed": identity["seed"], "train.batch": identity["batch"]}

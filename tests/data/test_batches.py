@@ -328,7 +328,7 @@ def damaged(case: str, directory: Path) -> Path:
 @pytest.mark.parametrize(
     "case, words",
     [
-        ("missing", r"train\.bin does not exist; prepare it with `python -m shmap_tp\.prepare .* --out "),
+        ("missing", r"train\.bin does not exist; .* `python -m shmap_tp\.prepare .* --out .* --overwrite`"),
         ("odd", r"train\.bin: 99 bytes is not a multiple of the 2 bytes of a token"),
         ("short", r"train\.bin: 4 tokens, but one sequence of model\.context=4 needs 5"),
         ("changed", r"train\.bin: sha256 is \w{12}\.\.\., meta\.json says \w{12}\.\.\."),

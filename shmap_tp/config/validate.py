@@ -149,7 +149,7 @@ def _check_directories(config: Config) -> None:
 def _check_source(data: DataConfig) -> None:
     if not data.cache:
         raise UserError("data.cache is empty, which would be the working directory; name one, such as .cache/data")
-    words = (data.source or "null").split()
+    words = ["null"] if data.source is None else data.source.split()
     if words not in (["null"], ["stdlib"]) and words[:1] not in (["--text"], ["--dataset"], ["--source"]):
         raise UserError(
             f"data.source={data.source}: there is no such source; use stdlib, null, or the arguments of "

@@ -43,14 +43,15 @@ def prepared_directory(data: DataConfig) -> Path:
 
 def _how_to_prepare(data: DataConfig) -> str:
     """What the user does about a data.dir without data."""
+    directory = shown(data.dir).rstrip("/")
     arguments = {None: "--text FILES", STDLIB: f"--source {STDLIB}"}.get(data.source, data.source)
     other = "; --help lists other sources" if data.source is None else ""
-    command, missing = f"python -m shmap_tp.prepare {arguments}", f"{shown(data.dir)}/train.bin does not exist; prepare"
-    if "://" not in data.dir:
-        return f"{missing} it with `{command} --out {shlex.quote(shown(data.dir))}`{other}"
+    command, missing = f"python -m shmap_tp.prepare {arguments}", f"{directory}/train.bin does not exist; prepare it"
+    if "://" not in directory:
+        return f"{missing} with `{command} --out {shlex.quote(directory)}`{other}"
     local = shlex.quote(f"data/{data.name}")
-    copy = f"gcloud storage cp {local}/* {data.dir.rstrip('/')}/" if data.dir.startswith("gs://") else "copy it there"
-    return f"{missing} it and copy it there{other}:\n{command} --out {local} && {copy}"
+    copy = f"gcloud storage cp {local}/* {directory}/" if directory.startswith("gs://") else "copy it there"
+    return f"{missing} and copy it there{other}:\n{command} --out {local} && {copy}"
 
 
 def _copy_of_bucket(data: DataConfig) -> Path:

@@ -32,6 +32,7 @@ from shmap_tp.layers.positions import Alibi, PositionEncoding, alibi_slopes
 from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
 from shmap_tp.model.remat import checkpointed
+from shmap_tp.model.tokens import input_ids
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import AllReduce
@@ -160,7 +161,7 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
     optimizer, schedule = make_optimizer(config.optimizer), learning_rate_schedule(config.optimizer)
 
     def objective(params: Transformer, tokens_BT: Array, counted: Array) -> tuple[Array, Array]:
-        logits_BTV = transformer(params, tokens_BT[:, :-1], dtype, constrain)
+        logits_BTV = transformer(params, input_ids(tokens_BT[:, :-1]), dtype, constrain)
         nll_BT, logz_BT = cross_entropy(logits_BTV, tokens_BT[:, 1:], config.model.vocabulary)
         loss = jnp.sum(nll_BT) / counted
         return loss + config.train.z_loss * jnp.sum(jnp.square(logz_BT)) / counted, loss

@@ -38,7 +38,7 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LARGEST_BETA = 1 - 2.0**-24
 """The largest float32 below 1."""
 
-SCHEMES = {"run.dir": (), "run.compilation_cache": (), "data.dir": (), "checkpoint.dir": ("gs",)}
+SCHEMES = {"run.dir": (), "run.compilation_cache": (), "data.dir": ("gs",), "data.cache": (), "checkpoint.dir": ("gs",)}
 """The directories of a configuration, and the URLs that each may be besides a path."""
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4000
 """What Linux file systems allow for one name and, with some room for the files within, for a whole path."""

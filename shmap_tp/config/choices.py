@@ -74,10 +74,6 @@ class Precision(StrEnum):
     bfloat16 = "bfloat16"
 
 
-class DataSource(StrEnum):
-    stdlib = "stdlib"
-
-
 class Resume(StrEnum):
     never = "never"
     if_present = "if_present"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from shmap_tp.config.choices import (
     AttentionKernel,
     Block,
-    DataSource,
     FsdpGradients,
     Mlp,
     Norm,
@@ -121,9 +120,11 @@ class DataConfig:
     name: str
     """Name of the data in messages."""
     dir: str
-    """Directory with train.bin, validation.bin and meta.json."""
-    source: DataSource | None
-    """What to prepare if `dir` is empty: stdlib (the Python library of this machine); null: prepared beforehand."""
+    """Directory with train.bin, validation.bin and meta.json; or its URL, such as gs://bucket/data."""
+    cache: str
+    """Directory on each host for copies of the data whose `dir` is a URL."""
+    source: str | None
+    """stdlib: prepared by the run; else arguments of shmap_tp.prepare to print if `dir` is empty (null: not known)."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from shmap_tp.config.schema import (
     AUTO,
     Block,
     Config,
+    DataConfig,
     FsdpGradients,
     MeshConfig,
     Mlp,
@@ -84,6 +85,7 @@ def validate(config: Config) -> None:
     if isinstance(mesh.dp, str) and mesh.dp != AUTO:
         raise UserError(f"mesh.dp={mesh.dp} must be an integer or {AUTO}")
     check_paths(config)
+    _check_source(config.data)
     _check_ranges(config)
     check_bounds(config)
     _check_optimizer(config.optimizer)
@@ -132,6 +134,17 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
     if not 0 <= process_id < processes:
         raise UserError(
             f"--process-id {process_id} is out of range for --processes {processes}; use 0 to {processes - 1}"
+        )
+
+
+def _check_source(data: DataConfig) -> None:
+    if not data.cache:
+        raise UserError("data.cache is empty, which would be the working directory; name one, such as .cache/data")
+    words = ["null"] if data.source is None else data.source.split()
+    if words not in (["null"], ["stdlib"]) and words[:1] not in (["--text"], ["--dataset"], ["--source"]):
+        raise UserError(
+            f"data.source={data.source}: there is no such source; use stdlib, null, or the arguments of "
+            f"`python -m shmap_tp.prepare`\nthat prepare data.dir, such as '--dataset NAME' or '--text FILES'"
         )
 
 

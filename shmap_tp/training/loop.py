@@ -18,6 +18,7 @@ from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import Batches
+from shmap_tp.data.metadata import TOKENIZER
 from shmap_tp.errors import DivergedError
 from shmap_tp.hardware.devices import machine_peak
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
@@ -166,11 +167,14 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
 
 
 def _compile_step(run: Run, first_step: int) -> Any:
-    """The compiled training step.  Writes config.yaml and opens time.jsonl: from here on the run has started."""
+    """The compiled training step.  Writes config.yaml and tokenizer.json, opens time.jsonl: the run has started."""
     config, functions, is_main = run.config, run.functions, jax.process_index() == 0
     directory = Path(config.run.dir)
     if is_main:
         write_run_config(run.requested, directory)
+        if run.batches.tokenizer is not None:
+            with writing(file := directory / TOKENIZER):
+                file.write_bytes(run.batches.tokenizer)
     run.clock.open(directory if is_main else None, first_step, new_run=config.checkpoint.resume == Resume.never)
     say(
         f"compiling the training step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "

@@ -9,7 +9,7 @@ from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.data.batches import Batches
-from shmap_tp.data.token_files import SPLITS
+from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError
 from shmap_tp.runtime.console import say
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
@@ -27,6 +27,8 @@ FACTS = {
     "mesh": [int, int],
 }
 """The facts of a checkpoint that a resume reads, with their types."""
+
+TOKENIZER_HASH = "data.dir (sha256 of tokenizer.json)"
 
 
 def restore_or_initialize(
@@ -140,6 +142,8 @@ def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[st
     """Raise `UserError` if the model or the data order differs from what was saved."""
     before = _fixed_settings(saved["config"]["model"], saved["data"])
     now = _fixed_settings(to_dict(config.model), identity)
+    if None in (before[TOKENIZER_HASH], now[TOKENIZER_HASH]):  # bytes, or prepared before the hash was recorded
+        del before[TOKENIZER_HASH], now[TOKENIZER_HASH]
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise UserError(
@@ -159,4 +163,5 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any]) -> dict[str
         f"data.dir ({split}.bin)": f"{identity[split]['tokens']} tokens of sha256 {identity[split]['sha256'][:12]}"
         for split in SPLITS
     }
+    files[TOKENIZER_HASH] = identity.get("tokenizer", {}).get("sha256")
     return shape | files | {"run.seed": identity["seed"], "train.batch": identity["batch"]}

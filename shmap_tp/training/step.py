@@ -26,6 +26,7 @@ from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.loss import LinearCrossEntropy
+from shmap_tp.model.tokens import input_ids
 from shmap_tp.model.transformer import Execution, MakeBlock, MakeMlp, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
 from shmap_tp.parallel.fsdp import gather_between_slices, place_parameters
@@ -42,7 +43,7 @@ from shmap_tp.training.optimizer import (
 )
 
 TOKENS = P(None, DP, None)
-"""tokens[A B/dp T+1]: the layout of a step's batch."""
+"""tokens[A B/dp T+1]: the layout of a step's batch.  A token below zero is the input -1 - token, and no target."""
 
 
 class State(eqx.Module):
@@ -81,7 +82,7 @@ class Objective:
         self, params: Transformer, tokens_BT: Int[Array, "B T"], counted: Array
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """This device's share of (the objective, the cross entropy); `counted` is the number of targets of the step."""
-        h_BTD = params(tokens_BT[:, :-1], self.execution)
+        h_BTD = params(input_ids(tokens_BT[:, :-1]), self.execution)
         h_BTD, table_VD = params.output_projection(h_BTD, self.execution)
         return self.loss(h_BTD, table_VD, tokens_BT[:, 1:], counted)
 

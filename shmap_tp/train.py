@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
     if arguments.processes is not None:
         overrides.append(f"mesh.processes={arguments.processes}")
     try:
-        config = load(arguments.cfg or str(CONF / "config.yaml"), overrides)
+        config = load(CONF / "config.yaml" if arguments.cfg is None else arguments.cfg, overrides)
         validate_process_arguments(arguments.coordinator, arguments.process_id, config.mesh.processes)
         if arguments.check:
             from shmap_tp.training.check import check

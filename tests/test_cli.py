@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from shmap_tp import train as command
+from shmap_tp.config.text import shown
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
 from tests.helpers.fresh_process import python
@@ -112,10 +114,44 @@ def test_bad_input_is_explained_in_one_or_two_lines(tmp_path, monkeypatch, capsy
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+DIRECTORIES = ["run.dir", "checkpoint.dir", "data.dir", "run.compilation_cache"]
+NOT_DIRECTORIES = {
+    "a file": "FILE",
+    "a name of 300 bytes": "a" * 300,
+    "a URL": "foo://bar",
+    "a place that cannot be written": "/proc/nothing",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("case", NOT_DIRECTORIES)
+@pytest.mark.parametrize("key", DIRECTORIES)
+def test_a_directory_that_cannot_be_used_is_explained(tmp_path, monkeypatch, capsys, key, case):
+    monkeypatch.setattr(distributed, "emulate_cpu_devices", lambda count: None)
+    (tmp_path / "file").write_text("")
+    path = NOT_DIRECTORIES[case].replace("FILE", str(tmp_path / "file"))
+    given = [*overrides(tmp_path), "data.source=stdlib", f"{key}={path}"]
+    before = jax.config.jax_compilation_cache_dir
+    assert call(monkeypatch, "--cfg", FIRST, *given) == 2
+    assert jax.config.jax_compilation_cache_dir == before
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and 1 <= len(message.splitlines()) <= 2, message
+    assert key in message and shown(path) in message
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() and (tmp_path / "file").read_text() == ""
+
+
+def test_a_run_whose_name_is_too_long_for_its_directory_is_explained(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "--cfg", FIRST, f"run.name={'ü' * 150!r}") == 2
+    assert "run.dir=runs/üü" in (message := capsys.readouterr().err) and "has a name of 300 bytes" in message
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "arguments, expected",
     [
         (["--cfg"], "expected one argument"),
+        (["--cfg", ""], "--cfg  is not a file; name a YAML file"),
         (["--cfg", "nope.yaml"], "--cfg nope.yaml: no such file"),
         (["--cfg", FIRST, "--resumee"], "unrecognized arguments: --resumee"),
     ],
@@ -208,6 +244,8 @@ CHECKED = {
         0,
         "nowhere: not prepared; python -m shmap_tp.prepare --help",
     ),
+    "a run directory below a file": (["run.dir=FILE/x"], 2, "/file/x cannot be written: "),
+    "a cache in a file": (["run.compilation_cache=FILE"], 2, "/file is a file; choose another"),
     "an invalid value": (["mesh.mp=3"], 2, "error: mesh.mp=3 does not divide heads=8"),
     "a mesh without gradient rings": (
         ["mesh.dp=17", "train.batch=17", "mesh.zero=fsdp", "mesh.fsdp_gradients=ring"],
@@ -221,6 +259,8 @@ CHECKED = {
 @pytest.mark.parametrize("case", CHECKED)
 def test_check_finds_what_is_wrong_without_devices(tmp_path, monkeypatch, capsys, case):
     given, code, expected = CHECKED[case]
+    (tmp_path / "file").write_text("")
+    given = [text.replace("FILE", str(tmp_path / "file")) for text in given]
     monkeypatch.setattr(loop, "train", None)
     assert call(monkeypatch, "--check", *overrides(tmp_path), *given) == code
     said = capsys.readouterr()

@@ -3,17 +3,21 @@
 Nothing is written, no device is used and no token is read.  What depends on them is checked when a run starts.
 """
 
+import os
 from pathlib import Path
 
+from shmap_tp.config.bounds import SCHEMES, value_of
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.data.token_files import SPLITS
+from shmap_tp.errors import UserError
 from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DataParallelGroups
 
 
 def check(config: Config) -> str:
     """The summary, in lines, of a `config` that `compose.load` has returned.  Raises UserError if its mesh cannot be
-    formed on any devices."""
+    formed on any devices, or a directory cannot be written."""
+    _check_directories(config)
     model, train, run = config.model, config.train, config.run
     tokens = train.batch * model.context
     lines = {
@@ -32,6 +36,19 @@ def check(config: Config) -> str:
             "The configuration is valid.  Devices, memory and tokens are checked when a run starts.",
         ]
     )
+
+
+def _check_directories(config: Config) -> None:
+    """Raise UserError if what exists of a directory that a run creates is a file, or must not be written."""
+    for key in SCHEMES.keys() - (set() if config.data.source else {"data.dir"}):
+        path = value_of(config, key)
+        if path is None or "://" in path:
+            continue
+        there = next(part for part in (Path(path).absolute(), *Path(path).absolute().parents) if part.exists())
+        if not there.is_dir():
+            raise UserError(f"{key}={path} cannot be written: {there} is a file; choose another")
+        if not os.access(there, os.W_OK):
+            raise UserError(f"{key}={path} cannot be written: no permission for {there}; choose another")
 
 
 def _mesh(config: Config) -> str:

@@ -133,7 +133,7 @@ def check_training(words: list[str]) -> None:
     overrides += [f"mesh.processes={arguments.processes}"] if arguments.processes else []
     config = load(str(ROOT / (arguments.cfg or FIRST)), [*arguments.overrides, *overrides])
     is_byte_model = config.model.vocabulary == Bytes.vocabulary
-    assert is_byte_model or config.data.source is None, f"{config.model.name} would train on bytes; start with a recipe"
+    assert is_byte_model or config.data.source != "stdlib", f"{config.model.name} would train on bytes"
 
 
 def check_pod(rest: list[str]) -> None:

@@ -32,12 +32,14 @@ from shmap_tp.plan.benchmark import (
 from shmap_tp.plan.report import Row, format_comparison
 from shmap_tp.runtime.distributed import initialize_distributed
 
-DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
-"""(model, sequences per microbatch on each dp rank, microbatches)"""
+DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "several": ("2_8b", 8, 1), "emulate": ("test", 1, 2)}
+"""(model, sequences per microbatch on each dp rank, microbatches).  gpt2_xl has 25 heads: with --mp above 1 the default
+is `several`."""
 
 
 def run(arguments: Namespace) -> None:
-    config = config_from_flags(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
+    defaults = "emulate" if arguments.emulate else "gpu" if arguments.mp == 1 else "several"
+    config = config_from_flags(arguments, *DEFAULTS[defaults])
     measure = measure_emulated if arguments.emulate else measure_attached
     if arguments.torch and config.mesh.dp * config.mesh.mp > 1:
         raise UserError("--torch runs on one GPU only; use it with --dp 1 --mp 1")

@@ -1,7 +1,7 @@
 """The same training step in plain PyTorch on one GPU: the baseline of `benchmark_gpu.py --torch`.
 
-    python benchevents/pytorch_baseline.py --dp 1 --mp 1 --model gpt2_xl --batch 8
-    python benchevents/pytorch_baseline.py --dp 1 --mp 1 --emulate
+    python benchmarks/pytorch_baseline.py --dp 1 --mp 1 --model gpt2_xl --batch 8
+    python benchmarks/pytorch_baseline.py --dp 1 --mp 1 --emulate
 
 Idiomatic PyTorch: torch.compile, scaled_dot_product_attention, autocast to bfloat16 over float32 parameters, fused
 AdamW; one matmul for q, k and v, and one for gate and up.  Autograd decides what is saved; model.remat is ignored.
@@ -194,7 +194,7 @@ def measure(config: Config, steps: int, *, emulated: bool) -> Row:
         "limit_bytes_per_device": DEVICES[kind].memory if kind in DEVICES else None,
         "compile_seconds": time.perf_counter() - start - sum(seconds),
         "versions": {"torch": torch.__version__},
-        "command": shlex.join(["python", "benchevents/pytorch_baseline.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/pytorch_baseline.py", *sys.argv[1:]]),
     }
     return Row(**fields, chips=1, slices=1, topology=None, tile=None, fits=True)
 

@@ -3,28 +3,25 @@
 The info string of a fenced block says how it is checked:
 
     sh run        the block is run, on CPU, in a temporary copy of the working tree
-    sh check      its configuration is composed and validated, and its flags are looked up in the command's help
-    sh hardware   not run: it needs hardware, a network or a long time
+    sh check      every command is followed up to its loaded and validated configuration (main.py --check)
+    sh hardware   not run, since it needs hardware, a network or a long time; this project's commands in it are checked
     python run    all such blocks of a document are run as one program, on CPU
 """
 
-import argparse
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from shmap_tp import verify
-from shmap_tp.config.compose import load
-from tests.helpers.documents import DOCUMENTS, ROOT, Block, blocks, name_of
+from shmap_tp.errors import UserError
+from tests.helpers.command_checks import check_command, commands, commands_of_help, help_texts, own_commands
+from tests.helpers.documents import DOCUMENTS, ROOT, blocks, name_of
 
 LANGUAGES = {"sh", "python", "yaml", "json", "text"}
 MARKS = {"run", "check", "hardware"}
@@ -88,68 +85,60 @@ def test_the_python_blocks_of_a_document_run(file):
     assert done.returncode == 0, f"{name_of(file)}:\n{done.stderr[-2000:]}"
 
 
-def commands(block: Block) -> list[list[str]]:
-    """The commands of a block, each as words; a backslash continues a line."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+@pytest.fixture
+def in_the_repository(monkeypatch) -> None:
+    """Commands are given from the root of the repository."""
+    monkeypatch.chdir(ROOT)
 
 
 @marked("check")
-def test_a_check_block_has_valid_configurations_and_flags(block):
-    for words in commands(block):
-        match words:
-            case ["python", "main.py", *rest]:
-                check_training(rest)
-            case ["python", "-m", "shmap_tp.verify", *rest]:
-                arguments = verify.parser().parse_args(rest)
-                load(str(ROOT / arguments.cfg), arguments.overrides)
-            case ["python", "-m", module, *rest]:
-                check_benchmark(("-m", module), rest)
-            case ["python", script, *rest]:
-                check_benchmark((script,), rest)
-            case ["scripts/pod.sh", *rest]:
-                if "--" in rest:
-                    check_training(["--cfg", "conf/config.yaml", *rest[rest.index("--") + 1 :]])
-            case ["sbatch", *rest]:
-                check_training(["--cfg", "conf/config.yaml", *rest[rest.index("scripts/slurm.sh") + 1 :]])
-            case _:
-                pytest.fail(f"{block.place}: {shlex.join(words)} cannot be checked; mark it sh run or sh hardware")
+def test_the_commands_of_a_check_block_reach_their_configuration(block, in_the_repository):
+    for words in commands(block.text):
+        check_command(words)
 
 
-def check_training(words: list[str]) -> None:
-    """Compose and validate the configuration of a `main.py` command."""
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--cfg", required=True)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("overrides", nargs="*")
-    given = parser.parse_intermixed_args(words)
-    flags = ["checkpoint.resume=must"] if given.resume else []
-    flags += [f"mesh.processes={given.processes}"] if given.processes else []
-    load(str(ROOT / given.cfg), [*given.overrides, *flags])
+@marked("hardware")
+def test_the_commands_of_a_hardware_block_reach_their_configuration(block, in_the_repository):
+    for words in own_commands(block.text):
+        check_command(words)
 
 
-def check_benchmark(command: tuple[str, ...], words: list[str]) -> None:
-    """The flags exist, and the configuration that they and the overrides make is valid."""
-    known = set(re.findall(r"--[a-z][a-z-]*", help_text(command)))
-    unknown = {word for word in words if word.startswith("--")} - known
-    assert not unknown, f"{' '.join(command)} has no {sorted(unknown)}"
-    value = {flag: words[i + 1] for i, flag in enumerate(words[:-1]) if flag.startswith("--")}
-    dp, mp = int(value.get("--dp", 1)), int(value.get("--mp", 1))
-    given = [f"model={value['--model']}"] if "--model" in value else []
-    given += [f"mesh.dp={dp}", f"mesh.mp={mp}", f"train.batch={value.get('--batch', 8 * dp)}"]
-    given += [f"train.microbatches={value.get('--microbatches', 1)}"]
-    load(str(ROOT / "conf" / "config.yaml"), given + [word for word in words if re.match(r"[a-z_]+\.?[a-z_]+=", word)])
+HELP = help_texts()
 
 
-@cache
-def help_text(command: tuple[str, ...]) -> str:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.mark.parametrize("name", HELP)
+def test_the_commands_of_a_help_text_reach_their_configuration(name, in_the_repository):
+    for words in commands_of_help(HELP[name]):
+        check_command(words)
+
+
+def test_the_commands_of_the_help_texts_are_found():
+    assert {"python main.py --help", "shmap_tp/plan/__main__.py", "benchmarks/benchmark_gpu.py"} <= HELP.keys()
+    assert len(commands_of_help(HELP["python main.py --help"])) == 5
+    assert sum(len(commands_of_help(text)) for text in HELP.values()) >= 30
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python main.py --cfg conf/config.yaml mesh.mp=3",
+        "python main.py --config conf/config.yaml",
+        "scripts/pod.sh run p -- model=nope",
+        "sbatch --nodes=2 scripts/slurm.sh mesh.dp=7",
+        "python -m shmap_tp.plan --dp 1 --mp 3 --model 6_9b",
+        "python -m shmap_tp.verify resume --cfg conf/config.yaml",
+        "python -m shmap_tp.prepare --source web --out x",
+        "python benchmarks/benchmark_gpu.py --dp 1 --mp 8 --model gpt2_xl",
+        "python benchmarks/benchmark_tpu.py --dp 1 --mp 8 --versions v3",
+        "python benchmarks/nowhere.py",
+        "python benchmarks/sweep.py --nonsense model=test",
+        "python docs/make_configuration.py --nonsense",
+        "make",
+    ],
+)
+def test_a_wrong_command_is_found(command, in_the_repository, capsys):
+    with pytest.raises((AssertionError, SystemExit, OSError, UserError)):
+        check_command(commands(command)[0])
 
 
 # Size, links and generated parts

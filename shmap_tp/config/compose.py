@@ -15,7 +15,14 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    GrammarParseError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from shmap_tp.config.schema import Config
 from shmap_tp.config.text import has_control_characters, shown
@@ -47,7 +54,7 @@ def load(file: str | PathLike, overrides: list[str]) -> Config:
     given = [_to_hydra(item, path.parent) for item in overrides]
     try:
         with plain_yaml_only(), initialize_config_dir(str(path.parent), version_base="1.3"):
-            values = compose(path.stem, overrides=search + given)
+            values = compose(path.name, overrides=search + given)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, name)) from error
     except RecursionError:
@@ -157,6 +164,8 @@ def _explain(error: Exception, file: str) -> str:
     if getattr(error, "full_key", None):
         return f"{file}: {_explain_key(error)}"
     message = shown(_first_line(error))
+    if message.startswith("Cannot merge"):
+        return f"{file}: a list cannot be merged with keys; give the whole list, for example train.profile=[10,12]"
     if "No match in the defaults list" in message:
         return f"{file}: has no defaults list to override ({message}); use conf/config.yaml, or set single keys"
     override = getattr(error, "override", None)
@@ -175,7 +184,8 @@ def _explain_key(error: OmegaConfBaseException) -> str:
         return f"unknown key {key}; {_suggest(key)}"
     if isinstance(error, ValidationError) and "." in key:
         return f"{key}={shown(error.value)} must be {expected_type(key)}"
-    return f"{key}: {shown(_first_line(error))}"
+    way_out = "; correct its ${...}" if isinstance(error, InterpolationResolutionError | GrammarParseError) else ""
+    return f"{key}: {shown(_first_line(error))}{way_out}"
 
 
 def _first_line(error: Exception) -> str:

@@ -27,7 +27,7 @@ from shmap_tp.config.schema import (
     Zero,
     padded_vocabulary,
 )
-from shmap_tp.config.text import shown
+from shmap_tp.config.text import has_control_characters, shown
 from shmap_tp.errors import UserError
 
 MINIMUM = {
@@ -127,8 +127,11 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
         missing = "--coordinator HOST:PORT" if coordinator is None else "--process-id I"
         raise UserError(f"--coordinator and --process-id must be given together; add {missing}")
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"--coordinator {coordinator} is not HOST:PORT; use for example --coordinator 10.0.0.2:8476")
+    is_number = port.isascii() and port.isdecimal() and len(port) <= 5
+    if not host or not is_number or not 0 < int(port) < 65536 or has_control_characters(host):
+        raise UserError(
+            f"--coordinator {shown(coordinator)} is not HOST:PORT; use for example --coordinator 10.0.0.2:8476"
+        )
     if processes == 1:
         raise UserError("--coordinator needs several processes, but mesh.processes=1; add --processes N")
     if not 0 <= process_id < processes:
@@ -150,7 +153,9 @@ def _check_source(data: DataConfig) -> None:
 
 def _check_ranges(config: Config) -> None:
     for key, value in _numbers(config):
-        if not value >= MINIMUM[key]:  # also true of NaN
+        if math.isnan(value):
+            raise UserError(f"{key}={value} is not a number; give one of {MINIMUM[key]} or more")
+        if value < MINIMUM[key]:
             raise UserError(f"{key}={value} is too small; it must be {MINIMUM[key]} or more")
         if value == math.inf:
             raise UserError(f"{key}={value} is not finite; give a number")
@@ -250,6 +255,8 @@ def _check_batch(mesh: MeshConfig, train: TrainConfig) -> None:
     _check_divides("train.microbatches", train.microbatches, f"train.batch={train.batch}", train.batch)
     if mesh.dp == AUTO:
         return
+    devices = f"the {mesh.dp * mesh.mp} devices of mesh.dp={mesh.dp} x mesh.mp={mesh.mp}"
+    _check_divides("mesh.processes", mesh.processes, devices, mesh.dp * mesh.mp)
     _check_divides("mesh.slices", mesh.slices, f"mesh.dp={mesh.dp} (an mp group cannot span slices)", mesh.dp)
     microbatch = train.batch // train.microbatches
     what = f"a microbatch of {microbatch} sequences (train.batch / train.microbatches)"

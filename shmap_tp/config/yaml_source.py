@@ -5,6 +5,7 @@ values that contain themselves, tags that create Python objects.
 """
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,7 +146,9 @@ def plain_yaml_only() -> Iterator[None]:
     sources = SourcesRegistry.instance().types
     before, sources["file"] = sources["file"], PlainYamlSource
     try:
-        yield
+        with warnings.catch_warnings():  # without _self_ the file's own values come last, as they should
+            warnings.filterwarnings("ignore", "(?s)In .* Defaults list is missing `_self_`", UserWarning)
+            yield
     finally:
         sources["file"] = before
 
@@ -165,4 +168,4 @@ def _yaml_errors(name: str) -> Iterator[None]:
             f"{name}, line {mark.line + 1}: invalid YAML, {shown(error.problem)}; correct that line or the one before"
         ) from error
     except ValueError as error:  # a number with thousands of digits, a header such as "# @package" without a value
-        raise UserError(f"{name}: {shown(error)}; correct that value") from error
+        raise UserError(f"{name}: {shown(str(error).splitlines()[0])}; correct that value") from error

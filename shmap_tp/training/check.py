@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shmap_tp.config.bounds import SCHEMES, value_of
 from shmap_tp.config.schema import AUTO, Config
+from shmap_tp.config.text import shown
 from shmap_tp.data.token_files import SPLITS
 from shmap_tp.errors import UserError
 from shmap_tp.model.flops import parameters
@@ -17,7 +18,11 @@ from shmap_tp.parallel.mesh import DataParallelGroups
 def check(config: Config) -> str:
     """The summary, in lines, of a `config` that `compose.load` has returned.  Raises UserError if its mesh cannot be
     formed on any devices, or a directory cannot be written."""
-    _check_directories(config)
+    try:
+        _check_directories(config)
+        data = _data(config)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}; choose another directory") from error
     model, train, run = config.model, config.train, config.run
     tokens = train.batch * model.context
     lines = {
@@ -26,7 +31,7 @@ def check(config: Config) -> str:
         "batch": f"{train.batch} sequences x {model.context} tokens = {tokens:,} tokens per step, "
         f"in {train.microbatches} microbatches",
         "steps": f"{train.steps:,}, together {train.steps * tokens:,} tokens",
-        "data": f"{config.data.dir}: {_data(config)}",
+        "data": f"{config.data.dir}: {data}",
         "run.dir": run.dir,
         "checkpoint.dir": f"{config.checkpoint.dir}, checkpoint.resume={config.checkpoint.resume}",
     }
@@ -46,9 +51,9 @@ def _check_directories(config: Config) -> None:
             continue
         there = next(part for part in (Path(path).absolute(), *Path(path).absolute().parents) if part.exists())
         if not there.is_dir():
-            raise UserError(f"{key}={path} cannot be written: {there} is a file; choose another")
+            raise UserError(f"{key}={shown(path)} cannot be written: {shown(there)} is a file; choose another")
         if not os.access(there, os.W_OK):
-            raise UserError(f"{key}={path} cannot be written: no permission for {there}; choose another")
+            raise UserError(f"{key}={shown(path)} cannot be written: no permission for {shown(there)}; choose another")
 
 
 def _mesh(config: Config) -> str:

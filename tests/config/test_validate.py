@@ -4,7 +4,7 @@ import pytest
 
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import TensorParallelMode
-from shmap_tp.config.validate import resolve_auto
+from shmap_tp.config.validate import resolve_auto, validate_process_arguments
 from shmap_tp.errors import UserError
 from tests.helpers.config_errors import error_message
 from tests.helpers.run_fixtures import FIRST
@@ -13,13 +13,13 @@ OVERRIDES = {
     # ranges
     "run.seed=-1": "run.seed=-1 is too small; it must be 0 or more",
     "run.seed=4294967296": "run.seed=4294967296 is too large; it must be below 2^32 = 4294967296",
-    "optimizer.weight_decay=nan": "optimizer.weight_decay=nan is too small; it must be 0 or more",
+    "optimizer.weight_decay=nan": "optimizer.weight_decay=nan is not a number; give one of 0 or more",
     "optimizer.learning_rate=inf": "optimizer.learning_rate=inf is not finite; give a number",
     "optimizer.final_learning_rate=-1e-3": "optimizer.final_learning_rate=-0.001 is too small; it must be 0 or more",
     "optimizer.beta1=-0.1": "optimizer.beta1=-0.1 is too small; it must be 0 or more",
     "optimizer.beta2=1.0": "optimizer.beta2=1.0 is too large; it must be below 1",
     "optimizer.epsilon=0": "optimizer.epsilon=0.0 must be above 0 and finite; 1.0e-8 is usual",
-    "model.init_std=nan": "model.init_std=nan is too small; it must be 0 or more",
+    "model.init_std=nan": "model.init_std=nan is not a number; give one of 0 or more",
     "train.z_loss=-1": "train.z_loss=-1.0 is too small; it must be 0 or more",
     "model.vocabulary=2147483648": "model.vocabulary=2147483648 is too large; it must be below 2^31 = 2147483648",
     "guard.window=9999999999": "guard.window=9999999999 is too large; it must be below 2^31 = 2147483648",
@@ -39,7 +39,7 @@ OVERRIDES = {
     "train.loss_chunk=0": "train.loss_chunk=0 is too small; it must be 1 or more",
     "checkpoint.keep=1": "checkpoint.keep=1 is too small; it must be 2 or more",
     "checkpoint.keep_every=-5": "checkpoint.keep_every=-5 is too small; it must be 1 or more",
-    "optimizer.learning_rate=nan": "optimizer.learning_rate=nan is too small; it must be 0 or more",
+    "optimizer.learning_rate=nan": "optimizer.learning_rate=nan is not a number; give one of 0 or more",
     "optimizer.decay_steps=30": "optimizer.decay_steps=30 must be above optimizer.warmup_steps=30",
     "optimizer.clip_norm=0": "optimizer.clip_norm=0.0 must be above 0",
     "guard.loss_spike_sigmas=0.5": "guard.loss_spike_sigmas=0.5 is too small; it must be 1 or more",
@@ -58,6 +58,7 @@ OVERRIDES = {
     "model.ffn=510": "mesh.mp=4 does not divide ffn=510 (model bytes); use mesh.mp in {1, 2, 3, 5, 6, 10,",
     "model.vocabulary_multiple=3": "mesh.mp=4 does not divide the padded vocabulary=258 (model bytes); use",
     "mesh.tensor_parallel=line": "mesh.tensor_parallel=line must be one of all_reduce, sequence, collective_matmul",
+    "mesh.processes=3": "mesh.processes=3 does not divide the 8 devices of mesh.dp=2 x mesh.mp=4; use",
     "mesh.slices=3": "mesh.slices=3 does not divide mesh.dp=2 (an mp group cannot span slices); "
     "use mesh.slices in {1, 2}",
     "mesh.fsdp_gradients=ring": "mesh.fsdp_gradients=ring needs mesh.zero=fsdp, but mesh.zero=none; set mesh.zero=fsdp",
@@ -156,3 +157,12 @@ def test_an_mlp_without_gate_cannot_offload_the_gate():
     given = ["model.remat=all_matmuls", "model.offload=[gate]"]
     assert "gate, but model.mlp=gelu has no gate" in error_message(FIRST, "model.mlp=gelu", *given)
     assert load(FIRST, ["model.mlp=swiglu", *given]).model.offload == ["gate"]
+
+
+@pytest.mark.parametrize(
+    "coordinator", ["localhost:٣٣٣٣", "localhost:99999999999999999999", "local\nhost:80", ":80", "a:0x50"]
+)
+def test_the_port_of_the_coordinator_is_a_number_of_ascii_digits(coordinator):
+    with pytest.raises(UserError, match=r"is not HOST:PORT; use for example --coordinator 10\.0\.0\.2:8476"):
+        validate_process_arguments(coordinator, 0, 2)
+    validate_process_arguments("localhost:3333", 0, 2)

@@ -30,7 +30,7 @@ OVERRIDES = {
     'run.name="a': 'run.name="a: cannot be parsed; quote a value',
     "run.name=(x": "run.name=(x: cannot be parsed; quote a value",
     "run.name=ü": "run.name=ü: cannot be parsed; quote a value",
-    "train.profile.0=3": "Cannot merge DictConfig with ListConfig",
+    "train.profile.0=3": "a list cannot be merged with keys; give the whole list, for example train.profile=[10,12]",
     # settings of Hydra
     "hydra.run.dir=x": "hydra.run.dir=x: settings of Hydra itself have no effect here; leave it out",
     "hydra=null": "settings of Hydra itself have no effect here",
@@ -50,7 +50,7 @@ OVERRIDES = {
     "data=null": "data=null: there is no such data; use one of minipile, stdlib",
     "..=x": NOT_A_PAIR,
     # interpolations
-    "run.dir=${missing}": "run.dir: Interpolation key 'missing' not found",
+    "run.dir=${missing}": "run.dir: Interpolation key 'missing' not found; correct its ${...}",
     "run.dir=${run.dir}": "run.dir: Recursive interpolation detected",
     "run.dir=${checkpoint.dir}": "Recursive interpolation detected",
     "run.dir=${run}": "run.dir: Interpolation to parent node detected",

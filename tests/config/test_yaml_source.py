@@ -134,6 +134,17 @@ def test_anchors_and_merge_keys_can_be_used(tmp_path):
     assert (config.train.steps, config.optimizer.decay_steps, config.log.wandb) == (300, 300, True)
 
 
+def test_the_values_of_a_file_replace_those_of_its_groups_without_a_self_entry(tmp_path):
+    """Hydra would warn that the entry is missing."""
+    text = BASE.replace("  - _self_\n", "") + "model:\n  layers: 3\n"
+    assert load(str(written(tmp_path, text)), []).model.layers == 3
+
+
+@pytest.mark.parametrize("name", ["???", "a@b", "${x}", "_self_", "[a]", "null", "override x", "a.yaml", "*", "'"])
+def test_a_file_can_have_any_name(tmp_path, name):
+    assert load(str(written(tmp_path, BASE, f"{name}.yaml")), ["model=test"]).model.name == "test"
+
+
 def test_hydra_reads_its_files_as_before_outside_of_load(tmp_path):
     from hydra._internal.sources_registry import SourcesRegistry
 

@@ -130,8 +130,9 @@ case "${1:-}" in
 prepare | start | supervise | status) "$@" ;;
 log) show_log "${2:-}" ;;
 stop)
-    [[ ${2:-} =~ ^[0-9]+$ ]] || fail "$0 stop ${2:-}: give the number of seconds to wait for a save, as in stop 300"
-    stop "$2"
+    # At most eight digits, so that the number of tenths fits, and none that bash would take for octal.
+    [[ ${2:-} =~ ^0*([0-9]{1,8})$ ]] || fail "$0 stop ${2:-}: give the number of seconds to wait for a save, as in stop 300"
+    stop "${BASH_REMATCH[1]}"
     ;;
 *) fail "usage: $0 prepare | start ARGUMENTS | status | log [--follow] | stop SECONDS" ;;
 esac

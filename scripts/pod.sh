@@ -92,7 +92,8 @@ while [[ $# -gt 0 ]]; do
 done
 [[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices $slices: give a number of slices, 1 or more"
 [[ $seconds =~ ^[0-9]+$ ]] || fail "--seconds $seconds: give a number of seconds"
-[[ $poll =~ ^[0-9]+$ ]] || fail "--poll $poll: give a number of seconds"
+[[ $poll =~ ^0*([0-9]{1,8})$ ]] || fail "--poll $poll: give a number of seconds"
+poll=${BASH_REMATCH[1]} # bash would take a number with leading zeros for octal
 [[ $slices -eq 1 ]] || queued=1
 [[ -z ${arguments[*]} || $step == run || $step == train ]] || fail "pod.sh $step takes no arguments of main.py"
 [[ -n $dry ]] || command -v gcloud >/dev/null ||

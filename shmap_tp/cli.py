@@ -11,6 +11,9 @@ COMMANDS = {
     "verify": "check checkpoints, resuming, and that replicated arrays agree",
 }
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C of a command that has nothing to save, as in a shell."""
+
 
 def help_text() -> str:
     listed = "\n".join(f"  {name:<9}{what}" for name, what in COMMANDS.items())
@@ -37,5 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         train.run(arguments, command="shmap-tp train")
     sys.argv = [name, *arguments]
-    runpy.run_module(f"shmap_tp.{name}", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(f"shmap_tp.{name}", run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0

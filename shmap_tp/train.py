@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
-from shmap_tp.runtime.exit_codes import STOPPED
+from shmap_tp.runtime.exit_codes import STOPPED, stop_at_signals
 
 EPILOG = """\
 examples
@@ -80,8 +80,10 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
 
 def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> NoReturn:
     """Call `main` as the program of this process, and exit with its code."""
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(STOPPED))  # `train` replaces this handler
+    stop_at_signals()  # `train` replaces these handlers
     code = main(argv, command)
+    for number in (signal.SIGTERM, signal.SIGINT):  # all is saved; the interpreter may still wait for threads
+        signal.signal(number, lambda *_: os._exit(code))
     if code == STOPPED and not sys.modules["jax"].distributed.is_initialized():
         # All files are closed, but programs that still run on the devices could crash the interpreter at its exit.
         sys.stdout.flush()

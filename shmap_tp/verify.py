@@ -10,20 +10,14 @@
 `resume` and `replicas` train with the model, data and devices of the configuration; with several processes, start them
 on every host.  Nothing of the run is changed: `resume` saves to a temporary directory beside the checkpoints.
 
-exit codes: 0 all is well, 1 a difference or a damaged file was found, 2 bad input
+exit codes: 0 all is well, 1 a difference or a damaged file was found, 2 bad input, 130 interrupted by Ctrl-C
 """
 
 import argparse
+import signal
 import sys
 
-import jax
-
-from shmap_tp.config.compose import load
-from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import ShmapTpError
-from shmap_tp.runtime.distributed import initialize_distributed
-from shmap_tp.training.environment import prepare_environment
-from shmap_tp.training.verification import verify_checkpoints, verify_replicas, verify_resume
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,9 +45,22 @@ def main(argv: list[str] | None = None) -> int:
     except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _verify(arguments: argparse.Namespace) -> bool:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # some of these modules crash if an exception interrupts their import
+    import jax
+
+    from shmap_tp.config.compose import load
+    from shmap_tp.config.validate import resolve_auto
+    from shmap_tp.runtime.distributed import initialize_distributed
+    from shmap_tp.training.environment import prepare_environment
+    from shmap_tp.training.verification import verify_checkpoints, verify_replicas, verify_resume
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if arguments.command == "checkpoint":
         return verify_checkpoints(arguments.directory)
     config = load(arguments.cfg, arguments.overrides)

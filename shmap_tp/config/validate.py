@@ -4,7 +4,9 @@ Composition (`compose.py`) has checked names and types; this module checks sizes
 depends on the devices of the machine is checked where they are known: `parallel/mesh.py`, `layers/`.
 """
 
+import ipaddress
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -126,11 +128,10 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
     if coordinator is None or process_id is None:
         missing = "--coordinator HOST:PORT" if coordinator is None else "--process-id I"
         raise UserError(f"--coordinator and --process-id must be given together; add {missing}")
-    host, _, port = coordinator.rpartition(":")
-    is_number = port.isascii() and port.isdecimal() and len(port) <= 5
-    if not host or not is_number or not 0 < int(port) < 65536 or has_control_characters(host):
+    if not _is_address(coordinator):
         raise UserError(
-            f"--coordinator {shown(coordinator)} is not HOST:PORT; use for example --coordinator 10.0.0.2:8476"
+            f"--coordinator {shown(coordinator)} is not HOST:PORT with a name or an address and a port from 1 to 65535; use "
+            f"for example --coordinator 10.0.0.2:8476, or [fd00::2]:8476 with IPv6"
         )
     if processes == 1:
         raise UserError("--coordinator needs several processes, but mesh.processes=1; add --processes N")
@@ -149,6 +150,19 @@ def _check_source(data: DataConfig) -> None:
             f"data.source={data.source}: there is no such source; use stdlib, null, or the arguments of "
             f"`python -m shmap_tp.prepare`\nthat prepare data.dir, such as '--dataset NAME' or '--text FILES'"
         )
+
+
+def _is_address(text: str) -> bool:
+    """Whether `text` is HOST:PORT; an IPv6 address is in brackets."""
+    host, _, port = text.rpartition(":")
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        return False
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            return bool(ipaddress.IPv6Address(host[1:-1]))
+        except ValueError:
+            return False
+    return bool(re.fullmatch("[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?", host))
 
 
 def _check_ranges(config: Config) -> None:

@@ -50,11 +50,12 @@ def on_process_0(name: str, action: Callable[[], object]) -> None:
                 deadline = time.monotonic() + READ_SECONDS
                 for process in range(1, global_state.num_processes):
                     _wait_for(f"{PREFIX}{name}/read/{process}", deadline)
+                time.sleep(1)  # the store ends with this process, and then JAX aborts those that have not ended yet
             raise
         client.key_value_set(f"{PREFIX}{name}/verdict", "null")
 
 
-def require_agreement(name: str, facts: dict[str, Any], seconds: float | None = None) -> None:
+def require_agreement(name: str, facts: dict[str, Any], seconds: int | None = None) -> None:
     """Raise UserError, the same in all processes, unless all call this with equal `facts`: JSON values by key.
 
     Process 0 compares them once all have called.  Raises LostProcessError if that takes longer than `seconds`; without
@@ -94,6 +95,12 @@ def launch_facts(config: Config) -> dict[str, Any]:
     }
     versions = {f"the version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     return values | versions | {"the source code of shmap_tp (sha256)": _source_hash()}
+
+
+def data_facts(identity: dict[str, Any]) -> dict[str, str]:
+    """What the data of all processes must have in common, by file; `identity` is that of `data_identity`."""
+    files = {name: part for name, part in identity.items() if isinstance(part, dict)}
+    return {f"{name}.bin": f"{part['tokens']} tokens of sha256 {part['sha256'][:12]}" for name, part in files.items()}
 
 
 def _source_hash() -> str:

@@ -1,5 +1,7 @@
 """Emulated CPU devices, and jax.distributed with a time limit and messages for the user."""
 
+import ipaddress
+import os
 import socket
 import threading
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from jax._src.distributed import global_state
 
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.errors import LostProcessError, UserError
+from shmap_tp.runtime.agreement import launch_facts, require_agreement
 from shmap_tp.runtime.exit_codes import exit_with_error
 
 MAX_EMULATED_DEVICES = 1024
@@ -61,38 +64,70 @@ def initialize_distributed(config: Config, coordinator: Coordinator | None = Non
     if processes == 1:
         return
     _initialize(config, coordinator)
-    if jax.process_count() != processes:
-        raise UserError(
-            f"mesh.processes={processes}, but {jax.process_count()} processes were started; make the two numbers equal"
-        )
+    if (started := global_state.num_processes) != processes:
+        raise UserError(f"mesh.processes={processes}, but {started} processes were started; make the two numbers equal")
+    require_agreement("configuration", launch_facts(config), config.run.join_timeout_seconds)
 
 
 def _initialize(config: Config, coordinator: Coordinator | None) -> None:
-    """jax.distributed.initialize with our own time limit.  On its own time-out JAX aborts without an explanation, so
-    its limit is set a minute later."""
+    """jax.distributed.initialize with our own time limit, interruptible by signals.
+
+    It runs in another thread, because no signal handler runs while it waits.  On its own time-out JAX aborts without an
+    explanation, so its limit is set a minute later.
+    """
     processes, seconds = config.mesh.processes, config.run.join_timeout_seconds
     arguments = {}
     if coordinator:
         arguments = {
             "coordinator_address": coordinator.address,
+            "coordinator_bind_address": None if coordinator.process_id else _bind_address(coordinator.address),
             "num_processes": processes,
             "process_id": coordinator.process_id,
             "cluster_detection_method": "deactivate",
         }
-    timer = threading.Timer(seconds, lambda: exit_with_error(_join_timeout(processes, seconds)))
-    timer.daemon = True
-    timer.start()
     jax.config.update("jax_enable_preemption_service", False)  # it would replace the SIGTERM handler of StopRequest
+    errors: list[Exception] = []
+    joined = threading.Event()
+
+    def join() -> None:
+        try:
+            jax.distributed.initialize(
+                **arguments,
+                initialization_timeout=seconds + 60,
+                heartbeat_timeout_seconds=config.run.lost_timeout_seconds + 30,
+            )
+        except Exception as error:
+            errors.append(error)
+        joined.set()
+
+    threading.Thread(target=join, daemon=True, name="join").start()
+    if not joined.wait(seconds):
+        exit_with_error(_join_timeout(processes, seconds))
+    if errors:
+        if isinstance(errors[0], (ValueError, RuntimeError)):
+            raise _explain_failure(errors[0], processes) from errors[0]
+        raise errors[0]
+
+
+def _bind_address(address: str) -> str:
+    """Where process 0 listens: at the address by which the others reach it, not at all addresses of its host.
+
+    If its name resolves only to loopback addresses, as that of a host does on Debian, it listens at all: other hosts
+    resolve the name to another address.  JAX_COORDINATOR_BIND_ADDRESS, which JAX defines, overrides this.
+    Raises UserError if the name cannot be resolved, on which JAX would crash.
+    """
+    if given := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        return given
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
     try:
-        jax.distributed.initialize(
-            **arguments,
-            initialization_timeout=seconds + 60,
-            heartbeat_timeout_seconds=config.run.lost_timeout_seconds + 30,
-        )
-    except (ValueError, RuntimeError) as error:
-        raise _explain_failure(error, processes) from error
-    finally:
-        timer.cancel()
+        found = {item[4][0] for item in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise UserError(
+            f"--coordinator {address}: {host} cannot be resolved; correct it or use the IP address"
+        ) from error
+    is_name = host != "localhost" and host not in found
+    return f"[::]:{port}" if is_name and all(ipaddress.ip_address(each).is_loopback for each in found) else address
 
 
 def _explain_failure(error: Exception, processes: int) -> UserError:
@@ -100,8 +135,9 @@ def _explain_failure(error: Exception, processes: int) -> UserError:
     address, reason = global_state.coordinator_address, str(error).splitlines()[0]
     if "RPC server" in reason:
         return UserError(
-            f"process 0 cannot listen at port {address.rpartition(':')[2]} of {address}: another program uses it, "
-            f"perhaps an earlier run;\nend that program, or choose another port on every process"
+            f"process 0 cannot listen at {address}: another program uses the port, perhaps an earlier run, or the "
+            f"address is of another host;\nend that program, choose another port on every process, or set "
+            f"JAX_COORDINATOR_BIND_ADDRESS here"
         )
     return UserError(
         f"mesh.processes={processes}, but the other processes were not found: {reason}\n"

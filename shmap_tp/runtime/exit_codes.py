@@ -1,6 +1,7 @@
 """Exit codes, and how any thread of a process can end it at once with a message."""
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -27,6 +28,17 @@ BEFORE_EXIT_SECONDS = 5.0
 class StoppedEarly(BaseException):
     """A stop was requested before the first training step.  Not an Exception, so that no handler takes it for a
     failure."""
+
+
+def stop_at_signals() -> None:
+    """From here on, until something else handles them, SIGTERM and Ctrl-C end this process with code STOPPED."""
+
+    def stop(*_: object) -> None:  # flushes nothing: it may interrupt a write to the same stream
+        os.write(2, f"{STOPPED_EARLY[1]}\n".encode())
+        os._exit(STOPPED)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
 
 
 def exit_now(code: int, message: str) -> NoReturn:

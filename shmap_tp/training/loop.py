@@ -25,7 +25,7 @@ from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.model.flops import flops_per_token, parameters
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.runtime.agreement import on_process_0, require_agreement
+from shmap_tp.runtime.agreement import data_facts, on_process_0, require_agreement
 from shmap_tp.runtime.console import say
 from shmap_tp.runtime.distributed import Coordinator
 from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
@@ -72,7 +72,7 @@ def train(config: Config, coordinator: Coordinator | None = None, components: Co
             prepare_environment(config)
             functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
             batches = Batches(config, functions.tokens)
-            require_agreement("data", batches.identity)
+            require_agreement("data", data_facts(batches.identity))
             with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, say) as checkpoints:
                 run = Run(
                     requested,

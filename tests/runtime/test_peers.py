@@ -5,6 +5,7 @@ The processes find each other on this machine by Slurm's variables or by --coord
 """
 
 import random
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,9 @@ from pathlib import Path
 import pytest
 
 from shmap_tp import train as command
+from shmap_tp.config.validate import validate_process_arguments
+from shmap_tp.errors import UserError
+from shmap_tp.runtime import distributed
 from shmap_tp.runtime.exit_codes import LOST
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint_files import MANIFEST
@@ -31,6 +35,7 @@ from tests.helpers.run_fixtures import (
     tiny,
     together,
     wait_for_step,
+    write_tokens,
 )
 
 TIMEOUT_SECONDS = 120
@@ -126,6 +131,31 @@ def test_four_processes_continue_the_run_of_two_and_one_of_four_and_two_of_one(a
     assert_same_losses(tmp_path, alone, 9)
 
 
+# If one process differs, all exit
+
+
+def test_processes_that_were_started_differently_name_the_keys_and_exit_before_a_device_is_used(tmp_path):
+    """Other devices, steps and learning rate: they would hang, or train on silently.  Paths may differ."""
+    (tmp_path / "copy").symlink_to(tmp_path / "data")
+    other = ["mesh.dp=4", "train.steps=9", "optimizer.learning_rate=1e-4", f"data.dir={tmp_path / 'copy'}"]
+    with together(2, *overrides(tmp_path), last=other) as processes:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    for text in errors:
+        assert "mesh.dp is 2 on process 0, 4 on process 1; train.steps is 8 on process 0, 9 on process 1; " in text
+        assert "optimizer.learning_rate is 0.003 on process 0, 0.0001 on process 1;\n" in text
+        assert "Traceback" not in text and len(text.splitlines()) <= 3
+
+
+def test_processes_with_different_data_name_the_files_and_exit(tmp_path):
+    write_tokens(tmp_path / "other", seed=1)
+    with together(2, *overrides(tmp_path), last=[f"data.dir={tmp_path / 'other'}"]) as processes:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    for text in errors:
+        assert re.search(r"train.bin is 3000 tokens of sha256 \w{12} on process 0, 3000 tokens of sha256 ", text), text
+
+
 # If one process fails, all exit
 
 
@@ -172,8 +202,6 @@ BAD_ARGUMENTS = {
     ("--coordinator", "here:1234"): "must be given together; add --process-id I",
     ("--process-id", "1"): "must be given together; add --coordinator HOST:PORT",
     ("--coordinator", "here:1234", "--process-id", "0"): "mesh.processes=1; add --processes N",
-    ("--coordinator", "here", "--process-id", "0", "--processes", "2"): "--coordinator here is not HOST:PORT",
-    ("--coordinator", "here:99999", "--process-id", "0", "--processes", "2"): "here:99999 is not HOST:PORT",
     (
         "--coordinator",
         "here:1",
@@ -184,6 +212,80 @@ BAD_ARGUMENTS = {
     ): "--process-id 2 is out of range for --processes 2; use 0 to 1",
     ("--processes", "0"): "mesh.processes=0 is too small",
 }
+
+
+BAD_ADDRESSES = [
+    "", "here", "here:", ":1234", "here:0", "here:65536", "here:99999", "here:+1", "here: 1", "here:٣٣٣٣", "hére:1",
+    "a b:1", "::1:1234", "[::1]", "[::1]:0", "[here]:1234", "-x:1234",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", BAD_ADDRESSES)
+def test_an_address_of_process_0_that_jax_would_not_understand_is_refused(capsys, address):
+    """With some of them it crashes."""
+    assert command.main(["--cfg", FIRST, f"--coordinator={address}", "--process-id", "0", "--processes", "2"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: --coordinator {address!r} is not HOST:PORT") and len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("address", ["here:1", "10.0.0.2:65535", "host-1.example.org:8476", "[::1]:8476", "a_b.c.:1"])
+def test_a_name_or_an_address_of_either_family_is_accepted(address):
+    validate_process_arguments(address, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "found, address, listening",
+    [
+        (["127.0.0.1"], "127.0.0.1:80", "127.0.0.1:80"),
+        (["::1", "127.0.0.1"], "localhost:80", "localhost:80"),
+        (["fd00::2"], "[fd00::2]:80", "[fd00::2]:80"),
+        (["10.0.0.2"], "pod-0:80", "pod-0:80"),
+        (["127.0.1.1"], "pod-0:80", "[::]:80"),
+    ],
+)
+def test_process_0_listens_only_where_the_others_reach_it(monkeypatch, found, address, listening):
+    """A name that is a loopback address here is another address elsewhere."""
+    answer = [(0, 0, 0, "", (each, 80)) for each in found]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    assert distributed._bind_address(address) == listening
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:80")
+    assert distributed._bind_address(address) == "0.0.0.0:80"
+
+
+def test_a_host_name_of_process_0_that_cannot_be_resolved_is_reported(monkeypatch):
+    def fail(*_, **__):
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(UserError, match=r"--coordinator nowhere:80: nowhere cannot be resolved"):
+        distributed._bind_address("nowhere:80")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_waits_for_the_others_stops_at_once_and_listens_only_at_its_address(tmp_path, number):
+    port = free_port()
+    place = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id", str(number)]
+    with killed_at_the_end([start("--cfg", FIRST, *overrides(tmp_path), *place, JAX_PLATFORMS="cpu")]) as (process,):
+        if number == 0:
+            assert not reaches_beyond(port, process), f"port {port} is open at another address than 127.0.0.1"
+        while number and not (tmp_path / "run" / "logs" / "process-1.log").exists():
+            time.sleep(0.1)
+        time.sleep(1)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 4
+    assert process.returncode == 75 and "stopped before the first training step" in err and "Traceback" not in err
+
+
+def reaches_beyond(port: int, process: subprocess.Popen) -> bool:
+    """Wait until `port` is open at 127.0.0.1; whether it is also open at 127.0.0.2."""
+    while process.poll() is None:
+        with socket.socket() as probe, socket.socket() as other:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return other.connect_ex(("127.0.0.2", port)) == 0
+        time.sleep(0.1)
+    raise AssertionError(process.communicate())
 
 
 @pytest.mark.parametrize("given", BAD_ARGUMENTS, ids=" ".join)

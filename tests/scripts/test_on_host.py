@@ -91,6 +91,19 @@ def test_stop_kills_a_process_that_does_not_end_in_time(host):
     assert f"process {process} has not ended in 1 s: killing it" in output and output.endswith("ended 137\n")
 
 
+@pytest.mark.parametrize("seconds", ["08", "0010"])
+def test_a_number_of_seconds_with_leading_zeros_is_decimal(host, seconds):
+    host.start("handles-sigterm")
+    assert host.do("stop", seconds).splitlines()[-1] == "ended 75"
+
+
+@pytest.mark.parametrize("seconds", ["", "-3", "+3", "3.5", "3s", "0x8", "a[0]", "٣", "9" * 20])
+def test_a_number_of_seconds_that_is_none_is_refused_and_stops_nothing(host, seconds):
+    process = host.start("handles-sigterm")
+    assert f"stop {seconds}: give the number of seconds to wait" in host.do("stop", seconds, code=2)
+    assert host.do("status") == f"running {process}\n"
+
+
 def test_stop_never_signals_a_process_that_start_did_not_create(host, tmp_path):
     """Neither a process that reuses the recorded id, nor one started in another clone."""
     unrelated = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=host.directory)

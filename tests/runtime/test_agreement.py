@@ -1,0 +1,108 @@
+"""Processes that differ are named with the key and both values, whoever of them it is."""
+
+import json
+import threading
+
+import jax
+import pytest
+
+from shmap_tp.config.compose import load
+from shmap_tp.errors import LostProcessError, StorageError, UserError
+from shmap_tp.runtime import agreement
+from tests.helpers.run_fixtures import FIRST
+
+
+class Store:
+    """A stand-in for the key-value store of JAX's coordination service, and for what a process knows of the others."""
+
+    def __init__(self, num_processes: int):
+        self.num_processes, self.client = num_processes, self
+        self.values: dict[str, str] = {}
+        self.here = threading.local()
+
+    @property
+    def process_id(self) -> int:
+        return self.here.process
+
+    def key_value_set(self, key: str, value: str) -> None:
+        assert self.values.setdefault(key, value) is value, key
+
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        if key not in self.values:
+            threading.Event().wait(0.01)
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
+        return self.values[key]
+
+
+def in_processes(monkeypatch, count: int, action) -> list[BaseException | None]:
+    """Call `action(process)` in `count` threads that are processes to the store; return what each raised."""
+    store, raised = Store(count), [None] * count
+    monkeypatch.setattr(agreement, "global_state", store)
+    monkeypatch.setattr(agreement.time, "sleep", lambda seconds: None)
+
+    def run(process: int) -> None:
+        store.here.process = process
+        try:
+            action(process)
+        except Exception as error:
+            raised[process] = error
+
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return raised
+
+
+def test_equal_processes_agree(monkeypatch):
+    assert in_processes(monkeypatch, 3, lambda _: agreement.require_agreement("facts", {"a": 1})) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "facts, message",
+    [
+        ([{"a": 1}, {"a": 1}, {"a": 2}], "a is 1 on processes 0 and 1, 2 on process 2;"),
+        ([{"a": "x"}, {"a": None}, {}], "a is x on process 0, null on processes 1 and 2;"),
+        ([{c: 1 for c in "abcde"}, {c: 2 for c in "abcde"}], "c is 1 on process 0, 2 on process 1 (and 2 more);"),
+        ([{"a": 1}] * 5 + [{"a": 2}], "a is 1 on processes 0, 1, 2, ... (5 in all), 2 on process 5;"),
+    ],
+)
+def test_a_difference_is_named_in_all_processes(monkeypatch, facts, message):
+    raised = in_processes(monkeypatch, len(facts), lambda each: agreement.require_agreement("facts", facts[each], 30))
+    assert all(type(error) is UserError for error in raised) and len({str(error) for error in raised}) == 1
+    assert message in str(raised[0])
+
+
+def test_a_process_that_does_not_report_is_named_in_the_others(monkeypatch):
+    def report(process: int) -> None:
+        if process < 2:
+            agreement.require_agreement("facts", {}, 1)
+
+    monkeypatch.setattr(agreement, "READ_SECONDS", 0.1)
+    first, second, _ = in_processes(monkeypatch, 3, report)
+    assert type(first) is type(second) is LostProcessError and str(first) == str(second)
+    assert str(first).startswith("process 2 joined, but did not report its facts within 1 s")
+
+
+def test_an_action_of_process_0_is_done_once_and_its_error_is_raised_in_all(monkeypatch):
+    done = []
+    assert in_processes(monkeypatch, 3, lambda each: agreement.on_process_0("name", lambda: done.append(each))) == 3 * [
+        None
+    ]
+    assert done == [0]
+
+    def fail() -> None:
+        raise StorageError("the disk is full")
+
+    raised = in_processes(monkeypatch, 3, lambda each: agreement.on_process_0("name", fail))
+    assert [(str(error), error.exit_code) for error in raised] == [("the disk is full", 2)] * 3
+
+
+def test_only_values_that_may_differ_between_hosts_are_left_out_of_the_comparison():
+    facts, paths = agreement.launch_facts(load(FIRST, [])), ["data.dir=a", "run.compilation_cache=b", "log.every=7"]
+    assert agreement.launch_facts(load(FIRST, paths)) == facts == json.loads(json.dumps(facts))
+    for changed in ("train.batch=64", "guard.window=64", "mesh.mp=2", "checkpoint.dir=a", "run.seed=1"):
+        assert agreement.launch_facts(load(FIRST, [changed])) != facts
+    assert facts["the version of jax"] == jax.__version__
+    assert len(facts["the source code of shmap_tp (sha256)"]) == 12

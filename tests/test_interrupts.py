@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM while a command still starts end it without a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+STARTING = """
+import builtins, signal, sys, os
+original = builtins.__import__
+def interrupted(name, *arguments):
+    if name == sys.argv[1] and not os.environ.pop("SENT", None):
+        os.environ["SENT"] = "1"
+        os.kill(os.getpid(), int(sys.argv[2]))
+    return original(name, *arguments)
+builtins.__import__ = interrupted
+"""
+"""A program that gets a signal when it first imports a module."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("module", ["yaml", "jax", "optax"])
+def test_training_that_is_stopped_during_its_imports_exits_with_75(module, number):
+    script = STARTING + "del sys.argv[1:]\nfrom shmap_tp import train\ntrain.run([])"
+    script = script.replace("sys.argv[1]", repr(module)).replace("sys.argv[2]", str(int(number)))
+    done = run(sys.executable, "-c", script)
+    assert done.returncode == 75 and done.stderr == "stopped before the first training step; there is nothing to save\n"
+
+
+def test_ctrl_c_during_the_imports_of_verify_leaves_no_traceback():
+    script = STARTING.replace("sys.argv[1]", repr("jax")).replace("sys.argv[2]", str(int(signal.SIGINT)))
+    done = run(sys.executable, "-c", script + "from shmap_tp import verify\nverify.main(['checkpoint', 'nowhere'])")
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
+
+
+def test_ctrl_c_at_any_moment_of_the_start_of_main_py_leaves_no_traceback():
+    """From its first import on."""
+    for seconds in (0, 0.02, 0.05, 0.1, 0.3):
+        program = [sys.executable, "-X", "importtime", "main.py", "model=test"]
+        with subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, env=environment(), text=True) as process:
+            for line in process.stderr:
+                if line.split("|")[-1].strip() == "argparse":  # the first import of the command
+                    break
+            time.sleep(seconds)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        assert process.returncode in (75, -signal.SIGINT) and "Traceback" not in err, err
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)

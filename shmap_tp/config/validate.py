@@ -4,7 +4,6 @@ Composition (`compose.py`) has checked names and types; this module checks sizes
 depends on the devices of the machine is checked where they are known: `parallel/mesh.py`, `layers/`.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -75,10 +74,12 @@ LIMIT = {
     "run.seed": (2**32, "2^32 = 4294967296"),  # jax.random.key would drop the higher bits
     "model.vocabulary": (2**31, "2^31 = 2147483648"),  # token ids are int32
     "guard.window": (2**31, "2^31 = 2147483648"),  # the step counter is int32
-    "optimizer.beta1": (1, "1"),
-    "optimizer.beta2": (1, "1"),
+    "optimizer.beta1": (1 - 2**-24, "1 in float32"),
+    "optimizer.beta2": (1 - 2**-24, "1 in float32"),
 }
 """What the value of a key must be below, as a number and in words."""
+SMALLEST, LARGEST = 1.2e-38, 3.4e38
+"""Normal numbers of float32, in which the step computes, are between these."""
 ZERO_IS_NULL = {"train.max_sequences_per_device", "checkpoint.keep_every"}
 """Keys for which 0 means the same as null."""
 
@@ -149,8 +150,8 @@ def _check_ranges(config: Config) -> None:
     for key, value in _numbers(config):
         if not value >= MINIMUM[key]:  # also true of NaN
             raise UserError(f"{key}={value} is too small; it must be {MINIMUM[key]} or more")
-        if value == math.inf:
-            raise UserError(f"{key}={value} is not finite; give a number")
+        if isinstance(value, float) and value > LARGEST:
+            raise UserError(f"{key}={value} is not finite in float32; give a number")
         if key in LIMIT and value >= LIMIT[key][0]:
             raise UserError(f"{key}={value} is too large; it must be below {LIMIT[key][1]}")
 
@@ -170,8 +171,8 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             f"optimizer.decay_steps={optimizer.decay_steps} must be above optimizer.warmup_steps="
             f"{optimizer.warmup_steps}: the decay follows the warm-up, and both count from the first step"
         )
-    if not 0 < optimizer.epsilon < math.inf:
-        raise UserError(f"optimizer.epsilon={optimizer.epsilon} must be above 0 and finite; 1.0e-8 is usual")
+    if not SMALLEST <= optimizer.epsilon <= LARGEST:
+        raise UserError(f"optimizer.epsilon={optimizer.epsilon} must be above 0 and finite in float32; 1.0e-8 is usual")
     if not optimizer.clip_norm > 0:
         raise UserError(f"optimizer.clip_norm={optimizer.clip_norm} must be above 0; 1.0 is usual")
 

@@ -29,7 +29,7 @@ from shmap_tp.config.schema import (
     Zero,
     padded_vocabulary,
 )
-from shmap_tp.config.text import has_control_characters, shown
+from shmap_tp.config.text import shown
 from shmap_tp.errors import UserError
 
 MINIMUM = {
@@ -130,8 +130,8 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
         raise UserError(f"--coordinator and --process-id must be given together; add {missing}")
     if not _is_address(coordinator):
         raise UserError(
-            f"--coordinator {shown(coordinator)} is not HOST:PORT with a name or an address and a port from 1 to 65535; use "
-            f"for example --coordinator 10.0.0.2:8476, or [fd00::2]:8476 with IPv6"
+            f"--coordinator {shown(coordinator)} is not HOST:PORT with a name or an address and a port from 1 to 65535; "
+            f"use for example --coordinator 10.0.0.2:8476, or [fd00::2]:8476 with IPv6"
         )
     if processes == 1:
         raise UserError("--coordinator needs several processes, but mesh.processes=1; add --processes N")

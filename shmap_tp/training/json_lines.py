@@ -7,12 +7,14 @@ of them is such a line.
 Memory: one block, or one line.
 """
 
+import errno
 import itertools
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -87,13 +89,14 @@ def drop_lost(
 def reading(file: Path) -> Iterator[BinaryIO | None]:
     """The file, opened for reading bytes; None if there is none.  Raises StorageError if it cannot be read."""
     try:
-        if not file.exists():
-            yield None
-        elif not (file.is_file() or file.is_dir()):
-            raise OSError(0, "it is not a file")
-        else:
-            with file.open("rb") as stream:
-                yield stream
+        try:
+            if not stat.S_ISREG(file.stat().st_mode) and not file.is_dir():  # opening a FIFO would wait for a writer
+                raise OSError(errno.EINVAL, "it is not a file")
+            stream = file.open("rb")
+        except FileNotFoundError:
+            stream = None
+        with stream or nullcontext():
+            yield stream
     except ShmapTpError:
         raise
     except OSError as error:

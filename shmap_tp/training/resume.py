@@ -13,7 +13,7 @@ from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError
 from shmap_tp.runtime.console import say
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
-from shmap_tp.training.json_lines import read_lines_backwards
+from shmap_tp.training.json_lines import read_lines_backwards, reading
 from shmap_tp.training.metrics import is_metric
 from shmap_tp.training.step import State, StepFunctions
 
@@ -40,6 +40,7 @@ def restore_or_initialize(
     can be resumed, or if the checkpoint is of a run with another model or data order.
     """
     directory, resume = config.checkpoint.dir, config.checkpoint.resume
+    _require_readable_metrics(config)
     steps = checkpoints.steps()
     if resume == Resume.never and steps:
         raise UserError(
@@ -118,6 +119,14 @@ def _check_facts(facts: Any, checkpoint: str) -> dict[str, Any]:
 
     check(facts, FACTS, "")
     return facts
+
+
+def _require_readable_metrics(config: Config) -> None:
+    """Raise `StorageError`, before anything is changed, if process 0 cannot read what it is to continue."""
+    for name in ("metrics.jsonl", "time.jsonl") if jax.process_index() == 0 else ():
+        with reading(Path(config.run.dir) / name) as stream:
+            if stream:
+                stream.read(1)
 
 
 def _refuse_to_overwrite_metrics(config: Config) -> None:

@@ -20,6 +20,7 @@ OVERRIDES = {
     "optimizer.beta2=1.0": "optimizer.beta2=1.0 is too large; it must be below 1",
     "optimizer.epsilon=0": "optimizer.epsilon=0.0 must be above 0 and finite; 1.0e-8 is usual",
     "model.init_std=nan": "model.init_std=nan is not a number; give one of 0 or more",
+    "guard.max_norm_change=1": "guard.max_norm_change=1.0 is too small; it must be 1.1 or more",
     "train.z_loss=-1": "train.z_loss=-1.0 is too small; it must be 0 or more",
     "model.vocabulary=2147483648": "model.vocabulary=2147483648 is too large; it must be below 2^31 = 2147483648",
     "guard.window=9999999999": "guard.window=9999999999 is too large; it must be below 2^31 = 2147483648",

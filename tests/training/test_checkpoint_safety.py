@@ -3,14 +3,19 @@
 import errno
 import os
 import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 from shmap_tp.errors import StorageError
 from shmap_tp.training import checkpoint_files
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import MANIFEST
+from shmap_tp.training.checkpoint_files import MANIFEST, find_faults
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, files, random_state
 
 
@@ -75,3 +80,60 @@ def test_a_link_to_a_checkpoint_elsewhere_is_read_and_never_deleted(pair_copy, t
             checkpoints.save(step, random_state(functions(2, 4), step), FACTS)
         checkpoints.wait()
     assert contents(elsewhere) == before and (elsewhere / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    "kind", ["FIFO", "socket", "device", "link to nothing", "loop of links", "link to a directory"]
+)
+@pytest.mark.parametrize("place", ["d", MANIFEST])
+def test_what_cannot_be_read_to_an_end_is_a_fault(pair_copy, messages, kind, place):
+    """Reading a FIFO waits for a writer for ever, and a directory that contains itself has no end."""
+    made = pair_copy / "2" / (MANIFEST if place == MANIFEST else "state/x")
+    made.unlink(missing_ok=True)
+    if kind == "FIFO":
+        os.mkfifo(made)
+    elif kind == "socket":
+        with working_in(made.parent), socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(made.name)
+    elif kind == "device":
+        made.symlink_to("/dev/zero")
+    else:
+        made.symlink_to({"link to nothing": "nowhere", "loop of links": made.name}.get(kind, made.parent))
+    name = str(made.relative_to(pair_copy / "2"))
+    if (kind, place) == ("link to a directory", MANIFEST):
+        with pytest.raises(StorageError, match="Is a directory"):
+            find_faults(epath.Path(pair_copy / "2"))
+        return
+    (fault, *_) = [fault for fault in find_faults(epath.Path(pair_copy / "2")) if name in fault]
+    assert fault.startswith(f"{name} is a {kind}") and fault.endswith(", not a file")
+    with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints:
+        assert checkpoints.newest_intact() == 1
+
+
+@contextmanager
+def working_in(directory: Path) -> Iterator[None]:
+    """Works in `directory`, since the path of a socket has at most 107 bytes."""
+    before = os.getcwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def test_a_save_that_cannot_create_its_directories_leaves_no_thread_waiting(functions, tmp_path, messages):
+    """Orbax's threads would wait for the directories for 300 s, and the process for them."""
+    before = set(threading.enumerate())
+    directory = tmp_path / "checkpoints"
+    with (
+        pytest.raises(StorageError, match="checkpoints/1 could not be written: Not a directory"),
+        Checkpoints(checkpoint_config(directory), messages.append) as checkpoints,
+    ):
+        directory.rmdir()
+        directory.write_text("")
+        checkpoints.save(1, random_state(functions(2, 4), 1), FACTS)
+    waiting = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+    for thread in waiting:
+        thread.join(0 if thread.name.startswith("asyncio") else 5)
+    left = [thread.name for thread in waiting if thread.is_alive() and not thread.name.startswith("asyncio")]
+    assert not left

@@ -3,14 +3,16 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shmap_tp.data.metadata import META, TOKENIZER
-from shmap_tp.errors import UserError
+from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.training import loop
-from shmap_tp.training.checkpoint_files import MANIFEST
+from shmap_tp.training.checkpoint_files import MANIFEST, ORBAX_METADATA
 from tests.helpers.run_fixtures import (
     STEPS,
     file_contents,
@@ -25,7 +27,7 @@ from tests.helpers.run_fixtures import (
 def refused(directory: Path, *overrides: str) -> str:
     """The message with which this start is refused; asserts that the run in `directory` is unchanged."""
     before = file_contents(directory)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(ShmapTpError) as caught:
         loop.train(tiny(directory, *overrides))
     message = str(caught.value)
     assert len(message.splitlines()) <= 2, message
@@ -166,3 +168,73 @@ def test_resume_if_present_starts_resumes_and_survives_a_killed_first_save(unint
     assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0  # it resumes
     assert values(tmp_path) == values(uninterrupted)
     assert [line["segment"] for line in lines(tmp_path)] == [0] * 4 + [1] * 4
+
+
+FOREIGN = (
+    b'\0\0\0\0\n{}\n[1, 2]\n\xff\xfe\n{"step": 1' + b"0" * 5000 + b', "split": "train"}\n{"step": "4", "cause": 3}\n'
+)
+
+
+def test_foreign_lines_in_the_metrics_are_no_error_and_are_not_lost(uninterrupted, copied, capsys):
+    """Between the steps that the run keeps they stay; among those that are lost, they are copied."""
+    run = copied / "run"
+    shutil.rmtree(run / "checkpoints" / "8")
+    for name, found in [("metrics.jsonl", b'"step": 3'), ("time.jsonl", b'"cause": "compile"')]:
+        *before, last = (run / name).read_bytes().splitlines(keepends=True)
+        place = next(i for i, line in enumerate(before) if found in line)
+        (run / name).write_bytes(b"".join([*before[:place], FOREIGN, *before[place:], FOREIGN, last, last[:9]]))
+    assert loop.train(tiny(copied, "checkpoint.resume=must")) == 0
+    assert values(copied) == values(uninterrupted) and state_at(copied, STEPS) == state_at(uninterrupted, STEPS)
+    assert values(copied, "validation") == values(uninterrupted, "validation")
+    assert (run / "metrics.jsonl").read_bytes().count(FOREIGN) == 1
+    assert (run / "metrics.jsonl.removed-1").read_bytes().count(FOREIGN) == 1
+    assert (run / "time.jsonl").read_bytes().count(FOREIGN) == 2
+    assert "metrics.jsonl.removed-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("resume", ["must", "if_present"])
+def test_metrics_that_cannot_be_read_end_the_start(copied, resume):
+    metrics = copied / "run" / "metrics.jsonl"
+    metrics.rename(copied / "metrics.jsonl")
+    metrics.mkdir()
+    message = refused(copied, f"checkpoint.resume={resume}", "train.steps=10")
+    assert message.startswith(f"{metrics} cannot be read: Is a directory; nothing was changed")
+
+
+EDITS: dict[str, Callable[[dict], Any]] = {
+    "a list": lambda facts: [],
+    "null": lambda facts: None,
+    "no mesh": lambda facts: facts.pop("mesh") and facts,
+    "a mesh of three": lambda facts: facts | {"mesh": [2, 4, 1]},
+    "a mesh of words": lambda facts: facts | {"mesh": ["2", "4"]},
+    "no data": lambda facts: facts | {"data": []},
+    "a split as a list": lambda facts: facts | {"data": facts["data"] | {"train": ["tokens", "sha256"]}},
+    "a hash as a number": lambda facts: facts | {"data": facts["data"] | {"train": {"tokens": 3000, "sha256": 7}}},
+    "no seed": lambda facts: facts | {"data": {key: facts["data"][key] for key in ("train", "validation", "batch")}},
+    "no model": lambda facts: facts | {"config": {"model": None}},
+    "a model without keys": lambda facts: facts | {"config": {"model": {}}},
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_edited_metadata_with_new_hashes_is_refused(copied, edit):
+    directory = copied / "run" / "checkpoints" / "8"
+    metadata = json.loads((directory / ORBAX_METADATA).read_text())
+    reseal(directory, json.dumps(metadata | {"custom_metadata": edit(metadata["custom_metadata"])}))
+    message = refused(copied, "checkpoint.resume=must")
+    assert f"checkpoint {directory}" in message
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"custom_metadata": 7}', "{", "\0"])
+def test_metadata_of_another_format_with_new_hashes_is_refused(copied, text):
+    directory = copied / "run" / "checkpoints" / "8"
+    reseal(directory, text)
+    assert f"checkpoint {directory}" in refused(copied, "checkpoint.resume=must")
+
+
+def reseal(directory: Path, metadata: str) -> None:
+    """Replace the metadata of a checkpoint, and the hash of it."""
+    (directory / ORBAX_METADATA).write_text(metadata)
+    hashes = json.loads((directory / MANIFEST).read_text())
+    hashes[ORBAX_METADATA] = hashlib.sha256(metadata.encode()).hexdigest()
+    (directory / MANIFEST).write_text(json.dumps(hashes))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shmap_tp.config.schema import DataConfig
-from shmap_tp.data.files import file_size, shown
+from shmap_tp.data.files import file_size, first_line, shown
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import say
@@ -122,8 +122,7 @@ def _messages(data: DataConfig) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        extra = "gcsfs: pip install -e '.[gcs]'" if data.dir.startswith("gs://") else str(error).splitlines()[0]
+        extra = "gcsfs: pip install -e '.[gcs]'" if data.dir.startswith("gs://") else first_line(error)
         raise UserError(f"data.dir={data.dir} needs {extra}") from error
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"data.dir={shown(data.dir)} cannot be read: {shown(reason)}") from error
+        raise UserError(f"data.dir={shown(data.dir)} cannot be read: {shown(first_line(error))}") from error

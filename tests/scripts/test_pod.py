@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shmap_tp import verify
+from shmap_tp import prepare, verify
 from shmap_tp.config.compose import load
 from tests.helpers.paths import ROOT
 from tests.helpers.run_fixtures import FIRST
@@ -227,6 +227,8 @@ def test_the_commands_of_the_guide_are_accepted(cloud, words):
         load(FIRST, words[before + 1 :])
     elif words[0] == "sbatch":
         load(FIRST, [word for word in words[words.index("scripts/slurm.sh") + 1 :]])
+    elif words[2] == "shmap_tp.prepare":
+        prepare._parse(words[3:])
     elif words[2] == "shmap_tp.verify":
         verify.parser().parse_args(words[3:])
     else:

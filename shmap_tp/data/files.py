@@ -44,7 +44,7 @@ def file_size(path: Path) -> int | None:
     with reading(path):
         try:
             status = path.stat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:  # a NUL in the path
             raise UserError(f"{str(path)!r} contains a NUL, which no file name has; correct the name") from None

@@ -37,6 +37,8 @@ def prepared_directory(data: DataConfig) -> Path:
     if "://" in data.dir:
         return _copy_of_bucket(data)
     if file_size(Path(data.dir) / "train.bin") is None:
+        if Path(data.dir).is_file():
+            raise UserError(f"{shown(data.dir)} is a file; data.dir must name a directory")
         raise UserError(_how_to_prepare(data))
     return Path(data.dir)
 

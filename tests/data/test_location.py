@@ -120,7 +120,7 @@ def test_a_file_without_permission_is_refused(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     "directory, words",
     [
-        ("{}/data/train.bin", "cannot be read: Not a directory"),
+        ("{}/data/train.bin", "is a file; data.dir must name a directory"),
         ("{}/" + "x" * 300, "cannot be read: File name too long"),
         ("{}/loop/x", "cannot be read: Too many levels of symbolic links"),
         ("a\0b", "contains a NUL"),

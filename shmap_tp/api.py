@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from shmap_tp.config import compose
+from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.config.validate import resolve_auto, validate
 from shmap_tp.errors import UserError
@@ -23,7 +24,7 @@ from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel import mesh as meshes
-from shmap_tp.runtime.distributed import emulate_cpu_devices
+from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices
 from shmap_tp.training import loop
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
@@ -34,13 +35,14 @@ EMULATED_DEVICES = 8
 """How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
 
 
-def load_config(*overrides: str, file: str | None = None) -> Config:
+def load_config(*overrides: str, file: str | PathLike | None = None) -> Config:
     """The configuration in `file`, with `key=value` overrides applied, and checked.
 
     Without `file` it is the packaged conf/config.yaml, as in `load_config("model=test", "mesh.dp=2", "mesh.mp=4")`.
-    Raises UserError if there is no such file, key or group, a type is wrong, or sizes do not divide.
+    Raises UserError if there is no such file, key or group, a type is wrong, a number is out of range, or sizes do not
+    divide.
     """
-    return compose.load(str(compose.CONF / "config.yaml") if file is None else file, list(overrides))
+    return compose.load(compose.CONF / "config.yaml" if file is None else file, list(overrides))
 
 
 def make_mesh(config: Config) -> Mesh:
@@ -75,6 +77,8 @@ def _resolve(config: Config) -> tuple[Config, Mesh]:
 
 def _emulate_devices(wanted: int) -> None:
     """Emulate at least `wanted` CPU devices, unless JAX already runs with some: then their number is fixed."""
+    if wanted > MAX_EMULATED_DEVICES:  # make_mesh refuses them
+        wanted = EMULATED_DEVICES
     with suppress(UserError):
         emulate_cpu_devices(max(EMULATED_DEVICES, wanted, jax.config.jax_num_cpu_devices))
 
@@ -122,6 +126,7 @@ class Model:
         used.
         Raises UserError if there is no such checkpoint, or the devices do not make the mesh.
         """
+        check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
         _emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)

@@ -151,7 +151,7 @@ def together(count: int, *arguments: str, last: Sequence[str] = ()) -> AbstractC
 def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None:
     """Wait until metrics.jsonl has `step`."""
     for _ in range(6000):
-        seen = read_metrics(directory / "run" / "metrics.jsonl")
+        seen = list(read_metrics(directory / "run" / "metrics.jsonl"))
         if seen and seen[-1]["step"] >= step:
             return
         assert process.poll() is None, process.communicate()

@@ -10,7 +10,7 @@ import pytest
 from shmap_tp.data.metadata import META, TOKENIZER
 from shmap_tp.errors import UserError
 from shmap_tp.training import loop
-from shmap_tp.training.checkpoint import MANIFEST
+from shmap_tp.training.checkpoint_files import MANIFEST
 from tests.helpers.run_fixtures import (
     STEPS,
     file_contents,
@@ -49,6 +49,13 @@ def test_metrics_of_a_run_with_checkpoints_elsewhere_are_not_deleted(copied, res
         and f"{elsewhere} has no checkpoint" in message
     )
     assert "checkpoint.dir=... with --resume" in message and "run.dir=" in message and "remove the file" in message
+
+
+@pytest.mark.parametrize("content", [b"- 1\n", b"5", b"\xff\0\x01", b"run: *a", b"a: " + b"[" * 5000])
+def test_metrics_beside_a_configuration_that_cannot_be_read_are_not_deleted(copied, content):
+    (copied / "run" / "config.yaml").write_bytes(content)
+    message = refused(copied, f"checkpoint.dir={copied / 'run' / 'none'}", "checkpoint.resume=if_present")
+    assert f"{copied}/run/metrics.jsonl has the metrics of a run up to step 8" in message
 
 
 def test_a_run_killed_before_its_first_checkpoint_restarts_only_with_if_present(uninterrupted, tmp_path):

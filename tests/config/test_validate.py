@@ -26,7 +26,7 @@ OVERRIDES = {
     "checkpoint.dir=": "checkpoint.dir is empty, which would be the working directory; name one, or . for that",
     "data.source=web": "data.source=web: there is no such source; use stdlib, null, or the arguments of",
     "data.source=": "data.source=: there is no such source; use stdlib, null, or the arguments of",
-    "data.cache=": "data.cache is empty, which would be the working directory; name one, such as .cache/data",
+    "data.cache=": "data.cache is empty, which would be the working directory; name one, or null for no copy",
     "data=[minipile,stdlib]": "data=[minipile,stdlib]: a list, but one data is needed; use one of minipile, stdlib",
     "mesh.dp=0": "mesh.dp=0 is too small; it must be 1 or more",
     "mesh.dp=many": "mesh.dp=many must be an integer or auto",

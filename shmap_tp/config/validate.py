@@ -138,8 +138,6 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
 
 
 def _check_source(data: DataConfig) -> None:
-    if data.cache == "":
-        raise UserError("data.cache is empty, which would be the working directory; name one, or null for no copy")
     words = ["null"] if data.source is None else data.source.split()
     if words not in (["null"], ["stdlib"]) and words[:1] not in (["--text"], ["--dataset"], ["--source"]):
         raise UserError(

@@ -94,7 +94,7 @@ OVERRIDES = {
     "frobnicate=1": "unknown key frobnicate; shmap_tp/config/schema.py lists all keys",
     # unknown options
     "model=nope": f"model=nope: there is no such model; use one of {', '.join(MODELS)}",
-    "data=nope": "data=nope: there is no such data; use one of minipile, stdlib",
+    "data=nope": "data=nope: there is no such data; use one of fineweb_edu_llama2, ",
     # wrong types
     "train.steps=many": "train.steps=many must be of type int",
     "train.steps=1.5": "train.steps=1.5 must be of type int",

@@ -121,8 +121,8 @@ class DataConfig:
     """Name of the data in messages."""
     dir: str
     """Directory with train.bin, validation.bin and meta.json; or its URL, such as gs://bucket/data."""
-    cache: str
-    """Directory on each host for copies of the data whose `dir` is a URL."""
+    cache: str | None
+    """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None
     """stdlib: prepared by the run; else arguments of shmap_tp.prepare to print if `dir` is empty (null: not known)."""
 

@@ -130,7 +130,7 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
         raise UserError(f"--coordinator and --process-id must be given together; add {missing}")
     if not _is_address(coordinator):
         raise UserError(
-            f"--coordinator {shown(coordinator)} is not HOST:PORT with a name or an address and a port from 1 to 65535; "
+            f"--coordinator {shown(coordinator)} is not HOST:PORT of a name or address and a port from 1 to 65535;\n"
             f"use for example --coordinator 10.0.0.2:8476, or [fd00::2]:8476 with IPv6"
         )
     if processes == 1:
@@ -142,8 +142,6 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
 
 
 def _check_source(data: DataConfig) -> None:
-    if not data.cache:
-        raise UserError("data.cache is empty, which would be the working directory; name one, such as .cache/data")
     words = ["null"] if data.source is None else data.source.split()
     if words not in (["null"], ["stdlib"]) and words[:1] not in (["--text"], ["--dataset"], ["--source"]):
         raise UserError(

@@ -9,15 +9,18 @@ any machine.  Only `device_batch` uses JAX; everything before it is numpy.
 
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import numpy as np
 from jaxtyping import Int, Int32
 
 from shmap_tp.config.schema import Config
-from shmap_tp.data.location import prepared_directory
-from shmap_tp.data.metadata import SPLITS, Meta, read_meta, read_tokenizer
-from shmap_tp.data.token_files import TokenFile, data_identity, open_token_file
+from shmap_tp.data.bucket import BucketTokenFile
+from shmap_tp.data.location import copy_files, open_bucket, prepared_directory
+from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
+from shmap_tp.data.token_files import AnyTokenFile, data_identity, open_token_file
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import say
 
@@ -46,14 +49,14 @@ def training_order(count: int, seed: int, first: int, last: int) -> Int[np.ndarr
 
 
 def training_rows(
-    file: TokenFile, seed: int, step: int, batch: int, first: int, last: int
+    file: AnyTokenFile, seed: int, step: int, batch: int, first: int, last: int
 ) -> Int32[np.ndarray, "rows tokens"]:
     """Rows first .. last - 1 of the `batch` rows of a step, [last - first, T + 1].  Steps are counted from 0."""
     assert 0 <= first <= last <= batch, (first, last, batch)
     return file.read(training_order(len(file), seed, step * batch + first, step * batch + last))
 
 
-def validation_batch_count(file: TokenFile, wanted: int, batch: int) -> int:
+def validation_batch_count(file: AnyTokenFile, wanted: int, batch: int) -> int:
     """Number of full validation batches: `wanted`, or as many as the file has.  Raises `UserError` if it has none."""
     available = len(file) // batch
     if available < 1:
@@ -64,7 +67,9 @@ def validation_batch_count(file: TokenFile, wanted: int, batch: int) -> int:
     return min(wanted, available)
 
 
-def validation_rows(file: TokenFile, index: int, batch: int, first: int, last: int) -> Int32[np.ndarray, "rows tokens"]:
+def validation_rows(
+    file: AnyTokenFile, index: int, batch: int, first: int, last: int
+) -> Int32[np.ndarray, "rows tokens"]:
     """Rows first .. last - 1 of validation batch `index`, [last - first, T + 1], in file order."""
     assert 0 <= first <= last <= batch and (index + 1) * batch <= len(file), (index, batch, first, last)
     return file.read(np.arange(index * batch + first, index * batch + last))
@@ -94,6 +99,22 @@ def device_batch(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
+def _open(config: Config) -> tuple[list[AnyTokenFile], Meta, bytes | None]:
+    """(the token files of train and validation, meta.json, tokenizer.json if there is one)."""
+    sizes = {"context": config.model.context, "vocabulary": config.model.vocabulary}
+    if "://" in config.data.dir and config.data.cache is None:
+        bucket = open_bucket(config.data)
+        with TemporaryDirectory() as small:
+            copy_files(bucket, Path(small), bucket.files.keys() & {META, TOKENIZER})
+            meta = read_meta(Path(small))
+            tokenizer = read_tokenizer(Path(small), meta)
+        return [BucketTokenFile(bucket, split, meta, **sizes) for split in SPLITS], meta, tokenizer
+    directory = prepared_directory(config.data)
+    files = [open_token_file(directory, split, **sizes) for split in SPLITS]
+    meta = read_meta(directory)
+    return files, meta, read_tokenizer(directory, meta)
+
+
 def _warn_of_unused_rows(config: Config, meta: Meta, largest: int) -> None:
     """Print a line if the model has at least twice the vocabulary of the data: the two may not belong together."""
     vocabulary, model = meta.vocabulary or largest + 1, config.model
@@ -117,14 +138,8 @@ class Batches:
 
     def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
         """Open and check both token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""
-        vocabulary, context = config.model.vocabulary, config.model.context
-        directory = prepared_directory(config.data)
-        self._train, self._validation = (
-            open_token_file(directory, split, context=context, vocabulary=vocabulary) for split in SPLITS
-        )
+        (self._train, self._validation), meta, self.tokenizer = _open(config)
         self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
-        meta = read_meta(directory)
-        self.tokenizer = read_tokenizer(directory, meta)
         _warn_of_unused_rows(config, meta, max(self._train.largest, self._validation.largest))
         self.identity = data_identity(self._train, self._validation, meta, seed=self._seed, batch=self._batch)
         self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch)

@@ -19,6 +19,11 @@ def shown(path: object) -> str:
     return text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 @contextmanager
 def reading(path: object) -> Iterator[None]:
     """Context in which `path` is read.  Raises UserError if the file system refuses."""
@@ -39,7 +44,7 @@ def file_size(path: Path) -> int | None:
     with reading(path):
         try:
             status = path.stat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:  # a NUL in the path
             raise UserError(f"{str(path)!r} contains a NUL, which no file name has; correct the name") from None
@@ -56,5 +61,5 @@ def parse_json(text: bytes | str, place: object) -> Any:
     except RecursionError:
         reason = "it is nested too deeply"
     except ValueError as error:  # also of bytes that are not UTF-8
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     raise UserError(f"{place}: not JSON: {reason}; correct it, or write it again") from None

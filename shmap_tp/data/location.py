@@ -1,30 +1,28 @@
 """Where the token files of a run are: in data.dir, or for a bucket in a copy on this host.
 
-A host copies train.bin, validation.bin, meta.json and tokenizer.json once; its processes share the copy, and each then
-reads the rows of its own devices.  A random permutation of the sequences visits every block of the file, so reading it
-in parts would transfer as much, and training would depend on the network.
+A host copies train.bin, validation.bin, meta.json and tokenizer.json to data.cache once; its processes share the copy,
+and each then reads the rows of its own devices.  With data.cache=null there is no copy, and each process reads these
+rows from the bucket (`BucketTokenFile`).
 """
 
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from shmap_tp.config.schema import DataConfig
+from shmap_tp.data.bucket import Bucket
 from shmap_tp.data.files import file_size, shown
-from shmap_tp.data.metadata import META, SPLITS, TOKENIZER
+from shmap_tp.data.metadata import META
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import say
 
 STDLIB = "stdlib"
-_FILES = (META, TOKENIZER, *(f"{split}.bin" for split in SPLITS))
 _COPIED = "copied.json"  # which versions of the files were copied
 
 
@@ -37,6 +35,8 @@ def prepared_directory(data: DataConfig) -> Path:
     if "://" in data.dir:
         return _copy_of_bucket(data)
     if file_size(Path(data.dir) / "train.bin") is None:
+        if Path(data.dir).is_file():
+            raise UserError(f"{shown(data.dir)} is a file; data.dir must name a directory")
         raise UserError(_how_to_prepare(data))
     return Path(data.dir)
 
@@ -54,47 +54,41 @@ def _how_to_prepare(data: DataConfig) -> str:
     return f"{missing} and copy it there{other}:\n{command} --out {local} && {copy}"
 
 
+def open_bucket(data: DataConfig) -> Bucket:
+    """The bucket of data.dir.  Raises UserError if it has no token files, or cannot be read."""
+    bucket = Bucket(data)
+    if not {"train.bin", "validation.bin", META} <= bucket.files.keys():
+        raise UserError(_how_to_prepare(data))
+    return bucket
+
+
 def _copy_of_bucket(data: DataConfig) -> Path:
     """The copy of data.dir under data.cache, made now if there is none of these versions of the files."""
+    bucket = open_bucket(data)
     cache = Path(data.cache) / hashlib.sha256(data.dir.encode()).hexdigest()[:16]
-    with _messages(data):
-        import fsspec
-
-        system, root = fsspec.core.url_to_fs(data.dir)
-        library = type(system).__module__.partition(".")[0]
-        logging.getLogger(library).addHandler(logging.NullHandler())  # else it prints a traceback, and then raises
-        found = {path.rsplit("/", 1)[-1]: path for path in system.ls(root, detail=False)} if system.exists(root) else {}
-        versions = {name: str(system.ukey(found[name])) for name in _FILES if name in found}
-    if "train.bin" not in versions:
-        raise UserError(_how_to_prepare(data))
+    versions = bucket.versions()
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with _locked(cache.with_suffix(".lock")):
             if _copied(cache) != versions:
                 say(f"copying {data.dir} to {cache} ...")
-                _copy(data, system, {name: found[name] for name in versions}, cache)
-                (cache / _COPIED).write_text(json.dumps(versions))
+                shutil.rmtree(cache, ignore_errors=True)
+                cache.mkdir()
+                copy_files(bucket, cache, [*versions])
+                (cache / _COPIED).write_text(json.dumps(versions))  # without it a copy is not complete
     except OSError as error:
         raise UserError(
-            f"data.cache={shown(data.cache)} cannot hold a copy of {data.dir}: {error.strerror or error}; "
-            f"free some space, or choose another data.cache"
+            f"data.cache={shown(data.cache)} cannot hold a copy of {data.dir}: {error.strerror or error}; free some "
+            f"space, choose another data.cache, or read without a copy: data.cache=null"
         ) from error
     return cache
 
 
-def _copy(data: DataConfig, system: Any, files: dict[str, str], cache: Path) -> None:
-    """Copy `files` to `cache`, in place of what it holds.  Without `copied.json` a copy is not complete."""
-    shutil.rmtree(cache, ignore_errors=True)
-    cache.mkdir()
-    for name, path in files.items():
-        with (cache / name).open("xb") as target:
-            target.writelines(_chunks(data, system, path))
-
-
-def _chunks(data: DataConfig, system: Any, path: str) -> Iterator[bytes]:
-    with _messages(data), system.open(path, "rb") as source:
-        while chunk := source.read(1 << 24):
-            yield chunk
+def copy_files(bucket: Bucket, directory: Path, names: Iterable[str]) -> None:
+    """Copy files of `bucket` to `directory`.  Raises OSError if they cannot be written, UserError if not read."""
+    for name in names:
+        with (directory / name).open("xb") as target:
+            target.writelines(bucket.chunks(name))
 
 
 def _copied(cache: Path) -> dict[str, str]:
@@ -114,16 +108,3 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-@contextmanager
-def _messages(data: DataConfig) -> Iterator[None]:
-    """Whatever the bucket's library raises becomes a UserError: each library has exceptions of its own."""
-    try:
-        yield
-    except ImportError as error:
-        extra = "gcsfs: pip install -e '.[gcs]'" if data.dir.startswith("gs://") else str(error).splitlines()[0]
-        raise UserError(f"data.dir={data.dir} needs {extra}") from error
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"data.dir={shown(data.dir)} cannot be read: {shown(reason)}") from error

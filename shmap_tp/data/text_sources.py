@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from shmap_tp.data.files import file_size, parse_json, reading
+from shmap_tp.data.files import file_size, first_line, parse_json, reading
 from shmap_tp.errors import UserError
 
 TRAIN, VALIDATION = "train", "validation"
@@ -144,7 +144,7 @@ def hub_dataset(name: str, field: str, validation: float) -> Source:
     try:
         splits = datasets.load_dataset(name, streaming=True)
     except Exception as error:  # the library raises whatever its network and file layers do
-        raise UserError(f"--dataset {name} cannot be opened: {_first_line(error)}") from None
+        raise UserError(f"--dataset {name} cannot be opened: {first_line(error)}") from None
     if TRAIN not in splits:
         raise UserError(f"--dataset {name} has the splits {', '.join(splits)}; it needs a split called `{TRAIN}`")
 
@@ -162,7 +162,7 @@ def _streamed(rows: Iterable[dict], name: str) -> Iterator[dict]:
     try:
         yield from rows
     except Exception as error:  # as above
-        raise UserError(f"--dataset {name} was interrupted: {_first_line(error)}; run it again") from None
+        raise UserError(f"--dataset {name} was interrupted: {first_line(error)}; run it again") from None
 
 
 def _python_files(root: Path) -> Iterator[Path]:
@@ -239,7 +239,3 @@ def _check_fraction(validation: float) -> None:
     """Raise `UserError` unless the validation fraction is in (0, 1)."""
     if not 0 < validation < 1:
         raise UserError(f"--validation {validation} is not between 0 and 1; 0.01 uses 1% for validation")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

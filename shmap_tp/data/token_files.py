@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Int32
 
+from shmap_tp.data.bucket import BucketTokenFile
 from shmap_tp.data.files import file_size, reading
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, Meta, read_meta
 from shmap_tp.errors import UserError
@@ -103,7 +104,11 @@ def open_token_file(directory: Path | str, split: str, *, context: int, vocabula
     return file
 
 
-def data_identity(train: TokenFile, validation: TokenFile, meta: Meta, *, seed: int, batch: int) -> dict:
+AnyTokenFile = TokenFile | BucketTokenFile
+"""On a disk or in a bucket: both have `path`, `context`, `tokens`, `largest`, `sha256`, a length and `read`."""
+
+
+def data_identity(train: AnyTokenFile, validation: AnyTokenFile, meta: Meta, *, seed: int, batch: int) -> dict:
     """Everything that determines which tokens step s reads and what they mean, as JSON values.  Two runs with equal
     identities read the same tokens at every step."""
     files = {

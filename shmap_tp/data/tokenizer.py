@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shmap_tp.data.files import file_size, first_line, reading
 from shmap_tp.errors import UserError
 
 
@@ -36,12 +37,15 @@ class Subwords:
             import tokenizers
         except ImportError:
             raise UserError(f"--tokenizer {name} needs `tokenizers`: pip install -e '.[data]'") from None
+        local = name.endswith(".json") or Path(name).is_file()
+        if local and file_size(Path(name)) is None:
+            raise UserError(f"--tokenizer {name} cannot be opened: no such file")
         try:
-            local = name.endswith(".json") or Path(name).is_file()
             self._tokenizer = (tokenizers.Tokenizer.from_file if local else tokenizers.Tokenizer.from_pretrained)(name)
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"--tokenizer {name} cannot be opened: {str(error).splitlines()[0]}") from None
-        self.json = Path(name).read_bytes() if local else self._tokenizer.to_str().encode()
+            raise UserError(f"--tokenizer {name} cannot be opened: {first_line(error)}") from None
+        with reading(name):
+            self.json = Path(name).read_bytes() if local else self._tokenizer.to_str().encode()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is ordinary text

@@ -103,6 +103,6 @@ def test_only_checkpoints_can_be_in_a_bucket():
 
 
 def test_every_directory_of_the_schema_is_checked():
-    found = {key for section in SECTIONS for key in keys(section) if key.endswith((".dir", "_cache"))}
+    found = {key for section in SECTIONS for key in keys(section) if key.endswith((".dir", "cache"))}
     assert found == SCHEMES.keys()
     assert list(Config.__dataclass_fields__) == list(SECTIONS)

@@ -47,7 +47,7 @@ OVERRIDES = {
     "model=bytes@x": NO_MODEL,
     "model=${data}": NO_MODEL,
     f"model={'a' * 300}": NO_MODEL,
-    "data=null": "data=null: there is no such data; use one of minipile, stdlib",
+    "data=null": "data=null: there is no such data; use one of fineweb_edu_llama2, ",
     "..=x": NOT_A_PAIR,
     # interpolations
     "run.dir=${missing}": "run.dir: Interpolation key 'missing' not found; correct its ${...}",
@@ -57,7 +57,7 @@ OVERRIDES = {
     "run.dir=${oc.env:SHMAP_TP_NOT_SET}": "Environment variable 'SHMAP_TP_NOT_SET' not found",
     "train.steps=${model}": "must be of type int",
     # types
-    "data.source=web": "data.source=web must be one of stdlib, or null",
+    "data.source=web": "data.source=web: there is no such source; use stdlib, null, or the arguments of",
     "train.steps='٣٣'": "train.steps=٣٣ must be of type int",
     "optimizer.learning_rate='٣'": "optimizer.learning_rate=٣ must be of type float",
     "train.profile=['٣',4]": "train.profile=['٣', 4] must be of type list[int] | None",

@@ -1,7 +1,9 @@
 """Where a run finds its data: the command that prepares missing data, and the copy of a bucket on each host."""
 
 import errno
+import hashlib
 import io
+import json
 import os
 import re
 import shlex
@@ -23,6 +25,7 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.data import location
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.location import prepared_directory
+from shmap_tp.data.metadata import META, SPLITS
 from shmap_tp.data.prepare import prepare_missing
 from shmap_tp.data.token_files import open_token_file
 from shmap_tp.errors import UserError
@@ -120,7 +123,7 @@ def test_a_file_without_permission_is_refused(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     "directory, words",
     [
-        ("{}/data/train.bin", "cannot be read: Not a directory"),
+        ("{}/data/train.bin", "is a file; data.dir must name a directory"),
         ("{}/" + "x" * 300, "cannot be read: File name too long"),
         ("{}/loop/x", "cannot be read: Too many levels of symbolic links"),
         ("a\0b", "contains a NUL"),
@@ -225,6 +228,61 @@ def test_a_host_copies_each_version_of_the_data_once(tmp_path, bucket, capsys):
     upload(write_tokens(tmp_path / "new", seed=1))
     assert prepared_directory(config.data) == directory
     assert rows(directory) == rows(tmp_path / "new") != rows(tmp_path / "data")
+
+
+def complete_meta(directory: Path, **changes: Any) -> None:
+    """Write a meta.json with everything that data.cache=null needs."""
+    files = {split: (directory / f"{split}.bin").read_bytes() for split in SPLITS}
+    meta = json.loads((directory / META).read_text()) | {
+        "vocabulary": 64,
+        "tokens": {split: len(content) // 2 for split, content in files.items()},
+        "sha256": {split: hashlib.sha256(content).hexdigest() for split, content in files.items()},
+    }
+    (directory / META).write_text(json.dumps(meta | changes))
+
+
+def test_without_a_cache_only_the_rows_of_a_step_are_read(tmp_path, bucket, monkeypatch):
+    upload, config = bucket
+    complete_meta(tmp_path / "data")
+    upload(tmp_path / "data")
+    config.data.cache, read = None, []
+
+    def cat_file(self: Any, path: str, start: int = 0, end: int = 0, real: Any = MemoryFileSystem.cat_file) -> bytes:
+        read.append((path, end - start))
+        return real(self, path, start=start, end=end)
+
+    monkeypatch.setattr(Bucket, "cat_file", cat_file)
+    batches = Batches(config, tokens_of(config))
+    local = tiny(tmp_path)
+    expected = Batches(local, tokens_of(local))
+    assert batches.identity == expected.identity and batches.tokenizer == b"{}"
+    assert read == [] and not {"train.bin", "validation.bin"} & {*Bucket.opened}
+    for step in range(3):
+        np.testing.assert_array_equal(batches.training(step), expected.training(step))
+    np.testing.assert_array_equal(batches.validation(0), expected.validation(0))
+    rows = [("/bucket/data/train.bin", 2 * CONTEXT + 2)] * 3 * BATCH
+    assert read == [*rows, *[("/bucket/data/validation.bin", 2 * CONTEXT + 2)] * BATCH]
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"sha256": {}}, r"data\.cache=null needs the tokens, sha256 and vocabulary in meta\.json"),
+        ({"tokens": {"train": 2999, "validation": 600}}, "6000 bytes, but meta.json says 2999 tokens"),
+        ({"vocabulary": 65}, "of vocabulary 65, but .* model.vocabulary=64 is the limit"),
+        ({"vocabulary": 40}, r"train\.bin: id \d+ occurs, but meta\.json says vocabulary 40"),
+    ],
+)
+def test_without_a_cache_a_meta_that_contradicts_the_bucket_is_refused(tmp_path, bucket, changes, words):
+    upload, config = bucket
+    complete_meta(tmp_path / "data", **changes)
+    if changes == {"sha256": {}}:
+        (tmp_path / "data" / META).write_text('{"dtype": "uint16"}')
+    upload(tmp_path / "data")
+    config.data.cache = None
+    with pytest.raises(UserError, match=words):
+        Batches(config, tokens_of(config)).training(0)
 
 
 def test_a_copy_that_was_interrupted_is_made_again(tmp_path, bucket, monkeypatch):

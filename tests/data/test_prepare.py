@@ -478,6 +478,7 @@ REFUSALS = [
     ("x.jsonl", b'{"text": "a"}\n', [], r"no text for validation\.bin"),
     ("x.jsonl", b'{"text": "a"}\n\n{"txt": "b", "id": 1}\n', [], r"line 3: no text in the field 'text' .*: txt, id\)"),
     ("x.jsonl", b'{"text": "a"}\n{"text"\n', [], r"line 2: not JSON"),
+    ("x.jsonl", b"[" * 100_000, [], r"line 1: not JSON: it is nested too deeply"),
     ("x.jsonl", b"[1]\n", [], r"line 1: no text in the field 'text'"),
     ("x.jsonl", b'{"text": "a\\ud800"}\n', [], r"line 1: character 1 of 'text' is half a surrogate pair"),
 ]
@@ -507,6 +508,23 @@ def test_unreadable_inputs_and_unwritable_outputs_are_refused(tmp_path, capsys):
         code, _, err = run(capsys, "--text", text, "--out", tmp_path / out, "--validation", "0.1")
         assert code == 2 and words in err, err
     assert file.read_bytes() == b""
+
+
+@pytest.mark.parametrize("case", ["a FIFO", "a symlink loop", "no permission"])
+def test_an_unreadable_tokenizer_is_refused(tmp_path, capsys, refused_files, case):
+    pytest.importorskip("tokenizers")
+    make, words = UNREADABLE[case]
+    make(tmp_path / "t.json")
+    if case == "no permission":
+        (tmp_path / "t.json").write_text(EMPTY_TOKENIZER)
+        refused_files.add("t.json")
+    code, _, err = run(
+        capsys, "--source", "stdlib", "--tokenizer", tmp_path / "t.json", "--end-of-text", "a", "--out", tmp_path / "o"
+    )
+    assert code == 2 and words in err and err.count("\n") == 1, err
+
+
+EMPTY_TOKENIZER = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
 
 
 def test_a_missing_python_package_is_reported_in_one_line(tmp_path, capsys, monkeypatch):

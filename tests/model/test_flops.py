@@ -3,7 +3,6 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 from omegaconf import OmegaConf
@@ -20,7 +19,7 @@ from shmap_tp.model.flops import (
 )
 from shmap_tp.model.matmul_count import UncountedError
 from tests.helpers import flop_formulas
-from tests.helpers.components import ADAPTER, AdapterBlock, ReGluMlp
+from tests.helpers.components import ADAPTER, AdapterBlock, LoopMlp, ReGluMlp
 
 ZOO = Path(__file__).parents[2] / "conf" / "model"
 
@@ -257,16 +256,6 @@ def test_a_block_of_ones_own_is_counted_as_by_hand():
     assert recomputed["blocks"] == forward_terms(full, components=components)["blocks"] == 2880 + 672 + 2 * adapter
     attention = recomputed_terms(replace(TINY, remat=Remat.attention), components=components)
     assert attention["blocks"] == 448 + adapter, "gate, up, and adapter_in, which no policy saves"
-
-
-class LoopMlp(ReGluMlp):
-    """Its activation multiplies in a loop that ends when the data says so."""
-
-    def activate(self, gate, up):
-        def smaller(x):
-            return x @ jnp.zeros((x.shape[-1], x.shape[-1]), x.dtype) + 0 * x
-
-        return jax.lax.stop_gradient(jax.lax.while_loop(lambda x: jnp.max(x) > 1, smaller, gate * up))
 
 
 class FourierMlp(ReGluMlp):

@@ -9,6 +9,7 @@ sharded over mp has a gradient that is summed over mp.  Such collectives are ret
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,24 +62,31 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class Recording:
-    """A tensor-parallel mode that computes like `mode`, and records its calls."""
+    """A tensor-parallel mode that computes like `mode`, and records its calls.
+
+    `mode` must make its products of `enter` and `reduce`, as AllReduce and SequenceParallel do.
+    """
 
     mode: TensorParallel
     calls: list[Call] = field(default_factory=list)
+    product: str | None = None
+    """The method that `enter` or `reduce` is called for, where the model does not call them itself."""
 
     def column_parallel(self, x_BTD: Float[Array, "B _ D"], *layers: Linear) -> tuple[Activation, ...]:
-        entered_BTD = self._enter("column_parallel", x_BTD)
-        return tuple(layer(entered_BTD) for layer in layers)
+        return type(self.mode).column_parallel(replace(self, product="column_parallel"), x_BTD, *layers)
 
     def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B _ D"]:
-        first, *others = [layer(y) for y, layer in products]
-        return self._reduce("row_parallel", sum(others, start=first))
+        return type(self.mode).row_parallel(replace(self, product="row_parallel"), *products)
 
     def enter(self, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B T D"]:
-        return self._enter("enter", x_BTD)
+        entered_BTD = self._in_scope_of_its_own(self.mode.enter, x_BTD)
+        self.calls.append(Call(self.product or "enter", entered_BTD.size, entered_BTD.dtype.name))
+        return entered_BTD
 
     def reduce(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B _ D"]:
-        return self._reduce("reduce", y_BTD)
+        reduced_BTD = self._in_scope_of_its_own(self.mode.reduce, y_BTD)
+        self.calls.append(Call(self.product or "reduce", y_BTD.size, y_BTD.dtype.name))
+        return reduced_BTD
 
     def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
         return self.mode.concat_time(y)
@@ -92,17 +100,9 @@ class Recording:
     def mark_varying(self, params: Any) -> Any:
         return self.mode.mark_varying(params)
 
-    def _enter(self, method: str, x_BTD: Array) -> Array:
+    def _in_scope_of_its_own(self, method: Callable[[Array], Array], x: Array) -> Array:
         with jax.named_scope(f"tensor_parallel_call_{len(self.calls)}"):
-            entered_BTD = self.mode.enter(x_BTD)
-        self.calls.append(Call(method, entered_BTD.size, entered_BTD.dtype.name))
-        return entered_BTD
-
-    def _reduce(self, method: str, y_BTD: Array) -> Array:
-        with jax.named_scope(f"tensor_parallel_call_{len(self.calls)}"):
-            reduced_BTD = self.mode.reduce(y_BTD)
-        self.calls.append(Call(method, y_BTD.size, y_BTD.dtype.name))
-        return reduced_BTD
+            return method(x)
 
 
 def model_calls(

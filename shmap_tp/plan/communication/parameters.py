@@ -155,9 +155,10 @@ def gathers_between_slices(config: Config, every: list[Parameter]) -> list[Entry
 
 def update(config: Config, every: list[Parameter], *, partial_over_mp: bool) -> list[Entry]:
     """After the last microbatch: gradients reduced over dp and, where they are `partial_over_mp`, those of parameters
-    replicated over mp reduced over mp; the gradient norm; the updates of ZeRO-1 gathered.
+    replicated over mp reduced over mp; the gradient norm; the norms of the parameters before and after the update; the
+    updates of ZeRO-1 gathered.
 
-    The squares of the norm are summed over the axes that shard a gradient: one all-reduce for each set of axes.
+    The squares of a norm are summed over the axes that shard a gradient: one all-reduce for each set of axes.
     """
     entries, axes, groups = [], set(), DataParallelGroups.of(config.mesh)
     for parameter in every:
@@ -177,6 +178,6 @@ def update(config: Config, every: list[Parameter], *, partial_over_mp: bool) -> 
             entries += all_reduce_once(DP, what, full)
         if partial_over_mp and not parameter.sharded_over_mp:
             entries += all_reduce_once(MP, what, shard)
-    scalar = ArrayTraffic(1, "float32", 1)
-    norms = [all_reduce_once(" ".join(each), "gradient norm", scalar) for each in sorted(axes) if each]
+    scalars = {"gradient norm": ArrayTraffic(1, "float32", 1), "parameter norms": ArrayTraffic(2, "float32", 1)}
+    norms = [all_reduce_once(" ".join(each), *norm) for norm in scalars.items() for each in sorted(axes) if each]
     return entries + [entry for norm in norms for entry in norm]

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from jax.sharding import Mesh
 
-from shmap_tp.config.schema import AttentionKernel, Config, FsdpGradients
+from shmap_tp.config.schema import AttentionKernel, Config, FsdpGradients, Remat, Zero
 from shmap_tp.hardware.devices import Peak, generation
 from shmap_tp.hardware.torus import Torus
 from shmap_tp.hardware.xla_options import compiler_options
@@ -203,8 +203,20 @@ def _format_memory(row: Row) -> str:
     needed = format_bytes(int(row.peak_bytes_per_device))
     available = f" of {format_bytes(int(row.limit_bytes_per_device))}" if row.limit_bytes_per_device else ""
     host = f", plus {format_bytes(row.host_bytes_per_device)} of host memory" if row.host_bytes_per_device else ""
-    advice = "" if row.fits else ": DOES NOT FIT; try a larger mp, more microbatches, or model.remat=full"
+    advice = "" if row.fits else f": DOES NOT FIT; try {_advice(row)}"
     return f"  memory         {lower_bound}{needed}{available} per device{host}{advice}"
+
+
+def _advice(row: Row) -> str:
+    """What would take less memory, of that which this row does not do already."""
+    possible = {
+        "mesh.zero=fsdp": row.program == EXPLICIT and row.dp > 1 and row.zero != Zero.fsdp,
+        "a larger mp": row.mp < row.devices,
+        "more microbatches": row.microbatches < row.global_batch // row.dp,
+        "model.remat=full": row.remat != Remat.full,
+    }
+    *others, last = [name for name, applies in possible.items() if applies] or ["more devices"]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _format_time(row: Row) -> list[str]:

@@ -82,6 +82,7 @@ def conf_of(settings: str, shape: tuple[int, int]):
         ("block", "model.kv_heads=2 model.remat=mlp mesh.zero=zero1", (2, 4)),
         ("block and mlp", "mesh.tensor_parallel=sequence model.remat=full mesh.zero=fsdp", (2, 4)),
         ("block and mlp", "mesh.tensor_parallel=collective_matmul model.remat=attention", (1, 8)),
+        ("block", "model.remat=all_matmuls model.offload=[up] mesh.zero=fsdp mesh.fsdp_gradients=ring", (2, 4)),
     ],
 )
 def test_a_step_with_components_communicates_as_the_planner_says(components, settings, shape):

@@ -86,7 +86,7 @@ def _prefetched(model: ModelConfig, placements: Transformer) -> Placement | None
     """The placement of the weight that `offloaded_scan` prefetches, where it is used."""
     if not model.offload or model.layers == 1:
         return None
-    last = placements.blocks.last_weight
+    last = getattr(placements.blocks, "last_weight", None)
     return last if is_ring_reduced(last) else None
 
 

@@ -2,10 +2,15 @@
 
 import jax
 import numpy as np
+import pytest
 
 import shmap_tp
+from shmap_tp import Components
 from shmap_tp.layers.mlp import SwigluMlp
+from shmap_tp.model.flops import parameters
 from tests.helpers.assertions import assert_close, assert_same_bits
+from tests.helpers.components import LoopMlp, ReGluMlp
+from tests.helpers.run_fixtures import lines, tiny
 
 TINY = ["model=test", "mesh.dp=2", "mesh.mp=4", "train.batch=4", "train.microbatches=1", "model.context=8"]
 
@@ -32,3 +37,16 @@ def test_the_gradient_of_the_loss_is_that_of_loss_and_gradients():
     batch = tokens(config).astype(np.int32)
     gradients = jax.grad(model.functions.loss)(model.parameters, batch[None])
     assert_close(gradients, model.loss_and_gradients(batch)[1], 1e-6)
+
+
+@pytest.mark.parametrize("mlp, has_mfu", [(ReGluMlp, True), (LoopMlp, False)])
+def test_a_run_with_an_mlp_of_ones_own_has_an_mfu_or_says_why_not(tmp_path, capsys, mlp, has_mfu):
+    """Three matrices are counted; a matmul in a while loop is not, and the run goes on without MFU."""
+    config = tiny(tmp_path, "train.steps=2", "evaluate.every=0", "checkpoint.every=0")
+    assert shmap_tp.run_training(config, Components(mlp=mlp))
+    printed = capsys.readouterr().out
+    assert ("MFU = tokens/s x model FLOPs per token" in printed) == has_mfu
+    assert ("no MFU: a matmul in" in printed and "in a while, so it is unknown" in printed) != has_mfu
+    model = parameters(config.model) + config.model.layers * config.model.width * config.model.ffn
+    assert f"{model / 1e6:,.1f}M parameters" in printed
+    assert (lines(tmp_path)[-1]["mfu"] is not None) == has_mfu

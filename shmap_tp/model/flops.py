@@ -1,4 +1,8 @@
-"""Parameter count of a model, and FLOPs of a training step, from the configuration.
+"""Parameter count of a model, and FLOPs of a training step, from its modules.
+
+Nothing here knows a layer: parameters are those of the model's own tree, and matmuls are counted in its forward and
+backward pass, traced without devices or arrays (`abstract_trace.py`).  A block or an MLP that is given as a component
+is therefore counted like those that the configuration names, and what cannot be counted raises UncountedError.
 
 A matmul of [a, b] with [b, c] is a*b*c multiplications and as many additions: 2abc FLOPs.  For one token that is two
 FLOPs per weight in the forward pass and four in the backward pass (one matmul for the gradient of the input, one for
@@ -9,77 +13,82 @@ Model FLOPs, the basis of MFU: the work that the mathematics requires, without r
 Hardware FLOPs, the basis of HFU: model FLOPs and the recomputation by activation checkpointing.
     Korthikanti et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198
 
-Norms, softmax, activations, position biases and the optimizer are not counted: they are elementwise work, well under
+Norms, softmax, activations, position encodings and the optimizer are not counted: they are elementwise work, well under
 one percent of the total for models whose MFU is worth stating.  The embedding is a lookup without a matmul.
 
-D width, L layers, H query heads, N key/value heads, K head dim, F ffn, V vocabulary, T context.
+D width, L layers, H query heads, K head dim, V vocabulary, T context.
 """
 
-from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Positions, Remat, padded_vocabulary
+import math
+from dataclasses import dataclass
+
+import jax
+
+from shmap_tp.config.schema import AttentionKernel, ModelConfig, Remat, padded_vocabulary
+from shmap_tp.model.abstract_trace import SCORES, VALUES, TracedAttention, trace_gradients
+from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
+from shmap_tp.model.jaxprs import Visit, equations
+from shmap_tp.model.matmul_count import matmul_flops
+from shmap_tp.parallel.tensor_parallel import AllReduce
+
+Terms = dict[str, int]
+"""blocks: the matmuls of all blocks with weights, and others of a block's own.  scores, values: those of attention.
+head: the output projection."""
 
 
-def parameter_terms(model: ModelConfig, *, padded: bool = False) -> dict[str, int]:
-    """Parameters by kind; `padded` also counts the padding rows of the vocabulary, which the arrays have.
+def parameter_terms(
+    model: ModelConfig, *, padded: bool = False, components: ModelComponents = CONFIGURED_MODEL
+) -> Terms:
+    """Parameters by module, such as embedding, blocks.attention, blocks.mlp, norm; of all layers together.
 
-    projections  L (D HK + 2 D NK + HK D)   query, key and value, out
-    mlp          L m D F                    m = 2 (up, down), with swiglu 3 (gate, up, down)
-    norms        L n D + D                  scales only; n = 1 in a parallel block, 2 in a sequential one
-    embedding    V D
-    positions    T D                        if learned, else 0
-    head         D V                        0 if tied to the embedding
+    `padded` also counts the padding rows of the vocabulary in embedding and head, which the arrays have.
     """
-    vocabulary = padded_vocabulary(model) if padded else model.vocabulary
-    norms_per_block = 1 if model.block == Block.parallel else 2
-    return {
-        "embedding": vocabulary * model.width,
-        "positions": model.context * model.width if model.positions == Positions.learned else 0,
-        "projections": model.layers * _projection_weights(model),
-        "mlp": model.layers * _mlp_weights(model),
-        "norms": (model.layers * norms_per_block + 1) * model.width,
-        "head": 0 if model.tie_embeddings else model.width * vocabulary,
-    }
+    terms: Terms = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_shapes(model, components)):
+        module, *inside = [str(getattr(key, "name", getattr(key, "idx", key))) for key in path]
+        name = f"{module}.{inside[0]}" if module == "blocks" else module
+        size, rows = math.prod(leaf.shape), padded_vocabulary(model)
+        if not padded and module in ("embedding", "head") and leaf.shape[0] == rows:
+            size = size // rows * model.vocabulary
+        terms[name] = terms.get(name, 0) + size
+    return terms
 
 
-def parameters(model: ModelConfig, *, padded: bool = False) -> int:
+def parameters(model: ModelConfig, *, padded: bool = False, components: ModelComponents = CONFIGURED_MODEL) -> int:
     """Total number of parameters: the sum of `parameter_terms`."""
-    return sum(parameter_terms(model, padded=padded).values())
+    return sum(parameter_terms(model, padded=padded, components=components).values())
 
 
-def forward_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, int]:
+def forward_terms(model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL) -> Terms:
     """FLOPs of the forward pass for one token, by matmul.
 
-    projections  2 per weight
-    scores       L 2 HK T     each query times T keys, whatever the number of key/value heads
-    values       L 2 HK T     T attention weights times the values
-    mlp          2 per weight
-    head         2 D V        tied or not; without padding of the vocabulary
+    blocks    2 per weight of a matmul
+    scores    L 2 HK T     each query times T keys, whatever the number of key/value heads
+    values    L 2 HK T     T attention weights times the values
+    head      2 D V        tied or not; without padding of the vocabulary
 
     `causal` counts half of scores and values, since a query attends to T / 2 keys on average (exactly T / 2 + 1/2).
     PaLM's appendix B and most published figures count them in full: causal=False.
     """
-    twice_the_keys = model.context if causal else 2 * model.context
-    attention = model.layers * model.heads * model.head_dim * twice_the_keys
-    return {
-        "projections": 2 * model.layers * _projection_weights(model),
-        "scores": attention,
-        "values": attention,
-        "mlp": 2 * model.layers * _mlp_weights(model),
-        "head": 2 * model.width * model.vocabulary,
-    }
+    return _with_mask(_count(model, components).forward, causal) | {"head": 2 * model.width * model.vocabulary}
 
 
-def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, int]:
-    """FLOPs for one token of recomputation in the backward pass, by matmul.
+def recomputed_terms(
+    model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL
+) -> Terms:
+    """FLOPs for one token of recomputation in the backward pass, by matmul: of what the policy does not save, that
+    which a gradient reads.
 
-    `model.attention` must name a kernel: which one `auto` selects depends on the devices.
+    `model.attention` must name a kernel: which one `auto` selects depends on the devices.  For the blocks of
+    model/blocks.py:
 
-    remat                scores               values   projections               mlp                        head
-    none                 0 (kernel: 1)        0        0                         0                          0
-    all_matmuls          1                    0        0                         0                          0
-    attention_and_up     1                    0        0                         gate                       0
-    attention            1                    0        0                         gate and up                0
-    mlp                  1 (kernel: 2)        1        all but the output one    0                          0
-    full                 1 (kernel: 2)        1        all                       all                        0
+    remat                scores               values   blocks                                      head
+    none                 0 (kernel: 1)        0        0                                           0
+    all_matmuls          1                    0        0                                           0
+    attention_and_up     1                    0        gate                                        0
+    attention            1                    0        gate and up                                 0
+    mlp                  1 (kernel: 2)        1        query, key and value                        0
+    full                 1 (kernel: 2)        1        all                                         0
 
     1 is one forward computation of that term; "kernel" stands for a flash attention kernel, and also for chunked
     attention with attention_chunk < context.  A flash attention kernel recomputes the scores in its backward pass.
@@ -91,39 +100,65 @@ def recomputed_terms(model: ModelConfig, *, causal: bool = True) -> dict[str, in
     recomputed matmul whose result no gradient reads, such as the last one of a block.
     """
     assert model.attention != AttentionKernel.auto, "attention=auto does not determine what is recomputed"
-    single_chunk = model.attention == AttentionKernel.chunked and model.attention_chunk >= model.context
-    forward = forward_terms(model, causal=causal)
-    recomputed = dict.fromkeys(forward, 0)
+    count = _count(model, components)
+    recomputed = count.recomputed
     if model.remat == Remat.full:
-        recomputed |= {name: flops for name, flops in forward.items() if name != "head"}
-    if model.remat == Remat.attention:
-        recomputed["mlp"] = forward["mlp"] - 2 * model.layers * model.width * model.ffn
-    if model.remat == Remat.attention_and_up and model.mlp == Mlp.swiglu:
-        recomputed["mlp"] = 2 * model.layers * model.width * model.ffn
-    if model.remat == Remat.mlp:
-        output = 2 * model.layers * model.width * model.heads * model.head_dim
-        recomputed |= {name: forward[name] for name in ("scores", "values")}
-        recomputed["projections"] = forward["projections"] - output
-    if not single_chunk or model.remat in (Remat.attention, Remat.attention_and_up, Remat.all_matmuls):
-        recomputed["scores"] += forward["scores"]
-    return recomputed
+        recomputed = recomputed | {"blocks": count.forward["blocks"]}
+    return _with_mask(recomputed, causal) | {"head": 0}
 
 
-def flops_per_token(model: ModelConfig, *, causal: bool = True) -> int:
-    """Model FLOPs of a training step per token: three forward passes."""
-    return 3 * sum(forward_terms(model, causal=causal).values())
+def flops_per_token(model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL) -> int:
+    """Model FLOPs of a training step per token: three forward passes, but for matmuls with a constant."""
+    backward = _with_mask(_count(model, components).backward, causal) | {"head": 4 * model.width * model.vocabulary}
+    return sum(forward_terms(model, causal=causal, components=components).values()) + sum(backward.values())
 
 
-def hardware_flops_per_token(model: ModelConfig, *, causal: bool = True) -> int:
+def hardware_flops_per_token(
+    model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL
+) -> int:
     """Model FLOPs and recomputed FLOPs of a training step per token.  Padding and masked-out keys are not counted."""
-    return flops_per_token(model, causal=causal) + sum(recomputed_terms(model, causal=causal).values())
+    recomputed = recomputed_terms(model, causal=causal, components=components)
+    return flops_per_token(model, causal=causal, components=components) + sum(recomputed.values())
 
 
-def _projection_weights(model: ModelConfig) -> int:
-    """Attention weights of one block: query and output [D, HK] each, key and value [D, NK] each."""
-    return 2 * model.width * (model.heads + model.kv_heads) * model.head_dim
+@dataclass(frozen=True)
+class _Count:
+    """FLOPs of all blocks for one token, attention in full, by the pass that they belong to."""
+
+    forward: Terms
+    backward: Terms
+    """Without recomputation."""
+    recomputed: Terms
 
 
-def _mlp_weights(model: ModelConfig) -> int:
-    """MLP weights of one block: two matrices of D F, three with a gate."""
-    return (3 if model.mlp == Mlp.swiglu else 2) * model.width * model.ffn
+_COUNTS: dict[tuple[str, ModelComponents], _Count] = {}
+"""What was counted before: a trace takes some tenths of a second."""
+
+
+def _count(model: ModelConfig, components: ModelComponents) -> _Count:
+    key = repr(model), components
+    if key not in _COUNTS:
+        shapes = parameter_shapes(model, components, TracedAttention(model.context, _recomputes_scores(model)))
+        passes = {name: dict.fromkeys(("blocks", "scores", "values"), 0) for name in _Count.__dataclass_fields__}
+        for visit in equations(trace_gradients(shapes, AllReduce(), (1, model.context))):
+            name = "recomputed" if visit.is_recomputed else "backward" if visit.is_backward else "forward"
+            passes[name][_term(visit)] += matmul_flops(visit)
+        _COUNTS[key] = _Count(**{name: _per_token(terms, model.context) for name, terms in passes.items()})
+    return _COUNTS[key]
+
+
+def _per_token(terms: Terms, tokens: int) -> Terms:
+    return {name: flops // tokens for name, flops in terms.items()}
+
+
+def _term(visit: Visit) -> str:
+    return next((term for term, scope in (("scores", SCORES), ("values", VALUES)) if scope in visit.scope), "blocks")
+
+
+def _recomputes_scores(model: ModelConfig) -> bool:
+    """Whether attention's backward pass does; for `auto`, which determines only what is recomputed, it is open."""
+    return model.attention != AttentionKernel.chunked or model.attention_chunk < model.context
+
+
+def _with_mask(terms: Terms, causal: bool) -> Terms:
+    return {name: flops // 2 if causal and name in ("scores", "values") else flops for name, flops in terms.items()}

@@ -135,7 +135,7 @@ class Transformer(eqx.Module):
         """Whether the backward pass of the scan is the hand-written one: with offload and gradients reduced in
         rings."""
         more_than_one = len(jax.tree.leaves(self.blocks)[0]) > 1
-        return bool(self.offload) and is_ring_reduced(placements.last_weight) and more_than_one
+        return bool(self.offload) and is_ring_reduced(getattr(placements, "last_weight", None)) and more_than_one
 
     def _offloaded_layers(self, layer: Layer, last: Layer, placement: Any, dtype: DTypeLike) -> OffloadedLayers:
         """`last` is the layer for the last block, which saves nothing on the host."""

@@ -11,6 +11,7 @@ simulated.  --ledger needs no compiler.
 """
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS, GIB
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.benchmark import config_from_flags, run_command
+from shmap_tp.plan.benchmark import append_json, config_from_flags, run_command
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
@@ -42,6 +43,8 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError("give --dp and --mp for one mesh, or --devices for all meshes of that many devices, or --cfg")
     if arguments.ledger and arguments.devices:
         raise UserError("--ledger applies to one mesh; give --dp and --mp")
+    if arguments.ledger and arguments.json:
+        raise UserError("--json writes predicted rows, and --ledger predicts none; omit one of them")
     if arguments.plot and (arguments.devices or arguments.ledger):
         raise UserError("--plot draws the step of one mesh; give --dp and --mp, and omit --ledger")
     if arguments.devices:
@@ -56,7 +59,9 @@ def plan_one_mesh(arguments: argparse.Namespace) -> None:
     """Print the predicted row of a mesh, its memory, and its communication as planned and as compiled."""
     config = config_from_flags(arguments, *DEFAULTS)
     target = find_slice(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
+    print(f"compiling the step for {target} ...", flush=True)
     prediction = predict(config, target, record=arguments.plot is not None)
+    save_rows([prediction.row], arguments)
     print(format_row(prediction.row))
     print(FORMULA)
     print("\nMEMORY per device")
@@ -106,7 +111,10 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
         print(table(found))
         return
     found = reconcile(planned, communication_in_hlo(prediction.text, sizes), sizes)
-    print("\nCOMPILED COLLECTIVES: " + ("as planned" if found.balanced else "differ from the plan"))
+    verdict = "as planned" if found.balanced else "NOT as planned"
+    if found.balanced and str(found):
+        verdict += "; the lines below are choices of the compiler that move the same bytes"
+    print(f"\nCOMPILED COLLECTIVES: {verdict}")
     if str(found):
         print(f"{found}\nmeaning of these lines:\n{found.legend}")
 
@@ -131,7 +139,15 @@ def plan_all_meshes(arguments: argparse.Namespace) -> None:
         rows.append(row)
     if not rows:
         raise UserError(f"no mesh of {target} can shard this model; the reasons are listed above")
+    save_rows(rows, arguments)
     print_ranking(rows, target)
+
+
+def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
+    """Append the rows to the file of --json, if it is given."""
+    for row in rows if arguments.json else []:
+        row.command = shlex.join(["python", "-m", "shmap_tp.plan", *sys.argv[1:]])
+        append_json(row.to_json(), Path(arguments.json))
 
 
 def fewest_microbatches_that_fit(arguments: argparse.Namespace, target: Slice, given: int | None) -> Row:
@@ -141,7 +157,9 @@ def fewest_microbatches_that_fit(arguments: argparse.Namespace, target: Slice, g
     choices = [given] if given else [fewest * 2**i for i in range(most // fewest) if fewest * 2**i <= most]
     for microbatches in choices or [most]:
         arguments.microbatches = microbatches
-        row = predict(config_from_flags(arguments, *DEFAULTS), target).row
+        config = config_from_flags(arguments, *DEFAULTS)
+        print(f"dp={arguments.dp} mp={arguments.mp}: compiling with {microbatches} microbatches ...", flush=True)
+        row = predict(config, target).row
         if row.fits:
             break
     return row
@@ -178,6 +196,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the model's)")
     parser.add_argument("--microbatches", type=int, help="microbatches per optimizer step (gradient accumulation)")
     parser.add_argument("--ledger", action="store_true", help="print only the communication; nothing is compiled")
+    parser.add_argument("--json", metavar="FILE", help="append the predicted rows to FILE, one JSON object per line")
     parser.add_argument("--plot", metavar="FILE", help="draw a timeline of the predicted step, and its memory, as PNG")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="configuration overrides, such as model.remat=all_matmuls"

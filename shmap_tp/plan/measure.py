@@ -16,9 +16,9 @@ from shmap_tp.hardware.devices import DEVICES, machine_peak
 from shmap_tp.hardware.xla_options import compile_with
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.plan.aot_compile import coordinates, parse_out_of_memory
-from shmap_tp.plan.predict import Builder, program_name
+from shmap_tp.plan.predict import Builder, build_programs, program_name
 from shmap_tp.plan.report import Row, config_fields, mesh_fields
-from shmap_tp.training.step import StepFunctions, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
 
 WARM_UP = 2
 """Steps that run before the timed ones."""
@@ -44,16 +44,24 @@ class Measurement:
 
 
 def measure(
-    config: Config, mesh: Mesh, dtype: DTypeLike, steps: int, build: Builder = build_step_functions
+    config: Config,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    steps: int,
+    build: Builder = build_step_functions,
+    *,
+    components: Components = CONFIGURED,
 ) -> Measurement:
     """Compile the step of `config`, run it WARM_UP times, then time `steps` more.
 
-    If it runs out of memory the row says so (`fits`).
+    `components` replace parts that the configuration names (docs/extending.md).  If it runs out of memory
+    the row says so (`fits`).
     """
     devices = list(mesh.devices.flat)
     first = devices[0]
-    programs = build(config, mesh, dtype)
-    fields = config_fields(config, kernel_name(programs.attention), len(devices), machine_peak(devices)) | {
+    programs = build_programs(build, config, mesh, dtype, components)
+    kernel = kernel_name(programs.attention)
+    fields = config_fields(config, kernel, len(devices), machine_peak(devices), components) | {
         "program": program_name(build),
         "kind": "emulated" if first.platform == "cpu" else "measured",
         "versions": {"jax": jax.__version__},

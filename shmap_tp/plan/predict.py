@@ -22,17 +22,27 @@ from shmap_tp.plan.memory import state_bytes
 from shmap_tp.plan.report import EXPLICIT, GSPMD, Row, config_fields, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
 from shmap_tp.plan.topologies import Slice, topology_devices
-from shmap_tp.training.step import StepFunctions, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
 
 CACHE = Path(".cache/tpu")
 """Compiled programs, kept between runs."""
 
-Builder = Callable[[Config, Mesh, DTypeLike], StepFunctions]
+Builder = Callable[..., StepFunctions]
+"""(config, mesh, dtype) -> the programs of a step; `build_step_functions` also takes components."""
 
 
 def program_name(build: Builder) -> str:
     """The `program` field of a row: explicit for our step functions, gspmd for the GSPMD baseline."""
     return EXPLICIT if build is build_step_functions else GSPMD
+
+
+def build_programs(
+    build: Builder, config: Config, mesh: Mesh, dtype: DTypeLike, components: Components
+) -> StepFunctions:
+    """The programs of a step.  Only `build_step_functions` can be given components: the GSPMD baseline is written for
+    the blocks of this project."""
+    assert components == CONFIGURED or build is build_step_functions, "the GSPMD baseline takes no components"
+    return build(config, mesh, dtype, components) if build is build_step_functions else build(config, mesh, dtype)
 
 
 @dataclass(frozen=True)
@@ -68,17 +78,19 @@ def predict(
     cache: Path | None = CACHE,
     *,
     record: bool = False,
+    components: Components = CONFIGURED,
 ) -> Prediction:
     """Compile the step of `config` for a slice and simulate its schedule if it fits.
 
     The step computes in bfloat16 if train.precision is auto.  A configuration whose parameters, optimizer state and
-    gradients alone exceed the memory is not compiled.  With `record` the schedule has a timeline.  Raises UserError
-    where the mesh does not cover the slice, or the compiler is missing.
+    gradients alone exceed the memory is not compiled.  With `record` the schedule has a timeline.  `components` replace
+    parts that the configuration names (docs/extending.md).
+    Raises UserError where the mesh does not cover the slice, or the compiler is missing.
     """
     devices = topology_devices(target)
     mesh = make_mesh(config.mesh, devices)
     precision = Precision.bfloat16 if config.train.precision == Precision.auto else config.train.precision
-    programs = build(config, mesh, jnp.dtype(str(precision)))
+    programs = build_programs(build, config, mesh, jnp.dtype(str(precision)), components)
     kind = devices[0].device_kind
     minimum = state_bytes(programs.shapes)
     if minimum > DEVICES[kind].memory:
@@ -99,7 +111,9 @@ def predict(
         fits=compiled.fits,
         compile_seconds=compiled.seconds,
         versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
-        **config_fields(config, kernel_name(programs.attention), len(devices), table_peak(kind, len(devices))),
+        **config_fields(
+            config, kernel_name(programs.attention), len(devices), table_peak(kind, len(devices)), components
+        ),
         **mesh_fields(mesh, config),
         **_schedule_fields(schedule),
     )

@@ -4,10 +4,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 from jax.sharding import Mesh
 
-from shmap_tp.config.schema import AttentionKernel, Config, FsdpGradients
+from shmap_tp.config.schema import AttentionKernel, Config, FsdpGradients, Remat, Zero
 from shmap_tp.hardware.devices import Peak, generation
 from shmap_tp.hardware.torus import Torus
 from shmap_tp.hardware.xla_options import compiler_options
+from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.model.flops import flops_per_token, hardware_flops_per_token, parameters
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan.communication.ledger import format_bytes
@@ -100,15 +101,22 @@ class Row:
         return asdict(self)
 
 
-def config_fields(config: Config, attention: AttentionKernel, devices: int, peak: Peak | None) -> dict:
-    """The fields of a Row that follow from a configuration.
+def config_fields(
+    config: Config,
+    attention: AttentionKernel,
+    devices: int,
+    peak: Peak | None,
+    components: ModelComponents = CONFIGURED_MODEL,
+) -> dict:
+    """The fields of a Row that follow from a configuration and the components that replace parts of its model.
 
-    `attention` is the kernel selected for these devices, `peak` the sum over all of them.
+    `attention` is the kernel selected for these devices, `peak` the sum over all of them.  Raises UncountedError where
+    the FLOPs of a component cannot be counted.
     """
     model, tokens = replace(config.model, attention=attention), config.train.batch * config.model.context
     return {
         "model": model.name,
-        "params": parameters(model),
+        "params": parameters(model, components=components),
         DP: config.mesh.dp,
         MP: config.mesh.mp,
         "devices": devices,
@@ -125,8 +133,8 @@ def config_fields(config: Config, attention: AttentionKernel, devices: int, peak
         "tokens_per_step": tokens,
         "peak_flops_per_device": peak.flops / devices if peak else None,
         "peak_source": peak.source if peak else None,
-        "model_flops_per_device": tokens * flops_per_token(model) / devices,
-        "hardware_flops_per_device": tokens * hardware_flops_per_token(model) / devices,
+        "model_flops_per_device": tokens * flops_per_token(model, components=components) / devices,
+        "hardware_flops_per_device": tokens * hardware_flops_per_token(model, components=components) / devices,
     }
 
 
@@ -195,8 +203,20 @@ def _format_memory(row: Row) -> str:
     needed = format_bytes(int(row.peak_bytes_per_device))
     available = f" of {format_bytes(int(row.limit_bytes_per_device))}" if row.limit_bytes_per_device else ""
     host = f", plus {format_bytes(row.host_bytes_per_device)} of host memory" if row.host_bytes_per_device else ""
-    advice = "" if row.fits else ": DOES NOT FIT; try a larger mp, more microbatches, or model.remat=full"
+    advice = "" if row.fits else f": DOES NOT FIT; try {_advice(row)}"
     return f"  memory         {lower_bound}{needed}{available} per device{host}{advice}"
+
+
+def _advice(row: Row) -> str:
+    """What would take less memory, of that which this row does not do already."""
+    possible = {
+        "mesh.zero=fsdp": row.program == EXPLICIT and row.dp > 1 and row.zero != Zero.fsdp,
+        "a larger mp": row.mp < row.devices,
+        "more microbatches": row.microbatches < row.global_batch // row.dp,
+        "model.remat=full": row.remat != Remat.full,
+    }
+    *others, last = [name for name, applies in possible.items() if applies] or ["more devices"]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _format_time(row: Row) -> list[str]:

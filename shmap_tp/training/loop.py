@@ -24,6 +24,7 @@ from shmap_tp.hardware.devices import machine_peak
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.model.flops import flops_per_token, parameters
+from shmap_tp.model.matmul_count import UncountedError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.agreement import data_facts, on_process_0, require_agreement
 from shmap_tp.runtime.console import say
@@ -179,7 +180,8 @@ def _compile_step(run: Run, first_step: int) -> Any:
                 file.write_bytes(run.batches.tokenizer)
     run.clock.open(directory if is_main else None, first_step, new_run=config.checkpoint.resume == Resume.never)
     say(
-        f"compiling the training step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
+        f"compiling the training step of {config.model.name}, "
+        f"{parameters(config.model, components=run.components) / 1e6:,.1f}M parameters, "
         f"attention {kernel_name(functions.attention)} ..."
     )
     options = compiler_options(jax.devices()[0].device_kind, config)
@@ -189,17 +191,19 @@ def _compile_step(run: Run, first_step: int) -> Any:
 def _make_meter(run: Run, record: Callable[[dict[str, Any]], None]) -> Meter:
     """A meter that computes MFU from this machine's peak; prints the formula, or why there is none."""
     config, peak = run.config, machine_peak(jax.devices())
-    if run.components.block or run.components.mlp:
-        say("no MFU: the FLOPs of a block or an MLP that the configuration does not name are not counted")
-        peak = None
-    elif peak is None:
+    try:
+        flops = flops_per_token(config.model, components=run.components)
+    except UncountedError as error:
+        say(f"no MFU: {error}")
+        return Meter(record, config.train.batch * config.model.context, 0, None)
+    if peak is None:
         say(f"no MFU: shmap_tp/hardware/devices.py does not list the peak of {jax.devices()[0].device_kind}")
     else:
         say(
             f"MFU = tokens/s x model FLOPs per token (causal attention at half, recomputation not counted) / "
             f"{peak.flops / 1e12:.3g} TFLOP/s ({peak.source})"
         )
-    return Meter(record, config.train.batch * config.model.context, flops_per_token(config.model), peak)
+    return Meter(record, config.train.batch * config.model.context, flops, peak)
 
 
 def _make_profile(run: Run, first_step: int, pause: Pause) -> Profile:

@@ -25,9 +25,10 @@ from shmap_tp.config.schema import Config, MeshConfig
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.layers.xla_workarounds import recompute_from
+from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.model.tokens import input_ids
-from shmap_tp.model.transformer import Execution, MakeBlock, MakeMlp, Transformer
+from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
 from shmap_tp.parallel.fsdp import gather_between_slices, place_parameters
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
@@ -57,11 +58,9 @@ class State(eqx.Module):
 
 
 @dataclass(frozen=True)
-class Components:
+class Components(ModelComponents):
     """What a model and its step are built from where it is not what the configuration names (docs/extending.md)."""
 
-    block: MakeBlock | None = None
-    mlp: MakeMlp | None = None
     tensor_parallel: TensorParallel | None = None
     make_optimizer: Callable[[Any], Optimizer] | None = None
     """From the `optimizer` section of the configuration."""

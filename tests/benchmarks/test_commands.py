@@ -1,5 +1,7 @@
 """The planner and the benchmarks as commands: what they print, and one-line errors for mistakes."""
 
+import json
+
 import pytest
 from calibration import TABLE, Published, as_counted_here, config_of
 
@@ -15,13 +17,15 @@ def test_the_plan_prints_the_analytic_communication_without_a_compiler():
     assert "block enter" in done.stdout and "reduce-scatter" in done.stdout and "total" in done.stdout
 
 
-def test_the_plan_of_a_mesh_prints_step_time_memory_and_communication():
+def test_the_plan_of_a_mesh_prints_step_time_memory_and_communication(tmp_path):
     pytest.importorskip("libtpu")
     done = call(
-        *PLAN, "--dp", "2", "--mp", "2", "--version", "v5e", "mesh.tensor_parallel=all_reduce", "mesh.zero=none"
-    )
+        *PLAN, "--dp", "2", "--mp", "2", "--version", "v5e", "mesh.tensor_parallel=all_reduce", "mesh.zero=none",
+        "--json", str(file := tmp_path / "rows.jsonl"),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    headings = ["PREDICTED  test", "MEMORY per device", "COMMUNICATION per step (analytic)"]
+    assert json.loads(file.read_text())["model"] == "test"
+    headings = ["compiling the step for", "PREDICTED  test", "MEMORY per device", "COMMUNICATION per step (analytic)"]
     for heading in [*headings, "COMPILED COLLECTIVES: as planned"]:
         assert heading in done.stdout
 
@@ -43,6 +47,7 @@ MISTAKES = {
         "--torch runs on one GPU only; use it with --dp 1",
     ),
     "ledger of all meshes": ([*PLAN, "--devices", "4", "--ledger"], "--ledger applies to one mesh"),
+    "rows of a ledger": ([*PLAN, "--dp", "2", "--mp", "2", "--ledger", "--json", "x"], "--json writes predicted rows"),
     "plot of all meshes": ([*PLAN, "--devices", "4", "--plot", "x.png"], "--plot draws the step of one mesh"),
     "plot nowhere": ([*PLAN, "--dp", "2", "--mp", "2", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: cannot be"),
     "no such size": ([*PLAN, "--devices", "5", "--version", "v5e"], "there is no v5e slice of 5 devices;"),

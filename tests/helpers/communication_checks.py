@@ -9,23 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shmap_tp.config.schema import Config, MeshConfig, ModelConfig, TensorParallelMode
+from shmap_tp.config.schema import Config, ModelConfig, TensorParallelMode
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.plan.communication.analytic import (
-    analytic_communication,
-    attention,
-    block,
-    column_parallel,
-    entering,
-    key_value,
-    reducing,
-    row_parallel,
-)
+from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, tally
 from shmap_tp.plan.communication.parameters import all_reduce_once
-from shmap_tp.training.step import build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components, build_step_functions
+from tests.helpers.communication_rules import attention, block, entering, key_value, reducing, sublayer
 from tests.helpers.layer_cases import LAYERS, RESIDUAL_STREAM
 from tests.helpers.model_fixtures import config, mesh, mesh_config, shapes_of
 from tests.helpers.sharded_harness import ALL_REDUCE, COLLECTIVE_MATMUL, SEQUENCE, Case, on_mesh
@@ -34,10 +26,6 @@ from tests.helpers.sharded_harness import ALL_REDUCE, COLLECTIVE_MATMUL, SEQUENC
 def model(*settings: str) -> ModelConfig:
     """A model of the sizes that `layer_cases` uses."""
     return config(*[f"model.{setting}" for setting in settings]).model
-
-
-def sublayer(x: ArrayTraffic, mesh: MeshConfig) -> list[Entry]:
-    return [*column_parallel(mesh, "x", x), *row_parallel(mesh, "x", x)]
 
 
 ANALYTIC = {
@@ -155,9 +143,9 @@ def by_direction(entries: list[Entry]) -> dict[Direction, Counter[Any]]:
     return {direction: tally(entry for entry in entries if entry.direction == direction) for direction in Direction}
 
 
-def step_communication(conf: Config, precision: str) -> list[Entry]:
+def step_communication(conf: Config, precision: str, components: Components = CONFIGURED) -> list[Entry]:
     """The collectives of a step of `conf` as it is traced."""
-    made = build_step_functions(conf, mesh((conf.mesh.dp, conf.mesh.mp)), jnp.dtype(precision))
+    made = build_step_functions(conf, mesh((conf.mesh.dp, conf.mesh.mp)), jnp.dtype(precision), components)
     return communication_in_jaxpr(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
 
 

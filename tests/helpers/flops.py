@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from shmap_tp.plan.communication.from_jaxpr import bodies
+from shmap_tp.model.jaxprs import bodies
 
 
 def matmul_flops(jaxpr: Any) -> int:

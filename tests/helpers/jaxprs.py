@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.layers.attention import AnyAttention
+from shmap_tp.model.jaxprs import bodies
 from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.fsdp import Replicated
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.plan.communication.from_jaxpr import bodies
 from shmap_tp.training.step import TOKENS, Objective, loss_and_gradients
 from tests.helpers.model_fixtures import mesh, shapes_of
 from tests.helpers.sharded_harness import ALL_REDUCE

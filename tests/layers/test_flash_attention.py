@@ -21,10 +21,10 @@ from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.flash_attention import Cudnn, Splash
 from shmap_tp.layers.positions import Rotary
 from shmap_tp.model.host_offload import save_at_block_end
+from shmap_tp.model.jaxprs import bodies
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.communication.from_jaxpr import bodies
 from tests.helpers import reference
 from tests.helpers.fake_tpu_devices import FakeTpuDevice
 from tests.helpers.jaxprs import (

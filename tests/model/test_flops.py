@@ -3,10 +3,12 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from omegaconf import OmegaConf
 
 from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
+from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.flops import (
     flops_per_token,
     forward_terms,
@@ -15,6 +17,9 @@ from shmap_tp.model.flops import (
     parameters,
     recomputed_terms,
 )
+from shmap_tp.model.matmul_count import UncountedError
+from tests.helpers import flop_formulas
+from tests.helpers.components import ADAPTER, AdapterBlock, LoopMlp, ReGluMlp
 
 ZOO = Path(__file__).parents[2] / "conf" / "model"
 
@@ -141,9 +146,11 @@ def test_parameters_equal_a_hand_computation():
     assert parameter_terms(TINY) == {
         "embedding": 11 * 8,
         "positions": 4 * 8,
-        "projections": 2 * (8 * 30 + 8 * 15 + 8 * 15 + 30 * 8),
-        "mlp": 2 * (8 * 7 + 8 * 7 + 7 * 8),
-        "norms": 2 * 2 * 8 + 8,
+        "blocks.attention_norm": 2 * 8,
+        "blocks.attention": 2 * (8 * 30 + 8 * 15 + 8 * 15 + 30 * 8),
+        "blocks.mlp_norm": 2 * 8,
+        "blocks.mlp": 2 * (8 * 7 + 8 * 7 + 7 * 8),
+        "norm": 8,
         "head": 8 * 11,
     }
     assert parameters(TINY) == 88 + 32 + 1440 + 336 + 40 + 88
@@ -156,7 +163,7 @@ def test_parameters_equal_a_hand_computation():
 
 def test_forward_flops_equal_a_hand_computation():
     """Per token and layer, 4 keys of 5 in each of 6 heads: 2 * 4 * 5 * 6 = 240 for scores, as much for values."""
-    full = {"projections": 2880, "scores": 2 * 240, "values": 2 * 240, "mlp": 672, "head": 176}
+    full = {"blocks": 2880 + 672, "scores": 2 * 240, "values": 2 * 240, "head": 176}
     assert forward_terms(TINY, causal=False) == full
     assert forward_terms(TINY) == full | {"scores": 240, "values": 240}
     assert flops_per_token(TINY, causal=False) == 3 * (2880 + 960 + 672 + 176) == 14_064
@@ -195,10 +202,74 @@ def test_recomputed_flops_with_a_kernel_equal_a_hand_computation(kernel):
     """A kernel's backward pass recomputes the scores, 240; with remat=full they are recomputed once more."""
     model = replace(TINY, attention=kernel)
     assert recomputed_terms(model) == recomputed_terms(replace(model, remat=Remat.all_matmuls))
-    assert recomputed_terms(model) == {"projections": 0, "scores": 240, "values": 0, "mlp": 0, "head": 0}
+    assert recomputed_terms(model) == {"blocks": 0, "scores": 240, "values": 0, "head": 0}
     assert recomputed_terms(replace(model, attention_chunk=2)) == recomputed_terms(model)
-    recomputed = {"projections": 2880, "scores": 480, "values": 240, "mlp": 672, "head": 0}
+    recomputed = {"blocks": 2880 + 672, "scores": 480, "values": 240, "head": 0}
     assert recomputed_terms(replace(model, remat=Remat.full)) == recomputed
+
+
+def assert_as_formulas(model: ModelConfig) -> None:
+    for padded in (False, True):
+        assert parameters(model, padded=padded) == flop_formulas.parameters(model, padded=padded)
+    assert flops_per_token(model) == flop_formulas.flops_per_token(model)
+    assert sum(recomputed_terms(model).values()) == flop_formulas.recomputed(model)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_model_file_is_counted_as_by_formulas(name):
+    """With a kernel where the file leaves the choice to the devices."""
+    assert_as_formulas(replace(load(name), attention=AttentionKernel.splash))
+
+
+@pytest.mark.parametrize("chunk", [2, 4])
+@pytest.mark.parametrize("remat", Remat)
+def test_every_policy_is_counted_as_by_formulas(remat, chunk):
+    """Chunks of 2: the scores are recomputed; of 4, the whole context: they are saved without rematerialisation."""
+    sequential = replace(TINY, remat=remat, attention_chunk=chunk)
+    assert_as_formulas(sequential)
+    assert_as_formulas(replace(sequential, block=Block.parallel, mlp=Mlp.gelu, positions=Positions.rotary, head_dim=6))
+
+
+# Components
+
+
+@pytest.mark.parametrize("remat", Remat)
+def test_an_mlp_of_three_matrices_is_counted_like_swiglu(remat):
+    gelu = replace(TINY, mlp=Mlp.gelu, remat=remat)
+    components = ModelComponents(mlp=ReGluMlp)
+    swiglu = replace(gelu, mlp=Mlp.swiglu)
+    assert parameter_terms(gelu, components=components) == parameter_terms(swiglu)
+    assert forward_terms(gelu, components=components) == forward_terms(swiglu)
+    assert recomputed_terms(gelu, components=components) == recomputed_terms(swiglu)
+    assert flops_per_token(gelu, components=components) == flops_per_token(swiglu) != flops_per_token(gelu)
+
+
+def test_a_block_of_ones_own_is_counted_as_by_hand():
+    """TINY with four norms in each of two blocks, and two matrices [8, ADAPTER] more."""
+    components, adapter = ModelComponents(block=AdapterBlock, mlp=ReGluMlp), 2 * 2 * 8 * ADAPTER
+    terms = parameter_terms(TINY, components=components)
+    assert terms["blocks.norms"] == 2 * 4 * 8
+    assert terms["blocks.adapter_in"] + terms["blocks.adapter_out"] == adapter
+    assert parameters(TINY, components=components) == parameters(TINY) + 2 * 2 * 8 + adapter
+    assert flops_per_token(TINY, components=components) == flops_per_token(TINY) + 6 * adapter
+    full = replace(TINY, remat=Remat.full)
+    recomputed = recomputed_terms(full, components=components)
+    assert recomputed["blocks"] == forward_terms(full, components=components)["blocks"] == 2880 + 672 + 2 * adapter
+    attention = recomputed_terms(replace(TINY, remat=Remat.attention), components=components)
+    assert attention["blocks"] == 448 + adapter, "gate, up, and adapter_in, which no policy saves"
+
+
+class FourierMlp(ReGluMlp):
+    def activate(self, gate, up):
+        return gate * jnp.fft.fft(up).real
+
+
+@pytest.mark.parametrize(
+    "mlp, reason", [(LoopMlp, "in a while, so it is unknown how often"), (FourierMlp, "FLOPs of fft")]
+)
+def test_what_cannot_be_counted_is_refused(mlp, reason):
+    with pytest.raises(UncountedError, match=reason):
+        flops_per_token(TINY, components=ModelComponents(mlp=mlp))
 
 
 def test_recomputed_flops_are_undefined_for_attention_auto():
@@ -210,8 +281,8 @@ def test_recomputed_flops_are_undefined_for_attention_auto():
 def test_flops_with_full_attention_equal_the_formula_of_palm(name):
     """PaLM, appendix B, where N counts the parameters that take part in a matmul."""
     model = load(name)
-    terms = parameter_terms(model)
-    n = terms["projections"] + terms["mlp"] + model.width * model.vocabulary
+    weights = flop_formulas.projection_weights(model) + flop_formulas.mlp_weights(model)
+    n = model.layers * weights + model.width * model.vocabulary
     attention = 12 * model.layers * model.heads * model.head_dim * model.context
     assert flops_per_token(model, causal=False) == 6 * n + attention
     assert flops_per_token(model) == 6 * n + attention // 2

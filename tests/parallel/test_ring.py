@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
+from shmap_tp.model.jaxprs import bodies
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.tensor_parallel import CollectiveMatmul
-from shmap_tp.plan.communication.from_jaxpr import bodies
 from tests.helpers.model_fixtures import mesh
 
 Dependencies = tuple[int, int]

@@ -21,7 +21,6 @@ from shmap_tp.plan.communication.analytic import (
     analytic_communication,
     analytic_evaluation_communication,
     cross_entropy,
-    entering,
 )
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
@@ -38,6 +37,7 @@ from tests.helpers.communication_checks import (
     program_config,
     step_communication,
 )
+from tests.helpers.communication_rules import entering
 from tests.helpers.layer_cases import LAYERS
 from tests.helpers.model_fixtures import MESHES, every_mesh, mesh, mesh_config
 

@@ -146,6 +146,20 @@ def test_figures_without_a_step_time_or_a_peak_are_none():
     assert "time" not in format_row(too_large)
 
 
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ([], "mesh.zero=fsdp, a larger mp, more microbatches or model.remat=full"),
+        (["model.remat=full", "mesh.zero=fsdp"], "a larger mp or more microbatches"),
+        (["model.remat=full", "mesh.zero=fsdp", "train.microbatches=4"], "a larger mp"),
+        (["mesh.dp=1", "mesh.mp=8", "train.microbatches=8", "model.remat=full"], "more devices"),
+    ],
+)
+def test_advice_for_a_step_that_does_not_fit_names_only_what_it_does_not_do(settings, advice):
+    too_large = row(config(*settings), None, step_seconds=None, fits=False)
+    assert format_row(too_large).splitlines()[3].endswith(f": DOES NOT FIT; try {advice}")
+
+
 def test_a_row_survives_json_and_prints_its_main_figures():
     predicted = row(config(), table_peak("TPU v3", 8))
     assert json.loads(json.dumps(predicted.to_json())) == predicted.to_json()

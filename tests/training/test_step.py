@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shmap_tp.model.jaxprs import bodies
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
-from shmap_tp.plan.communication.from_jaxpr import bodies
 from shmap_tp.plan.communication.ledger import tally
 from shmap_tp.plan.memory import shard_bytes
 from shmap_tp.training.step import StepFunctions, build_step_functions

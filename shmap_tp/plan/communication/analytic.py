@@ -1,11 +1,13 @@
-"""The communication of a step, derived from its configuration before anything is traced.
+"""The communication of a step, derived from its configuration and its modules before the step is traced.
 
 Nothing here looks at the program: what is traced (`from_jaxpr.py`) and what is compiled (`from_hlo.py`) are compared
-with this.
+with this.  Which products a model has, and which of them rematerialisation repeats, is found by tracing its modules
+with a recording tensor-parallel mode (`model_calls.py`); its parameters are those of its tree (`parameters.py`).  The
+rules here say what a product communicates in a mode.
 
 A microbatches, B sequences of a microbatch on this device, T time, D model width, N key/value heads, K head dim, L
 layers.  `enter` and `reduce` are those of the tensor-parallel mode (`entering`, `reducing`), as are `column_parallel`
-and `row_parallel`.
+and `row_parallel`.  For the blocks of model/blocks.py this comes to:
 
     embedding          reduce x[B T D]                                                                 A times
     parallel block     column_parallel on h[B T D], row_parallel to y[B T D]                           A L times
@@ -33,122 +35,134 @@ positions, key and value where mp > N) are summed over mp, once per step; key an
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import Block, Config, MeshConfig, ModelConfig, Remat, TensorParallelMode, Zero
+from shmap_tp.config.schema import Config, TensorParallelMode
 from shmap_tp.parallel.fsdp import Fsdp
 from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, AllReduce, SequenceParallel, TensorParallel
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
+from shmap_tp.plan.communication.model_calls import gradients_are_partial, model_calls, traced_communication
 from shmap_tp.plan.communication.parameters import (
     all_reduce_once,
     fsdp_uses,
     gathers_between_slices,
     parameters,
-    passes,
+    placed_shapes,
     update,
 )
+from shmap_tp.training.step import CONFIGURED, Components
 
-# Tensor-parallel modes
+# Tensor-parallel modes: what a call communicates in one pass, x[B T D] being all positions
+
+Rule = Callable[[TensorParallelMode, int, str, ArrayTraffic, Direction], list[Entry]]
+"""(mode, mp, the part of the model, x, direction) -> entries."""
 
 
-def entering(mesh: MeshConfig, what: str, x: ArrayTraffic, *, recomputed: bool = False) -> list[Entry]:
-    """`enter` with x[B T D] as a result, and once more where it is `recomputed`.
+def entering(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
+    """`enter` with x[B T D] as a result.
 
     all_reduce   forward nothing; backward one all-reduce of dx over mp
     the others   forward one all-gather over mp of the shards of x; backward one reduce-scatter of dx
     """
-    what = f"{what} enter"
-    if mesh.tensor_parallel == TensorParallelMode.all_reduce:
-        return [x.over(MP, what, Operation.all_reduce, Direction.backward)]
-    shard = replace(x, values=x.values // mesh.mp)
-    forward = [shard.over(MP, what, Operation.all_gather, direction) for direction in passes(recomputed)]
-    return [*forward, x.over(MP, what, Operation.reduce_scatter, Direction.backward)]
+    what, is_backward = f"{what} enter", direction == Direction.backward
+    if mode == TensorParallelMode.all_reduce:
+        return [x.over(MP, what, Operation.all_reduce, direction)] if is_backward else []
+    if is_backward:
+        return [x.over(MP, what, Operation.reduce_scatter, direction)]
+    return [replace(x, values=x.values // mp).over(MP, what, Operation.all_gather, direction)]
 
 
-def reducing(mesh: MeshConfig, what: str, x: ArrayTraffic, *, recomputed: bool = False) -> list[Entry]:
-    """`reduce` of x[B T D] {+mp}, and once more where it is `recomputed`.
+def reducing(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
+    """`reduce` of x[B T D] {+mp}.
 
     all_reduce   forward one all-reduce of x over mp; backward nothing
     the others   forward one reduce-scatter of x over mp; backward one all-gather of the shards of dx
     """
-    what = f"{what} reduce"
-    if mesh.tensor_parallel == TensorParallelMode.all_reduce:
-        return [x.over(MP, what, Operation.all_reduce, direction) for direction in passes(recomputed)]
-    shard = replace(x, values=x.values // mesh.mp)
-    forward = [x.over(MP, what, Operation.reduce_scatter, direction) for direction in passes(recomputed)]
-    return [*forward, shard.over(MP, what, Operation.all_gather, Direction.backward)]
+    what, is_backward = f"{what} reduce", direction == Direction.backward
+    if mode == TensorParallelMode.all_reduce:
+        return [] if is_backward else [x.over(MP, what, Operation.all_reduce, direction)]
+    if is_backward:
+        return [replace(x, values=x.values // mp).over(MP, what, Operation.all_gather, direction)]
+    return [x.over(MP, what, Operation.reduce_scatter, direction)]
 
 
-def column_parallel(mesh: MeshConfig, what: str, x: ArrayTraffic, *, recomputed: bool = False) -> list[Entry]:
-    """`column_parallel` on x[B T D], and once more where it is `recomputed`.
+def column_parallel(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
+    """`column_parallel` on x[B T D].
 
     collective_matmul   forward mp - 1 ppermutes over mp of a chunk of x; backward as many of a chunk of dx
     the others          `entering`
     """
-    if mesh.tensor_parallel != TensorParallelMode.collective_matmul:
-        return entering(mesh, what, x, recomputed=recomputed)
-    return _ring(mesh, f"{what} column-parallel", x, [*passes(recomputed), Direction.backward])
+    if mode != TensorParallelMode.collective_matmul:
+        return entering(mode, mp, what, x, direction)
+    return _ring(mp, f"{what} column-parallel", x, direction)
 
 
-def row_parallel(mesh: MeshConfig, what: str, x: ArrayTraffic, *, recomputed: bool = False) -> list[Entry]:
-    """`row_parallel` to x[B T D], and once more where it is `recomputed`.
+def row_parallel(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
+    """`row_parallel` to x[B T D].
 
     collective_matmul   forward mp - 1 ppermutes over mp of a chunk of the sum; backward as many of its gradient
     the others          `reducing`
     """
-    if mesh.tensor_parallel != TensorParallelMode.collective_matmul:
-        return reducing(mesh, what, x, recomputed=recomputed)
-    return _ring(mesh, f"{what} row-parallel", x, [*passes(recomputed), Direction.backward])
+    if mode != TensorParallelMode.collective_matmul:
+        return reducing(mode, mp, what, x, direction)
+    return _ring(mp, f"{what} row-parallel", x, direction)
 
 
-def _ring(mesh: MeshConfig, what: str, x: ArrayTraffic, directions: list[Direction]) -> list[Entry]:
-    chunk = replace(x, values=x.values // mesh.mp, count=x.count * (mesh.mp - 1))
-    return [chunk.over(MP, what, Operation.ppermute, direction) for direction in directions if chunk.count]
+def _ring(mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
+    chunk = replace(x, values=x.values // mp, count=x.count * (mp - 1))
+    return [chunk.over(MP, what, Operation.ppermute, direction)] if chunk.count else []
 
 
-# The parts of a model
+RULES: dict[str, Rule] = {
+    "column_parallel": column_parallel,
+    "row_parallel": row_parallel,
+    "enter": entering,
+    "reduce": reducing,
+}
+"""Of the methods of `TensorParallel` that communicate."""
 
 
-def key_value(model: ModelConfig, mesh: MeshConfig, count: int, dtype: DTypeLike = jnp.float32) -> list[Entry]:
-    """Of one projection, key or value: where mp > N its weight is replicated over mp, and its gradient, in the `dtype`
-    in which it is used, is summed over mp: here, or after the last microbatch where the residual stream is sharded over
-    time."""
-    if mesh.mp <= model.kv_heads or mesh.tensor_parallel != TensorParallelMode.all_reduce:
-        return []
-    weight = ArrayTraffic(model.width * model.kv_heads * model.head_dim, jnp.dtype(dtype).name, count)
-    return [weight.over(MP, "key/value weight", Operation.all_reduce, Direction.backward)]
+# The parts of a step
 
 
-def attention(model: ModelConfig, mesh: MeshConfig, x: ArrayTraffic) -> list[Entry]:
-    """Attention's own communication beside its column- and row-parallel products."""
-    gathered = mesh.zero == Zero.fsdp and any(
-        isinstance(parameter.placement, Fsdp)
-        for parameter in parameters(model, mesh)
-        if parameter.name == "blocks.attention.key"
-    )
-    return 2 * key_value(model, mesh, x.count, x.dtype if gathered else jnp.float32)
+def activations(config: Config, dtype: DTypeLike, components: Components = CONFIGURED) -> list[Entry]:
+    """What the model itself, from the embedding to the final norm, communicates over mp in all microbatches.
 
-
-def block(model: ModelConfig, mesh: MeshConfig, x: ArrayTraffic) -> list[Entry]:
-    """A block, from x to x.
-
-    No policy but `none` saves what a column-parallel product gathered.  With remat full a sequential block repeats the
-    row-parallel product of attention, because the norm of the MLP reads its result; nothing in the block reads that of
-    the last one.  The other policies save sublayer outputs.
+    For a tensor-parallel mode of the user's own there is no rule: its collectives are listed as they are traced.
+    Raises ValueError where it is unknown how often something runs.
     """
-    own, recomputed = attention(model, mesh, x), model.remat != Remat.none
-    if model.block == Block.parallel:
-        return [*own, *column_parallel(mesh, "block", x, recomputed=recomputed), *row_parallel(mesh, "block", x)]
-    return [
-        *own,
-        *column_parallel(mesh, "attention", x, recomputed=recomputed),
-        *row_parallel(mesh, "attention", x, recomputed=model.remat == Remat.full),
-        *column_parallel(mesh, "MLP", x, recomputed=recomputed),
-        *row_parallel(mesh, "MLP", x),
-    ]
+    mesh, microbatches = config.mesh, config.train.microbatches
+    model = replace(config.model, offload=[])  # changes where activations are saved, not what is communicated over mp
+    shapes, _, placements = placed_shapes(model, mesh, components)
+    used = jax.tree.map(  # FSDP weights are gathered in the dtype of the activations
+        lambda leaf, placement: jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(placement, Fsdp) else leaf,
+        shapes,
+        placements,
+    )
+    tokens = config.train.batch // (microbatches * mesh.dp), model.context
+    tp = components.tensor_parallel or TENSOR_PARALLEL[mesh.tensor_parallel]
+    mode = _name(tp)
+    if mode is None:
+        own = traced_communication(used, tp, tokens, mesh.mp, dtype)
+        return [replace(entry, count=entry.count * microbatches) for entry in own]
+    simple = AllReduce() if mode == TensorParallelMode.all_reduce else SequenceParallel()
+    calls, own = model_calls(used, simple, tokens, mesh.mp, dtype)
+    entries = [replace(entry, count=entry.count * microbatches) for entry in own]
+    for traced in calls:
+        x = ArrayTraffic(traced.call.values, traced.call.dtype, traced.count * microbatches)
+        entries += RULES[traced.call.method](mode, mesh.mp, traced.what, x, traced.direction)
+    return entries
+
+
+def _name(tp: TensorParallel) -> TensorParallelMode | None:
+    """The name that mesh.tensor_parallel has for a mode; None for one of the user's own."""
+    return next((name for name, mode in TENSOR_PARALLEL.items() if mode == tp), None)
 
 
 def cross_entropy(positions: ArrayTraffic, chunk: int) -> list[Entry]:
@@ -159,43 +173,47 @@ def cross_entropy(positions: ArrayTraffic, chunk: int) -> list[Entry]:
     return [each.over(MP, "loss", Operation.all_gather, Direction.forward)]
 
 
-# The programs
-
-
-def _forward_and_backward(config: Config, dtype: DTypeLike) -> list[Entry]:
-    """The communication of all microbatches of a step."""
-    model, mesh, microbatches = config.model, config.mesh, config.train.microbatches
-    positions = config.train.batch // (microbatches * mesh.dp) * model.context
-    x = ArrayTraffic(positions * model.width, jnp.dtype(dtype).name, microbatches)
-    wide = jnp.promote_types(dtype, jnp.float32).name
-    return [
-        *fsdp_uses(config, x.dtype),
-        *reducing(mesh, "embedding", x),
-        *block(model, mesh, replace(x, count=microbatches * model.layers)),
-        *entering(mesh, "head", x),
-        *cross_entropy(ArrayTraffic(positions, wide, microbatches), config.train.loss_chunk),
-    ]
-
-
 def _counts() -> list[Entry]:
     targets, loss = ArrayTraffic(1, "int32", 1), ArrayTraffic(1, "float32", 1)
     return [*all_reduce_once(DP, "number of targets", targets), *all_reduce_once(DP, "loss", loss)]
 
 
-def analytic_communication(config: Config, dtype: DTypeLike) -> list[Entry]:
+# The programs
+
+
+def analytic_communication(config: Config, dtype: DTypeLike, components: Components = CONFIGURED) -> list[Entry]:
     """Everything that one optimizer step of `config` communicates, computing in `dtype`, by the rules above.
 
     Entries over a mesh axis of size 1 are included, since they are in the program: see `ledger.without_trivial_axes`.
+    Raises ValueError where it is unknown how often something runs.
     """
+    every = parameters(config.model, config.mesh, components)
+    tp = components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel]
     return [
-        *gathers_between_slices(config),
-        *_forward_and_backward(config, dtype),
+        *gathers_between_slices(config, every),
+        *_forward_and_backward(config, dtype, components),
         *_counts(),
-        *update(config),
+        *update(config, every, partial_over_mp=gradients_are_partial(tp)),
     ]
 
 
-def analytic_evaluation_communication(config: Config, dtype: DTypeLike) -> list[Entry]:
+def analytic_evaluation_communication(
+    config: Config, dtype: DTypeLike, components: Components = CONFIGURED
+) -> list[Entry]:
     """The same for one evaluation of as many tokens: the forward half of it."""
-    forward = [entry for entry in _forward_and_backward(config, dtype) if entry.direction == Direction.forward]
-    return [*gathers_between_slices(config), *forward, *_counts()]
+    both = _forward_and_backward(config, dtype, components)
+    forward = [entry for entry in both if entry.direction == Direction.forward]
+    every = parameters(config.model, config.mesh, components)
+    return [*gathers_between_slices(config, every), *forward, *_counts()]
+
+
+def _forward_and_backward(config: Config, dtype: DTypeLike, components: Components) -> list[Entry]:
+    """The communication of all microbatches of a step."""
+    model, microbatches = config.model, config.train.microbatches
+    positions = config.train.batch // (microbatches * config.mesh.dp) * model.context
+    wide = jnp.promote_types(dtype, jnp.float32).name
+    return [
+        *fsdp_uses(config, parameters(model, config.mesh, components), jnp.dtype(dtype).name),
+        *activations(config, dtype, components),
+        *cross_entropy(ArrayTraffic(positions, wide, microbatches), config.train.loss_chunk),
+    ]

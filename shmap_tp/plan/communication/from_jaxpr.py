@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import jax
-from jax.extend import core
-
+from shmap_tp.model.jaxprs import Visit, equations
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, group_name
 
 OPERATIONS = {
@@ -26,34 +24,26 @@ def communication_in_jaxpr(jaxpr: Any) -> list[Entry]:
 
     Raises ValueError for an unknown collective, or where it is unknown how often one runs: in a while loop or a branch.
     """
-    return _collectives(jaxpr, scope="", scans=0, times=1)
+    return [entry for visit in equations(jaxpr) for entry in collective(visit, _direction(visit))]
 
 
-def _collectives(jaxpr: Any, scope: str, scans: int, times: int) -> list[Entry]:
-    """`scans`: how many scans `jaxpr` is nested in.  `times`: how often it runs."""
-    found = []
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        here = f"{scope}/{equation.source_info.name_stack}".strip("/")
-        axes = _axes(params)
-        if axes and name not in WITHOUT_COMMUNICATION:
-            if name not in OPERATIONS:
-                raise ValueError(f"unknown collective: {equation}")
-            axis = group_name(" ".join(axes), params.get("axis_index_groups"))
-            direction = _direction(here, scans)
-            found += [
-                Entry(here, OPERATIONS[name], axis, str(x.dtype), x.size * x.dtype.itemsize, times, direction)
-                for x in (var.aval for var in equation.invars)
-            ]
-        inner = (scans + 1, times * params["length"]) if name == "scan" else (scans, times)
-        nested = [entry for body in bodies(params) for entry in _collectives(body, here, *inner)]
-        if nested and name in ("while", "cond"):
-            first = nested[0]
-            raise ValueError(
-                f"it is unknown how often this runs: {first.operation} over {first.axis} in a {name}, {here}"
-            )
-        found += nested
-    return found
+def collective(visit: Visit, direction: Direction) -> list[Entry]:
+    """The arrays that one equation communicates; none where it is no collective.  Raises ValueError as above."""
+    params = visit.equation.params
+    axes = _axes(params)
+    if not axes or visit.name in WITHOUT_COMMUNICATION:
+        return []
+    if visit.name not in OPERATIONS:
+        raise ValueError(f"unknown collective: {visit.equation}")
+    axis = group_name(" ".join(axes), params.get("axis_index_groups"))
+    operation = OPERATIONS[visit.name]
+    if visit.loop:
+        raise ValueError(f"it is unknown how often this runs: {operation} over {axis} in a {visit.loop}, {visit.scope}")
+    arrays = [var.aval for var in visit.equation.invars]
+    return [
+        Entry(visit.scope, operation, axis, str(x.dtype), x.size * x.dtype.itemsize, visit.times, direction)
+        for x in arrays
+    ]
 
 
 def _axes(params: dict[str, Any]) -> tuple[str, ...]:
@@ -63,17 +53,10 @@ def _axes(params: dict[str, Any]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if isinstance(axis, str))
 
 
-def _direction(scope: str, scans: int) -> Direction:
-    """JAX marks transposed and rematerialised equations in their name stack."""
-    if "rematted_computation" in scope:
+def _direction(visit: Visit) -> Direction:
+    """Of a program that computes its microbatches in a scan."""
+    if visit.is_recomputed:
         return Direction.recompute
-    if "transpose(" in scope:
+    if visit.is_backward:
         return Direction.backward
-    return Direction.forward if scans else Direction.once
-
-
-def bodies(params: dict[str, Any]) -> list[core.Jaxpr]:
-    """The jaxprs among the parameters of an equation."""
-    kinds = (core.Jaxpr, core.ClosedJaxpr)
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
-    return [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in leaves if isinstance(x, kinds)]
+    return Direction.forward if visit.scans else Direction.once

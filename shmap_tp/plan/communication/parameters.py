@@ -9,21 +9,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import equinox as eqx
 import jax
 
-from shmap_tp.config.schema import Config, MeshConfig, ModelConfig, TensorParallelMode
-from shmap_tp.layers.attention import Chunked
+from shmap_tp.config.schema import Config, MeshConfig, ModelConfig
+from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import Fsdp, Placement, Replicated, Zero1, is_ring_reduced, place_parameters
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
 from shmap_tp.parallel.partitioning import is_stacked, partition_specs, sharded_dim
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation, group_name
-
-
-def passes(recomputed: bool) -> list[Direction]:
-    """The directions in which something of the forward pass runs."""
-    return [Direction.forward, Direction.recompute] if recomputed else [Direction.forward]
 
 
 def all_reduce_once(axis: str, what: str, x: ArrayTraffic) -> list[Entry]:
@@ -45,6 +39,8 @@ class Parameter:
     placement: Placement
     prefetched: bool
     """Whether its gather in the backward pass is prefetched (`model/offloaded_scan.py`)."""
+    uses: int
+    """How often a microbatch uses it: 2 for an embedding that is also the head."""
 
     def traffic(self, dtype: str, *, stacked: bool) -> ArrayTraffic:
         """All layers at once, or one after the other."""
@@ -53,18 +49,24 @@ class Parameter:
         return ArrayTraffic(self.values, dtype, self.layers)
 
 
-def parameters(model: ModelConfig, mesh: MeshConfig) -> list[Parameter]:
-    """Every parameter of the model on a mesh, in the order of its tree."""
-    sizes = axis_sizes(mesh)
-    make = lambda: Transformer(model, Chunked(model.attention_chunk), key=jax.random.key(0))  # noqa: E731
-    shapes = eqx.filter_eval_shape(make)
+def placed_shapes(
+    model: ModelConfig, mesh: MeshConfig, components: ModelComponents = CONFIGURED_MODEL
+) -> tuple[Transformer, Transformer, Transformer]:
+    """(the shapes of the parameters, their PartitionSpecs as declared, their placements), three trees alike."""
+    sizes, shapes = axis_sizes(mesh), parameter_shapes(model, components)
     declared = partition_specs(shapes, sizes)
-    _, _, placements = place_parameters(mesh.zero, shapes, declared, sizes, DataParallelGroups.of(mesh))
+    return shapes, declared, place_parameters(mesh.zero, shapes, declared, sizes, DataParallelGroups.of(mesh))[2]
+
+
+def parameters(model: ModelConfig, mesh: MeshConfig, components: ModelComponents = CONFIGURED_MODEL) -> list[Parameter]:
+    """Every parameter of the model on a mesh, in the order of its tree."""
+    shapes, declared, placements = placed_shapes(model, mesh, components)
     prefetched = _prefetched(model, placements)
 
     def describe(path: tuple, leaf: jax.ShapeDtypeStruct, spec: Any, placement: Placement, stacked: bool) -> Parameter:
         over_mp = sharded_dim(spec, MP) is not None
         layers = leaf.shape[0] if stacked else 1
+        is_head_too = shapes.head is None and leaf is shapes.embedding.weight
         return Parameter(
             name=jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".weight"),
             values=math.prod(leaf.shape) // layers // (mesh.mp if over_mp else 1),
@@ -73,6 +75,7 @@ def parameters(model: ModelConfig, mesh: MeshConfig) -> list[Parameter]:
             sharded_over_mp=over_mp,
             placement=placement,
             prefetched=placement is prefetched,
+            uses=1 + is_head_too,
         )
 
     found = jax.tree_util.tree_map_with_path(describe, shapes, declared, placements, is_stacked(shapes))
@@ -81,17 +84,18 @@ def parameters(model: ModelConfig, mesh: MeshConfig) -> list[Parameter]:
 
 def _prefetched(model: ModelConfig, placements: Transformer) -> Placement | None:
     """The placement of the weight that `offloaded_scan` prefetches, where it is used."""
-    last = placements.blocks.last_weight
-    return last if model.offload and model.layers > 1 and is_ring_reduced(last) else None
+    if not model.offload or model.layers == 1:
+        return None
+    last = getattr(placements.blocks, "last_weight", None)
+    return last if is_ring_reduced(last) else None
 
 
-def fsdp_uses(config: Config, dtype: str) -> list[Entry]:
+def fsdp_uses(config: Config, every: list[Parameter], dtype: str) -> list[Entry]:
     """FSDP weights gathered within a slice for each use, in a block once more in the backward pass; a tied embedding
     also as the head; and the reduction of their gradients."""
     entries, groups = [], DataParallelGroups.of(config.mesh)
-    every = parameters(config.model, config.mesh)
     offloaded_scan = any(parameter.prefetched for parameter in every)
-    for parameter in every + [p for p in every if p.name == "embedding" and config.model.tie_embeddings]:
+    for parameter in [each for each in every for _ in range(each.uses)]:
         if not isinstance(parameter.placement, Fsdp):
             continue
         ring = is_ring_reduced(parameter.placement)
@@ -111,7 +115,7 @@ def _gathers(
     shard = replace(full, values=full.values // config.mesh.dp * groups.slices)
     within = group_name(DP, groups.intra_slice)
     if not prefetched:
-        directions = passes(parameter.in_block)
+        directions = [Direction.forward, Direction.recompute] if parameter.in_block else [Direction.forward]
         return [shard.over(within, parameter.name, Operation.all_gather, direction) for direction in directions]
     # prefetched: once before the backward scan and once in each of its iterations, the last of which is unused
     ahead = replace(shard, count=parameter.layers * config.train.microbatches)
@@ -135,13 +139,13 @@ def _reduction(full: ArrayTraffic, what: str, groups: DataParallelGroups, *, in_
     return entries
 
 
-def gathers_between_slices(config: Config) -> list[Entry]:
+def gathers_between_slices(config: Config, every: list[Parameter]) -> list[Entry]:
     """FSDP weights gathered between slices, once per step."""
     groups = DataParallelGroups.of(config.mesh)
     if groups.slices == 1:
         return []
     between, entries = group_name(DP, groups.inter_slice), []
-    for parameter in parameters(config.model, config.mesh):
+    for parameter in every:
         if isinstance(parameter.placement, Fsdp):
             full = parameter.traffic("float32", stacked=True)
             shard = replace(full, values=full.values // groups.count)
@@ -149,16 +153,15 @@ def gathers_between_slices(config: Config) -> list[Entry]:
     return entries
 
 
-def update(config: Config) -> list[Entry]:
-    """After the last microbatch: gradients reduced over dp and, where the residual stream is sharded over time, those
-    of parameters replicated over mp reduced over mp; the gradient norm; the norms of the parameters before and after
-    the update; the updates of ZeRO-1 gathered.
+def update(config: Config, every: list[Parameter], *, partial_over_mp: bool) -> list[Entry]:
+    """After the last microbatch: gradients reduced over dp and, where they are `partial_over_mp`, those of parameters
+    replicated over mp reduced over mp; the gradient norm; the norms of the parameters before and after the update; the
+    updates of ZeRO-1 gathered.
 
     The squares of a norm are summed over the axes that shard a gradient: one all-reduce for each set of axes.
     """
     entries, axes, groups = [], set(), DataParallelGroups.of(config.mesh)
-    time_sharded = config.mesh.tensor_parallel != TensorParallelMode.all_reduce
-    for parameter in parameters(config.model, config.mesh):
+    for parameter in every:
         sharded = not isinstance(parameter.placement, Replicated)
         axes.add((DP,) * sharded + (MP,) * parameter.sharded_over_mp)
         full, what = parameter.traffic("float32", stacked=True), f"gradient of {parameter.name}"
@@ -173,7 +176,7 @@ def update(config: Config) -> list[Entry]:
             entries.append(shard.over(DP, f"update of {parameter.name}", Operation.all_gather, Direction.once))
         if not sharded:
             entries += all_reduce_once(DP, what, full)
-        if time_sharded and not parameter.sharded_over_mp:
+        if partial_over_mp and not parameter.sharded_over_mp:
             entries += all_reduce_once(MP, what, shard)
     scalars = {"gradient norm": ArrayTraffic(1, "float32", 1), "parameter norms": ArrayTraffic(2, "float32", 1)}
     norms = [all_reduce_once(" ".join(each), *norm) for norm in scalars.items() for each in sorted(axes) if each]

@@ -1,0 +1,63 @@
+"""Parameters and FLOPs of the models that a configuration can name, as formulas: an independent reference for what
+`model/flops.py` derives from the modules.
+
+D width, L layers, H query heads, N key/value heads, K head dim, F ffn, V vocabulary, T context.
+"""
+
+from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Positions, Remat, padded_vocabulary
+
+
+def projection_weights(model: ModelConfig) -> int:
+    """Attention weights of one block: query and output [D, HK] each, key and value [D, NK] each."""
+    return 2 * model.width * (model.heads + model.kv_heads) * model.head_dim
+
+
+def mlp_weights(model: ModelConfig) -> int:
+    """MLP weights of one block: two matrices of D F, three with a gate."""
+    return (3 if model.mlp == Mlp.swiglu else 2) * model.width * model.ffn
+
+
+def parameters(model: ModelConfig, *, padded: bool) -> int:
+    vocabulary = padded_vocabulary(model) if padded else model.vocabulary
+    norms_per_block = 1 if model.block == Block.parallel else 2
+    return (
+        (1 if model.tie_embeddings else 2) * vocabulary * model.width
+        + (model.context * model.width if model.positions == Positions.learned else 0)
+        + model.layers * (projection_weights(model) + mlp_weights(model) + norms_per_block * model.width)
+        + model.width
+    )
+
+
+def forward(model: ModelConfig) -> dict[str, int]:
+    """Of one token, by matmul, with causal attention counted at half."""
+    attention = model.layers * model.heads * model.head_dim * model.context
+    return {
+        "projections": 2 * model.layers * projection_weights(model),
+        "scores": attention,
+        "values": attention,
+        "mlp": 2 * model.layers * mlp_weights(model),
+        "head": 2 * model.width * model.vocabulary,
+    }
+
+
+def recomputed(model: ModelConfig) -> int:
+    """Of one token: what each rematerialisation policy repeats."""
+    terms = forward(model)
+    up = 2 * model.layers * model.width * model.ffn
+    output = 2 * model.layers * model.width * model.heads * model.head_dim
+    attention = terms["scores"] + terms["values"]
+    repeated = {
+        Remat.none: 0,
+        Remat.all_matmuls: 0,
+        Remat.attention_and_up: up if model.mlp == Mlp.swiglu else 0,
+        Remat.attention: terms["mlp"] - up,
+        Remat.mlp: attention + terms["projections"] - output,
+        Remat.full: attention + terms["projections"] + terms["mlp"],
+    }[model.remat]
+    single_chunk = model.attention == AttentionKernel.chunked and model.attention_chunk >= model.context
+    saves_attention = model.remat in (Remat.attention, Remat.attention_and_up, Remat.all_matmuls)
+    return repeated + (terms["scores"] if saves_attention or not single_chunk else 0)
+
+
+def flops_per_token(model: ModelConfig) -> int:
+    return 3 * sum(forward(model).values())

@@ -21,7 +21,18 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.config.schema import ModelConfig, Remat, SavedActivation, padded_vocabulary
+from shmap_tp.config.schema import (
+    Block,
+    Mlp,
+    ModelConfig,
+    Norm,
+    Remat,
+    RotaryPairing,
+    RotaryScaling,
+    SavedActivation,
+    padded_vocabulary,
+)
+from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from shmap_tp.layers.norm import NORMS, LayerNorm, RMSNorm
@@ -48,6 +59,26 @@ class Execution:
     """Of activations and matrix products."""
     placements: Any
     """A tree like the model: how each parameter is placed over dp (`fsdp.py`)."""
+
+
+UNBUILT = {
+    "block": {Block.parallel, Block.sequential},
+    "norm": {Norm.layernorm, Norm.rmsnorm},
+    "mlp": {Mlp.gelu, Mlp.swiglu},
+    **{key: {None} for key in ("norm_epsilon", "rotary_dim")},
+    **{key: {False} for key in ("norm_bias", "qk_norm", "qkv_bias", "attention_output_bias", "mlp_bias", "head_bias")},
+    "rotary_base": {10_000.0},
+    "rotary_pairing": {RotaryPairing.half},
+    "rotary_scaling": {RotaryScaling.none},
+    "embedding_scale": {1.0},
+}
+"""Options of the configuration that no layer has yet, and the values that are supported."""
+
+
+def _refuse_unbuilt(config: ModelConfig) -> None:
+    for key, supported in UNBUILT.items():
+        if getattr(config, key) not in supported:
+            raise UserError(f"model.{key}={getattr(config, key)} (model {config.name}) is not supported yet")
 
 
 class Transformer(eqx.Module):
@@ -77,6 +108,7 @@ class Transformer(eqx.Module):
         mlp: MakeMlp | None = None,
     ):
         """`block` and `mlp` replace those that the configuration names."""
+        _refuse_unbuilt(config)
         key_embedding, key_positions, key_blocks, key_head = jax.random.split(key, 4)
         table = (config.vocabulary, padded_vocabulary(config), config.width)
         self.embedding = VocabParallelEmbedding(*table, std=config.init_std, key=key_embedding)

@@ -27,7 +27,7 @@ from shmap_tp.config.activation_names import QUERY_KEY_VALUE, SUBLAYER_OUTPUT
 from shmap_tp.config.schema import Config, Remat
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads, checkpoint_per_head
 from shmap_tp.layers.linear import matmul
-from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
+from shmap_tp.layers.mlp import GeluMlp, GatedMlp
 from shmap_tp.layers.positions import Alibi, PositionEncoding, alibi_slopes
 from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
 from shmap_tp.model.remat import checkpointed
@@ -90,7 +90,7 @@ def key_value_weight(layer: KeyValueHeads, constrain: Constraint) -> Float[Array
     return constrain(jnp.repeat(layer.weight, repeats, axis=1), None, MP, None)
 
 
-def mlp(layer: GeluMlp | SwigluMlp, h_BTD: Float[Array, "B T D"], constrain: Constraint) -> Float[Array, "B T D"]:
+def mlp(layer: GeluMlp | GatedMlp, h_BTD: Float[Array, "B T D"], constrain: Constraint) -> Float[Array, "B T D"]:
     return layer.down(layer.activate(*(constrain(column(h_BTD), DP, None, MP) for column in layer.inputs)))
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, score
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
+from shmap_tp.layers.mlp import GeluMlp, GatedMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, Learned, Rotary
 from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
@@ -149,7 +149,7 @@ LAYERS = {
     ),
     "gelu": mlp(GeluMlp, reference.gelu_mlp),
     "gelu, collective_matmul": mlp(GeluMlp, reference.gelu_mlp, COLLECTIVE_MATMUL),
-    "swiglu": mlp(SwigluMlp, reference.swiglu_mlp),
+    "swiglu": mlp(GatedMlp, reference.swiglu_mlp),
     "layernorm": norm(LayerNorm, reference.layernorm),
     "rmsnorm": norm(RMSNorm, reference.rmsnorm),
     "embedding": embedding(ALL_REDUCE),

@@ -1,4 +1,4 @@
-"""What a baseline does not compute: options of a model that it refuses, because it would be another model without them."""
+"""Options of a model that a baseline refuses, because it does not compute them and would be another model."""
 
 from omegaconf import OmegaConf
 

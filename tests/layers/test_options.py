@@ -3,6 +3,7 @@
 `tests/model/test_families.py` compares whole models; `tests/test_option_mutations.py` breaks each option on purpose.
 """
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -15,15 +16,19 @@ from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.rotation import Rotation, make_rotation
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import Fsdp, Replicated, place_parameters
-from shmap_tp.parallel.mesh import DataParallelGroups, axis_sizes
+from shmap_tp.parallel.mesh import MP, DataParallelGroups, axis_sizes
 from shmap_tp.parallel.partitioning import is_matrix, partition_specs
+from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, tally
 from tests.helpers import reference
 from tests.helpers.assertions import by_path
+from tests.helpers.communication_checks import traced_communication
+from tests.helpers.layer_cases import D, K
 from tests.helpers.model_cases import parameter_shapes
 from tests.helpers.model_fixtures import config
-from tests.helpers.option_cases import OPTION_BLOCKS, ROTATIONS
-from tests.helpers.sharded_harness import compare
+from tests.helpers.option_cases import MODES, OPTION_BLOCKS, ROTATIONS, block
+from tests.helpers.sharded_harness import ALL_REDUCE, Case, compare
 
+TWO_NORMS = "two norms, biases, exact gelu, partial rotary"
 ALL_BIASES = [
     *("model.norm_bias=true", "model.qkv_bias=true", "model.attention_output_bias=true", "model.mlp_bias=true"),
     *("model.head_bias=true", "model.kv_heads=2", "model.mlp=geglu", "model.qk_norm=true"),
@@ -35,6 +40,30 @@ ALL_BIASES = [
 def test_block_with_options_equals_its_dense_reference(name, shape):
     """On (2, 4) two key/value heads are fewer than the devices of mp."""
     compare(OPTION_BLOCKS[name], shape, "float64")
+
+
+def own_communication(case: Case) -> Counter[Any]:
+    """Of a block on (2, 4), forward and backward; without the reductions of parameters' gradients after it."""
+    _, both, gradient_reductions = traced_communication(case, (2, 4))
+    return tally(both) - tally(gradient_reductions)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["parallel, biases, partial rotary in neighbouring pairs", TWO_NORMS])
+def test_biases_and_a_second_norm_communicate_nothing_over_the_residual_stream(name, mode):
+    """With all-reduces the gradients of two norms are summed over mp, because each device has that of its columns; a
+    bias needs nothing."""
+    plain, found = (own_communication(block) for block in (block("", MODES[mode]), OPTION_BLOCKS[f"{name}; {mode}"]))
+    norms = []
+    if (name, mode) == (TWO_NORMS, "all_reduce"):
+        norms = 4 * [ArrayTraffic(D, "float32", 1).over(MP, "norm", Operation.all_reduce, Direction.backward)]
+    assert found - plain == tally(norms) and not plain - found
+
+
+def test_norms_of_heads_sum_the_gradients_of_their_scales_over_mp():
+    found = own_communication(block("qk_norm=true", ALL_REDUCE)) - own_communication(block("", ALL_REDUCE))
+    scale = ArrayTraffic(K, "float32", 1).over(MP, "norm", Operation.all_reduce, Direction.backward)
+    assert found == tally(2 * [scale])
 
 
 def by_name(tree: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp import Components
-from shmap_tp.layers.mlp import SwigluMlp
+from shmap_tp.layers.mlp import GatedMlp
 from shmap_tp.model.flops import parameters
 from tests.helpers.assertions import assert_close, assert_same_bits
 from tests.helpers.components import LoopMlp, ReGluMlp
@@ -22,7 +22,7 @@ def tokens(config: shmap_tp.Config) -> np.ndarray:
 
 def test_an_mlp_given_as_a_component_is_the_one_that_the_configuration_would_name():
     named, given = (shmap_tp.load_config(*TINY, f"model.mlp={mlp}") for mlp in ("swiglu", "gelu"))
-    components = shmap_tp.Components(mlp=SwigluMlp)
+    components = shmap_tp.Components(mlp=GatedMlp)
     expected, found = shmap_tp.Model.initialize(named), shmap_tp.Model.initialize(given, components)
     assert_same_bits(found.parameters, expected.parameters)
     trainers = shmap_tp.Trainer(named), shmap_tp.Trainer(given, components=components)

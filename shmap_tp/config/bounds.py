@@ -96,7 +96,7 @@ def _check_float(key: str, value: float) -> None:
 def _weights(model: ModelConfig) -> int:
     """Elements of all matrices; `model/flops.py` counts them by kind, with the norms."""
     attention = 2 * (model.heads + model.kv_heads) * model.head_dim
-    mlp = (3 if model.mlp == Mlp.swiglu else 2) * model.ffn
+    mlp = (3 if model.mlp in (Mlp.swiglu, Mlp.geglu) else 2) * model.ffn
     return model.width * (model.layers * (attention + mlp) + 2 * padded_vocabulary(model) + model.context)
 
 

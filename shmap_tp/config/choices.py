@@ -1,4 +1,4 @@
-"""The values of the configuration keys that have a few to choose from; `schema.py` explains them."""
+"""The values of the configuration keys that have a few to choose from; explained in `schema.py`, `model_schema.py`."""
 
 from enum import StrEnum
 
@@ -23,22 +23,36 @@ class FsdpGradients(StrEnum):
 class Block(StrEnum):
     parallel = "parallel"
     sequential = "sequential"
+    parallel_two_norms = "parallel_two_norms"
 
 
 class Norm(StrEnum):
     layernorm = "layernorm"
     rmsnorm = "rmsnorm"
+    rmsnorm_unit_offset = "rmsnorm_unit_offset"
 
 
 class Mlp(StrEnum):
     gelu = "gelu"
+    gelu_erf = "gelu_erf"
     swiglu = "swiglu"
+    geglu = "geglu"
 
 
 class Positions(StrEnum):
     alibi = "alibi"
     rotary = "rotary"
     learned = "learned"
+
+
+class RotaryPairing(StrEnum):
+    half = "half"
+    neighbouring = "neighbouring"
+
+
+class RotaryScaling(StrEnum):
+    none = "none"
+    llama3 = "llama3"
 
 
 class AttentionKernel(StrEnum):

@@ -1,7 +1,7 @@
 """Composes a validated `Config` from a YAML file and `key=value` overrides.
 
 Hydra's compose API resolves the defaults list, config groups and interpolations; OmegaConf checks names and types
-against the dataclasses of `schema.py`.
+against the dataclasses of `schema.py`.  Options that a model does not name have the values of conf/model_defaults.yaml.
 """
 
 import difflib
@@ -78,7 +78,8 @@ def from_values(values: Any, file: str) -> Config:
 def _to_config(values: Any, file: str) -> Config:
     """As `from_values`, but raises also the errors of OmegaConf."""
     check_sections(OmegaConf.to_container(values), file)
-    merged = OmegaConf.merge(OmegaConf.structured(Config), values)
+    defaults = {"model": OmegaConf.load(CONF / "model_defaults.yaml")} if "model" in values else {}
+    merged = OmegaConf.merge(OmegaConf.structured(Config), defaults, values)
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
         raise UserError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")

@@ -1,11 +1,13 @@
 """The names and types of all configuration keys, each with a sentence.  Their values are in `conf/` only.
 
+Those of the `model` section are in `model_schema.py`.
+
 This module imports no JAX, so that a configuration can be read, checked and printed on a machine without devices.
 """
 
 from dataclasses import dataclass
 
-from shmap_tp.config.choices import (
+from shmap_tp.config.choices import (  # noqa: F401 - the names of all sections can be imported from here
     AttentionKernel,
     Block,
     FsdpGradients,
@@ -15,10 +17,13 @@ from shmap_tp.config.choices import (
     Precision,
     Remat,
     Resume,
+    RotaryPairing,
+    RotaryScaling,
     SavedActivation,
     TensorParallelMode,
     Zero,
 )
+from shmap_tp.config.model_schema import ModelConfig, padded_vocabulary  # noqa: F401
 
 AUTO = "auto"
 """Value of mesh.dp that stands for all devices divided by mesh.mp."""
@@ -65,54 +70,6 @@ class MeshConfig:
     zero=fsdp only shards cross between slices, once per step."""
     processes: int
     """Number of processes, one per host; without a TPU, GKE or Slurm environment they also need --coordinator."""
-
-
-@dataclass
-class ModelConfig:
-    name: str
-    """Name of the model in tables and messages."""
-    width: int
-    """D, the size of the residual stream."""
-    layers: int
-    """Number of blocks."""
-    heads: int
-    """H, the number of query heads; mp must divide it."""
-    kv_heads: int
-    """N, key/value heads; it divides `heads`.  mp must divide it or be a multiple of it (heads are then replicated)."""
-    head_dim: int
-    """K, the size of one head; it need not be width / heads."""
-    ffn: int
-    """F, the hidden size of the MLP; mp must divide it."""
-    vocabulary: int
-    """V, the number of token ids."""
-    vocabulary_multiple: int
-    """The embedding and output head are padded to a multiple of this, which mp must divide; the loss is the same."""
-    context: int
-    """T, the number of tokens per training sequence; mp must divide it unless tensor_parallel=all_reduce."""
-    block: Block
-    """parallel: attention and MLP read the same input and share their collectives.  sequential: MLP after attention."""
-    norm: Norm
-    """Normalisation layer."""
-    mlp: Mlp
-    """MLP and its activation; swiglu has a gate projection beside the up projection."""
-    positions: Positions
-    """Position encoding."""
-    tie_embeddings: bool
-    """Whether the output head is the transposed embedding."""
-    init_std: float
-    """Standard deviation of the initial weights; projections into the residual stream use init_std / sqrt(2 layers)."""
-    remat: Remat
-    """Activation checkpointing: which activations of a block are saved, so that its backward pass does not recompute
-    them.  none: all.  full: only the input.  attention: also q, k, v, the attention output and the sublayer outputs.
-    mlp: in place of attention's, the MLP's gate and up.  attention_and_up: as attention, and up.  all_matmuls: all of
-    these.  All-gathered FSDP weights are never saved."""
-    offload: list[SavedActivation]
-    """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
-    attention: AttentionKernel
-    """What computes attention.  chunked: plain XLA, attention_chunk queries at a time.  splash: a Pallas kernel for TPU
-    v4 and later.  cudnn: NVIDIA's kernel.  auto: the device's kernel where it supports this model, else chunked."""
-    attention_chunk: int
-    """For attention=chunked: the number of queries whose scores are in memory at a time."""
 
 
 @dataclass
@@ -234,8 +191,3 @@ class Config:
     evaluate: EvaluateConfig
     checkpoint: CheckpointConfig
     log: LogConfig
-
-
-def padded_vocabulary(model: ModelConfig) -> int:
-    """Rows of the embedding: the vocabulary rounded up to model.vocabulary_multiple."""
-    return -(-model.vocabulary // model.vocabulary_multiple) * model.vocabulary_multiple

@@ -1,7 +1,8 @@
 """The rules that a configuration must satisfy on any machine.
 
-Composition (`compose.py`) has checked names and types; this module checks sizes, divisibility and combinations.  What
-depends on the devices of the machine is checked where they are known: `parallel/mesh.py`, `layers/`.
+Composition (`compose.py`) has checked names and types; this module checks sizes, divisibility and combinations, and
+`validate_model.py` those of the model alone.  What depends on the devices of the machine is checked where they are
+known: `parallel/mesh.py`, `layers/`.
 """
 
 import ipaddress
@@ -11,25 +12,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shmap_tp.config.bounds import check_bounds, check_paths
-from shmap_tp.config.remat_policies import SAVED_BY_REMAT
 from shmap_tp.config.schema import (
     AUTO,
-    Block,
     Config,
     DataConfig,
     FsdpGradients,
     MeshConfig,
-    Mlp,
     ModelConfig,
     OptimizerConfig,
-    Positions,
-    SavedActivation,
     TensorParallelMode,
     TrainConfig,
     Zero,
     padded_vocabulary,
 )
 from shmap_tp.config.text import shown
+from shmap_tp.config.validate_model import divisors, validate_model
 from shmap_tp.errors import UserError
 
 MINIMUM = {
@@ -56,6 +53,14 @@ MINIMUM = {
     "model.vocabulary_multiple": 1,
     "model.context": 1,
     "model.attention_chunk": 1,
+    "model.rotary_base": 1,
+    "model.rotary_dim": 2,
+    "model.rotary_scaling_factor": 1,
+    "model.rotary_low_frequency_factor": 0,
+    "model.rotary_high_frequency_factor": 0,
+    "model.rotary_original_context": 1,
+    "model.norm_epsilon": 0,
+    "model.embedding_scale": 0,
     "guard.loss_spike_sigmas": 1,
     "guard.window": 2,
     "guard.max_norm_change": 1.1,
@@ -93,8 +98,7 @@ def validate(config: Config) -> None:
     _check_optimizer(config.optimizer)
     _check_profile(config.train)
     _check_mp_divides_model(mesh, model)
-    _check_heads(model, mesh.mp)
-    _check_offload(model)
+    validate_model(model, mesh.mp)
     _check_fsdp_gradients(mesh)
     _check_batch(mesh, config.train)
 
@@ -130,8 +134,8 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
         raise UserError(f"--coordinator and --process-id must be given together; add {missing}")
     if not _is_address(coordinator):
         raise UserError(
-            f"--coordinator {shown(coordinator)} is not HOST:PORT of a name or address and a port from 1 to 65535;\n"
-            f"use for example --coordinator 10.0.0.2:8476, or [fd00::2]:8476 with IPv6"
+            f"--coordinator {shown(coordinator)} is not HOST:PORT; use for example --coordinator 10.0.0.2:8476, or "
+            f"[fd00::2]:8476 with IPv6; a port is from 1 to 65535"
         )
     if processes == 1:
         raise UserError("--coordinator needs several processes, but mesh.processes=1; add --processes N")
@@ -217,40 +221,6 @@ def _check_mp_divides_model(mesh: MeshConfig, model: ModelConfig) -> None:
         _check_divides("mesh.mp", mesh.mp, f"context={model.context} ({where})", model.context)
 
 
-def _check_heads(model: ModelConfig, mp: int) -> None:
-    if model.heads % model.kv_heads:
-        raise UserError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; choose a divisor")
-    if model.kv_heads % mp and mp % model.kv_heads:
-        fit = [n for n in _divisors(model.heads) if model.kv_heads % n == 0 or n % model.kv_heads == 0]
-        raise UserError(
-            f"mesh.mp={mp} neither divides kv_heads={model.kv_heads} (model {model.name}) nor is a multiple of it; "
-            f"use mesh.mp in {{{', '.join(map(str, fit))}}}"
-        )
-    if model.positions == Positions.rotary and model.head_dim % 2:
-        raise UserError(
-            f"model.head_dim={model.head_dim} must be even for model.positions=rotary, which rotates pairs of elements"
-        )
-
-
-def _check_offload(model: ModelConfig) -> None:
-    for name in model.offload:
-        if name not in SAVED_BY_REMAT[model.remat]:
-            policies = ", ".join(remat for remat, saved in SAVED_BY_REMAT.items() if name in saved)
-            raise UserError(
-                f"model.offload has {name}, which model.remat={model.remat} does not save; "
-                f"use model.remat in {{{policies}}}"
-            )
-    if SavedActivation.gate in model.offload and model.mlp != Mlp.swiglu:
-        raise UserError(f"model.offload has gate, but model.mlp={model.mlp} has no gate; remove it")
-    if SavedActivation.sublayer_output in model.offload and model.block == Block.parallel:
-        raise UserError(
-            "model.offload has sublayer_output, which the backward pass of model.block=parallel does not read; "
-            "remove it"
-        )
-    if len(set(model.offload)) < len(model.offload):
-        raise UserError(f"model.offload=[{','.join(model.offload)}] names an activation twice; name each once")
-
-
 def _check_fsdp_gradients(mesh: MeshConfig) -> None:
     if mesh.fsdp_gradients != FsdpGradients.ring:
         return
@@ -278,10 +248,5 @@ def _check_batch(mesh: MeshConfig, train: TrainConfig) -> None:
 def _check_divides(key: str, divisor: int, what: str, size: int) -> None:
     """Raise UserError unless `divisor`, the value of `key`, divides `size`, which the message calls `what`."""
     if size % divisor:
-        fit = ", ".join(map(str, _divisors(size)))
+        fit = ", ".join(map(str, divisors(size)))
         raise UserError(f"{key}={divisor} does not divide {what}; use {key} in {{{fit}}}")
-
-
-def _divisors(size: int) -> list[int]:
-    """The divisors of `size` up to 1024."""
-    return [n for n in range(1, min(size, 1024) + 1) if size % n == 0]

@@ -103,7 +103,7 @@ OVERRIDES = {
     "optimizer.beta1=big": "optimizer.beta1=big must be of type float",
     "log.wandb=maybe": "log.wandb=maybe must be of type bool",
     "checkpoint.keep_every=x": "checkpoint.keep_every=x must be of type int | None",
-    "model.block=serial": "model.block=serial must be one of parallel, sequential",
+    "model.block=serial": "model.block=serial must be one of parallel, sequential, parallel_two_norms",
     "train=5": "train is a group of keys, not a value; set one of them, for example train.steps=...",
     "mesh=null": "mesh is a group of keys, not a value; set one of them, for example mesh.dp=...",
     # missing values

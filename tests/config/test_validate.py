@@ -67,6 +67,14 @@ OVERRIDES = {
     "model.offload=up": "model.offload=up must be a list, for example [a,b]",
     "model.offload=[heads]": "model.offload[0]=heads must be one of input, sublayer_output, "
     "query_key_value, attention_output, gate, up",
+    "model.norm_epsilon=0": "model.norm_epsilon=0 must be above 0",
+    "model.embedding_scale=0": "model.embedding_scale=0 must be above 0",
+    "model.rotary_base=0": "model.rotary_base=0.0 is too small; it must be 1 or more",
+    "model.rotary_dim=4": "model.rotary_dim=4 has no effect with model.positions=alibi (model bytes); "
+    "use model.positions=rotary, or remove it",
+    "model.rotary_pairing=neighbouring": "model.rotary_pairing=neighbouring has no effect with model.positions=alibi",
+    "model.rotary_scaling=llama3": "model.rotary_scaling=llama3 has no effect with model.positions=alibi",
+    "model.rotary_scaling=yarn": "model.rotary_scaling=yarn must be one of none, llama3",
     "model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=8; choose a divisor",
     "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 sequences (train.batch / train.microbatches); "
     "use mesh.dp in {1, 2, 4, 8, 16}",
@@ -166,3 +174,26 @@ def test_the_port_of_the_coordinator_is_a_number_of_ascii_digits(coordinator):
     with pytest.raises(UserError, match=r"is not HOST:PORT; use for example --coordinator 10\.0\.0\.2:8476"):
         validate_process_arguments(coordinator, 0, 2)
     validate_process_arguments("localhost:3333", 0, 2)
+
+
+ROTARY = "model.positions=rotary"
+OPTIONS = {
+    (ROTARY, "model.rotary_dim=5"): "model.rotary_dim=5 must be even for model.positions=rotary",
+    (ROTARY, "model.head_dim=5"): "model.head_dim=5 must be even for model.positions=rotary",
+    (ROTARY, "model.rotary_dim=18"): "model.rotary_dim=18 is above model.head_dim=16 (model bytes); use at most 16",
+    (ROTARY, "model.rotary_scaling=llama3", "model.rotary_high_frequency_factor=1"): (
+        "model.rotary_low_frequency_factor=1.0 must be above 0 and below model.rotary_high_frequency_factor=1.0"
+    ),
+    ("model.norm=rmsnorm", "model.norm_bias=true"): "model.norm_bias=true needs model.norm=layernorm, but "
+    "model.norm=rmsnorm (model bytes) has no bias; set model.norm_bias=false",
+    ("model.tie_embeddings=true", "model.head_bias=true"): "model.head_bias=true needs an output head of its own",
+    ("model.remat=mlp", "model.offload=[gate]", "model.mlp=gelu_erf"): "but model.mlp=gelu_erf has no gate",
+    ("model.remat=attention", "model.offload=[sublayer_output]", "model.block=parallel_two_norms"): (
+        "which the backward pass of model.block=parallel_two_norms does not read"
+    ),
+}
+
+
+@pytest.mark.parametrize("overrides", OPTIONS, ids=" ".join)
+def test_the_message_for_options_that_do_not_fit_together_names_both(overrides):
+    assert OPTIONS[overrides] in error_message(FIRST, *overrides)

@@ -6,6 +6,7 @@ B batch, T time, V vocabulary.
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
@@ -21,6 +22,9 @@ from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.config.validate import resolve_auto, validate
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
+from shmap_tp.inference.generator import Options, generate
+from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.model.loss import IGNORE
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel import mesh as meshes
@@ -134,6 +138,43 @@ class Model:
         validate(config)
         config, mesh, functions = _build(config, components)
         return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions)
+
+    @cached_property
+    def _generation(self) -> GenerationPrograms:
+        return GenerationPrograms(self.config.model, self.mesh, self.functions)
+
+    @cached_property
+    def _scoring(self) -> ScoringProgram:
+        return ScoringProgram(self._generation)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, temperature: float = 0.0, **options: Any
+    ) -> list[list[int]]:
+        """The ids that continue each prompt, a list of ids; prompts, padding and stop tokens are left out.
+
+        temperature=0 takes the most likely token each time.  `options` are the other fields of
+        `shmap_tp.inference.generator.Options`: top_k, top_p, repetition_penalty, seed, stop_tokens, samples.
+        A sampled token is a function of (seed, number of the prompt, position): the same on every mesh, in every batch.
+        Raises UserError for an option out of range, and for a prompt that is empty, has an id that is not below
+        model.vocabulary, or leaves no room in model.context.
+        """
+        settings = Options(max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        return generate(self._generation, self.parameters, prompts, settings)
+
+    def score(self, tokens: Tokens, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(summed log-likelihood in nats, whether each was the most likely token) of the tokens of each row where
+        `mask` is true, each given the tokens before it: tokens[B, T], mask[B, T] -> float32[B], bool[B].
+
+        mask[:, 0] must be false.  Raises UserError as `logits` does.
+        """
+        tokens = _checked(tokens, self.config, self.config.model.context + 1, least=0)
+        mask = np.asarray(mask, bool)
+        if mask.shape != tokens.shape or mask[:, 0].any():
+            raise UserError(
+                f"mask must be booleans {list(tokens.shape)}, as the tokens, and false for the first token of a row"
+            )
+        likelihood, greedy = self._scoring(self.parameters, tokens)
+        return np.where(mask[:, 1:], likelihood, 0).sum(axis=1), np.where(mask[:, 1:], greedy, True).all(axis=1)
 
     def with_parameters(self, parameters: Transformer) -> "Model":
         """The same model with other parameters, such as those that an update of your own returns."""

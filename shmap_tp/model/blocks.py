@@ -9,7 +9,8 @@ Which collectives these are, and whether x is [B T D] or [B T/mp D], is decided 
 (`parallel/tensor_parallel.py`).
 
 A block is any module with the constructor and the call of these two.  Its call returns (x, residuals): what its caller
-has to take care of beside x, here residuals of attention for host offload, else an empty tuple.
+has to take care of beside x: residuals of attention for host offload, the key/value cache where it is called with one
+(only generation does), else an empty tuple.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.config.schema import Block, ModelConfig
-from shmap_tp.layers.attention import AnyAttention, Attention
+from shmap_tp.layers.attention import AnyAttention, Attention, Cache
 from shmap_tp.layers.flash_attention import DeferredResiduals
 from shmap_tp.layers.mlp import MLPS
 from shmap_tp.layers.norm import NORMS, LayerNorm, RMSNorm
@@ -50,14 +51,19 @@ class ParallelBlock(eqx.Module):
         self.mlp = _mlp(config, mlp, key_mlp)
 
     def __call__(
-        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, tp: TensorParallel, positions: Positions = None
-    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals]:
+        self,
+        x_BTD: Float[Array, "B _ D"],
+        encoding: PositionEncoding,
+        tp: TensorParallel,
+        positions: Positions = None,
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
         attention, mlp = self.attention, self.mlp
         q, k, v, *hidden = tp.column_parallel(
             self.norm(x_BTD), *_in_scope("attention", attention.inputs), *_in_scope("mlp", mlp.inputs)
         )
         with jax.named_scope("attention"):
-            mixed_BTHK, residuals = attention.mix(q, k, v, encoding, tp, positions)
+            mixed_BTHK, residuals = attention.mix(q, k, v, encoding, tp, positions, cache)
         with jax.named_scope("mlp"):
             hidden_BTF = mlp.activate(*hidden)
         (out,), (down,) = _in_scope("attention", [attention.out]), _in_scope("mlp", [mlp.down])
@@ -89,10 +95,15 @@ class SequentialBlock(eqx.Module):
         self.mlp = _mlp(config, mlp, key_mlp)
 
     def __call__(
-        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, tp: TensorParallel, positions: Positions = None
-    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals]:
+        self,
+        x_BTD: Float[Array, "B _ D"],
+        encoding: PositionEncoding,
+        tp: TensorParallel,
+        positions: Positions = None,
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
         with jax.named_scope("attention"):
-            y_BTD, residuals = self.attention(self.attention_norm(x_BTD), encoding, tp, positions)
+            y_BTD, residuals = self.attention(self.attention_norm(x_BTD), encoding, tp, positions, cache)
             x_BTD = x_BTD + y_BTD
         with jax.named_scope("mlp"):
             x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), tp)

@@ -134,6 +134,27 @@ class Transformer(eqx.Module):
         with jax.named_scope("head"):
             return tp.enter(self.norm(x_BTD))
 
+    def with_cache(
+        self, ids_BT: Int[Array, "B T"], execution: Execution, cache: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """(h of T new tokens, the cache with them): what `__call__` gives for the last T of all tokens so far.
+
+        `cache` is an `inference.cache.KeyValueCache`.  The residual stream must be replicated over mp (`AllReduce`).
+        """
+        tp, dtype, placements = execution.tp, execution.dtype, execution.placements
+        with jax.named_scope("embedding"):
+            encoding = gather(placements.positions, self.positions, dtype)
+            embedding = gather(placements.embedding, self.embedding, dtype)
+            x_BTD = cache.add_to_input(encoding, tp.reduce(embedding(ids_BT, dtype)), tp)
+
+        def layer(x_BTD: Array, block: Any, cache: Any) -> tuple[Array, Any]:
+            return gather(placements.blocks, block, dtype)(x_BTD, encoding, tp, cache=cache)
+
+        with jax.named_scope("blocks"):
+            x_BTD, cache = cache.scan(layer, x_BTD, self.blocks)
+        with jax.named_scope("head"):
+            return tp.enter(self.norm(x_BTD)), cache
+
     def output_projection(
         self, h_BTD: Float[Array, "B T D"], execution: Execution
     ) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:

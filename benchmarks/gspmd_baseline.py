@@ -22,12 +22,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
+from model_options import refuse_options
 
 from shmap_tp.config.activation_names import QUERY_KEY_VALUE, SUBLAYER_OUTPUT
 from shmap_tp.config.schema import Config, Remat
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads, checkpoint_per_head
 from shmap_tp.layers.linear import matmul
-from shmap_tp.layers.mlp import GeluMlp, SwigluMlp
+from shmap_tp.layers.mlp import GatedMlp, GeluMlp
 from shmap_tp.layers.positions import Alibi, PositionEncoding, alibi_slopes
 from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
 from shmap_tp.model.remat import checkpointed
@@ -37,6 +38,13 @@ from shmap_tp.parallel.tensor_parallel import AllReduce
 from shmap_tp.training.bad_steps import select_tree
 from shmap_tp.training.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
+
+SUPPORTED = (
+    *("norm", "norm_epsilon", "norm_bias", "mlp", "rotary_base", "rotary_dim", "rotary_pairing", "rotary_scaling"),
+    *("rotary_scaling_factor", "rotary_low_frequency_factor", "rotary_high_frequency_factor"),
+    "rotary_original_context",
+)
+"""Options of a model that are computed by the modules of shmap_tp which are called here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +98,7 @@ def key_value_weight(layer: KeyValueHeads, constrain: Constraint) -> Float[Array
     return constrain(jnp.repeat(layer.weight, repeats, axis=1), None, MP, None)
 
 
-def mlp(layer: GeluMlp | SwigluMlp, h_BTD: Float[Array, "B T D"], constrain: Constraint) -> Float[Array, "B T D"]:
+def mlp(layer: GeluMlp | GatedMlp, h_BTD: Float[Array, "B T D"], constrain: Constraint) -> Float[Array, "B T D"]:
     return layer.down(layer.activate(*(constrain(column(h_BTD), DP, None, MP) for column in layer.inputs)))
 
 
@@ -152,7 +160,11 @@ def cross_entropy(
 
 
 def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFunctions:
-    """The step functions of `config` on `mesh`, with step and evaluation sharded by the compiler."""
+    """The step functions of `config` on `mesh`, with step and evaluation sharded by the compiler.
+
+    Raises UserError if the model has biases, head norms, two norms in a parallel block or an embedding scale.
+    """
+    refuse_options(config.model, "the GSPMD baseline", supported=SUPPORTED)
     explicit = build_step_functions(config, mesh, dtype)
     shardings: State = jax.tree.map(lambda x: x.sharding, explicit.shapes)
     replicated, constrain = NamedSharding(mesh, P()), Constraint(mesh)

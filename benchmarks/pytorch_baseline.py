@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmark_gpu import DEFAULTS
+from model_options import refuse_options
 
 from shmap_tp.config.schema import (
     AttentionKernel,
@@ -117,6 +118,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
+        refuse_options(config, "the PyTorch baseline")
         if config.positions == Positions.alibi:
             raise UserError("the fused attention of PyTorch has no ALiBi; use model.positions=rotary or learned")
         rows = padded_vocabulary(config)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 import shmap_tp
-from shmap_tp.layers.mlp import SwigluMlp
+from shmap_tp.layers.mlp import GatedMlp
 from tests.helpers.assertions import assert_close, assert_same_bits
 
 TINY = ["model=test", "mesh.dp=2", "mesh.mp=4", "train.batch=4", "train.microbatches=1", "model.context=8"]
@@ -17,7 +17,7 @@ def tokens(config: shmap_tp.Config) -> np.ndarray:
 
 def test_an_mlp_given_as_a_component_is_the_one_that_the_configuration_would_name():
     named, given = (shmap_tp.load_config(*TINY, f"model.mlp={mlp}") for mlp in ("swiglu", "gelu"))
-    components = shmap_tp.Components(mlp=SwigluMlp)
+    components = shmap_tp.Components(mlp=GatedMlp)
     expected, found = shmap_tp.Model.initialize(named), shmap_tp.Model.initialize(given, components)
     assert_same_bits(found.parameters, expected.parameters)
     trainers = shmap_tp.Trainer(named), shmap_tp.Trainer(given, components=components)

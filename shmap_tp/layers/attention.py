@@ -6,8 +6,8 @@ Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053;
 B batch, T time (queries), S time (keys), D model width, H query heads, N key/value heads, K head dim, G = H / N.
 H/mp: dim H sharded over mp.  {+mp}: a partial sum, not yet reduced.
 
-    x  --column_parallel: query, key, value-->  q[B T H/mp K], k and v[B T N/mp K]  --attention, head by head-->
-       mixed[B T H/mp K]  --row_parallel: out {+mp}, reduced-->  y
+    x  --column_parallel: query, key, value-->  q[B T H/mp K], k and v[B T N/mp K]  --norms of q and k, rotation-->
+       --attention, head by head-->  mixed[B T H/mp K]  --row_parallel: out {+mp}, reduced-->  y
 
 How the attention of each head is computed is a value, too: `Chunked`, here, in XLA's own operations, or a kernel of
 flash_attention.py, selected when the model is built (attention_selection.py).  None of them communicates.
@@ -27,11 +27,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from shmap_tp.config.activation_names import ATTENTION_OUTPUT, QUERY_KEY_VALUE
 from shmap_tp.layers.flash_attention import Cudnn, DeferredResiduals, Splash
 from shmap_tp.layers.linear import ColumnParallelHeads, RowParallelHeads
+from shmap_tp.layers.norm import RMSNorm
 from shmap_tp.layers.positions import PositionEncoding, Positions
 from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.linear_protocol import Linear
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import param
-from shmap_tp.parallel.tensor_parallel import Activation, Linear, TensorParallel
+from shmap_tp.parallel.tensor_parallel import Activation, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -79,43 +81,61 @@ def checkpoint_per_head(x_BTHK: Float[Array, "B T H K"], name: str) -> Float[Arr
 
 
 class KeyValueHeads(eqx.Module):
-    """k (or v) = h @ w for the key/value heads that this device's query heads attend to.
+    """k (or v) = h @ w + b for the key/value heads that this device's query heads attend to.
 
-    Shapes         h[B T D], varying over mp -> k[B T N/mp K]; where mp > N, w is replicated, and k is the one head
-                   [B T 1 K] that all query heads here share.
-    Communication  none where mp <= N.  Where mp > N, backward: one all-reduce of dw (D N K values) over mp, unless the
-                   tensor-parallel mode marked w as varying before: then it is reduced once per step.
+    Shapes         h[B T D], varying over mp -> k[B T N/mp K]; where mp > N, w and b are replicated, and k is the one
+                   head [B T 1 K] that all query heads here share.
+    Communication  none where mp <= N.  Where mp > N, backward: one all-reduce of dw (D N K values) over mp, and of db
+                   (N K values), unless the tensor-parallel mode marked them as varying before: then they are reduced
+                   once per step.
     """
 
     weight: Float[Array, "D N K"] = param(None, MP, None, replicate_if_fewer=True)
+    bias: Float[Array, "N K"] | None = param(MP, None, replicate_if_fewer=True, is_bias=True)
     heads: int = eqx.field(static=True)
     outputs_first = False
 
-    def __init__(self, width: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray):
+    def __init__(self, width: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray, bias: bool = False):
         self.weight = std * jax.random.normal(key, (width, heads, head_dim))
+        self.bias = jnp.zeros((heads, head_dim)) if bias else None
         self.heads = heads
 
     def __call__(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T N K"]:
-        weight_DNK = self.weight
-        if lax.axis_size(MP) > self.heads:
-            shared = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
-            weight_DNK = lax.dynamic_slice_in_dim(mark_varying(weight_DNK, MP), shared, 1, axis=1)
-        return jnp.einsum("btd,dhk->bthk", h_BTD, weight_DNK.astype(h_BTD.dtype))
+        return jnp.einsum("btd,dhk->bthk", h_BTD, self._of_this_device(self.weight, 1).astype(h_BTD.dtype))
+
+    def add_bias(self, y_BTNK: Float[Array, "B T N K"]) -> Float[Array, "B T N K"]:
+        if self.bias is None:
+            return y_BTNK
+        return y_BTNK + self._of_this_device(self.bias, 0).astype(y_BTNK.dtype)[None, None]
+
+    def _of_this_device(self, w: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+        """Of a weight or bias with all heads along `dim`, where mp > N, the head of this device; else its own shard."""
+        if lax.axis_size(MP) <= self.heads:
+            return w
+        shared = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
+        return lax.dynamic_slice_in_dim(mark_varying(w, MP), shared, 1, axis=dim)
 
 
 class Attention(eqx.Module):
     """y = softmax(q k' / sqrt(K) + bias, s <= t) v @ out, with q, k, v = x @ query, x @ key, x @ value.
 
+    With `head_norms` every head of q and of k is normalised before it is rotated.  Yang et al. 2025, Qwen3, section 2,
+    https://arxiv.org/abs/2505.09388
+
     A parallel block shares one `column_parallel` and one `row_parallel` with the MLP, and so uses `inputs`, `mix` and
     `out` apart; a sequential block calls the attention.
 
-    Communication  what `tp` does for one column-parallel and one row-parallel product; KeyValueHeads' own where mp > N.
+    Communication  what `tp` does for one column-parallel and one row-parallel product; KeyValueHeads' own where mp > N;
+                   of head norms, whose scale [K] is applied to the heads of every device, backward an all-reduce of its
+                   gradient over mp, unless the tensor-parallel mode marked it as varying before.
     """
 
     query: ColumnParallelHeads
     key: KeyValueHeads
     value: KeyValueHeads
     out: RowParallelHeads
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
     attend: AnyAttention = eqx.field(static=True)
 
     def __init__(
@@ -128,13 +148,18 @@ class Attention(eqx.Module):
         std: float,
         std_out: float,
         key: PRNGKeyArray,
+        biases: tuple[bool, bool] = (False, False),
+        head_norms: tuple[RMSNorm, RMSNorm] | None = None,
     ):
-        """`heads` is (query heads, key/value heads)."""
+        """`heads` is (query heads, key/value heads), `biases` whether there are those of (q, k and v; the output), and
+        `head_norms` are those of (q, k)."""
         key_q, key_k, key_v, key_out = jax.random.split(key, 4)
-        self.query = ColumnParallelHeads(width, heads[0], head_dim, std=std, key=key_q)
-        self.key = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_k)
-        self.value = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_v)
-        self.out = RowParallelHeads(heads[0] * head_dim, width, std=std_out, key=key_out)
+        in_bias, out_bias = biases
+        self.query = ColumnParallelHeads(width, heads[0], head_dim, std=std, key=key_q, bias=in_bias)
+        self.key = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_k, bias=in_bias)
+        self.value = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_v, bias=in_bias)
+        self.out = RowParallelHeads(heads[0] * head_dim, width, std=std_out, key=key_out, bias=out_bias)
+        self.query_norm, self.key_norm = head_norms or (None, None)
         self.attend = attend
 
     def __call__(
@@ -166,13 +191,22 @@ class Attention(eqx.Module):
     ) -> tuple[Activation, DeferredResiduals | Cache]:
         """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these."""
         q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
+        if self.query_norm is not None:
+            q_BTHK, k_BTNK = _normalize_heads(self.query_norm, q_BTHK), _normalize_heads(self.key_norm, k_BTNK)
         if cache is not None:
             mixed_BTHK, cache = cache.attend(q_BTHK, k_BTNK, v_BTNK, encoding)
             return tp.split_time(mixed_BTHK), cache
-        qkv = encoding.rotate(q_BTHK, positions), encoding.rotate(k_BTNK, positions), v_BTNK
-        saved = (checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qkv)
-        mixed_BTHK, residuals = self.attend(*saved, encoding.slopes())
+        qk = encoding.rotate(q_BTHK, positions), encoding.rotate(k_BTNK, positions)
+        if self.query_norm is None:  # else they are saved before their norms
+            qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)
+        mixed_BTHK, residuals = self.attend(*qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE), encoding.slopes())
         return tp.split_time(mixed_BTHK), residuals
+
+
+def _normalize_heads(norm: RMSNorm, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+    """Every head of q or k normalised.  Policies save x in place of the result: the gradient of the norm reads x, and
+    attention's backward pass recomputes norm and rotation, instead of the projection."""
+    return mark_varying(norm, MP)(checkpoint_per_head(x_BTHK, QUERY_KEY_VALUE))
 
 
 MAX_KEY_LENGTHS = 4

@@ -6,8 +6,10 @@ B batch, T time, N positions of a chunk, D model width, V vocabulary rows, padde
 {+mp}: a partial sum, not yet reduced.
 
     lookup   ids[B T]     w[V/mp D]  ->  x[B T D] {+mp}    rows of other devices count as zero
-    score    x[N D]    @  w[V/mp D]' ->  logits[N V/mp]    never gathered: the loss works on the shards
+    score    x[N D]    @  w[V/mp D]' + b[V/mp]  ->  logits[N V/mp]    never gathered: the loss works on the shards
 """
+
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -47,20 +49,30 @@ class VocabParallelEmbedding(eqx.Module):
 
 
 class VocabParallelHead(eqx.Module):
-    """The weight of the output head, where it is not tied to the embedding's; each device has its own rows."""
+    """The weight and bias of the output head, where it is not tied to the embedding; each device has its own rows."""
 
     weight: Float[Array, "V D"] = param(MP, None)
+    bias: Float[Array, " V"] | None = param(MP)
 
-    def __init__(self, vocabulary: int, rows: int, width: int, *, std: float, key: PRNGKeyArray):
+    def __init__(self, vocabulary: int, rows: int, width: int, *, std: float, key: PRNGKeyArray, bias: bool = False):
         self.weight = _table(vocabulary, rows, width, std, key)
+        self.bias = jnp.zeros(rows) if bias else None
 
 
-def score(x_ND: Float[Array, "N D"], weight_VD: Float[Array, "V D"]) -> Float[Array, "N V"]:
-    """logits = x @ w', with the head's weight or, where the two are tied, the embedding's.
+class OutputProjection(NamedTuple):
+    """What logits are computed with: weight and bias of the head or, where the two are tied, the embedding's weight."""
+
+    weight: Float[Array, "V D"]
+    bias: Float[Array, " V"] | None = None
+
+
+def score(x_ND: Float[Array, "N D"], projection: OutputProjection) -> Float[Array, "N V"]:
+    """logits = x @ w' + b.
 
     Shapes         x[N D], varying over mp -> logits[N V/mp]; w is cast to x's dtype, and the logits are float32 (or
                    wider), not rounded to x's dtype in between.  Padded rows are scored, too.
     Communication  none; x entered by the tensor-parallel mode.
     """
     wide = jnp.promote_types(x_ND.dtype, jnp.float32)
-    return jnp.matmul(x_ND, weight_VD.astype(x_ND.dtype).T, preferred_element_type=wide)
+    logits_NV = jnp.matmul(x_ND, projection.weight.astype(x_ND.dtype).T, preferred_element_type=wide)
+    return logits_NV if projection.bias is None else logits_NV + projection.bias.astype(wide)[None]

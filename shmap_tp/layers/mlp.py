@@ -10,6 +10,9 @@ A parallel block shares one `column_parallel` and one `row_parallel` with attent
 and `down` apart; a sequential block calls the MLP.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -18,22 +21,36 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from shmap_tp.config.activation_names import GATE, UP
 from shmap_tp.config.schema import Mlp
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from shmap_tp.parallel.tensor_parallel import Activation, Linear, TensorParallel
+from shmap_tp.parallel.linear_protocol import Linear
+from shmap_tp.parallel.tensor_parallel import Activation, TensorParallel
 
 
 class GeluMlp(eqx.Module):
-    """y = gelu(x @ up) @ down, GELU in its tanh form.  Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
+    """y = gelu(x @ up + b) @ down + b.  Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
 
     Communication  what `tp` does for one column-parallel and one row-parallel product.
     """
 
     up: ColumnParallelLinear
     down: RowParallelLinear
+    exact: bool = eqx.field(static=True)
+    """Whether GELU is computed by the error function; else in its tanh form."""
 
-    def __init__(self, width: int, hidden: int, *, std: float, std_out: float, key: PRNGKeyArray):
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        std: float,
+        std_out: float,
+        key: PRNGKeyArray,
+        bias: bool = False,
+        exact: bool = False,
+    ):
         key_up, key_down = jax.random.split(key)
-        self.up = ColumnParallelLinear(width, hidden, std=std, key=key_up)
-        self.down = RowParallelLinear(hidden, width, std=std_out, key=key_down)
+        self.up = ColumnParallelLinear(width, hidden, std=std, key=key_up, bias=bias)
+        self.down = RowParallelLinear(hidden, width, std=std_out, key=key_down, bias=bias)
+        self.exact = exact
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel) -> Float[Array, "B _ D"]:
         (up_BTF,) = tp.column_parallel(x_BTD, self.up)
@@ -44,11 +61,12 @@ class GeluMlp(eqx.Module):
         return (self.up,)
 
     def activate(self, up_BTF: Activation) -> Activation:
-        return jax.tree.map(lambda up: jax.nn.gelu(checkpoint_name(up, UP)), up_BTF)
+        return jax.tree.map(lambda up: jax.nn.gelu(checkpoint_name(up, UP), approximate=not self.exact), up_BTF)
 
 
-class SwigluMlp(eqx.Module):
-    """y = (silu(x @ gate) * (x @ up)) @ down.  Shazeer 2020, https://arxiv.org/abs/2002.05202
+class GatedMlp(eqx.Module):
+    """y = (activation(x @ gate + b) * (x @ up + b)) @ down + b; with SiLU it is SwiGLU, with GELU GeGLU.
+    Shazeer 2020, https://arxiv.org/abs/2002.05202
 
     Communication  what `tp` does for one column-parallel and one row-parallel product.
     """
@@ -56,12 +74,24 @@ class SwigluMlp(eqx.Module):
     gate: ColumnParallelLinear
     up: ColumnParallelLinear
     down: RowParallelLinear
+    activation: Callable[[Array], Array] = eqx.field(static=True)
 
-    def __init__(self, width: int, hidden: int, *, std: float, std_out: float, key: PRNGKeyArray):
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        std: float,
+        std_out: float,
+        key: PRNGKeyArray,
+        bias: bool = False,
+        activation: Callable[[Array], Array] = jax.nn.silu,
+    ):
         key_gate, key_up, key_down = jax.random.split(key, 3)
-        self.gate = ColumnParallelLinear(width, hidden, std=std, key=key_gate)
-        self.up = ColumnParallelLinear(width, hidden, std=std, key=key_up)
-        self.down = RowParallelLinear(hidden, width, std=std_out, key=key_down)
+        self.gate = ColumnParallelLinear(width, hidden, std=std, key=key_gate, bias=bias)
+        self.up = ColumnParallelLinear(width, hidden, std=std, key=key_up, bias=bias)
+        self.down = RowParallelLinear(hidden, width, std=std_out, key=key_down, bias=bias)
+        self.activation = activation
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel) -> Float[Array, "B _ D"]:
         gate_BTF, up_BTF = tp.column_parallel(x_BTD, self.gate, self.up)
@@ -72,12 +102,16 @@ class SwigluMlp(eqx.Module):
         return self.gate, self.up
 
     def activate(self, gate_BTF: Activation, up_BTF: Activation) -> Activation:
-        return jax.tree.map(_swiglu, gate_BTF, up_BTF)
+        def gated(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+            return self.activation(checkpoint_name(gate, GATE)) * checkpoint_name(up, UP)
+
+        return jax.tree.map(gated, gate_BTF, up_BTF)
 
 
-def _swiglu(gate_BTF: Float[Array, "B T F"], up_BTF: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-    return jax.nn.silu(checkpoint_name(gate_BTF, GATE)) * checkpoint_name(up_BTF, UP)
-
-
-MLPS = {Mlp.gelu: GeluMlp, Mlp.swiglu: SwigluMlp}
-"""The MLPs that `model.mlp` names."""
+MLPS = {
+    Mlp.gelu: GeluMlp,
+    Mlp.gelu_erf: partial(GeluMlp, exact=True),
+    Mlp.swiglu: GatedMlp,
+    Mlp.geglu: partial(GatedMlp, activation=jax.nn.gelu),
+}
+"""The MLPs that `model.mlp` names; GELU is in its tanh form unless it is exact."""

@@ -1,6 +1,6 @@
-"""Normalisation of the residual stream.  Scale only, no bias; the scale is replicated.
+"""Normalisation of the residual stream, and of the heads of q and k.  Scale and bias are replicated.
 
-B batch, T time, D model width.
+B batch, T time, D model width; for a head D is the head dim, and there is a dim of heads before it.
 
     x[B T D]  ->  y[B T D]      computed in float32 (or wider), returned in x's dtype; no communication
 
@@ -8,8 +8,12 @@ Positions are normalised one by one.  Where x is replicated over mp, every devic
 gradient is complete.  Where a device holds T/mp positions, the gradient is a partial sum over mp: the scale was marked
 as varying before (`TensorParallel.mark_varying`), so that it is reduced once per step and not once per layer.
 
+`normalize` and `affine` are the two halves of a call, for blocks in which several norms read the same x.
+
 The means are named for rematerialisation policies: saving one value per position spares reading the whole position.
 """
+
+from functools import partial
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -18,42 +22,99 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shmap_tp.config.activation_names import NORM_STATISTICS
-from shmap_tp.config.schema import Norm
+from shmap_tp.config.schema import ModelConfig, Norm
 from shmap_tp.parallel.partitioning import param
 
 
 class LayerNorm(eqx.Module):
-    """y = (x - mean(x)) / sqrt(var(x) + 1e-5) * scale.  Ba et al. 2016, https://arxiv.org/abs/1607.06450"""
+    """y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias.  Ba et al. 2016, https://arxiv.org/abs/1607.06450"""
 
     scale: Float[Array, " D"] = param(None)
+    bias: Float[Array, " D"] | None = param(None)
+    epsilon: float = eqx.field(static=True)
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, epsilon: float = 1e-5, *, bias: bool = False):
         self.scale = jnp.ones(width)
+        self.bias = jnp.zeros(width) if bias else None
+        self.epsilon = epsilon
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self._scaled(self._normalized(x_BTD)).astype(x_BTD.dtype)
+
+    def normalize(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """(x - mean(x)) / sqrt(var(x) + epsilon)."""
+        return self._normalized(x_BTD).astype(x_BTD.dtype)
+
+    def affine(self, n_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """n * scale + bias."""
+        return self._scaled(n_BTD.astype(self.scale.dtype)).astype(n_BTD.dtype)
+
+    def _normalized(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x_BTD.astype(self.scale.dtype)
         x = x - _mean(x)
-        y = x * lax.rsqrt(_mean(x * x) + 1e-5) * self.scale[None, None]
-        return y.astype(x_BTD.dtype)
+        return x * lax.rsqrt(_mean(x * x) + self.epsilon)
+
+    def _scaled(self, n_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        y = n_BTD * self.scale[None, None]
+        return y if self.bias is None else y + self.bias[None, None]
 
 
 class RMSNorm(eqx.Module):
-    """y = x / sqrt(mean(x^2) + 1e-6) * scale.  Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467"""
+    """y = x / sqrt(mean(x^2) + epsilon) * scale.  Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467
+
+    With `unit_offset` the factor is 1 + scale, and the initial scale 0: Gemma, https://arxiv.org/abs/2403.08295
+    """
 
     scale: Float[Array, " D"] = param(None)
+    epsilon: float = eqx.field(static=True)
+    unit_offset: bool = eqx.field(static=True)
 
-    def __init__(self, width: int):
-        self.scale = jnp.ones(width)
+    def __init__(self, width: int, epsilon: float = 1e-6, *, unit_offset: bool = False):
+        self.scale = jnp.zeros(width) if unit_offset else jnp.ones(width)
+        self.epsilon, self.unit_offset = epsilon, unit_offset
 
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        x = x_BTD.astype(self.scale.dtype)
-        y = x * lax.rsqrt(_mean(x * x) + 1e-6) * self.scale[None, None]
-        return y.astype(x_BTD.dtype)
+    def __call__(self, x: Float[Array, "B T *heads D"]) -> Float[Array, "B T *heads D"]:
+        return self._scaled(self._normalized(x)).astype(x.dtype)
+
+    def normalize(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """x / sqrt(mean(x^2) + epsilon)."""
+        return self._normalized(x_BTD).astype(x_BTD.dtype)
+
+    def affine(self, n_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """n * scale."""
+        return self._scaled(n_BTD.astype(self.scale.dtype)).astype(n_BTD.dtype)
+
+    def _normalized(self, x: Float[Array, "B T *heads D"]) -> Float[Array, "B T *heads D"]:
+        x = x.astype(self.scale.dtype)
+        return x * lax.rsqrt(_mean(x * x) + self.epsilon)
+
+    def _scaled(self, n: Float[Array, "B T *heads D"]) -> Float[Array, "B T *heads D"]:
+        scale = 1 + self.scale if self.unit_offset else self.scale
+        return n * scale[(None,) * (n.ndim - 1)]
 
 
-NORMS = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
+NORMS = {
+    Norm.layernorm: LayerNorm,
+    Norm.rmsnorm: RMSNorm,
+    Norm.rmsnorm_unit_offset: partial(RMSNorm, unit_offset=True),
+}
 """The normalisations that `model.norm` names."""
 
 
-def _mean(x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T 1"]:
-    return checkpoint_name(jnp.mean(x_BTD, axis=-1), NORM_STATISTICS)[..., None]
+def make_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
+    """The norm of the residual stream that `model.norm`, `norm_epsilon` and `norm_bias` name."""
+    bias = {"bias": True} if config.norm_bias else {}
+    return NORMS[config.norm](config.width, **_epsilon(config), **bias)
+
+
+def make_head_norm(config: ModelConfig) -> RMSNorm:
+    """The norm of each head of q, or of k."""
+    return RMSNorm(config.head_dim, **_epsilon(config))
+
+
+def _epsilon(config: ModelConfig) -> dict[str, float]:
+    return {} if config.norm_epsilon is None else {"epsilon": config.norm_epsilon}
+
+
+def _mean(x: Float[Array, "B T *heads D"]) -> Float[Array, "B T *heads 1"]:
+    return checkpoint_name(jnp.mean(x, axis=-1), NORM_STATISTICS)[..., None]

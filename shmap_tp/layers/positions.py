@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.config.schema import Positions as PositionKind
+from shmap_tp.layers.rotation import Rotation, make_rotation
 from shmap_tp.layers.xla_workarounds import rotate_pairs, rotate_pairs_at
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import param
@@ -84,14 +85,13 @@ def alibi_slopes(heads: int) -> Float[np.ndarray, " H"]:
 
 
 class Rotary(eqx.Module):
-    """Pairs (k, k + K/2) of a head rotated by position * base^(-2k/K).  Su et al. 2021,
+    """Pairs of elements of a head, rotated by position * a rate of their own.  Su et al. 2021,
     https://arxiv.org/abs/2104.09864
 
-    Pairs are formed of the two halves of a head as in GPT-NeoX, not of neighbours as in the paper: a fixed permutation
-    of the head dim.
+    Which elements form a pair, and their rates, is said by `rotation`.
     """
 
-    base: float = eqx.field(static=True)
+    rotation: Rotation = eqx.field(static=True)
 
     def add_to_input(
         self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Positions = None
@@ -100,8 +100,8 @@ class Rotary(eqx.Module):
 
     def rotate(self, x_BTHK: Float[Array, "B T H K"], positions: Positions = None) -> Float[Array, "B T H K"]:
         if positions is None:
-            return rotate_pairs(self.base, 1, x_BTHK)
-        return rotate_pairs_at(self.base, positions, x_BTHK)
+            return rotate_pairs(self.rotation, 1, x_BTHK)
+        return rotate_pairs_at(self.rotation, positions, x_BTHK)
 
     def slopes(self) -> None:
         return None
@@ -134,6 +134,6 @@ def make_position_encoding(config: ModelConfig, key: PRNGKeyArray) -> Alibi | Ro
         case PositionKind.alibi:
             return Alibi(config.heads)
         case PositionKind.rotary:
-            return Rotary(10_000.0)
+            return Rotary(make_rotation(config))
         case PositionKind.learned:
             return Learned(config.context, config.width, std=config.init_std, key=key)

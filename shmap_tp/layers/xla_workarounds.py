@@ -17,6 +17,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from shmap_tp.layers.rotation import Rotation
+
 MAX_ADDITIONS = 16
 """Longest dim whose sum is written as additions; for a longer one the program would grow too much."""
 
@@ -64,39 +66,46 @@ def _sum(x: Array, axis: int, dtype: DTypeLike) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def rotate_pairs(base: float, sign: int, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
-    """Rotate the pairs (k, k + K/2) of the head at position t by sign * t * base^(-2k/K), in float32 or wider.
+def rotate_pairs(rotation: Rotation, sign: int, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+    """Rotate each pair of the head at position t by sign * t * its rate, in float32 or wider.
 
     The plain version is `rotate_pairs_at`.  Here the other element of each pair comes from a matmul with a signed
     permutation, exactly, because half a head fills half a row of a TPU's vector unit; and the gradient, a rotation the
-    other way, is stated, because JAX's own transpose of that matmul would round.
+    other way, is stated, because JAX's own transpose of that matmul would round.  Elements that are not rotated have an
+    angle of 0.
     """
-    time, half = x_BTHK.shape[1], x_BTHK.shape[3] // 2
+    time, head_dim = x_BTHK.shape[1], x_BTHK.shape[3]
     wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-    angle = np.arange(time)[:, None] * base ** (-np.arange(half) / half)
-    cos, sin = (jnp.asarray(np.tile(f(angle), 2)[None, :, None, :], wide) for f in (np.cos, np.sin))
-    swap = jnp.asarray(np.roll(np.diag(np.repeat([-1, 1], half)), half, axis=0) * sign, x_BTHK.dtype)
+    first, second = rotation.pairs(head_dim)
+    angle, swap = np.zeros((time, head_dim)), np.zeros((head_dim, head_dim), int)
+    angle[:, first] = angle[:, second] = np.arange(time)[:, None] * rotation.rates(head_dim)
+    swap[second, first], swap[first, second] = -sign, sign
+    cos, sin = (jnp.asarray(f(angle)[None, :, None, :], wide) for f in (np.cos, np.sin))
+    swap = jnp.asarray(swap, x_BTHK.dtype)
     other = jnp.matmul(x_BTHK, swap, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
     return (x_BTHK.astype(wide) * cos + other * sin).astype(x_BTHK.dtype)
 
 
 rotate_pairs.defvjp(
-    lambda base, sign, x: (rotate_pairs(base, sign, x), None),
-    lambda base, sign, _, dy: (rotate_pairs(base, -sign, dy),),
+    lambda rotation, sign, x: (rotate_pairs(rotation, sign, x), None),
+    lambda rotation, sign, _, dy: (rotate_pairs(rotation, -sign, dy),),
 )
 
 
 def rotate_pairs_at(
-    base: float, positions_T: Int[Array, " T"], x_BTHK: Float[Array, "B T H K"]
+    rotation: Rotation, positions_T: Int[Array, " T"], x_BTHK: Float[Array, "B T H K"]
 ) -> Float[Array, "B T H K"]:
-    """The same at the positions given, by its definition: halves a, b of a head become a cos - b sin, b cos + a sin."""
-    half = x_BTHK.shape[3] // 2
+    """The same at the positions given, by its definition: a pair a, b becomes a cos - b sin, b cos + a sin."""
+    head_dim = x_BTHK.shape[3]
     wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-    rates_K = jnp.asarray(base ** (-np.arange(half) / half), wide)
-    angle_BTHK = (positions_T.astype(wide)[:, None] * rates_K[None])[None, :, None]
-    a, b = jnp.split(x_BTHK.astype(wide), 2, axis=-1)
-    cos, sin = jnp.cos(angle_BTHK), jnp.sin(angle_BTHK)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
+    rates_P = jnp.asarray(rotation.rates(head_dim), wide)
+    angle_BTHP = (positions_T.astype(wide)[:, None] * rates_P[None])[None, :, None]
+    x, rest = jnp.split(x_BTHK.astype(wide), [rotation.size(head_dim)], axis=-1)
+    a, b = (x[..., ::2], x[..., 1::2]) if rotation.neighbouring else jnp.split(x, 2, axis=-1)
+    cos, sin = jnp.cos(angle_BTHP), jnp.sin(angle_BTHP)
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    y = jnp.stack(turned, axis=-1).reshape(x.shape) if rotation.neighbouring else jnp.concatenate(turned, axis=-1)
+    return jnp.concatenate([y, rest], axis=-1).astype(x_BTHK.dtype)
 
 
 @jax.custom_vjp

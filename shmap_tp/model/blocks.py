@@ -2,13 +2,14 @@
 
 B batch, T time, D model width.
 
-    parallel     x + row_parallel(attention, mlp of column_parallel(norm(x)))        one pair of collectives
-    sequential   x + attention(norm(x)), then x + mlp(norm(x))                        two pairs
+    parallel             x + row_parallel(attention, mlp of column_parallel(norm(x)))     one pair of collectives
+    parallel_two_norms   the same, each with the scale and bias of a norm of its own      one pair
+    sequential           x + attention(norm(x)), then x + mlp(norm(x))                    two pairs
 
 Which collectives these are, and whether x is [B T D] or [B T/mp D], is decided by the tensor-parallel mode
 (`parallel/tensor_parallel.py`).
 
-A block is any module with the constructor and the call of these two.  Its call returns (x, residuals): what its caller
+A block is any module with the constructor and the call of these.  Its call returns (x, residuals): what its caller
 has to take care of beside x: residuals of attention for host offload, the key/value cache where it is called with one
 (only generation does), else an empty tuple.
 """
@@ -24,12 +25,13 @@ from shmap_tp.config.schema import Block, ModelConfig
 from shmap_tp.layers.attention import AnyAttention, Attention, Cache
 from shmap_tp.layers.flash_attention import DeferredResiduals
 from shmap_tp.layers.mlp import MLPS
-from shmap_tp.layers.norm import NORMS, LayerNorm, RMSNorm
+from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_head_norm, make_norm
 from shmap_tp.layers.positions import PositionEncoding, Positions
-from shmap_tp.parallel.tensor_parallel import InScope, Linear, TensorParallel
+from shmap_tp.parallel.linear_protocol import AfterNorm, InScope, Linear
+from shmap_tp.parallel.tensor_parallel import Activation, TensorParallel
 
 MakeMlp = Callable[..., Any]
-"""(width, hidden, *, std, std_out, key) -> an MLP, as the classes of layers/mlp.py."""
+"""(width, hidden, *, std, std_out, key) -> an MLP, as the classes of layers/mlp.py; with mlp_bias also `bias=True`."""
 
 
 class ParallelBlock(eqx.Module):
@@ -46,7 +48,7 @@ class ParallelBlock(eqx.Module):
 
     def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray, mlp: MakeMlp | None = None):
         key_attention, key_mlp = jax.random.split(key)
-        self.norm = NORMS[config.norm](config.width)
+        self.norm = make_norm(config)
         self.attention = _attention(config, attend, key_attention)
         self.mlp = _mlp(config, mlp, key_mlp)
 
@@ -58,16 +60,55 @@ class ParallelBlock(eqx.Module):
         positions: Positions = None,
         cache: Cache | None = None,
     ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
-        attention, mlp = self.attention, self.mlp
         q, k, v, *hidden = tp.column_parallel(
-            self.norm(x_BTD), *_in_scope("attention", attention.inputs), *_in_scope("mlp", mlp.inputs)
+            self.norm(x_BTD), *_in_scope("attention", self.attention.inputs), *_in_scope("mlp", self.mlp.inputs)
         )
-        with jax.named_scope("attention"):
-            mixed_BTHK, residuals = attention.mix(q, k, v, encoding, tp, positions, cache)
-        with jax.named_scope("mlp"):
-            hidden_BTF = mlp.activate(*hidden)
-        (out,), (down,) = _in_scope("attention", [attention.out]), _in_scope("mlp", [mlp.down])
-        return x_BTD + tp.row_parallel((mixed_BTHK, out), (hidden_BTF, down)), residuals
+        y_BTD, residuals = _mix_and_project(self, (q, k, v), hidden, encoding, tp, positions, cache)
+        return x_BTD + y_BTD, residuals
+
+    @property
+    def last_weight(self) -> Any:
+        """The last weight of the forward pass: the first that the backward pass reads."""
+        return self.mlp.down.weight
+
+
+class ParallelBlockTwoNorms(eqx.Module):
+    """y = x + attention(norm_a(x)) + mlp(norm_m(x)).  Black et al. 2022, GPT-NeoX-20B, section 2.1,
+    https://arxiv.org/abs/2204.06745
+
+    Both norms normalise x alike: it is normalised once, enters once, and their scales and biases are applied after.
+
+    Communication  that of ParallelBlock; and where the residual stream is replicated over mp, backward, an all-reduce
+                   over mp of the gradients of both norms (`AfterNorm`).
+    """
+
+    attention_norm: LayerNorm | RMSNorm
+    attention: Attention
+    mlp_norm: LayerNorm | RMSNorm
+    mlp: eqx.Module
+
+    def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray, mlp: MakeMlp | None = None):
+        key_attention, key_mlp = jax.random.split(key)
+        self.attention_norm = make_norm(config)
+        self.attention = _attention(config, attend, key_attention)
+        self.mlp_norm = make_norm(config)
+        self.mlp = _mlp(config, mlp, key_mlp)
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B _ D"],
+        encoding: PositionEncoding,
+        tp: TensorParallel,
+        positions: Positions = None,
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
+        qkv, hidden = tp.column_parallel(
+            self.attention_norm.normalize(x_BTD),
+            AfterNorm(self.attention_norm, tuple(_in_scope("attention", self.attention.inputs))),
+            AfterNorm(self.mlp_norm, tuple(_in_scope("mlp", self.mlp.inputs))),
+        )
+        y_BTD, residuals = _mix_and_project(self, qkv, hidden, encoding, tp, positions, cache)
+        return x_BTD + y_BTD, residuals
 
     @property
     def last_weight(self) -> Any:
@@ -89,9 +130,9 @@ class SequentialBlock(eqx.Module):
 
     def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray, mlp: MakeMlp | None = None):
         key_attention, key_mlp = jax.random.split(key)
-        self.attention_norm = NORMS[config.norm](config.width)
+        self.attention_norm = make_norm(config)
         self.attention = _attention(config, attend, key_attention)
-        self.mlp_norm = NORMS[config.norm](config.width)
+        self.mlp_norm = make_norm(config)
         self.mlp = _mlp(config, mlp, key_mlp)
 
     def __call__(
@@ -115,16 +156,45 @@ class SequentialBlock(eqx.Module):
         return self.mlp.down.weight
 
 
-BLOCKS = {Block.parallel: ParallelBlock, Block.sequential: SequentialBlock}
+BLOCKS = {
+    Block.parallel: ParallelBlock,
+    Block.parallel_two_norms: ParallelBlockTwoNorms,
+    Block.sequential: SequentialBlock,
+}
+"""The blocks that `model.block` names."""
 
 
 def _attention(config: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Attention:
     heads = (config.heads, config.kv_heads)
-    return Attention(config.width, heads, config.head_dim, attend, **_init_std(config), key=key)
+    options = {
+        "biases": (config.qkv_bias, config.attention_output_bias),
+        "head_norms": (make_head_norm(config), make_head_norm(config)) if config.qk_norm else None,
+    }
+    return Attention(config.width, heads, config.head_dim, attend, **_init_std(config), **options, key=key)
 
 
 def _mlp(config: ModelConfig, make: MakeMlp | None, key: PRNGKeyArray) -> eqx.Module:
-    return (make or MLPS[config.mlp])(config.width, config.ffn, **_init_std(config), key=key)
+    bias = {"bias": True} if config.mlp_bias else {}
+    return (make or MLPS[config.mlp])(config.width, config.ffn, **_init_std(config), **bias, key=key)
+
+
+def _mix_and_project(
+    block: ParallelBlock | ParallelBlockTwoNorms,
+    qkv: Sequence[Activation],
+    hidden: Sequence[Activation],
+    encoding: PositionEncoding,
+    tp: TensorParallel,
+    positions: Positions,
+    cache: Cache | None,
+) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
+    """(the sum of the outputs of attention and MLP, with one reduction; residuals of attention, or the cache), from the
+    column-parallel products of both."""
+    with jax.named_scope("attention"):
+        mixed_BTHK, residuals = block.attention.mix(*qkv, encoding, tp, positions, cache)
+    with jax.named_scope("mlp"):
+        hidden_BTF = block.mlp.activate(*hidden)
+    (out,), (down,) = _in_scope("attention", [block.attention.out]), _in_scope("mlp", [block.mlp.down])
+    return tp.row_parallel((mixed_BTHK, out), (hidden_BTF, down)), residuals
 
 
 def _init_std(config: ModelConfig) -> dict[str, float]:

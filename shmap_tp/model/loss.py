@@ -8,13 +8,14 @@ positions, so a chunk's gradients are computed with its logits, which are neithe
 B batch, T time, N positions of a chunk, C chunks, D model width, V vocabulary rows, padded.  V/mp: dim V sharded over
 mp. {+mp}: a partial sum, not yet reduced.
 
-    h[N D]  @  w[V/mp D]'  ->  logits[N V/mp]                                                    product 1
+    h[N D]  @  w[V/mp D]' + b[V/mp]  ->  logits[N V/mp]                                          product 1
     logits  --of these columns: max, sum of exp, the target's logit; all-gather over mp-->
             m[N], z[N], t[N] of all columns  ->  log p = t - m - log z,  log Z = m + log z       replicated over mp
     objective   sum of share (-log p + z_loss (log Z)^2), share = 1 / counted, of an ignored target 0
     dlogits[N V/mp] = share ((1 + 2 z_loss log Z) exp(logits - m) / z - (1 at the target))
     dh[N D] {+mp}   = dlogits   @  w[V/mp D]                                                      product 2
     dw[V/mp D]     += dlogits'  @  h[N D]                                                         product 3
+    db[V/mp]       += sum over N of dlogits
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from shmap_tp.layers.embedding import score
+from shmap_tp.layers.embedding import OutputProjection, score
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import DP, MP
 
@@ -41,7 +42,7 @@ class LinearCrossEntropy:
     """Mean cross entropy of the counted targets, plus z_loss times the mean of (log Z)^2, computed from h.
 
     Three products with the head's weight where gradients are taken, one where not.  Logits and everything derived from
-    them are float32 (or wider); the operands of each product are in h's dtype, and dw is accumulated in float32.
+    them are float32 (or wider); the operands of each product are in h's dtype; dw and db are accumulated in float32.
     Memory         the logits of a chunk, and dw[V/mp D] in float32.
     Communication  forward one all-gather over mp per chunk, of three values per position; backward none.
     """
@@ -56,7 +57,7 @@ class LinearCrossEntropy:
     def __call__(
         self,
         h_BTD: Float[Array, "B T D"],
-        weight_VD: Float[Array, "V D"],
+        projection: OutputProjection,
         targets_BT: Int[Array, "B T"],
         counted: Float[Array, ""],
     ) -> Sums:
@@ -64,11 +65,11 @@ class LinearCrossEntropy:
 
         h has entered (`TensorParallel.enter`); `counted` is the number of counted targets of the whole step.
         """
-        h_BTD, weight_VD = mark_varying(mark_varying((h_BTD, weight_VD), MP), DP)  # as their gradients vary
+        h_BTD, projection = mark_varying(mark_varying((h_BTD, projection), MP), DP)  # as their gradients vary
         h_CND = self._chunked(h_BTD.reshape(-1, h_BTD.shape[-1]), 0)
         targets_CN = self._chunked(targets_BT.reshape(-1), IGNORE)
         share_CN = jnp.where(targets_CN >= 0, 1 / counted, 0.0)
-        objective, loss = _sums(self, h_CND, weight_VD, targets_CN, lax.stop_gradient(share_CN))
+        objective, loss = _sums(self, h_CND, projection, targets_CN, lax.stop_gradient(share_CN))
         return objective, lax.stop_gradient(loss)
 
     def _chunked(self, x: Array, filling: int) -> Array:
@@ -96,12 +97,13 @@ class _Scores:
 
 
 def _scores(
-    h_ND: Float[Array, "N D"], weight_VD: Float[Array, "V D"], targets_N: Int[Array, "N"], vocabulary: int
+    h_ND: Float[Array, "N D"], projection: OutputProjection, targets_N: Int[Array, "N"], vocabulary: int
 ) -> _Scores:
     """One matmul, one all-gather of [3 N] over mp."""
-    logits_NV = score(h_ND, weight_VD)
+    logits_NV = score(h_ND, projection)
     with jax.named_scope("cross_entropy"):
-        column_V = lax.axis_index(MP) * weight_VD.shape[0] + jnp.arange(weight_VD.shape[0])
+        rows = projection.weight.shape[0]
+        column_V = lax.axis_index(MP) * rows + jnp.arange(rows)
         logits_NV = jnp.where((column_V < vocabulary)[None], logits_NV, jnp.finfo(logits_NV.dtype).min)
         is_target_NV = targets_N[:, None] == column_V[None]
         max_N = jnp.max(logits_NV, axis=-1)
@@ -127,7 +129,7 @@ def _zeros(share_CN: Float[Array, "C N"]) -> Sums:
 def _sums(
     how: LinearCrossEntropy,
     h_CND: Float[Array, "C N D"],
-    weight_VD: Float[Array, "V D"],
+    projection: OutputProjection,
     targets_CN: Int[Array, "C N"],
     share_CN: Float[Array, "C N"],
 ) -> Sums:
@@ -136,42 +138,44 @@ def _sums(
     The plain version is autodiff of this function, which would save or recompute the logits.  The custom gradient
     stands for no collective: dh is reduced over mp, and dw over dp, by the transposes of the casts before it.
     """
-    weight_VD = weight_VD.astype(h_CND.dtype)
+    projection = projection._replace(weight=projection.weight.astype(h_CND.dtype))
 
     def chunk(sums: Sums, part: tuple[Array, Array, Array]) -> tuple[Sums, None]:
         h_ND, targets_N, share_N = part
-        return _add(how, sums, _scores(h_ND, weight_VD, targets_N, how.vocabulary), share_N), None
+        return _add(how, sums, _scores(h_ND, projection, targets_N, how.vocabulary), share_N), None
 
     return lax.scan(chunk, _zeros(share_CN), (h_CND, targets_CN, share_CN))[0]
 
 
 def _sums_and_gradients(
-    how: LinearCrossEntropy, h_CND: Array, weight_VD: Array, targets_CN: Array, share_CN: Array
-) -> tuple[Sums, tuple[Array, Array]]:
-    """(the sums, (dh[C N D], dw[V/mp D]) of the objective)."""
-    cast_VD = weight_VD.astype(h_CND.dtype)
+    how: LinearCrossEntropy, h_CND: Array, projection: OutputProjection, targets_CN: Array, share_CN: Array
+) -> tuple[Sums, tuple[Array, OutputProjection]]:
+    """(the sums, (dh[C N D], (dw[V/mp D], db[V/mp])) of the objective)."""
+    cast_VD = projection.weight.astype(h_CND.dtype)
+    cast = projection._replace(weight=cast_VD)
 
-    def chunk(carry: tuple[Sums, Array], part: tuple[Array, Array, Array]) -> tuple[tuple[Sums, Array], Array]:
-        (sums, dw_VD), (h_ND, targets_N, share_N) = carry, part
-        scores = _scores(h_ND, cast_VD, targets_N, how.vocabulary)
+    def chunk(carry: tuple[Sums, OutputProjection], part: tuple[Array, Array, Array]) -> tuple[tuple, Array]:
+        (sums, (dw_VD, db_V)), (h_ND, targets_N, share_N) = carry, part
+        scores = _scores(h_ND, cast, targets_N, how.vocabulary)
         with jax.named_scope("cross_entropy"):
             scale_N = share_N * (1 + 2 * how.z_loss * scores.log_z_N) / scores.z_N
             dlogits_NV = scale_N[:, None] * scores.exp_NV - jnp.where(scores.is_target_NV, share_N[:, None], 0.0)
+            db_V = None if db_V is None else db_V + jnp.sum(dlogits_NV, axis=0)
             dlogits_NV = dlogits_NV.astype(h_ND.dtype)
         dw_VD = dw_VD + jnp.matmul(dlogits_NV.T, h_ND, preferred_element_type=dw_VD.dtype)
-        return (_add(how, sums, scores, share_N), dw_VD), dlogits_NV @ cast_VD
+        return (_add(how, sums, scores, share_N), OutputProjection(dw_VD, db_V)), dlogits_NV @ cast_VD
 
-    zeros = jnp.zeros_like(weight_VD, share_CN.dtype)
-    (sums, dw_VD), dh_CND = lax.scan(chunk, (_zeros(share_CN), zeros), (h_CND, targets_CN, share_CN))
-    return sums, (dh_CND, dw_VD.astype(weight_VD.dtype))
+    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, share_CN.dtype), projection)
+    (sums, gradients), dh_CND = lax.scan(chunk, (_zeros(share_CN), zeros), (h_CND, targets_CN, share_CN))
+    return sums, (dh_CND, jax.tree.map(lambda dw, w: dw.astype(w.dtype), gradients, projection))
 
 
 def _scaled(
-    how: LinearCrossEntropy, gradients: tuple[Array, Array], cotangents: Sums
-) -> tuple[Array, Array, None, None]:
+    how: LinearCrossEntropy, gradients: tuple[Array, OutputProjection], cotangents: Sums
+) -> tuple[Array, OutputProjection, None, None]:
     """The gradients times the cotangent of the objective; targets and shares have no gradient."""
-    dh_CND, dw_VD = (gradient * cotangents[0].astype(gradient.dtype) for gradient in gradients)
-    return dh_CND, dw_VD, None, None
+    dh_CND, d_projection = jax.tree.map(lambda gradient: gradient * cotangents[0].astype(gradient.dtype), gradients)
+    return dh_CND, d_projection, None, None
 
 
 _sums.defvjp(_sums_and_gradients, _scaled)

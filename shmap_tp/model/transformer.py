@@ -3,8 +3,8 @@
 
 B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V sharded over mp.
 
-    ids[B T]  --embedding, reduced over mp-->  x  --+ learned positions-->  x  --L blocks-->  x  --norm, enter-->  h[B T
-    D]
+    ids[B T]  --embedding, reduced over mp-->  x  --scale, + learned positions-->  x  --L blocks-->  x
+              --norm, enter-->  h[B T D]
 
 x is the residual stream, [B T D] or [B T/mp D] as the tensor-parallel mode says.  Around each part, and not inside it,
 its FSDP weights are gathered (`fsdp.gather`).
@@ -17,25 +17,15 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.config.schema import (
-    Block,
-    Mlp,
-    ModelConfig,
-    Norm,
-    Remat,
-    RotaryPairing,
-    RotaryScaling,
-    SavedActivation,
-    padded_vocabulary,
-)
-from shmap_tp.errors import UserError
+from shmap_tp.config.schema import ModelConfig, Remat, SavedActivation, padded_vocabulary
 from shmap_tp.layers.attention import AnyAttention
-from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from shmap_tp.layers.norm import NORMS, LayerNorm, RMSNorm
+from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, VocabParallelHead
+from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_norm
 from shmap_tp.layers.positions import Alibi, Learned, PositionEncoding, Positions, Rotary, make_position_encoding
 from shmap_tp.layers.xla_workarounds import isolate_gradient, join_gradients
 from shmap_tp.model.blocks import BLOCKS, MakeMlp
@@ -61,26 +51,6 @@ class Execution:
     """A tree like the model: how each parameter is placed over dp (`fsdp.py`)."""
 
 
-UNBUILT = {
-    "block": {Block.parallel, Block.sequential},
-    "norm": {Norm.layernorm, Norm.rmsnorm},
-    "mlp": {Mlp.gelu, Mlp.swiglu},
-    **{key: {None} for key in ("norm_epsilon", "rotary_dim")},
-    **{key: {False} for key in ("norm_bias", "qk_norm", "qkv_bias", "attention_output_bias", "mlp_bias", "head_bias")},
-    "rotary_base": {10_000.0},
-    "rotary_pairing": {RotaryPairing.half},
-    "rotary_scaling": {RotaryScaling.none},
-    "embedding_scale": {1.0},
-}
-"""Options of the configuration that no layer has yet, and the values that are supported."""
-
-
-def _refuse_unbuilt(config: ModelConfig) -> None:
-    for key, supported in UNBUILT.items():
-        if getattr(config, key) not in supported:
-            raise UserError(f"model.{key}={getattr(config, key)} (model {config.name}) is not supported yet")
-
-
 class Transformer(eqx.Module):
     """ids[B T] -> h[B T D], which `output_projection`'s weight projects to logits.
 
@@ -95,6 +65,7 @@ class Transformer(eqx.Module):
     blocks: eqx.Module = stacked()
     norm: LayerNorm | RMSNorm
     head: VocabParallelHead | None
+    embedding_scale: float = eqx.field(static=True)
     remat: Remat = eqx.field(static=True)
     offload: tuple[SavedActivation, ...] = eqx.field(static=True)
 
@@ -108,7 +79,6 @@ class Transformer(eqx.Module):
         mlp: MakeMlp | None = None,
     ):
         """`block` and `mlp` replace those that the configuration names."""
-        _refuse_unbuilt(config)
         key_embedding, key_positions, key_blocks, key_head = jax.random.split(key, 4)
         table = (config.vocabulary, padded_vocabulary(config), config.width)
         self.embedding = VocabParallelEmbedding(*table, std=config.init_std, key=key_embedding)
@@ -116,8 +86,10 @@ class Transformer(eqx.Module):
         make = block or BLOCKS[config.block]
         keys = jax.random.split(key_blocks, config.layers)
         self.blocks = eqx.filter_vmap(lambda key: make(config, attend, key=key, mlp=mlp))(keys)
-        self.norm = NORMS[config.norm](config.width)
-        self.head = None if config.tie_embeddings else VocabParallelHead(*table, std=config.init_std, key=key_head)
+        self.norm = make_norm(config)
+        head = partial(VocabParallelHead, *table, std=config.init_std, key=key_head, bias=config.head_bias)
+        self.head = None if config.tie_embeddings else head()
+        self.embedding_scale = config.embedding_scale
         self.remat, self.offload = config.remat, tuple(config.offload)
 
     def __call__(
@@ -128,7 +100,7 @@ class Transformer(eqx.Module):
         with jax.named_scope("embedding"):
             encoding = gather(placements.positions, self.positions, dtype)
             embedding = gather(placements.embedding, isolate_gradient(self.embedding), dtype)
-            x_BTD = encoding.add_to_input(tp.reduce(embedding(ids_BT, dtype)), tp, positions)
+            x_BTD = encoding.add_to_input(self._scaled(tp.reduce(embedding(ids_BT, dtype))), tp, positions)
         with jax.named_scope("blocks"):
             x_BTD = self._scan_blocks(x_BTD, encoding, execution, positions)
         with jax.named_scope("head"):
@@ -145,7 +117,7 @@ class Transformer(eqx.Module):
         with jax.named_scope("embedding"):
             encoding = gather(placements.positions, self.positions, dtype)
             embedding = gather(placements.embedding, self.embedding, dtype)
-            x_BTD = cache.add_to_input(encoding, tp.reduce(embedding(ids_BT, dtype)), tp)
+            x_BTD = cache.add_to_input(encoding, self._scaled(tp.reduce(embedding(ids_BT, dtype))), tp)
 
         def layer(x_BTD: Array, block: Any, cache: Any) -> tuple[Array, Any]:
             return gather(placements.blocks, block, dtype)(x_BTD, encoding, tp, cache=cache)
@@ -157,12 +129,18 @@ class Transformer(eqx.Module):
 
     def output_projection(
         self, h_BTD: Float[Array, "B T D"], execution: Execution
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
-        """(h, w[V/mp D]) of logits = h @ w': the head's weight, or the embedding's where the two are tied."""
+    ) -> tuple[Float[Array, "B T D"], OutputProjection]:
+        """(h, w[V/mp D] and b[V/mp]) of logits = h @ w' + b: the head's, or the embedding's w where the two are
+        tied."""
         placements, dtype = execution.placements, execution.dtype
         placement, table = (placements.embedding, self.embedding) if self.head is None else (placements.head, self.head)
         h_BTD, table = join_gradients(h_BTD, table) if has_gathered(placement) else (h_BTD, isolate_gradient(table))
-        return h_BTD, gather(placement, table, dtype).weight
+        gathered = gather(placement, table, dtype)
+        return h_BTD, OutputProjection(gathered.weight, None if self.head is None else gathered.bias)
+
+    def _scaled(self, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
+        """The embedding, multiplied by embedding_scale in its own dtype."""
+        return x_BTD if self.embedding_scale == 1 else x_BTD * jnp.asarray(self.embedding_scale, x_BTD.dtype)
 
     def _scan_blocks(
         self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, execution: Execution, positions: Positions

@@ -32,15 +32,15 @@ from typing import Any
 
 import jax
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.linear_protocol import AfterNorm, Linear
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.ring import RingStep, ring_offsets, ring_reduce_scatter, to_float32
 
-TimeChunks = tuple[Float[Array, "B chunk ..."], ...]
-"""One array per chunk of time, in the order of `ring_offsets`."""
-Linear = Callable[[Array], Array]
+TimeChunks = tuple[PyTree[Float[Array, "B chunk ..."]], ...]
+"""One array per chunk of time, in the order of `ring_offsets`; of `AfterNorm` one tuple of arrays."""
 
 
 def all_gather_matmul(x_BTD: Float[Array, "B chunk D"], layers: Sequence[Linear]) -> tuple[TimeChunks, ...]:
@@ -75,15 +75,23 @@ def _all_gather_chunks(x_BTD: Float[Array, "B chunk D"]) -> TimeChunks:
     return tuple(chunks.values())
 
 
-def _input_gradient(layer: Linear, x: Array, dy: Array) -> Array:
-    return jax.linear_transpose(layer, x)(dy)[0]
+def _input_gradient(layer: Linear, x: Array, dy: Any) -> Array:
+    return _transpose(layer, layer, x, dy)
+
+
+def _transpose(layer: Linear, function: Callable[[Any], Any], at: Any, dy: Any) -> Any:
+    """The gradient of `at` for dy = d function(at), where `function` is one of `layer`: its transpose if it is linear.
+
+    `AfterNorm` is not.  The gradient of its norm reads that of the norm's output, which is computed here once more.
+    """
+    if isinstance(layer, AfterNorm):
+        return jax.vjp(function, at)[1](dy)[0]
+    return jax.linear_transpose(function, at)(dy)[0]
 
 
 def _weight_gradient(layer: Linear, chunks: TimeChunks, d_chunks: TimeChunks) -> Linear:
     """dw, as a pytree like the layer, summed over the chunks."""
-    terms = [
-        jax.linear_transpose(lambda layer, x=x: layer(x), layer)(dy)[0] for x, dy in zip(chunks, d_chunks, strict=True)
-    ]
+    terms = [_transpose(layer, lambda layer, x=x: layer(x), layer, dy) for x, dy in zip(chunks, d_chunks, strict=True)]
     return jax.tree.map(lambda *dw: functools.reduce(operator.add, dw), *terms)
 
 

@@ -60,12 +60,15 @@ class OverlappedLinear(eqx.Module):
     layout: WeightLayout = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-        skeleton = eqx.tree_at(lambda layer: layer.weight, self.layer, None)
+        skeleton = eqx.tree_at(lambda layer: layer.weight, self.layer, None)  # its bias is not used by the product
 
         def multiply(x: Array, weight: Array) -> Array:
             return eqx.tree_at(lambda layer: layer.weight, skeleton, weight, is_leaf=lambda x: x is None)(x)
 
         return _matmul(multiply, self.layout, x, self.layer.weight, self.shard)
+
+    def add_bias(self, y: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        return self.layer.add_bias(y)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

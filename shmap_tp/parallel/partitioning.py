@@ -18,13 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-def param(*axes: str | None, replicate_if_fewer: bool = False) -> Any:
+def param(*axes: str | None, replicate_if_fewer: bool = False, is_bias: bool = False) -> Any:
     """Declare an array field: for each dim the mesh axis that shards it, or None.
 
     `replicate_if_fewer`: every device holds the whole array where a sharded dim is smaller than its mesh axis
-    (key/value heads).
+    (key/value heads).  `is_bias`: it is no matrix, whatever its dims.
     """
-    return eqx.field(metadata={"axes": axes, "replicate_if_fewer": replicate_if_fewer})
+    return eqx.field(metadata={"axes": axes, "replicate_if_fewer": replicate_if_fewer, "is_bias": is_bias})
 
 
 def stacked() -> Any:
@@ -65,7 +65,11 @@ def partition_specs(model: eqx.Module, axis_sizes: Mapping[str, int]) -> Any:
 
 def is_matrix(model: eqx.Module) -> Any:
     """`model` with every array replaced by whether, in one layer, it is a matrix: what weight decay applies to."""
-    return tree_util.tree_map_with_path(lambda path, _: len(_declaration(model, path)[0]["axes"]) > 1, model)
+    return tree_util.tree_map_with_path(lambda path, _: _declares_matrix(_declaration(model, path)[0]), model)
+
+
+def _declares_matrix(metadata: Mapping[str, Any]) -> bool:
+    return len(metadata["axes"]) > 1 and not metadata["is_bias"]
 
 
 def is_stacked(model: eqx.Module) -> Any:
@@ -86,7 +90,7 @@ def shard_over(model: eqx.Module, specs: Any, axis: str, axis_sizes: Mapping[str
 
     def further(path: tuple, leaf: Any, spec: P) -> P:
         metadata, in_stack = _declaration(model, path)
-        for i in range(in_stack, len(leaf.shape) if len(metadata["axes"]) > 1 else 0):
+        for i in range(in_stack, len(leaf.shape) if _declares_matrix(metadata) else 0):
             axes = spec_axes(spec[i])
             if leaf.shape[i] // math.prod(axis_sizes[a] for a in axes) % axis_sizes[axis] == 0:
                 return P(*spec[:i], (*axes, axis), *spec[i + 1 :])

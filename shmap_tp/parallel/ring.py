@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 
 def ring_offsets(n: int) -> list[int]:
@@ -41,17 +41,17 @@ class RingStep:
     received: list[Array]
     """The same after their hop; at offset 0 without the last one, whose hop overlaps the computation of this term."""
 
-    def after_send(self, x: Array) -> Array:
+    def after_send(self, x: PyTree[Array]) -> PyTree[Array]:
         """x, not available before everything in `sent`: what is computed from it overlaps the hop."""
         return _wait_for(self.sent, x)
 
-    def after_receive(self, x: Array) -> Array:
+    def after_receive(self, x: PyTree[Array]) -> PyTree[Array]:
         """x, not available before everything in `received`: XLA then adds the received sums as it computes the term,
         instead of reading both from memory afterwards."""
         return _wait_for(self.received, x)
 
 
-def _wait_for(arrays: list[Array], x: Array) -> Array:
+def _wait_for(arrays: list[Array], x: PyTree[Array]) -> PyTree[Array]:
     return lax.optimization_barrier((arrays, x))[1] if arrays else x
 
 

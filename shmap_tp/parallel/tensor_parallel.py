@@ -7,8 +7,8 @@ value, and no layer asks which one it is.
 
 B batch, T time, D model width, F features.  T/mp: dim T sharded over mp.  {+mp}: a partial sum, not yet reduced.
 
-    column_parallel(x, a, b)          x -> enter(x) @ a, enter(x) @ b
-    row_parallel((y, a), (z, b))      reduce(y @ a + z @ b)
+    column_parallel(x, a, b)          x -> enter(x) @ a, enter(x) @ b, plus the bias of each
+    row_parallel((y, a), (z, b))      reduce(y @ a + z @ b), plus the bias of each, once
 
                         residual stream   enter                            reduce
     AllReduce           x[B T D]          forward nothing                  forward all-reduce of y[B T D]
@@ -35,7 +35,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,13 +45,12 @@ from shmap_tp.config.activation_names import SUBLAYER_OUTPUT
 from shmap_tp.config.schema import TensorParallelMode
 from shmap_tp.parallel import collective_matmul
 from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.linear_protocol import Linear
 from shmap_tp.parallel.mesh import DP, MP
 
 Activation = PyTree[Float[Array, "B _ ..."]]
 """y[B T F/mp] or y[B T H/mp K]; in CollectiveMatmul a tuple of its chunks along time.  Functions of single positions
 apply to either with `jax.tree.map`; what mixes positions needs `concat_time` before and `split_time` after."""
-Linear = Callable[[Array], Array]
-"""A column- or row-parallel layer: x[B any ...] -> x @ w.  A pytree of its weight, linear in both."""
 
 
 @runtime_checkable
@@ -60,11 +58,12 @@ class TensorParallel(Protocol):
     """What layers need of a tensor-parallel mode.  The residual stream is x[B T D] or x[B T/mp D], as the mode says."""
 
     def column_parallel(self, x_BTD: Float[Array, "B _ D"], *layers: Linear) -> tuple[Activation, ...]:
-        """x of the residual stream -> x @ w for each layer, whose outputs are sharded over mp."""
+        """x of the residual stream -> x @ w + b for each layer, whose outputs are sharded over mp."""
         ...
 
     def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B _ D"]:
-        """(y, layer) pairs -> the sum over pairs and over mp of y @ w, as it is added to the residual stream."""
+        """(y, layer) pairs -> the sum over pairs and over mp of y @ w, plus every b, as it is added to the residual
+        stream."""
         ...
 
     def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
@@ -93,17 +92,6 @@ class TensorParallel(Protocol):
         ...
 
 
-class InScope(eqx.Module):
-    """A layer whose operations carry the name of the sublayer that it belongs to, in profiles and in the planner."""
-
-    name: str = eqx.field(static=True)
-    layer: Linear
-
-    def __call__(self, x: Array) -> Array:
-        with jax.named_scope(self.name):
-            return self.layer(x)
-
-
 @dataclass(frozen=True)
 class AllReduce:
     """The residual stream x[B T D] is replicated over mp.  Shoeybi et al. 2019"""
@@ -114,7 +102,7 @@ class AllReduce:
 
     def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B T D"]:
         """Forward: one all-reduce over mp."""
-        return self.reduce(_partial_sum(products))
+        return _add_biases(self.reduce(_partial_sum(products)), products)
 
     def enter(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Megatron's f.  Backward: one all-reduce of dx over mp, in x's dtype."""
@@ -142,9 +130,9 @@ class AllReduce:
 class SequenceParallel:
     """Each device of mp holds T/mp positions of the residual stream x[B T/mp D].  Korthikanti et al. 2022, section 4.2
 
-    Parameters that are replicated over mp and applied to the residual stream (norm scales, learned positions) see
-    other positions on every device: their gradients are partial sums over mp, reduced once per step.  So are those of
-    key/value heads where mp exceeds their number.
+    Parameters that are replicated over mp and applied to the residual stream (norms, row-parallel biases, learned
+    positions) see other positions on every device: their gradients are partial sums over mp, reduced once per step.  So
+    are those of key/value heads where mp exceeds their number, and of norms of q and k.
     """
 
     def column_parallel(self, x_BTD: Float[Array, "B part D"], *layers: Linear) -> tuple[Activation, ...]:
@@ -153,7 +141,7 @@ class SequenceParallel:
 
     def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B part D"]:
         """Forward: one reduce-scatter over mp.  Backward: one all-gather."""
-        return self.reduce(_partial_sum(products))
+        return _add_biases(self.reduce(_partial_sum(products)), products)
 
     def enter(self, x_BTD: Float[Array, "B part D"]) -> Float[Array, "B T D"]:
         """x[B T/mp D] -> x[B T D]: one all-gather over mp.  Backward: one reduce-scatter of dx[B T D], in x's dtype."""
@@ -186,11 +174,13 @@ class CollectiveMatmul:
 
     def column_parallel(self, x_BTD: Float[Array, "B part D"], *layers: Linear) -> tuple[Activation, ...]:
         """Forward: mp - 1 ppermutes of x[B T/mp D].  Backward: mp - 1 ppermutes of dx."""
-        return collective_matmul.all_gather_matmul(x_BTD, layers)
+        products = collective_matmul.all_gather_matmul(x_BTD, layers)
+        return tuple(_add_bias_to_chunks(layer, chunks) for layer, chunks in zip(layers, products, strict=True))
 
     def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B part D"]:
         """Forward: mp - 1 ppermutes of a partial sum of y[B T/mp D].  Backward: mp - 1 ppermutes of dy."""
-        return checkpoint_name(collective_matmul.matmul_reduce_scatter(products), SUBLAYER_OUTPUT)
+        y_BTD = checkpoint_name(collective_matmul.matmul_reduce_scatter(products), SUBLAYER_OUTPUT)
+        return _add_biases(y_BTD, products)
 
     def enter(self, x_BTD: Float[Array, "B part D"]) -> Float[Array, "B T D"]:
         return SequenceParallel().enter(x_BTD)
@@ -219,13 +209,23 @@ TENSOR_PARALLEL: dict[TensorParallelMode, TensorParallel] = {
 """The modes that `mesh.tensor_parallel` names."""
 
 
-def _multiply_each(x_BTD: Float[Array, "B T D"], layers: Sequence[Linear]) -> tuple[Array, ...]:
-    return tuple(layer(x_BTD) for layer in layers)
+def _multiply_each(x_BTD: Float[Array, "B T D"], layers: Sequence[Linear]) -> tuple[Activation, ...]:
+    return tuple(layer.add_bias(layer(x_BTD)) for layer in layers)
 
 
 def _partial_sum(products: Sequence[tuple[Array, Linear]]) -> Float[Array, "B T D"]:
     """The sum {+mp} of all y @ w."""
     return functools.reduce(operator.add, [layer(y) for y, layer in products])
+
+
+def _add_biases(y_BTD: Float[Array, "B _ D"], products: Sequence[tuple[Activation, Linear]]) -> Float[Array, "B _ D"]:
+    """The reduced y, plus the bias of every layer."""
+    return functools.reduce(lambda y, product: product[1].add_bias(y), products, y_BTD)
+
+
+def _add_bias_to_chunks(layer: Linear, chunks: Sequence[Any]) -> Any:
+    """The chunks of a layer's product, plus its bias; of `AfterNorm` a tuple, for each of its layers the chunks."""
+    return jax.tree.map(lambda *chunks: chunks, *[layer.add_bias(y) for y in chunks])
 
 
 def _along_time(move: Callable[[Array, int], Array], x_BTD: Float[Array, "B T D"]) -> Float[Array, "B part D"]:

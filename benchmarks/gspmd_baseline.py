@@ -30,13 +30,15 @@ from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads, checkpo
 from shmap_tp.layers.linear import matmul
 from shmap_tp.layers.mlp import GatedMlp, GeluMlp
 from shmap_tp.layers.positions import Alibi, PositionEncoding, alibi_slopes
+from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
 from shmap_tp.model.remat import checkpointed
+from shmap_tp.model.tokens import input_ids
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import AllReduce
-from shmap_tp.training.bad_steps import select_tree
-from shmap_tp.training.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
+from shmap_tp.training.bad_steps import Judged, select_tree
+from shmap_tp.training.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer, update_norms
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
 
 SUPPORTED = (
@@ -171,7 +173,7 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
     optimizer, schedule = make_optimizer(config.optimizer), learning_rate_schedule(config.optimizer)
 
     def objective(params: Transformer, tokens_BT: Array, counted: Array) -> tuple[Array, Array]:
-        logits_BTV = transformer(params, tokens_BT[:, :-1], dtype, constrain)
+        logits_BTV = transformer(params, input_ids(tokens_BT[:, :-1]), dtype, constrain)
         nll_BT, logz_BT = cross_entropy(logits_BTV, tokens_BT[:, 1:], config.model.vocabulary)
         loss = jnp.sum(nll_BT) / counted
         return loss + config.train.z_loss * jnp.sum(jnp.square(logz_BT)) / counted, loss
@@ -187,12 +189,16 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
         (loss, gradients), _ = lax.scan(microbatch, (jnp.zeros(()), zeros), tokens_ABT)
         gradients = lax.with_sharding_constraint(gradients, shardings.params)
         gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
-        good, guard = state.guard.update(loss, norm, config.guard)
-        updates, optimizer_state = optimizer.transformation.update(gradients, state.optimizer, state.params)
-        updated = (optax.apply_updates(state.params, updates), optimizer_state)
-        params, optimizer_state = select_tree(good, updated, (state.params, state.optimizer))
+
+        def updated_from(gradients: Any) -> tuple[Any, Any]:
+            updates, optimizer_state = optimizer.transformation.update(gradients, state.optimizer, state.params)
+            return optax.apply_updates(state.params, updates), optimizer_state
+
+        judged = Judged(loss, norm, *update_norms(state.params, *updated_from(recompute_from(gradients))))
+        good, guard = state.guard.update(judged, config.guard)
+        params, optimizer_state = select_tree(good, updated_from(gradients), (state.params, state.optimizer))
         rate = schedule(state.step - state.guard.skipped)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate} | guard.counts()
+        metrics = judged.metrics() | {"learning_rate": rate} | guard.counts()
         return State(params, optimizer_state, guard, state.step + 1), metrics
 
     def evaluate(params: Transformer, tokens_ABT: Array) -> Array:

@@ -3,7 +3,6 @@
 B batch, T time, V vocabulary.
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from shmap_tp.config import compose
+from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.config.validate import resolve_auto, validate
 from shmap_tp.errors import UserError
@@ -25,30 +25,28 @@ from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.inference.generator import Options, generate
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
-from shmap_tp.model.loss import IGNORE
+from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel import mesh as meshes
-from shmap_tp.runtime.distributed import emulate_cpu_devices
+from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices
 from shmap_tp.training import loop
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters, saved_config
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
-Tokens = np.ndarray | Array | Sequence[Sequence[int]]
-"""Token ids [batch, time]."""
-
 EMULATED_DEVICES = 8
 """How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
 
 
-def load_config(*overrides: str, file: str | None = None) -> Config:
+def load_config(*overrides: str, file: str | PathLike | None = None) -> Config:
     """The configuration in `file`, with `key=value` overrides applied, and checked.
 
     Without `file` it is the packaged conf/config.yaml, as in `load_config("model=test", "mesh.dp=2", "mesh.mp=4")`.
-    Raises UserError if there is no such file, key or group, a type is wrong, or sizes do not divide.
+    Raises UserError if there is no such file, key or group, a type is wrong, a number is out of range, or sizes do not
+    divide.
     """
-    return compose.load(str(compose.CONF / "config.yaml") if file is None else file, list(overrides))
+    return compose.load(compose.CONF / "config.yaml" if file is None else file, list(overrides))
 
 
 def make_mesh(config: Config) -> Mesh:
@@ -83,6 +81,8 @@ def _resolve(config: Config) -> tuple[Config, Mesh]:
 
 def _emulate_devices(wanted: int) -> None:
     """Emulate at least `wanted` CPU devices, unless JAX already runs with some: then their number is fixed."""
+    if wanted > MAX_EMULATED_DEVICES:  # make_mesh refuses them
+        wanted = EMULATED_DEVICES
     with suppress(UserError):
         emulate_cpu_devices(max(EMULATED_DEVICES, wanted, jax.config.jax_num_cpu_devices))
 
@@ -130,6 +130,7 @@ class Model:
         used.
         Raises UserError if there is no such checkpoint, or the devices do not make the mesh.
         """
+        check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
         _emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)
@@ -185,29 +186,33 @@ class Model:
 
         Raises UserError if T exceeds model.context, or an id is not below model.vocabulary.
         """
-        tokens = _checked(tokens, self.config, self.config.model.context, least=0)
+        tokens = checked_tokens(tokens, self.config.model, longest=self.config.model.context, least=0)
         padded = self._padded(tokens, self.config.model.context, filling=0)
         found = self._finished(self.functions.logits(self.parameters, padded))
         return found[: tokens.shape[0], : tokens.shape[1], : self.config.model.vocabulary]
 
-    def loss(self, tokens: Tokens) -> Float[Array, ""]:
+    def loss(self, tokens: Tokens, counted: Counted | None = None) -> Float[Array, ""]:
         """Mean cross entropy, in nats per token, of tokens[B, T+1]: T inputs and their targets, one place later.
 
-        A token of -1 is not counted as a target.  Raises UserError as `logits` does.
+        The mean is over the targets that `counted`[B, T+1] selects, or over all.  A row may be padded with -1 at its
+        end, which is never counted.  Raises UserError as `logits` does, or if `counted` has another shape.
         """
-        return self._finished(self.functions.loss(self.parameters, self._sequences(tokens)))
+        return self._finished(self.functions.loss(self.parameters, self._sequences(tokens, counted)))
 
-    def loss_and_gradients(self, tokens: Tokens) -> tuple[Float[Array, ""], Transformer]:
+    def loss_and_gradients(
+        self, tokens: Tokens, counted: Counted | None = None
+    ) -> tuple[Float[Array, ""], Transformer]:
         """(mean cross entropy, gradients) of tokens[B, T+1]; the gradients are a pytree like `parameters`.
 
         The gradients are those of the training objective: if train.z_loss is not 0, its term is included.
+        `counted` is that of `loss`.
         """
-        return self._finished(self.functions.loss_and_gradients(self.parameters, self._sequences(tokens)))
+        return self._finished(self.functions.loss_and_gradients(self.parameters, self._sequences(tokens, counted)))
 
-    def _sequences(self, tokens: Tokens) -> np.ndarray:
+    def _sequences(self, tokens: Tokens, counted: Counted | None) -> np.ndarray:
         """tokens[B, T+1] -> int32[1, B', context+1], filled up with targets that are not counted."""
         length = self.config.model.context + 1
-        return self._padded(_checked(tokens, self.config, length, least=IGNORE), length, filling=IGNORE)[None]
+        return self._padded(marked_tokens(tokens, counted, self.config.model), length, filling=IGNORE)[None]
 
     def _padded(self, tokens: np.ndarray, length: int, filling: int) -> np.ndarray:
         missing = -tokens.shape[0] % self.config.mesh.dp, length - tokens.shape[1]
@@ -225,23 +230,6 @@ def _build(config: Config, components: Components) -> tuple[Config, Mesh, ModelF
 def _finished(mesh: Mesh, result: Any) -> Any:
     """`result`; on a CPU once it is computed: emulated devices can deadlock with several programs under way."""
     return jax.block_until_ready(result) if mesh.devices.flat[0].platform == "cpu" else result
-
-
-def _checked(tokens: Tokens, config: Config, longest: int, least: int) -> np.ndarray:
-    """tokens[B, T] as int32 on the host.  Raises UserError if they are not tokens of this model."""
-    tokens, vocabulary = np.asarray(tokens), config.model.vocabulary
-    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or 0 in tokens.shape:
-        raise UserError(f"tokens must be integers [batch, time], not {tokens.dtype}{list(tokens.shape)}")
-    if tokens.shape[1] > longest:
-        raise UserError(
-            f"tokens have {tokens.shape[1]} positions, and with model.context={config.model.context} there are at most "
-            f"{longest}; cut them into shorter sequences"
-        )
-    lowest, highest = int(tokens.min()), int(tokens.max())
-    if lowest < least or highest >= vocabulary:
-        wrong = lowest if lowest < least else highest
-        raise UserError(f"token id {wrong} is not in {least} to {vocabulary - 1} (model.vocabulary={vocabulary})")
-    return tokens.astype(np.int32)
 
 
 class Trainer:
@@ -273,26 +261,28 @@ class Trainer:
         options = compiler_options(self.mesh.devices.flat[0].device_kind, self.config)
         self._compiled = compile_with(self.functions.step.lower(self.functions.shapes, self.functions.tokens), options)
 
-    def step(self, tokens: Tokens) -> dict[str, Array]:
+    def step(self, tokens: Tokens, counted: Counted | None = None) -> dict[str, Array]:
         """One optimizer step on tokens[train.batch, context+1]; its metrics, such as "loss" and "grad_norm".
+
+        `counted`, of the same shape, selects the tokens that count as targets; None: all (`Model.loss`).
 
         On an accelerator it returns before the step is computed; converting a metric, as in float(metrics["loss"]),
         waits for it.  A step whose loss or gradient is not finite changes no parameter.
         Raises UserError if the tokens have another shape, or an id is not below model.vocabulary.
         """
-        self.state, metrics = self._compiled(self.state, self._batch(tokens))
+        self.state, metrics = self._compiled(self.state, self._batch(tokens, counted))
         return _finished(self.mesh, metrics)
 
-    def evaluate(self, tokens: Tokens) -> Float[Array, ""]:
-        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters."""
-        return _finished(self.mesh, self.functions.evaluate(self.state.params, self._batch(tokens)))
+    def evaluate(self, tokens: Tokens, counted: Counted | None = None) -> Float[Array, ""]:
+        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters; `counted` as in `step`."""
+        return _finished(self.mesh, self.functions.evaluate(self.state.params, self._batch(tokens, counted)))
 
     def model(self) -> Model:
         """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
         config, mesh, functions = _build(self.config, self.components)
         return Model(config, mesh, _finished(mesh, _copies(self.state.params, functions.shapes)), functions)
 
-    def _batch(self, tokens: Tokens) -> Array:
+    def _batch(self, tokens: Tokens, counted: Counted | None) -> Array:
         """tokens[batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the devices."""
         expected = (self.config.train.batch, self.config.model.context + 1)
         if np.shape(tokens) != expected:
@@ -300,7 +290,7 @@ class Trainer:
                 f"tokens have the shape {list(np.shape(tokens))}, a step takes {list(expected)}: "
                 f"[train.batch, model.context + 1]"
             )
-        rows = _checked(tokens, self.config, expected[1], least=IGNORE)
+        rows = marked_tokens(tokens, counted, self.config.model)
         return jax.device_put(rows.reshape(self.functions.tokens.shape), self.functions.tokens.sharding)
 
 

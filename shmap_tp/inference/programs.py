@@ -139,8 +139,8 @@ class GenerationPrograms:
         return jax.shard_map(gathered, mesh=self.mesh, in_specs=in_specs, out_specs=(P(), progress_specs(filters)))
 
     def _logits(self, params: Transformer, h_B1D: Float[Array, "B 1 D"]) -> Float[Array, "B V"]:
-        h_B1D, table_VD = params.output_projection(h_B1D, self.execution)
-        return score(h_B1D[:, 0], table_VD)
+        h_B1D, projection = params.output_projection(h_B1D, self.execution)
+        return score(h_B1D[:, 0], projection)
 
     @jax.named_scope("sample")
     def _choose(

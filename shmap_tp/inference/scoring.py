@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from shmap_tp.inference.programs import GenerationPrograms
-from shmap_tp.layers.embedding import score
+from shmap_tp.layers.embedding import OutputProjection, score
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import DP, MP
@@ -52,8 +52,8 @@ class ScoringProgram:
         def run(params: Transformer, tokens_BT: Int[Array, "B T"]) -> tuple[Array, Array]:
             params = gather_between_slices(self._execution.placements, params)
             h_BTD = params(tokens_BT[:, :-1], self._execution)
-            h_BTD, table_VD = params.output_projection(h_BTD, self._execution)
-            scores = _in_chunks(partial(_scores, table_VD, self._vocabulary), h_BTD, tokens_BT[:, 1:])
+            h_BTD, projection = params.output_projection(h_BTD, self._execution)
+            scores = _in_chunks(partial(_scores, projection, self._vocabulary), h_BTD, tokens_BT[:, 1:])
             return jax.tree.map(lambda x: lax.all_gather(x, DP, axis=0, tiled=True, to="invarying"), scores)
 
         return jax.shard_map(run, mesh=self._mesh, in_specs=(self._specs, P(DP, None)), out_specs=(P(), P()))
@@ -72,10 +72,10 @@ def _in_chunks(
 
 
 def _scores(
-    table_VD: Float[Array, "V D"], vocabulary: int, h_ND: Float[Array, "N D"], targets_N: Int[Array, " N"]
+    projection: OutputProjection, vocabulary: int, h_ND: Float[Array, "N D"], targets_N: Int[Array, " N"]
 ) -> Scores:
     """One all-gather over mp of three values per position."""
-    logits_NV = score(h_ND, table_VD)
+    logits_NV = score(h_ND, projection)
     column_V = lax.axis_index(MP) * logits_NV.shape[1] + jnp.arange(logits_NV.shape[1])
     logits_NV = jnp.where((column_V < vocabulary)[None], logits_NV, jnp.finfo(logits_NV.dtype).min)
     is_target_NV = targets_N[:, None] == column_V[None]

@@ -37,7 +37,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmap_tp.api import Model, Trainer, load_config, make_mesh, run_training
+    from shmap_tp.api import Model, load_config, make_mesh
+    from shmap_tp.api_training import Trainer, run_training
     from shmap_tp.config.schema import Config
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.model.transformer import Transformer
@@ -48,8 +49,8 @@ _MODULES = {
     "load_config": "shmap_tp.api",
     "make_mesh": "shmap_tp.api",
     "Model": "shmap_tp.api",
-    "Trainer": "shmap_tp.api",
-    "run_training": "shmap_tp.api",
+    "Trainer": "shmap_tp.api_training",
+    "run_training": "shmap_tp.api_training",
     "Components": "shmap_tp.training.step",
     "Optimizer": "shmap_tp.training.optimizer",
     "Config": "shmap_tp.config.schema",

@@ -1,16 +1,16 @@
-"""What `import shmap_tp` offers: configuration, mesh, model, training step and training run, for one process.
+"""What `import shmap_tp` offers for one process: configuration, mesh and model.  `api_training.py` has the rest.
 
 B batch, T time, V vocabulary.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -20,16 +20,17 @@ from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.config.validate import resolve_auto, validate
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.xla_options import compile_with, compiler_options
+from shmap_tp.inference.generator import Options, generate
+from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel import mesh as meshes
 from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices
-from shmap_tp.training import loop
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters, saved_config
-from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components
 
 EMULATED_DEVICES = 8
 """How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
@@ -51,10 +52,10 @@ def make_mesh(config: Config) -> Mesh:
     On a CPU the devices are emulated if no backend has been used before, and a mesh may use the first dp x mp of them;
     on accelerators it must use all.  Raises UserError if the devices do not make the mesh.
     """
-    return _resolve(config)[1]
+    return resolve(config)[1]
 
 
-def _resolve(config: Config) -> tuple[Config, Mesh]:
+def resolve(config: Config) -> tuple[Config, Mesh]:
     """(`config` with mesh.dp=auto replaced by a number, its mesh)."""
     if config.mesh.processes != 1:
         raise UserError(
@@ -106,8 +107,8 @@ class Model:
         `components` replace parts that the configuration names (docs/extending.md).
         Raises UserError if the devices do not make the mesh.
         """
-        config, mesh, functions = _build(config, components)
-        return cls(config, mesh, _finished(mesh, functions.initialize()), functions)
+        config, mesh, functions = build(config, components)
+        return cls(config, mesh, finished(mesh, functions.initialize()), functions)
 
     @classmethod
     def restore(
@@ -133,8 +134,45 @@ class Model:
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
         config = replace(config, mesh=replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=1))
         validate(config)
-        config, mesh, functions = _build(config, components)
+        config, mesh, functions = build(config, components)
         return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions)
+
+    @cached_property
+    def _generation(self) -> GenerationPrograms:
+        return GenerationPrograms(self.config.model, self.mesh, self.functions)
+
+    @cached_property
+    def _scoring(self) -> ScoringProgram:
+        return ScoringProgram(self._generation)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, temperature: float = 0.0, **options: Any
+    ) -> list[list[int]]:
+        """The ids that continue each prompt, a list of ids; prompts, padding and stop tokens are left out.
+
+        temperature=0 takes the most likely token each time.  `options` are the other fields of
+        `shmap_tp.inference.generator.Options`: top_k, top_p, repetition_penalty, seed, stop_tokens, samples.
+        A sampled token is a function of (seed, number of the prompt, position): the same on every mesh, in every batch.
+        Raises UserError for an option out of range, and for a prompt that is empty, has an id that is not below
+        model.vocabulary, or leaves no room in model.context.
+        """
+        settings = Options(max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        return generate(self._generation, self.parameters, prompts, settings)
+
+    def score(self, tokens: Tokens, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(summed log-likelihood in nats, whether each was the most likely token) of the tokens of each row where
+        `mask` is true, each given the tokens before it: tokens[B, T], mask[B, T] -> float32[B], bool[B].
+
+        mask[:, 0] must be false.  Raises UserError as `logits` does.
+        """
+        tokens = checked_tokens(tokens, self.config.model, longest=self.config.model.context + 1, least=0)
+        mask = np.asarray(mask, bool)
+        if mask.shape != tokens.shape or mask[:, 0].any():
+            raise UserError(
+                f"mask must be booleans {list(tokens.shape)}, as the tokens, and false for the first token of a row"
+            )
+        likelihood, greedy = self._scoring(self.parameters, tokens)
+        return np.where(mask[:, 1:], likelihood, 0).sum(axis=1), np.where(mask[:, 1:], greedy, True).all(axis=1)
 
     def with_parameters(self, parameters: Transformer) -> "Model":
         """The same model with other parameters, such as those that an update of your own returns."""
@@ -178,91 +216,14 @@ class Model:
         return np.pad(tokens, [(0, missing[0]), (0, missing[1])], constant_values=filling)
 
     def _finished(self, result: Any) -> Any:
-        return _finished(self.mesh, result)
+        return finished(self.mesh, result)
 
 
-def _build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:
-    config, mesh = _resolve(config)
+def build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:
+    config, mesh = resolve(config)
     return config, mesh, build_model_functions(config, mesh, compute_dtype(config.train.precision), components)
 
 
-def _finished(mesh: Mesh, result: Any) -> Any:
+def finished(mesh: Mesh, result: Any) -> Any:
     """`result`; on a CPU once it is computed: emulated devices can deadlock with several programs under way."""
     return jax.block_until_ready(result) if mesh.devices.flat[0].platform == "cpu" else result
-
-
-class Trainer:
-    """The training step of a configuration, with its state: for a loop of your own.
-
-        trainer = shmap_tp.Trainer(config)
-        metrics = trainer.step(tokens)
-
-    Data, evaluation, checkpoints and signals are the loop's affair; `run_training` has all of them.
-    """
-
-    def __init__(self, config: Config, model: Model | None = None, components: Components = CONFIGURED):
-        """Starts from the initial parameters of run.seed, or from a copy of those of `model`, which has the same shape.
-
-        `components` replace parts that the configuration names (docs/extending.md).
-        Raises UserError if the devices do not make the mesh.
-        """
-        self.config, self.mesh = _resolve(config)
-        self.components = components
-        self.functions: StepFunctions = build_step_functions(
-            self.config, self.mesh, compute_dtype(config.train.precision), components
-        )
-        self.state: State = self.functions.init()
-        """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
-        if model is not None:
-            start = _copies(model.parameters, self.functions.shapes.params)
-            self.state = eqx.tree_at(lambda state: state.params, self.state, start)
-        _finished(self.mesh, self.state)
-        options = compiler_options(self.mesh.devices.flat[0].device_kind, self.config)
-        self._compiled = compile_with(self.functions.step.lower(self.functions.shapes, self.functions.tokens), options)
-
-    def step(self, tokens: Tokens, counted: Counted | None = None) -> dict[str, Array]:
-        """One optimizer step on tokens[train.batch, context+1]; its metrics, such as "loss" and "grad_norm".
-
-        `counted`, of the same shape, selects the tokens that count as targets; None: all (`Model.loss`).
-
-        On an accelerator it returns before the step is computed; converting a metric, as in float(metrics["loss"]),
-        waits for it.  A step whose loss or gradient is not finite changes no parameter.
-        Raises UserError if the tokens have another shape, or an id is not below model.vocabulary.
-        """
-        self.state, metrics = self._compiled(self.state, self._batch(tokens, counted))
-        return _finished(self.mesh, metrics)
-
-    def evaluate(self, tokens: Tokens, counted: Counted | None = None) -> Float[Array, ""]:
-        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters; `counted` as in `step`."""
-        return _finished(self.mesh, self.functions.evaluate(self.state.params, self._batch(tokens, counted)))
-
-    def model(self) -> Model:
-        """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
-        config, mesh, functions = _build(self.config, self.components)
-        return Model(config, mesh, _finished(mesh, _copies(self.state.params, functions.shapes)), functions)
-
-    def _batch(self, tokens: Tokens, counted: Counted | None) -> Array:
-        """tokens[batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the devices."""
-        expected = (self.config.train.batch, self.config.model.context + 1)
-        if np.shape(tokens) != expected:
-            raise UserError(
-                f"tokens have the shape {list(np.shape(tokens))}, a step takes {list(expected)}: "
-                f"[train.batch, model.context + 1]"
-            )
-        rows = marked_tokens(tokens, counted, self.config.model)
-        return jax.device_put(rows.reshape(self.functions.tokens.shape), self.functions.tokens.sharding)
-
-
-def _copies(parameters: Transformer, shapes: Transformer) -> Transformer:
-    """A copy of the parameters with the shardings of `shapes`."""
-    return jax.tree.map(lambda w, shape: jax.device_put(jnp.copy(w), shape.sharding), parameters, shapes)
-
-
-def run_training(config: Config, components: Components = CONFIGURED) -> bool:
-    """A whole run as `shmap-tp train` makes it: data, evaluation, checkpoints, metrics and a loss curve in run.dir.
-
-    True if all steps were trained, False if the run was asked to stop and has saved; then checkpoint.resume=must
-    continues it.  The mesh must use all devices; on a CPU they are emulated if no backend has been used before.
-    Raises UserError if the input cannot be used, and other errors of `shmap_tp.errors` as the command prints them.
-    """
-    return loop.train(config, components=components) == 0

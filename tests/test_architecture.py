@@ -12,10 +12,22 @@ from tests.helpers.paths import ROOT
 PACKAGE = ROOT / "shmap_tp"
 TESTS = ROOT / "tests"
 
-ORDER = ["errors", "config", "hardware", "runtime", "parallel", "layers", "model", "data", "training", "plan"]
+ORDER = [
+    "errors",
+    "config",
+    "hardware",
+    "runtime",
+    "parallel",
+    "layers",
+    "model",
+    "data",
+    "training",
+    "inference",
+    "plan",
+]
 """Sub-packages from the lowest to the highest; each imports only itself and those before it (`shmap_tp/errors.py` is a
 module that all of them may use)."""
-LIBRARY = {"__init__", "api"}
+LIBRARY = {"__init__", "api", "api_training"}
 """What `import shmap_tp` offers, above all sub-packages; only the commands may import it."""
 COMMANDS = {"__main__", "cli", "train", "prepare", "verify"}
 """Modules that parse, call and exit: nothing but `__main__` and `cli` imports them."""

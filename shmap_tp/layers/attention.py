@@ -14,6 +14,7 @@ flash_attention.py, selected when the model is built (attention_selection.py).  
 """
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -55,6 +56,22 @@ class Chunked:
 
 
 AnyAttention = Chunked | Splash | Cudnn
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """Keys and values of earlier tokens, which generation keeps for each layer (`inference/cache.py`)."""
+
+    def attend(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BTNK: Float[Array, "B T N K"],
+        v_BTNK: Float[Array, "B T N K"],
+        encoding: PositionEncoding,
+    ) -> tuple[Float[Array, "B T H K"], "Cache"]:
+        """(attention of T new tokens to all tokens so far, the cache with their keys and values).  It applies the
+        position encoding, because it knows the positions."""
+        ...
 
 
 def checkpoint_per_head(x_BTHK: Float[Array, "B T H K"], name: str) -> Float[Array, "B T H K"]:
@@ -146,11 +163,16 @@ class Attention(eqx.Module):
         self.attend = attend
 
     def __call__(
-        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, tp: TensorParallel, positions: Positions = None
-    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals]:
-        """(y, residuals that host offload saves at the end of the block)."""
+        self,
+        x_BTD: Float[Array, "B _ D"],
+        encoding: PositionEncoding,
+        tp: TensorParallel,
+        positions: Positions = None,
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
+        """(y, residuals that host offload saves at the end of the block, or the cache with the new tokens)."""
         q_BTHK, k_BTNK, v_BTNK = tp.column_parallel(x_BTD, *self.inputs)
-        mixed_BTHK, residuals = self.mix(q_BTHK, k_BTNK, v_BTNK, encoding, tp, positions)
+        mixed_BTHK, residuals = self.mix(q_BTHK, k_BTNK, v_BTNK, encoding, tp, positions, cache)
         return tp.row_parallel((mixed_BTHK, self.out)), residuals
 
     @property
@@ -165,11 +187,15 @@ class Attention(eqx.Module):
         encoding: PositionEncoding,
         tp: TensorParallel,
         positions: Positions = None,
-    ) -> tuple[Activation, DeferredResiduals]:
-        """softmax(q k') v of this device's heads, for all positions."""
+        cache: Cache | None = None,
+    ) -> tuple[Activation, DeferredResiduals | Cache]:
+        """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these."""
         q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
         if self.query_norm is not None:
             q_BTHK, k_BTNK = _normalize_heads(self.query_norm, q_BTHK), _normalize_heads(self.key_norm, k_BTNK)
+        if cache is not None:
+            mixed_BTHK, cache = cache.attend(q_BTHK, k_BTNK, v_BTNK, encoding)
+            return tp.split_time(mixed_BTHK), cache
         qk = encoding.rotate(q_BTHK, positions), encoding.rotate(k_BTNK, positions)
         if self.query_norm is None:  # else they are saved before their norms
             qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)

@@ -10,7 +10,8 @@ Which collectives these are, and whether x is [B T D] or [B T/mp D], is decided 
 (`parallel/tensor_parallel.py`).
 
 A block is any module with the constructor and the call of these.  Its call returns (x, residuals): what its caller
-has to take care of beside x, here residuals of attention for host offload, else an empty tuple.
+has to take care of beside x: residuals of attention for host offload, the key/value cache where it is called with one
+(only generation does), else an empty tuple.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.config.schema import Block, ModelConfig
-from shmap_tp.layers.attention import AnyAttention, Attention
+from shmap_tp.layers.attention import AnyAttention, Attention, Cache
 from shmap_tp.layers.flash_attention import DeferredResiduals
 from shmap_tp.layers.mlp import MLPS
 from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_head_norm, make_norm
@@ -52,12 +53,17 @@ class ParallelBlock(eqx.Module):
         self.mlp = _mlp(config, mlp, key_mlp)
 
     def __call__(
-        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, tp: TensorParallel, positions: Positions = None
-    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals]:
+        self,
+        x_BTD: Float[Array, "B _ D"],
+        encoding: PositionEncoding,
+        tp: TensorParallel,
+        positions: Positions = None,
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
         q, k, v, *hidden = tp.column_parallel(
             self.norm(x_BTD), *_in_scope("attention", self.attention.inputs), *_in_scope("mlp", self.mlp.inputs)
         )
-        y_BTD, residuals = _mix_and_project(self, (q, k, v), hidden, encoding, tp, positions)
+        y_BTD, residuals = _mix_and_project(self, (q, k, v), hidden, encoding, tp, positions, cache)
         return x_BTD + y_BTD, residuals
 
     @property
@@ -89,14 +95,19 @@ class ParallelBlockTwoNorms(eqx.Module):
         self.mlp = _mlp(config, mlp, key_mlp)
 
     def __call__(
-        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, tp: TensorParallel, positions: Positions = None
-    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals]:
+        self,
+        x_BTD: Float[Array, "B _ D"],
+        encoding: PositionEncoding,
+        tp: TensorParallel,
+        positions: Positions = None,
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
         qkv, hidden = tp.column_parallel(
             self.attention_norm.normalize(x_BTD),
             AfterNorm(self.attention_norm, tuple(_in_scope("attention", self.attention.inputs))),
             AfterNorm(self.mlp_norm, tuple(_in_scope("mlp", self.mlp.inputs))),
         )
-        y_BTD, residuals = _mix_and_project(self, qkv, hidden, encoding, tp, positions)
+        y_BTD, residuals = _mix_and_project(self, qkv, hidden, encoding, tp, positions, cache)
         return x_BTD + y_BTD, residuals
 
     @property
@@ -125,10 +136,15 @@ class SequentialBlock(eqx.Module):
         self.mlp = _mlp(config, mlp, key_mlp)
 
     def __call__(
-        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, tp: TensorParallel, positions: Positions = None
-    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals]:
+        self,
+        x_BTD: Float[Array, "B _ D"],
+        encoding: PositionEncoding,
+        tp: TensorParallel,
+        positions: Positions = None,
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
         with jax.named_scope("attention"):
-            y_BTD, residuals = self.attention(self.attention_norm(x_BTD), encoding, tp, positions)
+            y_BTD, residuals = self.attention(self.attention_norm(x_BTD), encoding, tp, positions, cache)
             x_BTD = x_BTD + y_BTD
         with jax.named_scope("mlp"):
             x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), tp)
@@ -169,11 +185,12 @@ def _mix_and_project(
     encoding: PositionEncoding,
     tp: TensorParallel,
     positions: Positions,
-) -> tuple[Float[Array, "B _ D"], DeferredResiduals]:
-    """(the sum of the outputs of attention and MLP, with one reduction; residuals of attention), from the
+    cache: Cache | None,
+) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
+    """(the sum of the outputs of attention and MLP, with one reduction; residuals of attention, or the cache), from the
     column-parallel products of both."""
     with jax.named_scope("attention"):
-        mixed_BTHK, residuals = block.attention.mix(*qkv, encoding, tp, positions)
+        mixed_BTHK, residuals = block.attention.mix(*qkv, encoding, tp, positions, cache)
     with jax.named_scope("mlp"):
         hidden_BTF = block.mlp.activate(*hidden)
     (out,), (down,) = _in_scope("attention", [block.attention.out]), _in_scope("mlp", [block.mlp.down])

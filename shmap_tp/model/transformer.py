@@ -100,14 +100,32 @@ class Transformer(eqx.Module):
         with jax.named_scope("embedding"):
             encoding = gather(placements.positions, self.positions, dtype)
             embedding = gather(placements.embedding, isolate_gradient(self.embedding), dtype)
-            x_BTD = tp.reduce(embedding(ids_BT, dtype))
-            if self.embedding_scale != 1:
-                x_BTD = x_BTD * jnp.asarray(self.embedding_scale, dtype)
-            x_BTD = encoding.add_to_input(x_BTD, tp, positions)
+            x_BTD = encoding.add_to_input(self._scaled(tp.reduce(embedding(ids_BT, dtype))), tp, positions)
         with jax.named_scope("blocks"):
             x_BTD = self._scan_blocks(x_BTD, encoding, execution, positions)
         with jax.named_scope("head"):
             return tp.enter(self.norm(x_BTD))
+
+    def with_cache(
+        self, ids_BT: Int[Array, "B T"], execution: Execution, cache: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """(h of T new tokens, the cache with them): what `__call__` gives for the last T of all tokens so far.
+
+        `cache` is an `inference.cache.KeyValueCache`.  The residual stream must be replicated over mp (`AllReduce`).
+        """
+        tp, dtype, placements = execution.tp, execution.dtype, execution.placements
+        with jax.named_scope("embedding"):
+            encoding = gather(placements.positions, self.positions, dtype)
+            embedding = gather(placements.embedding, self.embedding, dtype)
+            x_BTD = cache.add_to_input(encoding, self._scaled(tp.reduce(embedding(ids_BT, dtype))), tp)
+
+        def layer(x_BTD: Array, block: Any, cache: Any) -> tuple[Array, Any]:
+            return gather(placements.blocks, block, dtype)(x_BTD, encoding, tp, cache=cache)
+
+        with jax.named_scope("blocks"):
+            x_BTD, cache = cache.scan(layer, x_BTD, self.blocks)
+        with jax.named_scope("head"):
+            return tp.enter(self.norm(x_BTD)), cache
 
     def output_projection(
         self, h_BTD: Float[Array, "B T D"], execution: Execution
@@ -119,6 +137,10 @@ class Transformer(eqx.Module):
         h_BTD, table = join_gradients(h_BTD, table) if has_gathered(placement) else (h_BTD, isolate_gradient(table))
         gathered = gather(placement, table, dtype)
         return h_BTD, OutputProjection(gathered.weight, None if self.head is None else gathered.bias)
+
+    def _scaled(self, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
+        """The embedding, multiplied by embedding_scale in its own dtype."""
+        return x_BTD if self.embedding_scale == 1 else x_BTD * jnp.asarray(self.embedding_scale, x_BTD.dtype)
 
     def _scan_blocks(
         self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, execution: Execution, positions: Positions

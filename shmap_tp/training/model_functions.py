@@ -39,6 +39,8 @@ class ModelFunctions(eqx.Module):
     """(params, tokens[1 B T+1]) -> (mean cross entropy, gradients of the objective: z_loss is included)."""
     shapes: Transformer
     """ShapeDtypeStructs of the parameters, each with its sharding."""
+    execution: Execution
+    """How the functions compute the model."""
 
 
 def build_model_functions(
@@ -87,4 +89,5 @@ def build_model_functions(
         loss=compiled(loss, TOKENS, P()),
         loss_and_gradients=compiled(gradients, TOKENS, (P(), gradient_specs)),
         shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
+        execution=execution,
     )

@@ -1,0 +1,174 @@
+"""Generation: prompts in, new tokens out, on any mesh.
+
+    prompts  --padded on their left to one length, and to a multiple of dp prompts-->  prefill  -->  decode, some tokens
+    at a time, until every sequence has ended
+
+dp serves different prompts; mp shares each.  Every process of a run returns the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from shmap_tp.config.schema import ModelConfig
+from shmap_tp.errors import UserError
+from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
+from shmap_tp.inference.sampling import Filters, Sampling
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.mesh import DP
+
+PADDING = -1
+"""Id of a slot before the first token of a prompt."""
+SLOTS_MULTIPLE = 32
+"""Prompts and caches are padded to a multiple of this, so that similar lengths share one program."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to generate.  Raises UserError for values out of range."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    """0 is greedy: the most likely token."""
+    top_k: int = 0
+    """Sample from the k most likely tokens; 0 is all."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that together have this probability."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that occur in prompt or answer less likely; 1 is none."""
+    seed: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    """Ids that end a sequence; the stop token itself is left out of the result."""
+    samples: int = 1
+    """Sequences of each prompt, with noise of their own."""
+    decode_tokens: int = 16
+    """Tokens between two looks at whether all sequences have ended."""
+
+    def __post_init__(self) -> None:
+        for name, valid, rule in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("seed", 0 <= self.seed < 2**31, "in 0 to 2147483647"),
+            ("samples", self.samples >= 1, "at least 1"),
+            ("decode_tokens", self.decode_tokens >= 1, "at least 1"),
+        ):
+            if not valid:
+                raise UserError(f"{name}={getattr(self, name)} must be {rule}")
+
+    @property
+    def filters(self) -> Filters:
+        """What the compiled programs contain for these options."""
+        noise = self.temperature > 0
+        return Filters(noise, noise and (self.top_k > 0 or self.top_p < 1), self.repetition_penalty != 1)
+
+    @property
+    def sampling(self) -> Sampling:
+        """The values that the compiled programs take."""
+        real, whole = partial(np.array, dtype=np.float32), partial(np.array, dtype=np.int32)
+        return Sampling(
+            temperature=real(self.temperature),
+            top_k=whole(self.top_k),
+            top_p=real(self.top_p),
+            repetition_penalty=real(self.repetition_penalty),
+            seed=whole(self.seed),
+        )
+
+
+def generate(
+    programs: GenerationPrograms, params: Transformer, prompts: Sequence[Sequence[int]], options: Options
+) -> list[list[int]]:
+    """The new ids of each prompt, or of its `options.samples` sequences one after the other; prompts, padding and stop
+    tokens are left out.  Fewer than max_new_tokens are returned where the context of the model ends.
+
+    Raises UserError as `stream` does.
+    """
+    pieces = list(stream(programs, params, prompts, options))
+    return [[token for piece in pieces for token in piece[row]] for row in range(len(pieces[0]))]
+
+
+def stream(
+    programs: GenerationPrograms,
+    params: Transformer,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    requests: Sequence[int] | None = None,
+) -> Iterator[list[list[int]]]:
+    """As `generate`, but yields the next ids of every sequence as they come, options.decode_tokens at a time.
+
+    `requests` are the numbers of the prompts, on which sampling depends; by default 0, 1, 2 ...
+    Raises UserError if there is no prompt, or one is empty, has an id that is not below the vocabulary, or leaves no
+    room for a new token in model.context.
+    """
+    _check(prompts, programs.model)
+    limits = [min(options.max_new_tokens, programs.model.context - len(prompt)) for prompt in prompts]
+    pending = [_Sequence(limit, options.stop_tokens) for limit in limits for _ in range(options.samples)]
+    calls = -(-(max(limits) - 1) // options.decode_tokens)
+    rows, numbers = _padded(prompts, requests, programs.mesh.shape[DP])
+    slots = rows.shape[1] + calls * options.decode_tokens
+    shape = PrefillShape(-(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE, options.samples)
+    sampling, filters = options.sampling, options.filters
+    new, progress = programs.prefill(params, sampling, rows, numbers, filters=filters, shape=shape)
+    yield [sequence.take(ids) for sequence, ids in zip(pending, np.asarray(new), strict=False)]
+    for _ in range(calls):
+        if all(sequence.ended for sequence in pending):
+            return
+        new, progress = programs.decode(params, sampling, progress, filters=filters, count=options.decode_tokens)
+        yield [sequence.take(ids) for sequence, ids in zip(pending, np.asarray(new), strict=False)]
+
+
+class _Sequence:
+    """How many more tokens a sequence may have."""
+
+    def __init__(self, limit: int, stop_tokens: Sequence[int]):
+        self._left, self._stop_tokens = limit, frozenset(stop_tokens)
+
+    @property
+    def ended(self) -> bool:
+        return self._left == 0
+
+    def take(self, ids: np.ndarray) -> list[int]:
+        """Those of the next ids that belong to the sequence."""
+        taken = []
+        for token in ids[: self._left].tolist():
+            if token in self._stop_tokens:
+                self._left = 0
+                return taken
+            taken.append(token)
+        self._left -= len(taken)
+        return taken
+
+
+def _padded(prompts: Sequence[Sequence[int]], requests: Sequence[int] | None, dp: int) -> tuple[np.ndarray, np.ndarray]:
+    """(prompts[B P] with padding on their left, their numbers[B]); prompts that only fill the batch have one token."""
+    batch = -(-len(prompts) // dp) * dp
+    length = -(-max(map(len, prompts)) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+    rows, numbers = np.full((batch, length), PADDING, np.int32), np.zeros(batch, np.int32)
+    rows[:, -1] = 0
+    for row, prompt in enumerate(prompts):
+        rows[row, length - len(prompt) :] = prompt
+    numbers[: len(prompts)] = range(len(prompts)) if requests is None else requests
+    return rows, numbers
+
+
+def _check(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:
+    if not len(prompts):
+        raise UserError("there is no prompt; give at least one")
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise UserError(f"prompt {number} is empty; give at least one token")
+        wrong = next((token for token in prompt if not 0 <= token < model.vocabulary), None)
+        if wrong is not None:
+            raise UserError(
+                f"prompt {number} has token id {wrong}, which is not in 0 to {model.vocabulary - 1} "
+                f"(model.vocabulary={model.vocabulary})"
+            )
+        if len(prompt) >= model.context:
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens, which leave no room for a new one in "
+                f"model.context={model.context}; shorten it"
+            )

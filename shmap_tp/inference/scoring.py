@@ -1,0 +1,90 @@
+"""Log-likelihood of given tokens, and whether each is the most likely one, over a vocabulary sharded over mp.
+
+B sequences, T positions, N positions of a chunk, D model width, V vocabulary rows, padded.  V/mp: sharded over mp.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.layers.embedding import OutputProjection, score
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.fsdp import gather_between_slices
+from shmap_tp.parallel.mesh import DP, MP
+
+POSITIONS_MULTIPLE = 128
+"""Sequences are padded to a multiple of this, so that similar lengths share one program."""
+CHUNK = 512
+"""Positions whose logits exist at a time."""
+
+Scores = tuple[Float[Array, " N"], Bool[Array, " N"]]
+"""(log-likelihood in nats, whether it is the largest) of each target."""
+
+
+class ScoringProgram:
+    """Scores the tokens of sequences; compiled at the first call with another number of sequences or positions."""
+
+    def __init__(self, programs: GenerationPrograms):
+        self._mesh, self._vocabulary, self._context = programs.mesh, programs.model.vocabulary, programs.model.context
+        self._specs, self._execution = programs.specs, programs.execution
+        self._run = jax.jit(self._mapped())
+
+    def __call__(self, params: Transformer, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """tokens[B, T] -> (log-likelihood of tokens[:, 1:] given those before, whether each is the most likely one),
+        float32[B, T-1] and bool[B, T-1]."""
+        batch, time = tokens.shape[0], tokens.shape[1] - 1
+        rows = -(-batch // self._mesh.shape[DP]) * self._mesh.shape[DP]
+        length = min(-(-time // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, self._context)
+        padded = np.zeros((rows, length + 1), np.int32)
+        padded[:batch, : time + 1] = tokens
+        found = self._run(params, padded)
+        likelihood, greedy = (np.asarray(x)[:batch, :time] for x in found)
+        return likelihood, greedy
+
+    def _mapped(self) -> Callable[[Transformer, Array], tuple[Array, Array]]:
+        def run(params: Transformer, tokens_BT: Int[Array, "B T"]) -> tuple[Array, Array]:
+            params = gather_between_slices(self._execution.placements, params)
+            h_BTD = params(tokens_BT[:, :-1], self._execution)
+            h_BTD, projection = params.output_projection(h_BTD, self._execution)
+            scores = _in_chunks(partial(_scores, projection, self._vocabulary), h_BTD, tokens_BT[:, 1:])
+            return jax.tree.map(lambda x: lax.all_gather(x, DP, axis=0, tiled=True, to="invarying"), scores)
+
+        return jax.shard_map(run, mesh=self._mesh, in_specs=(self._specs, P(DP, None)), out_specs=(P(), P()))
+
+
+def _in_chunks(
+    scores: Callable[[Array, Array], Scores], h_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """`scores` of all positions, CHUNK at a time."""
+    shape, positions = targets_BT.shape, targets_BT.size
+    chunks = -(-positions // CHUNK)
+    h = jnp.pad(h_BTD.reshape(positions, -1), [(0, chunks * CHUNK - positions), (0, 0)])
+    targets = jnp.pad(targets_BT.reshape(-1), (0, chunks * CHUNK - positions))
+    found = lax.map(lambda each: scores(*each), (h.reshape(chunks, CHUNK, -1), targets.reshape(chunks, CHUNK)))
+    return jax.tree.map(lambda x: x.reshape(-1)[:positions].reshape(shape), found)
+
+
+def _scores(
+    projection: OutputProjection, vocabulary: int, h_ND: Float[Array, "N D"], targets_N: Int[Array, " N"]
+) -> Scores:
+    """One all-gather over mp of three values per position."""
+    logits_NV = score(h_ND, projection)
+    column_V = lax.axis_index(MP) * logits_NV.shape[1] + jnp.arange(logits_NV.shape[1])
+    logits_NV = jnp.where((column_V < vocabulary)[None], logits_NV, jnp.finfo(logits_NV.dtype).min)
+    is_target_NV = targets_N[:, None] == column_V[None]
+    max_N = jnp.max(logits_NV, axis=-1)
+    sum_N = jnp.sum(jnp.exp(logits_NV - max_N[:, None]), axis=-1)
+    target_N = jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1)
+    max_RN, sum_RN, target_RN = jnp.moveaxis(
+        lax.all_gather(jnp.stack([max_N, sum_N, target_N]), MP, to="invarying"), 1, 0
+    )
+    max_N, target_N = jnp.max(max_RN, axis=0), jnp.sum(target_RN, axis=0)
+    log_z_N = jnp.log(jnp.sum(sum_RN * jnp.exp(max_RN - max_N[None]), axis=0))
+    return target_N - max_N - log_z_N, target_N == max_N

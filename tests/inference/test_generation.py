@@ -1,0 +1,151 @@
+"""Generation with a key/value cache gives what the full forward pass gives, on every mesh and in every batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shmap_tp
+from shmap_tp.errors import UserError
+from shmap_tp.inference.cache import empty_cache
+from shmap_tp.inference.generator import Options, stream
+from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.parallel.mesh import DP
+from tests.helpers.model_fixtures import MODEL
+
+PROMPTS = [[3], [7, 1, 40, 22, 9], [5, 5, 11], [48, 2], [1, 2, 3, 4, 5, 6, 7]]
+"""Of different lengths, and not a multiple of any dp."""
+SAMPLED = {"temperature": 1.0, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 5}
+VARIANTS = {
+    "ALiBi, parallel": ["model.positions=alibi", "model.block=parallel"],
+    "rotary, sequential, RMSNorm, SwiGLU": [
+        "model.positions=rotary",
+        "model.block=sequential",
+        "model.norm=rmsnorm",
+        "model.mlp=swiglu",
+    ],
+    "learned, tied": ["model.positions=learned", "model.tie_embeddings=true"],
+    "rotary, two key/value heads": ["model.positions=rotary", "model.kv_heads=2"],
+    "FSDP": ["mesh.zero=fsdp", "model.positions=rotary"],
+}
+MESHES = [(1, 1), (2, 2), (1, 4), (8, 1), (1, 8)]
+
+
+def model(dp: int, mp: int, *more: str) -> shmap_tp.Model:
+    """Weights so large that the logits spread widely; 50 ids in 64 rows."""
+    settings = [f"model.{setting}" for setting in MODEL.split()]
+    given = ["model=test", *settings, "model.context=24", "model.init_std=0.5", "train.batch=8", "train.microbatches=1"]
+    return shmap_tp.Model.initialize(
+        shmap_tp.load_config(*given, f"mesh.dp={dp}", f"mesh.mp={mp}", "train.precision=float32", *more)
+    )
+
+
+def greedy_by_full_forward(model: shmap_tp.Model, prompt: list[int], count: int) -> tuple[list[int], float]:
+    """(the most likely tokens one after the other, the smallest margin between the two most likely)."""
+    ids, margin = list(prompt), np.inf
+    for _ in range(count):
+        ordered = np.sort(last := np.asarray(model.logits([ids]))[0, -1])
+        margin = min(margin, ordered[-1] - ordered[-2])
+        ids.append(int(last.argmax()))
+    return ids[len(prompt) :], margin
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_are_those_of_the_full_forward_pass_on_every_mesh(variant):
+    first = model(1, 1, *VARIANTS[variant])
+    expected = [greedy_by_full_forward(first, prompt, 10) for prompt in PROMPTS]
+    assert min(margin for _, margin in expected) > 1e-4
+    meshes = MESHES if variant.startswith("rotary, two") else [(2, 4), (1, 2)]
+    for shape in meshes:
+        found = model(*shape, *VARIANTS[variant]).generate(PROMPTS, max_new_tokens=10)
+        assert found == [tokens for tokens, _ in expected], shape
+
+
+@pytest.mark.parametrize("variant", ["ALiBi, parallel", "learned, tied", "rotary, two key/value heads"])
+def test_logits_with_a_cache_equal_those_of_the_full_forward_pass_at_every_position(variant):
+    """A prompt of 5 tokens read at once behind 3 slots of padding, then token by token."""
+    here = model(1, 2, *VARIANTS[variant])
+    programs = GenerationPrograms(here.config.model, here.mesh, here.functions)
+    ids = np.random.default_rng(0).integers(0, 50, (2, 14)).astype(np.int32)
+
+    def run(params, ids_BT):
+        cache = empty_cache(programs.model, jnp.full(2, 3, jnp.int32), 20, jnp.float32)
+        found = []
+        for part in [jnp.pad(ids_BT[:, :5], [(0, 0), (3, 0)]), *jnp.split(ids_BT[:, 5:], 9, axis=1)]:
+            h_BTD, cache = params.with_cache(part, programs.execution, cache)
+            found.append(h_BTD)
+        h_BTD = jnp.concatenate(found, axis=1)[:, 3:]
+        full_BTD = params(ids_BT, programs.execution)
+        return jax.tree.map(lambda h: jax.lax.pmean(h, "mp"), (h_BTD, full_BTD))
+
+    specs = (programs.specs, jax.P(DP))
+    mapped = jax.shard_map(run, mesh=here.mesh, in_specs=specs, out_specs=jax.P(DP))
+    cached, full = jax.jit(mapped)(here.parameters, ids)
+    assert np.abs(full).max() > 1
+    np.testing.assert_allclose(cached, full, atol=1e-5 * float(np.abs(full).max()), rtol=0)
+
+
+@pytest.mark.parametrize("options", [SAMPLED, {"temperature": 2.0, "seed": 1}], ids=["all options", "temperature"])
+def test_sampled_tokens_are_a_function_of_seed_request_and_position(options):
+    first = model(1, 1).generate(PROMPTS, max_new_tokens=9, **options)
+    for shape in [(2, 2), (1, 8)]:
+        there = model(*shape)
+        assert there.generate(PROMPTS, max_new_tokens=9, **options) == first, shape
+    one = list(stream(there._generation, there.parameters, [PROMPTS[3]], Options(9, **options), requests=[3]))
+    assert [token for [piece] in one for token in piece] == first[3]
+    assert there.generate(PROMPTS, max_new_tokens=9, **options | {"seed": 6}) != first
+
+
+def test_samples_of_one_prompt_differ_and_the_first_is_that_of_a_single_sample():
+    here = model(2, 2)
+    single = here.generate(PROMPTS, max_new_tokens=8, temperature=1.5)
+    several = here.generate(PROMPTS, max_new_tokens=8, temperature=1.5, samples=3)
+    assert several[::3] == single
+    assert all(len({tuple(tokens) for tokens in several[row : row + 3]}) == 3 for row in range(0, 15, 3))
+
+
+def test_a_sequence_ends_before_its_stop_token_and_at_the_context():
+    here = model(1, 2)
+    full = here.generate(PROMPTS, max_new_tokens=100)
+    assert [len(prompt) + len(tokens) for prompt, tokens in zip(PROMPTS, full, strict=True)] == [24] * len(PROMPTS)
+    stop = full[1][6]
+    expected = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in full]
+    assert here.generate(PROMPTS, max_new_tokens=100, stop_tokens=(stop,), decode_tokens=4) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "there is no prompt"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1, 50]], {}, "prompt 0 has token id 50, which is not in 0 to 49"),
+        ([[-1]], {}, "token id -1"),
+        ([[1] * 24], {}, "prompt 0 has 24 tokens, which leave no room for a new one in model.context=24"),
+        ([[1]], {"temperature": -1.0}, "temperature=-1.0 must be 0"),
+        ([[1]], {"temperature": float("nan")}, "temperature=nan"),
+        ([[1]], {"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ([[1]], {"samples": 0}, "samples=0"),
+    ],
+    ids=str,
+)
+def test_bad_prompts_and_options_are_refused(prompts, options, message):
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        model(1, 1).generate(prompts, **options)
+
+
+def test_scores_are_those_of_the_logits():
+    tokens = np.random.default_rng(1).integers(0, 50, (3, 20))
+    mask = np.arange(20)[None] >= np.array([[1], [15], [19]])
+    for shape in [(1, 1), (2, 4)]:
+        here = model(*shape)
+        logits = np.asarray(here.logits(tokens[:, :-1]), np.float64)
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        each = np.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
+        likelihood, greedy = here.score(tokens, mask)
+        np.testing.assert_allclose(likelihood, (each * mask[:, 1:]).sum(1), rtol=1e-5)
+        assert not greedy.any()
+    best = np.append(tokens[:, :1], logits.argmax(-1), axis=1)
+    best[:, :-1] = tokens[:, :-1]
+    _, greedy = here.score(best, np.arange(20)[None] == np.full((3, 1), 19))
+    assert greedy.all()

@@ -99,6 +99,8 @@ class Model:
     """The pytree of parameters, float32, sharded over the mesh."""
     functions: ModelFunctions
     """The compiled functions, which take the parameters as an argument."""
+    source: str | None = None
+    """The checkpoint that it was restored from."""
 
     @classmethod
     def initialize(cls, config: Config, components: Components = CONFIGURED) -> "Model":
@@ -135,15 +137,17 @@ class Model:
         config = replace(config, mesh=replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=1))
         validate(config)
         config, mesh, functions = build(config, components)
-        return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions)
+        return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions, str(checkpoint))
 
     @cached_property
-    def _generation(self) -> GenerationPrograms:
+    def generation_programs(self) -> GenerationPrograms:
+        """The compiled functions of generation."""
         return GenerationPrograms(self.config.model, self.mesh, self.functions)
 
     @cached_property
-    def _scoring(self) -> ScoringProgram:
-        return ScoringProgram(self._generation)
+    def scoring_program(self) -> ScoringProgram:
+        """The compiled function of `score`."""
+        return ScoringProgram(self.generation_programs)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, temperature: float = 0.0, **options: Any
@@ -157,7 +161,7 @@ class Model:
         model.vocabulary, or leaves no room in model.context.
         """
         settings = Options(max_new_tokens=max_new_tokens, temperature=temperature, **options)
-        return generate(self._generation, self.parameters, prompts, settings)
+        return generate(self.generation_programs, self.parameters, prompts, settings)
 
     def score(self, tokens: Tokens, mask: Any) -> tuple[np.ndarray, np.ndarray]:
         """(summed log-likelihood in nats, whether each was the most likely token) of the tokens of each row where
@@ -171,7 +175,7 @@ class Model:
             raise UserError(
                 f"mask must be booleans {list(tokens.shape)}, as the tokens, and false for the first token of a row"
             )
-        likelihood, greedy = self._scoring(self.parameters, tokens)
+        likelihood, greedy = self.scoring_program(self.parameters, tokens)
         return np.where(mask[:, 1:], likelihood, 0).sum(axis=1), np.where(mask[:, 1:], greedy, True).all(axis=1)
 
     def with_parameters(self, parameters: Transformer) -> "Model":

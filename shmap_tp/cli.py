@@ -8,6 +8,8 @@ COMMANDS = {
     "train": "train a model, or continue training (the same as python main.py)",
     "prepare": "turn text into the token files that training reads",
     "plan": "predict speed, memory and communication on TPUs that are not there",
+    "generate": "continue texts with a trained model",
+    "evaluate": "loss, perplexity and bits per byte of a trained model",
     "verify": "check checkpoints, resuming, and that replicated arrays agree",
 }
 

@@ -32,7 +32,7 @@ class ScoringProgram:
     """Scores the tokens of sequences; compiled at the first call with another number of sequences or positions."""
 
     def __init__(self, programs: GenerationPrograms):
-        self._mesh, self._vocabulary, self._context = programs.mesh, programs.model.vocabulary, programs.model.context
+        self.model, self._mesh = programs.model, programs.mesh
         self._specs, self._execution = programs.specs, programs.execution
         self._run = jax.jit(self._mapped())
 
@@ -41,7 +41,7 @@ class ScoringProgram:
         float32[B, T-1] and bool[B, T-1]."""
         batch, time = tokens.shape[0], tokens.shape[1] - 1
         rows = -(-batch // self._mesh.shape[DP]) * self._mesh.shape[DP]
-        length = min(-(-time // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, self._context)
+        length = min(-(-time // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, self.model.context)
         padded = np.zeros((rows, length + 1), np.int32)
         padded[:batch, : time + 1] = tokens
         found = self._run(params, padded)
@@ -53,7 +53,7 @@ class ScoringProgram:
             params = gather_between_slices(self._execution.placements, params)
             h_BTD = params(tokens_BT[:, :-1], self._execution)
             h_BTD, projection = params.output_projection(h_BTD, self._execution)
-            scores = _in_chunks(partial(_scores, projection, self._vocabulary), h_BTD, tokens_BT[:, 1:])
+            scores = _in_chunks(partial(_scores, projection, self.model.vocabulary), h_BTD, tokens_BT[:, 1:])
             return jax.tree.map(lambda x: lax.all_gather(x, DP, axis=0, tiled=True, to="invarying"), scores)
 
         return jax.shard_map(run, mesh=self._mesh, in_specs=(self._specs, P(DP, None)), out_specs=(P(), P()))

@@ -91,7 +91,7 @@ def test_sampled_tokens_are_a_function_of_seed_request_and_position(options):
     for shape in [(2, 2), (1, 8)]:
         there = model(*shape)
         assert there.generate(PROMPTS, max_new_tokens=9, **options) == first, shape
-    one = list(stream(there._generation, there.parameters, [PROMPTS[3]], Options(9, **options), requests=[3]))
+    one = list(stream(there.generation_programs, there.parameters, [PROMPTS[3]], Options(9, **options), requests=[3]))
     assert [token for [piece] in one for token in piece] == first[3]
     assert there.generate(PROMPTS, max_new_tokens=9, **options | {"seed": 6}) != first
 

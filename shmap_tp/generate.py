@@ -1,0 +1,147 @@
+"""Continue texts with a trained model: `python -m shmap_tp.generate --checkpoint runs/first --prompt "def main("`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from shmap_tp.errors import ShmapTpError, UserError
+
+EPILOG = """\
+examples
+  python -m shmap_tp.generate --checkpoint runs/first --prompt "def main("
+  python -m shmap_tp.generate --checkpoint runs/first --prompts FILE.txt --out FILE.jsonl mesh.dp=2 mesh.mp=4
+  python -m shmap_tp.generate --checkpoint runs/first --prompt "import " --temperature 0.8 --top-p 0.95 --samples 3
+
+A sampled token is a function of (seed, number of the prompt, position): the same on every mesh, in every batch.
+The mesh is (1, 1) where mesh.dp and mesh.mp are not given; on accelerators dp x mp must be all devices.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `python -m shmap_tp.generate`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shmap_tp.generate",
+        description=__doc__.splitlines()[0],
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run, its checkpoints, or one checkpoint")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt per line; in .jsonl the field `prompt`")
+    parser.add_argument("--out", metavar="FILE", help="write lines of JSON instead of printing the texts")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the run)")
+    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens of each answer (200)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (0)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the k likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest, of this sum")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer before this text")
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="prompts that are answered at a time (16)")
+    parser.add_argument("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = parser().parse_intermixed_args(argv)
+    try:
+        _generate(arguments)
+    except ShmapTpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts) if arguments.prompts else [])]
+    if not prompts:
+        raise UserError("there is no prompt; give --prompt TEXT or --prompts FILE")
+    if arguments.batch < 1:
+        raise UserError(f"--batch {arguments.batch} must be at least 1")
+
+    from shmap_tp.api import Model
+    from shmap_tp.inference.answers import answers
+    from shmap_tp.inference.generator import Options
+    from shmap_tp.inference.mesh_arguments import mesh_sizes
+    from shmap_tp.inference.text import open_tokenizer_file, tokenizer_of_checkpoint
+
+    options = Options(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        samples=arguments.samples,
+        decode_tokens=8,
+    )
+    model = Model.restore(arguments.checkpoint, step=arguments.step, **mesh_sizes(arguments.mesh))
+    tokenizer = (
+        open_tokenizer_file(arguments.tokenizer)
+        if arguments.tokenizer
+        else tokenizer_of_checkpoint(model.source, model.config.data.dir)
+    )
+    answer = partial(
+        answers, model.generation_programs, model.parameters, tokenizer, options=options, stop=arguments.stop
+    )
+    with _opened(arguments.out) as file:
+        for first in range(0, len(prompts), arguments.batch):
+            part = prompts[first : first + arguments.batch]
+            show = _printer(part, arguments.samples, first) if file is None else None
+            found = answer(part, first_request=first, show=show)
+            if file is not None:
+                for prompt, texts in zip(part, found, strict=True):
+                    lines = [{"prompt": prompt, "sample": number, "answer": text} for number, text in enumerate(texts)]
+                    file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int, str, str | None], None]:
+    """Prints the pieces of an only answer as they come; of several answers, each when it has ended."""
+    alone = len(prompts) == samples == 1
+    if alone:
+        print(prompts[0], end="", flush=True)
+
+    def show(number: int, sample: int, piece: str, ended: str | None) -> None:
+        if alone:
+            print(piece, end="" if ended is None else "\n", flush=True)
+        elif ended is not None:
+            print(f"--- prompt {first + number}, sample {sample}\n{prompts[number]}{ended}", flush=True)
+
+    return show
+
+
+def _read_prompts(name: str) -> list[str]:
+    try:
+        lines = Path(name).read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line)["prompt"] for line in lines] if name.endswith(".jsonl") else lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {name} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'--prompts {name}: every line must be an object such as {{"prompt": "..."}}') from error
+    wrong = next((number for number, prompt in enumerate(found, 1) if not isinstance(prompt, str) or not prompt), None)
+    if wrong is not None:
+        raise UserError(f"--prompts {name}, line {wrong}: the prompt is empty or not text")
+    return found
+
+
+def _opened(name: str | None) -> AbstractContextManager[IO[str] | None]:
+    if name is None:
+        return nullcontext(None)
+    try:
+        return open(name, "w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {name} cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The quality of a model on a token file: loss, perplexity, bits per byte, accuracy."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from shmap_tp.data.metadata import read_meta
+from shmap_tp.data.token_files import open_token_file
+from shmap_tp.inference.scoring import ScoringProgram
+from shmap_tp.inference.text import Tokenizer
+from shmap_tp.model.transformer import Transformer
+
+
+def evaluate_file(
+    program: ScoringProgram,
+    parameters: Transformer,
+    tokenizer: Tokenizer,
+    directory: str,
+    split: str,
+    limits: tuple[int | None, int],
+) -> dict[str, int | float | str]:
+    """What the model makes of `split` of the data in `directory`, in sequences of model.context tokens.
+
+    loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the whole
+    in bits over the bytes of the text that the tokens stand for, so it compares models with other tokenizers (Gao et
+    al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
+
+    `limits` are (the number of sequences, None for all; how many are computed at a time).
+    Raises UserError if the data cannot be read.
+    """
+    model = program.model
+    file = open_token_file(Path(directory), split, context=model.context, vocabulary=model.vocabulary)
+    meta = read_meta(Path(directory))
+    wanted, batch = limits
+    count = min(wanted or len(file), len(file))
+    nats, right, size = 0.0, 0, 0
+    for first in tqdm(range(0, count, batch), desc=f"{directory}/{split}.bin", unit=" batches", disable=None):
+        rows = file.read(np.arange(first, min(first + batch, count)))
+        filled = np.concatenate([rows, np.repeat(rows[:1], batch - len(rows), axis=0)])  # one program for all batches
+        likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled))
+        nats -= float(likelihood.sum(dtype=np.float64))
+        right += int(greedy.sum())
+        size += sum(_text_bytes(tokenizer, row[1:], meta.end_of_text) for row in rows)
+    tokens = count * model.context
+    return {
+        "sequences": count,
+        "tokens": tokens,
+        "loss": nats / tokens,
+        "perplexity": math.exp(min(nats / tokens, 700)),
+        "bits_per_byte": nats / math.log(2) / size,
+        "accuracy": right / tokens,
+    }
+
+
+def _text_bytes(tokenizer: Tokenizer, ids: np.ndarray, end_of_text: int | None) -> int:
+    """UTF-8 bytes of the text of `ids`; the ends of documents have none."""
+    ends = set(tokenizer.end_of_text) | ({end_of_text} - {None})
+    return tokenizer.byte_length([token for token in ids.tolist() if token not in ends])

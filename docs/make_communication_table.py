@@ -12,27 +12,44 @@ from collections import Counter
 from generated_part import DOCS, GeneratedPart
 
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import Block, Config, MeshConfig, ModelConfig, Remat, TensorParallelMode
+from shmap_tp.config.schema import Block, Config, Remat, TensorParallelMode
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.plan.communication import analytic, parameters
-from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
+from shmap_tp.training.step import CONFIGURED
 
 DP_SIZE, MP_SIZE = 8, 7
-X = 3 * 7 * 11 * 13
-"""Values of x[B T D]: a multiple of MP_SIZE, and of no other size here."""
+TIME, WIDTH = 77, 16
+"""T and D, for one sequence on a device."""
 WEIGHT = "blocks.mlp.up"
 """The weight whose data-parallel communication the table shows."""
 
 
 def config(*overrides: str) -> Config:
-    sizes = ["heads=7", "kv_heads=7", "ffn=56", "width=16", "layers=1", "vocabulary=56", "vocabulary_multiple=56"]
-    given = ["model=test", *[f"model.{size}" for size in sizes], "train.batch=8", "train.microbatches=1"]
+    sizes = [
+        "heads=7",
+        "kv_heads=7",
+        "ffn=56",
+        f"width={WIDTH}",
+        "layers=1",
+        f"context={TIME}",
+        "vocabulary=56",
+        "vocabulary_multiple=56",
+    ]
+    given = [
+        "model=test",
+        *[f"model.{size}" for size in sizes],
+        f"model.context={TIME}",
+        "train.batch=8",
+        "train.microbatches=1",
+    ]
     return load(str(CONF / "config.yaml"), [*given, f"mesh.dp={DP_SIZE}", "mesh.mp=1", *overrides])
 
 
-def activations(mode: TensorParallelMode, entries: list[Entry]) -> list[str]:
+def activations(entries: list[Entry]) -> list[str]:
     """Cells: forward, recomputed, backward.  Sizes are fractions of x[B T D], float32."""
-    names = {4 * X: "B T D", 4 * X // MP_SIZE: "B T/mp D"}
+    x = 4 * TIME * WIDTH
+    names = {x: "B T D", x // MP_SIZE: "B T/mp D", 4 * WIDTH: "D"}
     return [
         cell(entries, direction, names) for direction in (Direction.forward, Direction.recompute, Direction.backward)
     ]
@@ -58,23 +75,38 @@ def times(operation: Operation, count: int) -> str:
     return f"{rings} (mp - 1) {operation}s" if rings > 1 else f"mp - 1 {operation}s"
 
 
+BLOCK_NAMES = {
+    Block.parallel: "parallel block",
+    Block.sequential: "sequential block",
+    Block.parallel_two_norms: "parallel block with two norms",
+}
+
+
 def tensor_parallel_rows() -> list[list[str]]:
-    x, rows = ArrayTraffic(X, "float32", 1), []
+    rows = []
     for mode in TensorParallelMode:
-        chosen = config(f"mesh.tensor_parallel={mode}")
-        mesh: MeshConfig = chosen.mesh
-        mesh.mp = MP_SIZE
         rows.append([f"**`tensor_parallel: {mode}`**", "", "", ""])
-        rows.append(["embedding", *activations(mode, analytic.reducing(mesh, "x", x))])
+        rows.append(["embedding", *activations(communicated(mode, Block.parallel, Remat.none)["embedding"])])
         for block in Block:
             by_cells: dict[tuple[str, ...], list[str]] = {}
             for remat in Remat:
-                model: ModelConfig = config(f"model.block={block}", f"model.remat={remat}").model
-                by_cells.setdefault(tuple(activations(mode, analytic.block(model, mesh, x))), []).append(remat)
+                cells = activations(communicated(mode, block, remat)["block"])
+                by_cells.setdefault(tuple(cells), []).append(remat)
             for cells, policies in by_cells.items():
-                rows.append([f"{block} block, {named(policies)}", *cells])
-        rows.append(["head", *activations(mode, analytic.entering(mesh, "x", x))])
+                rows.append([f"{BLOCK_NAMES[block]}, {named(policies)}", *cells])
+        rows.append(["head", *activations(communicated(mode, Block.parallel, Remat.none)["head"])])
     return rows
+
+
+def communicated(mode: TensorParallelMode, block: Block, remat: Remat) -> dict[str, list[Entry]]:
+    """What the embedding, a block and the head communicate over mp."""
+    chosen = config(f"mesh.tensor_parallel={mode}", f"model.block={block}", f"model.remat={remat}")
+    chosen.mesh.mp = MP_SIZE
+    parts: dict[str, list[Entry]] = {"embedding": [], "block": [], "head": []}
+    for entry in analytic.activations(chosen, "float32"):
+        name = entry.what.split()[0]
+        parts[name if name in parts else "block"].append(entry)
+    return parts
 
 
 def named(policies: list[str]) -> str:
@@ -99,10 +131,11 @@ def data_parallel_rows() -> list[list[str]]:
     rows = []
     for name, overrides in DATA_PARALLEL.items():
         chosen = config(*overrides)
+        every = parameters.parameters(chosen.model, chosen.mesh, CONFIGURED)
         entries = [
-            *parameters.gathers_between_slices(chosen),
-            *parameters.fsdp_uses(chosen, "bfloat16"),
-            *parameters.update(chosen),
+            *parameters.gathers_between_slices(chosen, every),
+            *parameters.fsdp_uses(chosen, every, "bfloat16"),
+            *parameters.update(chosen, every, partial_over_mp=False),
         ]
         own = [entry for entry in entries if WEIGHT in entry.what and MP not in entry.axis]
         forward = [entry for entry in own if entry.direction == Direction.forward]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shmap_tp.layers.attention import causal_attention
+from shmap_tp.layers.causal_attention import causal_attention
 from tests.helpers.assertions import RELATIVE, assert_close
 
 MIB = 2**20

@@ -6,7 +6,7 @@ A tokenizer here has `encode(text) -> ids`, `decode(ids) -> text` and `end_of_te
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from etils import epath
 
@@ -15,6 +15,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.training.checkpoint_files import read_facts
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Text to ids and back."""
 

@@ -24,7 +24,7 @@ from shmap_tp.errors import LostProcessError, ShmapTpError, UserError
 PREFIX = "shmap_tp/agreement/"
 READ_SECONDS = 5.0
 """How long process 0 waits, before it ends with an error, until the others have read that error."""
-PER_HOST = {"run.dir", "run.compilation_cache", "data.dir", "data.name", "data.source"}
+PER_HOST = {"run.dir", "run.compilation_cache", "data.dir", "data.cache", "data.name", "data.source"}
 """Configuration keys that may differ between processes: paths on a host.  The contents of data.dir are compared."""
 PER_HOST_SECTIONS = {"log"}
 """Sections that may differ: only process 0 logs."""
@@ -99,8 +99,9 @@ def launch_facts(config: Config) -> dict[str, Any]:
 
 def data_facts(identity: dict[str, Any]) -> dict[str, str]:
     """What the data of all processes must have in common, by file; `identity` is that of `data_identity`."""
-    files = {name: part for name, part in identity.items() if isinstance(part, dict)}
-    return {f"{name}.bin": f"{part['tokens']} tokens of sha256 {part['sha256'][:12]}" for name, part in files.items()}
+    files = {name: part for name, part in identity.items() if isinstance(part, dict) and "tokens" in part}
+    found = {f"{name}.bin": f"{part['tokens']} tokens of sha256 {part['sha256'][:12]}" for name, part in files.items()}
+    return found | {"the tokenizer (sha256)": str(identity["tokenizer"]["sha256"])[:12]}
 
 
 def _source_hash() -> str:

@@ -1,0 +1,118 @@
+"""`shmap_tp.generate` and `shmap_tp.evaluate` on a checkpoint of a short run, and what they refuse."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmap_tp
+from shmap_tp import evaluate, generate
+from shmap_tp.training import loop
+from tests.helpers.run_fixtures import tiny, write_tokens
+
+GENERATE = ["--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps on bytes."""
+    directory = tmp_path_factory.mktemp("bytes")
+    data = write_tokens(directory / "data")
+    (data / "meta.json").write_text(json.dumps({"dtype": "uint16", "tokenizer": "bytes", "end_of_text": 0}))
+    settings = ["model.vocabulary=256", "train.steps=2", "optimizer.warmup_steps=1", "optimizer.decay_steps=2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "machine_peak", lambda devices: None)
+        assert loop.train(tiny(directory, *settings)) == 0
+    return directory / "run"
+
+
+def called(command, capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)."""
+    code = command.main([*arguments])
+    return code, *capsys.readouterr()
+
+
+def test_generate_prints_the_answer_of_the_library_on_every_mesh(run, capsys):
+    ids = shmap_tp.Model.restore(run, dp=1, mp=1).generate([list(b"12+")], max_new_tokens=6, stop_tokens=(0,))[0]
+    expected = "12+" + bytes(ids).decode(errors="replace")
+    for mesh in ([], ["mesh.dp=2", "mesh.mp=4"]):
+        code, printed, _ = called(generate, capsys, "--checkpoint", str(run), "--prompt", "12+", *GENERATE, *mesh)
+        assert (code, printed.rstrip("\n")) == (0, expected)
+
+
+def test_answers_to_a_file_of_prompts_do_not_depend_on_how_many_are_computed_at_a_time(run, capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1", "22 ", "é")))
+    sampled = ["--temperature", "1.5", "--samples", "2", *GENERATE]
+    found = []
+    for batch in ("16", "2"):
+        out = tmp_path / f"{batch}.jsonl"
+        given = ["--checkpoint", str(run), "--prompts", str(prompts), "--out", str(out), "--batch", batch]
+        assert called(generate, capsys, *given, *sampled)[:2] == (0, "")
+        found.append([json.loads(line) for line in out.read_text().splitlines()])
+    assert found[0] == found[1]
+    assert [(line["prompt"], line["sample"]) for line in found[0]] == [
+        (text, sample) for text in ("1", "22 ", "é") for sample in (0, 1)
+    ]
+
+
+def test_an_answer_ends_before_a_stop_text(run, capsys):
+    given = ["--checkpoint", str(run), "--prompt", "7", "--temperature", "2", "--max-new-tokens", "12"]
+    whole = called(generate, capsys, *given)[1].rstrip("\n").removeprefix("7")
+    stop = whole[3:5]
+    cut = called(generate, capsys, *given, "--stop", stop)[1].rstrip("\n").removeprefix("7")
+    assert cut == whole[: whole.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is no prompt; give --prompt TEXT or --prompts FILE"),
+        (["--prompt", ""], "prompt 0 is empty"),
+        (["--prompt", "a", "--top-p", "2"], "top_p=2.0 must be above 0 and at most 1"),
+        (["--prompt", "a", "--stop", ""], "a stop text is empty"),
+        (["--prompt", "a" * 16], "leave no room for a new one in model.context=16"),
+        (["--prompt", "a", "--step", "3"], "holds no checkpoint of step 3"),
+        (["--prompt", "a", "mesh.mp=3"], "mesh.mp=3 does not divide heads=8"),
+        (["--prompt", "a", "model.width=3"], "is not mesh.dp=N or mesh.mp=N"),
+        (["--prompt", "a", "mesh.dp=0"], "is not mesh.dp=N or mesh.mp=N"),
+        (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt cannot be read"),
+        (["--prompt", "a", "--tokenizer", "/nowhere.json"], "--tokenizer /nowhere.json: no such file"),
+        (["--prompt", "a", "--out", "/nowhere/out.jsonl"], "--out /nowhere/out.jsonl cannot be written"),
+        (["--prompt", "a", "--batch", "0"], "--batch 0 must be at least 1"),
+    ],
+    ids=str,
+)
+def test_what_generate_refuses(run, capsys, arguments, message):
+    code, _, error = called(generate, capsys, "--checkpoint", str(run), *arguments)
+    assert code == 2 and message in error and error.count("\n") <= 2
+
+
+def test_evaluate_agrees_with_the_logits(run, capsys):
+    """5 sequences, two at a time."""
+    code, printed, _ = called(evaluate, capsys, "--checkpoint", str(run), "--sequences", "5", "--batch", "2", "--json")
+    found = json.loads(printed)
+    model = shmap_tp.Model.restore(run, dp=1, mp=1)
+    rows = np.fromfile(run.parent / "data" / "validation.bin", np.uint16)[: 5 * 16 + 1]
+    rows = np.stack([rows[row * 16 : row * 16 + 17] for row in range(5)]).astype(int)
+    logits = np.asarray(model.logits(rows[:, :-1]), np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    loss = -np.take_along_axis(log_p, rows[:, 1:, None], -1).mean()
+    assert code == 0 and found["tokens"] == 80 and found["sequences"] == 5
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    text = (rows[:, 1:] != 0).sum()
+    assert found["bits_per_byte"] == pytest.approx(loss * 80 / text / math.log(2), rel=1e-5)
+    assert found["accuracy"] == pytest.approx((logits.argmax(-1) == rows[:, 1:]).mean())
+
+
+def test_what_evaluate_refuses(run, capsys):
+    for arguments, message in (
+        (["--data", "/nowhere"], "does not exist"),
+        (["--sequences", "0"], "--sequences 0 must be at least 1"),
+        (["mesh.dp=x"], "is not mesh.dp=N"),
+    ):
+        code, _, error = called(evaluate, capsys, "--checkpoint", str(run), *arguments)
+        assert code == 2 and message in error and error.count("\n") <= 2

@@ -1,5 +1,8 @@
 """Generation with a key/value cache gives what the full forward pass gives, on every mesh and in every batch."""
 
+from collections import Counter
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +10,12 @@ import pytest
 
 import shmap_tp
 from shmap_tp.errors import UserError
-from shmap_tp.inference.cache import empty_cache
+from shmap_tp.inference.cache import cache_bytes, empty_cache
 from shmap_tp.inference.generator import Options, stream
-from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
 from shmap_tp.parallel.mesh import DP
+from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
+from shmap_tp.plan.communication.ledger import Operation
 from tests.helpers.model_fixtures import MODEL
 
 PROMPTS = [[3], [7, 1, 40, 22, 9], [5, 5, 11], [48, 2], [1, 2, 3, 4, 5, 6, 7]]
@@ -111,6 +116,32 @@ def test_a_sequence_ends_before_its_stop_token_and_at_the_context():
     stop = full[1][6]
     expected = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in full]
     assert here.generate(PROMPTS, max_new_tokens=100, stop_tokens=(stop,), decode_tokens=4) == expected
+
+
+@pytest.mark.parametrize("block", ["parallel", "sequential"])
+def test_a_decode_step_communicates_and_keeps_what_the_docstrings_say(block):
+    """B=2 sequences per device, D=24, float32."""
+    here = model(2, 4, f"model.block={block}", "model.kv_heads=2")
+    programs, options = here.generation_programs, Options(4, temperature=1.0, top_k=3)
+    prompts, requests = np.zeros((4, 8), np.int32), np.arange(4, dtype=np.int32)
+    prefill = {"filters": options.filters, "shape": PrefillShape(16, 1)}
+    _, progress = jax.eval_shape(
+        partial(programs.prefill, **prefill), here.parameters, options.sampling, prompts, requests
+    )
+    local = progress.cache.keys.size * progress.cache.keys.dtype.itemsize // 8
+    assert 2 * local == cache_bytes(programs.model, 2, 4, 4, 16, jnp.float32)
+    decode = partial(programs.decode, filters=options.filters, count=5)
+    found: Counter[tuple] = Counter()
+    for entry in communication_in_jaxpr(jax.make_jaxpr(decode)(here.parameters, options.sampling, progress).jaxpr):
+        found[entry.axis, entry.operation, entry.bytes] += entry.count
+    layers, products = 2, 1 if block == "parallel" else 2
+    assert found == {
+        ("mp", Operation.all_reduce, 2 * 24 * 4): 5 * (1 + layers * products),
+        ("mp", Operation.all_gather, 2 * 4): 5 * 2,
+        ("mp", Operation.max, 2 * 4): 5,
+        ("mp", Operation.all_reduce, 2 * 4): 5 * 65,
+        ("dp", Operation.all_gather, 2 * 5 * 4): 1,
+    }
 
 
 @pytest.mark.parametrize(

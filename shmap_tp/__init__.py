@@ -21,6 +21,7 @@ What there is
     load_config             the configuration in a file, with `key=value` overrides
     make_mesh               the (dp, mp) mesh of a configuration
     Model                   parameters on a mesh: logits, loss, gradients; initialised, or restored from a checkpoint
+    from_pretrained         the model in a Hugging Face directory, on a mesh; Model.save_pretrained writes one
     Trainer                 a training step to be called in a loop of your own
     run_training            a whole run: data, evaluation, checkpoints, resuming
     Components, Optimizer   parts of a model or a step of your own (docs/extending.md)
@@ -37,7 +38,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmap_tp.api import Model, Trainer, load_config, make_mesh, run_training
+    from shmap_tp.api import Model, Trainer, from_pretrained, load_config, make_mesh, run_training
     from shmap_tp.config.schema import Config
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.model.transformer import Transformer
@@ -48,6 +49,7 @@ _MODULES = {
     "load_config": "shmap_tp.api",
     "make_mesh": "shmap_tp.api",
     "Model": "shmap_tp.api",
+    "from_pretrained": "shmap_tp.api",
     "Trainer": "shmap_tp.api",
     "run_training": "shmap_tp.api",
     "Components": "shmap_tp.training.step",
@@ -64,6 +66,7 @@ __all__ = [  # noqa: RUF022 - in the order of the docstring
     "load_config",
     "make_mesh",
     "Model",
+    "from_pretrained",
     "Trainer",
     "run_training",
     "Components",

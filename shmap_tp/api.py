@@ -3,13 +3,13 @@
 B batch, T time, V vocabulary.
 """
 
-from collections.abc import Sequence
+import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,20 +19,22 @@ from jaxtyping import Array, Float
 from shmap_tp.config import compose
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.config.validate import resolve_auto, validate
+from shmap_tp.data.checked_tokens import Tokens, checked
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.model.loss import IGNORE
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel import mesh as meshes
+from shmap_tp.pretrained import configuration
+from shmap_tp.pretrained.export import save_model
+from shmap_tp.pretrained.source import Source
+from shmap_tp.pretrained.start import pretrained_parameters, recorded_source, with_pretrained
 from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.training import loop
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters, saved_config
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
-
-Tokens = np.ndarray | Array | Sequence[Sequence[int]]
-"""Token ids [batch, time]."""
 
 EMULATED_DEVICES = 8
 """How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
@@ -44,7 +46,7 @@ def load_config(*overrides: str, file: str | None = None) -> Config:
     Without `file` it is the packaged conf/config.yaml, as in `load_config("model=test", "mesh.dp=2", "mesh.mp=4")`.
     Raises UserError if there is no such file, key or group, a type is wrong, or sizes do not divide.
     """
-    return compose.load(str(compose.CONF / "config.yaml") if file is None else file, list(overrides))
+    return configuration.load(str(compose.CONF / "config.yaml") if file is None else file, list(overrides))
 
 
 def make_mesh(config: Config) -> Mesh:
@@ -98,15 +100,21 @@ class Model:
     """The pytree of parameters, float32, sharded over the mesh."""
     functions: ModelFunctions
     """The compiled functions, which take the parameters as an argument."""
+    source: Source | None = None
+    """The Hugging Face directory that the model was read from, or that the run it is of started from."""
 
     @classmethod
     def initialize(cls, config: Config, components: Components = CONFIGURED) -> "Model":
-        """A model with the initial parameters of run.seed: the same bits on every mesh.
+        """A model with the parameters of model.from_pretrained, or if that is null with the initial ones of run.seed:
+        the same bits on every mesh.
 
         `components` replace parts that the configuration names (docs/extending.md).
-        Raises UserError if the devices do not make the mesh.
+        Raises UserError if the devices do not make the mesh, or model.from_pretrained cannot be read.
         """
         config, mesh, functions = _build(config, components)
+        if config.model.from_pretrained is not None:
+            parameters, source = pretrained_parameters(config, functions.shapes)
+            return cls(config, mesh, _finished(mesh, parameters), functions, source)
         return cls(config, mesh, _finished(mesh, functions.initialize()), functions)
 
     @classmethod
@@ -133,18 +141,29 @@ class Model:
         config = replace(config, mesh=replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=1))
         validate(config)
         config, mesh, functions = _build(config, components)
-        return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions)
+        source = recorded_source(Path(str(checkpoint)).parents[1])
+        return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions, source)
 
     def with_parameters(self, parameters: Transformer) -> "Model":
         """The same model with other parameters, such as those that an update of your own returns."""
         return replace(self, parameters=parameters)
+
+    def save_pretrained(self, directory: str | PathLike, *, dtype: str = "float32") -> None:
+        """Write a new Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` of transformers reads.
+
+        It has config.json, safetensors files without padding of the vocabulary, generation_config.json, and if the
+        model was read from such a directory its tokenizer.  `dtype` is float32, bfloat16 or float16.
+        Raises UserError if `directory` is not empty or no architecture of transformers can express the model, and
+        StorageError if the disk is full; then nothing is left there.
+        """
+        save_model(Path(directory), self.config, self.parameters, self.source, dtype)
 
     def logits(self, tokens: Tokens) -> Float[Array, "B T V"]:
         """Logits of the next token at every position: tokens[B, T] -> float32[B, T, vocabulary].
 
         Raises UserError if T exceeds model.context, or an id is not below model.vocabulary.
         """
-        tokens = _checked(tokens, self.config, self.config.model.context, least=0)
+        tokens = checked(tokens, self.config.model, self.config.model.context, least=0)
         padded = self._padded(tokens, self.config.model.context, filling=0)
         found = self._finished(self.functions.logits(self.parameters, padded))
         return found[: tokens.shape[0], : tokens.shape[1], : self.config.model.vocabulary]
@@ -166,7 +185,7 @@ class Model:
     def _sequences(self, tokens: Tokens) -> np.ndarray:
         """tokens[B, T+1] -> int32[1, B', context+1], filled up with targets that are not counted."""
         length = self.config.model.context + 1
-        return self._padded(_checked(tokens, self.config, length, least=IGNORE), length, filling=IGNORE)[None]
+        return self._padded(checked(tokens, self.config.model, length, least=IGNORE), length, filling=IGNORE)[None]
 
     def _padded(self, tokens: np.ndarray, length: int, filling: int) -> np.ndarray:
         missing = -tokens.shape[0] % self.config.mesh.dp, length - tokens.shape[1]
@@ -174,6 +193,29 @@ class Model:
 
     def _finished(self, result: Any) -> Any:
         return _finished(self.mesh, result)
+
+
+def from_pretrained(
+    name: str | PathLike,
+    *,
+    dp: int = 1,
+    mp: int = 1,
+    tensor_parallel: str = "all_reduce",
+    zero: str = "none",
+    dtype: str = "float32",
+    context: int | None = None,
+) -> Model:
+    """The model in a Hugging Face directory, or of that name on the hub, on a (dp, mp) mesh.
+
+    Parameters are float32, whatever the dtype of the files; activations and matrix products are of `dtype`, float32 or
+    bfloat16.  `context` is the longest sequence, and what every call computes: by default the model's own limit, but
+    not above 2048 for a rotary encoding.  docs/pretrained.md lists the architectures.
+    Raises UserError if the directory cannot be used, or the model does not suit the mesh.
+    """
+    overrides = [f"model.from_pretrained={json.dumps(str(name))}", f"mesh.dp={dp}", f"mesh.mp={mp}"]
+    overrides += [f"mesh.tensor_parallel={tensor_parallel}", f"mesh.zero={zero}", f"train.precision={dtype}"]
+    overrides += [f"train.batch={dp}"] + ([] if context is None else [f"model.context={context}"])
+    return Model.initialize(load_config(*overrides, file=str(compose.CONF / "finetune.yaml")))
 
 
 def _build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:
@@ -186,23 +228,6 @@ def _finished(mesh: Mesh, result: Any) -> Any:
     return jax.block_until_ready(result) if mesh.devices.flat[0].platform == "cpu" else result
 
 
-def _checked(tokens: Tokens, config: Config, longest: int, least: int) -> np.ndarray:
-    """tokens[B, T] as int32 on the host.  Raises UserError if they are not tokens of this model."""
-    tokens, vocabulary = np.asarray(tokens), config.model.vocabulary
-    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or 0 in tokens.shape:
-        raise UserError(f"tokens must be integers [batch, time], not {tokens.dtype}{list(tokens.shape)}")
-    if tokens.shape[1] > longest:
-        raise UserError(
-            f"tokens have {tokens.shape[1]} positions, and with model.context={config.model.context} there are at most "
-            f"{longest}; cut them into shorter sequences"
-        )
-    lowest, highest = int(tokens.min()), int(tokens.max())
-    if lowest < least or highest >= vocabulary:
-        wrong = lowest if lowest < least else highest
-        raise UserError(f"token id {wrong} is not in {least} to {vocabulary - 1} (model.vocabulary={vocabulary})")
-    return tokens.astype(np.int32)
-
-
 class Trainer:
     """The training step of a configuration, with its state: for a loop of your own.
 
@@ -213,7 +238,8 @@ class Trainer:
     """
 
     def __init__(self, config: Config, model: Model | None = None, components: Components = CONFIGURED):
-        """Starts from the initial parameters of run.seed, or from a copy of those of `model`, which has the same shape.
+        """Starts from a copy of the parameters of `model`, which has the same shape, or from those that
+        `Model.initialize` would have.
 
         `components` replace parts that the configuration names (docs/extending.md).
         Raises UserError if the devices do not make the mesh.
@@ -223,14 +249,19 @@ class Trainer:
         self.functions: StepFunctions = build_step_functions(
             self.config, self.mesh, compute_dtype(config.train.precision), components
         )
-        self.state: State = self.functions.init()
+        start, self._source = self._start(model)
+        self.state: State = self.functions.init() if start is None else self.functions.init_from(start)
         """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
-        if model is not None:
-            start = _copies(model.parameters, self.functions.shapes.params)
-            self.state = eqx.tree_at(lambda state: state.params, self.state, start)
         _finished(self.mesh, self.state)
         options = compiler_options(self.mesh.devices.flat[0].device_kind, self.config)
         self._compiled = compile_with(self.functions.step.lower(self.functions.shapes, self.functions.tokens), options)
+
+    def _start(self, model: Model | None) -> tuple[Transformer | None, Source | None]:
+        """(parameters other than the random ones, where they are from)."""
+        shapes = self.functions.shapes.params
+        if model is not None:
+            return _copies(model.parameters, shapes), model.source
+        return (None, None) if self.config.model.from_pretrained is None else pretrained_parameters(self.config, shapes)
 
     def step(self, tokens: Tokens) -> dict[str, Array]:
         """One optimizer step on tokens[train.batch, context+1]; its metrics, such as "loss" and "grad_norm".
@@ -249,7 +280,8 @@ class Trainer:
     def model(self) -> Model:
         """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
         config, mesh, functions = _build(self.config, self.components)
-        return Model(config, mesh, _finished(mesh, _copies(self.state.params, functions.shapes)), functions)
+        parameters = _finished(mesh, _copies(self.state.params, functions.shapes))
+        return Model(config, mesh, parameters, functions, self._source)
 
     def _batch(self, tokens: Tokens) -> Array:
         """tokens[batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the devices."""
@@ -259,7 +291,7 @@ class Trainer:
                 f"tokens have the shape {list(np.shape(tokens))}, a step takes {list(expected)}: "
                 f"[train.batch, model.context + 1]"
             )
-        rows = _checked(tokens, self.config, expected[1], least=IGNORE)
+        rows = checked(tokens, self.config.model, expected[1], least=IGNORE)
         return jax.device_put(rows.reshape(self.functions.tokens.shape), self.functions.tokens.sharding)
 
 
@@ -275,4 +307,4 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     continues it.  The mesh must use all devices; on a CPU they are emulated if no backend has been used before.
     Raises UserError if the input cannot be used, and other errors of `shmap_tp.errors` as the command prints them.
     """
-    return loop.train(config, components=components) == 0
+    return loop.train(config, components=with_pretrained(config, components)) == 0

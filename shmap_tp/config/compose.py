@@ -6,14 +6,15 @@ against the dataclasses of `schema.py`.  Options that a model does not name have
 
 import difflib
 import json
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from shmap_tp.config.schema import Config
@@ -27,9 +28,14 @@ CONF = next(found for found in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if 
 Files elsewhere can use its groups (model, data), too."""
 
 
-def load(file: str, overrides: list[str]) -> Config:
+DeriveModel = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""From the keys of the `model` section that are given, others that follow from model.from_pretrained."""
+
+
+def load(file: str, overrides: list[str], derive_model: DeriveModel | None = None) -> Config:
     """Load the configuration in `file`, apply `overrides` and validate the result.
 
+    `derive_model` (pretrained/configuration.py) is for commands that support model.from_pretrained.
     Raises UserError: the file does not exist, a key or option is unknown, a value has the wrong type or is missing, or
     a rule of `validate` is broken.
     """
@@ -43,7 +49,8 @@ def load(file: str, overrides: list[str]) -> Config:
         with initialize_config_dir(str(path.parent), version_base="1.3"):
             values = compose(path.stem, overrides=search + [_to_hydra(item, path.parent) for item in overrides])
         defaults = {"model": OmegaConf.load(CONF / "model_defaults.yaml")} if "model" in values else {}
-        merged = OmegaConf.merge(OmegaConf.structured(Config), defaults, values)
+        derived = {"model": _derived_model(values, derive_model)} if defaults else {}
+        merged = OmegaConf.merge(OmegaConf.structured(Config), defaults, derived, values)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")
@@ -52,6 +59,16 @@ def load(file: str, overrides: list[str]) -> Config:
         raise UserError(_explain(error, file)) from error
     validate(config)
     return config
+
+
+def _derived_model(values: DictConfig, derive: DeriveModel | None) -> Mapping[str, Any]:
+    """Keys of the `model` section that follow from model.from_pretrained."""
+    given = OmegaConf.select(values, "model.from_pretrained")
+    if given is None:
+        return {}
+    if derive is None:
+        raise UserError(f"model.from_pretrained={given} is not supported by this command; name a model of conf/model")
+    return derive(OmegaConf.to_container(values.model, resolve=True))
 
 
 def save(config: Config, file: Path) -> None:

@@ -1,5 +1,6 @@
 """Where a run starts: from new parameters or from the newest intact checkpoint; and which starts are refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from shmap_tp.config.schema import Config, Resume
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.token_files import SPLITS
 from shmap_tp.errors import UserError
+from shmap_tp.model.transformer import Transformer
 from shmap_tp.runtime.console import say
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
 from shmap_tp.training.metrics import read_metrics
@@ -19,9 +21,15 @@ from shmap_tp.training.step import State, StepFunctions
 
 
 def restore_or_initialize(
-    config: Config, functions: StepFunctions, batches: Batches, checkpoints: Checkpoints
+    config: Config,
+    functions: StepFunctions,
+    batches: Batches,
+    checkpoints: Checkpoints,
+    load_parameters: Callable[[Config, Transformer], Transformer] | None = None,
 ) -> tuple[State, int | None]:
     """(state, step) of the newest intact checkpoint, or (new state, None), as `checkpoint.resume` says.
+
+    A new state has the parameters of `load_parameters`, if it is given, instead of random ones.
 
     Raises `UserError` if there is a checkpoint but resuming was not requested, if resuming was requested but nothing
     can be resumed, or if the checkpoint is of a run with another model or data order.
@@ -48,7 +56,9 @@ def restore_or_initialize(
             )
         _refuse_to_overwrite_metrics(config)
         checkpoints.set_aside_after(-1)
-        return functions.init(), None
+        if load_parameters is None:
+            return functions.init(), None
+        return functions.init_from(load_parameters(config, functions.shapes.params)), None
     return _restore(step, config, functions, batches, checkpoints), step
 
 
@@ -106,7 +116,7 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any]) -> dict[str
 
     Names may change, and settings that choose how the same result is computed.
     """
-    may_change = {"name", "remat", "offload", "attention", "attention_chunk"}
+    may_change = {"name", "from_pretrained", "remat", "offload", "attention", "attention_chunk"}
     shape = {f"model.{key}": model[key] for key in model.keys() - may_change}
     files = {
         f"data.dir ({split}.bin)": f"{identity[split]['tokens']} tokens of sha256 {identity[split]['sha256'][:12]}"

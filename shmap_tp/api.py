@@ -3,7 +3,6 @@
 B batch, T time, V vocabulary.
 """
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -212,7 +211,7 @@ def from_pretrained(
     not above 2048 for a rotary encoding.  docs/pretrained.md lists the architectures.
     Raises UserError if the directory cannot be used, or the model does not suit the mesh.
     """
-    overrides = [f"model.from_pretrained={json.dumps(str(name))}", f"mesh.dp={dp}", f"mesh.mp={mp}"]
+    overrides = [f"model.from_pretrained={compose.quoted(name)}", f"mesh.dp={dp}", f"mesh.mp={mp}"]
     overrides += [f"mesh.tensor_parallel={tensor_parallel}", f"mesh.zero={zero}", f"train.precision={dtype}"]
     overrides += [f"train.batch={dp}"] + ([] if context is None else [f"model.context={context}"])
     return Model.initialize(load_config(*overrides, file=str(compose.CONF / "finetune.yaml")))

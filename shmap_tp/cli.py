@@ -8,12 +8,13 @@ COMMANDS = {
     "train": "train a model, or continue training (the same as python main.py)",
     "prepare": "turn text into the token files that training reads",
     "plan": "predict speed, memory and communication on TPUs that are not there",
+    "pretrained": "look at Hugging Face checkpoints, and write them",
     "verify": "check checkpoints, resuming, and that replicated arrays agree",
 }
 
 
 def help_text() -> str:
-    listed = "\n".join(f"  {name:<9}{what}" for name, what in COMMANDS.items())
+    listed = "\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items())
     return (
         "usage: shmap-tp COMMAND [arguments]\n\n"
         "Tensor-parallel transformer training in JAX.\n\n"

@@ -18,9 +18,9 @@ import sys
 
 import jax
 
-from shmap_tp.config.compose import load
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import ShmapTpError
+from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.distributed import initialize_distributed
 from shmap_tp.training.environment import prepare_environment
 from shmap_tp.training.verification import verify_checkpoints, verify_replicas, verify_resume

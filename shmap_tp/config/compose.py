@@ -83,6 +83,11 @@ def to_dict(config: object) -> dict:
     return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
 
 
+def quoted(value: object) -> str:
+    """A value of an override as text that Hydra's grammar takes literally, whatever characters it has."""
+    return json.dumps(str(value), ensure_ascii=False)
+
+
 def _to_hydra(override: str, directory: Path) -> str:
     """Translate `key=value` to Hydra's grammar.  The prefix ++ allows keys that are in the schema but not in the file;
     `load` rejects those that are in neither."""

@@ -4,6 +4,7 @@
     python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8               one mesh in detail
     python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8 --plot step.png    and a timeline of its step
     python -m shmap_tp.plan --model gptj_6b --dp 2 --mp 8 --ledger                    only its communication
+    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR      a Hugging Face model
 
 Nothing runs on a TPU: the TPU compiler compiles the training step for the slice, and the compiled schedule is
 simulated.  --ledger needs no compiler.
@@ -38,6 +39,8 @@ DEFAULTS = ("6_9b", 1, 16)
 def main(arguments: argparse.Namespace) -> None:
     if (arguments.dp is None) != (arguments.mp is None) or (arguments.dp is None) == (arguments.devices is None):
         raise UserError("give --dp and --mp for one mesh, or --devices for all meshes of that many devices")
+    if arguments.model and arguments.from_pretrained:
+        raise UserError("--model and --from-pretrained each name a model; give one")
     if arguments.ledger and arguments.devices:
         raise UserError("--ledger applies to one mesh; give --dp and --mp")
     if arguments.plot and (arguments.devices or arguments.ledger):
@@ -171,6 +174,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dp", type=int, help="data-parallel size")
     parser.add_argument("--mp", type=int, help="model-parallel size")
     parser.add_argument("--model", help="a model of conf/model (default 6_9b)")
+    parser.add_argument("--from-pretrained", metavar="DIR", help="a Hugging Face model; its config.json is enough")
     parser.add_argument("--batch", type=int, help="sequences per optimizer step (default: 16 per dp rank, or device)")
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the model's)")
     parser.add_argument("--microbatches", type=int, help="microbatches per optimizer step (gradient accumulation)")

@@ -31,11 +31,7 @@ def model_options(source: Source) -> dict[str, Any]:
 def default_context(source: Source) -> int:
     """model.context where none is given.  Learned positions are kept whole."""
     longest = source.family.context_limit(source.config).tokens
-    return (
-        longest
-        if source.family.rotary is None and "learned" in source.family.fixed.values()
-        else min(longest, DEFAULT_CONTEXT)
-    )
+    return min(longest, DEFAULT_CONTEXT) if source.family.rotary else longest
 
 
 def derive_model(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,8 +52,7 @@ def export_checkpoint(directory: str, out: Path, step: int | None, dtype: str) -
     target = target_of(config.model, source)
 
     def arrays() -> Iterator[tuple[str, Array]]:
-        for path, array in zip(paths_of(shapes), restore_one_by_one(checkpoint, shapes), strict=True):
-            yield path, array
+        yield from zip(paths_of(shapes), restore_one_by_one(checkpoint, shapes), strict=True)
 
     described = Parameters(paths_of(is_stacked(shapes)), arrays())
     save_parameters(out, target, config.model, described, dtype, shard_bytes=MAX_SHARD_BYTES)

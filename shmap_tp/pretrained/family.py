@@ -27,73 +27,22 @@ ARCHITECTURE_KEYS = frozenset(ModelConfig.__dataclass_fields__) - {
 }
 """Keys of the `model` section that determine what is computed, and so follow from config.json."""
 
-HARMLESS = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "auto_map",
-        "_name_or_path",
-        "name_or_path",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "unk_token_id",
-        "prefix",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "return_dict",
-        "return_dict_in_generate",
-        "initializer_range",
-        "problem_type",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "task_specific_params",
-        "finetuning_task",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "attention_dropout",
-        "hidden_dropout",
-        "attn_pdrop",
-        "embd_pdrop",
-        "resid_pdrop",
-        "classifier_dropout",
-        "gradient_checkpointing",
-        "pretraining_tp",
-        "chunk_size_feed_forward",
-        "is_decoder",
-        "is_llama_config",
-        "tokenizer_class",
-        "max_length",
-        "min_length",
-        "temperature",
-        "top_k",
-        "top_p",
-        "do_sample",
-        "num_beams",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "transformers.js_config",
-        "unsloth_version",
-        "unsloth_fixed",
-        "max_window_layers",
-        "n_ctx",
-        "rope_interleaved",
-        "reorder_and_upcast_attn",
-        "_attn_implementation_autoset",
-    ]
-)
+GELUS = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
+"""Names of activation functions, and ours."""
+
+_HARMLESS = """
+    architectures model_type auto_map _name_or_path name_or_path transformers_version torch_dtype dtype tokenizer_class
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id prefix is_decoder
+    use_cache output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
+    initializer_range problem_type id2label label2id num_labels task_specific_params finetuning_task
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop classifier_dropout
+    gradient_checkpointing pretraining_tp chunk_size_feed_forward is_llama_config max_window_layers n_ctx
+    max_length min_length temperature top_k top_p do_sample num_beams repetition_penalty length_penalty
+    no_repeat_ngram_size transformers.js_config unsloth_version unsloth_fixed reorder_and_upcast_attn
+    _attn_implementation_autoset
+"""
+HARMLESS = frozenset(_HARMLESS.split())
 """Keys that do not change the logits: names and versions, special tokens, generation, how transformers computes, and
 dropout, which is active in training only (training here uses none).  Special tokens and generation settings are copied
 as they are."""

@@ -17,6 +17,7 @@ from shmap_tp.pretrained.tensor_files import StoredTensor, read_header
 INDEX = "model.safetensors.index.json"
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 """Files of the tokenizer, which are copied to what is written."""
+DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 FINGERPRINT_BYTES = 4096
 
 
@@ -115,9 +116,7 @@ def _download(name: str) -> Path:
             f"pip install -e '.[pretrained]'"
         ) from None
     try:
-        return Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"])
-        )
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED)))
     except Exception as error:  # the library raises those of several HTTP clients
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{name} is not a directory, and cannot be read from the Hugging Face hub: {reason}") from error

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,8 @@ def save_parameters(
         once(lambda: _write_companions(directory, target, files, places, dtype))
         for path, array in parameters.arrays:
             row, layout = layouts[path]
-            _write_parameter(
-                array, layout, lambda layer, row=row: places[row.theirs.format(layer=layer)], parameters.stacked[path]
-            )
+            names = [row.theirs.format(layer=layer) for layer in range(model.layers if parameters.stacked[path] else 1)]
+            _write_parameter(array, layout, [places[name] for name in names], parameters.stacked[path])
 
 
 @dataclass(frozen=True)
@@ -153,18 +152,18 @@ def _write_companions(
         (directory / "generation_config.json").write_text(json.dumps({"_from_model_config": True} | tokens) + "\n")
 
 
-def _write_parameter(array: Array, layout: Layout, place: Callable[[int], StoredTensor], stacked: bool) -> None:
+def _write_parameter(array: Array, layout: Layout, places: list[StoredTensor], stacked: bool) -> None:
     """Write the shards of `array` that this process has and no earlier device has."""
     for shard in array.addressable_shards:
         if shard.replica_id:
             continue
         ranges = tuple(part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True))
         if not stacked:
-            layout.write(place(0), ranges, np.asarray(shard.data))
+            layout.write(places[0], ranges, np.asarray(shard.data))
             continue
         for i, layer in enumerate(range(*ranges[0])):
             one = lax.dynamic_index_in_dim(shard.data, i, keepdims=False)
-            layout.write(place(layer), ranges[1:], np.asarray(one))
+            layout.write(places[layer], ranges[1:], np.asarray(one))
 
 
 @contextmanager
@@ -214,10 +213,9 @@ def _all_or_none(out: Path) -> Iterator[None]:
     except BaseException as error:
         failure = error
     if jax.process_count() > 1:
-        with suppress(Exception) if failure else suppress():
-            failed = multihost_utils.process_allgather(np.array([failure is not None]))
-            if np.any(failed) and failure is None:
-                failure = StorageError(f"{out} could not be written by another process, whose message is above")
+        failed = np.any(multihost_utils.process_allgather(np.array([failure is not None])))
+        if failed and failure is None:
+            failure = StorageError(f"{out} could not be written by another process, which prints the reason")
     if isinstance(failure, OSError):
         reason = failure.strerror or str(failure)
         raise StorageError(f"{out} could not be written: {reason}; nothing is left there, free some space") from failure

@@ -18,9 +18,8 @@ def find_family(config: dict, where: str) -> Family:
     """The family of a config.json, the content of `where`.  Raises UserError for one that is not in the list."""
     architectures = config.get("architectures") or []
     for family in FAMILIES:
-        if family.architecture in architectures or (
-            not architectures and family.model_type == config.get("model_type")
-        ):
+        is_named = family.architecture in architectures
+        if is_named or (not architectures and family.model_type == config.get("model_type")):
             return family
     named = ", ".join(map(str, architectures)) or f"model_type={config.get('model_type')}"
     known = ", ".join(family.architecture for family in FAMILIES)

@@ -17,8 +17,7 @@ GEMMA = Family(
     model_type="gemma",
     keys=(
         *(_OTHER_DEFAULTS.get(key.theirs, key) for key in SHAPE),
-        # files have hidden_act=gelu, which means the tanh form: transformers of their time replaced it
-        Key("hidden_activation", ("mlp",), _TANH, {_TANH: "geglu"}),
+        Key("hidden_act", ("mlp",), _TANH, {_TANH: "geglu", "gelu": "geglu"}),  # gelu means the tanh form here
         Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
     ),
     fixed={"block": "sequential", "norm": "rmsnorm_unit_offset", "positions": "rotary"},
@@ -26,7 +25,6 @@ GEMMA = Family(
     rows=ROWS,
     prefix="model.",
     rotary=RotaryKeys(),
-    only={"hidden_act": ("gelu", _TANH), "use_bidirectional_attention": (False,)},
+    only={"hidden_activation": (_TANH,), "use_bidirectional_attention": (False,)},
     derived=lambda config: {"embedding_scale": math.sqrt(config["hidden_size"])},
-    write=lambda model: {"hidden_act": _TANH},
 )

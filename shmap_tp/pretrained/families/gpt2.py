@@ -1,6 +1,6 @@
 """GPT-2.  Its matrices are stored [inputs, outputs], its query, key and value as three parts of one matrix."""
 
-from shmap_tp.pretrained.family import Family, Key, Row
+from shmap_tp.pretrained.family import GELUS, Family, Key, Row
 
 _BLOCK = "transformer.h.{layer}."
 
@@ -18,7 +18,7 @@ GPT2 = Family(
             "activation_function",
             ("mlp",),
             "gelu_new",
-            {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"},
+            GELUS,
         ),
         Key("tie_word_embeddings", ("tie_embeddings",), True),
     ),

@@ -1,6 +1,6 @@
 """GPT-NeoX: Pythia, GPT-NeoX-20B and others.  Its fused matrix has q, k and v of the first head, then of the second."""
 
-from shmap_tp.pretrained.family import Family, Key, Row
+from shmap_tp.pretrained.family import GELUS, Family, Key, Row
 from shmap_tp.pretrained.rotary_keys import RotaryKeys
 
 _BLOCK = "gpt_neox.layers.{layer}."
@@ -16,7 +16,7 @@ GPT_NEOX = Family(
         Key("intermediate_size", ("ffn",)),
         Key("vocab_size", ("vocabulary",)),
         Key("layer_norm_eps", ("norm_epsilon",), 1e-5),
-        Key("hidden_act", ("mlp",), "gelu", {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}),
+        Key("hidden_act", ("mlp",), "gelu", GELUS),
         Key("use_parallel_residual", ("block",), True, {True: "parallel_two_norms", False: "sequential"}),
         Key("attention_bias", ("qkv_bias", "attention_output_bias"), True),
         Key("tie_word_embeddings", ("tie_embeddings",), False),

@@ -1,6 +1,6 @@
 """GPT-J.  Its rotary encoding rotates neighbouring elements (model.rotary_pairing), so its weights stay as they are."""
 
-from shmap_tp.pretrained.family import Family, Key, Row
+from shmap_tp.pretrained.family import GELUS, Family, Key, Row
 
 _BLOCK = "transformer.h.{layer}."
 
@@ -18,7 +18,7 @@ GPTJ = Family(
             "activation_function",
             ("mlp",),
             "gelu_new",
-            {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"},
+            GELUS,
         ),
         Key("rotary_dim", ("rotary_dim",), lambda config: config["n_embd"] // config["n_head"]),
         Key("tie_word_embeddings", ("tie_embeddings",), False, {False: False}),

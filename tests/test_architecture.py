@@ -12,7 +12,19 @@ from tests.helpers.paths import ROOT
 PACKAGE = ROOT / "shmap_tp"
 TESTS = ROOT / "tests"
 
-ORDER = ["errors", "config", "hardware", "runtime", "parallel", "layers", "model", "data", "training", "pretrained", "plan"]
+ORDER = [
+    "errors",
+    "config",
+    "hardware",
+    "runtime",
+    "parallel",
+    "layers",
+    "model",
+    "data",
+    "training",
+    "pretrained",
+    "plan",
+]
 """Sub-packages from the lowest to the highest; each imports only itself and those before it (`shmap_tp/errors.py` is a
 module that all of them may use)."""
 LIBRARY = {"__init__", "api"}

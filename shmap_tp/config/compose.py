@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from shmap_tp.config.schema import Config
@@ -61,7 +61,7 @@ def load(file: str, overrides: list[str], derive_model: DeriveModel | None = Non
     return config
 
 
-def _derived_model(values: DictConfig, derive: DeriveModel | None) -> Mapping[str, Any]:
+def _derived_model(values: Any, derive: DeriveModel | None) -> Mapping[str, Any]:
     """Keys of the `model` section that follow from model.from_pretrained."""
     given = OmegaConf.select(values, "model.from_pretrained")
     if given is None:

@@ -31,7 +31,7 @@ GELUS = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 """Names of activation functions, and ours."""
 
 _HARMLESS = """
-    architectures model_type auto_map _name_or_path name_or_path transformers_version torch_dtype dtype tokenizer_class
+    architectures model_type auto_map name_or_path transformers_version torch_dtype dtype tokenizer_class
     bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id prefix is_decoder
     use_cache output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
     initializer_range problem_type id2label label2id num_labels task_specific_params finetuning_task
@@ -40,12 +40,12 @@ _HARMLESS = """
     gradient_checkpointing pretraining_tp chunk_size_feed_forward is_llama_config max_window_layers n_ctx
     max_length min_length temperature top_k top_p do_sample num_beams repetition_penalty length_penalty
     no_repeat_ngram_size transformers.js_config unsloth_version unsloth_fixed reorder_and_upcast_attn
-    _attn_implementation_autoset
+    
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keys that do not change the logits: names and versions, special tokens, generation, how transformers computes, and
-dropout, which is active in training only (training here uses none).  Special tokens and generation settings are copied
-as they are."""
+dropout, which is active in training only (training here uses none).  So do names that begin with an underscore.
+Special tokens and generation settings are copied as they are."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Family:
                     f"{where}: {name}={value} is not supported for {self.architecture}; "
                     f"supported is {' or '.join(map(str, self.only[name]))}"
                 )
-            if name not in known and name not in self.only and value not in (None, False):
+            if name not in known | self.only.keys() and not name.startswith("_") and value not in (None, False):
                 raise UserError(
                     f"{where}: {name}={value} is not a key that shmap_tp knows for {self.architecture}; if it does not "
                     f"change what the model computes, remove it from a copy of the file"

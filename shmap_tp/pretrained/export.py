@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 from jaxtyping import Array
 
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, Zero
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked
@@ -42,7 +42,7 @@ def export_checkpoint(directory: str, out: Path, step: int | None, dtype: str) -
     """
     checkpoint = find_checkpoint(directory, step)
     config = saved_config(checkpoint)
-    one_device = replace(config.mesh, dp=1, mp=1, tile=None, slices=1, processes=1, zero="none")
+    one_device = replace(config.mesh, dp=1, mp=1, tile=None, slices=1, processes=1, zero=Zero.none)
     config = replace(config, mesh=one_device)
     shapes = build_model_functions(
         config, make_mesh(config.mesh, jax.devices()[:1]), compute_dtype(config.train.precision)

@@ -76,4 +76,4 @@ kind, hosts = jax.devices()[0].device_kind, jax.process_count()
 print(f"jax {jax.__version__}, hosts: {hosts}, devices: {count} x {kind}; the sum over all of them is correct")
 PYTHON
 
-echo "ready; next: source .venv/bin/activate && pytest && python main.py --cfg conf/config.yaml"
+echo "ready; next: source .venv/bin/activate && pytest -m quick && python main.py --cfg conf/config.yaml"

@@ -1,11 +1,13 @@
 """Time a training step on the GPUs of this machine, or of all machines of a Slurm job.
 
     python benchmarks/benchmark_gpu.py --dp 1 --mp 8
+    python benchmarks/benchmark_gpu.py --cfg conf/recipes/llama3_8b_8xh100.yaml
     python benchmarks/benchmark_gpu.py --dp 4 --mp 8 --model 6_9b mesh.processes=4      (on each of four nodes)
     python benchmarks/benchmark_gpu.py --dp 2 --mp 4 --emulate
 
---emulate runs a small model on emulated CPU devices.  --compare-gspmd also runs the compiler-sharded baseline
-(gspmd_baseline.py), --torch the same step in plain PyTorch on one GPU (pytorch_baseline.py).
+--cfg times the step of a file, such as a recipe.  --emulate runs a small model on emulated CPU devices.
+--compare-gspmd also runs the compiler-sharded baseline (gspmd_baseline.py), --torch the same step in plain PyTorch on
+one GPU (pytorch_baseline.py).
 There is no prediction for GPUs: their compiler does not estimate cycles.
 """
 
@@ -13,12 +15,13 @@ import json
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import jax
 from gspmd_baseline import build_gspmd_programs
 
+from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.plan.benchmark import (
     append_json,
@@ -32,12 +35,17 @@ from shmap_tp.plan.benchmark import (
 from shmap_tp.plan.report import Row, format_comparison
 from shmap_tp.runtime.distributed import initialize_distributed
 
-DEFAULTS = {"gpu": ("gpt2_xl", 8, 1), "emulate": ("test", 1, 2)}
+DEFAULTS = {"gpu": ("gpt2_1_3b", 8, 1), "emulate": ("test", 1, 2)}
 """(model, sequences per microbatch on each dp rank, microbatches)"""
 
 
+def configuration(arguments: Namespace) -> Config:
+    """The configuration whose step is timed.  Raises UserError."""
+    return config_from_flags(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
+
+
 def run(arguments: Namespace) -> None:
-    config = config_from_flags(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
+    config = configuration(arguments)
     measure = measure_emulated if arguments.emulate else measure_attached
     if arguments.torch and config.mesh.dp * config.mesh.mp > 1:
         raise UserError("--torch runs on one GPU only; use it with --dp 1 --mp 1")
@@ -75,12 +83,16 @@ def measure_pytorch() -> Row:
         return Row(**json.loads(file.read_text()))
 
 
-def main() -> int:
+def make_parser() -> ArgumentParser:
     parser = step_parser(__doc__)
     parser.add_argument(
         "--torch", action="store_true", help="also run the same step in plain PyTorch; print the ratios"
     )
-    arguments = parser.parse_intermixed_args()
+    return parser
+
+
+def main() -> int:
+    arguments = make_parser().parse_intermixed_args()
     return run_command(lambda: run(arguments))
 
 

@@ -1,16 +1,18 @@
 """Time a training step on a TPU slice: measured if the slice is attached, else predicted.
 
     python benchmarks/benchmark_tpu.py --dp 4 --mp 8 --version v3
+    python benchmarks/benchmark_tpu.py --cfg conf/recipes/6_9b_v3-32.yaml --version v3
     python benchmarks/benchmark_tpu.py --dp 32 --mp 8 --version v5e --model 16b --json rows.jsonl
     python benchmarks/benchmark_tpu.py --dp 2 --mp 4 --emulate
 
 To predict, the TPU compiler, which runs on any Linux machine (pip install -e '.[tpu]'), compiles the step for the
-slice, and the planner simulates the compiled schedule.  --emulate runs a small model on emulated CPU devices.
---compare-gspmd also runs the compiler-sharded baseline (gspmd_baseline.py).
+slice, and the planner simulates the compiled schedule.  --cfg takes the step from a file, such as a recipe.
+--emulate runs a small model on emulated CPU devices.  --compare-gspmd also runs the compiler-sharded baseline
+(gspmd_baseline.py).
 """
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from glob import glob
 
@@ -46,8 +48,13 @@ DEFAULTS = {
 }
 
 
+def configuration(arguments: Namespace) -> Config:
+    """The configuration whose step is measured or predicted.  Raises UserError."""
+    return config_from_flags(arguments, *DEFAULTS["emulate" if arguments.emulate else arguments.version])
+
+
 def run(arguments: Namespace) -> None:
-    config = config_from_flags(arguments, *DEFAULTS["emulate" if arguments.emulate else arguments.version])
+    config = configuration(arguments)
     run_step = choose_runner(config, arguments)
     baseline = run_step(build_gspmd_programs) if arguments.compare_gspmd else None
     report(run_step(build_step_functions), arguments, "benchmark_tpu.py", baseline)
@@ -59,7 +66,7 @@ def choose_runner(config: Config, arguments: Namespace) -> Callable[[Builder], R
         return lambda build: measure_emulated(config, arguments.steps, build)
     if slice_is_attached(config, arguments.version):
         return lambda build: measure_attached(config, arguments.steps, build)
-    target = find_slice(arguments.version, arguments.dp * arguments.mp, arguments.topology, arguments.slices)
+    target = find_slice(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
     return lambda build: predict(config, target, build)
 
 
@@ -77,12 +84,16 @@ def slice_is_attached(config: Config, version: str) -> bool:
     return devices[0].device_kind in kinds and len(devices) == config.mesh.dp * config.mesh.mp
 
 
-def main() -> int:
+def make_parser() -> ArgumentParser:
     parser = step_parser(__doc__)
     parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="TPU version (default v3)")
     parser.add_argument("--topology", help="chips along each side of a slice, such as 4x8x8 (default: most compact)")
-    parser.add_argument("--slices", type=int, default=1, help="number of slices that dp spans (default 1)")
-    arguments = parser.parse_intermixed_args()
+    parser.add_argument("--slices", type=int, help="number of slices that dp spans (default 1)")
+    return parser
+
+
+def main() -> int:
+    arguments = make_parser().parse_intermixed_args()
     return run_command(lambda: run(arguments))
 
 

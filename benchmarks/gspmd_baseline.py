@@ -22,21 +22,31 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
+from model_options import refuse_options
 
 from shmap_tp.config.activation_names import QUERY_KEY_VALUE, SUBLAYER_OUTPUT
 from shmap_tp.config.schema import Config, Remat
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads, checkpoint_per_head
 from shmap_tp.layers.linear import matmul
-from shmap_tp.layers.mlp import GeluMlp, GatedMlp
+from shmap_tp.layers.mlp import GatedMlp, GeluMlp
 from shmap_tp.layers.positions import Alibi, PositionEncoding, alibi_slopes
+from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
 from shmap_tp.model.remat import checkpointed
+from shmap_tp.model.tokens import input_ids
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import AllReduce
-from shmap_tp.training.bad_steps import select_tree
-from shmap_tp.training.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer
+from shmap_tp.training.bad_steps import Judged, select_tree
+from shmap_tp.training.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer, update_norms
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
+
+SUPPORTED = (
+    *("norm", "norm_epsilon", "norm_bias", "mlp", "rotary_base", "rotary_dim", "rotary_pairing", "rotary_scaling"),
+    *("rotary_scaling_factor", "rotary_low_frequency_factor", "rotary_high_frequency_factor"),
+    "rotary_original_context",
+)
+"""Options of a model that are computed by the modules of shmap_tp which are called here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,14 +162,18 @@ def cross_entropy(
 
 
 def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFunctions:
-    """The step functions of `config` on `mesh`, with step and evaluation sharded by the compiler."""
+    """The step functions of `config` on `mesh`, with step and evaluation sharded by the compiler.
+
+    Raises UserError if the model has biases, head norms, two norms in a parallel block or an embedding scale.
+    """
+    refuse_options(config.model, "the GSPMD baseline", supported=SUPPORTED)
     explicit = build_step_functions(config, mesh, dtype)
     shardings: State = jax.tree.map(lambda x: x.sharding, explicit.shapes)
     replicated, constrain = NamedSharding(mesh, P()), Constraint(mesh)
     optimizer, schedule = make_optimizer(config.optimizer), learning_rate_schedule(config.optimizer)
 
     def objective(params: Transformer, tokens_BT: Array, counted: Array) -> tuple[Array, Array]:
-        logits_BTV = transformer(params, tokens_BT[:, :-1], dtype, constrain)
+        logits_BTV = transformer(params, input_ids(tokens_BT[:, :-1]), dtype, constrain)
         nll_BT, logz_BT = cross_entropy(logits_BTV, tokens_BT[:, 1:], config.model.vocabulary)
         loss = jnp.sum(nll_BT) / counted
         return loss + config.train.z_loss * jnp.sum(jnp.square(logz_BT)) / counted, loss
@@ -175,12 +189,16 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
         (loss, gradients), _ = lax.scan(microbatch, (jnp.zeros(()), zeros), tokens_ABT)
         gradients = lax.with_sharding_constraint(gradients, shardings.params)
         gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
-        good, guard = state.guard.update(loss, norm, config.guard)
-        updates, optimizer_state = optimizer.transformation.update(gradients, state.optimizer, state.params)
-        updated = (optax.apply_updates(state.params, updates), optimizer_state)
-        params, optimizer_state = select_tree(good, updated, (state.params, state.optimizer))
+
+        def updated_from(gradients: Any) -> tuple[Any, Any]:
+            updates, optimizer_state = optimizer.transformation.update(gradients, state.optimizer, state.params)
+            return optax.apply_updates(state.params, updates), optimizer_state
+
+        judged = Judged(loss, norm, *update_norms(state.params, *updated_from(recompute_from(gradients))))
+        good, guard = state.guard.update(judged, config.guard)
+        params, optimizer_state = select_tree(good, updated_from(gradients), (state.params, state.optimizer))
         rate = schedule(state.step - state.guard.skipped)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate} | guard.counts()
+        metrics = judged.metrics() | {"learning_rate": rate} | guard.counts()
         return State(params, optimizer_state, guard, state.step + 1), metrics
 
     def evaluate(params: Transformer, tokens_ABT: Array) -> Array:

@@ -1,7 +1,7 @@
 """The same training step in plain PyTorch on one GPU: the baseline of `benchmark_gpu.py --torch`.
 
-    python benchevents/pytorch_baseline.py --dp 1 --mp 1 --model gpt2_xl --batch 8
-    python benchevents/pytorch_baseline.py --dp 1 --mp 1 --emulate
+    python benchmarks/pytorch_baseline.py --dp 1 --mp 1 --model gpt2_xl --batch 8
+    python benchmarks/pytorch_baseline.py --dp 1 --mp 1 --emulate
 
 Idiomatic PyTorch: torch.compile, scaled_dot_product_attention, autocast to bfloat16 over float32 parameters, fused
 AdamW; one matmul for q, k and v, and one for gate and up.  Autograd decides what is saved; model.remat is ignored.
@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmark_gpu import DEFAULTS
+from benchmark_gpu import configuration
+from model_options import refuse_options
 
 from shmap_tp.config.schema import (
     AttentionKernel,
@@ -35,7 +36,7 @@ from shmap_tp.config.schema import (
 )
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak
-from shmap_tp.plan.benchmark import append_json, config_from_flags, run_command, step_parser
+from shmap_tp.plan.benchmark import append_json, run_command, step_parser
 from shmap_tp.plan.measure import WARM_UP
 from shmap_tp.plan.report import Row, config_fields, format_row
 
@@ -117,6 +118,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
+        refuse_options(config, "the PyTorch baseline")
         if config.positions == Positions.alibi:
             raise UserError("the fused attention of PyTorch has no ALiBi; use model.positions=rotary or learned")
         rows = padded_vocabulary(config)
@@ -194,7 +196,7 @@ def measure(config: Config, steps: int, *, emulated: bool) -> Row:
         "limit_bytes_per_device": DEVICES[kind].memory if kind in DEVICES else None,
         "compile_seconds": time.perf_counter() - start - sum(seconds),
         "versions": {"torch": torch.__version__},
-        "command": shlex.join(["python", "benchevents/pytorch_baseline.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/pytorch_baseline.py", *sys.argv[1:]]),
     }
     return Row(**fields, chips=1, slices=1, topology=None, tile=None, fits=True)
 
@@ -218,7 +220,7 @@ def _on_gpu(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def run(arguments: Namespace) -> None:
-    config = config_from_flags(arguments, *DEFAULTS["emulate" if arguments.emulate else "gpu"])
+    config = configuration(arguments)
     if config.mesh.dp * config.mesh.mp > 1:
         raise UserError("the PyTorch baseline runs on one GPU; use --dp 1 --mp 1")
     if not arguments.emulate and not torch.cuda.is_available():

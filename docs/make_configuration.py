@@ -18,11 +18,11 @@ from generated_part import DOCS, GeneratedPart  # noqa: E402
 from shmap_tp.config.compose import load, to_dict  # noqa: E402
 from shmap_tp.config.remat_policies import SAVED_BY_REMAT  # noqa: E402
 
-SCHEMA = [ROOT / "shmap_tp" / "config" / name for name in ("model_schema.py", "schema.py")]
+FILES = [ROOT / "shmap_tp" / "config" / f"{name}.py" for name in ("choices", "model_schema", "schema")]
 
 
 def classes() -> dict[str, ast.ClassDef]:
-    nodes = [node for file in SCHEMA for node in ast.parse(file.read_text()).body]
+    nodes = [node for file in FILES for node in ast.parse(file.read_text()).body]
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
 
@@ -60,10 +60,11 @@ def section(name: str, node: ast.ClassDef, known: dict[str, ast.ClassDef], value
         lines += [" ".join(text.split()), ""]
     lines += ["| key | type | value | meaning |", "| --- | --- | --- | --- |"]
     for field, kind, text in fields(node):
-        inner = kind.removeprefix("list[").removesuffix("]")
+        inner = kind.removeprefix("list[").removesuffix("]").removesuffix(" | None")
         if inner in known:
             options = ", ".join(f"`{value}`" for value in choices(known[inner]))
-            kind = f"list of {options}" if kind.startswith("list[") else f"one of {options}"
+            null = ", or `null`" if kind.endswith(" | None") else ""
+            kind = f"list of {options}" if kind.startswith("list[") else f"one of {options}{null}"
         else:
             kind = f"`{cell(kind)}`"
         lines.append(f"| `{name}.{field}` | {kind} | `{cell(shown(values[field]))}` | {cell(text)} |")

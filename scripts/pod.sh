@@ -13,7 +13,7 @@ scripts/pod.sh STEP NAME [options] [-- arguments of main.py]
 
 steps
   create    rent NAME: --type v4-32 and options below; returns when it is ready, or with --queued or --slices when queued
-  setup     copy this working tree to ~/shmap_tp on every host (or clone --repository URL), install, test the devices
+  setup     copy this clone's tracked files to ~/shmap_tp on every host (or clone --repository URL), install, test
   run       start main.py on every host, detached, with the arguments after --
   status    the state of NAME, its number of hosts, and the state of main.py on each host
   logs      the last lines of process 0's log; with --follow also new ones
@@ -30,7 +30,10 @@ options
   --slices N                           N slices of the type, queued, as one pod: NAME-0, NAME-1, ...
   --network NETWORK                    for example one with an MTU of 8896; default: the project's default network
   --poll SECONDS                       train: interval between two checks of the hosts (60)
-  --dry-run                            print every command, and run none
+  --dry-run                            print every command, and run none; check the arguments of main.py here
+
+example
+  scripts/pod.sh train big --type v3-32 --spot -- --cfg conf/recipes/6_9b_v3-32.yaml checkpoint.dir=gs://BUCKET/big
 
 Repeat the options that identify NAME (--zone, --project, --queued, --slices) with every step.
 
@@ -94,8 +97,10 @@ done
 [[ -z ${arguments[*]} || $step == run || $step == train ]] || fail "pod.sh $step takes no arguments of main.py"
 [[ -n $dry ]] || command -v gcloud >/dev/null ||
     fail "gcloud is not installed; see https://cloud.google.com/sdk/docs/install, then: gcloud auth login"
-gcloud_errors=$(mktemp)
-trap 'rm -f "$gcloud_errors"' EXIT
+temporary=$(mktemp -d "${TMPDIR:-/tmp}/shmap_tp.XXXXXXXX") # this user's only, with a name that nobody can predict
+trap 'rm -rf "$temporary"' EXIT
+gcloud_errors=$temporary/errors
+: >"$gcloud_errors"
 
 case "$step" in
 create) create ;;

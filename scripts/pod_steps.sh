@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # The steps of pod.sh, which sources this file: the gcloud commands, and explanations of gcloud's errors.
-# Uses the options of pod.sh, its function `fail`, and the file $gcloud_errors.
+# Uses the options of pod.sh, its function `fail`, the directory $temporary and the file $gcloud_errors in it.
 # shellcheck disable=SC2154,SC2034,SC2088
 remote='~/shmap_tp/scripts/on_host.sh' # the host expands the ~
+root=$here/..
+project=(README.md CONTRIBUTING.md CHANGELOG.md pyproject.toml main.py prepareTPUVM.sh prepareGPUVM.sh
+    benchmarks conf docs notebooks scripts shmap_tp tests)
 
 call() { # run a command, or with --dry-run print it; its stderr is shown, and appended to $gcloud_errors
     if [[ -n $dry ]]; then
@@ -16,6 +19,7 @@ call() { # run a command, or with --dry-run print it; its stderr is shown, and a
 explain() { # explain gcloud's error in one line; then exit 1
     local list="gcloud compute tpus tpu-vm list ${location[*]}"
     case "$(<"$gcloud_errors")" in
+    *"on_host.sh: No such file"*) echo "error: $name is not set up; run first: pod.sh setup $name" ;;
     *NOT_FOUND* | *"not found"*) echo "error: there is no $name; see $list, or: pod.sh create $name" ;;
     *ALREADY_EXISTS* | *"already exists"*) echo "error: $name exists already; continue with: pod.sh setup $name" ;;
     *"uota"* | *QUOTA*) echo "error: the quota is too small; request more for this type and zone, spot or on-demand:
@@ -51,6 +55,7 @@ on_node() { # run on_host.sh with arguments on one worker of a slice, or on all
     local node=$1 worker=$2 command=$remote
     shift 2
     for argument in "$@"; do command+=" $(printf '%q' "$argument")"; done
+    [[ $1 != status ]] || command="if [ -x $remote ]; then $command; else echo never started, not set up; fi"
     tpus tpu-vm ssh "$node" --worker="$worker" --command="$command"
 }
 
@@ -109,7 +114,7 @@ copy() { # copy the packed working tree to a slice
 }
 
 unpack() { # unpack the copy, or clone, and prepare the hosts of a slice
-    local command='mkdir -p ~/shmap_tp && tar -xzf ~/shmap_tp.tar.gz -C ~/shmap_tp'
+    local command='mkdir -p ~/shmap_tp && tar -xzf ~/shmap_tp.tar.gz -C ~/shmap_tp && rm ~/shmap_tp.tar.gz'
     if [[ -n $repository ]]; then
         command="if [ -d ~/shmap_tp/.git ]; then git -C ~/shmap_tp pull --ff-only;"
         command+=" else git clone $(printf '%q' "$repository") ~/shmap_tp; fi"
@@ -117,25 +122,58 @@ unpack() { # unpack the copy, or clone, and prepare the hosts of a slice
     tpus tpu-vm ssh "$1" --worker=all --command="$command && $remote prepare"
 }
 
-install() { # pack what git knows of this working tree, changed or not, and install it on all slices
+project_files() { # print the files to copy, each followed by a NUL: those that git tracks, changed or not
+    if git -C "$root" ls-files --error-unmatch main.py >/dev/null 2>&1; then
+        comm -z -23 <(git -C "$root" ls-files -z | sort -zu) <(git -C "$root" ls-files -z --deleted | sort -zu)
+    else # an unpacked archive: files, no links, of the project's own directories, and nothing hidden
+        (cd "$root" && find "${project[@]}" -name '.?*' -prune -o -name __pycache__ -prune -o -type f -print0)
+    fi
+}
+
+untracked_files() { # print the files that git neither tracks nor ignores, which are therefore not copied
+    git -C "$root" ls-files --others --exclude-standard 2>/dev/null || true
+}
+
+pack() { # write the files of this working tree to $packed
+    local untracked
+    project_files >"$temporary/files"
+    untracked=$(untracked_files)
+    if [[ -n $untracked ]]; then
+        echo "not copied, because git does not track them (git add what main.py needs): $(head -n 5 <<<"$untracked" | paste -sd ' ')"
+    fi
+    tar -C "$root" --null -czf "$packed" -T "$temporary/files"
+}
+
+install() { # copy the packed working tree to all slices, or clone it there, and prepare their hosts
     if [[ -z $repository ]]; then
-        packed=${TMPDIR:-/tmp}/shmap_tp-$name.tar.gz
-        if [[ -z $dry ]]; then
-            git -C "$here/.." ls-files -z --cached --others --exclude-standard --deduplicate |
-                tar -C "$here/.." --null --ignore-failed-read -czf "$packed" -T -
-        fi
+        packed=$temporary/shmap_tp.tar.gz
+        [[ -n $dry ]] || pack || return
         for_nodes copy || return
+        rm -f "$packed"
     fi
     for_nodes unpack
 }
 
 setup() {
     install || explain
-    [[ -n $dry ]] || echo "next: pod.sh run $name -- model=... mesh.dp=... mesh.mp=... mesh.processes=HOSTS"
+    [[ -n $dry ]] || echo "next: pod.sh run $name -- --cfg conf/recipes/NAME.yaml checkpoint.dir=gs://BUCKET/..."
+}
+
+check_arguments() { # with --dry-run: check the arguments of main.py here, by its --check; its summary goes to stderr
+    [[ -n $dry && -z $repository ]] || return 0
+    local python
+    for python in "$root/.venv/bin/python" python3 python; do
+        if (cd "$root" && "$python" -c 'import shmap_tp.train, hydra, jax, equinox') >/dev/null 2>&1; then
+            (cd "$root" && "$python" main.py --check "${arguments[@]}") >&2 || exit
+            return
+        fi
+    done
+    echo "the arguments of main.py are not checked: no Python here has its packages (pip install -e .)" >&2
 }
 
 run() {
     [[ " ${arguments[*]} " == *" --cfg "* ]] || arguments=(--cfg conf/config.yaml "${arguments[@]}")
+    check_arguments
     on_all_hosts start "${arguments[@]}" || explain
     [[ -n $dry ]] || echo "next: pod.sh logs $name --follow"
 }

@@ -6,6 +6,7 @@ max_failures=5 # failures in a row, of gcloud or main.py, after which it gives u
 train() {
     local failures=0 code
     check_resumable
+    check_arguments
     if [[ -n $dry ]]; then
         request_slices && install && on_all_hosts start "${arguments[@]}" && on_all_hosts status
         return

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains on GPU nodes under Slurm, one process per GPU; the job is requeued when it is preempted or out of time.
 #
-#   sbatch --nodes=2 scripts/slurm.sh model=6_9b data=minipile mesh.dp=2 mesh.mp=8 run.name=big
+#   sbatch --nodes=1 scripts/slurm.sh --cfg conf/recipes/llama3_8b_8xh100.yaml
+#   sbatch --nodes=2 scripts/slurm.sh --cfg conf/recipes/llama3_8b_8xh100.yaml mesh.dp=16 train.microbatches=8
 #
 # Submit from the clone, on a file system that all nodes share, after ./prepareGPUVM.sh there.  The #SBATCH lines are
 # defaults; the command line of sbatch overrides them: --gpus-per-node with an equal --ntasks-per-node, --time,
@@ -24,7 +25,7 @@ fail() {
     exit 2
 }
 
-[[ -n ${SLURM_NTASKS:-} ]] || fail "this is for Slurm: sbatch --nodes=1 scripts/slurm.sh key=value ..."
+[[ -n ${SLURM_NTASKS:-} ]] || fail "this is for Slurm: sbatch --nodes=1 scripts/slurm.sh --cfg FILE key=value ..."
 cd "${SLURM_SUBMIT_DIR:-.}"
 [[ -f main.py ]] || fail "$PWD has no main.py; run sbatch in the clone"
 [[ -x .venv/bin/python ]] || fail "$PWD has no .venv; run ./prepareGPUVM.sh on a GPU node first"

@@ -31,23 +31,24 @@ What there is
     ShmapTpError            the base class of this and the other errors of a run
 
 Importing shmap_tp is fast: JAX is imported with the first of these names that needs it, and no device is used before
-the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `plan` and `verify`.
+the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `plan`, `pretrained` and `verify`.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmap_tp.api import Model, Trainer, from_pretrained, load_config, make_mesh, run_training
+    from shmap_tp.api import Model, Trainer, from_pretrained, load_config, run_training
     from shmap_tp.config.schema import Config
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.model.transformer import Transformer
+    from shmap_tp.training.local_mesh import make_mesh
     from shmap_tp.training.optimizer import Optimizer
     from shmap_tp.training.step import Components, State
 
 _MODULES = {
     "load_config": "shmap_tp.api",
-    "make_mesh": "shmap_tp.api",
+    "make_mesh": "shmap_tp.training.local_mesh",
     "Model": "shmap_tp.api",
     "from_pretrained": "shmap_tp.api",
     "Trainer": "shmap_tp.api",

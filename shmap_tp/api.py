@@ -3,7 +3,6 @@
 B batch, T time, V vocabulary.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -16,72 +15,33 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from shmap_tp.config import compose
-from shmap_tp.config.schema import AUTO, Config
-from shmap_tp.config.validate import resolve_auto, validate
-from shmap_tp.data.checked_tokens import Tokens, checked
+from shmap_tp.config.bounds import SCHEMES, check_path
+from shmap_tp.config.schema import Config
+from shmap_tp.config.validate import validate
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
-from shmap_tp.model.loss import IGNORE
+from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel import mesh as meshes
 from shmap_tp.pretrained import configuration
 from shmap_tp.pretrained.export import save_model
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.start import pretrained_parameters, recorded_source, with_pretrained
-from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.training import loop
 from shmap_tp.training.environment import compute_dtype
+from shmap_tp.training.local_mesh import emulate_devices, resolve
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters, saved_config
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
-EMULATED_DEVICES = 8
-"""How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
 
-
-def load_config(*overrides: str, file: str | None = None) -> Config:
+def load_config(*overrides: str, file: str | PathLike | None = None) -> Config:
     """The configuration in `file`, with `key=value` overrides applied, and checked.
 
     Without `file` it is the packaged conf/config.yaml, as in `load_config("model=test", "mesh.dp=2", "mesh.mp=4")`.
-    Raises UserError if there is no such file, key or group, a type is wrong, or sizes do not divide.
+    Raises UserError if there is no such file, key or group, a type is wrong, a number is out of range, or sizes do not
+    divide.
     """
-    return configuration.load(str(compose.CONF / "config.yaml") if file is None else file, list(overrides))
-
-
-def make_mesh(config: Config) -> Mesh:
-    """The (dp, mp) mesh of `config`.  Initialises JAX's backend.
-
-    On a CPU the devices are emulated if no backend has been used before, and a mesh may use the first dp x mp of them;
-    on accelerators it must use all.  Raises UserError if the devices do not make the mesh.
-    """
-    return _resolve(config)[1]
-
-
-def _resolve(config: Config) -> tuple[Config, Mesh]:
-    """(`config` with mesh.dp=auto replaced by a number, its mesh)."""
-    if config.mesh.processes != 1:
-        raise UserError(
-            f"mesh.processes={config.mesh.processes}: the library is for one process; start several with shmap-tp train"
-        )
-    _emulate_devices(config.mesh.mp * (1 if config.mesh.dp == AUTO else config.mesh.dp))
-    devices = jax.devices()
-    config = resolve_auto(config, len(devices))
-    wanted = config.mesh.dp * config.mesh.mp
-    if devices[0].platform != "cpu":
-        return config, meshes.make_mesh(config.mesh)
-    if wanted > len(devices):
-        raise UserError(
-            f"mesh.dp={config.mesh.dp} x mesh.mp={config.mesh.mp} needs {wanted} devices, but JAX already runs with "
-            f"{len(devices)};\nrestart Python with JAX_NUM_CPU_DEVICES={wanted}, build this mesh first, or choose a "
-            f"smaller one (dp, mp)"
-        )
-    return config, meshes.make_mesh(config.mesh, devices[:wanted])
-
-
-def _emulate_devices(wanted: int) -> None:
-    """Emulate at least `wanted` CPU devices, unless JAX already runs with some: then their number is fixed."""
-    with suppress(UserError):
-        emulate_cpu_devices(max(EMULATED_DEVICES, wanted, jax.config.jax_num_cpu_devices))
+    return configuration.load(compose.CONF / "config.yaml" if file is None else file, list(overrides))
 
 
 @dataclass(frozen=True)
@@ -104,8 +64,8 @@ class Model:
 
     @classmethod
     def initialize(cls, config: Config, components: Components = CONFIGURED) -> "Model":
-        """A model with the parameters of model.from_pretrained, or if that is null with the initial ones of run.seed:
-        the same bits on every mesh.
+        """A model with the parameters of model.from_pretrained, or without it the initial ones of run.seed: the same
+        bits on every mesh.
 
         `components` replace parts that the configuration names (docs/extending.md).
         Raises UserError if the devices do not make the mesh, or model.from_pretrained cannot be read.
@@ -133,15 +93,21 @@ class Model:
         used.
         Raises UserError if there is no such checkpoint, or the devices do not make the mesh.
         """
-        _emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
+        check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
+        emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
         config = replace(config, mesh=replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=1))
         validate(config)
         config, mesh, functions = _build(config, components)
-        source = recorded_source(Path(str(checkpoint)).parents[1])
-        return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions, source)
+        return cls(
+            config,
+            mesh,
+            restore_parameters(checkpoint, functions.shapes),
+            functions,
+            recorded_source(checkpoint, config),
+        )
 
     def with_parameters(self, parameters: Transformer) -> "Model":
         """The same model with other parameters, such as those that an update of your own returns."""
@@ -150,9 +116,8 @@ class Model:
     def save_pretrained(self, directory: str | PathLike, *, dtype: str = "float32") -> None:
         """Write a new Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` of transformers reads.
 
-        It has config.json, safetensors files without padding of the vocabulary, generation_config.json, and if the
-        model was read from such a directory its tokenizer.  `dtype` is float32, bfloat16 or float16.
-        Raises UserError if `directory` is not empty or no architecture of transformers can express the model, and
+        The weights are of `dtype`, float32, bfloat16 or float16.  The tokenizer is copied from what the model was read
+        from.  Raises UserError if `directory` is not empty or no supported architecture can express the model,
         StorageError if the disk is full; then nothing is left there.
         """
         save_model(Path(directory), self.config, self.parameters, self.source, dtype)
@@ -162,29 +127,33 @@ class Model:
 
         Raises UserError if T exceeds model.context, or an id is not below model.vocabulary.
         """
-        tokens = checked(tokens, self.config.model, self.config.model.context, least=0)
+        tokens = checked_tokens(tokens, self.config.model, longest=self.config.model.context, least=0)
         padded = self._padded(tokens, self.config.model.context, filling=0)
         found = self._finished(self.functions.logits(self.parameters, padded))
         return found[: tokens.shape[0], : tokens.shape[1], : self.config.model.vocabulary]
 
-    def loss(self, tokens: Tokens) -> Float[Array, ""]:
+    def loss(self, tokens: Tokens, counted: Counted | None = None) -> Float[Array, ""]:
         """Mean cross entropy, in nats per token, of tokens[B, T+1]: T inputs and their targets, one place later.
 
-        A token of -1 is not counted as a target.  Raises UserError as `logits` does.
+        The mean is over the targets that `counted`[B, T+1] selects, or over all.  A row may be padded with -1 at its
+        end, which is never counted.  Raises UserError as `logits` does, or if `counted` has another shape.
         """
-        return self._finished(self.functions.loss(self.parameters, self._sequences(tokens)))
+        return self._finished(self.functions.loss(self.parameters, self._sequences(tokens, counted)))
 
-    def loss_and_gradients(self, tokens: Tokens) -> tuple[Float[Array, ""], Transformer]:
+    def loss_and_gradients(
+        self, tokens: Tokens, counted: Counted | None = None
+    ) -> tuple[Float[Array, ""], Transformer]:
         """(mean cross entropy, gradients) of tokens[B, T+1]; the gradients are a pytree like `parameters`.
 
         The gradients are those of the training objective: if train.z_loss is not 0, its term is included.
+        `counted` is that of `loss`.
         """
-        return self._finished(self.functions.loss_and_gradients(self.parameters, self._sequences(tokens)))
+        return self._finished(self.functions.loss_and_gradients(self.parameters, self._sequences(tokens, counted)))
 
-    def _sequences(self, tokens: Tokens) -> np.ndarray:
+    def _sequences(self, tokens: Tokens, counted: Counted | None) -> np.ndarray:
         """tokens[B, T+1] -> int32[1, B', context+1], filled up with targets that are not counted."""
         length = self.config.model.context + 1
-        return self._padded(checked(tokens, self.config.model, length, least=IGNORE), length, filling=IGNORE)[None]
+        return self._padded(marked_tokens(tokens, counted, self.config.model), length, filling=IGNORE)[None]
 
     def _padded(self, tokens: np.ndarray, length: int, filling: int) -> np.ndarray:
         missing = -tokens.shape[0] % self.config.mesh.dp, length - tokens.shape[1]
@@ -204,21 +173,21 @@ def from_pretrained(
     dtype: str = "float32",
     context: int | None = None,
 ) -> Model:
-    """The model in a Hugging Face directory, or of that name on the hub, on a (dp, mp) mesh.
+    """The model in a Hugging Face directory, or of that name on the hub, on a (dp, mp) mesh (docs/pretrained.md).
 
     Parameters are float32, whatever the dtype of the files; activations and matrix products are of `dtype`, float32 or
     bfloat16.  `context` is the longest sequence, and what every call computes: by default the model's own limit, but
-    not above 2048 for a rotary encoding.  docs/pretrained.md lists the architectures.
+    not above 2048 for a rotary encoding.
     Raises UserError if the directory cannot be used, or the model does not suit the mesh.
     """
-    overrides = [f"model.from_pretrained={compose.quoted(name)}", f"mesh.dp={dp}", f"mesh.mp={mp}"]
+    overrides = [f"model.from_pretrained={compose.quoted(str(name))}", f"mesh.dp={dp}", f"mesh.mp={mp}"]
     overrides += [f"mesh.tensor_parallel={tensor_parallel}", f"mesh.zero={zero}", f"train.precision={dtype}"]
     overrides += [f"train.batch={dp}"] + ([] if context is None else [f"model.context={context}"])
-    return Model.initialize(load_config(*overrides, file=str(compose.CONF / "finetune.yaml")))
+    return Model.initialize(load_config(*overrides, file=compose.CONF / "finetune.yaml"))
 
 
 def _build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:
-    config, mesh = _resolve(config)
+    config, mesh = resolve(config)
     return config, mesh, build_model_functions(config, mesh, compute_dtype(config.train.precision), components)
 
 
@@ -237,13 +206,12 @@ class Trainer:
     """
 
     def __init__(self, config: Config, model: Model | None = None, components: Components = CONFIGURED):
-        """Starts from a copy of the parameters of `model`, which has the same shape, or from those that
-        `Model.initialize` would have.
+        """Starts from a copy of the parameters of `model`, which has the same shape, or those of `Model.initialize`.
 
         `components` replace parts that the configuration names (docs/extending.md).
         Raises UserError if the devices do not make the mesh.
         """
-        self.config, self.mesh = _resolve(config)
+        self.config, self.mesh = resolve(config)
         self.components = components
         self.functions: StepFunctions = build_step_functions(
             self.config, self.mesh, compute_dtype(config.train.precision), components
@@ -262,19 +230,21 @@ class Trainer:
             return _copies(model.parameters, shapes), model.source
         return (None, None) if self.config.model.from_pretrained is None else pretrained_parameters(self.config, shapes)
 
-    def step(self, tokens: Tokens) -> dict[str, Array]:
+    def step(self, tokens: Tokens, counted: Counted | None = None) -> dict[str, Array]:
         """One optimizer step on tokens[train.batch, context+1]; its metrics, such as "loss" and "grad_norm".
+
+        `counted`, of the same shape, selects the tokens that count as targets; None: all (`Model.loss`).
 
         On an accelerator it returns before the step is computed; converting a metric, as in float(metrics["loss"]),
         waits for it.  A step whose loss or gradient is not finite changes no parameter.
         Raises UserError if the tokens have another shape, or an id is not below model.vocabulary.
         """
-        self.state, metrics = self._compiled(self.state, self._batch(tokens))
+        self.state, metrics = self._compiled(self.state, self._batch(tokens, counted))
         return _finished(self.mesh, metrics)
 
-    def evaluate(self, tokens: Tokens) -> Float[Array, ""]:
-        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters."""
-        return _finished(self.mesh, self.functions.evaluate(self.state.params, self._batch(tokens)))
+    def evaluate(self, tokens: Tokens, counted: Counted | None = None) -> Float[Array, ""]:
+        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters; `counted` as in `step`."""
+        return _finished(self.mesh, self.functions.evaluate(self.state.params, self._batch(tokens, counted)))
 
     def model(self) -> Model:
         """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
@@ -282,7 +252,7 @@ class Trainer:
         parameters = _finished(mesh, _copies(self.state.params, functions.shapes))
         return Model(config, mesh, parameters, functions, self._source)
 
-    def _batch(self, tokens: Tokens) -> Array:
+    def _batch(self, tokens: Tokens, counted: Counted | None) -> Array:
         """tokens[batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the devices."""
         expected = (self.config.train.batch, self.config.model.context + 1)
         if np.shape(tokens) != expected:
@@ -290,7 +260,7 @@ class Trainer:
                 f"tokens have the shape {list(np.shape(tokens))}, a step takes {list(expected)}: "
                 f"[train.batch, model.context + 1]"
             )
-        rows = checked(tokens, self.config.model, expected[1], least=IGNORE)
+        rows = marked_tokens(tokens, counted, self.config.model)
         return jax.device_put(rows.reshape(self.functions.tokens.shape), self.functions.tokens.sharding)
 
 

@@ -15,12 +15,17 @@ examples
   {command} --cfg conf/config.yaml                                  train a small model on this machine
   {command} --cfg conf/config.yaml train.steps=600 --resume         continue from its newest checkpoint
   {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --resume     the same on another mesh shape
-  {command} --cfg conf/config.yaml model=6_9b data=minipile mesh.dp=4 mesh.mp=8 run.name=big
+  {command} --cfg conf/recipes/gpt2_124m_1gpu.yaml                  train GPT-2 124M on a GPU, by a recipe
+  {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --check      check the configuration, and train nothing
 
 configuration
   Without --cfg the packaged configuration is used, which is conf/config.yaml of the repository:
     {default}
   FILE is a path from the working directory; it can use the models and data sources of the packaged configuration.
+
+recipes
+  Complete configurations of larger models, for --cfg, in recipes/ beside that file:
+{recipes}
 
 key=value
   mesh.dp, mesh.mp      data-parallel and tensor-parallel size; their product is the number of devices, which are
@@ -32,7 +37,7 @@ key=value
                         all keys are in conf/config.yaml and explained in shmap_tp/config/schema.py
 
 exit codes
-  0   finished
+  0   finished, or with --check: the configuration is valid
   2   an error that is explained in one or two lines: bad input, a full disk, faulty hardware, a diverged run
   75  stopped by SIGTERM, Ctrl-C or a preemption notice, and saved: start again with --resume
   69  another process did not start in time or was lost (134 if that was process 0): start all processes again
@@ -57,8 +62,13 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
     if arguments.processes is not None:
         overrides.append(f"mesh.processes={arguments.processes}")
     try:
-        config = load(arguments.cfg or str(CONF / "config.yaml"), overrides)
+        config = load(CONF / "config.yaml" if arguments.cfg is None else arguments.cfg, overrides)
         validate_process_arguments(arguments.coordinator, arguments.process_id, config.mesh.processes)
+        if arguments.check:
+            from shmap_tp.training.check import check
+
+            print(check(config))
+            return 0
         from shmap_tp.pretrained.start import with_pretrained
         from shmap_tp.runtime.distributed import Coordinator
         from shmap_tp.training import loop
@@ -85,20 +95,22 @@ def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> N
 def _parser(command: str) -> argparse.ArgumentParser:
     from shmap_tp.config.compose import CONF
 
-    models, data = (
-        ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in ("model", "data")
+    models, data, recipes = (
+        ", ".join(sorted(file.stem for file in (CONF / group).glob("*.yaml"))) for group in ("model", "data", "recipes")
     )
     models = textwrap.fill(models, 120, initial_indent=24 * " ", subsequent_indent=24 * " ")
+    recipes = textwrap.fill(recipes, 120, initial_indent=4 * " ", subsequent_indent=4 * " ")
     parser = argparse.ArgumentParser(
         prog=command,
-        usage="%(prog)s [--cfg FILE] [--resume] [--processes N [--coordinator HOST:PORT --process-id I]] "
-        "[key=value ...]",
+        usage="%(prog)s [--cfg FILE] [--resume] [--check] "
+        "[--processes N [--coordinator HOST:PORT --process-id I]] [key=value ...]",
         description="Tensor-parallel transformer training over a (dp, mp) mesh, with every collective written by hand.",
-        epilog=EPILOG.format(command=command, default=CONF / "config.yaml", models=models, data=data),
+        epilog=EPILOG.format(command=command, default=CONF / "config.yaml", models=models, data=data, recipes=recipes),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--cfg", metavar="FILE", help="configuration file, for example conf/config.yaml")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    parser.add_argument("--check", action="store_true", help="check the configuration, print a summary, and end")
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes; sets mesh.processes")
     parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")

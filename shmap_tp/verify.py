@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("resume", "replicas"):
         command = commands.add_parser(name)
         command.add_argument("--cfg", metavar="FILE", required=True, help="configuration, such as conf/config.yaml")
-        command.add_argument("--steps", type=int, default=3, help="steps to train before and after (default 3)")
+        command.add_argument("--steps", type=_steps, default=3, help="steps to train before and after (default 3)")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of FILE")
         if name == "resume":
             command.add_argument("--onto", type=_mesh, required=True, metavar="DP,MP", help="the other mesh, as in 8,1")
@@ -63,6 +63,13 @@ def _verify(arguments: argparse.Namespace) -> bool:
     if arguments.command == "replicas":
         return verify_replicas(config, arguments.steps)
     return verify_resume(config, arguments.onto, arguments.steps)
+
+
+def _steps(text: str) -> int:
+    """The number of steps of --steps: without a step there is nothing to compare."""
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of steps; give 1 or more")
+    return int(text)
 
 
 def _mesh(text: str) -> tuple[int, int]:

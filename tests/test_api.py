@@ -1,5 +1,6 @@
 """The public library: its functions agree with the dense reference, with training runs and with each other."""
 
+import re
 import textwrap
 from typing import Any
 
@@ -168,6 +169,54 @@ def test_loss_and_gradients_are_those_of_the_dense_reference(mode):
     assert_close(by_path(gradients), expected, RELATIVE["float32"])
 
 
+@pytest.mark.parametrize(
+    "shape, mode", [((1, 1), "all-reduce"), ((8, 1), "ZeRO-1"), ((1, 4), "sequence"), ((4, 2), "FSDP")]
+)
+def test_targets_that_are_not_counted_are_still_inputs(shape, mode):
+    """Loss and gradients are those of the dense reference, whose inputs and targets are separate arrays."""
+    model = shmap_tp.Model.initialize(small(*shape, *MODES[mode]))
+    tokens, counted = sequences(4, 9), np.random.default_rng(1).random((4, 9)) < 0.5
+    counted[0, :6], counted[3] = False, False  # a prompt, and a row of which nothing counts
+    targets = np.where(counted, tokens, -1)[:, 1:]
+
+    def objective(p: dict) -> Any:
+        logits = reference.transformer(p, tokens[:, :-1], model.config.model)
+        nll, logz = reference.cross_entropy(logits, targets, 50)
+        loss = nll.sum() / (targets >= 0).sum()
+        return loss + 0.01 * (logz**2).sum() / (targets >= 0).sum(), loss
+
+    with jax.enable_x64(True):
+        expected, expected_loss = jax.jit(jax.grad(objective, has_aux=True))(in_float64(model.parameters))
+    loss, gradients = model.loss_and_gradients(tokens, counted)
+    assert_close(loss, expected_loss, RELATIVE["float32"])
+    assert_close(model.loss(tokens, counted.tolist()), expected_loss, RELATIVE["float32"])
+    assert_close(by_path(gradients), expected, RELATIVE["float32"])
+
+
+def test_the_padding_of_a_row_never_counts():
+    model, tokens = shmap_tp.Model.initialize(small(2, 4)), sequences(3, 9)
+    tokens[0, 6:] = -1
+    for counted in (tokens >= 0, np.full((3, 9), True)):
+        assert float(model.loss(tokens, counted)) == float(model.loss(tokens))
+
+
+BAD_COUNTED = {
+    "an id after -1": ([[1, -1, 2], [3, 4, -1]], None, "tokens[0, 1] is -1, but an id follows"),
+    "another shape": ([[1, 2, 3]], [[True, True]], "counted must be bool[1, 3], one for each token, not bool[1, 2]"),
+    "numbers": ([[1, 2, 3]], np.array([[1, 1, 0]]), "counted must be bool[1, 3], one for each token, not int64[1, 3]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COUNTED)
+def test_targets_that_cannot_be_used_are_explained(case):
+    tokens, counted, expected = BAD_COUNTED[case]
+    model = shmap_tp.Model.initialize(small(2, 4))
+    for use in (model.loss, model.loss_and_gradients):
+        with pytest.raises(shmap_tp.UserError, match=re.escape(expected)) as raised:
+            use(tokens, counted)
+        assert str(raised.value).count("\n") <= 1
+
+
 def test_a_model_is_the_same_on_every_mesh():
     tokens = sequences(4, 9)
     first, *others = [shmap_tp.Model.initialize(small(*shape)) for shape in [(1, 1), (8, 1), (2, 2)]]
@@ -241,6 +290,16 @@ def test_the_model_of_a_trainer_stays_as_it_is_and_another_trainer_can_start_fro
     assert_close(other.evaluate(tokens), loss, RELATIVE["float32"])
     other.step(tokens)
     assert_same_bits(model.parameters, kept)
+
+
+def test_a_step_counts_the_same_targets_as_the_model():
+    """Over two microbatches that count different numbers of targets."""
+    trainer = shmap_tp.Trainer(small(2, 4, "train.microbatches=2"))
+    tokens, counted = sequences(8, 9), np.random.default_rng(1).random((8, 9)) < 0.5
+    counted[:3] = False
+    expected = trainer.model().loss(tokens, counted)
+    assert_close(trainer.evaluate(tokens, counted), expected, RELATIVE["float32"])
+    assert_close(trainer.step(tokens, counted)["loss"], expected, RELATIVE["float32"])
 
 
 def test_a_batch_of_another_shape_is_explained():

@@ -1,5 +1,6 @@
 """`Model.restore`: the parameters of a checkpoint, bit for bit, on any mesh."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,34 @@ def test_a_directory_without_the_checkpoint_is_explained(run, tmp_path):
         shmap_tp.Model.restore(run, step=7)
     with pytest.raises(shmap_tp.UserError, match=r"mesh\.mp=3 does not divide"):
         shmap_tp.Model.restore(run, dp=1, mp=3)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "foo://bar", "a\0b", "", "~/x"])
+def test_a_directory_that_cannot_exist_is_explained(name):
+    with pytest.raises(shmap_tp.UserError, match=r"^directory(=| is empty)"):
+        shmap_tp.Model.restore(name)
+
+
+@pytest.mark.parametrize("content", [b"- 1\n", b"\xff\0", b"run: *a", b"a: " + b"[" * 5000, b"checkpoint: {dir: [x]}"])
+def test_the_checkpoints_of_a_run_whose_configuration_is_damaged_are_found_beside_it(run, tmp_path, content):
+    shutil.copytree(run / "checkpoints" / "8", tmp_path / "8")
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert find_checkpoint(str(tmp_path), None).name == "8"
+
+
+def test_a_fifo_in_the_place_of_the_configuration_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(shmap_tp.UserError, match="holds no checkpoint"):
+        shmap_tp.Model.restore(tmp_path)
+
+
+def test_a_mesh_of_a_million_devices_is_refused_before_they_are_emulated(run):
+    done = python(
+        f"import shmap_tp\ntry: shmap_tp.Model.restore({str(run)!r}, dp=2**10, mp=2**10)\n"
+        "except shmap_tp.UserError as error: print(error)\n"
+        f"print(shmap_tp.Model.restore({str(run)!r}, dp=8, mp=1).mesh.shape)"
+    )
+    assert "does not divide" in done.stdout and "('dp', 8)" in done.stdout, done.stderr
 
 
 def test_a_checkpoint_with_other_parameters_is_explained(run):

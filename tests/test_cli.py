@@ -1,16 +1,20 @@
 """`python main.py`: bad input is explained in a line or two, and a killed run loses nothing that was saved."""
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from shmap_tp import train as command
+from shmap_tp.config.text import shown
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
+from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import (
     FIRST,
     ROOT,
@@ -110,10 +114,44 @@ def test_bad_input_is_explained_in_one_or_two_lines(tmp_path, monkeypatch, capsy
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+DIRECTORIES = ["run.dir", "checkpoint.dir", "data.dir", "run.compilation_cache"]
+NOT_DIRECTORIES = {
+    "a file": "FILE",
+    "a name of 300 bytes": "a" * 300,
+    "a URL": "foo://bar",
+    "a place that cannot be written": "/proc/nothing",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("case", NOT_DIRECTORIES)
+@pytest.mark.parametrize("key", DIRECTORIES)
+def test_a_directory_that_cannot_be_used_is_explained(tmp_path, monkeypatch, capsys, key, case):
+    monkeypatch.setattr(distributed, "emulate_cpu_devices", lambda count: None)
+    (tmp_path / "file").write_text("")
+    path = NOT_DIRECTORIES[case].replace("FILE", str(tmp_path / "file"))
+    given = [*overrides(tmp_path), "data.source=stdlib", f"{key}={path}"]
+    before = jax.config.jax_compilation_cache_dir
+    assert call(monkeypatch, "--cfg", FIRST, *given) == 2
+    assert jax.config.jax_compilation_cache_dir == before
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and 1 <= len(message.splitlines()) <= 2, message
+    assert key in message and shown(path) in message
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() and (tmp_path / "file").read_text() == ""
+
+
+def test_a_run_whose_name_is_too_long_for_its_directory_is_explained(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "--cfg", FIRST, f"run.name={'ü' * 150!r}") == 2
+    assert "run.dir=runs/üü" in (message := capsys.readouterr().err) and "has a name of 300 bytes" in message
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "arguments, expected",
     [
         (["--cfg"], "expected one argument"),
+        (["--cfg", ""], "--cfg  is not a file; name a YAML file"),
         (["--cfg", "nope.yaml"], "--cfg nope.yaml: no such file"),
         (["--cfg", FIRST, "--resumee"], "unrecognized arguments: --resumee"),
     ],
@@ -164,6 +202,70 @@ def test_help_explains_the_command_without_importing_jax(tmp_path):
         "exit codes",
     ):
         assert topic in done.stdout
+
+
+# --check
+
+
+@pytest.mark.parametrize("arguments", [["main.py"], ["-m", "shmap_tp", "train"]], ids=["main.py", "shmap-tp train"])
+def test_check_prints_a_summary_and_writes_nothing(tmp_path, arguments):
+    """In a new process, in a directory of its own."""
+    given = [str(ROOT / "main.py"), *arguments[1:]] if arguments == ["main.py"] else arguments
+    done = subprocess.run(
+        [sys.executable, *given, "--check", "model=6_9b", "mesh.dp=4", "mesh.mp=8", "run.name=big", "train.steps=10"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in (
+        "6_9b: 6,854,676,480 parameters, 32 layers of width 4096",
+        "dp=4 x mp=8 = 32 devices; tensor_parallel=all_reduce, zero=none, processes=1",
+        "32 sequences x 1024 tokens = 32,768 tokens per step, in 2 microbatches",
+        "10, together 327,680 tokens",
+        "data/stdlib: not prepared; a run prepares it (data.source=stdlib)",
+        "runs/big/checkpoints, checkpoint.resume=never",
+    ):
+        assert part in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_check_uses_no_device():
+    script = (
+        "from shmap_tp import train\nassert train.main(['--check', 'mesh.dp=auto']) == 0\n"
+        "from jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized()"
+    )
+    done = python(script)
+    assert done.returncode == 0 and "dp=auto (all devices / mp) x mp=4" in done.stdout, done.stderr
+
+
+CHECKED = {
+    "prepared data": ([], 0, "data: prepared"),
+    "data that no source prepares": (
+        ["data.dir=nowhere"],
+        0,
+        "nowhere: not prepared; python -m shmap_tp.prepare --help",
+    ),
+    "a run directory below a file": (["run.dir=FILE/x"], 2, "/file/x cannot be written: "),
+    "a cache in a file": (["run.compilation_cache=FILE"], 2, "/file is a file; choose another"),
+    "an invalid value": (["mesh.mp=3"], 2, "error: mesh.mp=3 does not divide heads=8"),
+    "a mesh without gradient rings": (
+        ["mesh.dp=17", "train.batch=17", "mesh.zero=fsdp", "mesh.fsdp_gradients=ring"],
+        2,
+        "error: mesh.fsdp_gradients=ring: no number from 2 to 16 divides",
+    ),
+    "a process without coordinator": (["--process-id", "1"], 2, "error: --coordinator and --process-id must be given"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_check_finds_what_is_wrong_without_devices(tmp_path, monkeypatch, capsys, case):
+    given, code, expected = CHECKED[case]
+    (tmp_path / "file").write_text("")
+    given = [text.replace("FILE", str(tmp_path / "file")) for text in given]
+    monkeypatch.setattr(loop, "train", None)
+    assert call(monkeypatch, "--check", *overrides(tmp_path), *given) == code
+    said = capsys.readouterr()
+    assert expected in (said.err if code else said.out)
+    assert not (tmp_path / "run").exists()
 
 
 # Processes that are stopped or killed

@@ -3,28 +3,25 @@
 The info string of a fenced block says how it is checked:
 
     sh run        the block is run, on CPU, in a temporary copy of the working tree
-    sh check      its configuration is composed and validated, and its flags are looked up in the command's help
-    sh hardware   not run: it needs hardware, a network or a long time
+    sh check      its arguments are parsed, and the configuration that they describe is composed and validated
+    sh hardware   not run: it needs hardware, a network or a long time; commands of this project are checked as above
     python run    all such blocks of a document are run as one program, on CPU
 """
 
-import argparse
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from shmap_tp import verify
-from shmap_tp.config.compose import load
-from tests.helpers.documents import DOCUMENTS, ROOT, Block, blocks, name_of
+from tests.helpers import command_lines
+from tests.helpers.documents import DOCUMENTS, ROOT, blocks, name_of
+from tests.helpers.paths import project_files
 
 LANGUAGES = {"sh", "python", "yaml", "json", "text"}
 MARKS = {"run", "check", "hardware"}
@@ -52,18 +49,11 @@ def test_every_command_block_is_marked(file):
 
 @pytest.fixture(scope="module")
 def working_copy(tmp_path_factory) -> Path:
-    """What git knows of the working tree, in a temporary directory."""
+    """The files of the working tree, in a temporary directory."""
     copy = tmp_path_factory.mktemp("copy")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
+    for name in project_files():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy / name)
     return copy
 
 
@@ -88,68 +78,13 @@ def test_the_python_blocks_of_a_document_run(file):
     assert done.returncode == 0, f"{name_of(file)}:\n{done.stderr[-2000:]}"
 
 
-def commands(block: Block) -> list[list[str]]:
-    """The commands of a block, each as words; a backslash continues a line."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
-@marked("check")
-def test_a_check_block_has_valid_configurations_and_flags(block):
-    for words in commands(block):
-        match words:
-            case ["python", "main.py", *rest]:
-                check_training(rest)
-            case ["python", "-m", "shmap_tp.verify", *rest]:
-                arguments = verify.parser().parse_args(rest)
-                load(str(ROOT / arguments.cfg), arguments.overrides)
-            case ["python", "-m", module, *rest]:
-                check_benchmark(("-m", module), rest)
-            case ["python", script, *rest]:
-                check_benchmark((script,), rest)
-            case ["scripts/pod.sh", *rest]:
-                if "--" in rest:
-                    check_training(["--cfg", "conf/config.yaml", *rest[rest.index("--") + 1 :]])
-            case ["sbatch", *rest]:
-                check_training(["--cfg", "conf/config.yaml", *rest[rest.index("scripts/slurm.sh") + 1 :]])
-            case _:
-                pytest.fail(f"{block.place}: {shlex.join(words)} cannot be checked; mark it sh run or sh hardware")
-
-
-def check_training(words: list[str]) -> None:
-    """Compose and validate the configuration of a `main.py` command."""
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--cfg", required=True)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("overrides", nargs="*")
-    given = parser.parse_intermixed_args(words)
-    flags = ["checkpoint.resume=must"] if given.resume else []
-    flags += [f"mesh.processes={given.processes}"] if given.processes else []
-    load(str(ROOT / given.cfg), [*given.overrides, *flags])
-
-
-def check_benchmark(command: tuple[str, ...], words: list[str]) -> None:
-    """The flags exist, and the configuration that they and the overrides make is valid."""
-    known = set(re.findall(r"--[a-z][a-z-]*", help_text(command)))
-    unknown = {word for word in words if word.startswith("--")} - known
-    assert not unknown, f"{' '.join(command)} has no {sorted(unknown)}"
-    value = {flag: words[i + 1] for i, flag in enumerate(words[:-1]) if flag.startswith("--")}
-    dp, mp = int(value.get("--dp", 1)), int(value.get("--mp", 1))
-    given = [f"model={value['--model']}"] if "--model" in value else []
-    given += [f"mesh.dp={dp}", f"mesh.mp={mp}", f"train.batch={value.get('--batch', 8 * dp)}"]
-    given += [f"train.microbatches={value.get('--microbatches', 1)}"]
-    load(str(ROOT / "conf" / "config.yaml"), given + [word for word in words if re.match(r"[a-z_]+\.?[a-z_]+=", word)])
-
-
-@cache
-def help_text(command: tuple[str, ...]) -> str:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.mark.parametrize("command", [*command_lines.in_documents(), *command_lines.in_texts()], ids=str)
+def test_a_command_is_valid_up_to_its_configuration(command):
+    """The commands of documents, help texts, scripts and recipes, whether their block is run or not."""
+    try:
+        command_lines.check(command.words)
+    except command_lines.NotChecked:
+        assert command.mark != "check", f"{command} cannot be checked; mark its block sh run or sh hardware"
 
 
 # Size, links and generated parts
@@ -181,6 +116,7 @@ def generator(request, monkeypatch) -> ModuleType:
 
 
 GENERATORS = ["make_communication_table", "make_configuration", "make_performance_notes", "make_planning_report"]
+GENERATORS += ["make_recipes"]
 
 
 @pytest.mark.parametrize("generator", GENERATORS, indirect=True)

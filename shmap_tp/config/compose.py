@@ -5,20 +5,23 @@ against the dataclasses of `schema.py`.  Options that a model does not name have
 """
 
 import difflib
-import json
+import os
+import re
 from collections.abc import Callable, Mapping
-from enum import Enum
+from os import PathLike
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from shmap_tp.config.schema import Config
+from shmap_tp.config.text import has_control_characters, shown
 from shmap_tp.config.validate import validate
+from shmap_tp.config.value_types import SECTIONS, check_sections, check_values, expected_type, keys
+from shmap_tp.config.yaml_source import plain_yaml_only, read_text
 from shmap_tp.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -26,55 +29,101 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 CONF = next(found for found in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (found / "config.yaml").is_file())
 """The configuration directory of this project: shmap_tp/conf in an installed wheel, conf/ next to shmap_tp in a clone.
 Files elsewhere can use its groups (model, data), too."""
+KEY = re.compile(r"[A-Za-z_][A-Za-z_0-9]*(\.[A-Za-z_0-9]+)*")
+MAX_OVERRIDE = 3000
+"""Characters of one key=value."""
+MAX_BRACKETS = 50
+"""Opening brackets of one key=value."""
 
 
 DeriveModel = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From the keys of the `model` section that are given, others that follow from model.from_pretrained."""
 
 
-def load(file: str, overrides: list[str], derive_model: DeriveModel | None = None) -> Config:
+def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel | None = None) -> Config:
     """Load the configuration in `file`, apply `overrides` and validate the result.
 
     `derive_model` (pretrained/configuration.py) is for commands that support model.from_pretrained.
-    Raises UserError: the file does not exist, a key or option is unknown, a value has the wrong type or is missing, or
+    Raises UserError: the file cannot be read, a key or option is unknown, a value has the wrong type or is missing, or
     a rule of `validate` is broken.
     """
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise UserError(f"--cfg {file}: no such file; start with conf/config.yaml")
-    if path.suffix != ".yaml":
-        raise UserError(f"--cfg {file}: the file name must end in .yaml; rename it")
-    search = [] if path.parent == CONF else [f"hydra.searchpath=[{json.dumps(f'file://{CONF}', ensure_ascii=False)}]"]
+    path, name = _resolved(os.fspath(file)), shown(file)
+    search = [] if path.parent == CONF else [f"hydra.searchpath=[{quoted(f'file://{CONF}')}]"]
+    given = [_to_hydra(item, path.parent) for item in overrides]
     try:
-        with initialize_config_dir(str(path.parent), version_base="1.3"):
-            values = compose(path.stem, overrides=search + [_to_hydra(item, path.parent) for item in overrides])
-        defaults = {"model": OmegaConf.load(CONF / "model_defaults.yaml")} if "model" in values else {}
-        derived = {"model": _derived_model(values, derive_model)} if defaults else {}
-        merged = OmegaConf.merge(OmegaConf.structured(Config), defaults, derived, values)
-        missing = sorted(OmegaConf.missing_keys(merged))
-        if missing:
-            raise UserError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")
-        config = OmegaConf.to_object(merged)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(_explain(error, file)) from error
+        with plain_yaml_only(), initialize_config_dir(str(path.parent), version_base="1.3"):
+            values = compose(path.stem, overrides=search + given)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain(error, name)) from error
+    except RecursionError:
+        raise UserError(f"{name}: its defaults list names files that name each other; end the circle") from None
+    config = from_values(_with_derived_model(values, derive_model, name), name)
     validate(config)
     return config
 
 
-def _derived_model(values: Any, derive: DeriveModel | None) -> Mapping[str, Any]:
-    """Keys of the `model` section that follow from model.from_pretrained."""
-    given = OmegaConf.select(values, "model.from_pretrained")
-    if given is None:
-        return {}
+def _with_derived_model(values: Any, derive: DeriveModel | None, file: str) -> Any:
+    """`values`, and the keys of the `model` section that follow from model.from_pretrained and are not given."""
+    model = values.get("model")
+    if not OmegaConf.is_dict(model):
+        return values
+    if OmegaConf.is_missing(model, "from_pretrained"):
+        raise UserError(f"{file}: model.from_pretrained has no value; give a directory with config.json and weights")
+    if model.get("from_pretrained") is None:
+        return values
     if derive is None:
-        raise UserError(f"model.from_pretrained={given} is not supported by this command; name a model of conf/model")
-    return derive(OmegaConf.to_container(values.model, resolve=True))
+        raise UserError(f"model.from_pretrained={model.from_pretrained} is not supported here; name a model=...")
+    return OmegaConf.merge({"model": dict(derive(OmegaConf.to_container(model, resolve=True)))}, values)
 
 
-def save(config: Config, file: Path) -> None:
-    """Write `config` with every value resolved, so that `--cfg FILE` loads it again.  The write is atomic."""
+def from_values(values: Any, file: str) -> Config:
+    """The Config of `values`, a dict or DictConfig that was read from `file`.
+
+    Raises UserError if a key is missing or unknown, or a value has the wrong type.
+    """
+    try:
+        return _to_config(OmegaConf.create(values), file)
+    except OmegaConfBaseException as error:
+        raise UserError(_explain(error, file)) from error
+
+
+def _to_config(values: Any, file: str) -> Config:
+    """As `from_values`, but raises also the errors of OmegaConf."""
+    check_sections(OmegaConf.to_container(values), file)
+    defaults = {"model": OmegaConf.load(CONF / "model_defaults.yaml")} if "model" in values else {}
+    merged = OmegaConf.merge(OmegaConf.structured(Config), defaults, values)
+    missing = sorted(OmegaConf.missing_keys(merged))
+    if missing:
+        raise UserError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")
+    check_values(OmegaConf.to_container(values, resolve=True), file)
+    config = OmegaConf.to_object(merged)
+    dp = config.mesh.dp
+    if isinstance(dp, str) and dp.isascii() and dp.isdecimal() and len(dp) < 20:  # a number in quotes, or of oc.env
+        config.mesh.dp = int(dp)
+    return config
+
+
+def _resolved(file: str) -> Path:
+    """The absolute path of the --cfg `file`, which can be read."""
+    if has_control_characters(file) or "://" in file:
+        raise UserError(f"--cfg {shown(file)} is not a path of this machine; name a file such as conf/config.yaml")
+    try:
+        path = Path(file).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of symbolic links
+        raise UserError(f"--cfg {shown(file)} cannot be read: {shown(error)}; name another file") from error
+    read_text(path, f"--cfg {shown(file)}")
+    if path.suffix != ".yaml":
+        raise UserError(f"--cfg {shown(file)}: the file name must end in .yaml; rename it")
+    return path
+
+
+def save(config: Config, file: Path, header: str = "") -> None:
+    """Write `config` with every value resolved, so that `--cfg FILE` loads it again, after `header`, lines of comment.
+
+    The write is atomic.
+    """
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    temporary.write_text(f"{header}{OmegaConf.to_yaml(OmegaConf.structured(config))}", encoding="utf-8")
     temporary.replace(file)
 
 
@@ -83,51 +132,61 @@ def to_dict(config: object) -> dict:
     return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
 
 
-def quoted(value: object) -> str:
-    """A value of an override as text that Hydra's grammar takes literally, whatever characters it has."""
-    return json.dumps(str(value), ensure_ascii=False)
-
-
 def _to_hydra(override: str, directory: Path) -> str:
     """Translate `key=value` to Hydra's grammar.  The prefix ++ allows keys that are in the schema but not in the file;
     `load` rejects those that are in neither."""
+    name = shown(override)
+    if has_control_characters(override):
+        raise UserError(f"{name}: has a line break or a control character; remove it")
+    if len(override) > MAX_OVERRIDE or len(re.findall(r"[\[{(]", override)) > MAX_BRACKETS:
+        raise UserError(
+            f"{name}: has more than {MAX_OVERRIDE} characters or {MAX_BRACKETS} brackets; write the value in a file"
+        )
     if override.startswith(("+", "~")):
-        raise UserError(f"{override}: keys cannot be added or deleted; write key=value")
-    key, equals, _ = override.partition("=")
-    if not key or not equals:
-        raise UserError(f"{override!r} is not key=value; write for example train.steps=400")
-    is_group = (CONF / key).is_dir() or (directory / key).is_dir()
-    return override if is_group else f"++{override}"
+        raise UserError(f"{name}: keys cannot be added or deleted; write key=value")
+    key, equals, value = override.partition("=")
+    if not equals or not KEY.fullmatch(key):
+        raise UserError(f"{name!r} is not key=value; write for example train.steps=400")
+    if key.partition(".")[0] == "hydra":
+        raise UserError(f"{name}: settings of Hydra itself have no effect here; leave it out")
+    groups = [place / key for place in (CONF, directory)] if key.isidentifier() else []
+    options = {file.stem for group in groups for file in group.glob("*.yaml") if file.is_file()}
+    if not options:
+        return f"++{override}"
+    option = value.strip("\"'")
+    if option not in options:
+        raise UserError(f"{name}: there is no such {key}; use one of {', '.join(sorted(options))}")
+    return f"{key}={quoted(option)}"
+
+
+def quoted(text: str) -> str:
+    """A value of an override that Hydra's grammar takes literally, whatever characters it has."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _explain(error: Exception, file: str) -> str:
-    """One line for the user about an error of the YAML reader, Hydra or OmegaConf: place, cause, way out."""
-    if isinstance(error, UnicodeDecodeError | yaml.YAMLError):
-        return _explain_yaml(error, file)
-    if isinstance(error, MissingConfigException) and error.options:
+    """One line for the user about an error of Hydra or OmegaConf: place, cause, way out."""
+    if isinstance(error, MissingConfigException):
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"{group}={option}: there is no such {group}; use one of {', '.join(error.options)}"
-    if isinstance(error, HydraException) and isinstance(error.__cause__, OmegaConfBaseException):
-        error = error.__cause__
+        if error.options:
+            return f"{group}={option}: there is no such {group}; use one of {', '.join(error.options)}"
+        return (
+            f"{file}: its defaults list names {error.missing_cfg_file}.yaml, which is neither beside it nor in {CONF}"
+        )
+    if isinstance(error, HydraException) and isinstance(error.__cause__ or error.__context__, OmegaConfBaseException):
+        error = error.__cause__ or error.__context__
     if getattr(error, "full_key", None):
         return f"{file}: {_explain_key(error)}"
-    message = _first_line(error)
+    message = shown(_first_line(error))
     if "No match in the defaults list" in message:
         return f"{file}: has no defaults list to override ({message}); use conf/config.yaml, or set single keys"
     override = getattr(error, "override", None)
     if override or message.startswith(("Ambiguous", "Sweep")):  # Hydra's grammar gives commas, brackets, = a meaning
-        what = f"{override.lstrip('+')}: {message}" if override else message.replace("++", "")
+        if message.startswith(("LexerNoViable", "Error parsing")):
+            message = "cannot be parsed"
+        what = f"{shown(override.lstrip('+'))}: {message}" if override else message.replace("++", "")
         return f"""{what}; quote a value that has special characters: 'key="a,b"'"""
     return f"{file}: {message}"
-
-
-def _explain_yaml(error: Exception, file: str) -> str:
-    if isinstance(error, UnicodeDecodeError | yaml.reader.ReaderError):
-        return f"{file}: not UTF-8 text ({error.reason}); save it as UTF-8"
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-        mark = error.problem_mark
-        return f"{mark.name}, line {mark.line + 1}: invalid YAML, {error.problem}; correct that line or the one before"
-    return f"{file}: {_first_line(error)}"
 
 
 def _explain_key(error: OmegaConfBaseException) -> str:
@@ -135,40 +194,18 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     key = error.full_key
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return f"unknown key {key}; {_suggest(key)}"
-    if key in Config.__dataclass_fields__:
-        return f"{key} is a group of keys, not a value; set one of them, for example {_keys(key)[0]}=..."
-    if isinstance(error, ValidationError):
-        return f"{key}={error.value} must be {_expected_type(key)}"
-    return f"{key}: {_first_line(error)}"
+    if isinstance(error, ValidationError) and "." in key:
+        return f"{key}={shown(error.value)} must be {expected_type(key)}"
+    return f"{key}: {shown(_first_line(error))}"
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [repr(error)])[0]
 
 
-def _expected_type(key: str) -> str:
-    """The type of `key` in the schema, in words."""
-    field, _, item = key.partition("[")
-    section, _, name = field.partition(".")
-    kind = Config.__dataclass_fields__[section].type.__dataclass_fields__[name].type
-    if item and get_origin(kind) is list:
-        (kind,) = get_args(kind)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"one of {', '.join(kind)}"
-    if not item and get_origin(kind) is list:
-        return "a list, for example [a,b]"
-    return f"of type {getattr(kind, '__name__', kind)}"
-
-
-def _keys(section: str) -> list[str]:
-    """All keys of a section, such as train.steps."""
-    return [f"{section}.{key}" for key in Config.__dataclass_fields__[section].type.__dataclass_fields__]
-
-
 def _suggest(unknown: str) -> str:
     """The known key whose spelling is closest to `unknown`, by its full name or else by its last part."""
-    sections = list(Config.__dataclass_fields__)
-    full_names = {name: name for section in sections for name in [section, *_keys(section)]}
+    full_names = {name: name for section in SECTIONS for name in [section, *keys(section)]}
     last_parts = {name.rpartition(".")[2]: name for name in full_names}
     for names, word in [(full_names, unknown), (last_parts, unknown.rpartition(".")[2])]:
         if close := difflib.get_close_matches(word, names, n=1, cutoff=0.7):

@@ -4,69 +4,18 @@ This module imports no JAX, so that a configuration can be read, checked and pri
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Block(StrEnum):
-    parallel = "parallel"
-    sequential = "sequential"
-    parallel_two_norms = "parallel_two_norms"
-
-
-class Norm(StrEnum):
-    layernorm = "layernorm"
-    rmsnorm = "rmsnorm"
-    rmsnorm_unit_offset = "rmsnorm_unit_offset"
-
-
-class Mlp(StrEnum):
-    gelu = "gelu"
-    gelu_erf = "gelu_erf"
-    swiglu = "swiglu"
-    geglu = "geglu"
-
-
-class Positions(StrEnum):
-    alibi = "alibi"
-    rotary = "rotary"
-    learned = "learned"
-
-
-class RotaryPairing(StrEnum):
-    half = "half"
-    neighbouring = "neighbouring"
-
-
-class RotaryScaling(StrEnum):
-    none = "none"
-    llama3 = "llama3"
-
-
-class AttentionKernel(StrEnum):
-    auto = "auto"
-    chunked = "chunked"
-    splash = "splash"
-    cudnn = "cudnn"
-
-
-class Remat(StrEnum):
-    none = "none"
-    full = "full"
-    attention = "attention"
-    mlp = "mlp"
-    attention_and_up = "attention_and_up"
-    all_matmuls = "all_matmuls"
-
-
-class SavedActivation(StrEnum):
-    """Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
-
-    input = "input"
-    sublayer_output = "sublayer_output"
-    query_key_value = "query_key_value"
-    attention_output = "attention_output"
-    gate = "gate"
-    up = "up"
+from shmap_tp.config.choices import (
+    AttentionKernel,
+    Block,
+    Mlp,
+    Norm,
+    Positions,
+    Remat,
+    RotaryPairing,
+    RotaryScaling,
+    SavedActivation,
+)
 
 
 @dataclass

@@ -6,53 +6,27 @@ This module imports no JAX, so that a configuration can be read, checked and pri
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from shmap_tp.config.model_schema import (  # noqa: F401 - the names of all sections can be imported from here
+from shmap_tp.config.choices import (  # noqa: F401 - the names of all sections can be imported from here
     AttentionKernel,
     Block,
+    FsdpGradients,
     Mlp,
-    ModelConfig,
     Norm,
     Positions,
+    Precision,
     Remat,
+    Resume,
     RotaryPairing,
     RotaryScaling,
     SavedActivation,
-    padded_vocabulary,
+    TensorParallelMode,
+    Zero,
 )
+from shmap_tp.config.model_schema import ModelConfig, padded_vocabulary  # noqa: F401
 
 AUTO = "auto"
 """Value of mesh.dp that stands for all devices divided by mesh.mp."""
-
-
-class TensorParallelMode(StrEnum):
-    all_reduce = "all_reduce"
-    sequence = "sequence"
-    collective_matmul = "collective_matmul"
-
-
-class Zero(StrEnum):
-    none = "none"
-    zero1 = "zero1"
-    fsdp = "fsdp"
-
-
-class FsdpGradients(StrEnum):
-    reduce_scatter = "reduce_scatter"
-    ring = "ring"
-
-
-class Precision(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Resume(StrEnum):
-    never = "never"
-    if_present = "if_present"
-    must = "must"
 
 
 @dataclass
@@ -103,9 +77,11 @@ class DataConfig:
     name: str
     """Name of the data in messages."""
     dir: str
-    """Directory with train.bin, validation.bin and meta.json."""
+    """Directory with train.bin, validation.bin and meta.json; or its URL, such as gs://bucket/data."""
+    cache: str
+    """Directory on each host for copies of the data whose `dir` is a URL."""
     source: str | None
-    """What to prepare if `dir` is empty: stdlib (the Python library of this machine); null: prepared beforehand."""
+    """stdlib: prepared by the run; else arguments of shmap_tp.prepare to print if `dir` is empty (null: not known)."""
 
 
 @dataclass
@@ -155,14 +131,18 @@ class OptimizerConfig:
 
 @dataclass
 class GuardConfig:
-    """Bad steps.  A step with a non-finite loss or gradient is always skipped: it changes no parameter."""
+    """Bad steps.  A step with a non-finite loss, gradient or update is always skipped: it changes no parameter."""
 
     loss_spike_sigmas: float | None
     """Also skip steps whose loss is this many standard deviations above the running mean (6 is usual); null: never."""
     window: int
     """Number of steps over which the running mean and deviation are taken; the first `window` steps are no spikes."""
+    max_norm_change: float | None
+    """Also skip steps whose update would raise or lower the norm of all weights by more than this factor; null: never.
+    At the usual initialisation a factor of 10 takes a learning rate of about 0.2."""
     max_consecutive: int | None
-    """Number of consecutive skipped steps that stop the run; null: no limit."""
+    """Number of consecutive skipped steps that stop the run; null: no limit.  A checkpoint saved after three times as
+    many is not resumed."""
 
 
 @dataclass

@@ -9,9 +9,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shmap_tp.config.bounds import check_bounds, check_paths
 from shmap_tp.config.schema import (
     AUTO,
     Config,
+    DataConfig,
     FsdpGradients,
     MeshConfig,
     ModelConfig,
@@ -21,6 +23,7 @@ from shmap_tp.config.schema import (
     Zero,
     padded_vocabulary,
 )
+from shmap_tp.config.text import shown
 from shmap_tp.config.validate_model import divisors, validate_model
 from shmap_tp.errors import UserError
 
@@ -58,6 +61,7 @@ MINIMUM = {
     "model.embedding_scale": 0,
     "guard.loss_spike_sigmas": 1,
     "guard.window": 2,
+    "guard.max_norm_change": 1.1,
     "guard.max_consecutive": 1,
     "evaluate.every": 0,
     "evaluate.batches": 1,
@@ -75,14 +79,7 @@ MINIMUM = {
     "train.z_loss": 0,
 }
 """The smallest value of each numeric key, which must be finite; null and auto satisfy it."""
-LIMIT = {
-    "run.seed": (2**32, "2^32 = 4294967296"),  # jax.random.key would drop the higher bits
-    "model.vocabulary": (2**31, "2^31 = 2147483648"),  # token ids are int32
-    "guard.window": (2**31, "2^31 = 2147483648"),  # the step counter is int32
-    "optimizer.beta1": (1, "1"),
-    "optimizer.beta2": (1, "1"),
-}
-"""What the value of a key must be below, as a number and in words."""
+BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 ZERO_IS_NULL = {"train.max_sequences_per_device", "checkpoint.keep_every"}
 """Keys for which 0 means the same as null."""
 
@@ -92,8 +89,10 @@ def validate(config: Config) -> None:
     mesh, model = config.mesh, config.model
     if isinstance(mesh.dp, str) and mesh.dp != AUTO:
         raise UserError(f"mesh.dp={mesh.dp} must be an integer or {AUTO}")
-    _check_directories(config)
+    check_paths(config)
+    _check_source(config.data)
     _check_ranges(config)
+    check_bounds(config)
     _check_optimizer(config.optimizer)
     _check_profile(config.train)
     _check_mp_divides_model(mesh, model)
@@ -142,10 +141,15 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
         )
 
 
-def _check_directories(config: Config) -> None:
-    for section in ("run", "data", "checkpoint"):
-        if not getattr(config, section).dir:
-            raise UserError(f"{section}.dir is empty, which would be the working directory; name one, or . for that")
+def _check_source(data: DataConfig) -> None:
+    if not data.cache:
+        raise UserError("data.cache is empty, which would be the working directory; name one, such as .cache/data")
+    words = ["null"] if data.source is None else data.source.split()
+    if words not in (["null"], ["stdlib"]) and words[:1] not in (["--text"], ["--dataset"], ["--source"]):
+        raise UserError(
+            f"data.source={data.source}: there is no such source; use stdlib, null, or the arguments of "
+            f"`python -m shmap_tp.prepare`\nthat prepare data.dir, such as '--dataset NAME' or '--text FILES'"
+        )
 
 
 def _check_ranges(config: Config) -> None:
@@ -154,8 +158,8 @@ def _check_ranges(config: Config) -> None:
             raise UserError(f"{key}={value} is too small; it must be {MINIMUM[key]} or more")
         if value == math.inf:
             raise UserError(f"{key}={value} is not finite; give a number")
-        if key in LIMIT and value >= LIMIT[key][0]:
-            raise UserError(f"{key}={value} is too large; it must be below {LIMIT[key][1]}")
+        if key in BELOW_ONE and value >= 1:
+            raise UserError(f"{key}={value} is too large; it must be below 1")
 
 
 def _numbers(config: Config) -> Iterator[tuple[str, float]]:
@@ -186,7 +190,7 @@ def _check_profile(train: TrainConfig) -> None:
     is_pair = len(profile) == 2 and all(isinstance(step, int) for step in profile)
     if not (is_pair and 1 <= profile[0] <= profile[1] <= steps):
         raise UserError(
-            f"train.profile={profile} must be [first, last], two steps from 1 to train.steps={steps}, "
+            f"train.profile={shown(profile)} must be [first, last], two steps from 1 to train.steps={steps}, "
             f"such as [{min(10, steps)},{min(12, steps)}]; null disables profiling"
         )
 

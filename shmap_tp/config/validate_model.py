@@ -1,15 +1,7 @@
 """The rules that a model must satisfy on any machine: its heads, its options, and what it offloads."""
 
-from shmap_tp.config.model_schema import (
-    Block,
-    Mlp,
-    ModelConfig,
-    Norm,
-    Positions,
-    RotaryPairing,
-    RotaryScaling,
-    SavedActivation,
-)
+from shmap_tp.config.choices import Block, Mlp, Norm, Positions, RotaryPairing, RotaryScaling, SavedActivation
+from shmap_tp.config.model_schema import ModelConfig
 from shmap_tp.config.remat_policies import SAVED_BY_REMAT
 from shmap_tp.errors import UserError
 

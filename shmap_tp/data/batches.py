@@ -15,8 +15,11 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from shmap_tp.config.schema import Config
-from shmap_tp.data.token_files import SPLITS, TokenFile, data_identity, open_token_file
+from shmap_tp.data.location import prepared_directory
+from shmap_tp.data.metadata import SPLITS, Meta, read_meta, read_tokenizer
+from shmap_tp.data.token_files import TokenFile, data_identity, open_token_file
 from shmap_tp.errors import UserError
+from shmap_tp.runtime.console import say
 
 
 @lru_cache(maxsize=2)  # a batch may cross from one epoch into the next
@@ -91,6 +94,17 @@ def device_batch(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
+def _warn_of_unused_rows(config: Config, meta: Meta, largest: int) -> None:
+    """Print a line if the model has at least twice the vocabulary of the data: the two may not belong together."""
+    vocabulary, model = meta.vocabulary or largest + 1, config.model
+    if model.vocabulary >= 2 * vocabulary:
+        tokenizer = f", tokenizer {meta.tokenizer}" if meta.tokenizer else ""
+        say(
+            f"warning: {config.data.dir} has a vocabulary of {vocabulary}{tokenizer}, but model.vocabulary="
+            f"{model.vocabulary} (model {model.name}): is this the data of that model?"
+        )
+
+
 class Batches:
     """The training and validation batches of one run, on its devices."""
 
@@ -98,15 +112,21 @@ class Batches:
     """Everything that determines which tokens each step reads; see `data_identity`."""
     validation_count: int
     """Number of validation batches."""
+    tokenizer: bytes | None
+    """tokenizer.json of the data; None for bytes, and where there is no copy of it."""
 
     def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
         """Open and check both token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""
         vocabulary, context = config.model.vocabulary, config.model.context
+        directory = prepared_directory(config.data)
         self._train, self._validation = (
-            open_token_file(config.data.dir, split, context=context, vocabulary=vocabulary) for split in SPLITS
+            open_token_file(directory, split, context=context, vocabulary=vocabulary) for split in SPLITS
         )
         self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
-        self.identity = data_identity(self._train, self._validation, seed=self._seed, batch=self._batch)
+        meta = read_meta(directory)
+        self.tokenizer = read_tokenizer(directory, meta)
+        _warn_of_unused_rows(config, meta, max(self._train.largest, self._validation.largest))
+        self.identity = data_identity(self._train, self._validation, meta, seed=self._seed, batch=self._batch)
         self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch)
 
     def sequence_indices(self, step: int) -> Int[np.ndarray, " batch"]:

@@ -1,27 +1,32 @@
-"""Writes the token files of a text source: train.bin, validation.bin and meta.json.
+"""Writes the token files of a text source: train.bin, validation.bin, meta.json and a copy of the tokenizer.
 
-Each document is followed by an end-of-text token; meta.json describes the files.  All three are written to a hidden
-directory beside the target, which is renamed to the target when it is complete: an interrupted preparation leaves
-nothing that looks finished.  The same text always gives the same bytes.
+Each document is followed by an end-of-text token; meta.json describes the files, and has the sha256 of tokenizer.json.
+All are written to a hidden directory beside the target, which is renamed to the target when it is complete: an
+interrupted preparation leaves nothing that looks finished.  The same text always gives the same bytes.
 """
 
 import hashlib
 import json
-import shutil
-import uuid
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from shmap_tp.config.schema import DataConfig
 from shmap_tp.data import text_sources
-from shmap_tp.data.token_files import DTYPES, META, SPLITS
+from shmap_tp.data.files import file_size, reading, shown
+from shmap_tp.data.location import STDLIB
+from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
+from shmap_tp.data.staging import remove_stale, staging
 from shmap_tp.data.tokenizer import Bytes, Subwords
 from shmap_tp.errors import UserError
+from shmap_tp.runtime.console import say
 
 _GROUP = 1 << 22  # characters that are tokenized at a time
-_FILES = {META, *(f"{split}.bin" for split in SPLITS)}
+_FILES = {META, TOKENIZER, *(f"{split}.bin" for split in SPLITS)}
 
 
 class TokenWriter:
@@ -39,9 +44,12 @@ class TokenWriter:
         self._file.write(document)
         self.tokens += len(document)
 
-    def close(self) -> str:
-        """Close the file and return its sha256."""
+    def close(self) -> None:
+        """Write what is buffered.  Raises OSError if the disk refuses, and closes the file even then."""
         self._file.close()
+
+    def sha256(self) -> str:
+        """sha256 of what was written."""
         return self._digest.hexdigest()
 
 
@@ -53,24 +61,34 @@ def prepare(
     overwrite: bool = False,
     key: str = "--out",
 ) -> dict:
-    """Write train.bin, validation.bin and meta.json of `source` to the directory `out`; return what meta.json holds.
+    """Write the files of `source` to the directory `out`; return what meta.json holds.
 
-    `key` is the option by which the user gave `out`, for messages.  Raises `UserError` if `out` already holds files
-    (with `overwrite`: files other than prepared data), cannot be written, or if a split has no document.
+    What killed preparations of `out` left behind is removed first.  `key` is the option by which the user gave `out`,
+    for messages.  Raises `UserError` if `out` already holds files (with `overwrite`: files other than prepared data),
+    cannot be written, or if a split has no document.
     """
-    target = Path(out).resolve()
-    _check_free(target, overwrite, key)
-    partial = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
+    if "://" in str(out):
+        raise UserError(f"{key} {out} is a URL, but {key} must name a directory; copy it there when it is prepared")
     try:
-        partial.mkdir(parents=True)
-        meta = _write_splits(source, tokenizer, partial)
-        (partial / META).write_text(json.dumps(meta, indent=2) + "\n")
-        _rename_into_place(partial, target, overwrite)
+        target = Path(os.path.realpath(out))
+        remove_stale(target)
+        _check_free(target, overwrite, key)
+        with staging(target, overwrite) as directory:
+            meta = _write_splits(source, tokenizer, directory)
+            if tokenizer.json is not None:
+                (directory / TOKENIZER).write_bytes(tokenizer.json)
+            (directory / META).write_text(json.dumps(meta, indent=2) + "\n")
     except OSError as error:
-        raise UserError(f"{out} cannot be written: {error}; fix the cause, or choose another {key}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        reason = error.strerror or error
+        raise UserError(f"{shown(out)} cannot be written: {reason}; fix the cause, or choose another {key}") from None
     return meta
+
+
+def prepare_missing(data: DataConfig) -> None:
+    """Prepare data.dir if it is empty and data.source names what this machine has; safe in parallel processes."""
+    if data.source == STDLIB and "://" not in data.dir and file_size(Path(data.dir) / "train.bin") is None:
+        say(f"preparing {data.dir} from the Python standard library of this machine ...")
+        prepare_stdlib(data.dir)
 
 
 def prepare_stdlib(out: Path | str) -> dict:
@@ -78,25 +96,25 @@ def prepare_stdlib(out: Path | str) -> dict:
     try:
         return prepare(text_sources.stdlib(), Bytes(), out, key="data.dir")
     except UserError:
-        if not (Path(out) / META).is_file():
+        if file_size(meta := Path(out) / META) is None:
             raise
-        return json.loads((Path(out) / META).read_bytes())
+        with reading(meta):
+            return json.loads(meta.read_bytes())
 
 
 def _write_splits(source: text_sources.Source, tokenizer: Bytes | Subwords, directory: Path) -> dict:
     """Write both .bin files; return the contents of meta.json."""
     dtype = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
-    writers = {s: TokenWriter(directory / f"{s}.bin", DTYPES[dtype], tokenizer.end_of_text) for s in SPLITS}
-    try:
-        with tqdm(total=source.total, desc=source.name, unit=" documents", disable=None) as bar:
-            for group in _group(source.documents):
-                ids = tokenizer.encode([text for _, text in group])
-                for (split, _), document in zip(group, ids, strict=True):
-                    if len(document):
-                        writers[split].write(document)
-                bar.update(len(group))
-    finally:
-        sha256 = {split: writer.close() for split, writer in writers.items()}
+    with ExitStack() as closing, tqdm(total=source.total, desc=source.name, unit=" documents", disable=None) as bar:
+        writers = {s: TokenWriter(directory / f"{s}.bin", DTYPES[dtype], tokenizer.end_of_text) for s in SPLITS}
+        for writer in writers.values():
+            closing.callback(writer.close)
+        for group in _group(source.documents):
+            ids = tokenizer.encode([text for _, text in group])
+            for (split, _), document in zip(group, ids, strict=True):
+                if len(document):
+                    writers[split].write(document)
+            bar.update(len(group))
     for split, writer in writers.items():
         if not writer.tokens:
             raise UserError(
@@ -106,11 +124,12 @@ def _write_splits(source: text_sources.Source, tokenizer: Bytes | Subwords, dire
     return {
         "vocabulary": tokenizer.vocabulary,
         "tokenizer": tokenizer.name,
+        "tokenizer_sha256": None if tokenizer.json is None else hashlib.sha256(tokenizer.json).hexdigest(),
         "source": source.name,
         "end_of_text": tokenizer.end_of_text,
         "dtype": dtype,
         "tokens": {split: writer.tokens for split, writer in writers.items()},
-        "sha256": sha256,
+        "sha256": {split: writer.sha256() for split, writer in writers.items()},
     }
 
 
@@ -129,30 +148,16 @@ def _group(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str
 
 def _check_free(target: Path, overwrite: bool, key: str) -> None:
     """Raise `UserError` unless `target` is new or empty, or holds prepared data that may be replaced."""
-    if target.exists() and not target.is_dir():
-        raise UserError(f"{target} is a file; {key} must name a directory")
+    if os.path.lexists(target) and not target.is_dir():
+        kind = "a symlink loop" if target.is_symlink() else "a file"
+        raise UserError(f"{target} is {kind}; {key} must name a directory")
     existing = {path.name for path in target.iterdir()} if target.is_dir() else set()
     if existing - _FILES:
-        raise UserError(f"{target} holds {min(existing - _FILES)}, which is not prepared data; choose another {key}")
+        raise UserError(
+            f"{target} holds {shown(min(existing - _FILES))}, which is not prepared data; choose another {key}"
+        )
     if existing and not overwrite:
         raise UserError(
             f"{target} already holds prepared data; choose another {key}, or replace it with "
             "`python -m shmap_tp.prepare ... --overwrite`"
         )
-
-
-def _rename_into_place(partial: Path, target: Path, overwrite: bool) -> None:
-    """Rename the complete directory `partial` to `target`.
-
-    An existing `target` is deleted after the rename with `overwrite`; otherwise the rename raises `OSError`.
-    """
-    replaced = partial.with_suffix(".replaced")
-    if overwrite and target.is_dir():
-        target.rename(replaced)
-    try:
-        partial.rename(target)
-    except OSError:
-        if replaced.is_dir():
-            replaced.rename(target)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,18 +1,24 @@
 """Sources of text: the Python standard library of this machine, local .txt and .jsonl files, Hugging Face data sets.
 
-A source is a stream of (split, document).  The split of a document is a hash of its path or its text, so it is the same
-on every machine.
+A source is a stream of (split, document).  The split of a document follows from a hash of its path or its text, so it
+is the same on every machine, and copies of a document are in one split.  Local text is divided by size: see `divide`.
 """
 
 import hashlib
-import json
 import os
+import stat
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
+
+from shmap_tp.data.files import file_size, parse_json, reading
 from shmap_tp.errors import UserError
 
 TRAIN, VALIDATION = "train", "validation"
@@ -38,8 +44,52 @@ class Source:
 
 def split_of(key: str, validation: float) -> str:
     """Validation if a hash of `key`, scaled to [0, 1), is below the fraction `validation`, else train."""
-    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
-    return VALIDATION if number < validation else TRAIN
+    return VALIDATION if _hash(key.encode()) / 2**64 < validation else TRAIN
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+
+
+def divide(documents: Callable[[], Iterator[str]], validation: float) -> Iterator[tuple[str, str]]:
+    """The documents, with splits such that the fraction `validation` of their bytes is for validation, within 5% of it.
+
+    The documents are ordered by a hash of their text, and those with the lowest hashes are for validation, up to the
+    wanted size.  If that misses it by more than 5%, the next document is cut in two, and its end is for validation: so
+    a single document is divided, too, and no text is in both splits.  `documents` is called twice: for the sizes, which
+    take 16 bytes of memory per document, and for the text.
+    """
+    hashes, sizes = array("Q"), array("Q")
+    for text in documents():
+        encoded = text.encode()
+        hashes.append(_hash(encoded))
+        sizes.append(len(encoded))
+    boundary, cut = _boundary(np.array(hashes), np.array(sizes), validation)
+    for text in documents():
+        number = _hash(text.encode())
+        if number != boundary:
+            yield (VALIDATION if number < boundary else TRAIN), text
+        else:
+            place = round(len(text) * (1 - cut))
+            yield from ((split, part) for split, part in ((TRAIN, text[:place]), (VALIDATION, text[place:])) if part)
+
+
+def _boundary(hashes: np.ndarray, sizes: np.ndarray, validation: float) -> tuple[int, float]:
+    """(the hash below which a document is for validation, the fraction of the document of that hash that is)."""
+    order = np.argsort(hashes, kind="stable")
+    hashes, ends = hashes[order], np.cumsum(sizes[order])
+    if not len(ends) or not ends[-1]:
+        return 0, 0.0
+    wanted = validation * float(ends[-1])
+    boundary = hashes[np.searchsorted(ends, wanted)]
+    first, last = np.searchsorted(hashes, boundary), np.searchsorted(hashes, boundary, side="right") - 1
+    below, through = float(ends[first - 1]) if first else 0.0, float(ends[last])
+    cut = (wanted - below) / (through - below)
+    if below and wanted - below <= 0.05 * wanted:
+        cut = 0.0
+    elif through < ends[-1] and through - wanted <= 0.05 * wanted:
+        cut = 1.0
+    return int(boundary), cut
 
 
 def stdlib() -> Source:
@@ -53,7 +103,8 @@ def stdlib() -> Source:
     def documents() -> Iterator[tuple[str, str]]:
         for path in paths:
             try:
-                text = (root / path).read_bytes().decode()
+                with reading(root / path):
+                    text = (root / path).read_bytes().decode()
             except UnicodeDecodeError:
                 continue
             if "\0" not in text:
@@ -66,28 +117,25 @@ def stdlib() -> Source:
 def text_files(given: list[Path], field: str, validation: float) -> Source:
     """Local text: a .txt file is one document, each line of a .jsonl file has one in `field`; directories are searched.
 
-    A single .txt file is split in two instead: the last `validation` fraction of its characters is for validation.
+    The fraction `validation` of the text, by size, is for validation (`divide`); every file is read twice.
     """
     _check_fraction(validation)
     paths = [path for each in given for path in _text_files_at(each)]
 
-    name = ", ".join(path.name for path in given)
-    if len(paths) == 1 and paths[0].suffix == ".txt":
-        text = _read_text(paths[0])
-        cut = round(len(text) * (1 - validation))
-        return Source(name, iter([(TRAIN, text[:cut]), (VALIDATION, text[cut:])]), 2)
-
-    def documents() -> Iterator[tuple[str, str]]:
+    def documents() -> Iterator[str]:
         for path in paths:
-            for text in [_read_text(path)] if path.suffix == ".txt" else _jsonl_texts(path, field):
-                yield split_of(text, validation), text
+            yield from [_read_text(path)] if path.suffix == ".txt" else _jsonl_texts(path, field)
 
     counted = all(path.suffix == ".txt" for path in paths)
-    return Source(name, documents(), len(paths) if counted else None)
+    name = ", ".join(path.name for path in given)
+    return Source(name, divide(documents, validation), len(paths) if counted else None)
 
 
 def hub_dataset(name: str, field: str, validation: float) -> Source:
-    """A data set of the Hugging Face hub, streamed: its own train and validation splits, or a fraction of train."""
+    """A data set of the Hugging Face hub, streamed: its own train and validation splits, or a fraction of train.
+
+    The fraction is of the number of documents and met on average, since their sizes are not known beforehand.
+    """
     _check_fraction(validation)
     try:
         import datasets
@@ -118,20 +166,29 @@ def _streamed(rows: Iterable[dict], name: str) -> Iterator[dict]:
 
 
 def _python_files(root: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if name not in _EXCLUDED and not name.startswith(_GENERATED)]
         yield from (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith(_GENERATED))
+
+
+def _refuse(error: OSError) -> None:
+    """Raise the error of a directory that `os.walk` would leave out."""
+    with reading(error.filename):
+        raise error
 
 
 def _text_files_at(path: Path) -> list[Path]:
     """The text files of a path on the command line: the file itself, or all in the directory."""
     endings = " or ".join(EXTENSIONS)
-    if path.is_dir():
-        found = sorted((p for p in path.rglob("*") if p.suffix in EXTENSIONS), key=Path.as_posix)
+    with reading(path):
+        is_directory = stat.S_ISDIR(path.stat().st_mode) if path.exists() else False
+    if is_directory:
+        walked = (Path(folder, name) for folder, _, names in os.walk(path, onerror=_refuse) for name in names)
+        found = sorted((p for p in walked if p.suffix in EXTENSIONS), key=Path.as_posix)
         if not found:
             raise UserError(f"--text {path}: no {endings} file in this directory; give files, or another directory")
         return found
-    if not path.is_file():
+    if file_size(path) is None:
         raise UserError(f"--text {path}: no such file or directory")
     if path.suffix not in EXTENSIONS:
         raise UserError(f"--text {path}: ends in {path.suffix!r}, but only {endings} are read; rename or convert it")
@@ -141,23 +198,28 @@ def _text_files_at(path: Path) -> list[Path]:
 def _read_text(path: Path) -> str:
     """The contents of a .txt file.  Raises `UserError` if it is not UTF-8."""
     try:
-        return path.read_bytes().decode()
+        with _opened(path) as file:
+            return file.read().decode()
     except UnicodeDecodeError as error:
         raise UserError(f"--text {path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from None
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a regular file.  Raises `UserError` if it cannot be read."""
+    if file_size(path) is None:
+        raise UserError(f"--text {path}: no such file")
+    with reading(path), path.open("rb") as file:
+        yield file
+
+
 def _jsonl_texts(path: Path, field: str) -> Iterator[str]:
     """The text of each line of a .jsonl file."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"--text {path}, line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{place}: not JSON: {_first_line(error)}; each line must be one object") from None
-            yield _text_field(row, field, place)
+            if line.strip():
+                place = f"--text {path}, line {number}"
+                yield _text_field(parse_json(line, place), field, place)
 
 
 def _text_field(row: object, field: str, place: str) -> str:

@@ -1,6 +1,7 @@
 """Tokenizers: text to token ids, by bytes or by a subword tokenizer of the `tokenizers` library.
 
-Both have a `name`, the size of the `vocabulary` (ids are below it), the id `end_of_text`, and `encode`.
+Both have a `name`, the size of the `vocabulary` (ids are below it), the id `end_of_text`, `json`, the bytes of the
+tokenizer's file or None, and `encode`.
 """
 
 import json
@@ -16,7 +17,7 @@ END_OF_TEXT = "<|endoftext|>"
 class Bytes:
     """Every UTF-8 byte is a token.  Byte 0 does not occur in text and marks the end of a document."""
 
-    name, vocabulary, end_of_text = "bytes", 256, 0
+    name, vocabulary, end_of_text, json = "bytes", 256, 0, None
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, uint8.  Raises `UserError` if a text contains byte 0."""
@@ -43,6 +44,7 @@ class Subwords:
             self._tokenizer = (tokenizers.Tokenizer.from_file if local else tokenizers.Tokenizer.from_pretrained)(name)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"--tokenizer {name} cannot be opened: {str(error).splitlines()[0]}") from None
+        self.json = Path(name).read_bytes() if local else self._tokenizer.to_str().encode()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is ordinary text

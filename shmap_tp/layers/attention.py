@@ -207,35 +207,35 @@ def causal_attention(
     if time <= chunk:
         return _attend(q_BTHK, k_BTNK, v_BTNK, slopes_H, 0)
     per_group = -(-time // chunk // MAX_KEY_LENGTHS) * chunk
-    starts = range(0, time, per_group)
-    qkv = q_BTHK, k_BTNK, v_BTNK
-    groups = [_attend_group(*qkv, slopes_H, start, min(start + per_group, time), chunk) for start in starts]
-    return jnp.concatenate(groups, axis=1)
+    ends = [min(start + per_group, time) for start in range(0, time, per_group)]
+    q_groups = jnp.split(q_BTHK, ends[:-1], axis=1)
+    return jnp.concatenate(
+        [_attend_group(q, k_BTNK, v_BTNK, slopes_H, end, chunk) for q, end in zip(q_groups, ends, strict=True)], axis=1
+    )
 
 
 def _attend_group(
-    q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, slopes_H: Array | None, start: int, end: int, chunk: int
+    q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, slopes_H: Array | None, end: int, chunk: int
 ) -> Float[Array, "B T H K"]:
-    """Attention of the queries from `start` to `end`, a chunk at a time."""
+    """Attention of the queries of the positions up to `end`, a chunk at a time."""
 
-    def attend(size: int, first: Int[Array, ""] | int) -> Array:
-        def sliced(q: Array, k: Array, v: Array, first: Int[Array, ""] | int) -> Array:
-            return _attend(lax.dynamic_slice_in_dim(q, first, size, axis=1), k[:, :end], v[:, :end], slopes_H, first)
+    @jax.checkpoint
+    def attend(q: Array, k: Array, v: Array, first: Int[Array, ""] | int) -> Array:
+        # k and v are sliced here, so that they are saved whole, once, and not as a prefix for each group
+        return _attend(q, k[:, :end], v[:, :end], slopes_H, first)
 
-        # the slices are inside, so that q, k and v are saved whole, once, and no slice of them
-        return jax.checkpoint(sliced)(q_BTHK, k_BTNK, v_BTNK, first)
-
-    whole, rest = divmod(end - start, chunk)
-    parts = []
-    if whole == 1:
-        parts.append(attend(chunk, start))
-    elif whole:
-        mixed_CBTHK = lax.map(lambda i: attend(chunk, start + i * chunk), jnp.arange(whole))
-        batch, _, heads, head_dim = q_BTHK.shape
-        parts.append(jnp.moveaxis(mixed_CBTHK, 0, 1).reshape(batch, whole * chunk, heads, head_dim))
-    if rest:
-        parts.append(attend(rest, end - rest))
-    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    batch, time, heads, head_dim = q_BTHK.shape
+    start, (whole, rest) = end - time, divmod(time, chunk)
+    if time <= chunk:
+        return attend(q_BTHK, k_BTNK, v_BTNK, start)
+    q_loop, q_rest = jnp.split(q_BTHK, [whole * chunk], axis=1)
+    q_CBTHK = jnp.moveaxis(q_loop.reshape(batch, whole, chunk, heads, head_dim), 1, 0)
+    firsts = start + chunk * jnp.arange(whole)
+    mixed_CBTHK = lax.map(lambda each: attend(each[0], k_BTNK, v_BTNK, each[1]), (q_CBTHK, firsts))
+    mixed_BTHK = jnp.moveaxis(mixed_CBTHK, 0, 1).reshape(q_loop.shape)
+    if not rest:
+        return mixed_BTHK
+    return jnp.concatenate([mixed_BTHK, attend(q_rest, k_BTNK, v_BTNK, end - rest)], axis=1)
 
 
 @jax.named_scope("attend")

@@ -123,6 +123,16 @@ join_gradients.defvjp(
 )
 
 
+def recompute_from(tree: Any) -> Any:
+    """The same values, from which XLA computes everything again instead of keeping what it has computed from `tree`.
+
+    The plain version is the identity, with which XLA keeps an elementwise result in memory until its last use.  A
+    barrier around whole arrays would copy them; this multiplies them by a 1 that XLA does not know.
+    """
+    one = lax.optimization_barrier(jnp.ones(()))
+    return jax.tree.map(lambda x: x * one.astype(x.dtype), tree)
+
+
 def isolate_gradient(module: Any) -> Any:
     """`module`, its gradient computed apart from the accumulator that it is added to.
 

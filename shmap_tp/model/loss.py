@@ -27,11 +27,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from shmap_tp.layers.embedding import OutputProjection, score
+from shmap_tp.model.tokens import IGNORE
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import DP, MP
-
-IGNORE = -1
-"""Targets below zero are not counted; this one is the convention."""
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
 """(the objective, the cross entropy) of the positions so far."""

@@ -209,7 +209,7 @@ TENSOR_PARALLEL: dict[TensorParallelMode, TensorParallel] = {
 """The modes that `mesh.tensor_parallel` names."""
 
 
-def _multiply_each(x_BTD: Float[Array, "B T D"], layers: Sequence[Linear]) -> tuple[Array, ...]:
+def _multiply_each(x_BTD: Float[Array, "B T D"], layers: Sequence[Linear]) -> tuple[Activation, ...]:
     return tuple(layer.add_bias(layer(x_BTD)) for layer in layers)
 
 

@@ -3,8 +3,9 @@
     python -m shmap_tp.plan --version v5e --devices 16 --model gptj_6b                 all meshes, fastest first
     python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8               one mesh in detail
     python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8 --plot step.png    and a timeline of its step
+    python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml           the step of a file
+    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR          a Hugging Face model
     python -m shmap_tp.plan --model gptj_6b --dp 2 --mp 8 --ledger                    only its communication
-    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR      a Hugging Face model
 
 Nothing runs on a TPU: the TPU compiler compiles the training step for the slice, and the compiled schedule is
 simulated.  --ledger needs no compiler.
@@ -37,10 +38,11 @@ DEFAULTS = ("6_9b", 1, 16)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if (arguments.dp is None) != (arguments.mp is None) or (arguments.dp is None) == (arguments.devices is None):
-        raise UserError("give --dp and --mp for one mesh, or --devices for all meshes of that many devices")
-    if arguments.model and arguments.from_pretrained:
-        raise UserError("--model and --from-pretrained each name a model; give one")
+    one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)
+    if one_mesh == (arguments.devices is not None) or (arguments.devices and (arguments.dp or arguments.mp)):
+        raise UserError("give --dp and --mp for one mesh, or --devices for all meshes of that many devices, or --cfg")
+    if arguments.from_pretrained and (arguments.model or arguments.cfg):
+        raise UserError("--from-pretrained, --model and --cfg each name a model; give one")
     if arguments.ledger and arguments.devices:
         raise UserError("--ledger applies to one mesh; give --dp and --mp")
     if arguments.plot and (arguments.devices or arguments.ledger):
@@ -56,7 +58,7 @@ def main(arguments: argparse.Namespace) -> None:
 def plan_one_mesh(arguments: argparse.Namespace) -> None:
     """Print the predicted row of a mesh, its memory, and its communication as planned and as compiled."""
     config = config_from_flags(arguments, *DEFAULTS)
-    target = find_slice(arguments.version, arguments.dp * arguments.mp, arguments.topology, arguments.slices)
+    target = find_slice(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
     prediction = predict(config, target, record=arguments.plot is not None)
     print(format_row(prediction.row))
     print(FORMULA)
@@ -118,7 +120,7 @@ def plan_all_meshes(arguments: argparse.Namespace) -> None:
     Without --microbatches each mesh starts with one sequence per device and microbatch, and doubles the number of
     microbatches until the step fits.
     """
-    target = find_slice(arguments.version, arguments.devices, arguments.topology, arguments.slices)
+    target = find_slice(arguments.version, arguments.devices, arguments.topology, arguments.slices or 1)
     arguments.batch = arguments.batch or target.devices * DEFAULTS[2]
     rows, microbatches = [], arguments.microbatches
     for mp in [n for n in range(1, target.devices + 1) if target.devices % n == 0]:
@@ -163,13 +165,14 @@ def print_ranking(rows: list[Row], target: Slice) -> None:
         print(f"\nfastest: --dp {rows[0].dp} --mp {rows[0].mp}\n{FORMULA}")
 
 
-def parse_arguments() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shmap_tp.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="TPU version (default v3)")
     parser.add_argument("--topology", help="chips along each side of a slice, such as 4x8x8 (default: most compact)")
-    parser.add_argument("--slices", type=int, default=1, help="number of slices that dp spans (default 1)")
+    parser.add_argument("--slices", type=int, help="number of slices that dp spans (default 1)")
+    parser.add_argument("--cfg", metavar="FILE", help="plan the step of FILE, such as a recipe of conf/recipes")
     parser.add_argument("--devices", type=int, help="devices of all slices together: predict every mesh of them")
     parser.add_argument("--dp", type=int, help="data-parallel size")
     parser.add_argument("--mp", type=int, help="model-parallel size")
@@ -183,11 +186,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="configuration overrides, such as model.remat=all_matmuls"
     )
-    arguments = parser.parse_intermixed_args()
-    arguments.steps = None
-    return arguments
+    parser.set_defaults(steps=None)
+    return parser
 
 
 if __name__ == "__main__":
-    parsed = parse_arguments()
+    parsed = make_parser().parse_intermixed_args()
     sys.exit(run_command(lambda: main(parsed)))

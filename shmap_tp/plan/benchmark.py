@@ -29,8 +29,9 @@ Result = Measurement | Prediction
 def step_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the flags of every benchmark of a training step."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dp", type=int, required=True, help="data-parallel size")
-    parser.add_argument("--mp", type=int, required=True, help="model-parallel size; dp x mp is the number of devices")
+    parser.add_argument("--cfg", metavar="FILE", help="take the step from FILE, such as a recipe of conf/recipes")
+    parser.add_argument("--dp", type=int, help="data-parallel size (default: that of --cfg)")
+    parser.add_argument("--mp", type=int, help="model-parallel size; dp x mp is the number of devices")
     parser.add_argument("--model", help="a model of conf/model (default: see DEFAULTS in this file)")
     parser.add_argument("--batch", type=int, help="sequences per optimizer step, over all devices and microbatches")
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the model's)")
@@ -49,12 +50,16 @@ def step_parser(description: str) -> argparse.ArgumentParser:
 
 
 def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int, microbatches: int) -> Config:
-    """conf/config.yaml with the flags applied.
+    """The file of --cfg, or else conf/config.yaml, with the flags applied.
 
-    Defaults where flags are missing: this model, `microbatches` microbatches of `sequences` sequences on each dp rank,
-    sequence parallelism, ZeRO-1.  Raises UserError.
+    Without --cfg, defaults where flags are missing: this model, `microbatches` microbatches of `sequences` sequences on
+    each dp rank, sequence parallelism, ZeRO-1.  With --cfg, its own values.  Raises UserError.
     """
     check_flags(arguments)
+    if arguments.cfg:
+        return _config_from_file(arguments)
+    if arguments.dp is None or arguments.mp is None:
+        raise UserError("give --dp and --mp, or --cfg FILE, which contains them")
     microbatches = arguments.microbatches or microbatches
     batch = arguments.batch
     if batch is None:
@@ -69,12 +74,26 @@ def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int,
         f"train.microbatches={microbatches}",
         "mesh.tensor_parallel=sequence",
         "mesh.zero=zero1",
-        f"mesh.slices={vars(arguments).get('slices', 1)}",
+        f"mesh.slices={_slices(arguments)}",
     ]
     settings += [f"model.context={arguments.context}"] if arguments.context is not None else []
     directory = vars(arguments).get("from_pretrained")
     settings += [f"model.from_pretrained={quoted(directory)}"] if directory else []
     return resolve_auto(load(str(CONF / "config.yaml"), settings + arguments.overrides))
+
+
+def _config_from_file(arguments: argparse.Namespace) -> Config:
+    """The file of --cfg with the flags that are given applied."""
+    flags = vars(arguments)
+    keys = {"model": "model", DP: "mesh.dp", MP: "mesh.mp", "batch": "train.batch", "context": "model.context"}
+    keys |= {"microbatches": "train.microbatches", "slices": "mesh.slices"}
+    given = [f"{key}={flags[flag]}" for flag, key in keys.items() if flags.get(flag) is not None]
+    return resolve_auto(load(arguments.cfg, given + arguments.overrides))
+
+
+def _slices(arguments: argparse.Namespace) -> int:
+    given = vars(arguments).get("slices")
+    return 1 if given is None else given
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
@@ -83,9 +102,9 @@ def check_flags(arguments: argparse.Namespace) -> None:
     for name in (DP, MP, "batch", "context", "microbatches", "steps"):
         if given[name] is not None and given[name] < 1:
             raise UserError(f"--{name} {given[name]} is too small; it must be 1 or more")
-    if given.get("emulate") and (given.get("topology") is not None or given.get("slices", 1) != 1):
+    if given.get("emulate") and (given.get("topology") is not None or given.get("slices") is not None):
         raise UserError("--topology and --slices apply to TPUs only; omit them, or omit --emulate to predict")
-    slices = given.get("slices", 1)
+    slices = _slices(arguments)
     if slices < 1 or (given[DP] is not None and given[DP] % slices):
         raise UserError(
             f"--slices {slices} does not divide --dp {given[DP]}: mp must lie within one slice; choose a divisor"

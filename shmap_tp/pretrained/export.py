@@ -47,9 +47,7 @@ def export_checkpoint(directory: str, out: Path, step: int | None, dtype: str) -
     shapes = build_model_functions(
         config, make_mesh(config.mesh, jax.devices()[:1]), compute_dtype(config.train.precision)
     ).shapes
-    runs = (Path(directory), Path(str(checkpoint)).parents[1], Path(config.run.dir))
-    source = next((found for run in runs if (found := recorded_source(run)) is not None), None)
-    target = target_of(config.model, source)
+    target = target_of(config.model, recorded_source(checkpoint, config))
 
     def arrays() -> Iterator[tuple[str, Array]]:
         yield from zip(paths_of(shapes), restore_one_by_one(checkpoint, shapes), strict=True)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 
 import jax
@@ -53,11 +54,15 @@ def record(source: Source, run: Path) -> None:
         (directory / RECORD_FILE).write_text(json.dumps(origin, indent=2) + "\n")
 
 
-def recorded_source(run: Path) -> Source | None:
-    """What a run started from, as `record` wrote it: config.json and tokenizer, without weights; None if it did not."""
-    if not (run / RECORD / "config.json").is_file():
-        return None
-    return open_source(str(run / RECORD))
+def recorded_source(checkpoint: PathLike, config: Config) -> Source | None:
+    """What the run of a checkpoint started from, as `record` wrote it: config.json and tokenizer, without weights.
+
+    None if the run did not start from pretrained weights, or its directory is not there any more.
+    """
+    for run in (Path(checkpoint).parents[1], Path(config.run.dir)):
+        if (run / RECORD / "config.json").is_file():
+            return open_source(str(run / RECORD))
+    return None
 
 
 def pretrained_parameters(config: Config, shapes: Transformer) -> tuple[Transformer, Source]:

@@ -11,13 +11,21 @@ from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.errors import LostProcessError, UserError
 from shmap_tp.runtime.exit_codes import exit_with_error
 
+MAX_EMULATED_DEVICES = 1024
+"""Of one process: each has threads of its own, and no process has as many accelerators."""
+
 
 def emulate_cpu_devices(count: int) -> None:
     """Make this process's CPU appear as `count` JAX devices.  Must be called before JAX first uses a backend.
 
     It does no harm on a machine with accelerators: JAX prefers those, and the CPU devices stay unused.
-    Raises UserError if JAX already uses the CPU with another number of devices.
+    Raises UserError if that are more than MAX_EMULATED_DEVICES, or JAX already uses the CPU with another number.
     """
+    if count > MAX_EMULATED_DEVICES:
+        raise UserError(
+            f"mesh.dp x mesh.mp / mesh.processes is {count} devices for one process; at most {MAX_EMULATED_DEVICES} "
+            f"are possible, use a smaller mesh or more processes"
+        )
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:  # a backend has been initialised

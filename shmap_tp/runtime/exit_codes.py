@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+from collections.abc import Callable
 from typing import NoReturn
 
 from shmap_tp.errors import LostProcessError, ShmapTpError
@@ -16,6 +18,11 @@ STOPPED_EARLY = STOPPED, "stopped before the first training step; there is nothi
 launch_stderr: list[int] = []
 """Descriptor of the stderr with which this process was started, if its stderr was redirected to a log file since."""
 
+before_exit: list[Callable[[], None]] = []
+"""What is done before a process ends without unwinding, such as releasing the lock of a run."""
+BEFORE_EXIT_SECONDS = 5.0
+"""How long a process that is to end waits for that; a bucket may not answer."""
+
 
 class StoppedEarly(BaseException):
     """A stop was requested before the first training step.  Not an Exception, so that no handler takes it for a
@@ -25,6 +32,15 @@ class StoppedEarly(BaseException):
 def exit_now(code: int, message: str) -> NoReturn:
     """Print `message` and end this process immediately, from any thread; nothing is unwound."""
     print_final_message(code, message)
+    end_process(code)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process, from any thread, after `before_exit` or BEFORE_EXIT_SECONDS; nothing else is unwound."""
+    for action in before_exit:
+        thread = threading.Thread(target=action, daemon=True)
+        thread.start()
+        thread.join(BEFORE_EXIT_SECONDS)
     os._exit(code)
 
 

@@ -29,6 +29,7 @@ from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
 from shmap_tp.runtime.exit_codes import (
     STOPPED_EARLY,
     StoppedEarly,
+    end_process,
     exit_now,
     exit_with_error,
     launch_stderr,
@@ -138,7 +139,7 @@ class Peers:
                 self._client.blocking_key_value_get(f"{SHARED}read/{other}", milliseconds)
         if self._process == 0:
             time.sleep(1)
-        os._exit(code)
+        end_process(code)
 
     def _run(self) -> None:
         """The thread: access the store every second until this process leaves."""

@@ -1,17 +1,21 @@
-"""Bad steps: a training step whose loss or gradient norm is not finite, or whose loss is a spike, is skipped.
+"""Bad steps: a training step is skipped if its loss, its gradient or its update is not finite, or is too large.
 
 A skipped step leaves the parameters and the optimizer state bitwise unchanged, so the learning-rate schedule does not
 advance either.  Its batch is used up, so the data order remains a function of the step.  It is counted.
 
-The decision is made inside the compiled step from the loss and the global gradient norm.  By their types, both are
-equal on all devices, so all devices decide the same and no communication is added.  A non-finite value on any device
-reaches both through the reductions that compute them.  (Replicas of one gradient that differ between devices are a
-hardware fault that the norm cannot detect; see `replica_check`.)
+The decision is made inside the compiled step from the loss, the global norm of the gradient, and the global norms of
+the parameters before and after the update.  By their types, all are equal on all devices, so all devices decide the
+same.  A non-finite value on any device reaches them through the reductions that compute them.  (Replicas of one
+gradient that differ between devices are a hardware fault that a norm cannot detect; see `replica_check`.)
+
+Consecutive skipped steps form a streak.  After guard.max_consecutive of them the run is saved and stops with exit code
+2.  No checkpoint from before a streak is deleted during it (`checkpoint`), a checkpoint from within a streak that is
+too long is not resumed (`resume`), and a run whose last step was skipped does not end with exit code 0 (`loop`).
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,6 +24,34 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from shmap_tp.config.schema import GuardConfig
+
+
+class Judged(NamedTuple):
+    """What decides whether a step is good: scalars, equal on all devices."""
+
+    loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    """Global norm of the gradient."""
+    old_norm: Float[Array, ""]
+    """Global norm of the parameters before the step."""
+    new_norm: Float[Array, ""]
+    """Global norm of the updated parameters; NaN if the updated optimizer state has a non-finite value."""
+
+    def is_acceptable(self, config: GuardConfig) -> Bool[Array, ""]:
+        """Whether all are finite and the norm of the parameters changes by at most the factor guard.max_norm_change.
+
+        Parameters that were all zero may get any finite norm.
+        """
+        finite = jnp.isfinite(self.loss) & jnp.isfinite(self.gradient_norm) & jnp.isfinite(self.new_norm)
+        if config.max_norm_change is None:
+            return finite
+        smaller, larger = jnp.minimum(self.old_norm, self.new_norm), jnp.maximum(self.old_norm, self.new_norm)
+        return finite & ((self.old_norm == 0) | (larger <= config.max_norm_change * smaller))
+
+    def metrics(self) -> dict[str, Float[Array, ""]]:
+        """As metrics of a step."""
+        norms = {"grad_norm": self.gradient_norm, "param_norm": self.old_norm, "updated_param_norm": self.new_norm}
+        return {"loss": self.loss} | norms
 
 
 class BadStepState(eqx.Module):
@@ -44,12 +76,10 @@ class BadStepState(eqx.Module):
             self.taken < config.window, jnp.inf, self.mean + config.loss_spike_sigmas * jnp.sqrt(self.variance)
         )
 
-    def update(
-        self, loss: Float[Array, ""], norm: Float[Array, ""], config: GuardConfig
-    ) -> tuple[Bool[Array, ""], "BadStepState"]:
-        """(whether a step with this loss and gradient norm is good, the state after it)."""
-        loss = loss.astype(self.mean.dtype)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (loss <= self.limit(config))
+    def update(self, judged: "Judged", config: GuardConfig) -> tuple[Bool[Array, ""], "BadStepState"]:
+        """(whether a step is good, the state after it)."""
+        loss = judged.loss.astype(self.mean.dtype)
+        good = judged.is_acceptable(config) & (loss <= self.limit(config))
         # Exact mean and variance up to `window` losses, exponentially weighted ones after (Finch 2009, section 9).
         weight = 1 / jnp.minimum(self.taken + 1, config.window).astype(loss.dtype)
         deviation = loss - self.mean
@@ -81,14 +111,20 @@ class BadStepMonitor:
     may be good or bad; its state can be saved either way, because the bad-step state is part of it.
     """
 
-    in_a_row: int = 0
+    in_a_row: int
     """Number of consecutive skipped steps up to and including the last one seen."""
     verdict: str | None = None
     """Why the run must stop; None as long as it can continue."""
 
-    def __init__(self, config: GuardConfig, sequence_indices: Callable[[int], np.ndarray], file: str):
-        """`sequence_indices(step)` are the indices of the sequences of `file` that a step reads, counted from 0."""
+    def __init__(
+        self, config: GuardConfig, sequence_indices: Callable[[int], np.ndarray], file: str, in_a_row: int = 0
+    ):
+        """`sequence_indices(step)` are the indices of the sequences of `file` that a step reads, counted from 0.
+
+        `in_a_row` is the number of consecutive skipped steps at the end of the run that is resumed.
+        """
         self._config, self._sequence_indices, self._file = config, sequence_indices, file
+        self.in_a_row = in_a_row
 
     def update(self, line: dict[str, Any]) -> dict[str, Any]:
         """Take the metrics of a step; return what to add to them: for a skipped step, why and which sequences it read.
@@ -108,10 +144,22 @@ class BadStepMonitor:
             )
         return {"why_skipped": why, "sequences": sequences}
 
+    def last_steps_skipped(self, step: int) -> str | None:
+        """Why a run whose last step is `step` did not succeed: its last steps were skipped.  None if they were not."""
+        if not self.in_a_row:
+            return None
+        first = step - self.in_a_row + 1
+        return f"the last steps of the run, {first} to {step}, were skipped"
+
     def _why(self, line: dict[str, Any]) -> str:
         """Why the step with these metrics was skipped."""
-        loss, norm = line["loss"], line["grad_norm"]
-        if math.isfinite(loss) and math.isfinite(norm):
+        loss, norm, old, new = (line[name] for name in ("loss", "grad_norm", "param_norm", "updated_param_norm"))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return f"its loss is {loss:.4g}, its gradient norm {norm:.4g}"
+        if not math.isfinite(new):
+            return "its update would make the weights or the optimizer state infinite or NaN"
+        if loss > line.get("loss_limit", math.inf):
             sigmas = f"guard.loss_spike_sigmas={self._config.loss_spike_sigmas:g}"
             return f"its loss is {loss:.4g}, above {line['loss_limit']:.4g} ({sigmas})"
-        return f"its loss is {loss:.4g}, its gradient norm {norm:.4g}"
+        factor = f"guard.max_norm_change={self._config.max_norm_change:g}"
+        return f"its update would change the norm of the weights from {old:.4g} to {new:.4g}, too much ({factor})"

@@ -6,9 +6,12 @@ files without an error.
 
 A checkpoint whose files differ from their hashes is renamed, never deleted; where a file cannot be read, nothing is
 changed and the run ends.  Deleted are only intact or older checkpoints that `checkpoint.keep` no longer keeps.
+
+A checkpoint that is saved within a streak of skipped steps has the weights from before the streak, which may be what
+makes the steps bad.  It does not count among those that `checkpoint.keep` keeps, and the next one replaces it: however
+often a diverging run is stopped and resumed, all checkpoints from before the streak remain.
 """
 
-import hashlib
 import itertools
 import json
 import logging
@@ -25,12 +28,19 @@ from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.errors import StorageError, UserError
-from shmap_tp.runtime.files import writing
+from shmap_tp.runtime.files import make_directory, writing
 from shmap_tp.training.bad_steps import initial_bad_step_state
+from shmap_tp.training.checkpoint_files import (
+    MANIFEST,
+    SKIPPED,
+    checkpoint_steps,
+    find_faults,
+    first_line,
+    hashes,
+    read_facts,
+    saved_state,
+)
 from shmap_tp.training.step import State
-
-MANIFEST = "sha256.json"
-ORBAX_METADATA = "_CHECKPOINT_METADATA"
 
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in record.getMessage())
 """Orbax logs the traceback of each of its threads that fails, although the error is also raised here."""
@@ -43,25 +53,23 @@ class Checkpoints:
     deletes an old checkpoint before the hashes of the new one are written.
     """
 
-    def __init__(self, config: CheckpointConfig, report: Callable[[str], None]):
-        """`report` receives one line for each checkpoint that is skipped or deleted, with the reason."""
+    def __init__(self, config: CheckpointConfig, report: Callable[[str], None], writes: bool = True):
+        """`report` receives one line for each checkpoint that is skipped or deleted, with the reason.
+
+        With `writes`, which needs the lock on the directory (`runtime/run_lock.py`), unfinished saves are removed.
+        Without it nothing is changed, so a run may write there meanwhile.
+        """
         self._dir = _directory(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
         self._report = report
         self._saving: Future | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
-        try:
-            self._dir.mkdir(parents=True, exist_ok=True)
-        except ImportError as error:
-            raise UserError(f"checkpoint.dir={config.dir} needs gcsfs: pip install -e '.[gcs]'") from error
-        except Exception as error:  # buckets raise errors of many types
-            raise UserError(
-                f"checkpoint.dir={config.dir} cannot be written: {getattr(error, 'strerror', None) or error}; "
-                f"choose another"
-            ) from error
-        if jax.process_index() == 0:
+        if writes:
+            make_directory("checkpoint.dir", config.dir)
+        if writes and jax.process_index() == 0:
             for partial in self._dir.glob("*.orbax-checkpoint-tmp*"):  # left by a save that was killed
-                partial.rmtree()
+                if partial.name.partition(".")[0].isdecimal() and partial.is_dir() and not os.path.islink(partial):
+                    partial.rmtree()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -76,15 +84,16 @@ class Checkpoints:
         """Steps that have a checkpoint, intact or not, newest first."""
         return checkpoint_steps(self._dir)
 
-    def save(self, step: int, state: State, facts: dict[str, Any]) -> None:
+    def save(self, step: int, state: State, facts: dict[str, Any], skipped_in_a_row: int = 0) -> None:
         """Start to save in the background; returns as soon as `state` may be donated.
 
-        `facts` are JSON values stored with the arrays.  Raises the error of the previous save if that failed.
+        `facts` are JSON values stored with the arrays; the last `skipped_in_a_row` steps up to this one were skipped.
+        Raises the error of the previous save if that failed.
         """
         self.wait()
-        with self._writing(step):
+        with self._writing(step), _creating_directories_first():
             written = ocp.save_checkpointables_async(self._dir / str(step), {"state": state}, custom_metadata=facts)
-        self._saving = self._background.submit(self._complete, step, written)
+        self._saving = self._background.submit(self._complete, step, written, skipped_in_a_row)
 
     def wait(self) -> None:
         """Wait until the save in progress is complete.  Raises its error if it failed."""
@@ -121,9 +130,9 @@ class Checkpoints:
                     source.rename(target)
                 self._report(f"checkpoint {source} is renamed to {target.name}; the run will save that step again")
 
-    def facts(self, step: int) -> dict[str, Any]:
-        """The `facts` that were saved with the state."""
-        return ocp.checkpointables_metadata(self._dir / str(step)).custom_metadata
+    def facts(self, step: int) -> Any:
+        """The `facts` that were saved with the state, unless someone edited them.  Raises `StorageError`."""
+        return read_facts(self._dir / str(step))
 
     def restore(self, step: int, shapes: State) -> State:
         """The saved state, bit for bit, with the shardings of `shapes`.
@@ -133,7 +142,7 @@ class Checkpoints:
         files cannot be read.
         """
         directory = self._dir / str(step)
-        saved = _leaf_types(ocp.checkpointables_metadata(directory).metadata["state"])
+        saved = _leaf_types(saved_state(directory))
         requested = {field: getattr(shapes, field) for field in vars(shapes)}
         if not any(name.startswith("guard/") for name in saved):
             del requested["guard"]
@@ -150,20 +159,28 @@ class Checkpoints:
         try:
             return State(**{"guard": initial} | ocp.load_checkpointables(directory, {"state": requested})["state"])
         except Exception as error:
-            cause = str(error.__cause__ or error).strip().splitlines()[0][:200]
+            cause = first_line(error.__cause__ or error)
             raise StorageError(f"checkpoint {directory} cannot be restored: {cause}") from error
 
-    def _complete(self, step: int, written: Any) -> None:
+    def _complete(self, step: int, written: Any, skipped_in_a_row: int) -> None:
         """Wait for Orbax, write the hashes, and only then delete the checkpoints that are not kept."""
         with self._writing(step):
             written.result()
             if jax.process_index() == 0:
                 directory = self._dir / str(step)
-                (directory / f"{MANIFEST}.tmp").write_text(json.dumps(_hashes(directory), indent=1))
+                if skipped_in_a_row:
+                    (directory / SKIPPED).write_text(f"{skipped_in_a_row}\n")
+                (directory / f"{MANIFEST}.tmp").write_text(json.dumps(hashes(directory), indent=1))
                 (directory / f"{MANIFEST}.tmp").rename(directory / MANIFEST)
-                for old in self.steps()[self._keep :]:
-                    if not self._keep_every or old % self._keep_every:
-                        self._delete(old)
+                self._delete_replaced()
+
+    def _delete_replaced(self) -> None:
+        """Delete the checkpoints that are not kept; those of a streak of skipped steps are not counted."""
+        newest, *older = self.steps()
+        counted = [step for step in (newest, *older) if not (self._dir / str(step) / SKIPPED).exists()]
+        for old in older:
+            if old not in counted[: self._keep] and (not self._keep_every or old % self._keep_every):
+                self._delete(old)
 
     def _writing(self, step: int) -> AbstractContextManager[None]:
         return writing(f"checkpoint {self._dir / str(step)}")
@@ -181,45 +198,11 @@ class Checkpoints:
         return next(iter(find_faults(self._dir / str(step))), None)
 
 
-def checkpoint_steps(directory: epath.Path) -> list[int]:
-    """The steps whose checkpoints this program saved in `directory`, newest first.  Anything else there is ignored."""
-
-    def is_checkpoint(child: epath.Path) -> bool:
-        is_step = child.name.isascii() and child.name.isdecimal() and child.name == str(int(child.name))
-        return is_step and ((child / MANIFEST).exists() or (child / ORBAX_METADATA).exists())
-
-    return sorted((int(child.name) for child in directory.iterdir() if is_checkpoint(child)), reverse=True)
-
-
-def find_faults(directory: epath.Path) -> list[str]:
-    """One line for each damaged, missing or added file of the checkpoint in `directory`; [] if it is intact.
-
-    Raises `StorageError` if a file cannot be read: that says nothing about the checkpoint.
-    """
-    try:
-        expected = json.loads((directory / MANIFEST).read_text())
-        actual = _hashes(directory)
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing, so its save was not finished"]
-    except (ValueError, RecursionError) as error:
-        return [f"{MANIFEST} is damaged ({error})"]
-    except Exception as error:  # buckets raise errors of many types
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0][:200]
-        raise StorageError(
-            f"checkpoint {directory} cannot be read: {reason}; nothing was changed.\n"
-            f"Make it readable and start again, or name another checkpoint.dir"
-        ) from error
-    if not isinstance(expected, dict):
-        return [f"{MANIFEST} is damaged (it lists no files)"]
-    faults = []
-    for name in sorted(expected.keys() | actual.keys()):
-        if name not in actual:
-            faults.append(f"file {name} is missing")
-        elif name not in expected:
-            faults.append(f"file {name} was added after the save: it is not in {MANIFEST}")
-        elif expected[name] != actual[name]:
-            faults.append(f"file {name} is damaged: its sha256 differs from the one in {MANIFEST}")
-    return faults
+def _creating_directories_first() -> ocp.Context:
+    """Orbax's default is a background thread; if that fails, its other threads wait for the directories for 300 s."""
+    context = ocp.Context()
+    context.asynchronous.create_directories_asynchronously = False
+    return context
 
 
 def broadcast_from_process_0(value: int) -> int:
@@ -239,24 +222,3 @@ def _leaf_types(state: Any) -> dict[str, str]:
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
         for path, leaf in leaves
     }
-
-
-def _hashes(directory: epath.Path) -> dict[str, str]:
-    """sha256 of every file under `directory` except the manifest, by path relative to `directory`."""
-
-    def files(at: epath.Path, prefix: str) -> list[tuple[str, epath.Path]]:
-        found = []
-        for child in sorted(at.iterdir()):
-            name = prefix + child.name
-            found += files(child, f"{name}/") if child.is_dir() else [(name, child)]
-        return found
-
-    return {name: _sha256(file) for name, file in files(directory, "") if name not in (MANIFEST, f"{MANIFEST}.tmp")}
-
-
-def _sha256(file: epath.Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import Config, Precision
-from shmap_tp.data.prepare import prepare_stdlib
-from shmap_tp.runtime.console import say
+from shmap_tp.data.prepare import prepare_missing
 from shmap_tp.runtime.files import make_directory
 
 
@@ -18,10 +17,7 @@ def prepare_environment(config: Config) -> None:
     Raises `UserError` if a directory cannot be written.
     """
     make_directory("run.dir", config.run.dir)
-    data = Path(config.data.dir)
-    if config.data.source == "stdlib" and not (data / "train.bin").exists():
-        say(f"preparing {data} from the Python standard library of this machine ...")
-        prepare_stdlib(data)
+    prepare_missing(config.data)
     if config.run.compilation_cache:
         make_directory("run.compilation_cache", config.run.compilation_cache)
         jax.config.update("jax_compilation_cache_dir", str(Path(config.run.compilation_cache).resolve()))

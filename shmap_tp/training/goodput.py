@@ -21,8 +21,9 @@ from typing import Any
 
 import jax
 
-from shmap_tp.runtime.files import write_lines, writing
-from shmap_tp.training.metrics import read_metrics
+from shmap_tp.runtime.files import writing
+from shmap_tp.training.json_lines import drop_lost, read_lines, read_lines_backwards
+from shmap_tp.training.metrics import is_metric
 
 
 class TimeCategory(StrEnum):
@@ -125,14 +126,15 @@ class WallClock:
         self._first = self._done = first
         if directory:
             self._file = directory / "time.jsonl"
-            lines = [] if new_run else read_metrics(self._file)
-            for line in lines:
+            drop_lost(self._file, _is_span, lambda _: new_run, lambda _: not new_run)
+            for line in () if new_run else read_lines(self._file, _is_span):
                 self.breakdown.add(line)
-            if lines and (span := _unwritten_steps(read_metrics(directory / "metrics.jsonl"), self.breakdown.end)):
+            if self.breakdown.end and (span := _unwritten_steps(directory / "metrics.jsonl", self.breakdown.end)):
                 self.breakdown.add(span)
-                lines.append(span)
-            write_lines(self._file, lines)
-            self._stream = self._file.open("a", buffering=1)
+                with writing(self._file), self._file.open("a") as stream:
+                    stream.write(json.dumps(span) + "\n")
+            with writing(self._file):
+                self._stream = self._file.open("a", buffering=1)
         self.switch_to(TimeCategory.compile)
 
     def switch_to(self, category: TimeCategory) -> None:
@@ -199,12 +201,41 @@ class WallClock:
                 self._stream.write(json.dumps(line) + "\n")
 
 
-def _unwritten_steps(metrics: list[dict[str, Any]], end: float) -> dict[str, Any] | None:
+def _is_span(line: dict[str, Any]) -> bool:
+    """Whether an object is a line of time.jsonl."""
+    cause = line.get("cause")
+    counts = {TimeCategory.start: ["first"], TimeCategory.steps: ["first", "last", "skipped"]}
+    return (
+        isinstance(cause, str)
+        and cause in TimeCategory.__members__
+        and all(isinstance(line.get(name), float | int) and abs(line[name]) < 1e12 for name in ("begin", "seconds"))
+        and all(type(line.get(name)) is int and 0 <= line[name] < 2**63 for name in counts.get(cause, []))
+    )
+
+
+def _unwritten_steps(metrics: Path, end: float) -> dict[str, Any] | None:
     """A line for the steps that ended after `end`: they are in metrics.jsonl but not in time.jsonl."""
-    ended = [(datetime.fromisoformat(line["time"]).timestamp(), line) for line in metrics if "time" in line]
-    later = [(time, line) for time, line in ended if time > end]
-    if not later:
+    first = last = None
+    skipped, last_end = 0, end
+    for line in read_lines_backwards(metrics, is_metric):
+        ended = _seconds(line.get("time"))
+        if ended is None:
+            continue
+        if ended <= end:
+            break
+        first = line["step"]
+        if last is None:
+            last, last_end = first, ended
+        skipped += line.get("skipped_in_a_row", 0) != 0
+    if first is None or last is None:
         return None
-    steps = {"first": later[0][1]["step"] - 1, "last": later[-1][1]["step"]}
-    skipped = sum(line["skipped_in_a_row"] > 0 for _, line in later)
-    return {"cause": TimeCategory.steps, "begin": end, "seconds": later[-1][0] - end} | steps | {"skipped": skipped}
+    steps = {"first": first - 1, "last": last, "skipped": skipped}
+    return {"cause": TimeCategory.steps, "begin": end, "seconds": last_end - end} | steps
+
+
+def _seconds(time: Any) -> float | None:
+    """Seconds since 1970 of an ISO 8601 time; None if it is none."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -14,21 +14,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from shmap_tp.config.compose import save, to_dict
+from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import Batches
+from shmap_tp.data.metadata import TOKENIZER
 from shmap_tp.errors import DivergedError
 from shmap_tp.hardware.devices import machine_peak
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.model.flops import flops_per_token, parameters
 from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.runtime.agreement import on_process_0, require_agreement
 from shmap_tp.runtime.console import say
 from shmap_tp.runtime.distributed import Coordinator
 from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
 from shmap_tp.runtime.files import writing
 from shmap_tp.runtime.peers import distributed_session
+from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.runtime.shutdown import StopRequest, watch_preemption
 from shmap_tp.training.bad_steps import BadStepMonitor
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
@@ -39,6 +42,7 @@ from shmap_tp.training.metrics import Meter, Recorder
 from shmap_tp.training.profiler import Profile
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.resume import restore_or_initialize
+from shmap_tp.training.run_config import refuse_foreign_config, write_run_config
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 Pause = Callable[[TimeCategory], Any]
@@ -51,8 +55,8 @@ def train(config: Config, coordinator: Coordinator | None = None, components: Co
     `components` replace parts of the model and the step that the configuration names (docs/extending.md).
     With several processes, `coordinator` is the address of process 0 if the environment does not provide it; an error
     then ends all processes instead of being raised.
-    Raises `UserError` before anything is trained; `DivergedError` after too many consecutive skipped steps;
-    `HardwareError` if replicas of an array differ.
+    Raises `UserError` before anything is trained; `DivergedError` after too many consecutive skipped steps, also those
+    before the start, and if the last step was skipped; `HardwareError` if replicas of an array differ.
     """
     with (
         StopRequest() as stop,
@@ -61,17 +65,27 @@ def train(config: Config, coordinator: Coordinator | None = None, components: Co
     ):
         requested, config = config, resolve_auto(config, len(jax.devices()))
         mesh = make_mesh(config.mesh)
-        prepare_environment(config)
-        functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
-        batches = Batches(config, functions.tokens)
-        with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, say) as checkpoints:
-            run = Run(
-                requested, config, functions, batches, checkpoints, ReplicaCheck(functions.shapes), clock, components
-            )
-            state, saved_step = restore_or_initialize(
-                config, functions, batches, checkpoints, components.load_parameters
-            )
-            return _train_from(run, state, saved_step, stop)
+        with lock_directories({"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}, stop.peers):
+            on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))
+            prepare_environment(config)
+            functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
+            batches = Batches(config, functions.tokens)
+            require_agreement("data", batches.identity)
+            with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, say) as checkpoints:
+                run = Run(
+                    requested,
+                    config,
+                    functions,
+                    batches,
+                    checkpoints,
+                    ReplicaCheck(functions.shapes),
+                    clock,
+                    components,
+                )
+                state, saved_step = restore_or_initialize(
+                    config, functions, batches, checkpoints, components.load_parameters
+                )
+                return _train_from(run, state, saved_step, stop)
     print(STOPPED_EARLY[1])
     return STOPPED
 
@@ -90,12 +104,11 @@ class Run:
     clock: WallClock
     components: Components
 
-    def save(self, step: int, state: State) -> None:
+    def save(self, step: int, state: State, skipped_in_a_row: int) -> None:
         """Start to save the checkpoint of `step`."""
         mesh = [self.config.mesh.dp, self.config.mesh.mp]
-        self.checkpoints.save(
-            step, state, {"config": to_dict(self.config), "data": self.batches.identity, "mesh": mesh}
-        )
+        facts = {"config": to_dict(self.config), "data": self.batches.identity, "mesh": mesh}
+        self.checkpoints.save(step, state, facts, skipped_in_a_row)
 
 
 def _train_from(run: Run, state: State, saved_step: int | None, stop: StopRequest) -> int:
@@ -104,7 +117,8 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
     first_step = saved_step or 0
     compiled_step = _compile_step(run, first_step)
     stop.begin_training()
-    monitor = BadStepMonitor(config.guard, run.batches.sequence_indices, f"{config.data.dir}/train.bin")
+    skipped = int(state.guard.in_a_row)
+    monitor = BadStepMonitor(config.guard, run.batches.sequence_indices, f"{config.data.dir}/train.bin", skipped)
     with Recorder(config, first_step, enabled=jax.process_index() == 0) as recorder:
         meter = _make_meter(run, lambda line: recorder.train(line | monitor.update(line) | clock.step_fields(line)))
 
@@ -137,28 +151,32 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
                         evaluated = _evaluate(run, step, state, recorder, stop)
                 if _is_due(step, config.checkpoint.every, config.train.steps):
                     with pause(TimeCategory.checkpoint):
-                        if not monitor.in_a_row:  # otherwise older weights would replace good checkpoints
-                            run.save(step, state)
+                        if not monitor.in_a_row:  # the weights are those of a checkpoint of before
+                            run.save(step, state, 0)
                             saved_step = step
 
         with pause(TimeCategory.checkpoint):
             if saved_step != step:
-                run.save(step, state)
+                run.save(step, state, monitor.in_a_row)
             run.checkpoints.wait()
-    finished = evaluated and step >= config.train.steps
-    _report_end(run, step, finished)
-    if monitor.verdict:
-        raise DivergedError(f"{monitor.verdict};\n{_how_to_continue(config, step, step - monitor.in_a_row)}")
-    return 0 if finished else STOPPED
+    all_steps = evaluated and step >= config.train.steps
+    _report_end(run, step, all_steps and not monitor.in_a_row)
+    if verdict := monitor.verdict or (all_steps and monitor.last_steps_skipped(step)):
+        raise DivergedError(f"{verdict};\n{_how_to_continue(config, step, step - monitor.in_a_row)}")
+    if all_steps and profile.error and jax.process_index() == 0:
+        raise profile.error
+    return 0 if all_steps else STOPPED
 
 
 def _compile_step(run: Run, first_step: int) -> Any:
-    """The compiled training step.  Writes config.yaml and opens time.jsonl: from here on the run has started."""
+    """The compiled training step.  Writes config.yaml and tokenizer.json, opens time.jsonl: the run has started."""
     config, functions, is_main = run.config, run.functions, jax.process_index() == 0
     directory = Path(config.run.dir)
     if is_main:
-        with writing(file := directory / "config.yaml"):
-            save(run.requested, file)
+        write_run_config(run.requested, directory)
+        if run.batches.tokenizer is not None:
+            with writing(file := directory / TOKENIZER):
+                file.write_bytes(run.batches.tokenizer)
     run.clock.open(directory if is_main else None, first_step, new_run=config.checkpoint.resume == Resume.never)
     say(
         f"compiling the training step of {config.model.name}, {parameters(config.model) / 1e6:,.1f}M parameters, "
@@ -221,8 +239,9 @@ def _evaluate(run: Run, step: int, state: State, recorder: Recorder, stop: StopR
 
 def _how_to_continue(config: Config, step: int, last_taken: int) -> str:
     """Advice after a diverged run that saved `step` with the weights of step `last_taken`."""
+    more = f"train.steps={2 * config.train.steps} --resume" if step >= config.train.steps else "--resume"
     return (
-        f"checkpoint {config.checkpoint.dir}/{step} has the weights of step {last_taken}: --resume continues with the "
+        f"checkpoint {config.checkpoint.dir}/{step} has the weights of step {last_taken}: {more} continues with the "
         f"next batches; if those fail too, remove it and resume from an older one with a lower optimizer.learning_rate"
     )
 

@@ -1,9 +1,12 @@
 """The loss curve of a run as loss.png."""
 
+import math
+from array import array
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+from jaxtyping import Float64
 
 from shmap_tp.training.metrics import read_metrics
 
@@ -16,24 +19,35 @@ def plot_losses(directory: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines = read_metrics(directory / "metrics.jsonl")
+    curves, validation = _read_losses(directory / "metrics.jsonl")
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     colours: dict[tuple[int, int], str] = {}
-    for segment in sorted({line["segment"] for line in lines}):
-        segment_lines = [line for line in lines if line["segment"] == segment]
-        mesh = tuple(segment_lines[0]["mesh"])
+    for segment, (mesh, losses) in sorted(curves.items()):
         label = None if mesh in colours else f"mesh dp={mesh[0]}, mp={mesh[1]}"
         colour = colours.setdefault(mesh, f"C{len(colours) % 10}")
-        train = np.array([(line["step"], line["loss"]) for line in segment_lines if line["split"] == "train"], float)
-        train = train.reshape(-1, 2)
-        axes.plot(*train.T, color=colour, linewidth=1, label=label)
-        if segment and len(train):
-            axes.axvline(train[0, 0] - 1, color="0.6", linewidth=0.8, linestyle="--")
-    validation = np.array([(line["step"], line["loss"]) for line in lines if line["split"] == "validation"], float)
-    axes.plot(*validation.reshape(-1, 2).T, "o", color="black", markersize=4, label="validation")
+        axes.plot(*_pairs(losses).T, color=colour, linewidth=1, label=label)
+        if segment and len(losses):
+            axes.axvline(losses[0] - 1, color="0.6", linewidth=0.8, linestyle="--")
+    axes.plot(*_pairs(validation).T, "o", color="black", markersize=4, label="validation")
     axes.set(xlabel="step", ylabel="cross entropy, nats per token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(directory / "loss.png", dpi=130)
     plt.close(figure)
     return directory / "loss.png"
+
+
+def _read_losses(file: Path) -> tuple[dict[int, tuple[tuple[int, int], array]], array]:
+    """(by segment its mesh and its training losses, the validation losses), losses as step, loss, step, loss, ..."""
+    curves: dict[int, tuple[tuple[int, int], array]] = {}
+    validation = array("d")
+    for line in read_metrics(file):
+        losses = curves.setdefault(line["segment"], (tuple(line["mesh"]), array("d")))[1]
+        loss = math.nan if line["loss"] is None else line["loss"]
+        (losses if line["split"] == "train" else validation).extend((line["step"], loss))
+    return curves, validation
+
+
+def _pairs(values: array) -> Float64[np.ndarray, "lines 2"]:
+    """(step, loss) of each line."""
+    return np.frombuffer(values, np.float64).reshape(-1, 2) if values else np.empty((0, 2))

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import Peak
-from shmap_tp.runtime.files import write_lines, writing
+from shmap_tp.runtime.files import writing
+from shmap_tp.training.json_lines import drop_lost, read_lines
 from shmap_tp.training.metric_writers import TensorBoardWriter, WeightsAndBiasesWriter
 
 
@@ -24,10 +25,11 @@ class Recorder:
     If not `enabled`, as on every other process, all methods do nothing.
 
     Each line of metrics.jsonl is one object: step, split, loss, mesh [dp, mp], segment (number of earlier starts of the
-    run).  Lines of split `train` also have tokens_per_second, seconds_per_step, grad_norm, learning_rate, tokens (seen
-    so far), mfu (or null), skipped and skipped_in_a_row (numbers of skipped steps, up to this one), time (end of the
+    run).  Lines of split `train` also have tokens_per_second, seconds_per_step, grad_norm, param_norm (before the
+    step), updated_param_norm (after it, or what it would be if the step is skipped), learning_rate, tokens (seen so
+    far), mfu (or null), skipped and skipped_in_a_row (numbers of skipped steps, up to this one), time (end of the
     step) and goodput (so far).  Lines of skipped steps also have why_skipped and sequences (the indices that the step
-    read).  Values that are not finite are null.
+    read).  Values that are not finite are null.  Lines of other programs are left alone (`json_lines`).
     """
 
     def __init__(self, config: Config, first_step: int, *, enabled: bool):
@@ -42,18 +44,20 @@ class Recorder:
             return
         directory = Path(config.run.dir)
         self._file = directory / "metrics.jsonl"
-        kept = [line for line in read_metrics(self._file) if line["step"] <= first_step]
+        kept = drop_lost(
+            self._file, is_metric, lambda line: line["step"] > first_step, lambda line: line["step"] < first_step
+        )
         self.has_validation = any(line["step"] == first_step and line["split"] == "validation" for line in kept)
         self._common = {
             "mesh": [config.mesh.dp, config.mesh.mp],
-            "segment": kept[-1]["segment"] + 1 if kept else 0,
+            "segment": kept[0]["segment"] + 1 if kept else 0,
         }
-        write_lines(self._file, kept)
         if config.log.tensorboard:
             self._writers.append(TensorBoardWriter(directory / "tensorboard"))
         if config.log.wandb:
             self._writers.append(WeightsAndBiasesWriter(config))
-        self._stream = self._file.open("a", buffering=1)
+        with writing(self._file):
+            self._stream = self._file.open("a", buffering=1)
         self._bar = tqdm(
             total=self._steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True, smoothing=0.1,
             bar_format="{n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}",
@@ -159,12 +163,21 @@ class Meter:
         self._record({"step": step} | values | timing)
 
 
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """All complete lines of a metrics.jsonl or time.jsonl, without a last line that a kill cut short; [] if no file."""
-    if not file.exists():
-        return []
-    lines = file.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines if line.endswith("}")]
+def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics.jsonl, one at a time; none if there is no file."""
+    return read_lines(file, is_metric)
+
+
+def is_metric(line: dict[str, Any]) -> bool:
+    """Whether an object has what every line of metrics.jsonl has."""
+    step, loss, segment, mesh = (line.get(name) for name in ("step", "loss", "segment", "mesh"))
+    return (
+        line.get("split") in ("train", "validation")
+        and all(type(number) is int and 0 <= number < 2**63 for number in (step, segment))
+        and (loss is None or (isinstance(loss, float) and math.isfinite(loss)))
+        and isinstance(mesh, list)
+        and [type(size) for size in mesh] == [int, int]
+    )
 
 
 def _is_json_value(value: Any) -> bool:

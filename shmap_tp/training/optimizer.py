@@ -7,6 +7,7 @@ Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (AdamW), htt
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -83,9 +84,36 @@ def global_norm(tree: Any) -> Float[Array, ""]:
     """
     squares: dict[frozenset[str], Array] = {}
     for leaf in jax.tree.leaves(tree):
-        axes = varying_axes(leaf)
-        squares[axes] = squares.get(axes, 0.0) + jnp.sum(jnp.square(leaf))
-    return jnp.sqrt(sum(lax.psum(total, tuple(sorted(axes))) if axes else total for axes, total in squares.items()))
+        _add(squares, leaf, jnp.sum(jnp.square(leaf)))
+    return jnp.sqrt(_total(squares))
+
+
+def update_norms(old: Any, new: Any, optimizer_state: Any) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(global norm of the parameters `old`, that of `new`), the latter NaN if the new state has a non-finite value.
+
+    Communication  one all-reduce of two scalars per set of axes.
+    """
+    before: dict[frozenset[str], Array] = {}
+    after: dict[frozenset[str], Array] = {}
+    for tree, squares in ((old, before), (new, after)):
+        for leaf in jax.tree.leaves(tree):
+            _add(squares, leaf, jnp.sum(jnp.square(leaf)))
+    for leaf in jax.tree.leaves(eqx.filter(optimizer_state, eqx.is_inexact_array)):
+        _add(after, leaf, jnp.sum(jnp.where(jnp.isfinite(leaf), 0.0, jnp.nan).astype(leaf.dtype)))
+    pairs = {axes: jnp.stack([before.get(axes, jnp.zeros_like(total)), total]) for axes, total in after.items()}
+    norm_before, norm_after = jnp.sqrt(_total(pairs))
+    return norm_before, norm_after
+
+
+def _add(totals: dict[frozenset[str], Array], leaf: Array, value: Float[Array, ""]) -> None:
+    """Add this device's `value` of `leaf` to the total of the axes over which the leaf varies."""
+    axes = varying_axes(leaf)
+    totals[axes] = totals[axes] + value if axes in totals else value
+
+
+def _total(totals: dict[frozenset[str], Array]) -> Array:
+    """The sum of the totals, each first summed over its axes.  Communication: one all-reduce per set of axes."""
+    return sum(lax.psum(total, tuple(sorted(axes))) if axes else total for axes, total in totals.items())
 
 
 def clip_by_global_norm(gradients: Any, limit: float) -> tuple[Any, Float[Array, ""]]:

@@ -6,11 +6,18 @@ from pathlib import Path
 
 import jax
 
+from shmap_tp.errors import StorageError
 from shmap_tp.runtime.files import writing
 
 
 class Profile:
-    """Profiles a range of steps.  Use as a context around the loop: leaving it writes an unfinished profile."""
+    """Profiles a range of steps.  Use as a context around the loop: leaving it writes an unfinished profile.
+
+    A profile that cannot be written does not end the training: the error is printed, and remains in `error`.
+    """
+
+    error: StorageError | None = None
+    """Why the profile could not be written."""
 
     def __init__(self, steps: list[int] | None, directory: Path, pause: Callable[[], AbstractContextManager[None]]):
         """`steps` is [first, last], counted from 1, or None for no profile.  No step is in flight within `pause()`."""
@@ -23,7 +30,7 @@ class Profile:
         """A context for the dispatch of `step`: starts the profile before the first profiled step and stops it after
         the last one, each time with no step in flight."""
         if step == self._first:
-            with self._pause(), writing(self._directory):
+            with self._pause(), self._writing():
                 jax.profiler.start_trace(str(self._directory))
                 self._running = True
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -40,5 +47,18 @@ class Profile:
     def _stop(self) -> None:
         if self._running:
             self._running = False
-            with self._pause(), writing(self._directory):
+            with self._pause(), self._writing():
                 jax.profiler.stop_trace()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A context that keeps the error of writing.  XLA reports a full disk as a JaxRuntimeError."""
+        try:
+            with writing(f"profile {self._directory}"):
+                try:
+                    yield
+                except jax.errors.JaxRuntimeError as error:
+                    raise OSError(str(error).splitlines()[0]) from error
+        except StorageError as error:
+            self.error = error
+            print(f"{str(error).splitlines()[0]} the training goes on", flush=True)

@@ -5,19 +5,20 @@ Only reads: the run may be under way.  A checkpoint is used only if all its file
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 from etils import epath
 from jaxtyping import Array
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from orbax.checkpoint import v1 as ocp
 
+from shmap_tp.config.compose import from_values
 from shmap_tp.config.schema import Config
+from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.training.checkpoint import checkpoint_steps, find_faults
+from shmap_tp.training.checkpoint_files import checkpoint_steps, find_faults, first_line, read_facts, saved_state
 
 
 def find_checkpoint(directory: str, step: int | None) -> epath.Path:
@@ -26,6 +27,13 @@ def find_checkpoint(directory: str, step: int | None) -> epath.Path:
     `directory` may also be one checkpoint.  A damaged or unfinished checkpoint is skipped with a warning.
     Raises UserError if there is no checkpoint, or the one of `step` is missing or damaged.
     """
+    try:
+        return _find_checkpoint(directory, step)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be read: {error.strerror or error}; name another directory") from error
+
+
+def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
     root = epath.Path(directory)
     root = root if "://" in directory else root.resolve()
     if step is None and root.name.isdecimal() and root.is_dir():
@@ -44,7 +52,7 @@ def find_checkpoint(directory: str, step: int | None) -> epath.Path:
             return root / str(candidate)
         if step is not None:
             raise UserError(f"checkpoint {root / str(step)} cannot be used: {faults[0]}")
-        warnings.warn(f"checkpoint {root / str(candidate)} is skipped: {faults[0]}", stacklevel=4)
+        warnings.warn(f"checkpoint {root / str(candidate)} is skipped: {faults[0]}", stacklevel=5)
     raise UserError(f"no checkpoint in {root} is intact (there: {', '.join(map(str, steps))})")
 
 
@@ -52,10 +60,11 @@ def _directory_of_checkpoints(root: epath.Path) -> epath.Path:
     """`root`, or if it is a run directory the checkpoint.dir that its config.yaml names."""
     if (root / "checkpoints").is_dir():
         return root / "checkpoints"
-    if (root / "config.yaml").exists():
-        saved = OmegaConf.select(OmegaConf.create((root / "config.yaml").read_text()), "checkpoint.dir")
-        return epath.Path(saved) if saved and "://" in saved else epath.Path(saved or root).resolve()
-    return root
+    file = root / "config.yaml"
+    saved = saved_value(file if "://" in str(root) else Path(file), "checkpoint.dir")
+    if not isinstance(saved, str) or not saved:
+        return root
+    return epath.Path(saved) if "://" in saved else epath.Path(saved).resolve()
 
 
 def saved_config(checkpoint: epath.Path) -> Config:
@@ -63,15 +72,15 @@ def saved_config(checkpoint: epath.Path) -> Config:
 
     Raises UserError if it has none, or if its keys are those of another version.
     """
-    saved = (ocp.checkpointables_metadata(checkpoint).custom_metadata or {}).get("config")
-    if saved is None:
+    facts = read_facts(checkpoint)
+    saved = facts.get("config") if isinstance(facts, dict) else None
+    if not isinstance(saved, dict):
         raise UserError(f"checkpoint {checkpoint} holds no configuration: it was not saved by a training run")
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
-    except OmegaConfBaseException as error:
-        what = str(error).splitlines()[0]
+        return from_values(saved, f"checkpoint {checkpoint}")
+    except UserError as error:
         raise UserError(
-            f"checkpoint {checkpoint} was saved by a version of shmap_tp with another configuration ({what});\n"
+            f"checkpoint {checkpoint} was saved by a version of shmap_tp with another configuration ({error});\n"
             f"use that version to read it"
         ) from error
 
@@ -99,8 +108,8 @@ def restore_one_by_one(checkpoint: epath.Path, shapes: Transformer) -> Iterator[
 
 
 def _saved(checkpoint: epath.Path, shapes: Transformer) -> dict[str, Any]:
-    """What is saved in `checkpoint`, described.  Raises UserError if its parameters are not described by `shapes`."""
-    saved = dict(ocp.checkpointables_metadata(checkpoint).metadata["state"])
+    """What is saved in `checkpoint`, described.  Raises UserError if its parameters are not those of `shapes`."""
+    saved = dict(saved_state(checkpoint))
     found, wanted = _descriptions(saved["params"]), _descriptions(shapes)
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
@@ -112,12 +121,13 @@ def _saved(checkpoint: epath.Path, shapes: Transformer) -> dict[str, Any]:
 
 
 def _load(checkpoint: epath.Path, state: dict[str, Any]) -> Transformer:
-    """The parameters of `state`, which are not placeholders."""
+    """The parameters of `state`, the others of which are placeholders."""
     try:
         return ocp.load_checkpointables(checkpoint, {"state": state})["state"]["params"]
     except Exception as error:
-        cause = str(error.__cause__ or error).strip().splitlines()[0][:200]
-        raise UserError(f"checkpoint {checkpoint} cannot be restored: {cause}") from error
+        raise UserError(
+            f"checkpoint {checkpoint} cannot be restored: {first_line(error.__cause__ or error)}"
+        ) from error
 
 
 def _descriptions(tree: Any) -> dict[str, str]:

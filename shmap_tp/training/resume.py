@@ -1,23 +1,34 @@
 """Where a run starts: from new parameters or from the newest intact checkpoint; and which starts are refused."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
-from omegaconf import OmegaConf
 
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config, Resume
+from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.data.batches import Batches
-from shmap_tp.data.token_files import SPLITS
-from shmap_tp.errors import UserError
-from shmap_tp.model.transformer import Transformer
+from shmap_tp.data.metadata import SPLITS
+from shmap_tp.errors import DivergedError, UserError
 from shmap_tp.runtime.console import say
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
-from shmap_tp.training.metrics import read_metrics
-from shmap_tp.training.step import State, StepFunctions
+from shmap_tp.training.json_lines import read_lines_backwards
+from shmap_tp.training.metrics import is_metric
+from shmap_tp.training.step import LoadParameters, State, StepFunctions
+
+STREAK_LIMITS = 3
+"""A checkpoint saved after this many times guard.max_consecutive consecutive skipped steps is not resumed."""
+
+SPLIT_FACTS = {"tokens": int, "sha256": str}
+FACTS = {
+    "config": {"model": dict},
+    "data": dict.fromkeys(SPLITS, SPLIT_FACTS) | {"seed": int, "batch": int},
+    "mesh": [int, int],
+}
+"""The facts of a checkpoint that a resume reads, with their types."""
+
+TOKENIZER_HASH = "data.dir (sha256 of tokenizer.json)"
 
 
 def restore_or_initialize(
@@ -25,7 +36,7 @@ def restore_or_initialize(
     functions: StepFunctions,
     batches: Batches,
     checkpoints: Checkpoints,
-    load_parameters: Callable[[Config, Transformer], Transformer] | None = None,
+    load_parameters: LoadParameters | None = None,
 ) -> tuple[State, int | None]:
     """(state, step) of the newest intact checkpoint, or (new state, None), as `checkpoint.resume` says.
 
@@ -64,7 +75,8 @@ def restore_or_initialize(
 
 def _restore(step: int, config: Config, functions: StepFunctions, batches: Batches, checkpoints: Checkpoints) -> State:
     """The state of the checkpoint of `step`; newer ones, which are damaged, are renamed."""
-    directory, facts = config.checkpoint.dir, checkpoints.facts(step)
+    directory = config.checkpoint.dir
+    facts = _check_facts(checkpoints.facts(step), f"checkpoint {directory}/{step}")
     _refuse_differences(facts, config, batches.identity, f"checkpoint {directory}/{step}")
     state = checkpoints.restore(step, functions.shapes)
     if int(state.step) != step:
@@ -72,10 +84,48 @@ def _restore(step: int, config: Config, functions: StepFunctions, batches: Batch
             f"checkpoint {directory}/{step} contains the state after step {int(state.step)}: rename the directory to "
             f"that number"
         )
+    _refuse_endless_streak(int(state.guard.in_a_row), step, config, checkpoints)
     checkpoints.set_aside_after(step)
     dp, mp = facts["mesh"]
     say(f"resuming from step {step} of {directory}, saved on mesh dp={dp}, mp={mp}")
     return state
+
+
+def _refuse_endless_streak(skipped: int, step: int, config: Config, checkpoints: Checkpoints) -> None:
+    """Raise `DivergedError` if so many steps before `step` were skipped that more attempts do not help.
+
+    Its exit code is one after which neither pod.sh nor slurm.sh starts the run again.
+    """
+    limit = config.guard.max_consecutive
+    if limit is None or skipped < STREAK_LIMITS * limit:
+        return
+    older = [str(other) for other in checkpoints.steps() if other < step]
+    raise DivergedError(
+        f"checkpoint {config.checkpoint.dir}/{step} was saved after {skipped} skipped steps in a row, at least "
+        f"{STREAK_LIMITS} times guard.max_consecutive={limit}: it is not resumed again.\n"
+        f"Remove it to resume from "
+        + (f"an older one ({', '.join(older)})" if older else "the beginning")
+        + " with a lower optimizer.learning_rate, or raise guard.max_consecutive"
+    )
+
+
+def _check_facts(facts: Any, checkpoint: str) -> dict[str, Any]:
+    """`facts`, if they have the keys and types that are read here.  Raises `UserError` naming the first wrong one."""
+
+    def check(value: Any, expected: Any, where: str) -> None:
+        container = type(expected) in (dict, list)
+        kind = type(expected) if container else expected
+        if type(value) is not kind or (kind is list and len(value) != len(expected)):
+            raise UserError(
+                f"the metadata of {checkpoint} was edited, or saved by another program: {where or 'all of it'} is "
+                f"{str(value)[:50]}, not of type {kind.__name__}{[len(expected)] if kind is list else ''};\n"
+                f"move the checkpoint elsewhere to resume from the one before it"
+            )
+        for key in expected if kind is dict and container else range(len(expected)) if container else ():
+            check(value.get(key) if kind is dict else value[key], expected[key], f"{where}.{key}".lstrip("."))
+
+    check(facts, FACTS, "")
+    return facts
 
 
 def _refuse_to_overwrite_metrics(config: Config) -> None:
@@ -84,13 +134,10 @@ def _refuse_to_overwrite_metrics(config: Config) -> None:
     With if_present, a run that was killed before its first checkpoint starts again: its metrics are of lost steps.
     """
     file, directory = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
-    last = max([line["step"] for line in read_metrics(file)], default=-1) if jax.process_index() == 0 else -1
+    newest = next(read_lines_backwards(file, is_metric), None) if jax.process_index() == 0 else None
+    last = newest["step"] if newest else -1
     if last >= 0 and config.checkpoint.resume == Resume.if_present:
-        try:  # read without validation: a file of an earlier version may lack keys
-            saved = OmegaConf.load(file.with_name("config.yaml"))
-        except (OSError, yaml.YAMLError):
-            saved = OmegaConf.create()
-        last = -1 if OmegaConf.select(saved, "checkpoint.dir") == directory else last
+        last = -1 if saved_value(file.with_name("config.yaml"), "checkpoint.dir") == directory else last
     if (last := broadcast_from_process_0(last)) >= 0:
         raise UserError(
             f"{file} has the metrics of a run up to step {last}, which a new run would delete: {directory} has no "
@@ -103,6 +150,8 @@ def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[st
     """Raise `UserError` if the model or the data order differs from what was saved."""
     before = _fixed_settings(saved["config"]["model"], saved["data"])
     now = _fixed_settings(to_dict(config.model), identity)
+    if None in (before[TOKENIZER_HASH], now[TOKENIZER_HASH]):  # bytes, or prepared before the hash was recorded
+        del before[TOKENIZER_HASH], now[TOKENIZER_HASH]
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise UserError(
@@ -122,4 +171,5 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any]) -> dict[str
         f"data.dir ({split}.bin)": f"{identity[split]['tokens']} tokens of sha256 {identity[split]['sha256'][:12]}"
         for split in SPLITS
     }
+    files[TOKENIZER_HASH] = identity.get("tokenizer", {}).get("sha256")
     return shape | files | {"run.seed": identity["seed"], "train.batch": identity["batch"]}

@@ -24,18 +24,26 @@ from jaxtyping import Array, Float, Int
 from shmap_tp.config.schema import Config, MeshConfig
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.attention_selection import select_attention
+from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.loss import LinearCrossEntropy
+from shmap_tp.model.tokens import input_ids
 from shmap_tp.model.transformer import Execution, MakeBlock, MakeMlp, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
 from shmap_tp.parallel.fsdp import gather_between_slices, place_parameters
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
 from shmap_tp.parallel.partitioning import named_shardings, partition_specs
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, TensorParallel
-from shmap_tp.training.bad_steps import BadStepState, initial_bad_step_state, select_tree
-from shmap_tp.training.optimizer import Optimizer, clip_by_global_norm, learning_rate_schedule, make_optimizer
+from shmap_tp.training.bad_steps import BadStepState, Judged, initial_bad_step_state, select_tree
+from shmap_tp.training.optimizer import (
+    Optimizer,
+    clip_by_global_norm,
+    learning_rate_schedule,
+    make_optimizer,
+    update_norms,
+)
 
 TOKENS = P(None, DP, None)
-"""tokens[A B/dp T+1]: the layout of a step's batch."""
+"""tokens[A B/dp T+1]: the layout of a step's batch.  A token below zero is the input -1 - token, and no target."""
 
 
 class State(eqx.Module):
@@ -48,6 +56,10 @@ class State(eqx.Module):
     """How many batches were used, skipped steps included."""
 
 
+LoadParameters = Callable[[Config, Transformer], Transformer]
+"""(config, shapes with shardings) -> parameters."""
+
+
 @dataclass(frozen=True)
 class Components:
     """What a model and its step are built from where it is not what the configuration names (docs/extending.md)."""
@@ -57,7 +69,7 @@ class Components:
     tensor_parallel: TensorParallel | None = None
     make_optimizer: Callable[[Any], Optimizer] | None = None
     """From the `optimizer` section of the configuration."""
-    load_parameters: Callable[[Config, Transformer], Transformer] | None = None
+    load_parameters: LoadParameters | None = None
     """(config, shapes with shardings) -> the parameters that a new run starts from, in place of random ones."""
 
 
@@ -76,7 +88,7 @@ class Objective:
         self, params: Transformer, tokens_BT: Int[Array, "B T"], counted: Array
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """This device's share of (the objective, the cross entropy); `counted` is the number of targets of the step."""
-        h_BTD = params(tokens_BT[:, :-1], self.execution)
+        h_BTD = params(input_ids(tokens_BT[:, :-1]), self.execution)
         h_BTD, table_VD = params.output_projection(h_BTD, self.execution)
         return self.loss(h_BTD, table_VD, tokens_BT[:, 1:], counted)
 
@@ -199,16 +211,24 @@ def _make_step(config: Config, objective: Objective, optimizer: Optimizer, updat
         loss, gradients = loss_and_gradients(objective, state.params, tokens_ABT)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
-            good, guard = state.guard.update(loss, norm, config.guard)
             old = jax.tree.map(lambda placement, w: placement.local_shard(w), placements, state.params)
-            updates, optimizer_state = optimizer.update(gradients, state.optimizer, old, updated)
-            new = select_tree(good, optax.apply_updates(old, updates), old)
+
+            def updated_from(gradients: Any) -> tuple[Any, Any]:
+                updates, optimizer_state = optimizer.update(gradients, state.optimizer, old, updated)
+                return optax.apply_updates(old, updates), optimizer_state
+
+            new = updated_from(gradients)
+            # Judged is a second computation of it, so that `new` need not be in memory beside `old` until then.
+            again = updated_from(recompute_from(gradients)) if optimizer.elementwise else new
+            judged = Judged(loss, norm, *update_norms(old, *again))
+            good, guard = state.guard.update(judged, config.guard)
+            new, optimizer_state = select_tree(good, new, (old, state.optimizer))
             params = jax.tree.map(lambda placement, w: placement.all_gather_updated(w), placements, new)
         rate = schedule(state.step - state.guard.skipped)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate} | guard.counts()
+        metrics = judged.metrics() | {"learning_rate": rate} | guard.counts()
         if config.guard.loss_spike_sigmas is not None:
             metrics["loss_limit"] = state.guard.limit(config.guard)
-        return State(params, select_tree(good, optimizer_state, state.optimizer), guard, state.step + 1), metrics
+        return State(params, optimizer_state, guard, state.step + 1), metrics
 
     return step
 

@@ -5,8 +5,9 @@ the command.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,7 +20,9 @@ from shmap_tp.data.batches import Batches
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.console import say
-from shmap_tp.training.checkpoint import Checkpoints, checkpoint_steps, find_faults
+from shmap_tp.runtime.run_lock import lock_directories
+from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.checkpoint_files import checkpoint_steps, find_faults
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
@@ -83,8 +86,8 @@ def verify_replicas(config: Config, steps: int) -> bool:
     """
     trainer = Trainer(config)
     replica_check = ReplicaCheck(trainer.functions.shapes)
-    with Checkpoints(config.checkpoint, say) as checkpoints:
-        newest = checkpoints.newest_intact() if checkpoints.steps() else None
+    with Checkpoints(config.checkpoint, say, writes=False) as checkpoints:
+        newest = checkpoints.newest_intact()
         state = trainer.functions.init() if newest is None else checkpoints.restore(newest, trainer.functions.shapes)
     first, all_well = newest or 0, True
     for step in range(first, first + steps + 1):
@@ -101,7 +104,7 @@ def verify_replicas(config: Config, steps: int) -> bool:
 def verify_checkpoints(directory: str) -> bool:
     """Whether every checkpoint in `directory` is intact.  Only reads, so it can be used while a run writes there."""
     path = epath.Path(directory)
-    steps = checkpoint_steps(path) if path.is_dir() else []
+    steps = checkpoint_steps(path)
     if not steps:
         raise UserError(
             f"{directory} has no checkpoint; name the checkpoint.dir of a run, which has one per saved step"
@@ -163,12 +166,16 @@ def _to_host(state: State) -> dict[str, np.ndarray]:
 def _temporary_checkpoints(config: Config) -> Iterator[Checkpoints]:
     """An empty directory of checkpoints beside that of the run, deleted on exit."""
     name = config.checkpoint.dir.rstrip("/") + "-verify"
-    with Checkpoints(replace(config.checkpoint, dir=name), say) as checkpoints:
+    given = replace(config.checkpoint, dir=name)
+    with lock_directories({"checkpoint.dir": name}, peers=None), Checkpoints(given, say) as checkpoints:
         if checkpoints.steps():
             raise UserError(f"{name} exists already, from a `verify` that was killed: remove it, then run this again")
         try:
             yield checkpoints
         finally:
             checkpoints.wait()
-            if jax.process_index() == 0:
-                epath.Path(name).rmtree()
+            for step in checkpoints.steps() if jax.process_index() == 0 else ():
+                epath.Path(name, str(step)).rmtree()
+    if jax.process_index() == 0 and "://" not in name:  # in a bucket, an empty directory does not exist
+        with suppress(OSError):  # another `verify` has begun there
+            Path(name).rmdir()

@@ -7,7 +7,8 @@ import pytest
 from gspmd_baseline import build_gspmd_programs
 
 from shmap_tp.config.schema import Config, Remat
-from shmap_tp.model.loss import IGNORE
+from shmap_tp.errors import UserError
+from shmap_tp.model.tokens import IGNORE
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import assert_close
 from tests.helpers.flops import matmul_flops
@@ -48,6 +49,14 @@ def settings(case: str) -> Config:
         "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=2", "optimizer.clip_norm=0.5",
         "model.block=parallel", "model.mlp=gelu", "model.positions=alibi", "model.tie_embeddings=false", *more,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "option", ["mlp_bias=true", "qk_norm=true", "embedding_scale=2", "block=parallel_two_norms", "head_bias=true"]
+)
+def test_the_gspmd_baseline_refuses_options_that_it_does_not_compute(option):
+    with pytest.raises(UserError, match=f"the GSPMD baseline has no model.{option}.* compare a model without it"):
+        build_gspmd_programs(config(f"model.{option}"), mesh((2, 4)), jnp.float32)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -146,8 +146,8 @@ FILES = {
     "an interpolation that leads nowhere": (BASE.replace("${run.name}", "${run.nam}"), "'run.nam' not found"),
     "an interpolation that is never closed": (BASE.replace("${run.name}", "${run.name"), "run.dir: no viable"),
     "nothing": ("", "no value for checkpoint, data, evaluate, guard, log, mesh, model, optimizer, run, train; give"),
-    "a list": ("- 1\n- 2\n", "must be a DictConfig, got ListConfig"),
-    "a word": ("hello\n", "unknown key hello"),
+    "a list": ("- 1\n- 2\n", ", line 1: it holds no sections with keys; begin as conf/config.yaml does"),
+    "a word": ("hello\n", "line 1: it holds no sections with keys; begin as conf/config.yaml does"),
 }  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def test_a_file_that_is_not_utf8_text_is_rejected(tmp_path, bytes_):
 def test_a_missing_file_and_a_wrong_suffix_are_rejected(tmp_path):
     (tmp_path / "mine.yml").write_text(BASE)
     assert error_message("nope.yaml") == "--cfg nope.yaml: no such file; start with conf/config.yaml"
-    assert "no such file" in error_message(tmp_path)
+    assert "is not a file; name a YAML file" in error_message(tmp_path)
     assert "must end in .yaml; rename it" in error_message(tmp_path / "mine.yml")
 
 

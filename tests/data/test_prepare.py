@@ -1,10 +1,17 @@
 """Preparing data is lossless, reproducible and all-or-nothing, and every refusal says why."""
 
+import builtins
+import errno
 import hashlib
+import io
 import json
+import os
 import re
+import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +21,8 @@ import pytest
 from shmap_tp import prepare as command
 from shmap_tp.data import prepare as preparation
 from shmap_tp.data import text_sources
-from shmap_tp.data.token_files import DTYPES, META, SPLITS, open_token_file
+from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
+from shmap_tp.data.token_files import open_token_file
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 
@@ -58,7 +66,7 @@ def test_the_prepared_library_can_be_trained_on(library):
     assert train.tokens > 5_000_000
     assert 0.005 < validation.tokens / train.tokens < 0.05
     meta = json.loads((library / META).read_text())
-    assert set(meta) == {"vocabulary", "tokenizer", "source", "end_of_text", "dtype", "tokens", "sha256"}
+    assert {*meta} == {*Meta.__dataclass_fields__}
     assert meta["sha256"]["train"] == hashlib.sha256((library / "train.bin").read_bytes()).hexdigest()
 
 
@@ -110,7 +118,7 @@ def test_jsonl_documents_are_recovered_one_by_one(tmp_path, capsys):
     found = texts(tmp_path / "out", "train"), texts(tmp_path / "out", "validation")
     assert sorted(found[0] + found[1]) == sorted(WORDS)
     assert found[0] == [word for word in WORDS if word in found[0]]  # in the order of the file
-    assert 5 < len(found[1]) < 40
+    assert_fraction(tmp_path / "out", 0.1)
 
 
 def test_a_directory_of_text_files_is_searched(tmp_path, capsys):
@@ -123,6 +131,52 @@ def test_a_directory_of_text_files_is_searched(tmp_path, capsys):
     )
     assert code == 0
     assert sorted(texts(tmp_path / "out", "train") + texts(tmp_path / "out", "validation")) == sorted(WORDS[:50])
+
+
+def assert_fraction(directory: Path, wanted: float) -> None:
+    """That the share of validation among the bytes is `wanted`, within 5% of it."""
+    train, validation = (len("".join(texts(directory, split)).encode()) for split in SPLITS)
+    assert validation / (train + validation) == pytest.approx(wanted, rel=0.05)
+
+
+SIZES = {
+    "one file": [5000],
+    "two equal files": [3000, 3000],
+    "two files": [43_000, 57_000],
+    "seven files, one of them most of the text": [100, 200, 90_000, 300, 5, 1, 40],
+    "a hundred files": [*range(50, 150)],
+    "files of sizes from 1 to 2^14": [2**i for i in range(15)],
+}
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("case", SIZES)
+def test_the_validation_fraction_is_met_by_size_whatever_the_number_of_files(tmp_path, capsys, case, fraction):
+    """No text is in both splits, and at most one file is cut; the names of the files do not matter."""
+    rng, written = np.random.default_rng(0), []
+    for i, size in enumerate(SIZES[case]):
+        written.append("".join(map(chr, rng.integers(33, 127, size))))
+        for folder, name in [("in", f"{i:03}.txt"), ("renamed", f"{999 - i}.txt")]:
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / name).write_text(written[-1])
+    found = []
+    for folder in ("in", "renamed"):
+        out = tmp_path / f"{folder}-out"
+        assert run(capsys, "--text", tmp_path / folder, "--out", out, "--validation", fraction)[0] == 0
+        assert_fraction(out, fraction)
+        found.append([sorted(texts(out, split)) for split in SPLITS])
+    train, validation = found[0]
+    assert found[1] == found[0]
+    whole = [text for text in train + validation if text in written]
+    (head,), (tail,) = ([t for t in split if t not in written] or [""] for split in (train, validation))
+    assert sorted([*whole, head + tail] if head + tail else whole) == sorted(written)
+
+
+def test_copies_of_a_document_are_in_one_split(tmp_path, capsys):
+    jsonl(tmp_path / "x.jsonl", WORDS * 3)
+    assert run(capsys, "--text", tmp_path / "x.jsonl", "--out", tmp_path / "out", "--validation", "0.1")[0] == 0
+    train, validation = (texts(tmp_path / "out", split) for split in SPLITS)
+    assert not {*train} & {*validation} and sorted(train + validation) == sorted(WORDS * 3)
 
 
 def test_a_single_text_file_is_split_in_two(tmp_path, capsys):
@@ -159,6 +213,8 @@ def test_documents_survive_a_subword_tokenizer_file(tmp_path, capsys, subwords):
     decoder = tokenizers.Tokenizer.from_file(str(subwords))
     assert (meta["tokenizer"], meta["end_of_text"]) == ("bpe.json", decoder.token_to_id("<|endoftext|>"))
     assert meta["vocabulary"] == decoder.get_vocab_size() == 400
+    assert (out / TOKENIZER).read_bytes() == read_tokenizer(out, read_meta(out)) == subwords.read_bytes()
+    assert meta["tokenizer_sha256"] == hashlib.sha256(subwords.read_bytes()).hexdigest()
     found = [decoder.decode(ids[:-1]) for split in SPLITS for ids in documents(out, split)]
     assert sorted(found) == sorted(spoken)
 
@@ -234,6 +290,177 @@ def test_a_failed_rename_restores_the_old_data(tmp_path, monkeypatch):
         make("new", overwrite=True)
     assert texts(tmp_path / "out", "train") == ["old"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_tokenizer_that_is_not_that_of_the_data_is_refused(tmp_path):
+    tokenizer = Bytes()
+    tokenizer.json, tokenizer.name = b'{"a": 1}', "words.json"
+    out, source = tmp_path / "out", text_sources.Source("two", iter([("train", "ab"), ("validation", "c")]), 2)
+    meta = preparation.prepare(source, tokenizer, out)
+    assert read_tokenizer(out, read_meta(out)) == b'{"a": 1}'
+    (out / TOKENIZER).write_bytes(b"{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json: sha256 is 44136fa355b3\.\.\., meta\.json says"):
+        read_tokenizer(out, read_meta(out))
+    (out / TOKENIZER).unlink()
+    assert read_tokenizer(out, read_meta(out)) is None
+    del meta["tokenizer_sha256"]  # as in data that was prepared before it was recorded
+    (out / META).write_text(json.dumps(meta))
+    assert read_meta(out).tokenizer_sha256 is None and read_tokenizer(out, read_meta(out)) is None
+
+
+PREPARER = """
+import sys, time
+from pathlib import Path
+from shmap_tp.data.staging import staging
+with staging(Path(sys.argv[1]), overwrite=True) as directory:
+    (directory / "train.bin").write_bytes(bytes(1000))
+    if len(sys.argv) > 2:  # as between the two renames
+        Path(sys.argv[1]).rename(directory.with_suffix(".replaced"))
+    print("writing", flush=True)
+    time.sleep(1000)
+"""
+
+
+@contextmanager
+def preparing(target: Path, *more: str) -> Iterator[subprocess.Popen]:
+    """A process that is in the middle of preparing `target`."""
+    command = [sys.executable, "-c", PREPARER, str(target), *more]
+    environment = {**os.environ, "PYTHONPATH": str(Path(preparation.__file__).parents[2])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout.readline() == "writing\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def source_of_two(text: str = "ab") -> text_sources.Source:
+    return text_sources.Source("two", iter([("train", text), ("validation", "c")]), 2)
+
+
+def test_what_a_killed_preparation_left_is_removed_and_a_live_one_is_not_touched(tmp_path):
+    out = tmp_path / "out.v1"
+    with preparing(out) as killed:
+        killed.kill()
+    (tmp_path / ".out.v1.0123abcd.partial").mkdir()  # of a version that had no lock
+    others = [tmp_path / ".out.v2.0123abcd.partial", tmp_path / ".out.v1.mine.partial", tmp_path / "out.v1.partial"]
+    for other in others:
+        other.mkdir()
+    with preparing(out):
+        left = {path.name for path in tmp_path.iterdir()}
+        assert len(left - {path.name for path in others}) == 5, left
+        preparation.prepare(source_of_two(), Bytes(), out)
+        (live,) = {path.name for path in tmp_path.glob(".out.v1.*.partial")} - {others[1].name}
+        assert (tmp_path / live / "train.bin").stat().st_size == 1000
+    assert texts(out, "train") == ["ab"]
+    preparation.prepare(source_of_two("xy"), Bytes(), out, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"out.v1", *(path.name for path in others)}
+
+
+def test_data_that_a_killed_preparation_was_replacing_is_put_back(tmp_path):
+    out = tmp_path / "out"
+    preparation.prepare(source_of_two("old"), Bytes(), out)
+    with preparing(out, "between the renames"):
+        assert not out.exists()
+    with pytest.raises(UserError, match="already holds prepared data"):
+        preparation.prepare(source_of_two("new"), Bytes(), out)
+    assert texts(out, "train") == ["old"] and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_ends_with_2_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    def full(writer, *_):
+        if isinstance(writer, preparation.TokenWriter):
+            writer._file.close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    text = jsonl(tmp_path / "x.jsonl")
+    for place, name in [(preparation.TokenWriter, "write"), (preparation.TokenWriter, "close"), (Path, "write_text")]:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, full)
+            code, _, err = run(capsys, "--text", text, "--out", tmp_path / "out", "--validation", "0.1")
+        assert (code, err.count("\n")) == (2, 1) and "out cannot be written: No space left on device" in err, err
+        assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def symlink_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+UNREADABLE = {
+    "a FIFO": (fifo, "is a FIFO, but a file is needed"),
+    "a symlink loop": (symlink_loop, "cannot be read: Too many levels of symbolic links"),
+    "no permission": (Path.touch, "cannot be read: Permission denied"),
+}
+
+
+@pytest.fixture
+def refused_files(monkeypatch) -> set[str]:
+    """Names of files that `open` refuses, as the tests may run as root, whom no permission stops."""
+    names: set[str] = set()
+
+    def refusing(real):
+        def opened(path, *arguments, **more):
+            if Path(path).name in names:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return real(path, *arguments, **more)
+
+        return opened
+
+    monkeypatch.setattr(io, "open", refusing(io.open))  # what pathlib uses
+    monkeypatch.setattr(builtins, "open", refusing(open))
+    return names
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_an_unreadable_source_ends_with_2_and_leaves_nothing(tmp_path, capsys, refused_files, case, name):
+    """Named itself, or found in a directory."""
+    make, words = UNREADABLE[case]
+    (tmp_path / "in").mkdir()
+    make(tmp_path / "in" / name)
+    refused_files |= {name} if case == "no permission" else set()
+    (tmp_path / "in/b.txt").write_text("b" * 50)
+    for text in ("in", f"in/{name}"):
+        code, out, err = run(capsys, "--text", tmp_path / text, "--out", tmp_path / "out", "--validation", "0.1")
+        assert (code, out, err.count("\n")) == (2, "", 1) and words in err, err
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
+
+
+def test_a_directory_that_cannot_be_listed_is_refused_instead_of_left_out(tmp_path, capsys, monkeypatch):
+    def scandir(path, real=os.scandir):
+        if Path(path).name == "deep":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    (tmp_path / "in/deep").mkdir(parents=True)
+    jsonl(tmp_path / "in/x.jsonl")
+    monkeypatch.setattr(os, "scandir", scandir)
+    code, _, err = run(capsys, "--text", tmp_path / "in", "--out", tmp_path / "out")
+    assert code == 2 and "in/deep cannot be read: Permission denied" in err and err.count("\n") == 1
+
+
+ODD_NAMES = {
+    "a long name": ("x" * 256, "File name too long"),
+    "a URL": ("gs://bucket/x", "is a URL, but --out must name a directory"),
+    "a FIFO": ("fifo", "is a file; --out must name a directory"),
+    "a symlink loop": ("loop", "is a symlink loop; --out must name a directory"),
+}
+
+
+@pytest.mark.parametrize("case", ODD_NAMES)
+def test_a_place_that_cannot_hold_data_is_refused(tmp_path, capsys, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    fifo(Path("fifo"))
+    symlink_loop(Path("loop"))
+    out, words = ODD_NAMES[case]
+    before = {*tmp_path.iterdir()}
+    code, _, err = run(capsys, "--source", "stdlib", "--out", out)
+    assert code == 2 and words in err and err.count("\n") == 1, err
+    assert {*tmp_path.iterdir()} == before
 
 
 def bad_text(directory: Path, name: str, content: bytes) -> Path:

@@ -12,11 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
-from shmap_tp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, score
+from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, VocabParallelHead, score
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from shmap_tp.layers.mlp import GeluMlp, GatedMlp
+from shmap_tp.layers.mlp import GatedMlp, GeluMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, Learned, Rotary
+from shmap_tp.layers.rotation import Rotation
 from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import TensorParallel
@@ -39,7 +40,7 @@ RESIDUAL_STREAM = {ALL_REDUCE: ((B, T, D), BATCH_SHARDED)} | dict.fromkeys(
     (SEQUENCE, COLLECTIVE_MATMUL), ((B, T + 1, D), TIME_SHARDED)
 )
 """(shape, PartitionSpec) of the residual stream by tensor-parallel mode; every mp divides 8 positions."""
-ENCODINGS = {"alibi": Alibi(H), "rotary": Rotary(10_000.0)}
+ENCODINGS = {"alibi": Alibi(H), "rotary": Rotary(Rotation(10_000.0))}
 
 
 def attention(kv_heads: int, positions: str, chunk: int, heads: int = H, tp: TensorParallel = ALL_REDUCE) -> Case:
@@ -107,7 +108,7 @@ def embedding(tp: TensorParallel) -> Case:
 def head(tp: TensorParallel) -> Case:
     return Case(
         partial(VocabParallelHead, VOCABULARY, V, D, std=1.0),
-        lambda layer, x: jax.vmap(score, (0, None))(tp.enter(x), layer.weight),
+        lambda layer, x: jax.vmap(score, (0, None))(tp.enter(x), OutputProjection(layer.weight)),
         lambda p, x: x @ p["weight"].T,
         (RESIDUAL_STREAM[tp],),
         FEATURES_SHARDED,
@@ -159,7 +160,7 @@ LAYERS = {
     "learned": learned_positions(ALL_REDUCE),
     "learned, sequence": learned_positions(SEQUENCE),
     "rotary": Case(
-        lambda key: Rotary(10_000.0),
+        lambda key: ENCODINGS["rotary"],
         lambda layer, x: layer.rotate(x),
         lambda p, x: reference.rotate(x),
         (((B, T, H, 6), HEADS_SHARDED),),

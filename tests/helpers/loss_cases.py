@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.layers.embedding import VocabParallelHead
+from shmap_tp.layers.embedding import OutputProjection, VocabParallelHead
 from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.mesh import DP
@@ -32,18 +32,21 @@ def random_targets(vocabulary: int, ignored: float) -> np.ndarray:
 
 
 def dense_loss(p: dict, h_BTD: Any, targets_BT: Any, vocabulary: int) -> tuple[Any, Any]:
-    nll, logz = reference.cross_entropy(4 * h_BTD @ p["weight"].T, targets_BT, vocabulary)
+    logits = 4 * h_BTD @ p["weight"].T + reference.bias(p)
+    nll, logz = reference.cross_entropy(logits, targets_BT, vocabulary)
     loss = nll.sum() / COUNTED
     return loss + Z_LOSS * (logz**2).sum() / COUNTED, lax.stop_gradient(loss)
 
 
-def loss(vocabulary: int, ignored: float, chunk: int, tp: TensorParallel = ALL_REDUCE) -> Case:
+def loss(vocabulary: int, ignored: float, chunk: int, tp: TensorParallel = ALL_REDUCE, *, bias: bool = False) -> Case:
     """`LinearCrossEntropy` of h after `tp.enter`, summed over dp."""
     layer = LinearCrossEntropy(vocabulary, Z_LOSS, chunk)
     targets = random_targets(vocabulary, ignored).astype(np.int32)
     return Case(
-        partial(VocabParallelHead, vocabulary, V, D, std=1.0),
-        lambda head, h, targets: all_reduce(layer(4 * tp.enter(h), head.weight, targets, jnp.array(COUNTED)), DP),
+        partial(VocabParallelHead, vocabulary, V, D, std=1.0, bias=bias),
+        lambda head, h, targets: all_reduce(
+            layer(4 * tp.enter(h), OutputProjection(head.weight, head.bias), targets, jnp.array(COUNTED)), DP
+        ),
         lambda p, h, targets: dense_loss(p, h, targets, vocabulary),
         (((B, T, D), TIME_SHARDED if tp == SEQUENCE else BATCH_SHARDED), (targets, TARGETS_SPEC)),
         (P(), P()),
@@ -67,4 +70,5 @@ LOSSES = {
 LOSSES |= {
     "every target ignored": loss(50, 1.0, 3),
     f"sequence, {PADDED}, chunks of 3": loss(50, 0.3, 3, SEQUENCE),
+    f"with a bias, {PADDED}, chunks of 3": loss(50, 0.3, 3, bias=True),
 }

@@ -51,6 +51,6 @@ def with_lax(monkeypatch: pytest.MonkeyPatch, module: Any, **replacements: Any) 
 
 
 def declare(monkeypatch: pytest.MonkeyPatch, layer: type, *axes: str | None) -> None:
-    """Let `layer` declare its only parameter with these axes."""
-    (field,) = [field for field in layer.__dataclass_fields__.values() if "axes" in field.metadata]
-    monkeypatch.setattr(field, "metadata", {"axes": axes, "replicate_if_fewer": False})
+    """Let `layer` declare its first parameter with these axes."""
+    field = next(field for field in layer.__dataclass_fields__.values() if "axes" in field.metadata)
+    monkeypatch.setattr(field, "metadata", {**field.metadata, "axes": axes, "replicate_if_fewer": False})

@@ -16,24 +16,54 @@ def inside(p: dict, name: str) -> dict:
     return {path.removeprefix(name + "."): array for path, array in p.items() if path.startswith(name + ".")}
 
 
-def layernorm(p: dict, x):
+def bias(p: dict, name: str = "bias"):
+    """The bias of that name as [1 1 F], or 0 where there is none."""
+    return p[name].reshape(1, 1, -1) if name in p else 0
+
+
+def layernorm(p: dict, x, epsilon: float | None = None):
     mean = x.mean(-1, keepdims=True)
     variance = ((x - mean) ** 2).mean(-1, keepdims=True)
-    return (x - mean) / jnp.sqrt(variance + 1e-5) * p["scale"][None, None]
+    return (x - mean) / jnp.sqrt(variance + (epsilon or 1e-5)) * p["scale"][None, None] + bias(p)
 
 
-def rmsnorm(p: dict, x):
-    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * p["scale"][None, None]
+def rmsnorm(p: dict, x, epsilon: float | None = None):
+    root = jnp.sqrt((x**2).mean(-1, keepdims=True) + (epsilon or 1e-6))
+    return x / root * p["scale"].reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def rmsnorm_unit_offset(p: dict, x, epsilon: float | None = None):
+    return rmsnorm({"scale": 1 + p["scale"]}, x, epsilon)
+
+
+def gelu(x):
+    return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_erf(x):
+    return x * (1 + jax.scipy.special.erf(x / math.sqrt(2))) / 2
+
+
+def silu(x):
+    return x / (1 + jnp.exp(-x))
+
+
+def plain_mlp(p: dict, x, activation):
+    up = x @ p["up.weight"].T + bias(p, "up.bias")
+    return activation(up) @ p["down.weight"] + bias(p, "down.bias")
+
+
+def gated_mlp(p: dict, x, activation):
+    gate, up = (x @ p[f"{name}.weight"].T + bias(p, f"{name}.bias") for name in ("gate", "up"))
+    return (activation(gate) * up) @ p["down.weight"] + bias(p, "down.bias")
 
 
 def gelu_mlp(p: dict, x):
-    up = x @ p["up.weight"].T
-    return (0.5 * up * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))) @ p["down.weight"]
+    return plain_mlp(p, x, gelu)
 
 
 def swiglu_mlp(p: dict, x):
-    gate = x @ p["gate.weight"].T
-    return (gate / (1 + jnp.exp(-gate)) * (x @ p["up.weight"].T)) @ p["down.weight"]
+    return gated_mlp(p, x, silu)
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -45,13 +75,37 @@ def alibi_slopes(heads: int) -> list[float]:
     return alibi_slopes(below) + alibi_slopes(2 * below)[::2][: heads - below]
 
 
-def rotate(x_BTHK, base: float = 10_000.0):
-    """Components k and k + K/2 form one complex number, which is rotated by position * base^(-2k/K)."""
-    time, size = x_BTHK.shape[1], x_BTHK.shape[3]
-    frequency = base ** (-2.0 * jnp.arange(size // 2) / size)
-    angle = jnp.arange(time)[:, None] * frequency[None, :]
-    z = (x_BTHK[..., : size // 2] + 1j * x_BTHK[..., size // 2 :]) * jnp.exp(1j * angle)[None, :, None, :]
-    return jnp.concatenate([z.real, z.imag], axis=-1)
+def llama3_frequency(frequency: float, config) -> float:
+    """As in the code of Llama 3.1: by the wavelength, the number of positions of one turn."""
+    wavelength, original = 2 * math.pi / frequency, config.rotary_original_context
+    low, high = config.rotary_low_frequency_factor, config.rotary_high_frequency_factor
+    if wavelength < original / high:
+        return frequency
+    if wavelength > original / low:
+        return frequency / config.rotary_scaling_factor
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / config.rotary_scaling_factor + smooth * frequency
+
+
+def rotate(x_BTHK, config=None):
+    """The first R components, taken in pairs as complex numbers, number k rotated by position * base^(-2k/R).
+
+    By default all of them, components k and k + R/2 forming a pair.
+    """
+    time, size = x_BTHK.shape[1], (config and config.rotary_dim) or x_BTHK.shape[3]
+    base = config.rotary_base if config else 10_000.0
+    frequencies = [base ** (-2.0 * k / size) for k in range(size // 2)]
+    if config and config.rotary_scaling == "llama3":
+        frequencies = [llama3_frequency(frequency, config) for frequency in frequencies]
+    turn = jnp.exp(1j * jnp.arange(time)[:, None] * jnp.array(frequencies)[None, :])[None, :, None, :]
+    x, rest = x_BTHK[..., :size], x_BTHK[..., size:]
+    if config and config.rotary_pairing == "neighbouring":
+        z = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
+        y = jnp.stack([z.real, z.imag], axis=-1).reshape(x.shape)
+    else:
+        z = (x[..., : size // 2] + 1j * x[..., size // 2 :]) * turn
+        y = jnp.concatenate([z.real, z.imag], axis=-1)
+    return jnp.concatenate([y, rest], axis=-1)
 
 
 def one_head(q_BTK, k_BTK, v_BTK, slope):
@@ -63,30 +117,50 @@ def one_head(q_BTK, k_BTK, v_BTK, slope):
     return jnp.einsum("bts,bsk->btk", weights / weights.sum(-1, keepdims=True), v_BTK)
 
 
-def attention(p: dict, x, positions: str):
+def attention(p: dict, x, positions: str, config=None):
+    """`config` has the options of the heads; without it there are none."""
     k_BTNK = jnp.einsum("btd,dnk->btnk", x, p["key.weight"])
     v_BTNK = jnp.einsum("btd,dnk->btnk", x, p["value.weight"])
     q_BTHK = (x @ p["query.weight"].T).reshape(*x.shape[:2], -1, k_BTNK.shape[3])
+    q_BTHK, k_BTNK, v_BTNK = (
+        y + (p[f"{name}.bias"].reshape(1, 1, *y.shape[2:]) if f"{name}.bias" in p else 0)
+        for name, y in (("query", q_BTHK), ("key", k_BTNK), ("value", v_BTNK))
+    )
+    if config and config.qk_norm:
+        q_BTHK = rmsnorm(inside(p, "query_norm"), q_BTHK, config.norm_epsilon)
+        k_BTNK = rmsnorm(inside(p, "key_norm"), k_BTNK, config.norm_epsilon)
     if positions == "rotary":
-        q_BTHK, k_BTNK = rotate(q_BTHK), rotate(k_BTNK)
+        q_BTHK, k_BTNK = rotate(q_BTHK, config), rotate(k_BTNK, config)
     heads, share = q_BTHK.shape[2], q_BTHK.shape[2] // k_BTNK.shape[2]
     k_BTHK, v_BTHK = jnp.repeat(k_BTNK, share, axis=2), jnp.repeat(v_BTNK, share, axis=2)
     slopes_H = jnp.array(alibi_slopes(heads) if positions == "alibi" else [0.0] * heads)
     mixed_BTHK = jax.vmap(one_head, in_axes=(2, 2, 2, 0), out_axes=2)(q_BTHK, k_BTHK, v_BTHK, slopes_H)
-    return mixed_BTHK.reshape(*x.shape[:2], -1) @ p["out.weight"]
+    return mixed_BTHK.reshape(*x.shape[:2], -1) @ p["out.weight"] + bias(p, "out.bias")
 
 
-NORMS = {"layernorm": layernorm, "rmsnorm": rmsnorm}
-MLPS = {"gelu": gelu_mlp, "swiglu": swiglu_mlp}
+NORMS = {"layernorm": layernorm, "rmsnorm": rmsnorm, "rmsnorm_unit_offset": rmsnorm_unit_offset}
+MLPS = {
+    "gelu": gelu_mlp,
+    "gelu_erf": lambda p, x: plain_mlp(p, x, gelu_erf),
+    "swiglu": swiglu_mlp,
+    "geglu": lambda p, x: gated_mlp(p, x, gelu),
+}
 
 
 def block(p: dict, x, config):
-    norm, mlp = NORMS[config.norm], MLPS[config.mlp]
-    if config.block == "parallel":
-        h = norm(inside(p, "norm"), x)
-        return x + attention(inside(p, "attention"), h, config.positions) + mlp(inside(p, "mlp"), h)
-    x = x + attention(inside(p, "attention"), norm(inside(p, "attention_norm"), x), config.positions)
-    return x + mlp(inside(p, "mlp"), norm(inside(p, "mlp_norm"), x))
+    mlp = MLPS[config.mlp]
+
+    def norm(name: str, x):
+        return NORMS[config.norm](inside(p, name), x, config.norm_epsilon)
+
+    def attend(h):
+        return attention(inside(p, "attention"), h, config.positions, config)
+
+    if config.block == "sequential":
+        x = x + attend(norm("attention_norm", x))
+        return x + mlp(inside(p, "mlp"), norm("mlp_norm", x))
+    names = ("norm", "norm") if config.block == "parallel" else ("attention_norm", "mlp_norm")
+    return x + attend(norm(names[0], x)) + mlp(inside(p, "mlp"), norm(names[1], x))
 
 
 def embedding(p: dict, ids_BT):
@@ -96,13 +170,13 @@ def embedding(p: dict, ids_BT):
 
 def transformer(p: dict, ids_BT, config):
     """Logits of all rows of the table, including padding."""
-    x = embedding(inside(p, "embedding"), ids_BT)
+    x = embedding(inside(p, "embedding"), ids_BT) * config.embedding_scale
     if config.positions == "learned":
         x = x + p["positions.weight"][None, : x.shape[1]]
     for layer in range(config.layers):
         x = block({path: array[layer] for path, array in inside(p, "blocks").items()}, x, config)
     head = p["embedding.weight" if config.tie_embeddings else "head.weight"]
-    return NORMS[config.norm](inside(p, "norm"), x) @ head.T
+    return NORMS[config.norm](inside(p, "norm"), x, config.norm_epsilon) @ head.T + bias(p, "head.bias")
 
 
 def cross_entropy(logits_BTV, targets_BT, vocabulary: int):
@@ -131,7 +205,7 @@ def adamw(p: dict, gradients: dict, moments: dict, step: int, rate: float, confi
         m = config.beta1 * moments[path][0] + (1 - config.beta1) * g
         v = config.beta2 * moments[path][1] + (1 - config.beta2) * g**2
         unbiased_m, unbiased_v = m / (1 - config.beta1**step), v / (1 - config.beta2**step)
-        decay = 0 if path.endswith("scale") else config.weight_decay
+        decay = 0 if path.endswith(("scale", "bias")) else config.weight_decay
         new[path] = p[path] - rate * (unbiased_m / (unbiased_v**0.5 + config.epsilon) + decay * p[path])
         new_moments[path] = (m, v)
     return new, new_moments, norm

@@ -1,5 +1,7 @@
 """Fixtures of whole runs: a model of two layers, a few thousand random tokens, and ways to start and stop a run."""
 
+import hashlib
+import json
 import os
 import socket
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
+from shmap_tp.data.metadata import META, TOKENIZER
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
@@ -41,8 +44,12 @@ TINY = [
 
 
 def write_tokens(directory: Path, *, train: int = 3000, validation: int = 600, seed: int = 0) -> Path:
-    """Write train.bin and validation.bin with random ids, without meta.json; return the directory."""
+    """Write train.bin and validation.bin with random ids, a tokenizer.json that is none, and meta.json with the dtype
+    and the tokenizer's hash; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / TOKENIZER).write_bytes(b"{}")
+    meta = {"dtype": "uint16", "tokenizer": "none.json", "tokenizer_sha256": hashlib.sha256(b"{}").hexdigest()}
+    (directory / META).write_text(json.dumps(meta))
     generator = np.random.default_rng(seed)
     for name, count in [("train", train), ("validation", validation)]:
         generator.integers(0, VOCABULARY, count).astype("<u2").tofile(directory / f"{name}.bin")
@@ -144,7 +151,7 @@ def together(count: int, *arguments: str, last: Sequence[str] = ()) -> AbstractC
 def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None:
     """Wait until metrics.jsonl has `step`."""
     for _ in range(6000):
-        seen = read_metrics(directory / "run" / "metrics.jsonl")
+        seen = list(read_metrics(directory / "run" / "metrics.jsonl"))
         if seen and seen[-1]["step"] >= step:
             return
         assert process.poll() is None, process.communicate()

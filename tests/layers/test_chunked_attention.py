@@ -16,7 +16,7 @@ def vjp(chunk: int):
 
     def run(q, k, v, cotangent, slopes_H=None):
         out, pull = jax.vjp(lambda *qkv: causal_attention(*qkv, slopes_H, chunk), q, k, v)
-        return {"out": out, "gradients": pull(cotangent)}
+        return out, pull(cotangent)
 
     return run
 

@@ -20,6 +20,7 @@ from shmap_tp.layers.attention import AnyAttention, Attention, Chunked
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.flash_attention import Cudnn, Splash
 from shmap_tp.layers.positions import Rotary
+from shmap_tp.layers.rotation import Rotation
 from shmap_tp.model.host_offload import save_at_block_end
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.collectives import varying_axes
@@ -46,7 +47,7 @@ def splash_attention(kv_heads: int, head_dim: int, batch: int, defer: bool) -> C
     0.9e-6 in XLA's own operations."""
 
     def call(layer, x):
-        return save_at_block_end(*layer(0.5 * x, Rotary(10_000.0), ALL_REDUCE))
+        return save_at_block_end(*layer(0.5 * x, Rotary(Rotation(10_000.0)), ALL_REDUCE))
 
     return Case(
         partial(Attention, D, (H, kv_heads), head_dim, Splash(defer, interpret=True), std=1.0, std_out=1.0),

@@ -17,23 +17,24 @@ from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 from tests.helpers.assertions import RELATIVE, assert_close
 from tests.helpers.model_fixtures import every_precision, mesh, random_like, shapes_of
+from tests.helpers.option_cases import ROTARIES
 from tests.helpers.sharded_harness import ALL_REDUCE, BATCH_SHARDED, SEQUENCE, TIME_SHARDED
 
 B, T, D, H, K = 4, 32, 24, 8, 6
-ROTARY = Rotary(10_000.0)
+every_rotary = pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
 
 
 def heads(precision: str) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(B, T, H, K)).astype(precision)
 
 
-def rotated(x: np.ndarray, positions: Any = None) -> dict[str, np.ndarray]:
+def rotated(rotary: Rotary, x: np.ndarray, positions: Any = None) -> dict[str, np.ndarray]:
     """x rotated on a (2, 4) mesh, and the gradient of x for the cotangent 2x."""
     spec = P(DP, None, MP, None)
 
     def local(x):
         at = None if positions is None else jnp.asarray(positions)
-        y, pull = jax.vjp(lambda x: ROTARY.rotate(x, at), x)
+        y, pull = jax.vjp(lambda x: rotary.rotate(x, at), x)
         return {"y": y, "dx": pull(2 * x)[0]}
 
     with jax.enable_x64(x.dtype == np.float64):
@@ -42,21 +43,22 @@ def rotated(x: np.ndarray, positions: Any = None) -> dict[str, np.ndarray]:
 
 
 @every_precision
-def test_rotation_at_the_default_positions_equals_rotation_without_positions(precision):
+@every_rotary
+def test_rotation_at_the_default_positions_equals_rotation_without_positions(rotary, precision):
     """The two are computed differently (xla_workarounds.py)."""
     x = heads(precision)
-    assert_close(rotated(x, np.arange(T, dtype=np.int32)), rotated(x), RELATIVE[precision])
+    assert_close(rotated(rotary, x, np.arange(T, dtype=np.int32)), rotated(rotary, x), RELATIVE[precision])
 
 
 @every_precision
 @pytest.mark.parametrize("start", [1, 13])
 def test_rotation_at_shifted_positions_equals_a_slice_of_the_longer_sequence(precision, start):
-    x = heads(precision)
-    expected = {name: y[:, start:] for name, y in rotated(x).items()}
+    x, rotary = heads(precision), ROTARIES["all"]
+    expected = {name: y[:, start:] for name, y in rotated(rotary, x).items()}
     part = x[:, start:]
-    assert_close(rotated(part, np.arange(start, T, dtype=np.int32)), expected, RELATIVE[precision])
+    assert_close(rotated(rotary, part, np.arange(start, T, dtype=np.int32)), expected, RELATIVE[precision])
     with pytest.raises(AssertionError):
-        assert_close(rotated(part), expected, 1e-2)
+        assert_close(rotated(rotary, part), expected, 1e-2)
 
 
 def with_learned_positions(x: np.ndarray, layer: Learned, tp: TensorParallel, positions: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.layers.embedding import score
+from shmap_tp.layers.embedding import OutputProjection, score
 from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.mesh import DP, MP
@@ -39,9 +39,9 @@ def sums_and_gradients(
 
     def local(h: Any, w: Any, targets: Any) -> dict[str, Any]:
         counted = jnp.ones((), jnp.float32)
-        objective, pull, nll = jax.vjp(lambda h, w: loss(h, w, targets, counted), h, w, has_aux=True)
+        objective, pull, nll = jax.vjp(lambda h, w: loss(h, OutputProjection(w), targets, counted), h, w, has_aux=True)
         dh, dw = pull(jnp.ones_like(objective))
-        evaluated = loss(h, w, targets, counted)
+        evaluated = loss(h, OutputProjection(w), targets, counted)
         return {"sums": all_reduce((objective, nll), DP), "evaluated": all_reduce(evaluated, DP), "dh": dh, "dw": dw}
 
     outs = {"sums": (P(), P()), "evaluated": (P(), P()), "dh": BATCH_SHARDED, "dw": P(MP, None)}
@@ -94,7 +94,7 @@ def test_logits_of_bfloat16_inputs_are_float32(bfloat16_arrays):
     """No logit is rounded to bfloat16: the losses equal those of the same h in float32.  The dtypes of the program are
     checked, too, because XLA for CPU would leave out such a rounding."""
     h, w, ids = bfloat16_arrays
-    (product,) = equations_named(jax.make_jaxpr(score)(h[0], w).jaxpr, "dot_general")
+    (product,) = equations_named(jax.make_jaxpr(score)(h[0], OutputProjection(w)).jaxpr, "dot_general")
     dtypes = [var.aval.dtype for var in (*product.invars, *product.outvars)]
     assert dtypes == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
     loss = LinearCrossEntropy(V, Z_LOSS, 5)

@@ -168,12 +168,12 @@ def test_reducing_gradients_over_dp_in_every_microbatch_is_reported(monkeypatch)
 
 
 def test_a_missing_all_reduce_is_reported(monkeypatch):
-    """A gradient norm that takes the maximum over devices instead of the sum."""
+    """Norms that take the maximum over devices instead of the sum."""
     maximum = SimpleNamespace(**{**vars(lax), "psum": lambda x, axes: lax.pmax(x, axes)})
     monkeypatch.setattr(shmap_tp.training.optimizer, "lax", maximum)
     found = reconciled(program_config("parallel", (2, 4)), "float32")
-    assert [entry.what for entry in found.missing] == ["gradient norm"]
-    assert [entry.operation for entry in found.unplanned] == [Operation.max]
+    assert [entry.what for entry in found.missing] == ["gradient norm", "parameter norms"]
+    assert [entry.operation for entry in found.unplanned] == [Operation.max] * 2
 
 
 # The printed table

@@ -11,7 +11,6 @@ import shmap_tp
 from shmap_tp.data.tokenizer import open_tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.__main__ import main
-from shmap_tp.pretrained.start import recorded_source
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.paths import ROOT
 from tests.helpers.pretrained_models import read_tensors, reference, write_directory
@@ -43,7 +42,7 @@ def test_a_run_starts_from_the_weights_and_records_where_they_came_from(work):
     assert record["from"] == str(work / "model") and record["architecture"] == "LlamaForCausalLM"
     assert any("sha256" in key and len(value) == 64 for key, value in record.items())
     assert (work / "run" / "pretrained" / "tokenizer.json").is_file() and len(tokens)
-    assert recorded_source(work / "run").config == reference("llama")["config"]
+    assert shmap_tp.Model.restore(work / "run").source.config == reference("llama")["config"]
 
 
 def test_a_run_is_resumed_on_another_mesh_without_the_directory(work, tmp_path):

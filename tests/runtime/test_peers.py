@@ -20,7 +20,7 @@ import pytest
 from shmap_tp import train as command
 from shmap_tp.runtime.exit_codes import LOST
 from shmap_tp.training import loop
-from shmap_tp.training.checkpoint import MANIFEST
+from shmap_tp.training.checkpoint_files import MANIFEST
 from tests.helpers.run_fixtures import (
     FIRST,
     free_port,

@@ -5,24 +5,27 @@ A stand-in for gcloud records its arguments and answers from a list.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from shmap_tp import verify
-from shmap_tp.config.compose import load
 from tests.helpers.paths import ROOT
-from tests.helpers.run_fixtures import FIRST
 
 SCRIPTS = ROOT / "scripts"
 POD = str(SCRIPTS / "pod.sh")
 STAND_IN = f"""#!{sys.executable} -S
-import json, pathlib, sys
+import json, pathlib, shutil, sys
 here = pathlib.Path(__file__).parent
+if "scp" in sys.argv:
+    source, target = sys.argv[5:7]
+    (here / "mode").write_text(oct(pathlib.Path(source).parent.stat().st_mode & 0o777))
+    shutil.copy(source, here / target)
 with (here / "calls").open("a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
 answers = json.loads((here / "answers").read_text())
@@ -35,8 +38,10 @@ for i, (part, out, err, code) in enumerate(answers):
         print(err, end="", file=sys.stderr)
         sys.exit(code)
 """
-COPY = "mkdir -p ~/shmap_tp && tar -xzf ~/shmap_tp.tar.gz -C ~/shmap_tp && ~/shmap_tp/scripts/on_host.sh prepare"
+COPY = "mkdir -p ~/shmap_tp && tar -xzf ~/shmap_tp.tar.gz -C ~/shmap_tp && rm ~/shmap_tp.tar.gz && "
+COPY += "~/shmap_tp/scripts/on_host.sh prepare"
 HOST = "~/shmap_tp/scripts/on_host.sh"
+STATUS = f"if [ -x {HOST} ]; then {HOST} status; else echo never started, not set up; fi"
 
 
 class Cloud:
@@ -52,10 +57,12 @@ class Cloud:
         """(part of the command, stdout, stderr, exit code): the first match answers; equal parts once each, in turn."""
         (self.directory / "answers").write_text(json.dumps(answers))
 
-    def pod(self, *arguments: str, code: int = 0, path: str | None = None) -> subprocess.CompletedProcess:
-        path = path or f"{self.directory}:{os.environ['PATH']}"
+    def pod(
+        self, *arguments: str, code: int = 0, path: str | None = None, script: str = POD
+    ) -> subprocess.CompletedProcess:
+        path = path or f"{self.directory}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = os.environ | {"PATH": path, "TMPDIR": str(self.directory)}
-        done = subprocess.run([POD, *arguments], env=environment, capture_output=True, text=True)
+        done = subprocess.run([script, *arguments], env=environment, capture_output=True, text=True)
         assert done.returncode == code, done
         return done
 
@@ -65,7 +72,12 @@ class Cloud:
         found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         file.unlink(missing_ok=True)
         assert all(one[:2] == ["compute", "tpus"] for one in found)
-        return [one[2:] for one in found]
+        return [self.without_random_names(one[2:]) for one in found]
+
+    def without_random_names(self, words: list[str]) -> list[str]:
+        """`words` with {packed} in place of the archive, whose directory has a random name."""
+        archive = re.compile(rf"{re.escape(str(self.directory))}/shmap_tp\.\w{{8}}/shmap_tp\.tar\.gz")
+        return [archive.sub("{packed}", word) for word in words]
 
 
 @pytest.fixture
@@ -100,18 +112,19 @@ STEPS = {
     "run p --zone z -- model=6_9b mesh.mp=8": [
         f"tpu-vm ssh p --worker=all '--command={HOST} start --cfg conf/config.yaml model=6_9b mesh.mp=8' --zone=z"
     ],
-    "run p --slices 2 -- --cfg mine.yaml --resume": [
-        f"tpu-vm ssh p-{i} --worker=all '--command={HOST} start --cfg mine.yaml --resume'" for i in range(2)
+    "run p --slices 2 -- --cfg conf/recipes/2_8b_v2-32.yaml --resume": [
+        f"tpu-vm ssh p-{i} --worker=all '--command={HOST} start --cfg conf/recipes/2_8b_v2-32.yaml --resume'"
+        for i in range(2)
     ],
     "status p": [
         "tpu-vm describe p '--format=value(state)'",
         "tpu-vm describe p '--format=value(name.basename(),state,networkEndpoints.len())'",
-        f"tpu-vm ssh p --worker=all '--command={HOST} status'",
+        f"tpu-vm ssh p --worker=all '--command={STATUS}'",
     ],
     "status p --queued": [
         "queued-resources describe p '--format=value(state.state)'",
         "tpu-vm describe p '--format=value(name.basename(),state,networkEndpoints.len())'",
-        f"tpu-vm ssh p --worker=all '--command={HOST} status'",
+        f"tpu-vm ssh p --worker=all '--command={STATUS}'",
     ],
     "logs p --follow": [f"tpu-vm ssh p --worker=0 '--command={HOST} log --follow'"],
     "logs p --slices 3": [f"tpu-vm ssh p-0 --worker=0 '--command={HOST} log'"],
@@ -123,12 +136,12 @@ STEPS = {
 
 @pytest.mark.parametrize("given", STEPS)
 def test_each_step_runs_these_gcloud_commands_and_a_dry_run_prints_them(cloud, given):
-    packed = f"{cloud.directory}/shmap_tp-p.tar.gz"
-    expected = [shlex.split(line.replace("{packed}", packed)) for line in STEPS[given]]
+    expected = [shlex.split(line) for line in STEPS[given]]
     step, options = given.split(" -- ")[0].split(), given.split(" ")
     dry = cloud.pod(*step, "--dry-run", *options[len(step) :]).stdout.splitlines()
     assert cloud.calls() == []
-    assert [shlex.split(line) for line in dry] == [["gcloud", "compute", "tpus", *line] for line in expected]
+    words = [cloud.without_random_names(shlex.split(line)) for line in dry]
+    assert words == [["gcloud", "compute", "tpus", *line] for line in expected]
 
     cloud.answer(("queued-resources describe", "ACTIVE\n", "", 0), ("value(state)", "READY\n", "", 0))
     cloud.pod(*options)
@@ -146,12 +159,105 @@ def test_arguments_reach_main_py_unchanged(cloud):
     assert received.stdout.decode().splitlines() == ["start", "--cfg", "conf/config.yaml", *given]
 
 
-def test_setup_copies_the_files_that_git_knows_of(cloud):
-    cloud.pod("setup", "packed-p")
-    packed = cloud.directory / "shmap_tp-packed-p.tar.gz"
-    names = subprocess.run(["tar", "-tzf", packed], capture_output=True, text=True, check=True).stdout.split()
-    assert {"main.py", "prepareTPUVM.sh", "scripts/on_host.sh", "conf/config.yaml"} <= set(names)
-    assert not [name for name in names if name.startswith((".git/", ".cache", ".venv"))]
+# What a dry run checks
+
+
+def test_a_dry_run_checks_the_arguments_of_main_py(cloud):
+    done = cloud.pod("run", "p", "--dry-run", "--", "mesh.mp=3", code=2)
+    assert done.stderr.startswith("error: mesh.mp=3 does not divide heads=8") and not done.stdout
+    given = ["--type", "v4-8", "--dry-run", "--", "--cfg", "conf/nowhere.yaml", "checkpoint.dir=gs://b"]
+    assert "conf/nowhere.yaml: no such file" in cloud.pod("train", "p", *given, code=2).stderr
+    given[-2:] = ["conf/recipes/llama3_8b_v5p-8.yaml", "checkpoint.dir=gs://b"]
+    assert "dp=4 x mp=1 = 4 devices" in cloud.pod("train", "p", *given).stderr
+
+
+def test_a_dry_run_without_the_packages_reports_that_nothing_was_checked(cloud, clone):
+    script = str(clone / "scripts" / "pod.sh")
+    done = cloud.pod("run", "p", "--dry-run", "--", "mesh.mp=3", script=script, path=f"{cloud.directory}:/usr/bin:/bin")
+    assert "the arguments of main.py are not checked: no Python here has its packages" in done.stderr
+    assert done.stdout.startswith("gcloud compute tpus tpu-vm ssh p")
+
+
+# What setup copies
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """An unpacked archive of a project: a few files, some of them private, and links to files outside of it."""
+    clone, outside = tmp_path / "clone", tmp_path / "outside"
+    for name in (
+        "main.py",
+        "conf/config.yaml",
+        ".env",
+        ".ssh/id",
+        "conf/.env",
+        "shmap_tp/__pycache__/x.pyc",
+        "mine.yaml",
+    ):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text("here")
+    (clone / "data").mkdir()
+    (clone / "data" / "train.bin").touch()
+    outside.mkdir()
+    (outside / "secret").write_text("outside")
+    (clone / "conf" / "link.yaml").symlink_to(outside / "secret")
+    (clone / "docs").symlink_to(outside)
+    shutil.copytree(SCRIPTS, clone / "scripts")
+    return clone
+
+
+def copied(cloud: Cloud, clone: Path) -> set[str]:
+    """The names in the archive that `pod.sh setup` sends, without those of the scripts."""
+    cloud.pod("setup", "p", script=str(clone / "scripts" / "pod.sh"))
+    with tarfile.open(cloud.directory / "p:shmap_tp.tar.gz") as archive:
+        assert all(member.isfile() for member in archive if member.name != "conf/tracked_link.yaml")
+        return {name for name in archive.getnames() if not name.startswith("scripts/")}
+
+
+def git(clone: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", clone, *arguments], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_setup_copies_the_tracked_files_as_they_are_now(cloud, clone):
+    (clone / "conf" / "tracked_link.yaml").symlink_to("/etc/hostname")
+    (clone / "deleted.py").touch()
+    git(clone, "init")
+    git(clone, "add", "main.py", "deleted.py", "conf/config.yaml", "conf/tracked_link.yaml", "scripts")
+    (clone / "main.py").write_text("changed")
+    (clone / "deleted.py").unlink()
+    assert copied(cloud, clone) == {"main.py", "conf/config.yaml", "conf/tracked_link.yaml"}
+    with tarfile.open(cloud.directory / "p:shmap_tp.tar.gz") as archive:
+        assert archive.extractfile("main.py").read() == b"changed"
+        assert archive.getmember("conf/tracked_link.yaml").issym()
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_setup_names_files_that_it_does_not_copy(cloud, clone):
+    git(clone, "init")
+    git(clone, "add", "main.py", "conf", "scripts", ".env")
+    output = cloud.pod("setup", "p", script=str(clone / "scripts" / "pod.sh")).stdout
+    assert "not copied, because git does not track them" in output and "mine.yaml" in output
+
+
+def test_setup_without_git_copies_the_projects_files_but_nothing_hidden_and_no_links(cloud, clone):
+    assert copied(cloud, clone) == {"main.py", "conf/config.yaml"}
+
+
+def test_the_archive_is_private_and_is_deleted(cloud, clone):
+    before = {file.name for file in cloud.directory.iterdir()}
+    copied(cloud, clone)
+    assert (cloud.directory / "mode").read_text() == "0o700"
+    made = {file.name for file in cloud.directory.iterdir()} - before
+    assert made == {"calls", "mode", "p:shmap_tp.tar.gz"}, "everything else in the temporary directory was deleted"
+
+
+def test_an_archive_of_the_same_name_that_someone_else_made_is_not_written(cloud, clone, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (cloud.directory / "shmap_tp-p.tar.gz").symlink_to(victim)
+    copied(cloud, clone)
+    assert victim.read_text() == "precious"
 
 
 MISTAKES = {
@@ -185,6 +291,7 @@ ERRORS = {
     "ERROR: Quota limit 'TPUV4sPodPerProject' has been exceeded": "the quota is too small; request more",
     "ERROR: There is no more capacity in the zone": "no capacity in this zone now; wait with --queued",
     "ERROR: PERMISSION_DENIED: Cloud TPU API has not been used": "gcloud services enable tpu.googleapis.com",
+    "bash: line 1: /x/scripts/on_host.sh: No such file or directory": "p is not set up; run first: pod.sh setup p",
     "ERROR: the moon": "failed (above)",
 }
 
@@ -209,31 +316,6 @@ def test_a_missing_gcloud_is_reported_with_its_download_page(cloud, tmp_path):
     assert output.startswith("error: gcloud is not installed; see https://cloud.google.com/sdk/docs/install")
 
 
-# The guide
-
-
-def commands() -> list[list[str]]:
-    """The commands in docs/pods.md, each as words."""
-    blocks = (ROOT / "docs" / "pods.md").read_text().split("```")[1::2]
-    lines = "".join(block.partition("\n")[2] for block in blocks).replace("\\\n", "").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.startswith(("scripts/", "sbatch", "python"))]
-
-
-@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
-def test_the_commands_of_the_guide_are_accepted(cloud, words):
-    if words[0] == "scripts/pod.sh":
-        before = words.index("--") if "--" in words else len(words)
-        cloud.pod(*words[1:before], "--dry-run", *words[before:])
-        load(FIRST, words[before + 1 :])
-    elif words[0] == "sbatch":
-        load(FIRST, [word for word in words[words.index("scripts/slurm.sh") + 1 :]])
-    elif words[2] == "shmap_tp.verify":
-        verify.parser().parse_args(words[3:])
-    else:
-        assert words[2] == "shmap_tp.plan"
-    assert cloud.calls() == []
-
-
 # train: repeatedly, until main.py is done
 
 
@@ -248,7 +330,7 @@ def train(cloud: Cloud, *, hosts: list[str], states: list[str], code: int, more:
     done = cloud.pod("train", "p", *given, code=code)
     words = []
     for verb, what, _, *rest in cloud.calls():
-        host = [one.split(HOST)[1].split()[0] for one in rest if HOST in one]
+        host = [one.rpartition(HOST)[2].split()[0].rstrip(";") for one in rest if HOST in one]
         words += [] if what in ("describe", "scp") else host or [what]
         assert "start" not in host or any("checkpoint.resume=if_present" in one for one in rest)
         assert verb == "tpu-vm"

@@ -23,7 +23,7 @@ from shmap_tp.parallel.collectives import all_reduce, varying_axes
 from shmap_tp.parallel.mesh import DP, make_mesh
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop, step
-from shmap_tp.training.bad_steps import BadStepMonitor, BadStepState, initial_bad_step_state
+from shmap_tp.training.bad_steps import BadStepMonitor, BadStepState, Judged, initial_bad_step_state
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.step import Objective, State, build_step_functions
 from tests.helpers.assertions import assert_replicas_agree, assert_same_bits, by_path
@@ -31,7 +31,7 @@ from tests.helpers.model_fixtures import config, mesh
 from tests.helpers.run_fixtures import STEPS, checkpoint_steps, lines, signal_during, state_at, tiny, values
 from tests.helpers.step_fixtures import learnable_batch
 
-GUARD = GuardConfig(loss_spike_sigmas=6.0, window=8, max_consecutive=3)
+GUARD = GuardConfig(loss_spike_sigmas=6.0, window=8, max_norm_change=10.0, max_consecutive=3)
 
 
 # The decision
@@ -41,13 +41,13 @@ def run_guard(losses: list[float], config: GuardConfig = GUARD, norm: float = 1.
     """(whether each step was taken, the state after the last)."""
     guard, taken = initial_bad_step_state(), []
     for loss in losses:
-        good, guard = guard.update(jnp.float32(loss), jnp.float32(norm), config)
+        good, guard = guard.update(Judged(*map(jnp.float32, (loss, norm, 1, 1))), config)
         taken.append(bool(good))
     return taken, guard
 
 
 def test_a_step_with_a_non_finite_loss_or_norm_is_skipped():
-    without = GuardConfig(loss_spike_sigmas=None, window=8, max_consecutive=None)
+    without = GuardConfig(loss_spike_sigmas=None, window=8, max_norm_change=None, max_consecutive=None)
     for loss, norm in [(np.nan, 1), (np.inf, 1), (-np.inf, 1), (1, np.nan), (1, np.inf)]:
         for rules in (GUARD, without):
             taken, guard = run_guard([loss], rules, norm)
@@ -80,7 +80,8 @@ def test_the_running_mean_forgets_old_losses():
 
 
 def line(step: int, in_a_row: int, loss: float, norm: float = 1.0) -> dict[str, Any]:
-    return {"step": step, "skipped_in_a_row": in_a_row, "loss": loss, "grad_norm": norm, "loss_limit": 2.7}
+    norms = {"grad_norm": norm, "param_norm": 5.0, "updated_param_norm": 5.0}
+    return {"step": step, "skipped_in_a_row": in_a_row, "loss": loss, "loss_limit": 2.7} | norms
 
 
 def test_the_monitor_reports_why_a_step_was_skipped_and_stops_after_too_many():

@@ -12,7 +12,8 @@ import pytest
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import checkpoint
-from shmap_tp.training.checkpoint import MANIFEST, Checkpoints
+from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.checkpoint_files import MANIFEST
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, files, random_state
 from tests.helpers.run_fixtures import bits, tiny
@@ -92,7 +93,7 @@ def test_a_complete_checkpoint_exists_at_every_moment(functions, pair_copy, monk
     if damaged:
         (pair_copy / "2" / MANIFEST).unlink()
     complete = []
-    hashes = checkpoint._hashes
+    hashes = checkpoint.hashes
 
     def watched(directory):
         complete.append([path.parent.name for path in pair_copy.glob(f"*/{MANIFEST}")])
@@ -101,7 +102,7 @@ def test_a_complete_checkpoint_exists_at_every_moment(functions, pair_copy, monk
     with Checkpoints(checkpoint_config(pair_copy, keep=2), print) as checkpoints:
         step = checkpoints.newest_intact()
         checkpoints.set_aside_after(step)
-        monkeypatch.setattr(checkpoint, "_hashes", watched)
+        monkeypatch.setattr(checkpoint, "hashes", watched)
         for later in range(step + 1, step + 5):
             checkpoints.save(later, random_state(functions(2, 4), later), FACTS)
         checkpoints.wait()
@@ -120,7 +121,7 @@ def test_an_error_of_a_background_save_is_raised(functions, tmp_path, monkeypatc
         raise OSError("no space left on device")
 
     state = random_state(functions(2, 4), 1)
-    monkeypatch.setattr(checkpoint, "_hashes", full)
+    monkeypatch.setattr(checkpoint, "hashes", full)
     with (
         pytest.raises(StorageError, match=r"checkpoint .*/1 could not be written: no space left"),
         Checkpoints(checkpoint_config(tmp_path), print) as checkpoints,

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmap_tp.training.checkpoint import MANIFEST, Checkpoints
+from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.checkpoint_files import MANIFEST
 from tests.helpers.checkpoint_fixtures import checkpoint_config, files
 from tests.helpers.run_fixtures import bits
 

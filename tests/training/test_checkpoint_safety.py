@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from shmap_tp.errors import StorageError
-from shmap_tp.training import checkpoint
-from shmap_tp.training.checkpoint import MANIFEST, Checkpoints
+from shmap_tp.training import checkpoint_files
+from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.checkpoint_files import MANIFEST
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, files, random_state
 
 
@@ -23,7 +24,7 @@ def test_a_file_that_cannot_be_read_ends_the_run_and_changes_nothing(pair_copy, 
         raise OSError(number, os.strerror(number))
 
     before = contents(pair_copy)
-    monkeypatch.setattr(checkpoint, "_sha256", unreadable)
+    monkeypatch.setattr(checkpoint_files, "_sha256", unreadable)
     refused = pytest.raises(StorageError, match=f"cannot be read: {os.strerror(number)}; nothing was changed")
     with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints, refused as error:
         checkpoints.newest_intact()

@@ -14,7 +14,8 @@ from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training import loop
-from shmap_tp.training.checkpoint import MANIFEST, Checkpoints
+from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.checkpoint_files import MANIFEST
 from shmap_tp.training.step import State, build_step_functions
 from tests.helpers.run_fixtures import (
     STEPS,

@@ -131,7 +131,7 @@ def test_lines_of_lost_steps_and_a_partial_line_are_removed_from_metrics(tmp_pat
     with Recorder(config, 2, enabled=True) as recorder:
         recorder.validation(2, 0.5)
     assert [line["step"] for line in read_metrics(file)] == [1, 2, 2]
-    assert read_metrics(file)[-1] == {"split": "validation", "step": 2, "loss": 0.5, "mesh": [2, 4], "segment": 1}
+    assert list(read_metrics(file))[-1] == {"split": "validation", "step": 2, "loss": 0.5, "mesh": [2, 4], "segment": 1}
     assert file.read_text().endswith("}\n")
 
 

@@ -5,10 +5,14 @@ import json
 import signal
 from pathlib import Path
 
+import jax
+import pytest
+
 from shmap_tp.data.batches import Batches
+from shmap_tp.errors import StorageError
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop
-from tests.helpers.run_fixtures import lines, signal_during, tiny
+from tests.helpers.run_fixtures import checkpoint_steps, lines, signal_during, tiny
 
 DEVICES = 8
 
@@ -47,3 +51,22 @@ def test_a_profile_interrupted_by_a_stop_is_written_and_not_restarted(tmp_path, 
         in capsys.readouterr().out
     )
     assert traced(tmp_path / "run")[0] == [3, 4] and len(lines(tmp_path)) == 8
+
+
+@pytest.mark.parametrize("name", ["start_trace", "stop_trace"])
+def test_a_profile_on_a_full_disk_loses_no_step(tmp_path, monkeypatch, capsys, name):
+    """XLA reports a full disk as a JaxRuntimeError.  All steps are trained and saved, then the run ends with 2."""
+    original = getattr(jax.profiler, name)
+
+    def full(*arguments: str) -> None:
+        if name == "stop_trace":
+            original()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: vm.xplane.pb; No space left on device")
+
+    monkeypatch.setattr(jax.profiler, name, full)
+    refused = pytest.raises(StorageError, match=r"profile .*/run/profile could not be written: .*No space left")
+    with refused as error:
+        loop.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=0", "checkpoint.every=0"))
+    assert error.value.exit_code == 2 and len(str(error.value).splitlines()) == 2
+    assert "No space left" in capsys.readouterr().out
+    assert len(lines(tmp_path)) == 8 and checkpoint_steps(tmp_path) == [8]

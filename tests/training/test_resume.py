@@ -1,13 +1,16 @@
 """What can be resumed, and which starts are refused without changing anything."""
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from shmap_tp.data.metadata import META, TOKENIZER
 from shmap_tp.errors import UserError
 from shmap_tp.training import loop
-from shmap_tp.training.checkpoint import MANIFEST
+from shmap_tp.training.checkpoint_files import MANIFEST
 from tests.helpers.run_fixtures import (
     STEPS,
     file_contents,
@@ -46,6 +49,13 @@ def test_metrics_of_a_run_with_checkpoints_elsewhere_are_not_deleted(copied, res
         and f"{elsewhere} has no checkpoint" in message
     )
     assert "checkpoint.dir=... with --resume" in message and "run.dir=" in message and "remove the file" in message
+
+
+@pytest.mark.parametrize("content", [b"- 1\n", b"5", b"\xff\0\x01", b"run: *a", b"a: " + b"[" * 5000])
+def test_metrics_beside_a_configuration_that_cannot_be_read_are_not_deleted(copied, content):
+    (copied / "run" / "config.yaml").write_bytes(content)
+    message = refused(copied, f"checkpoint.dir={copied / 'run' / 'none'}", "checkpoint.resume=if_present")
+    assert f"{copied}/run/metrics.jsonl has the metrics of a run up to step 8" in message
 
 
 def test_a_run_killed_before_its_first_checkpoint_restarts_only_with_if_present(uninterrupted, tmp_path):
@@ -95,7 +105,22 @@ def test_other_data_is_refused_with_its_file_and_length(copied, resume):
     assert "data.dir (train.bin) was 3000 tokens of sha256" in refused(copied, f"checkpoint.resume={resume}")
 
 
+def test_another_tokenizer_of_the_same_name_is_refused(copied):
+    """The run directory and the checkpoint have the tokenizer, the data has another now."""
+    assert (copied / "run" / TOKENIZER).read_bytes() == (copied / "data" / TOKENIZER).read_bytes() == b"{}"
+    (copied / "data" / TOKENIZER).write_bytes(b"[]")
+    assert "tokenizer.json: sha256 is 4f53cda18c2b..., meta.json says 44136fa355b3" in refused(copied)
+    meta = json.loads((copied / "data" / META).read_text())
+    meta["tokenizer_sha256"] = hashlib.sha256(b"[]").hexdigest()
+    (copied / "data" / META).write_text(json.dumps(meta))
+    message = refused(copied, "checkpoint.resume=must")
+    assert "data.dir (sha256 of tokenizer.json) was 44136fa355b3" in message and "is 4f53cda18c2b" in message
+    assert (copied / "run" / TOKENIZER).read_bytes() == b"{}"
+
+
 def test_settings_that_do_not_change_the_result_may_change_on_resume(copied):
+    """So may data that states no hash of its tokenizer, which was prepared before the hash was recorded."""
+    (copied / "data" / META).write_text('{"dtype": "uint16"}')
     free = ["model.name=other", "model.remat=full", "model.offload=[input]", "model.attention_chunk=8"]
     free += ["train.microbatches=2", "train.steps=9"]
     assert loop.train(tiny(copied, "checkpoint.resume=must", *free)) == 0

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from shmap_tp import verify
+from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.step import State
@@ -69,6 +70,20 @@ def test_replicas_are_compared_after_each_step_from_the_newest_checkpoint(traine
         "step 4: REPLICAS DIFFER",
         "  params/norm/scale on device 6 (process 0) differs from its 7 other replicas",
     ]
+
+
+def test_replicas_are_compared_without_touching_a_run_that_is_under_way(trained, tmp_path, capsys):
+    """The run holds its lock, and a save is unfinished; or there is no checkpoint yet, nor a directory for them."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "6.orbax-checkpoint-tmp").mkdir()
+    given = ["replicas", "--cfg", FIRST, "--steps", 0]
+    with lock_directories({"run.dir": str(tmp_path / "run"), "checkpoint.dir": str(checkpoints)}, None):
+        before = file_contents(tmp_path)
+        assert call(capsys, *given, *overrides(tmp_path))[0] == 0
+        assert call(capsys, *given, *overrides(tmp_path, f"checkpoint.dir={tmp_path / 'none'}"))[0] == 0
+        assert file_contents(tmp_path) == before
+    assert (checkpoints / "6.orbax-checkpoint-tmp").is_dir() and not (tmp_path / "none").exists()
 
 
 def test_each_damaged_missing_or_added_file_of_a_checkpoint_is_named(trained, tmp_path, capsys):

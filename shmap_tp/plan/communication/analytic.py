@@ -16,7 +16,8 @@ and `row_parallel`.
     head               enter with h[B T D]                                                             A times
     cross entropy      forward, for each chunk of the B T positions, an all-gather over mp of          A chunks times
                        [3 chunk], float32
-    step               over dp the number of targets, the loss, every gradient; the gradient norm      once
+    step               over dp the number of targets, the loss, every gradient; the gradient norm,     once
+                       and the norms of the parameters before and after the update
     zero: zero1        a matrix's gradient is reduce-scattered instead, its update all-gathered        once
     zero: fsdp         a matrix is all-gathered, in a block again in the backward pass, and its        A times a layer
                        gradient reduce-scattered, both in the dtype of the activations

@@ -151,9 +151,10 @@ def gathers_between_slices(config: Config) -> list[Entry]:
 
 def update(config: Config) -> list[Entry]:
     """After the last microbatch: gradients reduced over dp and, where the residual stream is sharded over time, those
-    of parameters replicated over mp reduced over mp; the gradient norm; the updates of ZeRO-1 gathered.
+    of parameters replicated over mp reduced over mp; the gradient norm; the norms of the parameters before and after
+    the update; the updates of ZeRO-1 gathered.
 
-    The squares of the norm are summed over the axes that shard a gradient: one all-reduce for each set of axes.
+    The squares of a norm are summed over the axes that shard a gradient: one all-reduce for each set of axes.
     """
     entries, axes, groups = [], set(), DataParallelGroups.of(config.mesh)
     time_sharded = config.mesh.tensor_parallel != TensorParallelMode.all_reduce
@@ -174,6 +175,6 @@ def update(config: Config) -> list[Entry]:
             entries += all_reduce_once(DP, what, full)
         if time_sharded and not parameter.sharded_over_mp:
             entries += all_reduce_once(MP, what, shard)
-    scalar = ArrayTraffic(1, "float32", 1)
-    norms = [all_reduce_once(" ".join(each), "gradient norm", scalar) for each in sorted(axes) if each]
+    scalars = {"gradient norm": ArrayTraffic(1, "float32", 1), "parameter norms": ArrayTraffic(2, "float32", 1)}
+    norms = [all_reduce_once(" ".join(each), *norm) for norm in scalars.items() for each in sorted(axes) if each]
     return entries + [entry for norm in norms for entry in norm]

@@ -1,0 +1,129 @@
+"""Upper bounds of numbers, and which paths can name a directory: what would overflow, fill the memory, or end in an
+error of the file system is refused before anything is allocated."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from shmap_tp.config.schema import Config, Mlp, ModelConfig, padded_vocabulary
+from shmap_tp.config.text import shown
+from shmap_tp.config.value_types import SECTIONS, keys
+from shmap_tp.errors import UserError
+
+INT32 = 2**31
+"""Steps, token ids and array indices are int32: no integer may reach this."""
+BOUND = {
+    "run.seed": 2**32,  # jax.random.key would drop the higher bits
+    "run.join_timeout_seconds": 10**6,
+    "run.lost_timeout_seconds": 10**6,
+    "mesh.dp": 2**16,
+    "mesh.mp": 2**16,
+    "mesh.slices": 2**16,
+    "mesh.processes": 2**16,
+    "train.batch": 2**24,
+    "model.width": 2**24,
+    "model.layers": 2**16,
+    "model.heads": 2**16,
+    "model.kv_heads": 2**16,
+    "model.head_dim": 2**16,
+    "model.ffn": 2**24,
+    "model.context": 2**24,
+}
+"""What the value of an integer must be below, where that is not INT32."""
+MAX_WEIGHTS = 10**13
+"""About six times the largest models that have been trained."""
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The normal numbers of float32, in which the step computes."""
+LARGEST_BETA = 1 - 2.0**-24
+"""The largest float32 below 1."""
+
+SCHEMES = {"run.dir": (), "run.compilation_cache": (), "data.dir": ("gs",), "data.cache": (), "checkpoint.dir": ("gs",)}
+"""The directories of a configuration, and the URLs that each may be besides a path."""
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4000
+"""What Linux file systems allow for one name and, with some room for the files within, for a whole path."""
+
+
+def check_bounds(config: Config) -> None:
+    """Raise UserError if a number is too large or too small to be computed with."""
+    for key, value in _values(config):
+        if isinstance(value, float):
+            _check_float(key, value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            bound = BOUND.get(key, INT32)
+            if value >= bound:
+                raise UserError(f"{key}={shown(value)} is too large; it must be below {_in_words(bound)}")
+    for key in ("optimizer.beta1", "optimizer.beta2"):
+        if LARGEST_BETA < value_of(config, key) < 1:
+            raise UserError(f"{key}={value_of(config, key)} is 1 in float32, which divides by 0; use 0.9999999 or less")
+    if (weights := _weights(config.model)) > MAX_WEIGHTS:
+        raise UserError(
+            f"model {shown(config.model.name)} has {weights:.1e} weights, more than {MAX_WEIGHTS:.0e}; lower "
+            f"model.layers={config.model.layers}, model.width={config.model.width}, model.ffn={config.model.ffn} or "
+            f"model.vocabulary={config.model.vocabulary}"
+        )
+
+
+def check_paths(config: Config) -> None:
+    """Raise UserError if a directory of `config` cannot exist on any machine."""
+    for key, schemes in SCHEMES.items():
+        path = value_of(config, key)
+        if path is not None:
+            check_path(key, path, schemes)
+
+
+def value_of(config: Config, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _values(config: Config) -> Iterator[tuple[str, object]]:
+    """Every key with its value; of a list, each item."""
+    for key in (key for section in SECTIONS for key in keys(section)):
+        value = value_of(config, key)
+        yield from ((key, item) for item in (value if isinstance(value, list) else [value]))
+
+
+def _check_float(key: str, value: float) -> None:
+    if math.isfinite(value) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+        rounded = "0" if abs(value) < 1 else "infinity"
+        raise UserError(
+            f"{key}={value} is {rounded} in float32; give 0 or a number from {SMALLEST_FLOAT:.1e} to "
+            f"{LARGEST_FLOAT:.1e}"
+        )
+
+
+def _weights(model: ModelConfig) -> int:
+    """Elements of all matrices; `model/flops.py` counts them by kind, with the norms."""
+    attention = 2 * (model.heads + model.kv_heads) * model.head_dim
+    mlp = (3 if model.mlp in (Mlp.swiglu, Mlp.geglu) else 2) * model.ffn
+    return model.width * (model.layers * (attention + mlp) + 2 * padded_vocabulary(model) + model.context)
+
+
+def check_path(key: str, path: str, schemes: tuple[str, ...]) -> None:
+    """Raise UserError if `path`, the value of `key`, is neither a possible directory nor a URL of `schemes`."""
+    name = f"{key}={shown(path)}"
+    if not path:
+        other = "null disables the cache" if key == "run.compilation_cache" else "name one, or . for that"
+        raise UserError(f"{key} is empty, which would be the working directory; {other}")
+    if path.startswith("~"):
+        raise UserError(f"{name}: only a shell replaces ~; write $HOME on the command line, ${{oc.env:HOME}} in a file")
+    allowed = " or ".join(["a path of this machine", *(f"{scheme}://BUCKET/..." for scheme in schemes)])
+    if url := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", path):
+        if url[1] not in schemes or not re.match(r"://[^/]+", path[len(url[1]) :]):
+            raise UserError(f"{name} is not {allowed}; name another directory")
+        path = path[len(url[0]) :]
+    longest = max(len(part.encode(errors="replace")) for part in PurePath(path).parts or [""])
+    if longest > MAX_NAME_BYTES:
+        raise UserError(
+            f"{name} has a name of {longest} bytes; file systems allow {MAX_NAME_BYTES}, choose a shorter one"
+        )
+    if (length := len(path.encode(errors="replace"))) > MAX_PATH_BYTES:
+        raise UserError(f"{name} has {length} bytes; {MAX_PATH_BYTES} are allowed, choose a shorter one")
+    if "\0" in path:
+        raise UserError(f"{name} has a NUL, which no path can have; remove it")
+
+
+def _in_words(bound: int) -> str:
+    exponent = bound.bit_length() - 1
+    return f"2^{exponent} = {bound}" if bound == 2**exponent else str(bound)

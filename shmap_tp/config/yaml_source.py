@@ -1,0 +1,168 @@
+"""Reads the YAML files of a configuration: plain values only, of a bounded size.
+
+Hydra and OmegaConf would read anything: a file of any size, aliases that stand for more values than fit into memory,
+values that contain themselves, tags that create Python objects.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
+from omegaconf import OmegaConf
+
+from shmap_tp.config.text import shown
+from shmap_tp.errors import UserError
+
+MAX_BYTES = 1 << 20
+MAX_VALUES = 10_000
+"""Values in a file, each alias counted as what it stands for."""
+MAX_CHARACTERS = 3000
+"""Of one key or value.  Python refuses to print integers of more than 4300 digits."""
+MAX_DEPTH = 20
+"""Lists and sections within each other."""
+
+
+def read_text(file: Path, name: str) -> str:
+    """The text of `file`, which messages call `name`.  Raises UserError if it is no regular file of UTF-8 text."""
+    try:
+        if not file.exists():
+            raise UserError(f"{name}: no such file; start with conf/config.yaml")
+        if not file.is_file():  # opening a FIFO would wait for a writer
+            raise UserError(f"{name} is not a file; name a YAML file, for example conf/config.yaml")
+        with file.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror}; correct that, or name another file") from error
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{name} has more than {MAX_BYTES} bytes, which no configuration needs; name another file")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8 text ({error.reason}); save it as UTF-8") from error
+
+
+def check_yaml(text: str, name: str) -> None:
+    """Raise UserError unless `text`, of the file `name`, is YAML of plain values within the limits of this module.
+
+    Looks at YAML's events, of which each alias is one: nothing is expanded.
+    """
+    with _yaml_errors(name):
+        _check_events(yaml.parse(text, yaml.SafeLoader), name)
+
+
+def _check_events(events: Iterable[yaml.Event], name: str) -> None:
+    sizes, anchors, size_of = [0], [], {}
+    for event in events:
+        place = f"{name}, line {event.start_mark.line + 1}"
+        is_value = isinstance(event, yaml.NodeEvent)
+        if is_value and sizes == [0] and not isinstance(event, yaml.MappingStartEvent):
+            raise UserError(f"{place}: it holds no sections with keys; begin as conf/config.yaml does")
+        if getattr(event, "tag", None):
+            tag = shown(event.tag.replace("tag:yaml.org,2002:", "!!"))
+            raise UserError(f"{place}: the YAML tag {tag} is not allowed; write the value without it")
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in size_of:
+                why = "contains itself" if event.anchor in anchors else "is not defined before"
+                raise UserError(f"{place}: the YAML alias *{shown(event.anchor)} {why}; write the value in its place")
+            sizes[-1] += size_of[event.anchor]
+        elif isinstance(event, yaml.CollectionStartEvent):
+            sizes.append(1)
+            anchors.append(event.anchor)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            size = sizes.pop()
+            size_of[anchors.pop()] = size
+            sizes[-1] += size
+        elif isinstance(event, yaml.ScalarEvent):
+            sizes[-1] += 1
+            size_of[event.anchor] = 1
+            if len(event.value) > MAX_CHARACTERS:
+                raise UserError(f"{place}: a value of more than {MAX_CHARACTERS} characters; shorten it")
+        if len(anchors) > MAX_DEPTH:
+            raise UserError(f"{place}: more than {MAX_DEPTH} lists or sections within each other; remove some")
+        if sizes[-1] > MAX_VALUES:
+            raise UserError(f"{place}: more than {MAX_VALUES} values, aliases included; remove some")
+
+
+def saved_value(file: Any, key: str) -> Any:
+    """The value of `key` in `file`, the config.yaml of a run (a Path, or an epath.Path of a bucket).
+
+    Read without validation: a file of an earlier version may lack keys.  None if there is none, or if the file is not a
+    configuration.
+    """
+    try:
+        text = read_text(file, str(file))
+        check_yaml(text, str(file))
+        saved = yaml.safe_load(text)
+    except (UserError, yaml.YAMLError, ValueError):
+        return None
+    for part in key.split("."):
+        saved = saved.get(part) if isinstance(saved, dict) else None
+    return saved
+
+
+class PlainYamlSource(FileConfigSource):
+    """Hydra's way to read files, after `check_yaml` has accepted them."""
+
+    def load_config(self, config_path: str) -> Any:
+        file = os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path)))  # as Hydra does
+        name = shown(file)
+        check_yaml(read_text(Path(file), name), name)
+        with _yaml_errors(name):
+            result = super().load_config(config_path)
+        _check_content(result.config, name)
+        return result
+
+
+def _check_content(content: Any, file: str) -> None:
+    """Raise UserError if a file has settings of Hydra, or its defaults list does not name one option of each group."""
+    if "hydra" in content:
+        raise UserError(f"{file}: hydra: settings of Hydra itself have no effect here; remove them")
+    if "defaults" not in content:
+        return
+    defaults = OmegaConf.to_container(content)["defaults"]
+    if not isinstance(defaults, list):
+        raise UserError(f"{file}: defaults must be a list, such as [model: bytes, data: stdlib, _self_]")
+    for item in defaults:
+        (group, name), *more = item.items() if isinstance(item, dict) and item else [(item, "")]
+        if more or not isinstance(group, str) or not isinstance(name, str) or not group.strip():
+            raise UserError(
+                f"{file}: defaults has {shown(item)}; write each item as GROUP: NAME, for example model: bytes"
+            )
+        if "hydra/" in group:
+            raise UserError(f"{file}: defaults has {shown(group)}: settings of Hydra have no effect here; remove it")
+
+
+@contextmanager
+def plain_yaml_only() -> Iterator[None]:
+    """Context in which Hydra reads files through `PlainYamlSource`."""
+    Plugins.instance()  # registers Hydra's own sources on its first call
+    sources = SourcesRegistry.instance().types
+    before, sources["file"] = sources["file"], PlainYamlSource
+    try:
+        yield
+    finally:
+        sources["file"] = before
+
+
+@contextmanager
+def _yaml_errors(name: str) -> Iterator[None]:
+    """Context in which errors of the YAML reader become UserErrors about the file `name`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except yaml.reader.ReaderError as error:
+        raise UserError(f"{name}: not UTF-8 text ({error.reason}); save it as UTF-8") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise UserError(
+            f"{name}, line {mark.line + 1}: invalid YAML, {shown(error.problem)}; correct that line or the one before"
+        ) from error
+    except ValueError as error:  # a number with thousands of digits, a header such as "# @package" without a value
+        raise UserError(f"{name}: {shown(error)}; correct that value") from error

@@ -1,0 +1,95 @@
+"""meta.json: what a directory of prepared data holds.
+
+`shmap_tp.prepare` writes all of it.  For token files of another program `{"dtype": "uint16"}` is enough: what is not
+stated is not checked.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmap_tp.data.files import file_size, parse_json, reading
+from shmap_tp.errors import UserError
+
+META = "meta.json"
+TOKENIZER = "tokenizer.json"
+"""Copy of the subword tokenizer, beside meta.json; bytes need none."""
+SPLITS = ("train", "validation")
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """The content of meta.json."""
+
+    dtype: str
+    """A key of `DTYPES`: both are little-endian."""
+    vocabulary: int | None = None
+    """Size of the tokenizer's vocabulary: every id is below it."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Number of tokens of each split."""
+    sha256: dict[str, str] = field(default_factory=dict)
+    """sha256 of each split's file."""
+    tokenizer: str | None = None
+    """Name of the tokenizer, such as bytes."""
+    tokenizer_sha256: str | None = None
+    """sha256 of tokenizer.json; None for bytes, and for data that was prepared before it was recorded."""
+    end_of_text: int | None = None
+    """The id after each document."""
+    source: str | None = None
+    """Name of the text."""
+
+
+def read_meta(directory: Path) -> Meta:
+    """meta.json of a prepared directory.  Raises UserError if there is none, or it cannot be used."""
+    path = directory / META
+    if file_size(path) is None:
+        raise UserError(
+            f"{path} does not exist, so the dtype of the tokens is not known; for files of another program write it:\n"
+            f"""echo '{{"dtype": "uint16"}}' > {path}  (little-endian uint16 as of nanoGPT, or uint32)"""
+        )
+    with reading(path):
+        content = path.read_bytes()
+    value = parse_json(content, path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: an object is needed, not {type(value).__name__}; prepare the data again")
+    known = {name: value[name] for name in Meta.__dataclass_fields__ if value.get(name) is not None}
+    if fault := _fault(known):
+        raise UserError(f"{path}: {fault}; correct it, or prepare the data again")
+    return Meta(**known)
+
+
+def read_tokenizer(directory: Path, meta: Meta) -> bytes | None:
+    """tokenizer.json beside meta.json; None where meta.json states no hash, or the copy is not there.
+
+    Raises UserError if its hash is not that of meta.json: the tokens would be read with another tokenizer.
+    """
+    path = directory / TOKENIZER
+    if meta.tokenizer_sha256 is None or file_size(path) is None:
+        return None
+    with reading(path):
+        content = path.read_bytes()
+    if (found := hashlib.sha256(content).hexdigest()) != meta.tokenizer_sha256:
+        raise UserError(
+            f"{path}: sha256 is {found[:12]}..., {META} says {meta.tokenizer_sha256[:12]}...: it is not the tokenizer "
+            "of this data; copy it again, or prepare the data again"
+        )
+    return content
+
+
+def _fault(values: dict[str, Any]) -> str | None:
+    """The first value that is missing or has the wrong type, in words."""
+    if (dtype := values.get("dtype")) not in list(DTYPES):
+        return f"dtype is {dtype!r}, but must be {' or '.join(DTYPES)}"
+    for name in ("vocabulary", "end_of_text", "tokenizer", "tokenizer_sha256", "source"):
+        kind = int if name in ("vocabulary", "end_of_text") else str
+        if name in values and type(values[name]) is not kind:
+            return f"{name} is {str(values[name])[:40]!r}, but must be of type {kind.__name__}"
+    for name, kind in {"tokens": int, "sha256": str}.items():
+        splits = values.get(name, dict.fromkeys(SPLITS, kind()))
+        if not isinstance(splits, dict) or not all(type(splits.get(split)) is kind for split in SPLITS):
+            return f"{name} must have {' and '.join(SPLITS)}, each of type {kind.__name__}"
+    return None

@@ -1,0 +1,140 @@
+"""What the processes of a run decide together before they use a device: through JAX's key-value store, not collectives.
+
+A collective between processes that were started differently hangs or dies without an explanation.  The store works as
+soon as the processes have joined, whatever their devices.  Both functions must be called by all processes, each with a
+`name` that is used once.
+"""
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src.distributed import global_state  # its client has no public name
+
+from shmap_tp.config.compose import to_dict
+from shmap_tp.config.schema import Config
+from shmap_tp.errors import LostProcessError, ShmapTpError, UserError
+
+PREFIX = "shmap_tp/agreement/"
+READ_SECONDS = 5.0
+"""How long process 0 waits, before it ends with an error, until the others have read that error."""
+PER_HOST = {"run.dir", "run.compilation_cache", "data.dir", "data.name", "data.source"}
+"""Configuration keys that may differ between processes: paths on a host.  The contents of data.dir are compared."""
+PER_HOST_SECTIONS = {"log"}
+"""Sections that may differ: only process 0 logs."""
+
+
+def on_process_0(name: str, action: Callable[[], object]) -> None:
+    """Call `action` in process 0 only, while the others wait.  A ShmapTpError that it raises is raised in all."""
+    client = global_state.client
+    if client is None:
+        action()
+    elif global_state.process_id:
+        verdict = json.loads(_wait_for(f"{PREFIX}{name}/verdict"))
+        client.key_value_set(f"{PREFIX}{name}/read/{global_state.process_id}", "")
+        if verdict:
+            code, message = verdict
+            raise LostProcessError(message) if code == LostProcessError.exit_code else UserError(message)
+    else:
+        try:
+            action()
+        except ShmapTpError as error:
+            client.key_value_set(f"{PREFIX}{name}/verdict", json.dumps([error.exit_code, str(error)]))
+            with suppress(TimeoutError):
+                deadline = time.monotonic() + READ_SECONDS
+                for process in range(1, global_state.num_processes):
+                    _wait_for(f"{PREFIX}{name}/read/{process}", deadline)
+            raise
+        client.key_value_set(f"{PREFIX}{name}/verdict", "null")
+
+
+def require_agreement(name: str, facts: dict[str, Any], seconds: float | None = None) -> None:
+    """Raise UserError, the same in all processes, unless all call this with equal `facts`: JSON values by key.
+
+    Process 0 compares them once all have called.  Raises LostProcessError if that takes longer than `seconds`; without
+    a limit, an end of the wait needs `Peers`, which notices a process that is lost.
+    """
+    if global_state.client is None:
+        return
+    global_state.client.key_value_set(f"{PREFIX}{name}/facts/{global_state.process_id}", json.dumps(facts))
+
+    def compare() -> None:
+        deadline, found = None if seconds is None else time.monotonic() + seconds, []
+        for process in range(global_state.num_processes):
+            try:
+                found.append(json.loads(_wait_for(f"{PREFIX}{name}/facts/{process}", deadline)))
+            except TimeoutError as error:
+                raise LostProcessError(
+                    f"process {process} joined, but did not report its {name} within {seconds} s "
+                    f"(run.join_timeout_seconds); see its log, and start all processes again"
+                ) from error
+        if differences := _differences(found):
+            more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+            raise UserError(
+                f"the processes were started differently: {'; '.join(differences[:3])}{more};\n"
+                f"start all of them with the same command, configuration, data and versions"
+            )
+
+    on_process_0(name, compare)
+
+
+def launch_facts(config: Config) -> dict[str, Any]:
+    """What all processes must have in common before they use a device: configuration and versions, by name."""
+    values = {
+        f"{section}.{key}": value
+        for section, keys in to_dict(config).items()
+        for key, value in keys.items()
+        if section not in PER_HOST_SECTIONS and f"{section}.{key}" not in PER_HOST
+    }
+    versions = {f"the version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    return values | versions | {"the source code of shmap_tp (sha256)": _source_hash()}
+
+
+def _source_hash() -> str:
+    """sha256 of this package's modules, in hexadecimal, 12 digits."""
+    package, digest = Path(__file__).parents[1], sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _differences(facts: list[dict[str, Any]]) -> list[str]:
+    """One clause for each key whose value is not the same in all `facts`, which are those of process 0, 1, ..."""
+    found = []
+    for key in dict.fromkeys(key for each in facts for key in each):
+        processes: dict[str, list[int]] = {}
+        for process, each in enumerate(facts):
+            processes.setdefault(json.dumps(each.get(key)).strip('"'), []).append(process)
+        if len(processes) > 1:
+            values = (f"{value} on {_process_names(numbers)}" for value, numbers in processes.items())
+            found.append(f"{key} is {', '.join(values)}")
+    return found
+
+
+def _process_names(numbers: list[int]) -> str:
+    """ "process 3", "processes 0 and 2", or at most three of them and how many there are."""
+    if len(numbers) == 1:
+        return f"process {numbers[0]}"
+    if len(numbers) > 3:
+        return f"processes {', '.join(map(str, numbers[:3]))}, ... ({len(numbers)} in all)"
+    return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _wait_for(key: str, deadline: float | None = None) -> str:
+    """The value of `key`, once a process has set it.  Raises TimeoutError at `deadline`, a time of time.monotonic().
+
+    Waits in short calls, because no signal handler runs within one.
+    """
+    while deadline is None or time.monotonic() < deadline:
+        try:
+            return global_state.client.blocking_key_value_get(key, 500)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+    raise TimeoutError(key)

@@ -1,0 +1,68 @@
+"""What `--check` prints: a summary of a configuration, from the configuration alone.
+
+Nothing is written, no device is used and no token is read.  What depends on them is checked when a run starts.
+"""
+
+import os
+from pathlib import Path
+
+from shmap_tp.config.bounds import SCHEMES, value_of
+from shmap_tp.config.schema import AUTO, Config
+from shmap_tp.data.token_files import SPLITS
+from shmap_tp.errors import UserError
+from shmap_tp.model.flops import parameters
+from shmap_tp.parallel.mesh import DataParallelGroups
+
+
+def check(config: Config) -> str:
+    """The summary, in lines, of a `config` that `compose.load` has returned.  Raises UserError if its mesh cannot be
+    formed on any devices, or a directory cannot be written."""
+    _check_directories(config)
+    model, train, run = config.model, config.train, config.run
+    tokens = train.batch * model.context
+    lines = {
+        "model": f"{model.name}: {parameters(model):,} parameters, {model.layers} layers of width {model.width}",
+        "mesh": _mesh(config),
+        "batch": f"{train.batch} sequences x {model.context} tokens = {tokens:,} tokens per step, "
+        f"in {train.microbatches} microbatches",
+        "steps": f"{train.steps:,}, together {train.steps * tokens:,} tokens",
+        "data": f"{config.data.dir}: {_data(config)}",
+        "run.dir": run.dir,
+        "checkpoint.dir": f"{config.checkpoint.dir}, checkpoint.resume={config.checkpoint.resume}",
+    }
+    return "\n".join(
+        [
+            *(f"{name:<15} {text}" for name, text in lines.items()),
+            "The configuration is valid.  Devices, memory and tokens are checked when a run starts.",
+        ]
+    )
+
+
+def _check_directories(config: Config) -> None:
+    """Raise UserError if what exists of a directory that a run creates is a file, or must not be written."""
+    for key in SCHEMES.keys() - (set() if config.data.source else {"data.dir"}):
+        path = value_of(config, key)
+        if path is None or "://" in path:
+            continue
+        there = next(part for part in (Path(path).absolute(), *Path(path).absolute().parents) if part.exists())
+        if not there.is_dir():
+            raise UserError(f"{key}={path} cannot be written: {there} is a file; choose another")
+        if not os.access(there, os.W_OK):
+            raise UserError(f"{key}={path} cannot be written: no permission for {there}; choose another")
+
+
+def _mesh(config: Config) -> str:
+    mesh = config.mesh
+    modes = f"tensor_parallel={mesh.tensor_parallel}, zero={mesh.zero}, processes={mesh.processes}"
+    if mesh.dp == AUTO:
+        return f"dp={AUTO} (all devices / mp) x mp={mesh.mp}; {modes}"
+    DataParallelGroups.of(mesh)
+    return f"dp={mesh.dp} x mp={mesh.mp} = {mesh.dp * mesh.mp} devices; {modes}"
+
+
+def _data(config: Config) -> str:
+    if all((Path(config.data.dir) / f"{split}.bin").is_file() for split in SPLITS):
+        return "prepared"
+    if config.data.source:
+        return f"not prepared; a run prepares it (data.source={config.data.source})"
+    return "not prepared; python -m shmap_tp.prepare --help shows how to"

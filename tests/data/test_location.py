@@ -1,0 +1,267 @@
+"""Where a run finds its data: the command that prepares missing data, and the copy of a bucket on each host."""
+
+import errno
+import io
+import os
+import re
+import shlex
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
+
+from shmap_tp import prepare as command
+from shmap_tp.config.compose import CONF, load
+from shmap_tp.data import location
+from shmap_tp.data.batches import Batches
+from shmap_tp.data.location import prepared_directory
+from shmap_tp.data.prepare import prepare_missing
+from shmap_tp.data.token_files import open_token_file
+from shmap_tp.errors import UserError
+from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.training.step import TOKENS
+from tests.helpers.run_fixtures import BATCH, CONTEXT, FIRST, tiny, write_tokens
+
+MINIPILE = "--dataset JeanKaddour/minipile --tokenizer EleutherAI/gpt-neox-20b"
+COMMANDS = [
+    (["data=minipile"], f"{MINIPILE} --out data/minipile"),
+    (["data=minipile", "data.dir='some where/x'"], f"{MINIPILE} --out 'some where/x'"),
+    (["data.source='--text mine --validation 0.1'", "data.dir=here"], "--text mine --validation 0.1 --out here"),
+    (["data.source=null", "data.dir=here"], "--text FILES --out here"),
+]
+
+
+@pytest.mark.parametrize("overrides, expected", COMMANDS)
+def test_missing_data_is_prepared_by_the_command_that_the_message_prints(tmp_path, monkeypatch, overrides, expected):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        prepared_directory(load(FIRST, overrides).data)
+    printed = re.search("`python -m shmap_tp.prepare (.*)`", str(error.value))
+    assert printed[1] == expected and "\n" not in str(error.value)
+    command._parse(shlex.split(printed[1]))
+
+
+def test_a_file_of_the_users_own_has_its_own_command(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/mine.yaml").write_text(
+        f"name: mine\ndir: {tmp_path}/tokens\ncache: c\nsource: --text {tmp_path}/my.txt --validation 0.3\n"
+    )
+    text = (CONF / "config.yaml").read_text().replace("- data: stdlib", "- data: mine")
+    (tmp_path / "own.yaml").write_text(text)
+    (tmp_path / "my.txt").write_text("some text " * 100)
+    config = load(str(tmp_path / "own.yaml"), [])
+    with pytest.raises(UserError) as error:
+        prepared_directory(config.data)
+    printed = re.search("`python -m shmap_tp.prepare (.*)`", str(error.value))
+    assert command.main(shlex.split(printed[1])) == 0
+    assert prepared_directory(config.data) == tmp_path / "tokens"
+
+
+@pytest.mark.parametrize("file", sorted((CONF / "data").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_data_source_is_prepared_by_the_run_or_by_a_command(file):
+    source = load(FIRST, [f"data={file.stem}"]).data.source
+    assert source == location.STDLIB or command._parse([*shlex.split(source), "--out", "x"])
+
+
+# Unreadable data
+
+
+def unreadable(case: str, path: Path) -> None:
+    path.unlink()
+    match case:
+        case "is a directory, but a file is needed":
+            path.mkdir()
+        case "is a FIFO, but a file is needed":
+            os.mkfifo(path)
+        case "cannot be read: Too many levels of symbolic links":
+            path.symlink_to(path)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "meta.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "is a directory, but a file is needed",
+        "is a FIFO, but a file is needed",
+        "cannot be read: Too many levels of symbolic links",
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, case, name):
+    config = tiny(tmp_path)
+    unreadable(case, tmp_path / "data" / name)
+    with pytest.raises(UserError, match=f"{name} {case}") as error:
+        Batches(config, tokens_of(config))
+    assert str(error.value).count("\n") <= 1
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "meta.json", "tokenizer.json"])
+def test_a_file_without_permission_is_refused(tmp_path, monkeypatch, name):
+    """The tests may run as root, whom no permission stops."""
+
+    def refusing(path: Any, *arguments: Any, real: Any = io.open, **more: Any) -> Any:
+        if Path(path).name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *arguments, **more)
+
+    config = tiny(tmp_path)
+    monkeypatch.setattr(io, "open", refusing)
+    with pytest.raises(UserError, match=f"{name} cannot be read: Permission denied"):
+        Batches(config, tokens_of(config))
+
+
+@pytest.mark.parametrize(
+    "directory, words",
+    [
+        ("{}/data/train.bin", "cannot be read: Not a directory"),
+        ("{}/" + "x" * 300, "cannot be read: File name too long"),
+        ("{}/loop/x", "cannot be read: Too many levels of symbolic links"),
+        ("a\0b", "contains a NUL"),
+        ("foo://x", "cannot be read: Protocol not known: foo"),
+    ],
+)
+def test_a_directory_that_cannot_be_read_is_refused(tmp_path, directory, words):
+    config = tiny(tmp_path)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    config.data.dir, config.data.cache = directory.format(tmp_path), str(tmp_path / "cache")
+    for source in (None, location.STDLIB):
+        config.data.source = source
+        with pytest.raises(UserError, match=words) as error:
+            prepare_missing(config.data)
+            prepared_directory(config.data)
+        assert str(error.value).count("\n") <= 1 and len(str(error.value)) < 400
+
+
+# Vocabulary
+
+
+@pytest.mark.parametrize("vocabulary, warned", [(64, False), (127, False), (128, True)])
+def test_a_vocabulary_far_above_that_of_the_data_is_warned_of(tmp_path, capsys, vocabulary, warned):
+    config = tiny(tmp_path, f"model.vocabulary={vocabulary}")
+    Batches(config, tokens_of(config))
+    line = (
+        f"warning: {tmp_path}/data has a vocabulary of 64, tokenizer none.json, but model.vocabulary={vocabulary} "
+        "(model bytes): is this the data of that model?\n"
+    )
+    assert capsys.readouterr().out == (line if warned else "")
+
+
+def tokens_of(config: Any) -> jax.ShapeDtypeStruct:
+    sharding = jax.NamedSharding(make_mesh(config.mesh), TOKENS)
+    return jax.ShapeDtypeStruct((1, BATCH, CONTEXT + 1), jnp.int32, sharding=sharding)
+
+
+# A bucket
+
+
+class Bucket(MemoryFileSystem):
+    """A bucket in the memory of this process, which counts what is read and can fail."""
+
+    protocol = "gs"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    opened: ClassVar[list] = []
+    failure: ClassVar[Exception | None] = None
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("gs:/"))
+
+    def open(self, path: str, *arguments: Any, **more: Any) -> Any:
+        self.opened.append(path.rsplit("/", 1)[-1])
+        if self.failure:
+            raise self.failure
+        time.sleep(0.05)  # so that copies under way at the same time overlap
+        return super().open(path, *arguments, **more)
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch) -> Any:
+    """(a function that uploads the files of a directory to gs://bucket/data, the configuration of a run on it)."""
+    monkeypatch.setattr(Bucket, "store", {})
+    monkeypatch.setattr(Bucket, "opened", [])
+    monkeypatch.setitem(_registry, "gs", Bucket)
+
+    def upload(directory: Path) -> None:
+        for file in directory.iterdir():
+            Bucket().pipe_file(f"/bucket/data/{file.name}", file.read_bytes())
+        Bucket.opened.clear()
+
+    config = tiny(tmp_path, "data.dir=gs://bucket/data", f"data.cache={tmp_path}/cache")
+    upload(tmp_path / "data")
+    return upload, config
+
+
+def rows(directory: Path, split: str = "train") -> list[list[int]]:
+    file = open_token_file(directory, split, context=CONTEXT, vocabulary=64)
+    return file.read(np.arange(len(file))).tolist()
+
+
+def test_data_in_a_bucket_is_that_of_the_directory_it_was_copied_from(tmp_path, bucket):
+    _, config = bucket
+    batches = Batches(config, tokens_of(config))
+    local = tiny(tmp_path)
+    expected = Batches(local, tokens_of(local))
+    assert batches.identity == expected.identity and batches.tokenizer == b"{}"
+    for step in range(3):
+        np.testing.assert_array_equal(batches.training(step), expected.training(step))
+
+
+def test_a_host_copies_each_version_of_the_data_once(tmp_path, bucket, capsys):
+    upload, config = bucket
+    with ThreadPoolExecutor(4) as pool:
+        found = {*pool.map(prepared_directory, [config.data] * 4)}
+    assert sorted(Bucket.opened) == ["meta.json", "tokenizer.json", "train.bin", "validation.bin"]
+    (directory,) = found
+    assert rows(directory) == rows(tmp_path / "data")
+    assert capsys.readouterr().out.count("copying gs://bucket/data to ") == 1
+    upload(write_tokens(tmp_path / "new", seed=1))
+    assert prepared_directory(config.data) == directory
+    assert rows(directory) == rows(tmp_path / "new") != rows(tmp_path / "data")
+
+
+def test_a_copy_that_was_interrupted_is_made_again(tmp_path, bucket, monkeypatch):
+    _, config = bucket
+    directory = prepared_directory(config.data)
+    (directory / location._COPIED).unlink()
+    (directory / "train.bin").write_bytes(b"half")
+    assert rows(prepared_directory(config.data)) == rows(tmp_path / "data")
+
+
+def test_an_empty_bucket_prints_how_to_prepare_and_copy_the_data(bucket):
+    _, config = bucket
+    config.data.dir, config.data.source = "gs://bucket/other/", location.STDLIB
+    prepare_missing(config.data)  # not by the run: each host would prepare its own
+    with pytest.raises(UserError) as error:
+        prepared_directory(config.data)
+    assert str(error.value).splitlines() == [
+        "gs://bucket/other/train.bin does not exist; prepare it and copy it there:",
+        "python -m shmap_tp.prepare --source stdlib --out data/stdlib && "
+        "gcloud storage cp data/stdlib/* gs://bucket/other/",
+    ]
+
+
+def test_a_bucket_or_a_cache_that_fails_is_reported_in_one_line(tmp_path, bucket, monkeypatch):
+    _, config = bucket
+
+    def message() -> str:
+        with pytest.raises(UserError) as error:
+            prepared_directory(config.data)
+        assert str(error.value).count("\n") == 0
+        return str(error.value)
+
+    monkeypatch.setattr(Bucket, "failure", TimeoutError("no answer\nin 60 s"))
+    assert message() == "data.dir=gs://bucket/data cannot be read: no answer"
+    monkeypatch.setattr(Bucket, "failure", None)
+    config.data.cache = str(tmp_path / "data/train.bin")
+    assert "train.bin cannot hold a copy of gs://bucket/data: File exists; free some space" in message()
+    monkeypatch.delitem(_registry, "gs")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert message() == "data.dir=gs://bucket/data needs gcsfs: pip install -e '.[gcs]'"

@@ -1,0 +1,169 @@
+"""The commands that documents, help texts, scripts and recipes name, and a check of each on any machine.
+
+A check parses the arguments with the command's own parser, and composes and validates the configuration that they
+describe.  Nothing is trained, compiled or sent.
+"""
+
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import benchmark_gpu
+import benchmark_layerwise
+import benchmark_tpu
+import sweep
+
+from shmap_tp import prepare, train, verify
+from shmap_tp.config.compose import load
+from shmap_tp.config.schema import Config
+from shmap_tp.data.tokenizer import Bytes
+from shmap_tp.plan import __main__ as plan
+from shmap_tp.plan.benchmark import config_from_flags
+from shmap_tp.plan.topologies import find_slice
+from tests.helpers.documents import DOCUMENTS, blocks, name_of
+from tests.helpers.paths import ROOT
+
+FIRST = "conf/config.yaml"
+
+
+class NotChecked(Exception):
+    """A command of another program, or one that this module cannot check."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line and the place that names it."""
+
+    place: str
+    words: tuple[str, ...]
+    mark: str = ""
+    """`check` or another mark of its block in a document."""
+
+    def __str__(self) -> str:
+        return f"{self.place}: {shlex.join(self.words)}"
+
+
+def in_documents() -> Iterator[Command]:
+    """The commands in the `sh` blocks of all documents."""
+    for file in DOCUMENTS:
+        for block in blocks(file):
+            if block.info[:1] == ("sh",):
+                yield from (Command(block.place, words, *block.info[1:]) for words in split(block.text))
+
+
+def in_texts() -> Iterator[Command]:
+    """The commands in help texts, in the comments of scripts and configuration files, and in what scripts print."""
+    texts = {
+        "main.py --help": train.EPILOG.format(command="python main.py", models="", data="", default="", recipes="")
+    }
+    texts |= {"shmap_tp.verify": verify.__doc__, "shmap_tp.plan": plan.__doc__, "shmap_tp.prepare": prepare.__doc__}
+    for file in sorted([*(ROOT / "benchmarks").glob("*.py"), *ROOT.glob("*.sh"), *(ROOT / "scripts").glob("*.sh")]):
+        texts[name_of(file)] = file.read_text()
+    for file in sorted((ROOT / "conf").rglob("*.yaml")):
+        texts[name_of(file)] = file.read_text()
+    starts = re.compile(r"^[#\s]*((?:python |sbatch |scripts/pod\.sh )(?:.*\\\n)*.*)", re.MULTILINE)
+    for place, text in texts.items():
+        for found in starts.finditer(text):
+            line = re.sub(r"\\+\n[#\s]*", "", found[1])
+            line = re.split(r"\s{3,}", line)[0]  # an explanation follows
+            line = re.sub(r"(?<= )\[[^\]]*\]( |$)", r"\1", line)  # arguments that may be left out
+            yield from (Command(place, words) for words in split(line))
+
+
+def split(text: str) -> Iterator[tuple[str, ...]]:
+    """The commands of a shell text, each as words; a backslash or an open quotation continues a line."""
+    rest = ""
+    for line in text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(rest + line, comments=True)
+        except ValueError:  # a quotation goes on in the next line
+            rest += f"{line} "
+            continue
+        rest = ""
+        if words:
+            yield tuple(words)
+    assert not rest, f"a quotation has no end: {rest}"
+
+
+def check(words: tuple[str, ...]) -> None:
+    """Check a command.  Raises UserError or SystemExit for a wrong one, NotChecked for one of another program."""
+    match list(words):
+        case ["python", "main.py", *rest] | ["shmap-tp", "train", *rest]:
+            check_training(rest)
+        case ["python", "-m", "shmap_tp.verify", *rest]:
+            arguments = verify.parser().parse_args(rest)
+            if arguments.command != "checkpoint":
+                load(str(ROOT / arguments.cfg), arguments.overrides)
+        case ["python", "-m", "shmap_tp.prepare", *rest]:
+            prepare._parse(rest)
+        case ["python", "-m", "shmap_tp.plan", *rest]:
+            check_plan(rest)
+        case ["python", "benchmarks/benchmark_tpu.py", *rest]:
+            arguments, config = parsed_step(benchmark_tpu, rest)
+            if not arguments.emulate:
+                find_slice(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
+        case ["python", "benchmarks/benchmark_gpu.py" | "benchmarks/pytorch_baseline.py", *rest]:
+            parsed_step(benchmark_gpu, rest)
+        case ["python", "benchmarks/benchmark_layerwise.py", *rest]:
+            benchmark_layerwise.make_parser().parse_args(rest)
+        case ["python", "benchmarks/sweep.py", *rest]:
+            for setting in sweep.grid([word for word in rest if "=" in word]):
+                sweep.configuration(setting)
+        case ["scripts/pod.sh", step, _, *rest] if step in ("run", "train"):
+            check_pod(rest)
+        case ["scripts/pod.sh", *_]:
+            pass  # tests/scripts runs it with --dry-run
+        case ["sbatch", *rest]:
+            given = rest[rest.index("scripts/slurm.sh") + 1 :]
+            check_training(given if "--cfg" in given else ["--cfg", FIRST, *given])
+        case ["xpk", "workload", "create", *rest]:
+            (command,) = (word.removeprefix("--command=exec ") for word in rest if word.startswith("--command="))
+            check(tuple(shlex.split(command)))
+        case _:
+            raise NotChecked(shlex.join(words))
+
+
+def check_training(words: list[str]) -> None:
+    """Compose and validate the configuration of the arguments of `main.py`."""
+    arguments = train._parser("python main.py").parse_intermixed_args(words)
+    overrides = ["checkpoint.resume=must"] if arguments.resume else []
+    overrides += [f"mesh.processes={arguments.processes}"] if arguments.processes else []
+    config = load(str(ROOT / (arguments.cfg or FIRST)), [*arguments.overrides, *overrides])
+    is_byte_model = config.model.vocabulary == Bytes.vocabulary
+    assert is_byte_model or config.data.source is None, f"{config.model.name} would train on bytes; start with a recipe"
+
+
+def check_pod(rest: list[str]) -> None:
+    """The options and the arguments after -- of `pod.sh run` or `train`."""
+    assert "--" in rest, "a run needs arguments of main.py after --"
+    given = rest[rest.index("--") + 1 :]
+    check_training(given if "--cfg" in given else ["--cfg", FIRST, *given])
+
+
+def check_plan(words: list[str]) -> None:
+    arguments = plan.make_parser().parse_intermixed_args(words)
+    devices = arguments.devices
+    if devices is None:
+        with_paths(arguments)
+        mesh = config_from_flags(arguments, *plan.DEFAULTS).mesh
+        devices = mesh.dp * mesh.mp
+    if not arguments.ledger:
+        find_slice(arguments.version, devices, arguments.topology, arguments.slices or 1)
+
+
+def parsed_step(module: ModuleType, words: list[str]) -> tuple[Namespace, Config]:
+    """The arguments and the configuration of a benchmark of a training step."""
+    arguments = module.make_parser().parse_intermixed_args(words)
+    with_paths(arguments)
+    return arguments, module.configuration(arguments)
+
+
+def with_paths(arguments: Namespace) -> None:
+    """Files are named relative to the repository; those that are written need not exist."""
+    arguments.cfg = arguments.cfg and str(ROOT / arguments.cfg)
+    for flag in ("json", "hlo", "plot"):
+        if vars(arguments).get(flag):
+            setattr(arguments, flag, None)

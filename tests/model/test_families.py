@@ -1,0 +1,35 @@
+"""Models with the options of pretrained families equal an independent dense reference: logits, loss, every gradient.
+
+Biases are not zero, and scales of norms are not one.
+"""
+
+import pytest
+
+from tests.helpers.families import FAMILIES, MESHES, PARALLELISM, PLACES
+from tests.helpers.model_cases import compare_model
+
+QUICK = 3
+"""Places of each family that are compared in the quick tests: one of each mode, with replicated weights, gradient rings
+and FSDP; the meshes differ from family to family."""
+places = [
+    pytest.param(*place, marks=[] if i % len(PARALLELISM) < QUICK else pytest.mark.slow)
+    for i, place in enumerate(PLACES)
+]
+
+
+@pytest.mark.parametrize(("family", "shape", "settings"), places, ids=str)
+def test_family_equals_its_dense_reference(family, shape, settings):
+    compare_model(family, shape, "float64", *settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_equals_its_dense_reference_in_float32(family):
+    compare_model(family, (2, 4), "float32", "mesh.tensor_parallel=sequence")
+
+
+def test_places_cover_every_mesh_and_mode_of_every_family():
+    for family in FAMILIES:
+        assert {shape for name, shape, _ in PLACES if name == family} == set(MESHES)
+        assert sum(name == family for name, _, _ in PLACES) == len(PARALLELISM)
+    modes = {(settings[0], shape) for _, shape, settings in PLACES}
+    assert len(modes) == 3 * len(MESHES)

@@ -1,0 +1,98 @@
+"""conf/recipes: each file is a complete run, valid, and as fast and as large as its header says."""
+
+import sys
+
+import benchmark_tpu
+import pytest
+import yaml
+
+from shmap_tp import train
+from shmap_tp.hardware.devices import GENERATIONS, GIB
+from shmap_tp.plan.predict import predict
+from shmap_tp.plan.topologies import find_slice
+from tests.helpers import command_lines
+from tests.helpers.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+from make_recipes import Recipe, recipes
+
+sys.path.pop(0)
+
+OWN_KEYS = {
+    "run": {"name"},
+    "mesh": {"dp", "mp", "tensor_parallel", "zero", "processes"},
+    "model": {"remat", "attention"},
+    "train": {"steps", "batch", "microbatches"},
+    "optimizer": {"learning_rate", "final_learning_rate", "warmup_steps", "decay_steps", "weight_decay", "clip_norm"},
+    "evaluate": {"every", "batches"},
+    "checkpoint": {"every", "keep"},
+}
+"""What a recipe states itself, because the values of conf/config.yaml are those of a byte-level model."""
+
+EVERY_RECIPE = pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: recipe.name)
+EVERY_PLANNED_RECIPE = pytest.mark.parametrize(
+    "recipe", [recipe for recipe in recipes() if recipe.plan], ids=lambda recipe: recipe.name
+)
+
+
+@EVERY_RECIPE
+def test_a_recipe_states_its_own_schedule_and_mesh(recipe):
+    stated = yaml.safe_load(recipe.file.read_text())
+    missing = {f"{section}.{key}" for section, keys in OWN_KEYS.items() for key in keys - set(stated.get(section, {}))}
+    assert not missing
+    assert recipe.config.optimizer.decay_steps == recipe.config.train.steps
+    assert recipe.config.train.steps % recipe.config.checkpoint.every == 0
+    assert recipe.config.evaluate.every % recipe.config.checkpoint.every == 0
+
+
+@EVERY_RECIPE
+def test_main_py_accepts_a_recipe(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--check", "--cfg", str(recipe.file)]) == 0
+    config = recipe.config
+    assert f"dp={config.mesh.dp} x mp={config.mesh.mp}" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+@EVERY_RECIPE
+def test_the_header_has_the_command_of_the_recipe(recipe):
+    header = recipe.file.read_text().partition("defaults:")[0]
+    assert f"#   python main.py --cfg conf/recipes/{recipe.file.name}" in header
+    assert f"conf/recipes/{recipe.file.name}" in recipe.command
+    assert recipe.command[1] == f"benchmarks/benchmark_{'tpu' if recipe.plan else 'gpu'}.py"
+
+
+@EVERY_RECIPE
+def test_the_data_of_a_recipe_says_how_it_is_prepared(recipe):
+    """By a command that writes the directory that the recipe reads."""
+    data = recipe.config.data
+    place = f"conf/data/{data.name}.yaml"
+    assert place in recipe.file.read_text()
+    (command,) = (command.words for command in command_lines.in_texts() if command.place == place)
+    assert command[:3] == ("python", "-m", "shmap_tp.prepare") and command[command.index("--out") + 1] == data.dir
+
+
+@EVERY_PLANNED_RECIPE
+def test_the_time_in_the_header_follows_from_the_speed(recipe):
+    config, (amount, unit) = recipe.config, recipe.plan.duration.split()
+    chips = config.mesh.dp * config.mesh.mp / GENERATIONS[version(recipe)].cores
+    tokens = config.train.steps * config.train.batch * config.model.context
+    seconds = tokens / recipe.plan.tokens_per_second_per_chip / chips
+    assert float(amount) == round(seconds / {"hours": 3600, "days": 86400}[unit], 1 if "." in amount else None)
+
+
+@pytest.mark.slow
+@EVERY_PLANNED_RECIPE
+def test_a_recipe_is_planned_to_fit_and_to_be_as_fast_as_its_header_says(recipe, monkeypatch):
+    """Minutes for each: the TPU compiler compiles the whole step."""
+    pytest.importorskip("libtpu")
+    monkeypatch.chdir(ROOT)
+    arguments = benchmark_tpu.make_parser().parse_intermixed_args(recipe.command[2:])
+    config = benchmark_tpu.configuration(arguments)
+    row = predict(config, find_slice(arguments.version, config.mesh.dp * config.mesh.mp, None, 1)).row
+    assert row.fits
+    assert row.tokens_per_second_per_chip == pytest.approx(recipe.plan.tokens_per_second_per_chip, rel=0.02)
+    assert row.peak_bytes_per_device / GIB == pytest.approx(recipe.plan.gib, rel=0.05)
+
+
+def version(recipe: Recipe) -> str:
+    return recipe.command[recipe.command.index("--version") + 1]

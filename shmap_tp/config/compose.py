@@ -5,6 +5,7 @@ against the dataclasses of `schema.py`.  Options that a model does not name have
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Mapping

@@ -169,11 +169,11 @@ class Family:
     def differences(self, model: ModelConfig, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Keys of the `model` section in which `model` differs from the model of `config`: (model's, config's)."""
         try:
-            told = self.options(config, "config.json")
+            requested = self.options(config, "config.json")
         except UserError as error:
             return {"config": (None, str(error))}
         ours = normalized({key: getattr(model, key) for key in ARCHITECTURE_KEYS})
-        theirs = normalized({key: getattr(model, key) for key in ARCHITECTURE_KEYS} | NEUTRAL | told)
+        theirs = normalized({key: getattr(model, key) for key in ARCHITECTURE_KEYS} | NEUTRAL | requested)
         return {key: (ours[key], theirs[key]) for key in ours if ours[key] != theirs[key]}
 
     def layouts(self, model: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[Row, Layout]]:

@@ -133,7 +133,7 @@ def _read_parameter(leaf: jax.ShapeDtypeStruct, read: Reader) -> Array:
 
 
 @jax.jit(static_argnums=3, donate_argnums=0)
-def _insert(whole: Array, piece: Array, start: int, dim: int) -> Array:
+def _insert(whole: Array, piece: Array, start: Array | int, dim: int) -> Array:
     return lax.dynamic_update_slice_in_dim(whole, piece, start, dim)
 
 

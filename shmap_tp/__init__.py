@@ -21,6 +21,7 @@ What there is
     load_config             the configuration in a file, with `key=value` overrides
     make_mesh               the (dp, mp) mesh of a configuration
     Model                   parameters on a mesh: logits, loss, gradients; initialised, or restored from a checkpoint
+    from_pretrained         the model in a Hugging Face directory, on a mesh; Model.save_pretrained writes one
     Trainer                 a training step to be called in a loop of your own
     run_training            a whole run: data, evaluation, checkpoints, resuming
     Components, Optimizer   parts of a model or a step of your own (docs/extending.md)
@@ -30,25 +31,27 @@ What there is
     ShmapTpError            the base class of this and the other errors of a run
 
 Importing shmap_tp is fast: JAX is imported with the first of these names that needs it, and no device is used before
-the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `plan` and `verify`.
+the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `plan`, `pretrained` and `verify`.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmap_tp.api import Model, load_config, make_mesh
+    from shmap_tp.api import Model, from_pretrained, load_config
     from shmap_tp.api_training import Trainer, run_training
     from shmap_tp.config.schema import Config
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.model.transformer import Transformer
+    from shmap_tp.training.local_mesh import make_mesh
     from shmap_tp.training.optimizer import Optimizer
     from shmap_tp.training.step import Components, State
 
 _MODULES = {
     "load_config": "shmap_tp.api",
-    "make_mesh": "shmap_tp.api",
+    "make_mesh": "shmap_tp.training.local_mesh",
     "Model": "shmap_tp.api",
+    "from_pretrained": "shmap_tp.api",
     "Trainer": "shmap_tp.api_training",
     "run_training": "shmap_tp.api_training",
     "Components": "shmap_tp.training.step",
@@ -65,6 +68,7 @@ __all__ = [  # noqa: RUF022 - in the order of the docstring
     "load_config",
     "make_mesh",
     "Model",
+    "from_pretrained",
     "Trainer",
     "run_training",
     "Components",

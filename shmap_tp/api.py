@@ -4,10 +4,10 @@ B batch, T time, V vocabulary.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,23 +17,23 @@ from jaxtyping import Array, Float
 
 from shmap_tp.config import compose
 from shmap_tp.config.bounds import SCHEMES, check_path
-from shmap_tp.config.schema import AUTO, Config
-from shmap_tp.config.validate import resolve_auto, validate
+from shmap_tp.config.schema import Config
+from shmap_tp.config.validate import validate
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, generate
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel import mesh as meshes
-from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices
+from shmap_tp.pretrained import configuration
+from shmap_tp.pretrained.export import save_model
+from shmap_tp.pretrained.source import Source
+from shmap_tp.pretrained.start import pretrained_parameters, recorded_source
 from shmap_tp.training.environment import compute_dtype
+from shmap_tp.training.local_mesh import emulate_devices, resolve
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters, saved_config
 from shmap_tp.training.step import CONFIGURED, Components
-
-EMULATED_DEVICES = 8
-"""How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
 
 
 def load_config(*overrides: str, file: str | PathLike | None = None) -> Config:
@@ -43,45 +43,7 @@ def load_config(*overrides: str, file: str | PathLike | None = None) -> Config:
     Raises UserError if there is no such file, key or group, a type is wrong, a number is out of range, or sizes do not
     divide.
     """
-    return compose.load(compose.CONF / "config.yaml" if file is None else file, list(overrides))
-
-
-def make_mesh(config: Config) -> Mesh:
-    """The (dp, mp) mesh of `config`.  Initialises JAX's backend.
-
-    On a CPU the devices are emulated if no backend has been used before, and a mesh may use the first dp x mp of them;
-    on accelerators it must use all.  Raises UserError if the devices do not make the mesh.
-    """
-    return resolve(config)[1]
-
-
-def resolve(config: Config) -> tuple[Config, Mesh]:
-    """(`config` with mesh.dp=auto replaced by a number, its mesh)."""
-    if config.mesh.processes != 1:
-        raise UserError(
-            f"mesh.processes={config.mesh.processes}: the library is for one process; start several with shmap-tp train"
-        )
-    _emulate_devices(config.mesh.mp * (1 if config.mesh.dp == AUTO else config.mesh.dp))
-    devices = jax.devices()
-    config = resolve_auto(config, len(devices))
-    wanted = config.mesh.dp * config.mesh.mp
-    if devices[0].platform != "cpu":
-        return config, meshes.make_mesh(config.mesh)
-    if wanted > len(devices):
-        raise UserError(
-            f"mesh.dp={config.mesh.dp} x mesh.mp={config.mesh.mp} needs {wanted} devices, but JAX already runs with "
-            f"{len(devices)};\nrestart Python with JAX_NUM_CPU_DEVICES={wanted}, build this mesh first, or choose a "
-            f"smaller one (dp, mp)"
-        )
-    return config, meshes.make_mesh(config.mesh, devices[:wanted])
-
-
-def _emulate_devices(wanted: int) -> None:
-    """Emulate at least `wanted` CPU devices, unless JAX already runs with some: then their number is fixed."""
-    if wanted > MAX_EMULATED_DEVICES:  # make_mesh refuses them
-        wanted = EMULATED_DEVICES
-    with suppress(UserError):
-        emulate_cpu_devices(max(EMULATED_DEVICES, wanted, jax.config.jax_num_cpu_devices))
+    return configuration.load(compose.CONF / "config.yaml" if file is None else file, list(overrides))
 
 
 @dataclass(frozen=True)
@@ -99,17 +61,23 @@ class Model:
     """The pytree of parameters, float32, sharded over the mesh."""
     functions: ModelFunctions
     """The compiled functions, which take the parameters as an argument."""
-    source: str | None = None
+    source: Source | None = None
+    """The Hugging Face directory that the model was read from, or that the run it is of started from."""
+    checkpoint: str | None = None
     """The checkpoint that it was restored from."""
 
     @classmethod
     def initialize(cls, config: Config, components: Components = CONFIGURED) -> "Model":
-        """A model with the initial parameters of run.seed: the same bits on every mesh.
+        """A model with the parameters of model.from_pretrained, or without it the initial ones of run.seed: the same
+        bits on every mesh.
 
         `components` replace parts that the configuration names (docs/extending.md).
-        Raises UserError if the devices do not make the mesh.
+        Raises UserError if the devices do not make the mesh, or model.from_pretrained cannot be read.
         """
         config, mesh, functions = build(config, components)
+        if config.model.from_pretrained is not None:
+            parameters, source = pretrained_parameters(config, functions.shapes)
+            return cls(config, mesh, finished(mesh, parameters), functions, source)
         return cls(config, mesh, finished(mesh, functions.initialize()), functions)
 
     @classmethod
@@ -130,14 +98,21 @@ class Model:
         Raises UserError if there is no such checkpoint, or the devices do not make the mesh.
         """
         check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
-        _emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
+        emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
         config = replace(config, mesh=replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=1))
         validate(config)
         config, mesh, functions = build(config, components)
-        return cls(config, mesh, restore_parameters(checkpoint, functions.shapes), functions, str(checkpoint))
+        return cls(
+            config,
+            mesh,
+            restore_parameters(checkpoint, functions.shapes),
+            functions,
+            recorded_source(checkpoint, config),
+            str(checkpoint),
+        )
 
     @cached_property
     def generation_programs(self) -> GenerationPrograms:
@@ -182,6 +157,15 @@ class Model:
         """The same model with other parameters, such as those that an update of your own returns."""
         return replace(self, parameters=parameters)
 
+    def save_pretrained(self, directory: str | PathLike, *, dtype: str = "float32") -> None:
+        """Write a new Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` of transformers reads.
+
+        The weights are of `dtype`, float32, bfloat16 or float16.  The tokenizer is copied from what the model was read
+        from.  Raises UserError if `directory` is not empty or no supported architecture can express the model,
+        StorageError if the disk is full; then nothing is left there.
+        """
+        save_model(Path(directory), self.config, self.parameters, self.source, dtype)
+
     def logits(self, tokens: Tokens) -> Float[Array, "B T V"]:
         """Logits of the next token at every position: tokens[B, T] -> float32[B, T, vocabulary].
 
@@ -221,6 +205,29 @@ class Model:
 
     def _finished(self, result: Any) -> Any:
         return finished(self.mesh, result)
+
+
+def from_pretrained(
+    name: str | PathLike,
+    *,
+    dp: int = 1,
+    mp: int = 1,
+    tensor_parallel: str = "all_reduce",
+    zero: str = "none",
+    dtype: str = "float32",
+    context: int | None = None,
+) -> Model:
+    """The model in a Hugging Face directory, or of that name on the hub, on a (dp, mp) mesh (docs/pretrained.md).
+
+    Parameters are float32, whatever the dtype of the files; activations and matrix products are of `dtype`, float32 or
+    bfloat16.  `context` is the longest sequence, and what every call computes: by default the model's own limit, but
+    not above 2048 for a rotary encoding.
+    Raises UserError if the directory cannot be used, or the model does not suit the mesh.
+    """
+    overrides = [f"model.from_pretrained={compose.quoted(str(name))}", f"mesh.dp={dp}", f"mesh.mp={mp}"]
+    overrides += [f"mesh.tensor_parallel={tensor_parallel}", f"mesh.zero={zero}", f"train.precision={dtype}"]
+    overrides += [f"train.batch={dp}"] + ([] if context is None else [f"model.context={context}"])
+    return Model.initialize(load_config(*overrides, file=compose.CONF / "finetune.yaml"))
 
 
 def build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:

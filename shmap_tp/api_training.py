@@ -3,7 +3,6 @@
 B batch, T time.
 """
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +14,11 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.model.tokens import Counted, Tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.pretrained.source import Source
+from shmap_tp.pretrained.start import pretrained_parameters, with_pretrained
 from shmap_tp.training import loop
 from shmap_tp.training.environment import compute_dtype
+from shmap_tp.training.local_mesh import resolve
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 
@@ -30,24 +32,29 @@ class Trainer:
     """
 
     def __init__(self, config: Config, model: api.Model | None = None, components: Components = CONFIGURED):
-        """Starts from the initial parameters of run.seed, or from a copy of those of `model`, which has the same shape.
+        """Starts from a copy of the parameters of `model`, which has the same shape, or those of `Model.initialize`.
 
         `components` replace parts that the configuration names (docs/extending.md).
         Raises UserError if the devices do not make the mesh.
         """
-        self.config, self.mesh = api.resolve(config)
+        self.config, self.mesh = resolve(config)
         self.components = components
         self.functions: StepFunctions = build_step_functions(
             self.config, self.mesh, compute_dtype(config.train.precision), components
         )
-        self.state: State = self.functions.init()
+        start, self._source = self._start(model)
+        self.state: State = self.functions.init() if start is None else self.functions.init_from(start)
         """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
-        if model is not None:
-            start = _copies(model.parameters, self.functions.shapes.params)
-            self.state = eqx.tree_at(lambda state: state.params, self.state, start)
         api.finished(self.mesh, self.state)
         options = compiler_options(self.mesh.devices.flat[0].device_kind, self.config)
         self._compiled = compile_with(self.functions.step.lower(self.functions.shapes, self.functions.tokens), options)
+
+    def _start(self, model: api.Model | None) -> tuple[Transformer | None, Source | None]:
+        """(parameters other than the random ones, where they are from)."""
+        shapes = self.functions.shapes.params
+        if model is not None:
+            return _copies(model.parameters, shapes), model.source
+        return (None, None) if self.config.model.from_pretrained is None else pretrained_parameters(self.config, shapes)
 
     def step(self, tokens: Tokens, counted: Counted | None = None) -> dict[str, Array]:
         """One optimizer step on tokens[train.batch, context+1]; its metrics, such as "loss" and "grad_norm".
@@ -68,7 +75,8 @@ class Trainer:
     def model(self) -> api.Model:
         """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
         config, mesh, functions = api.build(self.config, self.components)
-        return api.Model(config, mesh, api.finished(mesh, _copies(self.state.params, functions.shapes)), functions)
+        parameters = api.finished(mesh, _copies(self.state.params, functions.shapes))
+        return api.Model(config, mesh, parameters, functions, self._source)
 
     def _batch(self, tokens: Tokens, counted: Counted | None) -> Array:
         """tokens[batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the devices."""
@@ -94,4 +102,4 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     continues it.  The mesh must use all devices; on a CPU they are emulated if no backend has been used before.
     Raises UserError if the input cannot be used, and other errors of `shmap_tp.errors` as the command prints them.
     """
-    return loop.train(config, components=components) == 0
+    return loop.train(config, components=with_pretrained(config, components)) == 0

@@ -10,6 +10,7 @@ COMMANDS = {
     "plan": "predict speed, memory and communication on TPUs that are not there",
     "generate": "continue texts with a trained model",
     "evaluate": "loss, perplexity and bits per byte of a trained model",
+    "pretrained": "look at Hugging Face checkpoints, and write them",
     "verify": "check checkpoints, resuming, and that replicated arrays agree",
 }
 
@@ -18,7 +19,7 @@ INTERRUPTED = 130
 
 
 def help_text() -> str:
-    listed = "\n".join(f"  {name:<9}{what}" for name, what in COMMANDS.items())
+    listed = "\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items())
     return (
         "usage: shmap-tp COMMAND [arguments]\n\n"
         "Tensor-parallel transformer training in JAX.\n\n"

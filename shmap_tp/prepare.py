@@ -20,8 +20,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     source.add_argument("--text", nargs="+", type=Path, metavar="PATH", help=".txt or .jsonl files, or directories")
     source.add_argument("--dataset", metavar="NAME", help="a Hugging Face data set, such as JeanKaddour/minipile")
     parser.add_argument("--out", required=True, help="directory for train.bin, validation.bin, meta.json")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizers JSON file, or a name on the hub")
-    parser.add_argument("--end-of-text", default="<|endoftext|>", help="the tokenizer's token after each document")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, a JSON file, a model's directory, or a hub name")
+    parser.add_argument(
+        "--end-of-text", metavar="TOKEN", help="the token after each document (default: the model's, or <|endoftext|>)"
+    )
     parser.add_argument("--field", default="text", help="the field that holds the text of a record")
     parser.add_argument(
         "--validation",

@@ -51,9 +51,10 @@ several processes, one per host
 def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> int:
     """Train as the command line `argv` says (default: sys.argv); returns the exit code.  `command` is its name."""
     arguments = _parser(command).parse_intermixed_args(argv)
-    from shmap_tp.config.compose import CONF, load
+    from shmap_tp.config.compose import CONF
     from shmap_tp.config.validate import validate_process_arguments
     from shmap_tp.errors import ShmapTpError
+    from shmap_tp.pretrained.configuration import load
 
     overrides = list(arguments.overrides)
     if arguments.resume:
@@ -68,11 +69,12 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
 
             print(check(config))
             return 0
+        from shmap_tp.pretrained.start import with_pretrained
         from shmap_tp.runtime.distributed import Coordinator
         from shmap_tp.training import loop
 
         coordinator = Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
-        return loop.train(config, coordinator)
+        return loop.train(config, coordinator, with_pretrained(config))
     except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -23,6 +23,7 @@ ORDER = [
     "data",
     "training",
     "inference",
+    "pretrained",
     "plan",
 ]
 """Sub-packages from the lowest to the highest; each imports only itself and those before it (`shmap_tp/errors.py` is a

@@ -10,7 +10,7 @@ from shmap_tp import cli, train
 from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import FIRST, ROOT
 
-COMMANDS = ["train", "prepare", "plan", "verify"]
+COMMANDS = ["train", "prepare", "plan", "pretrained", "verify"]
 
 
 def called(*arguments: str) -> subprocess.CompletedProcess:
@@ -44,12 +44,18 @@ def test_an_unknown_command_is_explained_in_two_lines(capsys):
     assert cli.main(["trian", "--cfg", FIRST]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == "error: shmap-tp has no command 'trian'\nuse one of train, prepare, plan, verify\n"
+    assert said.err == "error: shmap-tp has no command 'trian'\nuse one of train, prepare, plan, pretrained, verify\n"
 
 
 @pytest.mark.parametrize(
     ("name", "argument", "code"),
-    [("prepare", "--help", 0), ("prepare", "--nonsense", 2), ("plan", "--help", 0), ("verify", "--nonsense", 2)],
+    [
+        ("prepare", "--help", 0),
+        ("prepare", "--nonsense", 2),
+        ("plan", "--help", 0),
+        ("verify", "--nonsense", 2),
+        ("pretrained", "--help", 0),
+    ],
 )
 def test_a_command_is_its_module(name, argument, code):
     """The same help, the same answer to bad input, the same exit code."""

@@ -8,6 +8,7 @@ import difflib
 import json
 import os
 import re
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,19 @@ MAX_BRACKETS = 50
 """Opening brackets of one key=value."""
 
 
-def load(file: str | PathLike, overrides: list[str]) -> Config:
+DeriveModel = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""From the keys of the `model` section that are given, others that follow from model.from_pretrained."""
+
+
+def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel | None = None) -> Config:
     """Load the configuration in `file`, apply `overrides` and validate the result.
 
+    `derive_model` (pretrained/configuration.py) is for commands that support model.from_pretrained.
     Raises UserError: the file cannot be read, a key or option is unknown, a value has the wrong type or is missing, or
     a rule of `validate` is broken.
     """
     path, name = _resolved(os.fspath(file)), shown(file)
-    search = [] if path.parent == CONF else [f"hydra.searchpath=[{_quoted(f'file://{CONF}')}]"]
+    search = [] if path.parent == CONF else [f"hydra.searchpath=[{quoted(f'file://{CONF}')}]"]
     given = [_to_hydra(item, path.parent) for item in overrides]
     try:
         with plain_yaml_only(), initialize_config_dir(str(path.parent), version_base="1.3"):
@@ -59,9 +65,23 @@ def load(file: str | PathLike, overrides: list[str]) -> Config:
         raise UserError(_explain(error, name)) from error
     except RecursionError:
         raise UserError(f"{name}: its defaults list names files that name each other; end the circle") from None
-    config = from_values(values, name)
+    config = from_values(_with_derived_model(values, derive_model, name), name)
     validate(config)
     return config
+
+
+def _with_derived_model(values: Any, derive: DeriveModel | None, file: str) -> Any:
+    """`values`, and the keys of the `model` section that follow from model.from_pretrained and are not given."""
+    model = values.get("model")
+    if not OmegaConf.is_dict(model):
+        return values
+    if OmegaConf.is_missing(model, "from_pretrained"):
+        raise UserError(f"{file}: model.from_pretrained has no value; give a directory with config.json and weights")
+    if model.get("from_pretrained") is None:
+        return values
+    if derive is None:
+        raise UserError(f"model.from_pretrained={model.from_pretrained} is not supported here; name a model=...")
+    return OmegaConf.merge({"model": dict(derive(OmegaConf.to_container(model, resolve=True)))}, values)
 
 
 def from_values(values: Any, file: str) -> Config:
@@ -144,10 +164,11 @@ def _to_hydra(override: str, directory: Path) -> str:
     option = value.strip("\"'")
     if option not in options:
         raise UserError(f"{name}: there is no such {key}; use one of {', '.join(sorted(options))}")
-    return f"{key}={_quoted(option)}"
+    return f"{key}={quoted(option)}"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A value of an override that Hydra's grammar takes literally, whatever characters it has."""
     return json.dumps(text, ensure_ascii=False)
 
 

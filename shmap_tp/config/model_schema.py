@@ -22,6 +22,9 @@ from shmap_tp.config.choices import (
 class ModelConfig:
     name: str
     """Name of the model in tables and messages."""
+    from_pretrained: str | None
+    """A Hugging Face directory (config.json and *.safetensors), or a model's name on the hub.  The other keys of this
+    section follow from its config.json, and a new run starts from its weights; null starts from random ones."""
     width: int
     """D, the size of the residual stream."""
     layers: int

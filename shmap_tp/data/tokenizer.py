@@ -4,12 +4,15 @@ Both have a `name`, the size of the `vocabulary` (ids are below it), the id `end
 tokenizer's file or None, and `encode`.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
 
 from shmap_tp.data.files import file_size, first_line, reading
 from shmap_tp.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
 
 
 class Bytes:
@@ -60,6 +63,35 @@ class Subwords:
         return [np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(texts, False)]
 
 
-def open_tokenizer(name: str, end_of_text: str) -> Bytes | Subwords:
-    """The tokenizer `name`: "bytes", a JSON file, or a name on the Hugging Face hub."""
-    return Bytes() if name == Bytes.name else Subwords(name, end_of_text)
+def open_tokenizer(name: str, end_of_text: str | None) -> Bytes | Subwords:
+    """The tokenizer `name`: "bytes", a JSON file, a Hugging Face directory, or a name on the hub.
+
+    Without `end_of_text` a directory's own end-of-sequence token is used, for others END_OF_TEXT.
+    Raises UserError if it cannot be opened, lacks that token, or has ids that the directory's model does not have.
+    """
+    if name == Bytes.name:
+        return Bytes()
+    if not Path(name).is_dir():
+        return Subwords(name, end_of_text or END_OF_TEXT)
+    found = Subwords(str(Path(name) / "tokenizer.json"), end_of_text or _end_of_sequence(Path(name)))
+    vocabulary = _read_json(Path(name) / "config.json").get("vocab_size")
+    if vocabulary is not None and found.vocabulary > vocabulary:
+        raise UserError(
+            f"--tokenizer {name} has ids up to {found.vocabulary - 1}, but the model's vocab_size is {vocabulary}; "
+            f"name the tokenizer that belongs to the model"
+        )
+    return found
+
+
+def _end_of_sequence(directory: Path) -> str:
+    """The token that tokenizer_config.json names as the end of a sequence."""
+    token = _read_json(directory / "tokenizer_config.json").get("eos_token")
+    return (token["content"] if isinstance(token, dict) else token) or END_OF_TEXT
+
+
+def _read_json(file: Path) -> dict:
+    """The content of a JSON file, or nothing if there is none.  Raises UserError."""
+    try:
+        return json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}; copy it again") from error

@@ -4,6 +4,7 @@
     python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8               one mesh in detail
     python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8 --plot step.png    and a timeline of its step
     python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml           the step of a file
+    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR          a Hugging Face model
     python -m shmap_tp.plan --model gptj_6b --dp 2 --mp 8 --ledger                    only its communication
 
 Nothing runs on a TPU: the TPU compiler compiles the training step for the slice, and the compiled schedule is
@@ -41,6 +42,8 @@ def main(arguments: argparse.Namespace) -> None:
     one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)
     if one_mesh == (arguments.devices is not None) or (arguments.devices and (arguments.dp or arguments.mp)):
         raise UserError("give --dp and --mp for one mesh, or --devices for all meshes of that many devices, or --cfg")
+    if arguments.from_pretrained and (arguments.model or arguments.cfg):
+        raise UserError("--from-pretrained, --model and --cfg each name a model; give one")
     if arguments.ledger and arguments.devices:
         raise UserError("--ledger applies to one mesh; give --dp and --mp")
     if arguments.ledger and arguments.json:
@@ -192,6 +195,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dp", type=int, help="data-parallel size")
     parser.add_argument("--mp", type=int, help="model-parallel size")
     parser.add_argument("--model", help="a model of conf/model (default 6_9b)")
+    parser.add_argument("--from-pretrained", metavar="DIR", help="a Hugging Face model; its config.json is enough")
     parser.add_argument("--batch", type=int, help="sequences per optimizer step (default: 16 per dp rank, or device)")
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the model's)")
     parser.add_argument("--microbatches", type=int, help="microbatches per optimizer step (gradient accumulation)")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from shmap_tp.config.compose import CONF, load
+from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
@@ -19,6 +19,7 @@ from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.plan.measure import Measurement, measure
 from shmap_tp.plan.predict import Builder, Prediction
 from shmap_tp.plan.report import FORMULA, format_comparison, format_row
+from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.training.step import build_step_functions
 
@@ -66,7 +67,7 @@ def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int,
     elif arguments.microbatches is None:
         microbatches = max(1, batch // max(1, arguments.dp * sequences))
     settings = [
-        f"model={arguments.model or model}",
+        f"model={'pretrained' if vars(arguments).get('from_pretrained') else arguments.model or model}",
         f"mesh.dp={arguments.dp}",
         f"mesh.mp={arguments.mp}",
         f"train.batch={batch}",
@@ -76,6 +77,8 @@ def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int,
         f"mesh.slices={_slices(arguments)}",
     ]
     settings += [f"model.context={arguments.context}"] if arguments.context is not None else []
+    directory = vars(arguments).get("from_pretrained")
+    settings += [f"model.from_pretrained={quoted(directory)}"] if directory else []
     return resolve_auto(load(str(CONF / "config.yaml"), settings + arguments.overrides))
 
 

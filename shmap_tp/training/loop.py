@@ -85,7 +85,9 @@ def train(config: Config, coordinator: Coordinator | None = None, components: Co
                     clock,
                     components,
                 )
-                state, saved_step = restore_or_initialize(config, functions, batches, checkpoints)
+                state, saved_step = restore_or_initialize(
+                    config, functions, batches, checkpoints, components.load_parameters
+                )
                 return _train_from(run, state, saved_step, stop)
     print(STOPPED_EARLY[1])
     return STOPPED

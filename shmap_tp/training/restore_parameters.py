@@ -4,11 +4,13 @@ Only reads: the run may be under way.  A checkpoint is used only if all its file
 """
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from etils import epath
+from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.compose import from_values
@@ -89,6 +91,24 @@ def restore_parameters(checkpoint: epath.Path, shapes: Transformer) -> Transform
     Raises UserError if the checkpoint's parameters have other names, shapes or dtypes (Orbax would cast a dtype
     silently), or cannot be read.
     """
+    saved = _saved(checkpoint, shapes)
+    others = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, part) for name, part in saved.items() if name != "params"}
+    return _load(checkpoint, others | {"params": shapes})
+
+
+def restore_one_by_one(checkpoint: epath.Path, shapes: Transformer) -> Iterator[Array]:
+    """As `restore_parameters`, the arrays of the leaves of `shapes` one after the other."""
+    saved = _saved(checkpoint, shapes)
+    nothing = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, part) for name, part in saved.items()}
+    leaves, structure = jax.tree.flatten(shapes)
+    for i, leaf in enumerate(leaves):
+        only = [leaf if j == i else ocp.PLACEHOLDER for j in range(len(leaves))]
+        restored = _load(checkpoint, nothing | {"params": jax.tree.unflatten(structure, only)})
+        yield jax.tree.leaves(restored)[i]
+
+
+def _saved(checkpoint: epath.Path, shapes: Transformer) -> dict[str, Any]:
+    """What is saved in `checkpoint`, described.  Raises UserError if its parameters are not those of `shapes`."""
     saved = dict(saved_state(checkpoint))
     found, wanted = _descriptions(saved["params"]), _descriptions(shapes)
     for name in sorted(found.keys() | wanted.keys()):
@@ -97,9 +117,13 @@ def restore_parameters(checkpoint: epath.Path, shapes: Transformer) -> Transform
                 f"checkpoint {checkpoint} holds params/{name} as {found.get(name)}, needed is {wanted.get(name)};\n"
                 f"read it with the version of shmap_tp that saved it"
             )
-    others = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, part) for name, part in saved.items() if name != "params"}
+    return saved
+
+
+def _load(checkpoint: epath.Path, state: dict[str, Any]) -> Transformer:
+    """The parameters of `state`, the others of which are placeholders."""
     try:
-        return ocp.load_checkpointables(checkpoint, {"state": others | {"params": shapes}})["state"]["params"]
+        return ocp.load_checkpointables(checkpoint, {"state": state})["state"]["params"]
     except Exception as error:
         raise UserError(
             f"checkpoint {checkpoint} cannot be restored: {first_line(error.__cause__ or error)}"

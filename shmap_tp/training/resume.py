@@ -15,7 +15,7 @@ from shmap_tp.runtime.console import say
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
 from shmap_tp.training.json_lines import read_lines_backwards, reading
 from shmap_tp.training.metrics import is_metric
-from shmap_tp.training.step import State, StepFunctions
+from shmap_tp.training.step import LoadParameters, State, StepFunctions
 
 STREAK_LIMITS = 3
 """A checkpoint saved after this many times guard.max_consecutive consecutive skipped steps is not resumed."""
@@ -32,9 +32,15 @@ TOKENIZER_HASH = "data.dir (sha256 of tokenizer.json)"
 
 
 def restore_or_initialize(
-    config: Config, functions: StepFunctions, batches: Batches, checkpoints: Checkpoints
+    config: Config,
+    functions: StepFunctions,
+    batches: Batches,
+    checkpoints: Checkpoints,
+    load_parameters: LoadParameters | None = None,
 ) -> tuple[State, int | None]:
     """(state, step) of the newest intact checkpoint, or (new state, None), as `checkpoint.resume` says.
+
+    A new state has the parameters of `load_parameters`, if it is given, instead of random ones.
 
     Raises `UserError` if there is a checkpoint but resuming was not requested, if resuming was requested but nothing
     can be resumed, or if the checkpoint is of a run with another model or data order.
@@ -62,7 +68,9 @@ def restore_or_initialize(
             )
         _refuse_to_overwrite_metrics(config)
         checkpoints.set_aside_after(-1)
-        return functions.init(), None
+        if load_parameters is None:
+            return functions.init(), None
+        return functions.init_from(load_parameters(config, functions.shapes.params)), None
     return _restore(step, config, functions, batches, checkpoints), step
 
 
@@ -166,7 +174,7 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any]) -> dict[str
 
     Names may change, and settings that choose how the same result is computed.
     """
-    may_change = {"name", "remat", "offload", "attention", "attention_chunk"}
+    may_change = {"name", "from_pretrained", "remat", "offload", "attention", "attention_chunk"}
     shape = {f"model.{key}": model[key] for key in model.keys() - may_change}
     files = {
         f"data.dir ({split}.bin)": f"{identity[split]['tokens']} tokens of sha256 {identity[split]['sha256'][:12]}"

@@ -57,6 +57,10 @@ class State(eqx.Module):
     """How many batches were used, skipped steps included."""
 
 
+LoadParameters = Callable[[Config, Transformer], Transformer]
+"""(config, shapes with shardings) -> parameters."""
+
+
 @dataclass(frozen=True)
 class Components(ModelComponents):
     """What a model and its step are built from where it is not what the configuration names (docs/extending.md)."""
@@ -64,6 +68,8 @@ class Components(ModelComponents):
     tensor_parallel: TensorParallel | None = None
     make_optimizer: Callable[[Any], Optimizer] | None = None
     """From the `optimizer` section of the configuration."""
+    load_parameters: LoadParameters | None = None
+    """(config, shapes with shardings) -> the parameters that a new run starts from, in place of random ones."""
 
 
 CONFIGURED = Components()
@@ -134,6 +140,8 @@ class StepFunctions(eqx.Module):
 
     init: Callable[[], State]
     """() -> State, each device initialising its own shards."""
+    init_from: Callable[[Transformer], State]
+    """(params) -> the State of a new run with these parameters, which are donated."""
     step: Callable[[State, Array], tuple[State, dict[str, Array]]]
     """(State, tokens[A B T+1]) -> (State, metrics); the argument state is donated."""
     evaluate: Callable[[Transformer, Array], Array]
@@ -157,9 +165,11 @@ def build_step_functions(
     optimizer = (components.make_optimizer or make_optimizer)(config.optimizer)
     make = {"block": components.block, "mlp": components.mlp}
 
-    def init() -> State:
-        params = Transformer(config.model, attend, key=jax.random.key(config.run.seed), **make)
+    def init_from(params: Transformer) -> State:
         return State(params, optimizer.init(params), initial_bad_step_state(), jnp.zeros((), jnp.int32))
+
+    def init() -> State:
+        return init_from(Transformer(config.model, attend, key=jax.random.key(config.run.seed), **make))
 
     shapes = jax.eval_shape(init)
     specs, updated, placements = state_specs(shapes, optimizer, config.mesh)
@@ -179,6 +189,7 @@ def build_step_functions(
     tokens = (microbatches, config.train.batch // microbatches, config.model.context + 1)
     return StepFunctions(
         init=jax.jit(init, out_shardings=shardings),
+        init_from=jax.jit(init_from, out_shardings=shardings, donate_argnums=0),
         step=jax.jit(
             jax.shard_map(step, mesh=mesh, in_specs=(specs, TOKENS), out_specs=(specs, P())),
             donate_argnums=0,

@@ -1,0 +1,26 @@
+"""The model families that can be read and written.  A new one is a file of tables, and an entry here."""
+
+from shmap_tp.errors import UserError
+from shmap_tp.pretrained.families.gemma import GEMMA
+from shmap_tp.pretrained.families.gpt2 import GPT2
+from shmap_tp.pretrained.families.gpt_neox import GPT_NEOX
+from shmap_tp.pretrained.families.gptj import GPTJ
+from shmap_tp.pretrained.families.llama import LLAMA
+from shmap_tp.pretrained.families.mistral import MISTRAL
+from shmap_tp.pretrained.families.qwen import QWEN2, QWEN3
+from shmap_tp.pretrained.family import Family
+
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, GPTJ, GEMMA)
+"""In the order in which a family is chosen for a model that was not read from a Hugging Face directory."""
+
+
+def find_family(config: dict, where: str) -> Family:
+    """The family of a config.json, the content of `where`.  Raises UserError for one that is not in the list."""
+    architectures = config.get("architectures") or []
+    for family in FAMILIES:
+        is_named = family.architecture in architectures
+        if is_named or (not architectures and family.model_type == config.get("model_type")):
+            return family
+    named = ", ".join(map(str, architectures)) or f"model_type={config.get('model_type')}"
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise UserError(f"{where}: the architecture {named} is not supported; supported are {known}")

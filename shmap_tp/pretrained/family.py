@@ -1,0 +1,226 @@
+"""What a model family is: a table of the keys of its config.json, and a table of its tensors.
+
+Both tables are read in both directions: from config.json to the `model` section of a configuration and back, and from
+the tensors of a file to parameters and back.  A key whose value changes what the model computes is in the table, or its
+value is refused; it is never ignored.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from shmap_tp.config.model_schema import ModelConfig
+from shmap_tp.errors import UserError
+from shmap_tp.pretrained.layout import Layout, sizes_of
+from shmap_tp.pretrained.rotary_keys import RotaryKeys
+
+REQUIRED = object()
+"""The default of a key that every config.json of the family has."""
+DEFAULT_CONTEXT = 2048
+"""model.context where none is given, unless the model's own limit is lower: every call computes the whole context."""
+
+ARCHITECTURE_KEYS = frozenset(ModelConfig.__dataclass_fields__) - {
+    *("name", "from_pretrained", "context", "vocabulary_multiple", "init_std"),
+    *("remat", "offload", "attention", "attention_chunk"),
+}
+"""Keys of the `model` section that determine what is computed, and so follow from config.json."""
+
+GELUS = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
+"""Names of activation functions, and ours."""
+
+_HARMLESS = """
+    architectures model_type auto_map name_or_path transformers_version torch_dtype dtype tokenizer_class
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id prefix is_decoder
+    use_cache output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
+    initializer_range problem_type id2label label2id num_labels task_specific_params finetuning_task
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop classifier_dropout
+    gradient_checkpointing pretraining_tp chunk_size_feed_forward is_llama_config max_window_layers n_ctx
+    max_length min_length temperature top_k top_p do_sample num_beams repetition_penalty length_penalty
+    no_repeat_ngram_size transformers.js_config unsloth_version unsloth_fixed reorder_and_upcast_attn
+    
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+"""Keys that do not change the logits: names and versions, special tokens, generation, how transformers computes, and
+dropout, which is active in training only (training here uses none).  So do names that begin with an underscore.
+Special tokens and generation settings are copied as they are."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json and the key or keys of the `model` section with the same meaning."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    default: Any = REQUIRED
+    """What an absent or null key means: a value, or a function of config.json."""
+    values: Mapping[Any, Any] | None = None
+    """Their values and ours, where they differ; others are not supported."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter of ours and the tensor of a file that has it; {layer} stands for the number of the block."""
+
+    ours: str
+    theirs: str
+    pattern: str
+    """See layout.py."""
+
+
+@dataclass(frozen=True)
+class ContextLimit:
+    """The longest sequence that a model can be used with, and why."""
+
+    tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of `transformers`."""
+
+    architecture: str
+    model_type: str
+    keys: tuple[Key, ...]
+    fixed: Mapping[str, Any]
+    """Keys of the `model` section that have this value in the whole family."""
+    context_key: str
+    """The key of config.json with the longest context."""
+    rows: tuple[Row, ...]
+    prefix: str
+    """What the names of tensors begin with, except where the model was saved without its head."""
+    rotary: RotaryKeys | None = None
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of config.json that may be absent, and the values of them that are supported."""
+    ignored: frozenset[str] = frozenset()
+    """Keys of config.json that `window` reads, or that have no effect in this family."""
+    buffers: str = r"\.rotary_emb\.inv_freq$"
+    """Names of tensors that are no parameters: old files have them, and they are skipped."""
+    window: Callable[[Mapping[str, Any]], ContextLimit | None] = lambda config: None
+    """The sliding window of a config.json: within it, attention is to all earlier positions."""
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    """Keys of the `model` section that config.json has no key for."""
+    write: Callable[[ModelConfig], Mapping[str, Any]] = lambda model: {}
+    """Keys of config.json that follow from the model and are in no table."""
+
+    def options(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The keys of the `model` section, without context, that `config`, the content of `where`, determines.
+
+        Raises UserError for a key or a value that is not supported, or a key that is missing.
+        """
+        found = dict(self.fixed)
+        for key in self.keys:
+            value = config.get(key.theirs)
+            if value is None:
+                value = key.default(config) if callable(key.default) else key.default
+            if value is REQUIRED:
+                raise UserError(f"{where}: {key.theirs} is missing, which every {self.architecture} has")
+            if key.values is not None:
+                if value not in key.values:
+                    raise UserError(
+                        f"{where}: {key.theirs}={value} is not supported for {self.architecture}; "
+                        f"supported is {' or '.join(map(str, key.values))}"
+                    )
+                value = key.values[value]
+            found |= dict.fromkeys(key.ours, value)
+        found |= self.derived(config)
+        if self.rotary:
+            found |= self.rotary.read(config, found["head_dim"], where)
+        self._refuse_unknown(config, where)
+        return found
+
+    def _refuse_unknown(self, config: Mapping[str, Any], where: str) -> None:
+        known = HARMLESS | {key.theirs for key in self.keys} | {self.context_key} | self.ignored
+        known |= self.rotary.names if self.rotary else set()
+        for name, value in config.items():
+            if name in self.only and value is not None and value not in self.only[name]:
+                raise UserError(
+                    f"{where}: {name}={value} is not supported for {self.architecture}; "
+                    f"supported is {' or '.join(map(str, self.only[name]))}"
+                )
+            if name not in known | self.only.keys() and not name.startswith("_") and value not in (None, False):
+                raise UserError(
+                    f"{where}: {name}={value} is not a key that shmap_tp knows for {self.architecture}; if it does not "
+                    f"change what the model computes, remove it from a copy of the file"
+                )
+
+    def context_limit(self, config: Mapping[str, Any]) -> ContextLimit:
+        """The longest context of the model of `config`."""
+        longest = ContextLimit(config[self.context_key], f"{self.context_key}={config[self.context_key]}")
+        limits = [limit for limit in (longest, self.window(config)) if limit]
+        return min(limits, key=lambda limit: limit.tokens)
+
+    def config_of(self, model: ModelConfig) -> dict[str, Any]:
+        """A config.json that describes `model` as closely as the family can; `differences` tells how close it is."""
+        config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        for key in self.keys:
+            value = plain(getattr(model, key.ours[0]))
+            if key.values is not None:
+                value = next((theirs for theirs, ours in key.values.items() if ours == value), None)
+            config[key.theirs] = value
+        config[self.context_key] = model.context
+        if self.rotary:
+            config |= self.rotary.write(model)
+        return config | self.write(model)
+
+    def differences(self, model: ModelConfig, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Keys of the `model` section in which `model` differs from the model of `config`: (model's, config's)."""
+        try:
+            requested = self.options(config, "config.json")
+        except UserError as error:
+            return {"config": (None, str(error))}
+        ours = normalized({key: getattr(model, key) for key in ARCHITECTURE_KEYS})
+        theirs = normalized({key: getattr(model, key) for key in ARCHITECTURE_KEYS} | NEUTRAL | requested)
+        return {key: (ours[key], theirs[key]) for key in ours if ours[key] != theirs[key]}
+
+    def layouts(self, model: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[Row, Layout]]:
+        """For each parameter path its row, and its layout.  Raises UserError if a parameter has no row."""
+        rows, sizes = {row.ours: row for row in self.rows}, sizes_of(model)
+        for path in paths:
+            if path not in rows:
+                raise UserError(f"{self.architecture} has no tensor for the parameter {path} of model {model.name}")
+        return {path: (rows[path], Layout(rows[path].pattern, sizes)) for path in paths}
+
+    def is_skipped(self, name: str, paths: Iterable[str]) -> bool:
+        """Whether the tensor `name` is no parameter: a buffer, or the head of a model that ties it to the embedding."""
+        head = next(row.theirs for row in self.rows if row.ours == "head.weight")
+        return bool(re.search(self.buffers, name)) or (name == head and "head.weight" not in paths)
+
+
+NEUTRAL = {
+    "norm_bias": False,
+    "qk_norm": False,
+    "qkv_bias": False,
+    "attention_output_bias": False,
+    "mlp_bias": False,
+    "head_bias": False,
+    "rotary_dim": None,
+    "rotary_pairing": "half",
+    "rotary_scaling": "none",
+    "embedding_scale": 1.0,
+    "tie_embeddings": False,
+}
+"""The value of a key that a family does not name."""
+
+
+def plain(value: Any) -> Any:
+    """An enum's value, anything else as it is."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` with one value for one meaning: rotary keys that have no effect are null, defaults are written out."""
+    found = {key: plain(value) for key, value in options.items()}
+    if found["norm_epsilon"] is None:
+        found["norm_epsilon"] = 1e-5 if found["norm"] == "layernorm" else 1e-6
+    if found["rotary_dim"] is None:
+        found["rotary_dim"] = found["head_dim"]
+    without_effect = [key for key in found if key.startswith("rotary_")]
+    if found["positions"] == "rotary" and found["rotary_scaling"] == "none":
+        without_effect = [key for key in without_effect if "factor" in key or "original" in key]
+    elif found["positions"] == "rotary":
+        without_effect = []
+    return found | dict.fromkeys(without_effect)

@@ -1,0 +1,102 @@
+"""What `python -m shmap_tp.pretrained inspect` prints about a Hugging Face directory."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shmap_tp.config import compose
+from shmap_tp.config.schema import Config
+from shmap_tp.config.validate import validate
+from shmap_tp.errors import UserError
+from shmap_tp.model.flops import parameter_terms
+from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.parallel.partitioning import is_stacked
+from shmap_tp.pretrained.configuration import load
+from shmap_tp.pretrained.family import plain
+from shmap_tp.pretrained.reading import find_tensors, paths_of
+from shmap_tp.pretrained.source import Source, open_source, read_json
+from shmap_tp.training.environment import compute_dtype
+from shmap_tp.training.model_functions import build_model_functions
+
+MAX_MP = 64
+"""The largest tensor-parallel size that is tried."""
+SHOWN = (
+    *("width", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "block", "norm", "norm_epsilon", "mlp"),
+    *("positions", "rotary_base", "rotary_dim", "rotary_pairing", "rotary_scaling", "tie_embeddings", "qk_norm"),
+    *("norm_bias", "qkv_bias", "attention_output_bias", "mlp_bias", "head_bias", "embedding_scale"),
+)
+"""Keys of the `model` section that are printed, if they have an effect."""
+
+
+def inspect(name: str) -> str:
+    """The shape of the model in `name`, its parameters, the meshes that fit, and its weights and tokenizer.
+
+    Raises UserError for what is not supported, and for weights that are missing or damaged.
+    """
+    source = open_source(name)
+    config = _config(name, mp=1)
+    model, terms = config.model, parameter_terms(config.model)
+    options = [f"{key}={plain(getattr(model, key))}" for key in SHOWN if getattr(model, key) not in (None, False)]
+    limit = source.family.context_limit(source.config)
+    lines = [f"{source.directory}: {source.family.architecture}", "", "  " + " ".join(options)]
+    lines += [f"  context up to {limit.tokens} ({limit.reason}); {model.context} unless model.context is given", ""]
+    lines += [f"  {what:<12}{count:>16,}" for what, count in terms.items() if count]
+    lines += [f"  {'parameters':<12}{sum(terms.values()):>16,}", ""]
+    fitting, refusal = _fitting_mp(name)
+    lines += [f"  mesh.mp in {{{', '.join(map(str, fitting))}}}" + (f"; {refusal}" if refusal else ""), ""]
+    return "\n".join([*lines, *(f"  {line}" for line in (_weights(source, config), _tokenizer(source)))])
+
+
+def _config(name: str, mp: int) -> Config:
+    overrides = ["model=pretrained", f"model.from_pretrained={compose.quoted(name)}", "mesh.dp=1", f"mesh.mp={mp}"]
+    return load(str(compose.CONF / "config.yaml"), overrides)
+
+
+def _fitting_mp(name: str) -> tuple[list[int], str | None]:
+    """The tensor-parallel sizes up to MAX_MP that the model can be sharded over; why the first other one does not
+    fit."""
+    fitting, refusal = [], None
+    for mp in range(1, MAX_MP + 1):
+        try:
+            validate(_config(name, mp))
+            fitting.append(mp)
+        except UserError as error:
+            refusal = refusal or str(error)
+    return fitting, refusal
+
+
+def _weights(source: Source, config: Config) -> str:
+    """One line about the weights, once each has its place."""
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    shapes = build_model_functions(config, mesh, compute_dtype(config.train.precision)).shapes
+    find_tensors(source, config.model, paths_of(is_stacked(shapes)))
+    tensors = source.tensors.values()
+    files, dtypes = {tensor.file for tensor in tensors}, sorted({str(tensor.dtype) for tensor in tensors})
+    size = sum(tensor.size for tensor in tensors)
+    return (
+        f"weights: {len(tensors)} tensors of {', '.join(dtypes)}, {size / 1e9:.2f} GB in {len(files)} file(s), complete"
+    )
+
+
+def _tokenizer(source: Source) -> str:
+    """One line about the tokenizer.  Raises UserError if it has ids that the model does not have."""
+    file = source.directory / "tokenizer.json"
+    if not file.is_file():
+        return "tokenizer: no tokenizer.json"
+    highest = largest_id(file)
+    vocabulary = source.config["vocab_size"]
+    if highest >= vocabulary:
+        raise UserError(f"{file} has the id {highest}, but vocab_size={vocabulary} of the model must be above it")
+    return f"tokenizer: tokenizer.json, ids up to {highest}"
+
+
+def largest_id(file: Path) -> int:
+    """The largest token id of a tokenizer.json.  Raises UserError if the file is not one."""
+    content: Any = read_json(file)
+    try:
+        words = content["model"]["vocab"]
+        ids = list(words.values()) if isinstance(words, dict) else list(range(len(words)))
+        return max([*ids, *(token["id"] for token in content.get("added_tokens", []))])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is not the JSON file of a tokenizer; copy it again") from error

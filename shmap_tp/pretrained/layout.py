@@ -1,0 +1,143 @@
+"""How one of our parameters lies in a tensor of a file, written as a pattern.
+
+    "v d -> v d"                the same
+    "d f -> f d"                transposed
+    "(n k) d -> d n k"          the rows of the file are heads, one after the other
+    "(h 0/3 k) d -> (h k) d"    the first of three of every head: GPT-NeoX's fused q, k and v
+    "d (0/3 h k) -> (h k) d"    the first third of the columns: GPT-2's fused q, k and v
+
+Left of the arrow stand the dims of the file's tensor, right of it those of our array, for one layer; a letter is a dim
+of `sizes_of`, and letters in brackets are one dim in which the last varies fastest.  i/n selects one of n parts.
+
+A slice of our array is a list of `Part`s: boxes of the file's tensor with all letters as dims of their own.  The same
+parts serve reading and writing, so that what is written is the inverse of what is read.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float
+
+from shmap_tp.config.schema import ModelConfig
+from shmap_tp.pretrained.tensor_files import Box, StoredTensor
+
+Ranges = tuple[tuple[int, int], ...]
+"""Of each dim of our array the range [start, stop)."""
+
+
+def sizes_of(model: ModelConfig) -> dict[str, int]:
+    """The size of each letter of a pattern.  v is without padding: files have none."""
+    return {
+        "d": model.width,
+        "h": model.heads,
+        "n": model.kv_heads,
+        "k": model.head_dim,
+        "f": model.ffn,
+        "v": model.vocabulary,
+        "t": model.context,
+    }
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of the file's tensor, and where it belongs in our array."""
+
+    box: Box
+    ours: tuple[slice, ...]
+    """The part of the slice of our array, dim by dim."""
+    letters_shape: tuple[int, ...]
+    """That part with every letter as a dim of its own, in our order."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A pattern, with the sizes of its letters."""
+
+    pattern: str
+    sizes: Mapping[str, int]
+
+    @cached_property
+    def _sides(self) -> tuple[list[list[str]], list[list[str]]]:
+        """The dims of the file's tensor and of our array, each a list of letters or i/n."""
+        left, right = (
+            [dim.strip("()").split() for dim in re.findall(r"\([^)]*\)|\S+", side)] for side in self.pattern.split("->")
+        )
+        return left, right
+
+    @cached_property
+    def view(self) -> tuple[int, ...]:
+        """The shape of the file's tensor with every letter as a dim of its own."""
+        return tuple(self._size(token) for token in itertools.chain(*self._sides[0]))
+
+    @cached_property
+    def file_shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(self._size(token) for token in dim) for dim in self._sides[0])
+
+    @cached_property
+    def our_shape(self) -> tuple[int, ...]:
+        """The shape of our array of one layer, without padding of the vocabulary."""
+        return tuple(math.prod(self._size(token) for token in dim) for dim in self._sides[1])
+
+    def _size(self, token: str) -> int:
+        return int(token.partition("/")[2]) if "/" in token else self.sizes[token]
+
+    def read(self, tensor: StoredTensor, ranges: Ranges, dtype: np.dtype) -> Float[np.ndarray, "..."]:
+        """A slice of our array; what lies outside of the file's tensor is zero (padding of the vocabulary)."""
+        out = np.zeros([stop - start for start, stop in ranges], dtype)
+        for part in self.parts(ranges):
+            values = tensor.read(self.view, part.box)
+            values = values.reshape([stop - start for (start, stop), kept in self._kept(part.box) if kept])
+            out[part.ours] = values.transpose(self._order).reshape([s.stop - s.start for s in part.ours])
+        return out
+
+    def write(self, tensor: StoredTensor, ranges: Ranges, values: Float[np.ndarray, "..."]) -> None:
+        """Write a slice of our array; padding of the vocabulary is left out."""
+        for part in self.parts(ranges):
+            letters = values[part.ours].reshape(part.letters_shape).transpose(np.argsort(self._order))
+            tensor.write(self.view, part.box, letters)
+
+    def _kept(self, box: Box) -> Iterator[tuple[tuple[int, int], bool]]:
+        """Each range of `box`, with whether it is that of a letter (and not of i/n)."""
+        return zip(box, ["/" not in token for token in itertools.chain(*self._sides[0])], strict=True)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """For each of our letters, its place among the letters of the file."""
+        letters = [token for token in itertools.chain(*self._sides[0]) if "/" not in token]
+        return [letters.index(letter) for letter in itertools.chain(*self._sides[1])]
+
+    def parts(self, ranges: Ranges) -> list[Part]:
+        """The parts of a slice of our array."""
+        left, right = self._sides
+        per_dim = [_pieces([self._size(letter) for letter in dim], *r) for dim, r in zip(right, ranges, strict=True)]
+        parts = []
+        for combination in itertools.product(*per_dim):
+            letters = dict(zip(itertools.chain(*right), itertools.chain(*[p for p, _ in combination]), strict=True))
+            fixed = {token: (int(token.partition("/")[0]),) for token in itertools.chain(*left) if "/" in token}
+            box = [letters.get(token) or (fixed[token][0], fixed[token][0] + 1) for token in itertools.chain(*left)]
+            shape = tuple(stop - start for start, stop in letters.values())
+            parts.append(Part(box, tuple(where for _, where in combination), shape))
+        return parts
+
+
+def _pieces(sizes: list[int], start: int, stop: int) -> list[tuple[list[tuple[int, int]], slice]]:
+    """[start, stop) of a dim that is one letter, or two of which the second varies faster: (ranges of the letters,
+    the place in the slice) of each rectangular piece; nothing beyond the dim."""
+    end = min(stop, math.prod(sizes))
+    if len(sizes) == 1:
+        return [([(start, end)], slice(0, end - start))] if start < end else []
+    _, inner = sizes
+    pieces, at = [], start
+    while at < end:
+        row, within = divmod(at, inner)
+        rows = (end - at) // inner if within == 0 else 0
+        upto = at + rows * inner if rows else min(end, (row + 1) * inner)
+        ranges = [(row, row + rows), (0, inner)] if rows else [(row, row + 1), (within, within + upto - at)]
+        pieces.append((ranges, slice(at - start, upto - start)))
+        at = upto
+    return pieces

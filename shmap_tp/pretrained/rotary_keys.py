@@ -1,0 +1,78 @@
+"""The rotary encoding in config.json: base, rotated dims and scaling, by the names of transformers 4 and 5.
+
+transformers 4     rope_theta, rope_scaling = {"rope_type" or "type": ..., "factor": ...}, and a partial factor
+transformers 5     rope_parameters = {"rope_theta": ..., "rope_type": ..., "partial_rotary_factor": ...}
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shmap_tp.config.model_schema import ModelConfig, RotaryScaling
+from shmap_tp.errors import UserError
+
+LLAMA3 = {
+    "factor": "rotary_scaling_factor",
+    "low_freq_factor": "rotary_low_frequency_factor",
+    "high_freq_factor": "rotary_high_frequency_factor",
+    "original_max_position_embeddings": "rotary_original_context",
+}
+"""Keys of llama3 scaling, and ours."""
+
+
+@dataclass(frozen=True)
+class RotaryKeys:
+    """How a family names its rotary keys."""
+
+    base: str = "rope_theta"
+    default_base: float = 10_000.0
+    partial: str | None = None
+    """The fraction of each head that is rotated; None where it is always the whole head."""
+    default_partial: float = 1.0
+
+    @property
+    def names(self) -> set[str]:
+        names = {self.base, "rope_theta", "rope_scaling", "rope_parameters"}
+        return names | {self.partial, "partial_rotary_factor"} if self.partial else names
+
+    def read(self, config: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
+        """The `rotary_` keys of the `model` section."""
+        scaling = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        base = scaling.get("rope_theta", config.get(self.base, config.get("rope_theta")))
+        found = {"rotary_base": float(self.default_base if base is None else base)}
+        extra = set(scaling) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        if kind not in ("default", "llama3") or (kind == "default" and extra):
+            name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+            raise UserError(f"{where}: {name}={config[name]} is not supported; supported are default and llama3")
+        if kind == "llama3":
+            for theirs, ours in LLAMA3.items():
+                if theirs not in scaling:
+                    raise UserError(f"{where}: the llama3 scaling of the rotary encoding has no {theirs}")
+                found[ours] = scaling[theirs]
+            if extra - LLAMA3.keys():
+                raise UserError(f"{where}: {', '.join(extra - LLAMA3.keys())} of the rotary scaling is not supported")
+            found["rotary_scaling"] = RotaryScaling.llama3.value
+        return found | self._read_partial(config, scaling, head_dim, where)
+
+    def _read_partial(
+        self, config: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, where: str
+    ) -> dict[str, Any]:
+        given = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if not self.partial:
+            if given not in (None, 1.0):
+                raise UserError(f"{where}: partial_rotary_factor={given} is not supported for this architecture")
+            return {}
+        given = config.get(self.partial, self.default_partial) if given is None else given
+        rotated = int(head_dim * given)
+        return {"rotary_dim": None if rotated == head_dim else rotated}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Keys of config.json, by the names of transformers 4, which 5 reads as well."""
+        config: dict[str, Any] = {self.base: model.rotary_base}
+        if self.partial:
+            config[self.partial] = (model.rotary_dim or model.head_dim) / model.head_dim
+        if model.rotary_scaling == RotaryScaling.llama3:
+            values = {theirs: getattr(model, ours) for theirs, ours in LLAMA3.items()}
+            config["rope_scaling"] = {"rope_type": "llama3"} | values
+        return config

@@ -1,0 +1,130 @@
+"""A Hugging Face directory: its config.json, its safetensors files, and the names that a model on the hub has."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shmap_tp.errors import UserError
+from shmap_tp.pretrained.families import find_family
+from shmap_tp.pretrained.family import Family
+from shmap_tp.pretrained.tensor_files import StoredTensor, read_header
+
+INDEX = "model.safetensors.index.json"
+COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+"""Files of the tokenizer, which are copied to what is written."""
+DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+FINGERPRINT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Source:
+    """A directory with config.json; the weights are looked at when they are needed."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    family: Family
+
+    @property
+    def config_file(self) -> str:
+        """The name of config.json in messages."""
+        return str(self.directory / "config.json")
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Where each tensor is.  Raises UserError if files are missing, damaged or not safetensors."""
+        if (self.directory / INDEX).is_file():
+            return self._indexed(read_json(self.directory / INDEX))
+        files = sorted(self.directory.glob("*.safetensors"))
+        if not files:
+            pickles = sorted(self.directory.glob("*.bin")) + sorted(self.directory.glob("*.pt*"))
+            if pickles:
+                raise UserError(
+                    f"{pickles[0]} is a pickle, which can run any program when it is read; write {self.directory} "
+                    f"again as safetensors:\n"
+                    f"AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
+                )
+            raise UserError(f"{self.directory} has no *.safetensors file; copy the weights there, too")
+        found: dict[str, StoredTensor] = {}
+        for file in files:
+            for name, tensor in read_header(file).items():
+                if name in found:
+                    raise UserError(f"{name} is in {found[name].file} and in {file.name}; keep one of the files")
+                found[name] = tensor
+        return found
+
+    def _indexed(self, index: Any) -> dict[str, StoredTensor]:
+        places = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(places, dict):
+            raise UserError(f"{self.directory / INDEX} has no weight_map; copy it again")
+        headers = {}
+        for name in sorted(set(places.values())):
+            if Path(name).name != name or not (self.directory / name).is_file():
+                raise UserError(f"{self.directory / INDEX} names the file {name}, which is not there; copy it, too")
+            headers[name] = read_header(self.directory / name)
+        for tensor, file in places.items():
+            if tensor not in headers[file]:
+                raise UserError(f"{self.directory / INDEX}: {tensor} is not in {file}; copy both again")
+        return {tensor: headers[file][tensor] for tensor, file in places.items()}
+
+    def fingerprint(self) -> str:
+        """SHA-256 of config.json, and of the name, dtype, shape and first 4096 bytes of each tensor: it tells weights
+        apart without reading them all."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+            with tensor.file.open("rb") as stream:
+                stream.seek(tensor.offset)
+                digest.update(stream.read(min(FINGERPRINT_BYTES, tensor.size)))
+        return digest.hexdigest()
+
+    def companions(self) -> list[Path]:
+        """The files of the tokenizer, and generation_config.json."""
+        patterns = (*COPIED, "generation_config.json")
+        return sorted({file for pattern in patterns for file in self.directory.glob(pattern) if file.is_file()})
+
+
+def open_source(name: str) -> Source:
+    """The directory `name`, or a snapshot of the model `name` (owner/model) of the Hugging Face hub.
+
+    Raises UserError if there is neither, if config.json is missing, or for an architecture that is not supported.
+    """
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+            raise UserError(f"{name} is not a directory; name one with config.json and *.safetensors")
+        directory = _download(name)
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory} has no config.json; name a directory as transformers' save_pretrained writes it")
+    config = read_json(directory / "config.json")
+    if not isinstance(config, dict):
+        raise UserError(f"{directory / 'config.json'} is not a JSON object; copy it again")
+    return Source(directory, config, find_family(config, str(directory / "config.json")))
+
+
+def _download(name: str) -> Path:
+    """The local copy of a model on the hub."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(
+            f"{name} is not a directory, and reading it from the hub needs huggingface_hub: "
+            f"pip install -e '.[pretrained]'"
+        ) from None
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED)))
+    except Exception as error:  # the library raises those of several HTTP clients
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{name} is not a directory, and cannot be read from the Hugging Face hub: {reason}") from error
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file.  Raises UserError."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is not JSON: {error}; copy it again") from error

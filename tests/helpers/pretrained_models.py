@@ -1,0 +1,123 @@
+"""Tiny models of every family, as transformers describes them: config.json, the tensors, and logits at some positions.
+
+`tests/pretrained/reference/*.json` are written by tests/pretrained/make_reference.py with transformers, so that tests
+without it can read the models and compare their logits.  The weights are random numbers that follow from the tensors'
+names: logits that spread by more than 5, biases that are not 0, norms that are not 1.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shmap_tp.pretrained.tensor_files import DTYPES
+
+REFERENCE = Path(__file__).parents[1] / "pretrained" / "reference"
+CONTEXT, VOCABULARY = 512, 97
+POSITIONS = (0, 1, 5, 63, 127, 256, 383, 511)
+"""Where the reference logits of the first sequence are recorded."""
+
+_SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+_LLAMA = _SIZES | {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+_NEOX = _SIZES | {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 8}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA | {"rope_parameters": _LLAMA3}),
+    "llama_tied": ("llama", _LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", _LLAMA | {"sliding_window": CONTEXT, "head_dim": 8}),
+    "qwen2": ("qwen2", _LLAMA),
+    "qwen3": ("qwen3", _LLAMA | {"head_dim": 16}),
+    "gemma": ("gemma", _LLAMA | {"head_dim": 16}),
+    "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 48, "n_layer": 3, "n_head": 8}),
+    "gpt_neox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5}),
+    "gpt_neox_sequential": ("gpt_neox", _NEOX | {"rotary_pct": 0.25, "use_parallel_residual": False}),
+    "gptj": (
+        "gptj",
+        {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 64, "n_layer": 3, "n_head": 8, "rotary_dim": 4},
+    ),
+}
+"""The model_type of transformers, and what its configuration is made with."""
+
+
+def tokens() -> np.ndarray:
+    """tokens[2, 513] for every model."""
+    return np.random.default_rng(7).integers(0, VOCABULARY, (2, CONTEXT + 1))
+
+
+def reference(case: str) -> dict[str, Any]:
+    """The record of a case: "config", "tensors" (shapes by name), "logits" [positions, vocabulary], "spread"."""
+    record = json.loads((REFERENCE / f"{case}.json").read_text())
+    return record | {"logits": np.array(record["logits"], np.float32)}
+
+
+def weight(name: str, shape: tuple[int, ...], case: str) -> np.ndarray:
+    """The random tensor of that name, float32."""
+    values = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
+    if len(shape) == 1:
+        is_scale = name.endswith("weight") and case != "gemma"
+        return (0.3 * values + is_scale).astype(np.float32)
+    spread = 3 if name in ("lm_head.weight", "embed_out.weight") else 1
+    return (spread * values * shape[-1] ** -0.5).astype(np.float32)
+
+
+def file_name(parameter: str, case: str) -> str:
+    """The name that a parameter of transformers has in files."""
+    return parameter.replace("lm_head.", "embed_out.") if case.startswith("gpt_neox") else parameter
+
+
+def write_directory(
+    directory: Path, case: str, *, dtype: str = "F32", changed: dict[str, Any] | None = None, without: str = ""
+) -> Path:
+    """Write the model of a case as a Hugging Face directory: `changed` keys of config.json, all tensors but
+    `without`."""
+    record = reference(case)
+    shapes = {name: tuple(shape) for name, shape in record["tensors"].items() if name != without}
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(record["config"] | (changed or {})))
+    write_tensors(directory / "model.safetensors", {name: weight(name, s, case) for name, s in shapes.items()}, dtype)
+    return directory
+
+
+def write_tensors(file: Path, tensors: dict[str, np.ndarray], dtype: str = "F32") -> None:
+    """Write a safetensors file, as its format says."""
+    header, blocks, offset = {}, [], 0
+    for name, values in tensors.items():
+        data = values.astype(DTYPES[dtype]).tobytes()
+        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [offset, offset + len(data)]}
+        blocks.append(data)
+        offset += len(data)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blocks))
+
+
+def read_tensors(directory: Path) -> dict[str, np.ndarray]:
+    """All tensors of the safetensors files in `directory`, read as the format says."""
+    found = {}
+    codes = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+    for file in sorted(directory.glob("*.safetensors")):
+        data = file.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8 : 8 + length]).items():
+            if name != "__metadata__":
+                start, stop = entry["data_offsets"]
+                values = np.frombuffer(data[8 + length + start : 8 + length + stop], codes[entry["dtype"]])
+                assert name not in found
+                found[name] = values.reshape(entry["shape"])
+    return found

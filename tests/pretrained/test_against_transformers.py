@@ -1,0 +1,157 @@
+"""The models of every family against `transformers`: pip install -e '.[test-pretrained]'."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shmap_tp
+from shmap_tp.pretrained.export import save_model
+from shmap_tp.pretrained.reading import load_parameters
+from shmap_tp.pretrained.source import open_source
+from shmap_tp.training.model_functions import build_model_functions
+from shmap_tp.training.step import build_step_functions
+from tests.helpers.assertions import assert_close
+from tests.helpers.pretrained_models import CASES, file_name, read_tensors, tokens, weight, write_directory
+
+torch = pytest.importorskip("torch", reason="pip install -e '.[test-pretrained]'")
+transformers = pytest.importorskip("transformers", reason="pip install -e '.[test-pretrained]'")
+pytestmark = pytest.mark.filterwarnings("default")
+
+every_case = pytest.mark.parametrize("case", CASES)
+TOLERANCE = {"float32": 2e-5, "float64": 1e-10}
+FLOAT32_INSIDE = 5e-6
+"""In float64 transformers still computes the angles of the rotary encoding and RMSNorm in float32."""
+MESHES = {
+    "(1,1)": {"dp": 1, "mp": 1},
+    "(2,2)": {"dp": 2, "mp": 2, "tensor_parallel": "sequence", "zero": "fsdp"},
+    "(1,4)": {"dp": 1, "mp": 4, "tensor_parallel": "collective_matmul"},
+    "(8,1)": {"dp": 8, "mp": 1, "zero": "fsdp"},
+    "(2,4)": {"dp": 2, "mp": 4, "tensor_parallel": "sequence"},
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the models of all cases."""
+    root = tmp_path_factory.mktemp("pretrained")
+    for case in CASES:
+        write_directory(root / case, case)
+    return root
+
+
+def theirs(directory: Path, dtype: Any = None) -> Any:
+    """The model as transformers reads it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=dtype or torch.float32
+    ).eval()
+
+
+def difference(actual: Any, expected: Any) -> float:
+    """max|actual - expected| / max|expected|."""
+    return float(np.max(np.abs(np.asarray(actual) - expected)) / np.max(np.abs(expected)))
+
+
+@every_case
+def test_logits_at_all_positions_are_those_of_transformers_on_every_mesh(directories, case):
+    with torch.no_grad():
+        expected = theirs(directories / case)(torch.tensor(tokens()[:, :-1])).logits.numpy()
+    assert expected.max() - expected.min() > 5
+    for name, mesh in MESHES.items():
+        model = shmap_tp.from_pretrained(directories / case, **mesh)
+        found = difference(model.logits(tokens()[:, :-1]), expected)
+        print(f"{case} {name}: {found:.1e}")
+        assert found < TOLERANCE["float32"], name
+
+
+@every_case
+def test_logits_in_float64_are_those_of_transformers(directories, case):
+    with torch.no_grad():
+        expected = theirs(directories / case, torch.float64)(torch.tensor(tokens()[:, :-1])).logits.numpy()
+    with jax.enable_x64(True):
+        config = _config(directories / case, "mesh.dp=2", "mesh.mp=4", "mesh.tensor_parallel=sequence")
+        functions = build_model_functions(config, shmap_tp.make_mesh(config), jnp.float64)
+        parameters = load_parameters(open_source(str(directories / case)), config.model, functions.shapes)
+        logits = functions.logits(parameters, jnp.asarray(tokens()[:, :-1], jnp.int32))
+    found = difference(logits[..., : config.model.vocabulary], expected)
+    print(f"{case} float64: {found:.1e}")
+    assert found < (TOLERANCE["float64"] if case == "gpt2" else FLOAT32_INSIDE)
+
+
+def _config(directory: Path, *more: str) -> Any:
+    file = Path(__file__).parents[2] / "conf" / "finetune.yaml"
+    return shmap_tp.load_config(f"model.from_pretrained={directory}", "train.batch=2", *more, file=str(file))
+
+
+@every_case
+@pytest.mark.parametrize("mesh", ["(1,1)", "(2,4)", "(2,2)"])
+def test_gradients_of_all_weights_are_those_of_transformers(directories, case, mesh, tmp_path):
+    reference = theirs(directories / case)
+    logits = reference(torch.tensor(tokens()[:, :-1])).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(tokens()[:, 1:]).flatten())
+    loss.backward()
+    expected = {file_name(name, case): parameter.grad.numpy() for name, parameter in reference.named_parameters()}
+    model = shmap_tp.from_pretrained(directories / case, **MESHES[mesh])
+    ours, gradients = model.loss_and_gradients(tokens())
+    assert abs(float(ours) - float(loss.detach())) < 1e-5 * float(loss.detach())
+    save_model(tmp_path / "gradients", model.config, gradients, model.source, "float32")
+    assert_close(read_tensors(tmp_path / "gradients"), expected, 1e-4)
+
+
+@every_case
+def test_what_is_written_is_loaded_by_transformers_without_missing_or_unexpected_keys(directories, case, tmp_path):
+    model = shmap_tp.from_pretrained(directories / case, **MESHES["(2,4)"])
+    model.save_pretrained(tmp_path / "out")
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    for name, parameter in loaded.named_parameters():
+        assert np.array_equal(
+            parameter.detach().numpy(), weight(file_name(name, case), tuple(parameter.shape), case)
+        ), name
+
+
+@pytest.mark.parametrize("case", ["gpt2"])
+def test_three_steps_of_adamw_are_those_of_torch(directories, case, tmp_path):
+    """In float64: a weight whose gradient is rounding noise moves as far as any other."""
+    rate, decay, epsilon = 1e-3, 0.1, 1e-8
+    reference = theirs(directories / case, torch.float64)
+    matrices = [p for p in reference.parameters() if p.ndim > 1]
+    others = [p for p in reference.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=epsilon)
+    for _ in range(3):
+        optimizer.zero_grad()
+        logits = reference(torch.tensor(tokens()[:, :-1])).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(tokens()[:, 1:]).flatten()).backward()
+        optimizer.step()
+    with jax.enable_x64(True):
+        constant = [f"optimizer.learning_rate={rate}", f"optimizer.final_learning_rate={rate}"]
+        constant += ["optimizer.warmup_steps=0", f"optimizer.weight_decay={decay}", f"optimizer.epsilon={epsilon}"]
+        constant += ["optimizer.beta1=0.9", "optimizer.beta2=0.95", "optimizer.clip_norm=1e9"]
+        config = _config(directories / case, "mesh.dp=2", "mesh.mp=4", *constant)
+        functions = build_step_functions(config, shmap_tp.make_mesh(config), jnp.float64)
+        source = open_source(str(directories / case))
+        state = functions.init_from(load_parameters(source, config.model, functions.shapes.params))
+        batch = jax.device_put(tokens()[None].astype(np.int32), functions.tokens.sharding)
+        for _ in range(3):
+            state, _ = functions.step(state, batch)
+        save_model(tmp_path / "out", config, state.params, source, "float64")
+    expected = {file_name(name, case): parameter.detach().numpy() for name, parameter in reference.named_parameters()}
+    assert_close(read_tensors(tmp_path / "out"), expected, 1e-9)
+
+
+def test_a_model_of_this_project_is_written_for_transformers(tmp_path):
+    """Llama and GPT-2 express models that were never read from a Hugging Face directory."""
+    shape = "width=48 layers=2 heads=8 kv_heads=2 head_dim=8 ffn=80 vocabulary=97 vocabulary_multiple=128 context=64"
+    options = "block=sequential norm=rmsnorm mlp=swiglu positions=rotary tie_embeddings=false init_std=0.3"
+    model = [f"model.{one}" for one in f"{shape} {options}".split()]
+    ours = shmap_tp.Model.initialize(shmap_tp.load_config("model=test", *model, "mesh.dp=2", "mesh.mp=4"))
+    ours.save_pretrained(tmp_path / "out")
+    reference = theirs(tmp_path / "out")
+    assert type(reference).__name__ == "LlamaForCausalLM"
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens()[:, :64])).logits.numpy()
+    assert difference(ours.logits(tokens()[:, :64]), expected) < TOLERANCE["float32"]

@@ -1,0 +1,136 @@
+"""Runs that start from pretrained weights: training, resuming without the directory, exporting, the commands."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmap_tp
+from shmap_tp.data.tokenizer import open_tokenizer
+from shmap_tp.errors import UserError
+from shmap_tp.pretrained.__main__ import main
+from tests.helpers.assertions import assert_same_bits
+from tests.helpers.paths import ROOT
+from tests.helpers.pretrained_models import read_tensors, reference, write_directory
+from tests.helpers.run_fixtures import write_tokens
+
+RUN = ["mesh.dp=2", "mesh.mp=4", "model.context=16", "train.batch=8", "train.steps=4", "optimizer.warmup_steps=1"]
+RUN += ["optimizer.learning_rate=1e-3", "checkpoint.every=2", "evaluate.every=4", "evaluate.batches=1"]
+RUN += ["log.tensorboard=false", "log.every=1", "run.compilation_cache=null"]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, data, and a run of four steps on the mesh (2, 4) from one and on the other."""
+    work = tmp_path_factory.mktemp("work")
+    model = write_directory(work / "model", "llama")
+    (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 96}}}')
+    write_tokens(work / "data")
+    given = [f"model.from_pretrained={model}", f"run.dir={work / 'run'}", f"data.dir={work / 'data'}"]
+    config = shmap_tp.load_config(*given, *RUN, file=str(ROOT / "conf" / "finetune.yaml"))
+    assert shmap_tp.run_training(config)
+    return work
+
+
+def test_a_run_starts_from_the_weights_and_records_where_they_came_from(work):
+    first = json.loads((work / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    tokens = np.fromfile(work / "data" / "train.bin", "<u2")
+    assert first["step"] == 1 and first["loss"] > 4  # random weights of init_std=0.02 have ln 97 = 4.57
+    record = json.loads((work / "run" / "pretrained" / "source.json").read_text())
+    assert record["from"] == str(work / "model") and record["architecture"] == "LlamaForCausalLM"
+    assert any("sha256" in key and len(value) == 64 for key, value in record.items())
+    assert (work / "run" / "pretrained" / "tokenizer.json").is_file() and len(tokens)
+    assert shmap_tp.Model.restore(work / "run").source.config == reference("llama")["config"]
+
+
+def test_a_run_is_resumed_on_another_mesh_without_the_directory(work, tmp_path):
+    shutil.copytree(work / "run", tmp_path / "run")
+    (work / "model").rename(work / "moved")
+    try:
+        given = [f"run.dir={tmp_path / 'run'}", "mesh.dp=8", "mesh.mp=1", "train.steps=6", "checkpoint.resume=must"]
+        given += [f"checkpoint.dir={tmp_path / 'run' / 'checkpoints'}"]
+        assert shmap_tp.run_training(shmap_tp.load_config(*given, file=str(tmp_path / "run" / "config.yaml")))
+        new = [f"run.dir={tmp_path / 'new'}", f"checkpoint.dir={tmp_path / 'new'}", "checkpoint.resume=never"]
+        with pytest.raises(UserError, match=r"model is not a directory; name one with config.json"):
+            shmap_tp.run_training(shmap_tp.load_config(*new, file=str(tmp_path / "run" / "config.yaml")))
+    finally:
+        (work / "moved").rename(work / "model")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["step"] for line in lines) == 6
+
+
+@pytest.mark.parametrize("which", ["", "checkpoints", "checkpoints/4"], ids=["run.dir", "checkpoint.dir", "checkpoint"])
+def test_a_checkpoint_is_exported_with_its_bits_its_config_and_its_tokenizer(work, tmp_path, capsys, which):
+    assert main(["export", str(work / "run" / which), "--out", str(tmp_path / "out")]) == 0
+    assert "checkpoints/4 as LlamaForCausalLM, float32" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == reference("llama")["config"]
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    restored = shmap_tp.Model.restore(work / "run")
+    assert_same_bits(shmap_tp.from_pretrained(tmp_path / "out", dp=2, mp=4).parameters, restored.parameters)
+    before, after = read_tensors(work / "model"), read_tensors(tmp_path / "out")
+    assert before.keys() == after.keys() and all((before[name] != after[name]).any() for name in before)
+
+
+def test_a_step_and_a_dtype_are_exported(work, tmp_path):
+    assert main(["export", str(work / "run"), "--out", str(tmp_path / "2"), "--step", "2", "--dtype", "bfloat16"]) == 0
+    assert {values.dtype.name for values in read_tensors(tmp_path / "2").values()} == {"bfloat16"}
+    assert json.loads((tmp_path / "2" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_bad_input_of_the_commands_is_explained(work, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    for arguments, message in [
+        (["export", str(tmp_path), "--out", str(tmp_path / "x")], "holds no checkpoint; name the run.dir"),
+        (["export", str(work / "run"), "--out", str(tmp_path / "x"), "--step", "3"], "no checkpoint of step 3; it has"),
+        (["export", str(work / "run"), "--out", str(tmp_path / "out")], "exists and is not an empty directory"),
+        (["inspect", str(tmp_path / "nothere")], "is not a directory; name one with config.json"),
+        (["inspect", str(tmp_path)], "has no config.json"),
+    ]:
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and message in said and len(said.splitlines()) <= 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_inspect_prints_shape_parameters_and_meshes(work, tmp_path, capsys):
+    assert main(["inspect", str(work / "model")]) == 0
+    said = capsys.readouterr().out
+    total = sum(values.size for values in read_tensors(work / "model").values())
+    assert "LlamaForCausalLM" in said and "kv_heads=2" in said and "mesh.mp in {1, 2, 4, 8}" in said
+    assert f"{total:,}" in said and "ids up to 96" in said and "complete" in said
+    directory = tmp_path / "larger"
+    shutil.copytree(work / "model", directory)
+    (directory / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 97}}}')
+    assert main(["inspect", str(directory)]) == 2
+    assert "tokenizer.json has the id 97, but vocab_size=97 of the model must be above it" in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_a_directory_has_its_own_end_of_text_and_fits_the_model(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"a": 0, "b": 1, "</s>": 2}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    (tmp_path / "config.json").write_text('{"vocab_size": 3}')
+    found = open_tokenizer(str(tmp_path), None)
+    assert (found.vocabulary, found.end_of_text, found.name) == (3, 2, "tokenizer.json")
+    assert open_tokenizer(str(tmp_path), "b").end_of_text == 1
+    (tmp_path / "config.json").write_text('{"vocab_size": 2}')
+    with pytest.raises(UserError, match="has ids up to 2, but the model's vocab_size is 2; name the tokenizer that"):
+        open_tokenizer(str(tmp_path), None)
+
+
+def test_the_trained_model_has_the_same_loss_in_transformers(work, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    assert main(["export", str(work / "run"), "--out", str(tmp_path / "out")]) == 0
+    tokens = np.random.default_rng(3).integers(0, 97, (4, 17))
+    loss = float(shmap_tp.Model.restore(work / "run").loss(tokens))
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(
+            torch.tensor(tokens[:, :-1])
+        ).logits
+        expected = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten()))
+    assert abs(loss - expected) < 1e-5

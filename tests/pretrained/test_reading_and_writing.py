@@ -1,0 +1,271 @@
+"""Models in and out: the logits that transformers computed, the same bits on every mesh, and what is refused."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import shmap_tp
+from shmap_tp.errors import StorageError, UserError
+from shmap_tp.pretrained import reading, tensor_files
+from shmap_tp.pretrained.export import save_model
+from shmap_tp.pretrained.families import FAMILIES
+from shmap_tp.pretrained.family import Row
+from tests.helpers.assertions import assert_same_bits
+from tests.helpers.pretrained_models import (
+    CASES,
+    POSITIONS,
+    read_tensors,
+    reference,
+    tokens,
+    write_directory,
+    write_tensors,
+)
+
+every_case = pytest.mark.parametrize("case", CASES)
+MESHES = [
+    {"dp": 1, "mp": 1},
+    {"dp": 2, "mp": 2, "tensor_parallel": "sequence", "zero": "fsdp"},
+    {"dp": 1, "mp": 4, "tensor_parallel": "collective_matmul"},
+    {"dp": 8, "mp": 1, "zero": "fsdp"},
+    {"dp": 2, "mp": 4, "tensor_parallel": "sequence"},
+]
+every_mesh = pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"({mesh['dp']},{mesh['mp']})")
+
+
+def logit_error(directory: Path, case: str, **mesh: object) -> float:
+    """The largest difference from the logits of transformers, as a fraction of the largest logit."""
+    expected = reference(case)["logits"]
+    logits = shmap_tp.from_pretrained(directory, **mesh).logits(tokens()[:1, :-1])
+    return float(np.max(np.abs(np.asarray(logits)[0, POSITIONS] - expected)) / np.max(np.abs(expected)))
+
+
+@every_case
+def test_logits_are_those_of_transformers(tmp_path, case):
+    """tests/pretrained/reference was computed by transformers; test_against_transformers.py has all positions."""
+    assert reference(case)["spread"] > 5
+    assert logit_error(write_directory(tmp_path / "m", case), case, dp=2, mp=4, tensor_parallel="sequence") < 2e-5
+
+
+@every_mesh
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_neox"])
+def test_what_was_read_is_written_with_the_same_bits_from_every_mesh(tmp_path, case, mesh):
+    directory = write_directory(tmp_path / "in", case)
+    shmap_tp.from_pretrained(directory, **mesh).save_pretrained(tmp_path / "out")
+    before, after = read_tensors(directory), read_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, values in before.items():
+        assert np.array_equal(values.view(np.uint32), after[name].view(np.uint32)), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == reference(case)["config"]
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_files_of_16_bits_are_read_and_written(tmp_path, dtype):
+    directory = write_directory(tmp_path / "in", "llama", dtype=dtype)
+    name = {"BF16": "bfloat16", "F16": "float16"}[dtype]
+    model = shmap_tp.from_pretrained(directory, dp=2, mp=4)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.parameters)} == {np.dtype(np.float32)}
+    model.save_pretrained(tmp_path / "out", dtype=name)
+    before, after = read_tensors(directory), read_tensors(tmp_path / "out")
+    assert all(np.array_equal(before[key].view(np.uint16), after[key].view(np.uint16)) for key in before)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == name
+
+
+def test_a_parameter_is_read_in_pieces_and_each_piece_once_for_all_replicas(tmp_path, monkeypatch):
+    directory = write_directory(tmp_path / "in", "llama")
+    whole = shmap_tp.from_pretrained(directory, dp=2, mp=4, zero="fsdp").parameters
+    requested = []
+    read = tensor_files.StoredTensor.read
+
+    def spy(self, view, box):
+        requested.append(np.prod([stop - start for start, stop in box]))
+        return read(self, view, box)
+
+    monkeypatch.setattr(tensor_files.StoredTensor, "read", spy)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
+    pieces = shmap_tp.from_pretrained(directory, dp=2, mp=4).parameters
+    assert_same_bits(pieces, whole)
+    assert sum(requested) == sum(values.size for values in read_tensors(directory).values())
+    assert max(requested) < 3000
+
+
+def test_a_sharded_directory_is_written_with_its_index_and_read_again(tmp_path, monkeypatch):
+    directory = write_directory(tmp_path / "in", "llama")
+    model = shmap_tp.from_pretrained(directory, dp=2, mp=4)
+    save_model(tmp_path / "out", model.config, model.parameters, model.source, "float32", shard_bytes=100_000)
+    files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    assert (
+        files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 2
+    )
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in read_tensors(directory).values())
+    assert set(index["weight_map"].values()) == set(files)
+    assert_same_bits(
+        shmap_tp.from_pretrained(tmp_path / "out").parameters, shmap_tp.from_pretrained(directory).parameters
+    )
+    (tmp_path / "out" / files[1]).unlink()
+    with pytest.raises(UserError, match=rf"names the file {files[1]}, which is not there"):
+        shmap_tp.from_pretrained(tmp_path / "out")
+
+
+def test_old_files_with_buffers_and_without_the_head_of_the_model_are_read(tmp_path):
+    directory = write_directory(tmp_path / "in", "gpt2")
+    named = {name.removeprefix("transformer."): values for name, values in read_tensors(directory).items()}
+    named["h.0.attn.bias"] = np.ones((1, 1, 8, 8), np.float32)
+    write_tensors(directory / "model.safetensors", named)
+    assert logit_error(directory, "gpt2") < 2e-5
+
+
+MUTATIONS = {
+    "q, k and v of GPT-NeoX as thirds": (
+        "gpt_neox", "blocks.attention.query.weight", "gpt_neox.layers.{layer}.attention.query_key_value.weight",
+        "(0/3 h k) d -> (h k) d",
+    ),
+    "a transposed weight": (
+        "gptj", "blocks.attention.out.weight", "transformer.h.{layer}.attn.out_proj.weight", "(h k) d -> (h k) d"
+    ),
+    "gate and up exchanged": (
+        "llama", "blocks.mlp.gate.weight", "model.layers.{layer}.mlp.up_proj.weight", "f d -> f d"
+    ),
+    "the norms of a block exchanged": (
+        "gpt_neox", "blocks.mlp_norm.bias", "gpt_neox.layers.{layer}.input_layernorm.bias", "d -> d"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_the_comparison_fails_with(tmp_path, monkeypatch, what):
+    case, ours, theirs, pattern = MUTATIONS[what]
+    directory = write_directory(tmp_path / "m", case)
+    family = next(one for one in FAMILIES if one.architecture in reference(case)["config"]["architectures"])
+    rows = tuple(Row(ours, theirs, pattern) if row.ours == ours else row for row in family.rows)
+    monkeypatch.setattr(type(family), "is_skipped", lambda *arguments: True)
+    monkeypatch.setitem(vars(family), "rows", rows)
+    assert logit_error(directory, case) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("case", "changed"),
+    [
+        ("gptj", "rotary_pairing=half"),
+        ("gpt_neox", "rotary_dim=null"),
+        ("llama", "norm_epsilon=1e-4"),
+        ("llama", "rotary_scaling=none"),
+        ("gemma", "embedding_scale=1.0"),
+        ("gpt2", "mlp=gelu_erf"),
+        ("gpt_neox", "block=sequential"),
+    ],
+)
+def test_the_comparison_fails_with_another_option(tmp_path, monkeypatch, case, changed):
+    directory = write_directory(tmp_path / "m", case)
+    monkeypatch.setattr("shmap_tp.pretrained.configuration.ARCHITECTURE_KEYS", frozenset())
+    load = shmap_tp.api.load_config
+    monkeypatch.setattr("shmap_tp.api.load_config", lambda *given, **more: load(*given, f"model.{changed}", **more))
+    assert logit_error(directory, case) > 5e-5
+
+
+def edited(directory: Path, **changes: object) -> Path:
+    """The directory with tensors replaced, added or (None) removed."""
+    tensors = read_tensors(directory) | changes
+    write_tensors(directory / "model.safetensors", {name: v for name, v in tensors.items() if v is not None})
+    return directory
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({UP: None}, f"has no tensor {UP}, which .*config.json asks for"),
+        ({UP: np.ones((80, 47))}, rf"{UP} has the shape \[80, 47\], but .*config.json asks for \[80, 48\]"),
+        ({UP: np.ones((48, 80))}, rf"{UP} has the shape \[48, 80\], but"),
+        (
+            {"model.layers.3.mlp.up_proj.weight": np.ones((80, 48))},
+            "has the tensor model.layers.3.mlp.up_proj.weight, for",
+        ),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": np.ones(48)},
+            "has the tensor model.layers.0.self_attn.q_proj.bias, for",
+        ),
+    ],
+)
+def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_refused(tmp_path, changes, message):
+    directory = edited(write_directory(tmp_path / "m", "llama"), **changes)
+    with pytest.raises(UserError, match=message):
+        shmap_tp.from_pretrained(directory)
+
+
+def test_directories_that_cannot_be_used_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"nothere is not a directory; name one with config.json and"):
+        shmap_tp.from_pretrained(tmp_path / "nothere")
+    with pytest.raises(UserError, match=r"has no config.json"):
+        shmap_tp.from_pretrained(tmp_path)
+    directory = write_directory(tmp_path / "m", "llama")
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle, which can run any program"):
+        shmap_tp.from_pretrained(directory)
+    (directory / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match=r"has no \*.safetensors file"):
+        shmap_tp.from_pretrained(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json is not JSON"):
+        shmap_tp.from_pretrained(directory)
+
+
+def test_a_directory_that_is_not_empty_is_not_written_to(tmp_path):
+    model = shmap_tp.from_pretrained(write_directory(tmp_path / "m", "llama"))
+    (tmp_path / "out").mkdir()
+    model.save_pretrained(tmp_path / "out")
+    with pytest.raises(UserError, match="out exists and is not an empty directory"):
+        model.save_pretrained(tmp_path / "out")
+    with pytest.raises(UserError, match="dtype int8 cannot be written; use one of float64, float32"):
+        model.save_pretrained(tmp_path / "other", dtype="int8")
+
+
+@pytest.mark.parametrize("when", ["at its creation", "while tensors are written"])
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, when):
+    model = shmap_tp.from_pretrained(write_directory(tmp_path / "m", "llama"), dp=2, mp=2)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate" if when == "at its creation" else "pwrite", full)
+    with pytest.raises(StorageError, match="out could not be written: No space left on device; nothing is left there"):
+        model.save_pretrained(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def test_the_tokenizer_and_the_generation_settings_are_copied(tmp_path):
+    directory = write_directory(tmp_path / "m", "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        (directory / name).write_text(name)
+    (directory / "README.md").write_text("not a tokenizer")
+    shmap_tp.from_pretrained(directory).save_pretrained(tmp_path / "out")
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    copied = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
+    assert written == copied | {"config.json", "model.safetensors"}
+    assert (tmp_path / "out" / "generation_config.json").read_text() == "generation_config.json"
+
+
+def test_a_trainer_starts_from_pretrained_weights_and_its_model_is_written(tmp_path):
+    directory = write_directory(tmp_path / "m", "llama")
+    given = (
+        f"model.from_pretrained={directory}",
+        "train.batch=2",
+        "mesh.dp=2",
+        "mesh.mp=4",
+        "optimizer.warmup_steps=0",
+    )
+    config = shmap_tp.load_config(*given, file=str(Path(shmap_tp.__file__).parents[1] / "conf" / "finetune.yaml"))
+    trainer = shmap_tp.Trainer(config)
+    assert_same_bits(trainer.model().parameters, shmap_tp.from_pretrained(directory, dp=2, mp=4).parameters)
+    losses = [float(trainer.step(tokens())["loss"]) for _ in range(3)]
+    assert losses[2] < losses[0]
+    trainer.model().save_pretrained(tmp_path / "out")
+    trained = shmap_tp.from_pretrained(tmp_path / "out", dp=8)
+    assert_same_bits(trained.parameters, trainer.model().parameters)

@@ -54,8 +54,8 @@ def _verify(arguments: argparse.Namespace) -> bool:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # some of these modules crash if an exception interrupts their import
     import jax
 
-    from shmap_tp.pretrained.configuration import load
     from shmap_tp.config.validate import resolve_auto
+    from shmap_tp.pretrained.configuration import load
     from shmap_tp.runtime.distributed import initialize_distributed
     from shmap_tp.training.environment import prepare_environment
     from shmap_tp.training.verification import verify_checkpoints, verify_replicas, verify_resume

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from shmap_tp.command_model import open_model
 from shmap_tp.errors import ShmapTpError, UserError
 
 
@@ -14,7 +15,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m shmap_tp.evaluate",
         description="Loss, perplexity, bits per byte and accuracy of a checkpoint on all of validation.bin.",
     )
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run, its checkpoints, or one checkpoint")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
+    model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     parser.add_argument("--data", metavar="DIR", help="a directory of shmap_tp.prepare (default: data.dir of the run)")
     parser.add_argument("--split", choices=["validation", "train"], default="validation", help="which file of it")
@@ -45,20 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> dict[str, int | float | str]:
-    from shmap_tp.api import Model
     from shmap_tp.inference.evaluation import evaluate_file
-    from shmap_tp.inference.mesh_arguments import mesh_sizes
-    from shmap_tp.inference.text import open_tokenizer_file, tokenizer_of_checkpoint
+    from shmap_tp.inference.text import tokenizer_of_model
 
     for name in ("batch", "sequences"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name} {value} must be at least 1")
-    model = Model.restore(arguments.checkpoint, step=arguments.step, **mesh_sizes(arguments.mesh))
-    tokenizer = (
-        open_tokenizer_file(arguments.tokenizer)
-        if arguments.tokenizer
-        else tokenizer_of_checkpoint(model.source, model.config.data.dir)
-    )
+    model = open_model(arguments)
+    tokenizer = tokenizer_of_model(model, arguments.tokenizer)
+    if arguments.pretrained and not arguments.data:
+        raise UserError("--pretrained needs --data DIR: the directory does not say what text to evaluate")
     directory = arguments.data or model.config.data.dir
     limits = arguments.sequences, arguments.batch
     return evaluate_file(model.scoring_program, model.parameters, tokenizer, directory, arguments.split, limits)

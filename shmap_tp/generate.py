@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from shmap_tp.command_model import open_model
 from shmap_tp.errors import ShmapTpError, UserError
 
 EPILOG = """\
 examples
   python -m shmap_tp.generate --checkpoint runs/first --prompt "def main("
   python -m shmap_tp.generate --checkpoint runs/first --prompts FILE.txt --out FILE.jsonl mesh.dp=2 mesh.mp=4
+  python -m shmap_tp.generate --pretrained DIR --prompt "The capital of France is" mesh.mp=4
   python -m shmap_tp.generate --checkpoint runs/first --prompt "import " --temperature 0.8 --top-p 0.95 --samples 3
 
 A sampled token is a function of (seed, number of the prompt, position): the same on every mesh, in every batch.
@@ -30,7 +32,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run, its checkpoints, or one checkpoint")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
+    model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--prompts", metavar="FILE", help="one prompt per line; in .jsonl the field `prompt`")
@@ -69,11 +73,9 @@ def _generate(arguments: argparse.Namespace) -> None:
     if arguments.batch < 1:
         raise UserError(f"--batch {arguments.batch} must be at least 1")
 
-    from shmap_tp.api import Model
     from shmap_tp.inference.answers import answers
     from shmap_tp.inference.generator import Options
-    from shmap_tp.inference.mesh_arguments import mesh_sizes
-    from shmap_tp.inference.text import open_tokenizer_file, tokenizer_of_checkpoint
+    from shmap_tp.inference.text import tokenizer_of_model
 
     options = Options(
         max_new_tokens=arguments.max_new_tokens,
@@ -85,12 +87,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         samples=arguments.samples,
         decode_tokens=8,
     )
-    model = Model.restore(arguments.checkpoint, step=arguments.step, **mesh_sizes(arguments.mesh))
-    tokenizer = (
-        open_tokenizer_file(arguments.tokenizer)
-        if arguments.tokenizer
-        else tokenizer_of_checkpoint(model.source, model.config.data.dir)
-    )
+    model = open_model(arguments)
+    tokenizer = tokenizer_of_model(model, arguments.tokenizer)
     answer = partial(
         answers, model.generation_programs, model.parameters, tokenizer, options=options, stop=arguments.stop
     )

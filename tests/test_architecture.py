@@ -28,7 +28,7 @@ ORDER = [
 ]
 """Sub-packages from the lowest to the highest; each imports only itself and those before it (`shmap_tp/errors.py` is a
 module that all of them may use)."""
-LIBRARY = {"__init__", "api", "api_training"}
+LIBRARY = {"__init__", "api", "api_training", "command_model"}
 """What `import shmap_tp` offers, above all sub-packages; only the commands may import it."""
 COMMANDS = {"__main__", "cli", "train", "prepare", "verify", "generate", "evaluate"}
 """Modules that parse, call and exit: nothing but `__main__` and `cli` imports them."""
@@ -37,8 +37,9 @@ UPPER = {
     "__main__": {"cli"},
     "cli": {"train"},
     "api_training": {"api"},
-    "generate": {"api"},
-    "evaluate": {"api"},
+    "command_model": {"api"},
+    "generate": {"command_model"},
+    "evaluate": {"command_model"},
 }
 """What each of these may import beside the sub-packages."""
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -4,6 +4,7 @@ A tokenizer here has `encode(text) -> ids`, `decode(ids) -> text` and `end_of_te
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -72,6 +73,18 @@ class SubwordTokenizer:
         return len(self.decode(ids).encode())
 
 
+def tokenizer_of_model(model: Any, file: str | None) -> Tokenizer:
+    """That in `file`, or of the checkpoint or the Hugging Face directory that an `api.Model` was read from.
+
+    Raises UserError if there is none.
+    """
+    if file is not None:
+        return open_tokenizer_file(file)
+    if model.checkpoint is not None:
+        return tokenizer_of_checkpoint(model.checkpoint, model.config.data.dir)
+    return tokenizer_of_pretrained(model.source.directory)
+
+
 def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> Tokenizer:
     """The tokenizer of the data that the run of `checkpoint` was trained on; `data_dir` is its data.dir.
 
@@ -92,6 +105,20 @@ def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> Tokenizer:
         f"the tokenizer of {checkpoint} ({name or 'its name was not recorded'}) is not in its run directory, nor in "
         f"data.dir={data_dir};\nname its file with --tokenizer"
     )
+
+
+def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory; text ends at the eos_token_id of generation_config.json or
+    config.json.  Raises UserError if there is no tokenizer.json."""
+    file = directory / TOKENIZER
+    if not file.is_file():
+        raise UserError(f"{directory} has no {TOKENIZER}; copy it there, or name one with --tokenizer")
+    ids: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        if (directory / name).is_file():
+            found = json.loads((directory / name).read_text()).get("eos_token_id")
+            ids += found if isinstance(found, list) else [] if found is None else [found]
+    return SubwordTokenizer(file, sorted({*ids}))
 
 
 def open_tokenizer_file(name: str) -> Tokenizer:

@@ -41,3 +41,47 @@ def test_logits_of_real_text_are_those_of_transformers(smollm2, mp, dtype, limit
     agree = np.mean(np.argmax(logits, -1) == np.argmax(expected, -1))
     print(f"SmolLM2-135M, (1,{mp}), {dtype}: {largest:.1e} of max|logit|, same best token {agree:.1%}")
     assert largest < limit and agree > 0.9
+
+
+def prompts() -> list[str]:
+    """Twenty of different lengths, from 1 to 100 words of this project's documents."""
+    words = (ROOT / "docs" / "parallelism.md").read_text().split()
+    return [" ".join(words[20 * number : 20 * number + 1 + 5 * number]) for number in range(20)]
+
+
+@pytest.mark.parametrize("mp", [1, 3])
+def test_greedy_answers_are_those_of_transformers(smollm2, mp):
+    """64 tokens of each prompt.  Where they part, both choices are equally likely but for rounding."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts()]
+    ours = shmap_tp.from_pretrained(smollm2, mp=mp, context=256).generate(ids, max_new_tokens=64)
+    same = 0
+    for prompt, found in zip(ids, ours, strict=True):
+        options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+        expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        parted = next((place for place, pair in enumerate(zip(found, expected, strict=True)) if len({*pair}) > 1), 64)
+        same += parted
+        if parted < 64:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + expected[:parted]])).logits[0, -1]
+            margin = float(logits[expected[parted]] - logits[found[parted]])
+            assert 0 <= margin < 2e-5 * float(logits.abs().max()), (prompt, parted, margin)
+    print(f"SmolLM2-135M, (1,{mp}): {same} of {64 * len(ids)} tokens before the first difference")
+
+
+def test_scores_are_the_log_likelihoods_of_transformers(smollm2):
+    """Within 1e-4 nats a token."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    tokens = np.array([tokenizer(" ".join(prompts()[-1].split()))["input_ids"][:100]])
+    with torch.no_grad():
+        each = torch.log_softmax(model(torch.tensor(tokens[:, :-1])).logits[0], -1)
+    expected = each[range(99), tokens[0, 1:]].sum().item()
+    found, is_greedy = shmap_tp.from_pretrained(smollm2, mp=3, context=128).score(tokens, np.arange(100)[None] > 0)
+    assert abs(float(found[0]) - expected) < 99 * 1e-4 and not is_greedy[0]
+    best = int(each[-1].argmax())
+    _, is_greedy = shmap_tp.from_pretrained(smollm2, context=128).score(
+        np.append(tokens[:, :-1], [[best]], axis=1), np.arange(100)[None] == 99
+    )
+    assert is_greedy[0]

@@ -156,8 +156,10 @@ class Family:
     def config_of(self, model: ModelConfig) -> dict[str, Any]:
         """A config.json that describes `model` as closely as the family can; `differences` tells how close it is."""
         config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        values = normalized({key: getattr(model, key) for key in ARCHITECTURE_KEYS})
         for key in self.keys:
-            value = plain(getattr(model, key.ours[0]))
+            value = values[key.ours[0]]
+
             if key.values is not None:
                 value = next((theirs for theirs, ours in key.values.items() if ours == value), None)
             config[key.theirs] = value

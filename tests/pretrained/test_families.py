@@ -137,6 +137,15 @@ def test_a_model_that_no_architecture_expresses_is_refused(changes, message):
         target_of(model, None)
 
 
+def test_defaults_are_written_out():
+    """transformers refuses null for them."""
+    shape = "block=sequential norm=rmsnorm mlp=swiglu positions=rotary"
+    model = shmap_tp.load_config("model=test", "mesh.mp=1", *(f"model.{one}" for one in shape.split())).model
+    written = target_of(model, None)
+    assert written.family.architecture == "LlamaForCausalLM" and None not in written.config.values()
+    assert written.config["rms_norm_eps"] == 1e-6
+
+
 def test_the_configuration_of_a_run_does_not_need_the_directory(tmp_path):
     """`--resume` reads RUN/config.yaml, which names every key."""
     config = config_of(tmp_path / "model", "llama")

@@ -9,6 +9,8 @@ from shmap_tp.errors import UserError
 if TYPE_CHECKING:
     from shmap_tp.api import Model
 
+MESH_KEYS = "mesh.dp", "mesh.mp"
+
 
 def open_model(arguments: argparse.Namespace) -> "Model":
     """The model in arguments.checkpoint (of arguments.step) or arguments.pretrained, on the mesh of arguments.mesh.
@@ -28,11 +30,11 @@ def open_model(arguments: argparse.Namespace) -> "Model":
 
 def mesh_sizes(arguments: Sequence[str]) -> dict[str, int]:
     """{"dp": N, "mp": N} of mesh.dp=N and mesh.mp=N; 1 where one is not given.  Raises UserError."""
-    found = {"dp": 1, "mp": 1}
+    found = dict.fromkeys(MESH_KEYS, 1)
     for argument in arguments:
         key, _, value = argument.partition("=")
         is_number = value.isascii() and value.isdecimal() and len(value) < 10
-        if key not in ("mesh.dp", "mesh.mp") or not is_number or int(value) < 1:
+        if key not in found or not is_number or int(value) < 1:
             raise UserError(f"{argument!r} is not mesh.dp=N or mesh.mp=N; everything else is as in the checkpoint")
-        found[key.removeprefix("mesh.")] = int(value)
-    return found
+        found[key] = int(value)
+    return {key.removeprefix("mesh."): value for key, value in found.items()}

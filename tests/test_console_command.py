@@ -1,4 +1,4 @@
-"""`shmap-tp`: one command with the four programs, each the same as its module."""
+"""`shmap-tp`: one command with all programs, each the same as its module."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from shmap_tp import cli, train
 from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import FIRST, ROOT
 
-COMMANDS = ["train", "prepare", "plan", "pretrained", "verify"]
+COMMANDS = ["train", "prepare", "plan", "generate", "evaluate", "pretrained", "verify"]
 
 
 def called(*arguments: str) -> subprocess.CompletedProcess:
@@ -44,7 +44,7 @@ def test_an_unknown_command_is_explained_in_two_lines(capsys):
     assert cli.main(["trian", "--cfg", FIRST]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == "error: shmap-tp has no command 'trian'\nuse one of train, prepare, plan, pretrained, verify\n"
+    assert said.err == f"error: shmap-tp has no command 'trian'\nuse one of {', '.join(COMMANDS)}\n"
 
 
 @pytest.mark.parametrize(

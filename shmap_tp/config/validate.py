@@ -134,7 +134,7 @@ def validate_process_arguments(coordinator: str | None, process_id: int | None, 
         raise UserError(f"--coordinator and --process-id must be given together; add {missing}")
     if not _is_address(coordinator):
         raise UserError(
-            f"--coordinator {shown(coordinator)} is not HOST:PORT; use for example --coordinator 10.0.0.2:8476, or "
+            f"--coordinator {coordinator!r} is not HOST:PORT; use for example --coordinator 10.0.0.2:8476, or "
             f"[fd00::2]:8476 with IPv6; a port is from 1 to 65535"
         )
     if processes == 1:
@@ -169,7 +169,7 @@ def _is_address(text: str) -> bool:
 
 def _check_ranges(config: Config) -> None:
     for key, value in _numbers(config):
-        if math.isnan(value):
+        if isinstance(value, float) and math.isnan(value):
             raise UserError(f"{key}={value} is not a number; give one of {MINIMUM[key]} or more")
         if value < MINIMUM[key]:
             raise UserError(f"{key}={value} is too small; it must be {MINIMUM[key]} or more")

@@ -68,8 +68,8 @@ def test_a_full_disk_leaves_the_saved_configuration_as_it_was(tmp_path, monkeypa
     compose.save(config, file)
     saved = file.read_text()
 
-    def write_half(path: Path, text: str) -> None:
-        with path.open("w") as stream:
+    def write_half(path: Path, text: str, encoding: str) -> None:
+        with path.open("w", encoding=encoding) as stream:
             stream.write(text[:100])
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -20,7 +20,7 @@ Example: train a small model on a (2, 4) mesh.  Without accelerators its eight d
 What there is
     load_config             the configuration in a file, with `key=value` overrides
     make_mesh               the (dp, mp) mesh of a configuration
-    Model                   parameters on a mesh: logits, loss, gradients; initialised, or restored from a checkpoint
+    Model                   parameters on a mesh: logits, loss, gradients, generation, scores; initialised or restored
     from_pretrained         the model in a Hugging Face directory, on a mesh; Model.save_pretrained writes one
     Trainer                 a training step to be called in a loop of your own
     run_training            a whole run: data, evaluation, checkpoints, resuming
@@ -31,7 +31,8 @@ What there is
     ShmapTpError            the base class of this and the other errors of a run
 
 Importing shmap_tp is fast: JAX is imported with the first of these names that needs it, and no device is used before
-the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `plan`, `pretrained` and `verify`.
+the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `plan`, `generate`,
+`evaluate`, `pretrained` and `verify`.
 """
 
 import importlib

@@ -156,7 +156,8 @@ def equations(jaxpr: Any) -> int:
 def test_the_compiled_step_does_not_grow_with_depth():
     """The blocks are one scan, so 32 layers have as many equations as 2 and take as long to compile.
 
-    Of about 3000 compiled instructions, a dozen depend on array sizes; fewer than one is added per layer.
+    Fewer than one compiled instruction is added per layer.  (XLA for CPU repeats scalars in fusions of some sizes: of
+    5500 instructions 200 may be fewer with more layers.)
     """
     traced, compiled = [], []
     for layers in (2, 32):
@@ -166,7 +167,7 @@ def test_the_compiled_step_does_not_grow_with_depth():
         traced.append((equations(program), *(x.as_text().count("\n") for x in (step, init))))
         compiled.append(sum(" = " in line for line in step.compile().as_text().splitlines()))
     assert traced[0] == traced[1]
-    assert abs(compiled[0] - compiled[1]) < 32 - 2
+    assert compiled[1] - compiled[0] < 32 - 2
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True], ids=["separate head", "tied"])

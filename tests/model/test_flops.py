@@ -44,7 +44,7 @@ EXPECTED = {
     "llama3_70b": (70_553_706_496, "70.55B", 8),
     "gptj_6b": (6_050_254_848, "6.05B", 16),
     "gpt2": (124_337_664, "124.3M", 4),
-    "gpt2_1_3b": (1_313_148_928, "1.31B", 16),
+    "gpt2_1_3b": (1_313_083_392, "1.31B", 16),
     "gpt2_xl": (1_556_764_800, "1.557B", 1),
     "gpt2_10b": (9_874_120_704, "9.87B", 16),
     "gpt2_20b": (20_246_949_888, "20.25B", 16),
@@ -78,7 +78,8 @@ def printed(count: int, like: str) -> str:
 
 
 def test_every_model_file_has_an_expected_size_and_vice_versa():
-    assert {path.stem for path in ZOO.glob("*.yaml")} == set(EXPECTED)
+    """pretrained.yaml has no size: a Hugging Face directory names it."""
+    assert {path.stem for path in ZOO.glob("*.yaml")} == {*EXPECTED, "pretrained"}
 
 
 @pytest.mark.parametrize("name", EXPECTED)

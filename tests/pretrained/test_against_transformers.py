@@ -44,10 +44,12 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def theirs(directory: Path, dtype: Any = None) -> Any:
-    """The model as transformers reads it."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    """The model as transformers reads it, but without a padding token: torch drops the gradient of its embedding."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager", dtype=dtype or torch.float32
-    ).eval()
+    )
+    model.get_input_embeddings().padding_idx = None
+    return model.eval()
 
 
 def difference(actual: Any, expected: Any) -> float:

@@ -24,7 +24,7 @@ from tests.helpers.run_fixtures import (
 
 def test_the_run_directory_has_the_documented_files(uninterrupted):
     run = uninterrupted / "run"
-    files = {"config.yaml", "metrics.jsonl", "time.jsonl", "checkpoints", "loss.png"}
+    files = {"config.yaml", "metrics.jsonl", "time.jsonl", "checkpoints", "loss.png", "tokenizer.json"}
     assert {path.name for path in run.iterdir()} == files
     assert checkpoint_steps(uninterrupted) == [4, 6, 8]
     assert load(str(run / "config.yaml"), []) == tiny(uninterrupted)

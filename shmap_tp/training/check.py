@@ -9,7 +9,8 @@ from pathlib import Path
 from shmap_tp.config.bounds import SCHEMES, value_of
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.config.text import shown
-from shmap_tp.data.token_files import SPLITS
+from shmap_tp.data.location import STDLIB
+from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import UserError
 from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DataParallelGroups
@@ -45,9 +46,9 @@ def check(config: Config) -> str:
 
 def _check_directories(config: Config) -> None:
     """Raise UserError if what exists of a directory that a run creates is a file, or must not be written."""
-    for key in SCHEMES.keys() - (set() if config.data.source else {"data.dir"}):
+    for key in SCHEMES:
         path = value_of(config, key)
-        if path is None or "://" in path:
+        if path is None or "://" in path or (key == "data.dir" and config.data.source != STDLIB):
             continue
         there = next(part for part in (Path(path).absolute(), *Path(path).absolute().parents) if part.exists())
         if not there.is_dir():
@@ -66,8 +67,13 @@ def _mesh(config: Config) -> str:
 
 
 def _data(config: Config) -> str:
-    if all((Path(config.data.dir) / f"{split}.bin").is_file() for split in SPLITS):
+    data = config.data
+    if "://" in data.dir:
+        return "looked at when a run starts"
+    if all((Path(data.dir) / f"{split}.bin").is_file() for split in SPLITS):
         return "prepared"
-    if config.data.source:
-        return f"not prepared; a run prepares it (data.source={config.data.source})"
-    return "not prepared; python -m shmap_tp.prepare --help shows how to"
+    if data.source == STDLIB:
+        return f"not prepared; a run prepares it (data.source={STDLIB})"
+    if data.source is None:
+        return "not prepared; python -m shmap_tp.prepare --help shows how to"
+    return f"not prepared; python -m shmap_tp.prepare {data.source} --out {data.dir}"

@@ -13,6 +13,7 @@ from shmap_tp.data.metadata import META, TOKENIZER
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint_files import MANIFEST, ORBAX_METADATA
+from shmap_tp.training.run_config import HEADER
 from tests.helpers.run_fixtures import (
     STEPS,
     file_contents,
@@ -55,7 +56,7 @@ def test_metrics_of_a_run_with_checkpoints_elsewhere_are_not_deleted(copied, res
 
 @pytest.mark.parametrize("content", [b"- 1\n", b"5", b"\xff\0\x01", b"run: *a", b"a: " + b"[" * 5000])
 def test_metrics_beside_a_configuration_that_cannot_be_read_are_not_deleted(copied, content):
-    (copied / "run" / "config.yaml").write_bytes(content)
+    (copied / "run" / "config.yaml").write_bytes(f"{HEADER}\n".encode() + content)
     message = refused(copied, f"checkpoint.dir={copied / 'run' / 'none'}", "checkpoint.resume=if_present")
     assert f"{copied}/run/metrics.jsonl has the metrics of a run up to step 8" in message
 

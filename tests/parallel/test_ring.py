@@ -7,11 +7,11 @@ can tell (benchmarks/RESULTS.md).
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import Partial
 
 from shmap_tp.model.jaxprs import bodies
 from shmap_tp.parallel.mesh import MP
@@ -65,15 +65,27 @@ def linear(w: jax.Array, x: jax.Array) -> jax.Array:
     return lax.dot_general(x, w, (((2,), (0,)), ((), ())))
 
 
+class Product(eqx.Module):
+    """`linear` as a layer without a bias."""
+
+    weight: jax.Array
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linear(self.weight, x)
+
+    def add_bias(self, y: jax.Array) -> jax.Array:
+        return y
+
+
 X, W = jnp.ones((8, 4, 16)), jnp.ones((8 * 16, 16))
 
 
 def row_parallel(x: jax.Array, *weights: jax.Array) -> jax.Array:
-    return CollectiveMatmul().row_parallel(*[((x,) * 8, Partial(linear, w)) for w in weights])
+    return CollectiveMatmul().row_parallel(*[((x,) * 8, Product(w)) for w in weights])
 
 
 def column_parallel(x: jax.Array, *weights: jax.Array) -> jax.Array:
-    products = CollectiveMatmul().column_parallel(x, *[Partial(linear, w) for w in weights])
+    products = CollectiveMatmul().column_parallel(x, *[Product(w) for w in weights])
     return sum(chunk for chunks in products for chunk in chunks)
 
 
@@ -113,7 +125,7 @@ def test_row_parallel_matmuls_wait_for_all_operands():
 
     def with_late_operand(x: jax.Array, w: jax.Array) -> jax.Array:
         attention = linear(w, x)
-        layer = Partial(linear, w)
+        layer = Product(w)
         return CollectiveMatmul().row_parallel(((attention,) * 8, layer), ((x,) * 8, layer))
 
     assert [products for products, _ in matmul_dependencies(with_late_operand, X, W)].count(0) == 1
@@ -124,7 +136,7 @@ def test_the_backward_ring_of_a_row_parallel_product_waits_for_recomputed_operan
 
     def gradient_with_recomputed_operand(x: jax.Array, w: jax.Array) -> jax.Array:
         recomputed = linear(w, x)
-        layer = Partial(linear, w)
+        layer = Product(w)
         return jax.vjp(lambda y: CollectiveMatmul().row_parallel(((y,) * 8, layer)), recomputed)[1](x)[0]
 
     found = [products for products, _ in matmul_dependencies(gradient_with_recomputed_operand, X, W)]

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from shmap_tp.config.schema import Config, ModelConfig, TensorParallelMode
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.partitioning import partition_specs
+from shmap_tp.plan.communication import analytic
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, tally
 from shmap_tp.plan.communication.parameters import all_reduce_once
 from shmap_tp.training.step import CONFIGURED, Components, build_step_functions
+from tests.helpers import communication_rules
 from tests.helpers.communication_rules import attention, block, entering, key_value, reducing, sublayer
 from tests.helpers.layer_cases import LAYERS, RESIDUAL_STREAM
 from tests.helpers.model_fixtures import config, mesh, mesh_config, shapes_of
@@ -147,6 +149,14 @@ def step_communication(conf: Config, precision: str, components: Components = CO
     """The collectives of a step of `conf` as it is traced."""
     made = build_step_functions(conf, mesh((conf.mesh.dp, conf.mesh.mp)), jnp.dtype(precision), components)
     return communication_in_jaxpr(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
+
+
+def check_activations(program: str, dtype: str = "float32") -> None:
+    """Asserts that the model of one of PROGRAMS communicates over mp, as its modules are traced, what is written down
+    by hand (`communication_rules.py`)."""
+    conf = program_config(program, (2, 4))
+    expected = communication_rules.activations(conf, jnp.dtype(dtype))
+    assert by_direction(analytic.activations(conf, jnp.dtype(dtype))) == by_direction(expected)
 
 
 def check_step(program: str, shape: tuple[int, int], precision: str) -> None:

@@ -21,24 +21,21 @@ from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import tally
 from shmap_tp.plan.report import config_fields
 from shmap_tp.training.step import Components, build_step_functions
-from tests.helpers import communication_rules
-from tests.helpers.communication_checks import by_direction, program_config, step_communication
+from tests.helpers.communication_checks import by_direction, check_activations, program_config, step_communication
 from tests.helpers.components import ADAPTER, COMPONENTS, AdapterBlock, ReGluMlp
 from tests.helpers.model_fixtures import config, mesh
 
 BY_HAND = [
     "parallel", "parallel, remat full", "sequential, remat attention", "sequential, remat full", "2 kv heads", "fsdp",
     "1 kv head, sequential, remat full", "1 kv head, sequential, remat full; sequence", "fsdp; sequence",
-    "sequential, remat full; collective_matmul",
+    "sequential, remat full; collective_matmul", "parallel; sequence",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", BY_HAND)
 def test_the_calls_of_a_model_are_those_written_down_by_hand(program):
-    conf = program_config(program, (2, 4))
     for dtype in ("float32", "bfloat16"):
-        expected = communication_rules.activations(conf, jnp.dtype(dtype))
-        assert by_direction(activations(conf, jnp.dtype(dtype))) == by_direction(expected)
+        check_activations(program, dtype)
 
 
 def test_the_parts_of_a_model_are_named():

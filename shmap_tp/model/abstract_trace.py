@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -19,7 +18,7 @@ from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.flash_attention import DeferredResiduals
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.fsdp import Replicated
-from shmap_tp.parallel.mesh import AXES, DP, MP
+from shmap_tp.parallel.mesh import DP, MP, abstract_mesh
 from shmap_tp.parallel.partitioning import partition_specs
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 
@@ -76,7 +75,7 @@ def trace_gradients(
         h_BTD, pull = jax.vjp(lambda params: params(ids_BT, execution, positions), tp.mark_varying(params))
         return jax.tree.map(jnp.ravel, pull(h_BTD)[0])
 
-    mesh = AbstractMesh((1, mp), AXES)
+    mesh = abstract_mesh(1, mp)
     specs = partition_specs(shapes, dict(mesh.shape))
     local = jax.tree.map(lambda _: P((DP, MP)), shapes)  # what each device computes, whether it varies or not
     program = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, P()), out_specs=local)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shmap_tp.config.schema import FsdpGradients, MeshConfig, TensorParallelMode
 from shmap_tp.errors import UserError
@@ -123,6 +123,11 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     return Mesh(
         by_slice.transpose(2, 1, 0, 3).reshape(config.dp, config.mp), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
+
+
+def abstract_mesh(dp: int, mp: int) -> AbstractMesh:
+    """A (dp, mp) mesh without devices, to trace programs on."""
+    return AbstractMesh((dp, mp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _check_slices(config: MeshConfig, devices: list[jax.Device], *, fixed: bool) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -24,7 +23,7 @@ from shmap_tp.model.abstract_trace import trace_gradients
 from shmap_tp.model.jaxprs import Visit, equations
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.collectives import varying_axes
-from shmap_tp.parallel.mesh import AXES, MP
+from shmap_tp.parallel.mesh import MP, abstract_mesh
 from shmap_tp.parallel.tensor_parallel import Activation, Linear, TensorParallel
 from shmap_tp.plan.communication.from_jaxpr import collective
 from shmap_tp.plan.communication.ledger import Direction, Entry
@@ -146,7 +145,7 @@ def gradients_are_partial(tp: TensorParallel) -> bool:
         return w
 
     found: list[bool] = []
-    mesh = AbstractMesh((1, 1), AXES)
+    mesh = abstract_mesh(1, 1)
     jax.make_jaxpr(jax.shard_map(varies, mesh=mesh, in_specs=P(), out_specs=P()))(jnp.zeros(()))
     return found[0]
 

@@ -44,10 +44,12 @@ almost no waiting; the GSPMD baselines wait for up to a fifth of their step.
 The explicit steps of 16B to 128B were compiled one at a time; the other large ones concurrently with others, which can
 take more than twice as long.
 
-Rows with chunked attention (v2, v3) were made before its scores were computed group by group: 6.9B on the V3-32 with
-full remat takes 33.87 s since, of which 1.07 s are exposed, in the same memory:
+Rows were made before the update of a step was judged (it is computed twice since) and before chunked attention computed
+its scores group by group.  Two were compiled again since: 6.9B on the V3-32 with full remat takes 33.98 s, of which 1.07
+s are exposed, in 10.0 GiB; GPT-J 6B on the v5e-16 takes 0.678 s instead of 0.668, in 11.1 GiB:
 `python benchmarks/benchmark_tpu.py --dp 4 --mp 8 --version v3 --model 6_9b --batch 1024 --microbatches 32
-model.remat=full`.
+model.remat=full`, `python benchmarks/benchmark_tpu.py --dp 16 --mp 1 --version v5e --model gptj_6b --batch 16
+--microbatches 1 mesh.zero=fsdp mesh.tensor_parallel=all_reduce mesh.fsdp_gradients=ring model.remat=all_matmuls`.
 """
 
 SCALING_NOTES = """

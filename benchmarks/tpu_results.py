@@ -47,9 +47,9 @@ take more than twice as long.
 Rows were made before the update of a step was judged (it is computed twice since) and before chunked attention computed
 its scores group by group.  Two were compiled again since: 6.9B on the V3-32 with full remat takes 33.98 s, of which
 1.07 s are exposed, in 10.0 GiB; GPT-J 6B on the v5e-16 takes 0.678 s instead of 0.668, in 11.1 GiB:
-`python benchmarks/benchmark_tpu.py --dp 4 --mp 8 --version v3 --model 6_9b --batch 1024 --microbatches 32
-model.remat=full`, `python benchmarks/benchmark_tpu.py --dp 16 --mp 1 --version v5e --model gptj_6b --batch 16
---microbatches 1 mesh.zero=fsdp mesh.tensor_parallel=all_reduce mesh.fsdp_gradients=ring model.remat=all_matmuls`.
+`python benchmarks/benchmark_tpu.py --dp 4 --mp 8 --version v3 mesh.tensor_parallel=sequence`,
+`python benchmarks/benchmark_tpu.py --dp 16 --mp 1 --version v5e --model gptj_6b --batch 16 --microbatches 1
+mesh.zero=fsdp mesh.tensor_parallel=all_reduce mesh.fsdp_gradients=ring model.remat=all_matmuls`.
 """
 
 SCALING_NOTES = """

@@ -43,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(result))
     else:
         for name, value in result.items():
-            print(f"{name.replace('_', ' '):<16}{value if isinstance(value, int | str) else format(value, '.4f')}")
+            print(f"{name.replace('_', ' '):<16}{value if isinstance(value, int) else format(value, '.4f')}")
     return 0
 
 
-def _evaluate(arguments: argparse.Namespace) -> dict[str, int | float | str]:
+def _evaluate(arguments: argparse.Namespace) -> dict[str, int | float]:
     from shmap_tp.inference.evaluation import evaluate_file
     from shmap_tp.inference.text import tokenizer_of_model
 

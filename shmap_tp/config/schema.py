@@ -26,7 +26,7 @@ from shmap_tp.config.choices import (  # noqa: F401 - the names of all sections 
 from shmap_tp.config.model_schema import ModelConfig, padded_vocabulary  # noqa: F401
 
 AUTO = "auto"
-"""Value of mesh.dp that stands for all devices divided by mesh.mp."""
+"""Value of mesh.dp that means all devices divided by mesh.mp."""
 
 
 @dataclass

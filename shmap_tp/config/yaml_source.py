@@ -22,7 +22,7 @@ from shmap_tp.errors import UserError
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
-"""Values in a file, each alias counted as what it stands for."""
+"""Values in a file, each alias counted as the values that it refers to."""
 MAX_CHARACTERS = 3000
 """Of one key or value.  Python refuses to print integers of more than 4300 digits."""
 MAX_DEPTH = 20

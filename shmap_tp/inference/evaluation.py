@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from shmap_tp.data.metadata import read_meta
 from shmap_tp.data.token_files import open_token_file
+from shmap_tp.errors import UserError
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.inference.text import Tokenizer
 from shmap_tp.model.transformer import Transformer
@@ -20,15 +21,16 @@ def evaluate_file(
     directory: str,
     split: str,
     limits: tuple[int | None, int],
-) -> dict[str, int | float | str]:
-    """What the model makes of `split` of the data in `directory`, in sequences of model.context tokens.
+) -> dict[str, int | float]:
+    """Loss, perplexity, bits per byte and accuracy of the model on `split` of the data in `directory`, in sequences of
+    model.context tokens.
 
-    loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the whole
-    in bits over the bytes of the text that the tokens stand for, so it compares models with other tokenizers (Gao et
-    al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
+    loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the
+    sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
+    (Gao et al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
 
     `limits` are (the number of sequences, None for all; how many are computed at a time).
-    Raises UserError if the data cannot be read.
+    Raises UserError if the data cannot be read, or has no text.
     """
     model = program.model
     file = open_token_file(Path(directory), split, context=model.context, vocabulary=model.vocabulary)
@@ -43,6 +45,8 @@ def evaluate_file(
         nats -= float(likelihood.sum(dtype=np.float64))
         right += int(greedy.sum())
         size += sum(_text_bytes(tokenizer, row[1:], meta.end_of_text) for row in rows)
+    if not size:
+        raise UserError(f"{directory}/{split}.bin: these {count} sequences hold only ends of documents, and no text")
     tokens = count * model.context
     return {
         "sequences": count,

@@ -4,13 +4,13 @@ A tokenizer here has `encode(text) -> ids`, `decode(ids) -> text` and `end_of_te
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from etils import epath
 
+from shmap_tp.data.files import parse_json
 from shmap_tp.data.metadata import META, TOKENIZER, read_meta
 from shmap_tp.errors import UserError
 from shmap_tp.training.checkpoint_files import read_facts
@@ -109,14 +109,15 @@ def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> Tokenizer:
 
 def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face directory; text ends at the eos_token_id of generation_config.json or
-    config.json.  Raises UserError if there is no tokenizer.json."""
+    config.json.  Raises UserError if there is no tokenizer.json, or one of the files is damaged."""
     file = directory / TOKENIZER
     if not file.is_file():
         raise UserError(f"{directory} has no {TOKENIZER}; copy it there, or name one with --tokenizer")
     ids: list[int] = []
     for name in ("config.json", "generation_config.json"):
         if (directory / name).is_file():
-            found = json.loads((directory / name).read_text()).get("eos_token_id")
+            values = parse_json((directory / name).read_bytes(), directory / name)
+            found = values.get("eos_token_id") if isinstance(values, dict) else None
             ids += found if isinstance(found, list) else [] if found is None else [found]
     return SubwordTokenizer(file, sorted({*ids}))
 

@@ -88,7 +88,7 @@ class Rotary(eqx.Module):
     """Pairs of elements of a head, rotated by position * a rate of their own.  Su et al. 2021,
     https://arxiv.org/abs/2104.09864
 
-    Which elements form a pair, and their rates, is said by `rotation`.
+    `rotation` says which elements form a pair, and their rates.
     """
 
     rotation: Rotation = eqx.field(static=True)

@@ -96,12 +96,13 @@ def main(count: int) -> None:
             begin = time.perf_counter()
             try:
                 loaded += outcome(seed, Path(directory)) == "loaded"
-            except Exception:
+            except Exception:  # reported with its seed; the exit code is then 1
                 failures += 1
                 print(f"seed {seed}\n{traceback.format_exc()[-1500:]}", flush=True)
             if (seconds := time.perf_counter() - begin) > 10:
                 print(f"seed {seed} took {seconds:.0f} s", flush=True)
     print(f"{count} cases, {loaded} loaded, {failures} failed")
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from shmap_tp.data.text_codec import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms
-from shmap_tp.inference.text import Tokenizer
 from shmap_tp.model.transformer import Transformer
 
 Show = Callable[[int, int, str, str | None], None]

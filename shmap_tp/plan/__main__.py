@@ -1,10 +1,10 @@
-"""Plan a training run on a TPU slice: memory, communication, step time, and the best mesh.
+"""Plan a training run on a TPU slice: memory, communication, step time, and the fastest configuration.
 
-    python -m shmap_tp.plan --version v5e --devices 16 --model gptj_6b                 all meshes, fastest first
+    python -m shmap_tp.plan --version v5e --devices 16 --model gptj_6b                 search the fastest step
     python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8               one mesh in detail
     python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8 --plot step.png    and a timeline of its step
     python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml           the step of a file
-    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR          a Hugging Face model
+    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR          search for a Hugging Face model
     python -m shmap_tp.plan --model gptj_6b --dp 2 --mp 8 --ledger                    only its communication
 
 Nothing runs on a TPU: the TPU compiler compiles the training step for the slice, and the compiled schedule is
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import GENERATIONS, GIB
+from shmap_tp.hardware.devices import GENERATIONS
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan.benchmark import append_json, config_from_flags, run_command
 from shmap_tp.plan.communication.analytic import analytic_communication
@@ -32,16 +32,19 @@ from shmap_tp.plan.memory import format_memory, memory_by_kind
 from shmap_tp.plan.plot import PlannedMemory, plot_step
 from shmap_tp.plan.predict import Prediction, predict
 from shmap_tp.plan.report import FORMULA, Row, format_row
-from shmap_tp.plan.topologies import Slice, find_slice
+from shmap_tp.plan.search.command import search_command
+from shmap_tp.plan.topologies import find_slice
 
 DEFAULTS = ("6_9b", 1, 16)
 """(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""
 
 
 def main(arguments: argparse.Namespace) -> None:
+    check_version(arguments)
     one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)
-    if one_mesh == (arguments.devices is not None) or (arguments.devices and (arguments.dp or arguments.mp)):
-        raise UserError("give --dp and --mp for one mesh, or --devices for all meshes of that many devices, or --cfg")
+    if (not arguments.devices and not one_mesh) or (arguments.devices and (arguments.dp or arguments.mp)):
+        raise UserError("give --dp and --mp for one mesh, or --devices to search those of that many devices, or --cfg")
+    check_search_flags(arguments)
     if arguments.from_pretrained and (arguments.model or arguments.cfg):
         raise UserError("--from-pretrained, --model and --cfg each name a model; give one")
     if arguments.ledger and arguments.devices:
@@ -51,11 +54,31 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.plot and (arguments.devices or arguments.ledger):
         raise UserError("--plot draws the step of one mesh; give --dp and --mp, and omit --ledger")
     if arguments.devices:
-        plan_all_meshes(arguments)
+        search_command(arguments)
     elif arguments.ledger:
         print_communication(config_from_flags(arguments, *DEFAULTS))
     else:
         plan_one_mesh(arguments)
+
+
+def check_version(arguments: argparse.Namespace) -> None:
+    for version in (arguments.versions or arguments.version).split(","):
+        if version not in GENERATIONS:
+            raise UserError(f"--version {version}: unknown TPU version; use one of {', '.join(GENERATIONS)}")
+
+
+def check_search_flags(arguments: argparse.Namespace) -> None:
+    """Refuse flags of the search that would be ignored, and values that it cannot use."""
+    of_search = ("versions", "tokens", "price", "recipe", "jobs")
+    ignored = [f"--{name}" for name in of_search if vars(arguments)[name] is not None]
+    if not arguments.devices and ignored:
+        raise UserError(f"{ignored[0]} applies to the search; give --devices, or omit it")
+    if arguments.price is not None and arguments.tokens is None:
+        raise UserError("--price needs --tokens, the tokens of the run; add it, such as --tokens 1e11")
+    for name in ("minutes", "tokens", "jobs"):
+        value = vars(arguments)[name]
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} {value:g} must be above 0 and finite")
 
 
 def plan_one_mesh(arguments: argparse.Namespace) -> None:
@@ -122,30 +145,6 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
         print(f"{found}\nmeaning of these lines:\n{found.legend}")
 
 
-def plan_all_meshes(arguments: argparse.Namespace) -> None:
-    """Predict every (dp, mp) of the devices for the same batch, and print them by speed.
-
-    Without --microbatches each mesh starts with one sequence per device and microbatch, and doubles the number of
-    microbatches until the step fits.
-    """
-    target = find_slice(arguments.version, arguments.devices, arguments.topology, arguments.slices or 1)
-    arguments.batch = arguments.batch or target.devices * DEFAULTS[2]
-    rows, microbatches = [], arguments.microbatches
-    for mp in [n for n in range(1, target.devices + 1) if target.devices % n == 0]:
-        arguments.dp, arguments.mp = target.devices // mp, mp
-        try:
-            row = fewest_microbatches_that_fit(arguments, target, microbatches)
-        except UserError as error:
-            print(f"dp={arguments.dp} mp={mp}: {str(error).splitlines()[0]}", flush=True)
-            continue
-        print(f"dp={row.dp} mp={row.mp}: " + ("compiled" if row.fits else "does not fit"), flush=True)
-        rows.append(row)
-    if not rows:
-        raise UserError(f"no mesh of {target} can shard this model; the reasons are listed above")
-    save_rows(rows, arguments)
-    print_ranking(rows, target)
-
-
 def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
     """Append the rows to the file of --json, if it is given."""
     for row in rows if arguments.json else []:
@@ -153,45 +152,21 @@ def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
         append_json(row.to_json(), Path(arguments.json))
 
 
-def fewest_microbatches_that_fit(arguments: argparse.Namespace, target: Slice, given: int | None) -> Row:
-    """The row with the fewest microbatches that fits into memory; if none fits, the row with the most."""
-    fewest = max(1, arguments.batch // target.devices)
-    most = max(1, arguments.batch // arguments.dp)
-    choices = [given] if given else [fewest * 2**i for i in range(most // fewest) if fewest * 2**i <= most]
-    for microbatches in choices or [most]:
-        arguments.microbatches = microbatches
-        config = config_from_flags(arguments, *DEFAULTS)
-        print(f"dp={arguments.dp} mp={arguments.mp}: compiling with {microbatches} microbatches ...", flush=True)
-        row = predict(config, target).row
-        if row.fits:
-            break
-    return row
-
-
-def print_ranking(rows: list[Row], target: Slice) -> None:
-    rows.sort(key=lambda row: row.step_seconds or float("inf"))
-    print(f"\n{rows[0].model}, {rows[0].tokens_per_step:,} tokens per step, on {target}: predicted")
-    for row in rows:
-        memory = f"{row.peak_bytes_per_device / GIB:.2f} of {row.limit_bytes_per_device / GIB:.2f} GiB"
-        memory += f", host {row.host_bytes_per_device / GIB:.2f} GiB" if row.host_bytes_per_device else ""
-        mesh = f"  dp={row.dp:<4} mp={row.mp:<4} {row.microbatches:>4} microbatches  "
-        if row.fits:
-            print(f"{mesh}{row.tokens_per_second:>12,.0f} tokens/s  MFU {row.mfu:>5.1%}  {memory}")
-        else:
-            print(f"{mesh}does not fit: needs {memory}")
-    if rows[0].fits:
-        print(f"\nfastest: --dp {rows[0].dp} --mp {rows[0].mp}\n{FORMULA}")
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shmap_tp.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="TPU version (default v3)")
+    parser.add_argument("--version", default="v3", help=f"TPU version (default v3): {', '.join(GENERATIONS)}")
     parser.add_argument("--topology", help="chips along each side of a slice, such as 4x8x8 (default: most compact)")
     parser.add_argument("--slices", type=int, help="number of slices that dp spans (default 1)")
     parser.add_argument("--cfg", metavar="FILE", help="plan the step of FILE, such as a recipe of conf/recipes")
-    parser.add_argument("--devices", type=int, help="devices of all slices together: predict every mesh of them")
+    parser.add_argument("--devices", metavar="N", help="devices of all slices together: search the best configuration")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time of the search (default 30)")
+    parser.add_argument("--jobs", type=int, help="compilations at a time (default: as cores and memory allow)")
+    parser.add_argument("--recipe", metavar="FILE", help="write the fastest configuration to FILE")
+    parser.add_argument("--tokens", type=float, help="tokens of the whole run: prints its time, and its cost")
+    parser.add_argument("--price", help="dollars per chip hour: 1.2, or by version: v5e=1.2,v6e=2.7")
+    parser.add_argument("--versions", help="search several TPU versions: v5e,v6e (and --devices 16,64)")
     parser.add_argument("--dp", type=int, help="data-parallel size")
     parser.add_argument("--mp", type=int, help="model-parallel size")
     parser.add_argument("--model", help="a model of conf/model (default 6_9b)")

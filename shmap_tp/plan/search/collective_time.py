@@ -1,0 +1,102 @@
+"""Seconds of the collectives of a step: the analytic ledger, timed by the link model, by how they overlap."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+
+from shmap_tp.config.schema import Config, MeshConfig, TensorParallelMode
+from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, make_mesh
+from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
+from shmap_tp.plan.aot_compile import coordinates
+from shmap_tp.plan.communication.analytic import activations
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
+from shmap_tp.plan.communication.model_calls import gradients_are_partial
+from shmap_tp.plan.communication.parameters import Parameter, fsdp_uses, gathers_between_slices, update
+from shmap_tp.plan.link_model import LinkModel
+from shmap_tp.plan.search.places import devices_of
+from shmap_tp.plan.topologies import Slice
+
+_TRACED: dict[str, list[Entry]] = {}
+"""What a microbatch of one sequence communicates over mp: a trace takes some tenths of a second."""
+
+
+class Links:
+    """The link model of a slice, and the groups of devices that the axes of a mesh form on it."""
+
+    def __init__(self, mesh: MeshConfig, target: Slice):
+        self.target, self.groups = target, DataParallelGroups.of(mesh)
+        self.model = LinkModel.of(target.generation, coordinates(make_mesh(mesh, devices_of(target))))
+        within = mesh.dp // mesh.slices
+        numbers = np.arange(within * mesh.mp).reshape(within, mesh.mp)
+        self.axes = {DP: numbers[:, 0].tolist(), MP: numbers[0].tolist()}
+        self.between_rings = self.axes[DP][: within // self.groups.ring]
+
+    def seconds(self, entry: Entry) -> float:
+        """Of all repetitions of an entry of the ledger."""
+        axis, _, subgroup = entry.axis.partition(":")
+        if self.groups.slices > 1 and subgroup == f"{self.groups.slices}/1":
+            return entry.count * self.model.inter_slice_seconds(entry.operation, entry.bytes, self.groups.slices)
+        whole = [device for name in axis.split() for device in self.axes[name]] if " " in axis else self.axes[axis]
+        if entry.operation == Operation.ppermute:
+            return entry.count * entry.bytes / self.target.generation.link_rate
+        is_between = self.groups.ring > 1 and entry.operation == Operation.reduce_scatter and subgroup
+        group = self.between_rings if is_between else sorted(set(whole))
+        size = entry.bytes * (len(group) if entry.operation == Operation.all_gather else 1)
+        operation = Operation.all_reduce if entry.operation == Operation.max else entry.operation
+        return entry.count * self.model.collective_seconds(operation, size, group)
+
+
+@cache
+def _links(key: tuple, target: Slice) -> Links:
+    return Links(MeshConfig(**dict(key)), target)
+
+
+def links_of(mesh: MeshConfig, target: Slice) -> Links:
+    """The links of a mesh, computed once."""
+    relevant = replace(mesh, zero="none", tile=tuple(mesh.tile) if mesh.tile else None)
+    return _links(tuple(sorted(vars(relevant).items(), key=lambda item: item[0])), target)
+
+
+def collective_seconds(config: Config, every: list[Parameter], target: Slice) -> dict[str, float]:
+    """Seconds by how the compiler overlaps them, before any overlap.
+
+    all_reduce, sequence, collective_matmul    over mp, for the mode of this name
+    gathers    of FSDP weights
+    scatters   reduce-scatters of FSDP gradients
+    ring       the same, in rings
+    once       after the last microbatch, and between slices
+    """
+    found = dict.fromkeys([*map(str, TensorParallelMode), "gathers", "scatters", "ring", "once"], 0.0)
+    links, mode = links_of(config.mesh, target), str(config.mesh.tensor_parallel)
+    if config.mesh.mp > 1:
+        found[mode] = sum(map(links.seconds, _activation_entries(config)))
+    for entry in fsdp_uses(config, every, "bfloat16") if config.mesh.dp > 1 else []:
+        kind = "gathers" if entry.operation == Operation.all_gather else "scatters"
+        found["ring" if entry.operation == Operation.ppermute else kind] += links.seconds(entry)
+    partial = gradients_are_partial(TENSOR_PARALLEL[config.mesh.tensor_parallel])
+    last: Iterable[Entry] = [
+        *gathers_between_slices(config, every), *update(config, every, partial_over_mp=partial)
+    ]  # fmt: skip
+    found["once"] = sum(links.seconds(entry) for entry in last if config.mesh.dp > 1 or MP in entry.axis)
+    return found
+
+
+def _activation_entries(config: Config) -> list[Entry]:
+    """Those of all microbatches: traced for one sequence, and sized for those of a microbatch."""
+    one = replace(config, train=replace(config.train, batch=config.mesh.dp, microbatches=1))
+    mesh, model = config.mesh, replace(config.model, offload=[])
+    key = repr((model, mesh.mp, str(mesh.tensor_parallel), str(mesh.zero), mesh.dp if mesh.zero == "fsdp" else 1))
+    if key not in _TRACED:
+        _TRACED[key] = activations(one, jnp.bfloat16)
+    microbatches = config.train.microbatches
+    sequences = config.train.batch // (microbatches * mesh.dp)
+    return [
+        replace(
+            entry, count=entry.count * microbatches,
+            bytes=entry.bytes * (1 if "gradient" in entry.what or entry.direction == Direction.once else sequences),
+        )
+        for entry in _TRACED[key]
+    ]  # fmt: skip

@@ -1,0 +1,99 @@
+"""Compilations of candidates in child processes, as many at a time as cores and memory allow."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from shmap_tp.config.schema import Config
+from shmap_tp.plan.report import Row
+from shmap_tp.plan.search.worker import request
+from shmap_tp.plan.topologies import Slice
+
+MEMORY_PER_JOB = 5e9
+"""Bytes that a compilation of a large step takes; 16b on 256 chips takes about 4 GB."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a compilation ended: with a row, or with the reason why there is none."""
+
+    row: Row | None
+    error: str | None
+    seconds: float
+
+
+class Job(Protocol):
+    """A compilation that has been started."""
+
+    def poll(self) -> Outcome | None:
+        """Its outcome, or None while it runs."""
+
+    def stop(self) -> None:
+        """End it without an outcome."""
+
+
+class ChildProcess:
+    """A `Job` of `worker.py`."""
+
+    def __init__(self, config: Config, target: Slice):
+        self.begin, self.files = time.monotonic(), tempfile.TemporaryDirectory()
+        folder = Path(self.files.name)
+        (folder / "in").write_text(request(config, target))
+        with (folder / "in").open() as given, (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "shmap_tp.plan.search.worker"], stdin=given, stdout=out, stderr=err,
+                start_new_session=True,  # Ctrl-C is for the search, which keeps what was found
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )  # fmt: skip
+
+    def poll(self) -> Outcome | None:
+        code = self.process.poll()
+        if code is None:
+            return None
+        seconds, folder = time.monotonic() - self.begin, Path(self.files.name)
+        out, err = ((folder / name).read_text(errors="replace") for name in ("out", "err"))
+        self.files.cleanup()
+        return outcome(code, out, err, seconds)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.files.cleanup()
+
+
+def outcome(code: int, out: str, err: str, seconds: float) -> Outcome:
+    """Of a child process that ended with this exit code, or was ended by a signal (a negative one)."""
+    if code < 0:
+        return Outcome(None, f"killed by signal {-code}" + (" (out of memory?)" if code == -9 else ""), seconds)
+    if code:
+        return Outcome(None, f"exit code {code}: {(err.strip().splitlines() or ['no message'])[-1]}", seconds)
+    made = json.loads(out.strip().splitlines()[-1])
+    if "error" in made:
+        return Outcome(None, made["error"], seconds)
+    return Outcome(row_from_json(made), None, seconds)
+
+
+def row_from_json(values: dict[str, Any]) -> Row:
+    return Row(**values)
+
+
+def jobs_at_a_time() -> int:
+    """One per core, as far as the free memory suffices; at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, int(_free_memory() / MEMORY_PER_JOB)))
+
+
+def _free_memory() -> float:
+    """Bytes that new processes can use; infinite where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    found = dict(line.split(":", 1) for line in lines)
+    return 1024.0 * int(found["MemAvailable"].split()[0])

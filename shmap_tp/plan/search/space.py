@@ -1,0 +1,108 @@
+"""The candidates of a search: every choice of mesh, ZeRO stage, tensor-parallel mode, microbatches, remat and offload."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shmap_tp.config.remat_policies import SAVED_BY_REMAT
+from shmap_tp.config.schema import Config, FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
+from shmap_tp.config.validate import validate
+from shmap_tp.config.validate_model import divisors
+from shmap_tp.errors import UserError
+from shmap_tp.parallel.mesh import DataParallelGroups, make_mesh
+from shmap_tp.plan.search.formulas import activation_values
+from shmap_tp.plan.search.places import devices_of
+from shmap_tp.plan.topologies import Slice
+
+KEYS = (
+    "mesh.dp", "mesh.mp", "mesh.tensor_parallel", "mesh.zero", "mesh.fsdp_gradients", "train.microbatches",
+    "model.remat", "model.offload",
+)  # fmt: skip
+"""What is searched, in the words of the configuration."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice of every key of KEYS."""
+
+    dp: int
+    mp: int
+    tensor_parallel: TensorParallelMode
+    zero: Zero
+    fsdp_gradients: FsdpGradients
+    microbatches: int
+    remat: Remat = Remat.full
+    offload: tuple[SavedActivation, ...] = ()
+
+    def settings(self) -> list[str]:
+        """As overrides of a configuration."""
+        values = (*list(vars(self).values())[:-1], f"[{','.join(self.offload)}]")
+        return [f"{key}={value}" for key, value in zip(KEYS, values, strict=True)]
+
+    def apply(self, config: Config) -> Config:
+        """`config` with these choices."""
+        mesh = replace(
+            config.mesh, dp=self.dp, mp=self.mp, tensor_parallel=self.tensor_parallel, zero=self.zero,
+            fsdp_gradients=self.fsdp_gradients,
+        )  # fmt: skip
+        train = replace(config.train, microbatches=self.microbatches)
+        model = replace(config.model, remat=self.remat, offload=list(self.offload))
+        return replace(config, mesh=mesh, train=train, model=model)
+
+    def __str__(self) -> str:
+        mode = f" {self.tensor_parallel}" if self.mp > 1 else ""
+        ring = "+ring" if self.fsdp_gradients == FsdpGradients.ring else ""
+        offload = f", offload {'+'.join(self.offload)}" if self.offload else ""
+        return f"({self.dp}, {self.mp}){mode} {self.zero}{ring}, {self.microbatches} mb, remat {self.remat}{offload}"
+
+
+def candidates(config: Config, target: Slice, fixed: dict[str, str]) -> list[Candidate]:
+    """Every valid candidate for the batch of `config`; `fixed` are keys of KEYS whose value is given."""
+    found = []
+    for base in _meshes(config, target, fixed):
+        values = activation_values(base.apply(config))
+        for remat in Remat:
+            if remat == Remat.attention_and_up and not values[SavedActivation.gate] and "model.remat" not in fixed:
+                continue  # without a gate it is all_matmuls
+            choices = [replace(base, remat=remat, offload=offload) for offload in _offloads(values, remat, target)]
+            found += [choice for choice in choices if _matches(choice, fixed)]
+    return found
+
+
+def _matches(candidate: Candidate, fixed: dict[str, str]) -> bool:
+    given = dict(item.split("=", 1) for item in candidate.settings())
+    return all(given[key] == value.replace(" ", "") for key, value in fixed.items())
+
+
+def _meshes(config: Config, target: Slice, fixed: dict[str, str]) -> Iterator[Candidate]:
+    """Everything but remat and offload."""
+    for mp in divisors(target.devices):
+        dp = target.devices // mp
+        for mode, zero, gradients in itertools.product(TensorParallelMode, Zero, FsdpGradients):
+            if (mp == 1 and mode != TensorParallelMode.all_reduce) or (dp == 1 and zero != Zero.none):
+                continue  # they do the same as those that are kept
+            if "mesh.fsdp_gradients" not in fixed and zero != Zero.fsdp and gradients == FsdpGradients.ring:
+                continue
+            if config.train.batch % dp:
+                continue
+            for microbatches in divisors(config.train.batch // dp):
+                candidate = Candidate(dp, mp, mode, zero, gradients, microbatches)
+                if _is_valid(candidate.apply(config), target):
+                    yield candidate
+
+
+def _is_valid(config: Config, target: Slice) -> bool:
+    try:
+        validate(config)
+        DataParallelGroups.of(config.mesh)
+        make_mesh(config.mesh, devices_of(target))
+    except UserError:
+        return False
+    return True
+
+
+def _offloads(values: dict[SavedActivation, float], remat: Remat, target: Slice) -> list[tuple[SavedActivation, ...]]:
+    """Every set of saved activations that this model has, the empty one first.  None on v2 and v3, for which no step
+    with offload has been compiled."""
+    saved = [name for name in SAVED_BY_REMAT[remat] if values[name] and target.generation.has_kernels]
+    return [chosen for count in range(len(saved) + 1) for chosen in itertools.combinations(saved, count)]

@@ -1,11 +1,11 @@
 """Plan a training run on a TPU slice: memory, communication, step time, and the best mesh.
 
-    python -m shmap_tp.plan --version v5e --devices 16 --model gptj_6b                 all meshes, fastest first
-    python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8               one mesh in detail
-    python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8 --plot step.png    and a timeline of its step
+    python -m shmap_tp.plan --version v5e --devices 16 --model 6b                 all meshes, fastest first
+    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8               one mesh in detail
+    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8 --plot step.png    and a timeline of its step
     python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml           the step of a file
     python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR          a Hugging Face model
-    python -m shmap_tp.plan --model gptj_6b --dp 2 --mp 8 --ledger                    only its communication
+    python -m shmap_tp.plan --model 6b --dp 2 --mp 8 --ledger                    only its communication
 
 Nothing runs on a TPU: the TPU compiler compiles the training step for the slice, and the compiled schedule is
 simulated.  --ledger needs no compiler.

@@ -7,7 +7,7 @@ QUICK = {
     "inference": ["test_sampling"],
     "hardware": ["test_devices", "test_torus"],
     "layers": ["test_positions", "test_xla_workarounds"],
-    "model": ["test_flops"],
+    "model": ["test_flops", "test_named_models"],
     "parallel": ["test_mesh", "test_ring"],
     "plan": ["test_calibration", "test_from_hlo", "test_instruction_costs", "test_link_model", "test_topologies"],
     "pretrained": ["test_tensor_files"],

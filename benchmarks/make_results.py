@@ -64,7 +64,8 @@ mesh-transformer-jax and MaxText on v5p with mp 4 and 8 come close to showing th
 parallelism as ours does.  A published MFU that counts attention in full is converted to attention at half before the
 comparison ("converted").  On meshes (n, 1) our weights are sharded over dp (FSDP); the published run sharded them over
 its devices as well, though not always on that mesh.  Of the MaxText runs on 2 to 32 slices, those of 16B on up to 16
-slices and that of 32B on 8 were compiled; PaLM was not.  On 32 slices our step does not fit: weights that 8192 dp ranks
+slices and that of 32B on 8 were compiled; PaLM, Llama2-70B and Llama3.1-8B of the v6e recipes, and Llama3.1-70B on
+256 TPU7x chips were not.  On 32 slices our step does not fit: weights that 8192 dp ranks
 do not divide, here those of the MLP, are replicated.
 
 T5X placements: (4,2,2,1), which closes to a ring along x, is predicted to be fastest, as measured.  The other two are

@@ -1,14 +1,15 @@
-"""Plan a training run on a TPU slice: memory, communication, step time, and the best mesh.
+"""Plan a training run on TPUs or GPUs that are not there: memory, communication, step time, and the best mesh.
 
-    python -m shmap_tp.plan --version v5e --devices 16 --model 6b                 all meshes, fastest first
-    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8               one mesh in detail
-    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8 --plot step.png    and a timeline of its step
-    python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml           the step of a file
-    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR          a Hugging Face model
-    python -m shmap_tp.plan --model 6b --dp 2 --mp 8 --ledger                    only its communication
+    python -m shmap_tp.plan --version v5e --devices 16 --model 6b                   all meshes, fastest first
+    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8                  one mesh in detail
+    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8 --plot step.png  and a timeline of its step
+    python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml         the step of a file
+    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR        a Hugging Face model
+    python -m shmap_tp.plan --version h100 --nodes 1 --model llama3_8b              all meshes of a node of 8 GPUs
+    python -m shmap_tp.plan --model 6b --dp 2 --mp 8 --ledger                       only its communication
 
-Nothing runs on a TPU: the TPU compiler compiles the training step for the slice, and the compiled schedule is
-simulated.  --ledger needs no compiler.
+Nothing runs on a TPU or a GPU: their own compilers compile the training step, and the compiled schedule is simulated.
+For GPUs its time is an estimate by formulas.  --ledger needs no compiler.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import GENERATIONS, GIB
+from shmap_tp.hardware.devices import GIB
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan.benchmark import append_json, config_from_flags, run_command
 from shmap_tp.plan.communication.analytic import analytic_communication
@@ -30,15 +31,16 @@ from shmap_tp.plan.communication.ledger import table, without_trivial_axes
 from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.memory import format_memory, memory_by_kind
 from shmap_tp.plan.plot import PlannedMemory, plot_step
-from shmap_tp.plan.predict import Prediction, predict
-from shmap_tp.plan.report import FORMULA, Row, format_row
-from shmap_tp.plan.topologies import Slice, find_slice
+from shmap_tp.plan.predict import Prediction
+from shmap_tp.plan.report import FORMULA, PREDICTED, Row, format_row
+from shmap_tp.plan.targets import VERSIONS, Target, devices_of_nodes, find_target, predict_on
 
 DEFAULTS = ("6_9b", 1, 16)
 """(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""
 
 
 def main(arguments: argparse.Namespace) -> None:
+    arguments.devices = devices_of_nodes(arguments.version, arguments.nodes) or arguments.devices
     one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)
     if one_mesh == (arguments.devices is not None) or (arguments.devices and (arguments.dp or arguments.mp)):
         raise UserError("give --dp and --mp for one mesh, or --devices for all meshes of that many devices, or --cfg")
@@ -61,9 +63,9 @@ def main(arguments: argparse.Namespace) -> None:
 def plan_one_mesh(arguments: argparse.Namespace) -> None:
     """Print the predicted row of a mesh, its memory, and its communication as planned and as compiled."""
     config = config_from_flags(arguments, *DEFAULTS)
-    target = find_slice(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
+    target = find_target(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
     print(f"compiling the step for {target} ...", flush=True)
-    prediction = predict(config, target, record=arguments.plot is not None)
+    prediction = predict_on(config, target, record=arguments.plot is not None)
     save_rows([prediction.row], arguments)
     print(format_row(prediction.row))
     print(FORMULA)
@@ -84,7 +86,7 @@ def write_plot(config: Config, prediction: Prediction, file: Path) -> None:
     memory = PlannedMemory(memory_by_kind(prediction.programs, compiled), compiled.limit_bytes, compiled.host_bytes)
     title = (
         f"{row.model} on {row.devices} x {row.device_kind}, dp={row.dp}, mp={row.mp}, {row.microbatches} microbatches, "
-        f"tensor parallelism {row.tensor_parallel}, zero {row.zero}: predicted"
+        f"tensor parallelism {row.tensor_parallel}, zero {row.zero}: {row.kind}"
     )
     sizes = {DP: config.mesh.dp // config.mesh.slices, MP: config.mesh.mp}  # a module is that of one slice
     plot_step(prediction.schedule, memory, sizes, title, file)
@@ -108,7 +110,7 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
     compared.
     """
     planned, sizes = planned_communication(config), {DP: config.mesh.dp, MP: config.mesh.mp}
-    if config.mesh.slices > 1:
+    if config.mesh.slices > 1 and prediction.row.kind == PREDICTED:
         found = inter_slice_communication(prediction.text)
         print(f"\nCOMPILED COLLECTIVES between slices: {compare_dcn(planned, found)}")
         print(table(found))
@@ -128,7 +130,7 @@ def plan_all_meshes(arguments: argparse.Namespace) -> None:
     Without --microbatches each mesh starts with one sequence per device and microbatch, and doubles the number of
     microbatches until the step fits.
     """
-    target = find_slice(arguments.version, arguments.devices, arguments.topology, arguments.slices or 1)
+    target = find_target(arguments.version, arguments.devices, arguments.topology, arguments.slices or 1)
     arguments.batch = arguments.batch or target.devices * DEFAULTS[2]
     rows, microbatches = [], arguments.microbatches
     for mp in [n for n in range(1, target.devices + 1) if target.devices % n == 0]:
@@ -153,7 +155,7 @@ def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
         append_json(row.to_json(), Path(arguments.json))
 
 
-def fewest_microbatches_that_fit(arguments: argparse.Namespace, target: Slice, given: int | None) -> Row:
+def fewest_microbatches_that_fit(arguments: argparse.Namespace, target: Target, given: int | None) -> Row:
     """The row with the fewest microbatches that fits into memory; if none fits, the row with the most."""
     fewest = max(1, arguments.batch // target.devices)
     most = max(1, arguments.batch // arguments.dp)
@@ -162,15 +164,15 @@ def fewest_microbatches_that_fit(arguments: argparse.Namespace, target: Slice, g
         arguments.microbatches = microbatches
         config = config_from_flags(arguments, *DEFAULTS)
         print(f"dp={arguments.dp} mp={arguments.mp}: compiling with {microbatches} microbatches ...", flush=True)
-        row = predict(config, target).row
+        row = predict_on(config, target).row
         if row.fits:
             break
     return row
 
 
-def print_ranking(rows: list[Row], target: Slice) -> None:
+def print_ranking(rows: list[Row], target: Target) -> None:
     rows.sort(key=lambda row: row.step_seconds or float("inf"))
-    print(f"\n{rows[0].model}, {rows[0].tokens_per_step:,} tokens per step, on {target}: predicted")
+    print(f"\n{rows[0].model}, {rows[0].tokens_per_step:,} tokens per step, on {target}: {rows[0].kind}")
     for row in rows:
         memory = f"{row.peak_bytes_per_device / GIB:.2f} of {row.limit_bytes_per_device / GIB:.2f} GiB"
         memory += f", host {row.host_bytes_per_device / GIB:.2f} GiB" if row.host_bytes_per_device else ""
@@ -187,8 +189,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shmap_tp.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", default="v3", choices=list(GENERATIONS), help="TPU version (default v3)")
+    parser.add_argument("--version", default="v3", choices=VERSIONS, help="TPU version or GPU (default v3)")
     parser.add_argument("--topology", help="chips along each side of a slice, such as 4x8x8 (default: most compact)")
+    parser.add_argument("--nodes", type=int, help="nodes of 8 GPUs: estimate every mesh of them")
     parser.add_argument("--slices", type=int, help="number of slices that dp spans (default 1)")
     parser.add_argument("--cfg", metavar="FILE", help="plan the step of FILE, such as a recipe of conf/recipes")
     parser.add_argument("--devices", type=int, help="devices of all slices together: predict every mesh of them")

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms
-from shmap_tp.inference.text import Tokenizer
 from shmap_tp.model.transformer import Transformer
 
 Show = Callable[[int, int, str, str | None], None]
@@ -34,7 +34,7 @@ def answers(
     """
     if "" in stop:
         raise UserError("a stop text is empty, so every answer would be; leave it out")
-    options = replace(options, stop_tokens=(*options.stop_tokens, *tokenizer.end_of_text))
+    options = replace(options, stop_tokens=(*options.stop_tokens, *tokenizer.stop_tokens))
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     numbers = range(first_request, first_request + len(ids))
     found = [_Answer(tokenizer, stop) for _ in range(len(ids) * options.samples)]

@@ -8,9 +8,9 @@ from tqdm import tqdm
 
 from shmap_tp.data.metadata import read_meta
 from shmap_tp.data.token_files import open_token_file
+from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.scoring import ScoringProgram
-from shmap_tp.inference.text import Tokenizer
 from shmap_tp.model.transformer import Transformer
 
 
@@ -60,5 +60,5 @@ def evaluate_file(
 
 def _text_bytes(tokenizer: Tokenizer, ids: np.ndarray, end_of_text: int | None) -> int:
     """UTF-8 bytes of the text of `ids`; the ends of documents have none."""
-    ends = set(tokenizer.end_of_text) | ({end_of_text} - {None})
+    ends = {*tokenizer.stop_tokens, tokenizer.end_of_text, end_of_text}
     return tokenizer.byte_length([token for token in ids.tolist() if token not in ends])

@@ -21,7 +21,7 @@ from shmap_tp.data.files import file_size, reading, shown
 from shmap_tp.data.location import STDLIB
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
 from shmap_tp.data.staging import remove_stale, staging
-from shmap_tp.data.tokenizer import Tokenizer
+from shmap_tp.data.tokenizer import Bytes, Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import say
 

@@ -20,6 +20,7 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.model.flops import flops_per_token
 from shmap_tp.plan.benchmark import append_json, run_command
+from shmap_tp.plan.calibration import Calibration
 from shmap_tp.plan.predict import predict
 from shmap_tp.plan.report import format_row
 from shmap_tp.plan.topologies import Slice
@@ -164,6 +165,18 @@ TABLE = [
     llama("Llama2-70B", "v5p-128", 0.654, "v5p", (4, 4, 4), 1, ATTENTION, "model.offload=[input,attention_output]"),
     llama("Llama3.1-8B", "v6e-256", 0.455, "v6e", (16, 16), 4, ATTENTION_AND_UP),
     llama("Llama3.1-70B", "v6e-256", 0.503, "v6e", (16, 16), 5, FULL),
+    Published(
+        "MaxText Llama3.1-70B, TPU7x-64",
+        "tokens_per_second",
+        256 * 8192 / 12.20,
+        "tpu7x",
+        (4, 4, 4),
+        (128, 1),
+        "llama3_70b",
+        256,
+        2,
+        ("mesh.zero=fsdp", ATTENTION),
+    ),
     t5x("2,2,4,1", 286e3, 896, 4),
     t5x("2,4,2,1", 300e3, 896, 4),
     t5x("4,2,2,1", 304e3, 896, 4),
@@ -186,6 +199,46 @@ TABLE = [
         "PyTorch/XLA FSDP 128B, v4-512", "mfu", 0.29, "v4", (4, 8, 8), (256, 1), "gpt2_128b", 1024, 1, (*FSDP, FULL)
     ),
 ]
+
+MESH_128B = "published on FSDP over 16 and tensor parallelism over 16, ours on FSDP over 256"
+T5X = "our tensor parallelism over 16 devices exposes 41 to 45 % of the step; theirs, sharded by GSPMD, less"
+DIFFERS = {
+    "Levanter 6.7B, v3-256": "the batch and the recomputation of this run are not published; Levanter's 13B is faster",
+    "MaxText 128b, v5e-256": MESH_128B,
+    **{row.name: T5X for row in TABLE if row.name.startswith("T5X")},
+    "PyTorch/XLA FSDP 128B, v4-512": "another runtime; its authors state better figures with a larger batch per device",
+}
+"""Runs that do not share our parallelism or whose settings are unknown, and what differs.  No constant is fitted to
+them."""
+
+
+def comparable(rows: list[dict]) -> list[dict]:
+    """Of the rows of published.jsonl, those with a ratio whose run shares our parallelism."""
+    return [row for row in rows if row["published"]["ratio"] and row["published"]["name"] not in DIFFERS]
+
+
+def constant(rows: list[dict]) -> float:
+    """The geometric mean of the ratios."""
+    return math.exp(sum(math.log(row["published"]["ratio"]) for row in rows) / len(rows))
+
+
+def constants(rows: list[dict]) -> dict[str, Calibration]:
+    """The calibration of each TPU version that has comparable rows, by device kind."""
+    found = {}
+    for kind in dict.fromkeys(row["device_kind"] for row in comparable(rows)):
+        same = [row for row in comparable(rows) if row["device_kind"] == kind]
+        ratios = [row["published"]["ratio"] for row in same]
+        figures = (constant(same), min(ratios), max(ratios))
+        found[kind] = Calibration(*(round(figure, 2) for figure in figures), len(same))
+    return found
+
+
+def constant_without(row: dict, rows: list[dict]) -> float | None:
+    """The constant of the row's TPU version, fitted on comparable rows of other models; None if there are none."""
+    others = [
+        one for one in comparable(rows) if one["device_kind"] == row["device_kind"] and one["model"] != row["model"]
+    ]
+    return constant(others) if others else None
 
 
 def main(arguments: argparse.Namespace) -> None:

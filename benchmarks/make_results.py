@@ -10,6 +10,7 @@ results/layerwise.jsonl   benchmark_layerwise.py --json
 
 import math
 
+from calibration import DIFFERS, comparable, constant_without, constants
 from result_format import (
     HERE,
     exposed,
@@ -33,17 +34,29 @@ and no recomputation; the peaks are those of `shmap_tp/hardware/devices.py` (v3:
 """
 
 
+CONSTANTS = ["TPU version", "constant", "range", "runs", "best MFU published", "ours, predicted"]
+
+
 def calibration() -> str:
     rows = read_rows("published")
     columns = ["system and slice", "published", "predicted for our step", "ratio", "(dp, mp)", "exposed communication"]
-    columns += ["GiB per device", "compile s"]
+    columns += ["GiB per device", "compile s", "calibrated on the others"]
     ratios = [row["published"]["ratio"] for row in rows if row["published"]["ratio"]]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     return f"""## Calibration: published measurements, and the prediction for our step
 
 {format_commands(rows)}
 
-{markdown_table(columns, [_calibration_line(row) for row in rows])}
+{markdown_table(columns, [_calibration_line(row, rows) for row in rows])}
+
+The last column multiplies the predicted step by the constant of the TPU version, fitted on the comparable runs of all
+other models, and gives the difference from the published step.  No constant is fitted to these runs:
+
+{_differences()}
+
+{markdown_table(CONSTANTS, _constants(rows))}
+
+The planner prints these constants and ranges with each prediction (`shmap_tp/plan/calibration.py`).
 
 Ratios predicted : published range from {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {mean:.2f}.  A ratio
 includes both the difference between the programs and the error of the prediction.  Only the rows of transformer_shmap,
@@ -59,8 +72,39 @@ equivalent on a torus, where y and z are both 8, although their measurements dif
 """
 
 
-def _calibration_line(row: dict) -> list[str]:
-    published = row["published"]
+def _differences() -> str:
+    names: dict[str, list[str]] = {}
+    for name, reason in DIFFERS.items():
+        names.setdefault(reason, []).append(name)
+    return "\n".join(f"- {'; '.join(same)}: {reason}." for reason, same in names.items())
+
+
+def _constants(rows: list[dict]) -> list[list[str]]:
+    lines = []
+    for kind, one in constants(rows).items():
+        same = [row for row in comparable(rows) if row["device_kind"] == kind]
+        best = max(same, key=_published_mfu)
+        ours = max(same, key=lambda row: row["mfu"])
+        lines.append(
+            [
+                kind,
+                f"{one.constant:.2f}",
+                f"{one.lowest:.2f} to {one.highest:.2f}",
+                str(one.runs),
+                f"{percent(_published_mfu(best))} ({best['published']['name']})",
+                f"{percent(ours['mfu'])} ({ours['model']})",
+            ]
+        )
+    return lines
+
+
+def _published_mfu(row: dict) -> float:
+    """Attention counted at half; both steps do the same work."""
+    return row["mfu"] / row["published"]["ratio"]
+
+
+def _calibration_line(row: dict, rows: list[dict]) -> list[str]:
+    published, others = row["published"], constant_without(row, rows)
     is_mfu = published["figure"] == "mfu"
     figure = percent(published["value"]) if is_mfu else f"{published['value']:,.0f} tokens/s"
     if published["as_counted_here"] != published["value"]:
@@ -75,6 +119,7 @@ def _calibration_line(row: dict) -> list[str]:
         exposed(row),
         gib_per_device(row),
         f"{row['compile_seconds']:.0f}",
+        f"{others / published['ratio'] - 1:+.0%}" if others and published["ratio"] else "-",
     ]
 
 

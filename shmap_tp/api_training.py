@@ -12,6 +12,7 @@ from shmap_tp import api
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
+from shmap_tp.inference.training_samples import make_training_sampler
 from shmap_tp.model.tokens import Counted, Tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained.source import Source
@@ -102,4 +103,5 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     continues it.  The mesh must use all devices; on a CPU they are emulated if no backend has been used before.
     Raises UserError if the input cannot be used, and other errors of `shmap_tp.errors` as the command prints them.
     """
-    return loop.train(config, components=with_pretrained(config, components)) == 0
+    components = with_pretrained(config, components)
+    return loop.train(config, components=components, make_sampler=make_training_sampler) == 0

@@ -69,12 +69,13 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
 
             print(check(config))
             return 0
+        from shmap_tp.inference.training_samples import make_training_sampler
         from shmap_tp.pretrained.start import with_pretrained
         from shmap_tp.runtime.distributed import Coordinator
         from shmap_tp.training import loop
 
         coordinator = Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
-        return loop.train(config, coordinator, with_pretrained(config))
+        return loop.train(config, coordinator, with_pretrained(config), make_training_sampler)
     except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -25,6 +25,7 @@ OWN_KEYS = {
     "train": {"steps", "batch", "microbatches"},
     "optimizer": {"learning_rate", "final_learning_rate", "warmup_steps", "decay_steps", "weight_decay", "clip_norm"},
     "evaluate": {"every", "batches"},
+    "sample": {"every", "prompts"},
     "checkpoint": {"every", "keep"},
 }
 """What a recipe states itself, because the values of conf/config.yaml are those of a byte-level model."""

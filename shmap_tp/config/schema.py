@@ -154,6 +154,20 @@ class EvaluateConfig:
 
 
 @dataclass
+class SampleConfig:
+    """Texts that the model writes while it is trained: on the terminal, in samples.jsonl, TensorBoard and W&B."""
+
+    every: int
+    """Steps between samples; 0 writes them only at the end."""
+    prompts: list[str]
+    """Texts that the model continues; [] writes no samples."""
+    max_new_tokens: int
+    """Tokens of each sample."""
+    temperature: float
+    """0 takes the most likely token each time."""
+
+
+@dataclass
 class CheckpointConfig:
     dir: str
     """Where checkpoints are written: a directory or a gs:// path."""
@@ -189,5 +203,6 @@ class Config:
     optimizer: OptimizerConfig
     guard: GuardConfig
     evaluate: EvaluateConfig
+    sample: SampleConfig
     checkpoint: CheckpointConfig
     log: LogConfig

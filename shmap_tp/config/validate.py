@@ -20,6 +20,7 @@ from shmap_tp.config.schema import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    SampleConfig,
     TensorParallelMode,
     TrainConfig,
     Zero,
@@ -67,6 +68,9 @@ MINIMUM = {
     "guard.max_consecutive": 1,
     "evaluate.every": 0,
     "evaluate.batches": 1,
+    "sample.every": 0,
+    "sample.max_new_tokens": 1,
+    "sample.temperature": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 2,
     "checkpoint.keep_every": 1,
@@ -96,6 +100,7 @@ def validate(config: Config) -> None:
     _check_ranges(config)
     check_bounds(config)
     _check_optimizer(config.optimizer)
+    _check_prompts(config.sample)
     _check_profile(config.train)
     _check_mp_divides_model(mesh, model)
     validate_model(model, mesh.mp)
@@ -198,6 +203,11 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         raise UserError(f"optimizer.epsilon={optimizer.epsilon} must be above 0 and finite; 1.0e-8 is usual")
     if not optimizer.clip_norm > 0:
         raise UserError(f"optimizer.clip_norm={optimizer.clip_norm} must be above 0; 1.0 is usual")
+
+
+def _check_prompts(sample: SampleConfig) -> None:
+    if "" in sample.prompts:
+        raise UserError("sample.prompts has an empty text, which the model cannot continue; remove it")
 
 
 def _check_profile(train: TrainConfig) -> None:

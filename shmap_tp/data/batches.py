@@ -21,6 +21,7 @@ from shmap_tp.data.bucket import BucketTokenFile
 from shmap_tp.data.location import copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
 from shmap_tp.data.token_files import AnyTokenFile, data_identity, open_token_file
+from shmap_tp.data.tokenizer import Tokenizer, text_bytes, tokenizer_of_data
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import say
 
@@ -143,6 +144,16 @@ class Batches:
         _warn_of_unused_rows(config, meta, max(self._train.largest, self._validation.largest))
         self.identity = data_identity(self._train, self._validation, meta, seed=self._seed, batch=self._batch)
         self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch)
+        self._meta, self._directory = meta, config.data.dir
+
+    def text_tokenizer(self) -> Tokenizer:
+        """Text to ids of this data and back.  Raises UserError if its tokenizer is not known."""
+        return tokenizer_of_data(self._meta, self.tokenizer, self._directory)
+
+    def validation_bytes(self, tokenizer: Tokenizer) -> int:
+        """UTF-8 bytes of the text of all targets of an evaluation."""
+        rows = (validation_rows(self._validation, i, self._batch, 0, self._batch) for i in range(self.validation_count))
+        return sum(text_bytes(tokenizer, row[1:].tolist(), self._meta.end_of_text) for batch in rows for row in batch)
 
     def sequence_indices(self, step: int) -> Int[np.ndarray, " batch"]:
         """Indices of the sequences of train.bin that a step reads.  Steps are counted from 0."""

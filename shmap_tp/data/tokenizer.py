@@ -1,13 +1,14 @@
 """Tokenizers: text to token ids and back, by bytes or by a subword tokenizer of the `tokenizers` library."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from shmap_tp.data.files import file_size, first_line, reading
+from shmap_tp.data.metadata import Meta
 from shmap_tp.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -146,7 +147,37 @@ def read_subwords(
         tokenizer = library.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{place} cannot be opened as a tokenizer: {first_line(error)}") from None
-    return Subwords(tokenizer, Path(place).name, content, end_of_text, special_tokens)
+    found = Subwords(tokenizer, Path(place).name, content, end_of_text, special_tokens)
+    found.stop_tokens = () if end_of_text is None else (end_of_text,)
+    return found
+
+
+def open_tokenizer_file(name: str) -> Tokenizer:
+    """The tokenizer `name` for prompts: "bytes" or a tokenizer.json.  Raises UserError if it cannot be used."""
+    if name == Bytes.name:
+        return Bytes()
+    if not Path(name).is_file():
+        raise UserError(f"--tokenizer {name}: no such file; give a tokenizer.json, or bytes")
+    with reading(name):
+        return read_subwords(Path(name).read_bytes(), name)
+
+
+def tokenizer_of_data(meta: Meta, content: bytes | None, directory: str) -> Tokenizer:
+    """The tokenizer of prepared data: `meta` is its meta.json, `content` its tokenizer.json.
+
+    Raises UserError if it is not known, or cannot be used.
+    """
+    if meta.tokenizer == Bytes.name:
+        return Bytes()
+    if content is None:
+        raise UserError(f"{directory} has no tokenizer.json of its data")
+    return read_subwords(content, f"{directory}/tokenizer.json", end_of_text=meta.end_of_text)
+
+
+def text_bytes(tokenizer: Tokenizer, ids: Iterable[int], end_of_text: int | None) -> int:
+    """UTF-8 bytes of the text of `ids`; the ends of documents have none."""
+    ends = {*tokenizer.stop_tokens, tokenizer.end_of_text, end_of_text}
+    return tokenizer.byte_length([token for token in ids if token not in ends])
 
 
 def special_token(directory: Path, key: str) -> str | None:

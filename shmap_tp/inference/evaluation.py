@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from shmap_tp.data.metadata import read_meta
 from shmap_tp.data.token_files import open_token_file
-from shmap_tp.data.tokenizer import Tokenizer
+from shmap_tp.data.tokenizer import Tokenizer, text_bytes
 from shmap_tp.errors import UserError
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.model.transformer import Transformer
@@ -44,7 +44,7 @@ def evaluate_file(
         likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled))
         nats -= float(likelihood.sum(dtype=np.float64))
         right += int(greedy.sum())
-        size += sum(_text_bytes(tokenizer, row[1:], meta.end_of_text) for row in rows)
+        size += sum(text_bytes(tokenizer, row[1:].tolist(), meta.end_of_text) for row in rows)
     if not size:
         raise UserError(f"{directory}/{split}.bin: these {count} sequences hold only ends of documents, and no text")
     tokens = count * model.context
@@ -56,9 +56,3 @@ def evaluate_file(
         "bits_per_byte": nats / math.log(2) / size,
         "accuracy": right / tokens,
     }
-
-
-def _text_bytes(tokenizer: Tokenizer, ids: np.ndarray, end_of_text: int | None) -> int:
-    """UTF-8 bytes of the text of `ids`; the ends of documents have none."""
-    ends = {*tokenizer.stop_tokens, tokenizer.end_of_text, end_of_text}
-    return tokenizer.byte_length([token for token in ids.tolist() if token not in ends])

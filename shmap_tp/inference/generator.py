@@ -104,7 +104,7 @@ def stream(
     Raises UserError if there is no prompt, or one is empty, has an id that is not below the vocabulary, or leaves no
     room for a new token in model.context.
     """
-    _check(prompts, programs.model)
+    check_prompts(prompts, programs.model)
     limits = [min(options.max_new_tokens, programs.model.context - len(prompt)) for prompt in prompts]
     pending = [_Sequence(limit, options.stop_tokens) for limit in limits for _ in range(options.samples)]
     calls = -(-(max(limits) - 1) // options.decode_tokens)
@@ -155,7 +155,8 @@ def _padded(prompts: Sequence[Sequence[int]], requests: Sequence[int] | None, dp
     return rows, numbers
 
 
-def _check(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:
+    """Raise UserError as `stream` does."""
     if not len(prompts):
         raise UserError("there is no prompt; give at least one")
     for number, prompt in enumerate(prompts):

@@ -8,7 +8,7 @@ from etils import epath
 
 from shmap_tp.data.files import parse_json, reading
 from shmap_tp.data.metadata import META, TOKENIZER, read_meta
-from shmap_tp.data.tokenizer import Bytes, Tokenizer, read_subwords, special_token
+from shmap_tp.data.tokenizer import Bytes, Tokenizer, open_tokenizer_file, read_subwords, special_token
 from shmap_tp.errors import UserError
 from shmap_tp.training.checkpoint_files import read_facts
 
@@ -39,10 +39,7 @@ def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> Tokenizer:
     for directory in (epath.Path(checkpoint).parent.parent, epath.Path(data_dir)):
         file = directory / TOKENIZER
         if file.exists() and sha256 in (None, hashlib.sha256(file.read_bytes()).hexdigest()):
-            end_of_text = meta.get("end_of_text")
-            found = read_subwords(file.read_bytes(), str(file), end_of_text=end_of_text)
-            found.stop_tokens = () if end_of_text is None else (end_of_text,)
-            return found
+            return read_subwords(file.read_bytes(), str(file), end_of_text=meta.get("end_of_text"))
     raise UserError(
         f"the tokenizer of {checkpoint} ({name or 'its name was not recorded'}) is not in its run directory, nor in "
         f"data.dir={data_dir};\nname its file with --tokenizer"
@@ -70,16 +67,6 @@ def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
     tokenizer.begin_of_text = tokenizer.id_of(special_token(directory, "bos_token"))
     tokenizer.stop_tokens = tuple(sorted({*ids}))
     return tokenizer
-
-
-def open_tokenizer_file(name: str) -> Tokenizer:
-    """`name` is "bytes" or a tokenizer.json.  Raises UserError if it cannot be used."""
-    if name == "bytes":
-        return Bytes()
-    if not Path(name).is_file():
-        raise UserError(f"--tokenizer {name}: no such file; give a tokenizer.json, or bytes")
-    with reading(name):
-        return read_subwords(Path(name).read_bytes(), name)
 
 
 def _meta(data_dir: str) -> dict[str, Any]:

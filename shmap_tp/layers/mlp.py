@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from shmap_tp.config.activation_names import GATE, UP
 from shmap_tp.config.schema import Mlp
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.xla_workarounds import exact_gelu
 from shmap_tp.parallel.linear_protocol import Linear
 from shmap_tp.parallel.tensor_parallel import Activation, TensorParallel
 
@@ -61,7 +62,8 @@ class GeluMlp(eqx.Module):
         return (self.up,)
 
     def activate(self, up_BTF: Activation) -> Activation:
-        return jax.tree.map(lambda up: jax.nn.gelu(checkpoint_name(up, UP), approximate=not self.exact), up_BTF)
+        gelu = exact_gelu if self.exact else jax.nn.gelu
+        return jax.tree.map(lambda up: gelu(checkpoint_name(up, UP)), up_BTF)
 
 
 class GatedMlp(eqx.Module):

@@ -1,4 +1,4 @@
-"""Functions that exist only because of how XLA compiles their plain versions.  Each names the plain version.
+"""Functions that exist only because of how XLA compiles, or JAX differentiates, their plain versions, which they name.
 
 The observations and timings behind them are in docs/performance-notes.md.
 """
@@ -131,6 +131,24 @@ def recompute_from(tree: Any) -> Any:
     """
     one = lax.optimization_barrier(jnp.ones(()))
     return jax.tree.map(lambda x: x * one.astype(x.dtype), tree)
+
+
+@jax.custom_jvp
+def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x times the normal distribution's cumulative function.  Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
+
+    The plain version is `jax.nn.gelu(x, approximate=False)`, whose derivative jax 0.12 cannot trace under shard_map: it
+    evaluates a polynomial whose coefficients do not vary over the mesh axes that x varies over.
+    """
+    return jax.nn.gelu(x, approximate=False)
+
+
+@exact_gelu.defjvp
+def _exact_gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    ((x,), (t,)) = primals, tangents
+    cumulative = 0.5 * lax.erfc(-x * np.sqrt(0.5).astype(x.dtype))
+    density = np.sqrt(0.5 / np.pi).astype(x.dtype) * jnp.exp(-0.5 * x * x)
+    return exact_gelu(x), t * (cumulative + x * density)
 
 
 def isolate_gradient(module: Any) -> Any:

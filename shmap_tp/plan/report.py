@@ -11,6 +11,7 @@ from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.model.flops import flops_per_token, hardware_flops_per_token, parameters
 from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.plan.calibration import format_calibration
 from shmap_tp.plan.communication.ledger import format_bytes
 
 EXPLICIT, GSPMD = "explicit", "gspmd"
@@ -227,6 +228,8 @@ def _format_time(row: Row) -> list[str]:
     ]
     if row.mfu is not None:
         lines.append(f"  MFU            {row.mfu:.1%}, HFU {row.hfu:.1%} of {row.peak_source}")
+    if row.kind == "predicted":
+        lines.append(f"  calibration    {format_calibration(row.device_kind, row.step_seconds)}")
     if row.comm_seconds is not None:
         lines.append(
             f"  communication  {row.comm_seconds:.3f} s, of which {row.exposed_comm_seconds:.3f} s "

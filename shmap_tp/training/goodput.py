@@ -36,6 +36,7 @@ class TimeCategory(StrEnum):
     compile = "compile"
     data = "data"
     evaluation = "evaluation"
+    samples = "samples"
     checkpoint = "checkpoint"
     replicas = "replicas"
     profile = "profile"
@@ -51,6 +52,7 @@ LABELS = {
     TimeCategory.compile: "compiling the step",
     TimeCategory.data: "waiting for data",
     TimeCategory.evaluation: "evaluation",
+    TimeCategory.samples: "samples of text",
     TimeCategory.checkpoint: "checkpoints",
     TimeCategory.replicas: "comparing replicas",
     TimeCategory.profile: "writing the profile",

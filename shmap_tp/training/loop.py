@@ -5,6 +5,7 @@ stop request before every step and every validation batch.  A stopped run ends l
 recorded, a checkpoint is saved and the loss curve is drawn.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,21 +41,28 @@ from shmap_tp.training.environment import compute_dtype, prepare_environment
 from shmap_tp.training.goodput import TimeCategory, WallClock
 from shmap_tp.training.loss_plot import plot_losses
 from shmap_tp.training.metric_writers import check_weights_and_biases
-from shmap_tp.training.metrics import Meter, Recorder
+from shmap_tp.training.metrics import Meter, Recorder, format_samples
 from shmap_tp.training.profiler import Profile
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.resume import restore_or_initialize
 from shmap_tp.training.run_config import refuse_foreign_config, write_run_config
+from shmap_tp.training.samples import MakeSampler, Sampler, text_tools
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 Pause = Callable[[TimeCategory], Any]
 """Returns a context in which no step is in flight and whose time is accounted to a category."""
 
 
-def train(config: Config, coordinator: Coordinator | None = None, components: Components = CONFIGURED) -> int:
+def train(
+    config: Config,
+    coordinator: Coordinator | None = None,
+    components: Components = CONFIGURED,
+    make_sampler: MakeSampler | None = None,
+) -> int:
     """Train as configured.  Returns the exit code: 0 if all steps are done, STOPPED if the run was stopped.
 
     `components` replace parts of the model and the step that the configuration names (docs/extending.md).
+    `make_sampler` makes what writes the texts of sample.prompts; None writes none.
     With several processes, `coordinator` is the address of process 0 if the environment does not provide it; an error
     then ends all processes instead of being raised.
     Raises `UserError` before anything is trained; `DivergedError` after too many consecutive skipped steps, also those
@@ -84,6 +92,7 @@ def train(config: Config, coordinator: Coordinator | None = None, components: Co
                     ReplicaCheck(functions.shapes),
                     clock,
                     components,
+                    *text_tools(config, mesh, batches, components, make_sampler),
                 )
                 state, saved_step = restore_or_initialize(
                     config, functions, batches, checkpoints, components.load_parameters
@@ -106,6 +115,9 @@ class Run:
     replicas: ReplicaCheck
     clock: WallClock
     components: Components
+    sampler: Sampler | None
+    validation_bytes: int | None
+    """UTF-8 bytes of the text of an evaluation, on process 0; None where the tokenizer is not known."""
 
     def save(self, step: int, state: State, skipped_in_a_row: int) -> None:
         """Start to save the checkpoint of `step`."""
@@ -136,7 +148,7 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
                 evaluated = _evaluate(run, first_step, state, recorder, stop)
         clock.switch_to(TimeCategory.steps)
 
-        step = first_step
+        step, texts = first_step, None
         with _make_profile(run, first_step, pause) as profile:
             while step < config.train.steps and not stop.requested() and not monitor.verdict:
                 with profile.annotate(step + 1):
@@ -152,6 +164,10 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
                 if _is_due(step, config.evaluate.every, config.train.steps):
                     with pause(TimeCategory.evaluation):
                         evaluated = _evaluate(run, step, state, recorder, stop)
+                if run.sampler and _is_due(step, config.sample.every, config.train.steps):
+                    with pause(TimeCategory.samples):
+                        if texts := run.sampler(state.params, stop.requested):
+                            recorder.samples(step, texts)
                 if _is_due(step, config.checkpoint.every, config.train.steps):
                     with pause(TimeCategory.checkpoint):
                         if not monitor.in_a_row:  # the weights are those of a checkpoint of before
@@ -164,6 +180,8 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
             run.checkpoints.wait()
     all_steps = evaluated and step >= config.train.steps
     _report_end(run, step, all_steps and not monitor.in_a_row)
+    if all_steps and texts:
+        say(format_samples(step, texts))
     if verdict := monitor.verdict or (all_steps and monitor.last_steps_skipped(step)):
         raise DivergedError(f"{verdict};\n{_how_to_continue(config, step, step - monitor.in_a_row)}")
     if all_steps and profile.error and jax.process_index() == 0:
@@ -239,7 +257,9 @@ def _evaluate(run: Run, step: int, state: State, recorder: Recorder, stop: StopR
             return False
         losses.append(run.functions.evaluate(state.params, run.batches.validation(i)))
         jax.block_until_ready(losses[-2:-1])  # at most one batch in flight, so that a stop request is noticed soon
-    recorder.validation(step, float(np.mean(jax.device_get(losses))))
+    loss, size = float(np.mean(jax.device_get(losses))), run.validation_bytes
+    tokens = run.config.train.batch * run.config.model.context * len(losses)
+    recorder.validation(step, loss, loss * tokens / math.log(2) / size if size else None)
     return True
 
 

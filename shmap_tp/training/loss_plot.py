@@ -19,7 +19,7 @@ def plot_losses(directory: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    curves, validation = _read_losses(directory / "metrics.jsonl")
+    curves, validation, scale = _read_losses(directory / "metrics.jsonl")
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     colours: dict[tuple[int, int], str] = {}
     for segment, (mesh, losses) in sorted(curves.items()):
@@ -29,6 +29,9 @@ def plot_losses(directory: Path) -> Path:
         if segment and len(losses):
             axes.axvline(losses[0] - 1, color="0.6", linewidth=0.8, linestyle="--")
     axes.plot(*_pairs(validation).T, "o", color="black", markersize=4, label="validation")
+    if scale is not None:
+        right = axes.secondary_yaxis("right", functions=(lambda nats: nats * scale, lambda bits: bits / scale))
+        right.set_ylabel("validation, bits per byte")
     axes.set(xlabel="step", ylabel="cross entropy, nats per token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -37,15 +40,18 @@ def plot_losses(directory: Path) -> Path:
     return directory / "loss.png"
 
 
-def _read_losses(file: Path) -> tuple[dict[int, tuple[tuple[int, int], array]], array]:
-    """(by segment its mesh and its training losses, the validation losses), losses as step, loss, step, loss, ..."""
+def _read_losses(file: Path) -> tuple[dict[int, tuple[tuple[int, int], array]], array, float | None]:
+    """(by segment its mesh and its training losses, the validation losses, bits per byte of one nat per token if it is
+    known), losses as step, loss, step, loss, ..."""
     curves: dict[int, tuple[tuple[int, int], array]] = {}
-    validation = array("d")
+    validation, scale = array("d"), None
     for line in read_metrics(file):
         losses = curves.setdefault(line["segment"], (tuple(line["mesh"]), array("d")))[1]
         loss = math.nan if line["loss"] is None else line["loss"]
         (losses if line["split"] == "train" else validation).extend((line["step"], loss))
-    return curves, validation
+        if line["loss"] and isinstance(bits := line.get("bits_per_byte"), float):
+            scale = bits / line["loss"]
+    return curves, validation, scale
 
 
 def _pairs(values: array) -> Float64[np.ndarray, "lines 2"]:

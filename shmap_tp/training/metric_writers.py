@@ -1,6 +1,7 @@
 """Optional destinations of metrics besides metrics.jsonl: TensorBoard event files, and Weights & Biases."""
 
 import os
+import textwrap
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,9 +26,9 @@ class TensorBoardWriter:
     def __init__(self, directory: Path):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
+        from tensorboardX.summary import scalar, text
 
-        self._event, self._scalar = Event, scalar
+        self._event, self._scalar, self._text = Event, scalar, text
         self._directory, self._flushed = directory, time.monotonic()
         with writing(directory):
             directory.mkdir(exist_ok=True)
@@ -42,6 +43,13 @@ class TensorBoardWriter:
             if time.monotonic() - self._flushed > 30:
                 self._writer.flush()
                 self._flushed = time.monotonic()
+
+    def write_samples(self, step: int, texts: dict[str, str]) -> None:
+        """Write the samples of a step as texts, in a code block each."""
+        with writing(self._directory):
+            for number, (prompt, text) in enumerate(texts.items()):
+                summary = self._text(f"sample/{number}", textwrap.indent(prompt + text, "    "))
+                self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         with writing(self._directory):
@@ -59,6 +67,7 @@ class WeightsAndBiasesWriter:
         wandb = _import_wandb()
         settings = {"project": config.log.wandb_project, "name": config.run.name, "dir": config.run.dir}
         settings |= {"id": _wandb_id(Path(config.run.dir)), "resume": "allow"}
+        self._wandb = wandb
         with _wandb_errors(wandb):
             self._run = wandb.init(**settings, config=to_dict(config))
         self._run.define_metric("*", step_metric="step")  # the default axis counts lines, including those of validation
@@ -67,6 +76,11 @@ class WeightsAndBiasesWriter:
         """Log every float of a line of metrics.jsonl."""
         values = {f"{line['split']}/{name}": value for name, value in _floats(line).items()}
         self._run.log(values | {"step": line["step"]})
+
+    def write_samples(self, step: int, texts: dict[str, str]) -> None:
+        """Log the samples of a step as a table."""
+        table = self._wandb.Table(columns=["prompt", "text"], data=[list(item) for item in texts.items()])
+        self._run.log({"samples": table, "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,12 +25,15 @@ class Recorder:
 
     If not `enabled`, as on every other process, all methods do nothing.
 
+    Each line of samples.jsonl is one object: step, prompt, text (what the model wrote after it).
+
     Each line of metrics.jsonl is one object: step, split, loss, mesh [dp, mp], segment (number of earlier starts of the
-    run).  Lines of split `train` also have tokens_per_second, seconds_per_step, grad_norm, param_norm (before the
-    step), updated_param_norm (after it, or what it would be if the step is skipped), learning_rate, tokens (seen so
-    far), mfu (or null), skipped and skipped_in_a_row (numbers of skipped steps, up to this one), time (end of the
-    step) and goodput (so far).  Lines of skipped steps also have why_skipped and sequences (the indices that the step
-    read).  Values that are not finite are null.  Lines of other programs are left alone (`json_lines`).
+    run).  Lines of split `validation` also have bits_per_byte, where the tokenizer is known.  Lines of split `train`
+    also have tokens_per_second, seconds_per_step, grad_norm, param_norm (before the step), updated_param_norm (after
+    it, or what it would be if the step is skipped), learning_rate, tokens (seen so far), mfu (or null), skipped and
+    skipped_in_a_row (numbers of skipped steps, up to this one), time (end of the step) and goodput (so far).  Lines of
+    skipped steps also have why_skipped and sequences (the indices that the step read).  Values that are not finite are
+    null.  Lines of other programs are left alone (`json_lines`).
     """
 
     def __init__(self, config: Config, first_step: int, *, enabled: bool):
@@ -56,6 +60,8 @@ class Recorder:
             self._writers.append(TensorBoardWriter(directory / "tensorboard"))
         if config.log.wandb:
             self._writers.append(WeightsAndBiasesWriter(config))
+        self._samples = directory / "samples.jsonl"
+        drop_lost(self._samples, is_sample, lambda line: line["step"] > first_step, lambda _: True)
         with writing(self._file):
             self._stream = self._file.open("a", buffering=1)
         self._bar = tqdm(
@@ -79,11 +85,26 @@ class Recorder:
             left = (self._steps - line["step"]) * line["seconds_per_step"]
             self._print(f"step {line['step']}/{self._steps}  {text}  {left:,.0f} s left")
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
         """Record one evaluation."""
-        if self._enabled:
-            self._write({"split": "validation", "step": step, "loss": loss})
-            self._print(f"step {step}  validation loss {loss:.4f}")
+        if not self._enabled:
+            return
+        known = {} if bits_per_byte is None else {"bits_per_byte": bits_per_byte}
+        self._write({"split": "validation", "step": step, "loss": loss} | known)
+        text = "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
+        self._print(f"step {step}  validation loss {loss:.4f}{text}")
+
+    def samples(self, step: int, texts: dict[str, str]) -> None:
+        """Record what the model wrote after each prompt; print it unless the last step is done."""
+        if not self._enabled:
+            return
+        with writing(self._samples), self._samples.open("a") as stream:
+            for prompt, text in texts.items():
+                stream.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        for writer in self._writers:
+            writer.write_samples(step, texts)
+        if step < self._steps:
+            self._print(format_samples(step, texts))
 
     def __enter__(self) -> "Recorder":
         return self
@@ -178,6 +199,22 @@ def is_metric(line: dict[str, Any]) -> bool:
         and isinstance(mesh, list)
         and [type(size) for size in mesh] == [int, int]
     )
+
+
+def is_sample(line: dict[str, Any]) -> bool:
+    """Whether an object has what every line of samples.jsonl has."""
+    return type(line.get("step")) is int and all(isinstance(line.get(name), str) for name in ("prompt", "text"))
+
+
+def format_samples(step: int, texts: dict[str, str]) -> str:
+    """The samples of a step, for the terminal: each prompt and what the model wrote after it, indented."""
+    shown = (textwrap.indent(prompt + _printable(text), "    ", lambda _: True) for prompt, text in texts.items())
+    return "\n".join([f"step {step}  the model writes:", *shown])
+
+
+def _printable(text: str) -> str:
+    """`text` without the control characters that would disturb a terminal."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
 
 
 def _is_json_value(value: Any) -> bool:

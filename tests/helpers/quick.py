@@ -9,7 +9,7 @@ QUICK = {
     "layers": ["test_positions", "test_xla_workarounds"],
     "model": ["test_flops"],
     "parallel": ["test_mesh", "test_ring"],
-    "plan": ["test_from_hlo", "test_instruction_costs", "test_link_model", "test_topologies"],
+    "plan": ["test_calibration", "test_from_hlo", "test_instruction_costs", "test_link_model", "test_topologies"],
     "pretrained": ["test_tensor_files"],
     "runtime": ["test_files"],
     "scripts": ["test_on_host", "test_slurm"],

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shmap_tp.data.tokenizer import Bytes
+from shmap_tp.data.tokenizer import Bytes, open_tokenizer_file
 from shmap_tp.errors import UserError
-from shmap_tp.inference.text import open_tokenizer_file, tokenizer_of_pretrained
+from shmap_tp.inference.text import tokenizer_of_pretrained
 
 
 def test_bytes_of_a_text_are_its_utf8_and_other_ids_are_replaced():

@@ -1,4 +1,4 @@
-"""`sum_by_additions` returns the sums of the function that it rewrites."""
+"""`sum_by_additions` and `exact_gelu` equal the plain versions that they replace."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.layers.flash_attention import Splash
-from shmap_tp.layers.xla_workarounds import MAX_ADDITIONS, sum_by_additions
+from shmap_tp.layers.xla_workarounds import MAX_ADDITIONS, exact_gelu, sum_by_additions
 from tests.helpers.jaxprs import equations_named
 
 
@@ -71,3 +71,14 @@ def test_splash_attention_adds_the_partial_dq_of_its_blocks():
     jaxpr = jax.make_jaxpr(one_device)(*qkv).jaxpr
     assert (2, 1, 1024, 128) not in result_shapes("reduce_sum", jaxpr)
     assert (2, 1, 1024, 128) in result_shapes("add", jaxpr)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("bfloat16", 2**-7)])
+def test_exact_gelu_has_the_value_and_the_derivative_of_the_plain_version(dtype, tolerance):
+    """The derivative of the bfloat16 version is compared with that of the float32 version."""
+    x = jnp.linspace(-6, 6, 1001).astype(dtype)
+    value, derivative = jax.vmap(jax.value_and_grad(exact_gelu))(x)
+    np.testing.assert_array_equal(value, jax.nn.gelu(x, approximate=False))
+    plain = jax.vmap(jax.grad(lambda x: jax.nn.gelu(x, approximate=False)))(x.astype("float32"))
+    assert derivative.dtype == x.dtype
+    np.testing.assert_allclose(derivative.astype("float32"), plain, atol=tolerance)

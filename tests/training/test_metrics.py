@@ -53,6 +53,7 @@ def test_tensorboard_receives_the_same_values(tmp_path):
     (tmp_path / "run").mkdir()
     with Recorder(tiny(tmp_path, "log.tensorboard=true"), 0, enabled=True) as recorder:
         recorder.validation(4, 0.5)
+        recorder.samples(4, {"1+": "1=2"})
     (file,) = (tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")
     rest, events = file.read_bytes(), []
     while rest:
@@ -60,7 +61,8 @@ def test_tensorboard_receives_the_same_values(tmp_path):
         events.append(Event.FromString(rest[12:end]))
         rest = rest[end + 4 :]
     scalars = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
-    assert scalars == [(4, "validation/loss", 0.5)]
+    assert scalars[0] == (4, "validation/loss", 0.5)
+    assert scalars[1][:2] == (4, "sample/0/text_summary") and b"1+1=2" in file.read_bytes()
 
 
 class LoginError(Exception):

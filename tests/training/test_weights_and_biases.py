@@ -24,7 +24,7 @@ class Wandb:
     Error = WandbError
 
     def __init__(self, *, key: bool = True):
-        self.key, self.runs, self.logins = key, [], 0
+        self.key, self.runs, self.logins, self.logged = key, [], 0, []
 
     def Settings(self, project: str) -> None:
         if "/" in project:
@@ -38,7 +38,10 @@ class Wandb:
 
     def init(self, **settings):
         self.runs.append(settings)
-        return SimpleNamespace(define_metric=lambda *_, **__: None)
+        return SimpleNamespace(define_metric=lambda *_, **__: None, log=self.logged.append)
+
+    def Table(self, columns: list[str], data: list) -> list[dict]:
+        return [dict(zip(columns, row, strict=True)) for row in data]
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +105,13 @@ def test_a_restarted_run_continues_its_wandb_run(tmp_path, monkeypatch):
     first, again, other = (settings["id"] for settings in module.runs)
     assert first == again != other and (tmp_path / "one" / "run" / "wandb_id").read_text() == f"{first}\n"
     assert {settings["resume"] for settings in module.runs} == {"allow"}
+
+
+def test_samples_are_logged_as_a_table(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", module := Wandb())
+    (tmp_path / "run").mkdir()
+    WeightsAndBiasesWriter(tiny(tmp_path)).write_samples(3, {"a": "b"})
+    assert module.logged == [{"samples": [{"prompt": "a", "text": "b"}], "step": 3}]
 
 
 def test_the_id_of_the_wandb_run_can_be_given(tmp_path, monkeypatch):

@@ -1,0 +1,64 @@
+"""The sampler of a training run: continues sample.prompts with the parameters of the step, on the mesh of the run."""
+
+from collections.abc import Callable
+
+from jax.sharding import Mesh
+
+from shmap_tp.config.schema import Config
+from shmap_tp.data.tokenizer import Tokenizer
+from shmap_tp.errors import UserError
+from shmap_tp.inference.answers import answers
+from shmap_tp.inference.generator import Options, check_prompts
+from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.runtime.console import say
+from shmap_tp.training.environment import compute_dtype
+from shmap_tp.training.model_functions import build_model_functions
+from shmap_tp.training.step import Components
+
+
+def make_training_sampler(
+    config: Config, mesh: Mesh, components: Components, tokenizer: Tokenizer
+) -> "TrainingSampler | None":
+    """The sampler of a run; None, and a line that says why, if the blocks of its model cannot generate.
+
+    Compiles nothing.  Raises UserError if a prompt does not suit the model.
+    """
+    functions = build_model_functions(config, mesh, compute_dtype(config.train.precision), components)
+    try:
+        programs = GenerationPrograms(config.model, mesh, functions)
+    except UserError as error:
+        say(f"no samples: {error}")
+        return None
+    return TrainingSampler(config, programs, tokenizer)
+
+
+class Stopped(Exception):
+    """A stop was requested while a sample was written."""
+
+
+class TrainingSampler:
+    """A `training.samples.Sampler`.  The same seed, run.seed, is used each time, so that samples can be compared."""
+
+    def __init__(self, config: Config, programs: GenerationPrograms, tokenizer: Tokenizer):
+        self._programs, self._tokenizer, self._prompts = programs, tokenizer, list(config.sample.prompts)
+        self._options = Options(
+            max_new_tokens=config.sample.max_new_tokens,
+            temperature=config.sample.temperature,
+            seed=config.run.seed % 2**31,
+            decode_tokens=min(32, config.sample.max_new_tokens),
+        )
+        check_prompts([tokenizer.encode(prompt) for prompt in self._prompts], config.model)
+
+    def __call__(self, params: Transformer, stopped: Callable[[], bool]) -> dict[str, str] | None:
+        """Communication: that of prefill and decode (`inference/programs.py`)."""
+
+        def look(number: int, sample: int, piece: str, ended: str | None) -> None:
+            if ended is None and stopped():
+                raise Stopped
+
+        try:
+            found = answers(self._programs, params, self._tokenizer, self._prompts, self._options, show=look)
+        except Stopped:
+            return None
+        return {prompt: texts[0] for prompt, texts in zip(self._prompts, found, strict=True)}

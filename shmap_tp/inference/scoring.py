@@ -37,12 +37,14 @@ class ScoringProgram:
         self._specs, self._execution = programs.specs, programs.execution
         self._run = jax.jit(self._mapped())
 
-    def __call__(self, params: Transformer, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, params: Transformer, tokens: np.ndarray, *, multiple: int = POSITIONS_MULTIPLE
+    ) -> tuple[np.ndarray, np.ndarray]:
         """tokens[B, T] -> (log-likelihood of tokens[:, 1:] given those before, whether each is the most likely one),
-        float32[B, T-1] and bool[B, T-1]."""
+        float32[B, T-1] and bool[B, T-1].  The sequences are padded to a multiple of `multiple` positions."""
         batch, time = tokens.shape[0], tokens.shape[1] - 1
         rows = -(-batch // self._mesh.shape[DP]) * self._mesh.shape[DP]
-        length = min(-(-time // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, self.model.context)
+        length = min(-(-time // multiple) * multiple, self.model.context)
         padded = np.zeros((rows, length + 1), np.int32)
         padded[:batch, : time + 1] = tokens
         found = self._run(params, padded)

@@ -67,7 +67,7 @@ def recorded_source(checkpoint: PathLike, config: Config) -> Source | None:
 
 
 def pretrained_parameters(config: Config, shapes: Transformer, dtype: str = "float32") -> tuple[Transformer, Source]:
-    """(the parameters of model.from_pretrained with their matrices in `dtype`, one of `Precision`; where they are from).
+    """(the parameters of model.from_pretrained with their matrices of the precision `dtype`, where they are from).
 
     Raises UserError if they cannot be read.
     """

@@ -3,8 +3,8 @@
     python -m tests.helpers.pretrained_processes DIR OUT --processes 2 --dp 2 --mp 4 [--zero fsdp] [--steps 0]
 
 starts the processes, each with its share of dp x mp emulated devices, and prints for each the bytes of tensors that it
-has read, and the peak of its memory while it loads and while it writes.  OUT has logits.npy, losses.json, the directories
-`loaded` and `trained`, and the run's checkpoint of the last step.
+has read, and the peak of its memory while it loads and while it writes.  OUT gets logits.npy, losses.json, the
+directories `loaded` and `trained`, and the run's checkpoint of the last step.
 """
 
 import argparse

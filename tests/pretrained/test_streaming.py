@@ -1,6 +1,8 @@
 """An export holds a few chunks of a checkpoint at a time, and one that is killed leaves nothing that looks whole."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -11,7 +13,7 @@ from etils import epath
 
 import shmap_tp
 from shmap_tp.config.compose import to_dict
-from shmap_tp.errors import UserError
+from shmap_tp.errors import StorageError, UserError
 from shmap_tp.pretrained import blocks
 from shmap_tp.pretrained.__main__ import main
 from shmap_tp.training import checkpoint
@@ -49,6 +51,20 @@ def test_a_checkpoint_is_stored_in_chunks_and_exported_one_by_one(tmp_path, monk
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     before, after = read_tensors(directory), read_tensors(tmp_path / "out")
     assert before.keys() == after.keys() and all(before[name].tobytes() == after[name].tobytes() for name in before)
+
+
+def test_an_export_of_a_checkpoint_to_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
+    directory = write_directory(tmp_path / "model", "gpt2")
+    saved(tmp_path / "run", f"model.from_pretrained={directory}", "mesh.mp=1", "train.batch=2")
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == StorageError.exit_code
+    said = capsys.readouterr().err
+    assert "out could not be written: No space left on device" in said and len(said.splitlines()) <= 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path, monkeypatch, capsys):

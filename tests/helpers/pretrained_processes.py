@@ -8,6 +8,7 @@ directories `loaded` and `trained`, and the run's checkpoint of the last step.
 """
 
 import argparse
+import errno
 import json
 import os
 import subprocess
@@ -61,6 +62,8 @@ def work(given: argparse.Namespace) -> None:
     with measuring(measured, "load"):
         parameters = jax.block_until_ready(load_parameters(source, config.model, functions.shapes.params))
     measured["shards_mib"] = sum(s.data.nbytes for x in jax.tree.leaves(parameters) for s in x.addressable_shards) / MIB
+    if given.process == given.full_disk:
+        os.pwrite = full_disk
     with measuring(measured, "export"):
         save_model(given.out / "loaded", config, parameters, source, "float32")
     if given.steps:
@@ -85,6 +88,11 @@ def train(given: argparse.Namespace, config: Config, functions: Any, parameters:
     if jax.process_index() == 0:
         np.save(given.out / "logits.npy", logits)
         (given.out / "losses.json").write_text(json.dumps(losses))
+
+
+def full_disk(*arguments: Any) -> int:
+    """In place of `os.pwrite`."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
@@ -150,6 +158,7 @@ def main() -> None:
     for name, default in [("processes", 1), ("dp", 1), ("mp", 1), ("steps", 2), ("context", 64), ("port", 0)]:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--zero", default="none")
+    parser.add_argument("--full-disk", type=int, help="the number of a process whose disk is full while it writes")
     parser.add_argument("--process", type=int, help="the number of this process; without it, all are started")
     given = parser.parse_args()
     if given.process is not None:

@@ -42,7 +42,7 @@ def assert_same_as_alone(alone: Path, found: Path, tmp_path: Path) -> None:
     assert_same_tensors(found / "trained", tmp_path / "exported")
 
 
-@pytest.mark.parametrize("mesh", [["--dp", "2", "--mp", "4"], ["--dp", "4", "--mp", "2", "--zero", "fsdp"]])
+@pytest.mark.parametrize("mesh", [["--dp", "1", "--mp", "8"], ["--dp", "4", "--mp", "2", "--zero", "fsdp"]])
 def test_two_processes_read_compute_and_write_as_one_and_each_reads_its_part(alone, tmp_path, mesh):
     measured = run_processes(alone / "model", tmp_path / "out", 2, *mesh)
     assert_same_as_alone(alone, tmp_path / "out", tmp_path)
@@ -50,8 +50,16 @@ def test_two_processes_read_compute_and_write_as_one_and_each_reads_its_part(alo
     read = [each["load_read_mb"] for each in measured]
     if "fsdp" in mesh:
         assert sum(read) < 1.05 * parameters and max(read) < 0.55 * parameters, (read, parameters)
-    else:
-        assert read == pytest.approx([parameters] * 2)
+    else:  # two heads of keys and values are in both
+        assert max(read) < 0.6 * parameters and sum(read) > parameters, (read, parameters)
+
+
+def test_a_full_disk_of_one_process_ends_all_and_leaves_nothing(alone, tmp_path):
+    with pytest.raises(AssertionError) as raised:
+        run_processes(alone / "model", tmp_path / "out", 2, *MESH, "--zero", "fsdp", "--full-disk", "1", "--steps", "0")
+    assert "loaded could not be written: No space left on device" in str(raised.value)
+    assert "loaded could not be written by another process, which prints the reason" in str(raised.value)
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.slow

@@ -84,7 +84,8 @@ def test_a_damaged_checkpoint_is_named(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_memory_of_an_export_and_of_a_load_is_bounded(tmp_path, monkeypatch):
-    """A model of 469 MiB, chunks and blocks of 8 MiB: beside its shards, 100 MiB."""
+    """A model of 448 MiB, chunks and blocks of 8 MiB: beside its shards 150 MiB, of which imports and compilation take
+    about 90.  Its embedding alone has 128 MiB."""
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 8 * 2**20)
     saved(tmp_path / "run", *(f"model.{one}" for one in LARGE), "model=test", "mesh.dp=1", "mesh.mp=1", "train.batch=1")
     found = python(
@@ -115,7 +116,7 @@ def test_memory_of_an_export_and_of_a_load_is_bounded(tmp_path, monkeypatch):
     size = sum(values.nbytes for values in read_tensors(tmp_path / "out").values()) / 2**20
     assert size > 400
     for what, shards in [("export", 0), ("load", size / 2), ("save", 0)]:
-        assert measured[f"{what}_peak_mib"] - measured[f"before_{what}_mib"] < shards + 100, (what, measured)
+        assert measured[f"{what}_peak_mib"] - measured[f"before_{what}_mib"] < shards + 150, (what, measured)
 
 
 def test_an_export_that_is_killed_leaves_no_directory_and_no_file_that_can_be_read(tmp_path):

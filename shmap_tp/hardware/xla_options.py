@@ -81,7 +81,7 @@ def compiler_options(kind: str, config: Config) -> dict[str, str]:
     return COMPILER_OPTIONS.get(kind, {}) | offload | collective_matmul | dict(config.run.compiler_options)
 
 
-def compile_with(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> Any:
+def compile_with(lowered: jax.stages.Lowered, options: Mapping[str, str | bool]) -> Any:
     """Compile `lowered` with `options`.  Raises UserError if this version of XLA has no such option for these devices,
     or rejects its value."""
     try:

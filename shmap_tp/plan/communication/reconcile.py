@@ -116,15 +116,26 @@ def _match_stacked(over: Counter[Key], under: Counter[Key]) -> tuple[Counter[Key
 
 
 def _match_concatenated(over: Counter[Key], under: Counter[Key]) -> tuple[Counter[Key], Counter[Key], Counter[Key]]:
-    """(arrays that hold all that is missing of their operation, axis and dtype, what remains of `over`, of `under`)."""
+    """(arrays that hold all that is missing of their operation and dtype, what remains of `over`, of `under`).
+
+    Fewer arrays hold the same bytes over each axis; one that is sent over two axes counts for both.
+    """
     found, over, under = Counter(), over.copy(), under.copy()
-    for kind in {one[:3] for one in over}:
-        whole, parts = ([one for one in side if one[:3] == kind] for side in (over, under))
-        if len(parts) > 1 and sum(one[3] * over[one] for one in whole) == sum(one[3] * under[one] for one in parts):
-            found += Counter({one: over.pop(one) for one in whole})
-            for one in parts:
-                del under[one]
+    for kind in {(operation, dtype) for operation, _, dtype, _ in over}:
+        whole, parts = (
+            Counter({one: count for one, count in side.items() if (one[0], one[2]) == kind}) for side in (over, under)
+        )
+        if whole.total() < parts.total() and _bytes_by_axis(whole) == _bytes_by_axis(parts):
+            found, over, under = found + whole, over - whole, under - parts
     return found, over, under
+
+
+def _bytes_by_axis(arrays: Counter[Key]) -> Counter[str]:
+    found = Counter()
+    for (_, axes, _, size), count in arrays.items():
+        for axis in axes.split():
+            found[axis] += size * count
+    return found
 
 
 def _select(entries: list[Entry], counts: Counter[Key]) -> list[Entry]:

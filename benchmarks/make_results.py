@@ -135,10 +135,11 @@ def gpu_steps() -> str:
 ### Steps on GPUs that were not there, estimated
 
 Compiled by XLA for GPU on a CPU machine: memory is the compiler's peak, without NCCL's buffers and CUDA's context, out
-of JAX's default memory pool (75 % of the GPU's memory).  The collectives of 6b on (8, 1) and (1, 8), and of llama3_8b on
-(8, 1), were compared with the ledger: as planned.  The time is an estimate by formulas (`shmap_tp/plan/gpu/costs.py`,
-`links.py`) that no GPU has confirmed.  Published beside them: Megatron-Bridge, FP8, 731 TFLOP/s a GPU for Llama-3-70B on 64 H100 and 744 for 8B on 8 (1979 TFLOP/s peak in FP8;
-these rows are in bfloat16); torchtitan, Llama-3-8B on 64 H100 with tensor parallelism over 8: 25.6 to 28.2 % MFU.
+of JAX's default memory pool (75 % of the GPU's memory).  The collectives of 6b on (8, 1) and (1, 8), and of llama3_8b
+on (8, 1), were compared with the ledger: as planned.  The time is an estimate by formulas that no GPU has confirmed
+(`shmap_tp/plan/gpu/costs.py`, `links.py`).  Published beside them: Megatron-Bridge in FP8, 731 TFLOP/s a GPU for
+Llama-3-70B on 64 H100 and 744 for 8B on 8, of a peak of 1979 (these rows are in bfloat16); torchtitan, Llama-3-8B on 64
+H100 with tensor parallelism over 8, 25.6 to 28.2 % MFU.
 
 {format_commands(planned)}
 

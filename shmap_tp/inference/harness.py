@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lm_eval import simple_evaluate
+from lm_eval import simple_evaluate, utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager, get_task_dict
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from shmap_tp.data.files import first_line
@@ -85,17 +84,17 @@ class HarnessModel(TemplateLM):
         return self._tokenizer.encode(string, special_tokens=add_special_tokens)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, in nats; of one longer than the context in windows, each token once."""
-        windows: list[Scored] = []
+        """The log-likelihood of each text, in nats; of one longer than the context in pieces, each token once."""
+        parts: list[Scored] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            of_text = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            pairs = [make_disjoint_window(window) for window in of_text]
-            windows += [(None, context, continuation) for context, continuation in pairs]
+            of_text = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            pairs = [utils.make_disjoint_window(window) for window in of_text]
+            parts += [(None, context, continuation) for context, continuation in pairs]
             owners += [number] * len(pairs)
         sums = [0.0] * len(requests)
-        for owner, (nats, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+        for owner, (nats, _) in zip(owners, self._loglikelihood_tokens(parts, disable_tqdm), strict=True):
             sums[owner] += nats
         for request, nats in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, nats)

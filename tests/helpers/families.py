@@ -23,9 +23,9 @@ FAMILIES = {
 FAMILIES = {
     name: [*SIZES.split(), *(f"model.{option}" for option in options.split())] for name, options in FAMILIES.items()
 }
-"""Family -> its settings.  llama3: of its four rates one stays, two are interpolated and one is divided.  gemma and qwen3
-have smaller weights in float32, because factors of norms around two, of heads' norms, and of the embedding, amplify
-rounding errors as larger weights do."""
+"""Family -> its settings.  llama3: of its four rates one stays, two are interpolated and one is divided.  gemma and
+qwen3 have smaller weights in float32, because factors of norms around two, norms of heads, and the
+factor of the embedding amplify rounding errors as larger weights do."""
 
 MESHES = [(1, 1), (2, 2), (1, 4), (8, 1), (2, 4)]
 FSDP, RING = ("mesh.zero=fsdp",), ("mesh.zero=fsdp", "mesh.fsdp_gradients=ring")

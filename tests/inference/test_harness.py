@@ -1,4 +1,4 @@
-"""The adaptor of lm-evaluation-harness (pip install -e '.[evaluate]'); test_smollm2.py compares it with lm_eval's own."""
+"""The adaptor of lm-evaluation-harness, an extra; test_smollm2.py compares it with the adaptor of lm_eval itself."""
 
 import json
 import sys
@@ -81,8 +81,8 @@ def test_a_text_longer_than_the_context_is_scored_once_per_token(harness):
     text = "0123456789" * 7
     (found,) = harness.loglikelihood_rolling(instances("loglikelihood_rolling", (text,)), disable_tqdm=True)
     ids = [0, *text.encode()]
-    windows = [(0, 32, 32), (32, 64, 32), (38, 70, 6)]  # (first, last input + 1, targets that count)
-    expected = sum(nats(harness._model, ids[first : last + 1])[-count:].sum() for first, last, count in windows)
+    pieces = [(0, 32, 32), (32, 64, 32), (38, 70, 6)]  # (first, last input + 1, targets that count)
+    expected = sum(nats(harness._model, ids[first : last + 1])[-count:].sum() for first, last, count in pieces)
     assert found == pytest.approx(expected, rel=1e-5)
 
 

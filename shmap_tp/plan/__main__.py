@@ -2,7 +2,7 @@
 
     python -m shmap_tp.plan --version v5e --devices 16 --model 6b                   all meshes, fastest first
     python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8                  one mesh in detail
-    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8 --plot step.png  and a timeline of its step
+    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8 --plot step.png   and a timeline of its step
     python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml         the step of a file
     python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR        a Hugging Face model
     python -m shmap_tp.plan --version h100 --nodes 1 --model llama3_8b              all meshes of a node of 8 GPUs

@@ -122,7 +122,7 @@ def _answer(conversation: "Conversation", text: str) -> None:
         conversation.answer(
             text,
             show=lambda piece: print(piece, end="", flush=True),
-            report=lambda note: print(f"({note})", flush=True),
+            notify=lambda note: print(f"({note})", flush=True),
         )
         print(flush=True)
     except KeyboardInterrupt:

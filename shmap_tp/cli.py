@@ -10,7 +10,7 @@ COMMANDS = {
     "plan": "predict speed, memory and communication on devices that are not there",
     "generate": "continue texts with a trained model",
     "chat": "talk to a model that was trained to chat",
-    "evaluate": "loss and bits per byte of a trained model, or its results in tasks of lm_eval",
+    "evaluate": "loss and bits per byte of a trained model, or tasks of lm_eval",
     "pretrained": "look at Hugging Face checkpoints, and write them",
     "verify": "check checkpoints, resuming, and that replicated arrays agree",
 }

@@ -28,8 +28,8 @@ class Conversation:
         """Forget all messages but the system's."""
         self.messages = []
 
-    def answer(self, text: str, show: Callable[[str], None], report: Callable[[str], None]) -> None:
-        """Answer `text`; `show` gets the pieces of the answer, `report` what the user must know of the history.
+    def answer(self, text: str, show: Callable[[str], None], notify: Callable[[str], None]) -> None:
+        """Answer `text`; `show` gets the pieces of the answer, `notify` what the user must know of the history.
 
         Where the prompt is too long for model.context, the oldest messages are forgotten.
         Raises UserError if the message alone is too long; then it is not part of the history.  KeyboardInterrupt ends
@@ -38,7 +38,7 @@ class Conversation:
         ids, forgotten = self._prompt([*self.messages, {"role": "user", "content": text}])
         if forgotten:
             context = self._model.config.model.context
-            report(f"the oldest {forgotten} messages are forgotten: model.context={context} tokens are full")
+            notify(f"the oldest {forgotten} messages are forgotten: model.context={context} tokens are full")
         self.messages = [*self.messages[forgotten:], {"role": "user", "content": text}]
         pieces: list[str] = []
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lm_eval import simple_evaluate, utils
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.tasks import TaskManager, get_task_dict
+from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from shmap_tp.data.files import first_line
@@ -84,17 +84,20 @@ class HarnessModel(TemplateLM):
         return self._tokenizer.encode(string, special_tokens=add_special_tokens)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, in nats; of one longer than the context in pieces, each token once."""
-        parts: list[Scored] = []
+        """The log-likelihood of each text, in nats; each token once, with as much context as fits."""
+        scored: list[Scored] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            of_text = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            pairs = [utils.make_disjoint_window(window) for window in of_text]
-            parts += [(None, context, continuation) for context, continuation in pairs]
+            pairs = []
+            for first in range(0, len(ids), self.max_length):
+                last = min(first + self.max_length, len(ids))
+                context = ids[last - self.max_length - 1 : first] if first else [self.prefix_token_id]
+                pairs.append((context, ids[first:last]))
+            scored += [(None, context, continuation) for context, continuation in pairs]
             owners += [number] * len(pairs)
         sums = [0.0] * len(requests)
-        for owner, (nats, _) in zip(owners, self._loglikelihood_tokens(parts, disable_tqdm), strict=True):
+        for owner, (nats, _) in zip(owners, self._loglikelihood_tokens(scored, disable_tqdm), strict=True):
             sums[owner] += nats
         for request, nats in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, nats)
@@ -204,7 +207,7 @@ def evaluate_tasks(
             f"`lm-eval ls tasks` lists its own; name the directory of your YAML files with --tasks-dir"
         )
     try:
-        get_task_dict([*names], manager)
+        manager.load([*names])
     except Exception as error:  # data sets are loaded by many libraries
         raise UserError(f"--tasks {','.join(names)} cannot be loaded: {first_line(error)}") from error
     return simple_evaluate(model, tasks=[*names], task_manager=manager, limit=limit, num_fewshot=examples)

@@ -4,7 +4,7 @@ QUICK = {
     "benchmarks": ["test_sweep"],
     "config": ["test_compose", "test_validate"],
     "data": ["test_batches", "test_prepare"],
-    "inference": ["test_sampling"],
+    "inference": ["test_length_batches", "test_sampling"],
     "hardware": ["test_devices", "test_torus"],
     "layers": ["test_positions", "test_xla_workarounds"],
     "model": ["test_flops", "test_named_models"],

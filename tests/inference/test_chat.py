@@ -23,11 +23,10 @@ MESSAGES = [
     {"role": "user", "content": "And now?"},
 ]
 TEMPLATES = {
-    "loop": "{%- for m in messages %}\n  {%- if loop.last %}{% continue %}{% endif %}\n{{ m.content | trim }}\n"
-    "{%- endfor %}",
+    "loop": "{%- for m in messages %}\n  {%- if loop.last %}{% continue %}{% endif %}\n{{ m.content | trim }}"
+    "\n{%- endfor %}",
     "json": "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n  {{ m.content | tojson }}\n"
-    "{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}!{% endif %}",
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}!{% endif %}",
     "tools": "{% if tools is not none %}tools{% endif %}{{ messages | tojson(indent=2) }}",
     "marked": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}",
 }

@@ -1,4 +1,4 @@
-"""The adaptor of lm-evaluation-harness, an extra; test_smollm2.py compares it with the adaptor of lm_eval itself."""
+"""The adaptor of lm-evaluation-harness: pip install -e '.[evaluate]'."""
 
 import json
 import sys
@@ -81,8 +81,8 @@ def test_a_text_longer_than_the_context_is_scored_once_per_token(harness):
     text = "0123456789" * 7
     (found,) = harness.loglikelihood_rolling(instances("loglikelihood_rolling", (text,)), disable_tqdm=True)
     ids = [0, *text.encode()]
-    pieces = [(0, 32, 32), (32, 64, 32), (38, 70, 6)]  # (first, last input + 1, targets that count)
-    expected = sum(nats(harness._model, ids[first : last + 1])[-count:].sum() for first, last, count in pieces)
+    parts = [(0, 32, 32), (32, 64, 32), (38, 70, 6)]  # (first, last input + 1, targets that count)
+    expected = sum(nats(harness._model, ids[first : last + 1])[-count:].sum() for first, last, count in parts)
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -119,7 +119,7 @@ def test_a_local_task_is_evaluated_and_an_unknown_one_refused(harness, tmp_path,
     scores = [nats(harness._model, list(text.encode()))[-2:].sum() for text in texts]
     expected = np.mean([np.argmax(scores[:2]) == 0, np.argmax(scores[2:]) == 1])
     assert found["results"]["sums"]["acc,none"] == expected
-    with pytest.raises(UserError, match="--tasks sumz: lm_eval knows no such task, but sums") as refused:
+    with pytest.raises(UserError, match=r"--tasks sumz: lm_eval knows no such task, but .*sums") as refused:
         evaluate_tasks(harness, ["sumz"], str(tmp_path), None, None)
     assert str(refused.value).count("\n") == 1
     with pytest.raises(UserError, match="is not a directory"):

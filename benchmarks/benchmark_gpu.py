@@ -4,11 +4,13 @@
     python benchmarks/benchmark_gpu.py --cfg conf/recipes/llama3_8b_8xh100.yaml
     python benchmarks/benchmark_gpu.py --dp 4 --mp 8 --model 6_9b mesh.processes=4      (on each of four nodes)
     python benchmarks/benchmark_gpu.py --dp 2 --mp 4 --emulate
+    python benchmarks/benchmark_gpu.py --dp 8 --mp 1 --version h100
 
 --cfg times the step of a file, such as a recipe.  --emulate runs a small model on emulated CPU devices.
 --compare-gspmd also runs the compiler-sharded baseline (gspmd_baseline.py), --torch the same step in plain PyTorch on
 one GPU (pytorch_baseline.py).
-There is no prediction for GPUs: their compiler does not estimate cycles.
+--version h100 (h200, a100, b200) estimates the step on GPUs that are not attached, instead of timing it: memory and
+collectives as compiled by XLA for GPU (pip install -e '.[plan-gpu]'), time by formulas that no GPU has confirmed.
 """
 
 import json
@@ -32,6 +34,9 @@ from shmap_tp.plan.benchmark import (
     run_command,
     step_parser,
 )
+from shmap_tp.plan.gpu.predict import estimate
+from shmap_tp.plan.gpu.targets import GPUS, find_nodes
+from shmap_tp.plan.predict import Prediction
 from shmap_tp.plan.report import Row, format_comparison
 from shmap_tp.runtime.distributed import initialize_distributed
 
@@ -46,6 +51,9 @@ def configuration(arguments: Namespace) -> Config:
 
 def run(arguments: Namespace) -> None:
     config = configuration(arguments)
+    if arguments.version:
+        report(estimated(config, arguments), arguments, "benchmark_gpu.py")
+        return
     measure = measure_emulated if arguments.emulate else measure_attached
     if arguments.torch and config.mesh.dp * config.mesh.mp > 1:
         raise UserError("--torch runs on one GPU only; use it with --dp 1 --mp 1")
@@ -65,6 +73,14 @@ def run(arguments: Namespace) -> None:
         print(format_comparison(result.row, pytorch))
         if arguments.json:
             append_json(pytorch.to_json(), Path(arguments.json))
+
+
+def estimated(config: Config, arguments: Namespace) -> Prediction:
+    """The step on GPUs that are not attached.  Raises UserError where a flag needs attached devices."""
+    given = [flag for flag in ("emulate", "torch", "compare_gspmd") if getattr(arguments, flag)]
+    if given:
+        raise UserError(f"--{given[0].replace('_', '-')} needs attached devices; omit it, or omit --version")
+    return estimate(config, find_nodes(arguments.version, config.mesh.dp * config.mesh.mp))
 
 
 def measure_pytorch() -> Row:
@@ -88,6 +104,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument(
         "--torch", action="store_true", help="also run the same step in plain PyTorch; print the ratios"
     )
+    parser.add_argument("--version", choices=list(GPUS), help="estimate the step on GPUs that are not attached")
     return parser
 
 

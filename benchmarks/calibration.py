@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
+from shmap_tp.hardware.devices import GENERATIONS
 from shmap_tp.model.flops import flops_per_token
 from shmap_tp.plan.benchmark import append_json, run_command
 from shmap_tp.plan.calibration import Calibration
@@ -124,6 +125,25 @@ def llama(
     )
 
 
+def recipe(
+    name: str,
+    step_seconds: float,
+    version: str,
+    sides: tuple[int, ...],
+    work: tuple[str, int, int],
+    microbatches: int,
+    remat: str,
+) -> Published:
+    """MaxText with FSDP over all devices, whose step time is published with its command (github.com/AI-Hypercomputer/
+    tpu-recipes, training/trillium and training/ironwood).  `work` is (model, sequences, tokens of each)."""
+    (model, sequences, length), devices = work, math.prod(sides) * GENERATIONS[version].cores
+    rate, more = sequences * length / step_seconds, ("mesh.zero=fsdp", f"model.context={length}", remat)
+    mesh = (devices, 1)
+    return Published(
+        f"MaxText {name}", "tokens_per_second", rate, version, sides, mesh, model, sequences, microbatches, more
+    )
+
+
 ALL_MATMULS, ATTENTION_AND_UP, ATTENTION, FULL = [
     f"model.remat={policy}" for policy in ("all_matmuls", "attention_and_up", "attention", "full")
 ]
@@ -153,7 +173,7 @@ TABLE = [
     Published("Levanter 6.7B, v3-256", "mfu", 0.473, "v3", (8, 16), (256, 1), "6_9b", 1024, 1, LEVANTER),
     Published("Levanter 13B, v3-256", "mfu", 0.544, "v3", (8, 16), (256, 1), "6_9b", 1024, 2, (*WIDE_13B, *LEVANTER)),
     Published(
-        "MaxText 22B, v4-128", "mfu", 0.567, "v4", (4, 4, 4), (64, 1), "22b", 832, 1, (*FSDP, FULL), full_attention=True
+        "MaxText 22B, v4-128", "mfu", 0.567, "v4", (4, 4, 4), (64, 1), "26b", 832, 1, (*FSDP, FULL), full_attention=True
     ),
     *maxtext("16b"),
     *maxtext("32b"),
@@ -165,18 +185,10 @@ TABLE = [
     llama("Llama2-70B", "v5p-128", 0.654, "v5p", (4, 4, 4), 1, ATTENTION, "model.offload=[input,attention_output]"),
     llama("Llama3.1-8B", "v6e-256", 0.455, "v6e", (16, 16), 4, ATTENTION_AND_UP),
     llama("Llama3.1-70B", "v6e-256", 0.503, "v6e", (16, 16), 5, FULL),
-    Published(
-        "MaxText Llama3.1-70B, TPU7x-64",
-        "tokens_per_second",
-        256 * 8192 / 12.20,
-        "tpu7x",
-        (4, 4, 4),
-        (128, 1),
-        "llama3_70b",
-        256,
-        2,
-        ("mesh.zero=fsdp", ATTENTION),
-    ),
+    recipe("Llama2-70B, v6e-256", 17.373, "v6e", (16, 16), ("llama2_70b", 1024, 4096), 4, FULL),
+    recipe("Llama3.1-8B, v6e-8", 3.416, "v6e", (2, 4), ("llama3_8b", 24, 8192), 3, FULL),
+    recipe("Llama3.1-70B, TPU7x-64", 12.20, "tpu7x", (4, 4, 4), ("llama3_70b", 256, 8192), 2, ATTENTION),
+    recipe("Llama3.1-70B, TPU7x-256", 12.27, "tpu7x", (4, 8, 8), ("llama3_70b", 1024, 8192), 2, ATTENTION),
     t5x("2,2,4,1", 286e3, 896, 4),
     t5x("2,4,2,1", 300e3, 896, 4),
     t5x("4,2,2,1", 304e3, 896, 4),

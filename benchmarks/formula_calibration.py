@@ -9,6 +9,7 @@ geometric mean of what is left, where at least three rows of it exist.  Left out
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,18 @@ import numpy as np
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import GENERATIONS
+from shmap_tp.plan.gpu.targets import GPUS
+from shmap_tp.plan.report import ESTIMATED, PREDICTED
 from shmap_tp.plan.search.correction import rank_correlation
 from shmap_tp.plan.search.formulas import Estimate, combined, estimate
-from shmap_tp.plan.topologies import Slice
+from shmap_tp.plan.targets import Target, find_target
 
 RESULTS = Path(__file__).parent / "results"
-FILES = ("tpu.jsonl", "published.jsonl", "ring.jsonl")
+FILES = ("tpu.jsonl", "published.jsonl", "ring.jsonl", "gpu_plan.jsonl")
 FEWEST_ROWS = 3
 """Of a TPU version, for a factor of its own."""
+FEWEST_RANKED = 4
+"""Of a kind of device, for a rank correlation."""
 FIXED = ("excess", "host_excess")
 """Waiting that no row of the results has: its constant stays 1."""
 PRIOR = 0.1
@@ -31,12 +36,12 @@ PRIOR = 0.1
 
 
 def compiled_rows() -> list[dict]:
-    """Every distinct compiled step of ours on one slice, once."""
+    """Every distinct compiled step of ours on one slice, or on nodes of GPUs, once."""
     rows = [json.loads(line) for name in FILES for line in (RESULTS / name).read_text().splitlines()]
-    ours = [row for row in rows if row["kind"] == "predicted" and row.get("program") == "explicit"]
-    distinct = {json.dumps([settings(row), row["topology"]]): row for row in ours if row["compile_seconds"]}
+    ours = [row for row in rows if row["kind"] in (PREDICTED, ESTIMATED) and row.get("program") == "explicit"]
+    distinct = {json.dumps([settings(row), row["topology"], row["device_kind"]]): row for row in ours}
     named = {file.stem for file in (CONF / "model").glob("*.yaml")}
-    return [row for row in distinct.values() if row["slices"] == 1 and row["model"] in named]
+    return [row for row in distinct.values() if row["slices"] == 1 and row["model"] in named and row["compile_seconds"]]
 
 
 def settings(row: dict) -> list[str]:
@@ -53,9 +58,10 @@ def config_of(row: dict) -> Config:
     return load(str(CONF / "config.yaml"), settings(row))
 
 
-def slice_of(row: dict) -> Slice:
-    version = next(name for name, each in GENERATIONS.items() if each.kind == row["device_kind"])
-    return Slice(version, tuple(map(int, row["topology"].split("x"))))
+def target_of(row: dict) -> Target:
+    kinds = {name: each.kind for name, each in (GENERATIONS | GPUS).items()}
+    version = next(name for name, kind in kinds.items() if kind == row["device_kind"])
+    return find_target(version, row["devices"], row["topology"], 1)
 
 
 def fit(terms: list[dict[str, float]], totals: Iterable[float]) -> dict[str, float]:
@@ -100,48 +106,71 @@ def fit_all(rows: list[dict], made: list[Estimate]) -> tuple[dict, dict, dict]:
     return time, memory, scales([row for row, _ in timed], ratios)
 
 
-def main() -> None:
-    rows = compiled_rows()
-    made = [estimate(config_of(row), slice_of(row)) for row in rows]
-    time, memory, factors = fit_all(rows, made)
-    for name, found in (("TIME", time), ("MEMORY", memory), ("SCALE", factors)):
-        print(name, "= {", ", ".join(f'"{key}": {value:.3g}' for key, value in found.items()), "}")
-    errors, sizes, pairs = [], [], []
+@dataclass(frozen=True)
+class LeftOut:
+    """A row beside the formulas whose constants were fitted without its model."""
+
+    row: dict
+    seconds: float
+    peak_bytes: float
+    host_bytes: float
+
+    @property
+    def time_ratio(self) -> float:
+        """Formulas / compiled; nan where the step does not fit."""
+        return self.seconds / (self.row["step_seconds"] or math.nan)
+
+    @property
+    def memory_ratio(self) -> float:
+        return self.peak_bytes / self.row["peak_bytes_per_device"]
+
+    def __str__(self) -> str:
+        row, host = self.row, self.host_bytes / max(1, self.row["host_bytes_per_device"])
+        step = f"({row['dp']}, {row['mp']}) {row['zero']} {row['tensor_parallel']} {row['remat']}"
+        ratios = f"time {self.time_ratio:.2f}, memory {self.memory_ratio:.2f}, host {host:.2f}"
+        return f"{row['model']:>12} {row['device_kind']:12} {step}: {ratios}"
+
+
+def leave_one_model_out(rows: list[dict], made: list[Estimate]) -> list[LeftOut]:
+    """Every row, by the formulas fitted to the rows of all other models."""
+    found = []
     for model in sorted({row["model"] for row in rows}):
         kept = [i for i, row in enumerate(rows) if row["model"] != model]
         time, memory, factors = fit_all([rows[i] for i in kept], [made[i] for i in kept])
         for row, one in zip(rows, made, strict=True):
-            if row["model"] != model:
-                continue
-            size = combined(memory, one.memory_terms) / row["peak_bytes_per_device"]
-            sizes.append(size)
-            seconds = factors.get(row["device_kind"], 1.0) * combined(time, one.time_terms)
-            if row["step_seconds"]:
-                errors.append(seconds / row["step_seconds"])
-                pairs.append(
-                    (
-                        seconds / row["model_flops_per_device"],
-                        row["step_seconds"] / row["model_flops_per_device"],
-                        row["device_kind"],
-                    )
-                )
-            print(
-                f"{row['model']:>12} {row['device_kind']:12} ({row['dp']},{row['mp']}) {row['zero']} {row['tensor_parallel']} {row['remat']}"
-                f": time {seconds / (row['step_seconds'] or math.nan):.2f}, memory {size:.2f}, host {one.host_bytes / max(1, row['host_bytes_per_device']):.2f}"
-            )
-    logs, memory_logs = np.abs(np.log(errors)), np.log(sizes)
-    print(
-        f"left out: time error median {np.median(logs):.1%}, largest {logs.max():.1%}; rank correlation of time per FLOP of each "
-        f"version "
-        + ", ".join(
-            f"{kind} {rank_correlation([a for a, _, k in pairs if k == kind], [b for _, b, k in pairs if k == kind]):.2f}"
-            for kind in sorted({k for *_, k in pairs})
-            if sum(k == kind for *_, k in pairs) > 3
-        )
-    )
-    print(
-        f"memory error median {np.median(np.abs(memory_logs)):.1%}, from {math.exp(memory_logs.min()):.2f} to {math.exp(memory_logs.max()):.2f} times the compiled peak"
-    )
+            if row["model"] == model:
+                seconds = factors.get(row["device_kind"], 1.0) * combined(time, one.time_terms)
+                found.append(LeftOut(row, seconds, combined(memory, one.memory_terms), one.host_bytes))
+    return found
+
+
+def summary(every: list[LeftOut]) -> str:
+    """The errors of the formulas, and how well they rank steps of one kind of device by time per FLOP."""
+    timed = [one for one in every if one.row["step_seconds"]]
+    times, sizes = [np.log([one.time_ratio for one in timed]), np.log([one.memory_ratio for one in every])]
+    lines = [
+        f"time: error {np.median(abs(times)):.1%} in the median, {abs(times).max():.1%} at most",
+        f"memory: error {np.median(abs(sizes)):.1%} in the median, "
+        f"{math.exp(sizes.min()):.2f} to {math.exp(sizes.max()):.2f} times the compiled peak",
+    ]
+    for kind in sorted({one.row["device_kind"] for one in timed}):
+        of_kind = [one for one in timed if one.row["device_kind"] == kind]
+        if len(of_kind) >= FEWEST_RANKED:
+            flops = [one.row["model_flops_per_device"] for one in of_kind]
+            ours = [one.seconds / each for one, each in zip(of_kind, flops, strict=True)]
+            compiled = [one.row["step_seconds"] / each for one, each in zip(of_kind, flops, strict=True)]
+            lines.append(f"{kind}: rank correlation {rank_correlation(ours, compiled):.2f} of {len(of_kind)} steps")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    rows = compiled_rows()
+    made = [estimate(config_of(row), target_of(row)) for row in rows]
+    print(f"fitted to {len(rows)} compiled steps")
+    for name, found in zip(("TIME", "MEMORY", "SCALE"), fit_all(rows, made), strict=True):
+        print(name, "= {", ", ".join(f'"{key}": {value:.3g}' for key, value in found.items()), "}")
+    every = leave_one_model_out(rows, made)
+    print("left out: formulas / compiled", *every, summary(every), sep="\n")
 
 
 if __name__ == "__main__":

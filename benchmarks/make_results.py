@@ -4,6 +4,7 @@
 
 results/published.jsonl   calibration.py          results/cpu.jsonl         benchmark_cpu.py --json
 results/tpu.jsonl         benchmark_tpu.py --json results/gpu.jsonl         benchmark_gpu.py --json
+results/gpu_plan.jsonl benchmark_gpu.py --version
 results/ring.jsonl        benchmark_tpu.py --json results/observed.jsonl    written by hand: what, value, command
 results/layerwise.jsonl   benchmark_layerwise.py --json
 """
@@ -64,7 +65,8 @@ mesh-transformer-jax and MaxText on v5p with mp 4 and 8 come close to showing th
 parallelism as ours does.  A published MFU that counts attention in full is converted to attention at half before the
 comparison ("converted").  On meshes (n, 1) our weights are sharded over dp (FSDP); the published run sharded them over
 its devices as well, though not always on that mesh.  Of the MaxText runs on 2 to 32 slices, those of 16B on up to 16
-slices and that of 32B on 8 were compiled; PaLM was not.  On 32 slices our step does not fit: weights that 8192 dp ranks
+slices and that of 32B on 8 were compiled; PaLM, Llama2-70B and Llama3.1-8B of the v6e recipes, and Llama3.1-70B on
+256 TPU7x chips were not.  On 32 slices our step does not fit: weights that 8192 dp ranks
 do not divide, here those of the MLP, are replicated.
 
 T5X placements: (4,2,2,1), which closes to a ring along x, is predicted to be fastest, as measured.  The other two are
@@ -124,23 +126,46 @@ def _calibration_line(row: dict, rows: list[dict]) -> list[str]:
 
 
 def gpu_steps() -> str:
-    rows = read_rows("gpu")
-    if not rows:
-        return "## GPUs\n\nNot measured yet: no GPU was available.\n"
-    lines = [
-        [
-            f"{row['devices']} x {row['device_kind']}",
-            row["model"] + PROGRAMS[row["program"]],
-            f"({row['dp']}, {row['mp']})",
-            seconds(row["step_seconds"]),
-            f"{row['tokens_per_second']:,.0f}",
-            f"{percent(row['mfu'])} / {percent(row['hfu'])}",
-            gib_per_device(row),
-        ]
-        for row in rows
+    measured, planned = read_rows("gpu"), read_rows("gpu_plan")
+    found = f"{format_commands(measured)}\n\n{_gpu_table(measured)}" if measured else "No step was measured yet."
+    return f"""## GPUs
+
+{found}
+
+### Steps on GPUs that were not there, estimated
+
+Compiled by XLA for GPU on a CPU machine: memory is the compiler's peak, without NCCL's buffers and CUDA's context, out
+of JAX's default memory pool (75 % of the GPU's memory).  The collectives of 6b on (8, 1) and (1, 8), and of llama3_8b
+on (8, 1), were compared with the ledger: as planned.  The time is an estimate by formulas that no GPU has confirmed
+(`shmap_tp/plan/gpu/costs.py`, `links.py`).  Published beside them: Megatron-Bridge in FP8, 731 TFLOP/s a GPU for
+Llama-3-70B on 64 H100 and 744 for 8B on 8, of a peak of 1979 (these rows are in bfloat16); torchtitan, Llama-3-8B on 64
+H100 with tensor parallelism over 8, 25.6 to 28.2 % MFU.
+
+{format_commands(planned)}
+
+{_gpu_table(planned)}
+"""
+
+
+def _gpu_table(rows: list[dict]) -> str:
+    columns = ["devices", "model", "(dp, mp)", "tokens / microbatches", "step s", "tokens/s", "MFU / HFU"]
+    columns += ["exposed communication", "GiB per device"]
+    return markdown_table(columns, [_gpu_line(row) for row in rows])
+
+
+def _gpu_line(row: dict) -> list[str]:
+    speed = ["-"] * 4
+    if row["step_seconds"]:
+        utilisation = f"{percent(row['mfu'])} / {percent(row['hfu'])}"
+        speed = [seconds(row["step_seconds"]), f"{row['tokens_per_second']:,.0f}", utilisation, exposed(row)]
+    return [
+        f"{row['devices']} x {row['device_kind']}",
+        row["model"] + PROGRAMS[row["program"]],
+        f"({row['dp']}, {row['mp']})",
+        f"{row['tokens_per_step']:,} / {row['microbatches']}",
+        *speed,
+        gib_per_device(row),
     ]
-    columns = ["devices", "model", "(dp, mp)", "step s", "tokens/s", "MFU / HFU", "GiB per device"]
-    return f"## GPUs, {format_kinds(rows)}\n\n{format_commands(rows)}\n\n{markdown_table(columns, lines)}\n"
 
 
 def layerwise() -> str:

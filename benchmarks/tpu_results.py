@@ -21,9 +21,9 @@ MAXTEXT_SECONDS = {
     ("32b", "TPU v5 lite"): 15.48,
     ("64b", "TPU v5 lite"): 15.17,
     ("128b", "TPU v5 lite"): 19.62,
-    ("gptj_6b", "TPU v3"): 2.22,
-    ("gptj_6b", "TPU v4"): 2.49,
-    ("gptj_6b", "TPU v5 lite"): 1.26,
+    ("6b", "TPU v3"): 2.22,
+    ("6b", "TPU v4"): 2.49,
+    ("6b", "TPU v5 lite"): 1.26,
 }
 """Step time of MaxText for (model, device kind), for as many chips and tokens, predicted by an earlier version of the
 schedule simulator."""
@@ -48,7 +48,7 @@ Rows were made before the update of a step was judged (it is computed twice sinc
 its scores group by group.  Two were compiled again since: 6.9B on the V3-32 with full remat takes 33.98 s, of which
 1.07 s are exposed, in 10.0 GiB; GPT-J 6B on the v5e-16 takes 0.678 s instead of 0.668, in 11.1 GiB:
 `python benchmarks/benchmark_tpu.py --dp 4 --mp 8 --version v3 mesh.tensor_parallel=sequence`,
-`python benchmarks/benchmark_tpu.py --dp 16 --mp 1 --version v5e --model gptj_6b --batch 16 --microbatches 1
+`python benchmarks/benchmark_tpu.py --dp 16 --mp 1 --version v5e --model 6b --batch 16 --microbatches 1
 mesh.zero=fsdp mesh.tensor_parallel=all_reduce mesh.fsdp_gradients=ring model.remat=all_matmuls`.
 """
 

@@ -58,7 +58,7 @@ class Model:
     config: Config
     mesh: Mesh
     parameters: Transformer
-    """The pytree of parameters, float32, sharded over the mesh."""
+    """The pytree of parameters, sharded over the mesh: float32, but for `from_pretrained` with another dtype."""
     functions: ModelFunctions
     """The compiled functions, which take the parameters as an argument."""
     source: Source | None = None
@@ -67,16 +67,19 @@ class Model:
     """The checkpoint that it was restored from."""
 
     @classmethod
-    def initialize(cls, config: Config, components: Components = CONFIGURED) -> "Model":
+    def initialize(
+        cls, config: Config, components: Components = CONFIGURED, *, pretrained_dtype: str = "float32"
+    ) -> "Model":
         """A model with the parameters of model.from_pretrained, or without it the initial ones of run.seed: the same
         bits on every mesh.
 
+        The matrices of model.from_pretrained are of `pretrained_dtype`; all other parameters are float32.
         `components` replace parts that the configuration names (docs/extending.md).
         Raises UserError if the devices do not make the mesh, or model.from_pretrained cannot be read.
         """
         config, mesh, functions = build(config, components)
         if config.model.from_pretrained is not None:
-            parameters, source = pretrained_parameters(config, functions.shapes)
+            parameters, source = pretrained_parameters(config, functions.shapes, pretrained_dtype)
             return cls(config, mesh, finished(mesh, parameters), functions, source)
         return cls(config, mesh, finished(mesh, functions.initialize()), functions)
 
@@ -219,15 +222,17 @@ def from_pretrained(
 ) -> Model:
     """The model in a Hugging Face directory, or of that name on the hub, on a (dp, mp) mesh (docs/pretrained.md).
 
-    Parameters are float32, whatever the dtype of the files; activations and matrix products are of `dtype`, float32 or
-    bfloat16.  `context` is the longest sequence, and what every call computes: by default the model's own limit, but
-    not above 2048 for a rotary encoding.
+    Weight matrices, activations and matrix products are of `dtype`, float32 or bfloat16, whatever the dtype of the
+    files; vectors, such as the scales of norms, are float32.  Training needs float32 weights: use `Trainer`, or leave
+    dtype as it is.  `context` is the longest sequence, and what every call computes: by default the model's own limit,
+    but not above 2048 for a rotary encoding.
     Raises UserError if the directory cannot be used, or the model does not suit the mesh.
     """
     overrides = [f"model.from_pretrained={compose.quoted(str(name))}", f"mesh.dp={dp}", f"mesh.mp={mp}"]
     overrides += [f"mesh.tensor_parallel={tensor_parallel}", f"mesh.zero={zero}", f"train.precision={dtype}"]
     overrides += [f"train.batch={dp}"] + ([] if context is None else [f"model.context={context}"])
-    return Model.initialize(load_config(*overrides, file=compose.CONF / "finetune.yaml"))
+    config = load_config(*overrides, file=compose.CONF / "finetune.yaml")
+    return Model.initialize(config, pretrained_dtype=dtype)
 
 
 def build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:

@@ -92,8 +92,8 @@ class Trainer:
 
 
 def _copies(parameters: Transformer, shapes: Transformer) -> Transformer:
-    """A copy of the parameters with the shardings of `shapes`."""
-    return jax.tree.map(lambda w, shape: jax.device_put(jnp.copy(w), shape.sharding), parameters, shapes)
+    """A copy of the parameters with the dtypes and the shardings of `shapes`."""
+    return jax.tree.map(lambda w, to: jax.device_put(jnp.array(w, to.dtype), to.sharding), parameters, shapes)
 
 
 def run_training(config: Config, components: Components = CONFIGURED) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a model, or continue training (the same as python main.py)",
     "prepare": "turn text into the token files that training reads",
-    "plan": "predict speed, memory and communication on TPUs that are not there",
+    "plan": "predict speed, memory and communication on devices that are not there",
     "generate": "continue texts with a trained model",
-    "evaluate": "loss, perplexity and bits per byte of a trained model",
+    "chat": "talk to a model that was trained to chat",
+    "evaluate": "loss and bits per byte of a trained model, or tasks of lm_eval",
     "pretrained": "look at Hugging Face checkpoints, and write them",
     "verify": "check checkpoints, resuming, and that replicated arrays agree",
 }

@@ -1,28 +1,44 @@
-"""Grade a trained model: `python -m shmap_tp.evaluate --checkpoint runs/first [--data data/mine]`."""
+"""Grade a trained model, on a token file or by the tasks of lm-evaluation-harness (docs/evaluation.md)."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shmap_tp.command_model import open_model
 from shmap_tp.errors import ShmapTpError, UserError
+
+EPILOG = """\
+examples
+  python -m shmap_tp.evaluate --checkpoint runs/first --data data/mine
+  python -m shmap_tp.evaluate --pretrained DIR --tasks arc_easy,hellaswag --limit 100 mesh.mp=4
+"""
+ONLY_OF_FILES = "data", "split", "sequences"
+ONLY_OF_TASKS = "tasks_dir", "limit", "fewshot"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.evaluate`."""
     parser = argparse.ArgumentParser(
         prog="python -m shmap_tp.evaluate",
-        description="Loss, perplexity, bits per byte and accuracy of a checkpoint on all of validation.bin.",
+        description="Loss, perplexity, bits per byte and accuracy of a model on all of validation.bin, or its results "
+        "in tasks of lm-evaluation-harness.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
     model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     parser.add_argument("--data", metavar="DIR", help="a directory of shmap_tp.prepare (default: data.dir of the run)")
-    parser.add_argument("--split", choices=["validation", "train"], default="validation", help="which file of it")
+    parser.add_argument("--split", choices=["validation", "train"], help="which file of it (validation)")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the run)")
     parser.add_argument("--sequences", type=int, metavar="N", help="only the first N sequences of the file")
+    parser.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness instead of a token file")
+    parser.add_argument("--tasks-dir", metavar="DIR", help="YAML files of more tasks")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    parser.add_argument("--fewshot", type=int, metavar="N", help="examples before each document (default: the task's)")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="sequences that are computed at a time (16)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")
@@ -39,28 +55,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        for name, value in result.items():
-            print(f"{name.replace('_', ' '):<16}{value if isinstance(value, int) else format(value, '.4f')}")
+    print(json.dumps(result) if arguments.json else _table(result))
     return 0
 
 
-def _evaluate(arguments: argparse.Namespace) -> dict[str, int | float]:
+def _table(result: dict) -> str:
+    """`result` of a token file, or of tasks, in lines."""
+    if "results" in result:
+        from lm_eval.utils import make_table
+
+        return make_table(result).rstrip()
+    shown = {name: value if isinstance(value, int) else format(value, ".4f") for name, value in result.items()}
+    return "\n".join(f"{name.replace('_', ' '):<16}{value}" for name, value in shown.items())
+
+
+def _evaluate(arguments: argparse.Namespace) -> dict:
+    for name in ("batch", "sequences", "limit"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise UserError(f"--{name} {value} must be at least 1")
+    wrong = ONLY_OF_FILES if arguments.tasks else ONLY_OF_TASKS
+    for name in wrong:
+        if getattr(arguments, name) is not None:
+            rule = "does not apply to --tasks; leave one of them out" if arguments.tasks else "needs --tasks NAME,..."
+            raise UserError(f"--{name.replace('_', '-')} {rule}")
+    return _evaluate_tasks(arguments) if arguments.tasks else _evaluate_file(arguments)
+
+
+def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
+    """What lm_eval found, without what it says of each document.  Raises UserError."""
+    try:
+        from shmap_tp.inference.harness import HarnessModel, evaluate_tasks
+    except ImportError as error:
+        raise UserError(f"--tasks needs lm-evaluation-harness: pip install -e '.[evaluate]'\n{error}") from error
+    from shmap_tp.inference.text import tokenizer_of_model
+
+    model = open_model(arguments)
+    adaptor = HarnessModel(model, tokenizer_of_model(model, arguments.tokenizer), arguments.batch)
+    names = [name for name in arguments.tasks.split(",") if name]
+    found = evaluate_tasks(adaptor, names, arguments.tasks_dir, arguments.limit, arguments.fewshot)
+    kept = "results", "groups", "versions", "n-shot", "higher_is_better", "group_subtasks", "n-samples"
+    return {name: found[name] for name in kept if name in found}
+
+
+def _evaluate_file(arguments: argparse.Namespace) -> dict[str, int | float]:
     from shmap_tp.inference.evaluation import evaluate_file
     from shmap_tp.inference.text import tokenizer_of_model
 
-    for name in ("batch", "sequences"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise UserError(f"--{name} {value} must be at least 1")
     model = open_model(arguments)
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
     if arguments.pretrained and not arguments.data:
         raise UserError("--pretrained needs --data DIR: the directory does not say what text to evaluate")
-    directory = arguments.data or model.config.data.dir
+    data = model.config.data if arguments.data is None else replace(model.config.data, dir=arguments.data)
     limits = arguments.sequences, arguments.batch
-    return evaluate_file(model.scoring_program, model.parameters, tokenizer, directory, arguments.split, limits)
+    split = arguments.split or "validation"
+    return evaluate_file(model.scoring_program, model.parameters, tokenizer, data, split, limits)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         for first in range(0, len(prompts), arguments.batch):
             part = prompts[first : first + arguments.batch]
             show = _printer(part, arguments.samples, first) if file is None else None
-            found = answer(part, first_request=first, show=show)
+            found = answer(part, requests=range(first, first + len(part)), show=show)
             if file is not None:
                 for prompt, texts in zip(part, found, strict=True):
                     lines = [{"prompt": prompt, "sample": number, "answer": text} for number, text in enumerate(texts)]

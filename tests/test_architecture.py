@@ -30,7 +30,7 @@ ORDER = [
 module that all of them may use)."""
 LIBRARY = {"__init__", "api", "api_training", "command_model"}
 """What `import shmap_tp` offers, above all sub-packages; only the commands may import it."""
-COMMANDS = {"__main__", "cli", "train", "prepare", "verify", "generate", "evaluate"}
+COMMANDS = {"__main__", "cli", "train", "prepare", "verify", "generate", "chat", "evaluate"}
 """Modules that parse, call and exit: nothing but `__main__` and `cli` imports them."""
 UPPER = {
     "__init__": LIBRARY,
@@ -39,6 +39,7 @@ UPPER = {
     "api_training": {"api"},
     "command_model": {"api"},
     "generate": {"command_model"},
+    "chat": {"command_model"},
     "evaluate": {"command_model"},
 }
 """What each of these may import beside the sub-packages."""

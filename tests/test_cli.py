@@ -164,7 +164,7 @@ def test_a_bad_command_line_is_explained_in_one_or_two_lines(monkeypatch, capsys
 
 def test_overrides_can_stand_before_and_after_the_options(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(loop, "train", lambda config, coordinator, components: seen.append(config) or 0)
+    monkeypatch.setattr(loop, "train", lambda config, *_: seen.append(config) or 0)
     before, after = overrides(tmp_path, "run.seed=5", "train.steps=9"), []
     for split in (0, 3, len(before)):
         assert call(monkeypatch, *before[:split], "--cfg", FIRST, *before[split:], "--resume", *after) == 0
@@ -173,7 +173,7 @@ def test_overrides_can_stand_before_and_after_the_options(tmp_path, monkeypatch)
 
 def test_without_cfg_the_packaged_configuration_is_used(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(loop, "train", lambda config, coordinator, components: seen.append(config) or 0)
+    monkeypatch.setattr(loop, "train", lambda config, *_: seen.append(config) or 0)
     assert call(monkeypatch, *overrides(tmp_path)) == 0
     assert seen == [tiny(tmp_path)]
 
@@ -338,7 +338,7 @@ def test_a_stopped_process_exits_before_the_interpreter_is_torn_down(code, outpu
         "import atexit, runpy, sys\n"
         "from shmap_tp.training import loop\n"
         "atexit.register(print, 'the interpreter exits', end='')\n"
-        f"loop.train = lambda config, coordinator, components: {code}\n"
+        f"loop.train = lambda config, *_: {code}\n"
         f"sys.argv = ['main.py', '--cfg', {FIRST!r}]\n"
         "runpy.run_path('main.py', run_name='__main__')\n"
     )

@@ -10,7 +10,7 @@ from shmap_tp import cli, train
 from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import FIRST, ROOT
 
-COMMANDS = ["train", "prepare", "plan", "generate", "evaluate", "pretrained", "verify"]
+COMMANDS = ["train", "prepare", "plan", "generate", "chat", "evaluate", "pretrained", "verify"]
 
 
 def called(*arguments: str) -> subprocess.CompletedProcess:

@@ -46,6 +46,9 @@ PATTERNS = {
     re.compile(NOT_IN_A_WORD.format(words), re.IGNORECASE): standard for words, standard in PRIVATE_WORDS.items()
 }
 
+NAMES_OF_LIBRARIES = ["get_rolling_token_windows"]
+"""Names that other libraries chose, here lm_eval."""
+
 TEXTS = [
     *(ROOT / "shmap_tp").rglob("*.py"),
     *(file for file in (ROOT / "tests").rglob("*.py") if file != Path(__file__).resolve()),
@@ -59,13 +62,19 @@ TEXTS = [
 ]
 
 
+def without_names_of_libraries(line: str) -> str:
+    for name in NAMES_OF_LIBRARIES:
+        line = line.replace(name, "")
+    return line
+
+
 @pytest.mark.parametrize("file", sorted(TEXTS), ids=name_of)
 def test_texts_use_the_words_of_the_field(file):
     found = [
         f"{name_of(file)}:{number}: {match[0]!r} (use: {standard}): {line.strip()[:100]}"
         for number, line in enumerate(file.read_text().splitlines(), 1)
         for pattern, standard in PATTERNS.items()
-        for match in pattern.finditer(line)
+        for match in pattern.finditer(without_names_of_libraries(line))
     ]
     assert not found, "\n" + "\n".join(found)
 

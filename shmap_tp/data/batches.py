@@ -7,7 +7,7 @@ position i % n of that epoch's permutation.  It depends on neither the hosts nor
 any machine.  Only `device_batch` uses JAX; everything before it is numpy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,12 +16,12 @@ import jax
 import numpy as np
 from jaxtyping import Int, Int32
 
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, DataConfig
 from shmap_tp.data.bucket import BucketTokenFile
 from shmap_tp.data.location import copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
-from shmap_tp.data.text_codec import Tokenizer, text_bytes, tokenizer_of_data
 from shmap_tp.data.token_files import AnyTokenFile, data_identity, open_token_file
+from shmap_tp.data.tokenizer import Tokenizer, text_bytes, tokenizer_of_data
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import say
 
@@ -100,18 +100,17 @@ def device_batch(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _open(config: Config) -> tuple[list[AnyTokenFile], Meta, bytes | None]:
-    """(the token files of train and validation, meta.json, tokenizer.json if there is one)."""
-    sizes = {"context": config.model.context, "vocabulary": config.model.vocabulary}
-    if "://" in config.data.dir and config.data.cache is None:
-        bucket = open_bucket(config.data)
+def open_data(data: DataConfig, splits: Sequence[str], **sizes: int) -> tuple[list[AnyTokenFile], Meta, bytes | None]:
+    """(the token files of `splits`, meta.json, tokenizer.json if there is one); `sizes` are context and vocabulary."""
+    if "://" in data.dir and data.cache is None:
+        bucket = open_bucket(data)
         with TemporaryDirectory() as small:
             copy_files(bucket, Path(small), bucket.files.keys() & {META, TOKENIZER})
             meta = read_meta(Path(small))
             tokenizer = read_tokenizer(Path(small), meta)
-        return [BucketTokenFile(bucket, split, meta, **sizes) for split in SPLITS], meta, tokenizer
-    directory = prepared_directory(config.data)
-    files = [open_token_file(directory, split, **sizes) for split in SPLITS]
+        return [BucketTokenFile(bucket, split, meta, **sizes) for split in splits], meta, tokenizer
+    directory = prepared_directory(data)
+    files = [open_token_file(directory, split, **sizes) for split in splits]
     meta = read_meta(directory)
     return files, meta, read_tokenizer(directory, meta)
 
@@ -139,7 +138,8 @@ class Batches:
 
     def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
         """Open and check both token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""
-        (self._train, self._validation), meta, self.tokenizer = _open(config)
+        sizes = {"context": config.model.context, "vocabulary": config.model.vocabulary}
+        (self._train, self._validation), meta, self.tokenizer = open_data(config.data, SPLITS, **sizes)
         self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
         _warn_of_unused_rows(config, meta, max(self._train.largest, self._validation.largest))
         self.identity = data_identity(self._train, self._validation, meta, seed=self._seed, batch=self._batch)

@@ -21,7 +21,7 @@ from shmap_tp.data.files import file_size, reading, shown
 from shmap_tp.data.location import STDLIB
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
 from shmap_tp.data.staging import remove_stale, staging
-from shmap_tp.data.tokenizer import Bytes, Subwords
+from shmap_tp.data.tokenizer import Bytes, Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import say
 
@@ -55,7 +55,7 @@ class TokenWriter:
 
 def prepare(
     source: text_sources.Source,
-    tokenizer: Bytes | Subwords,
+    tokenizer: Tokenizer,
     out: Path | str,
     *,
     overwrite: bool = False,
@@ -102,7 +102,7 @@ def prepare_stdlib(out: Path | str) -> dict:
             return json.loads(meta.read_bytes())
 
 
-def _write_splits(source: text_sources.Source, tokenizer: Bytes | Subwords, directory: Path) -> dict:
+def _write_splits(source: text_sources.Source, tokenizer: Tokenizer, directory: Path) -> dict:
     """Write both .bin files; return the contents of meta.json."""
     dtype = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
     with ExitStack() as closing, tqdm(total=source.total, desc=source.name, unit=" documents", disable=None) as bar:
@@ -110,7 +110,7 @@ def _write_splits(source: text_sources.Source, tokenizer: Bytes | Subwords, dire
         for writer in writers.values():
             closing.callback(writer.close)
         for group in _group(source.documents):
-            ids = tokenizer.encode([text for _, text in group])
+            ids = tokenizer.encode_documents([text for _, text in group])
             for (split, _), document in zip(group, ids, strict=True):
                 if len(document):
                     writers[split].write(document)

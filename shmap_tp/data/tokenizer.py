@@ -1,26 +1,62 @@
-"""Tokenizers: text to token ids, by bytes or by a subword tokenizer of the `tokenizers` library.
-
-Both have a `name`, the size of the `vocabulary` (ids are below it), the id `end_of_text`, `json`, the bytes of the
-tokenizer's file or None, and `encode`.
-"""
+"""Tokenizers: text to token ids and back, by bytes or by a subword tokenizer of the `tokenizers` library."""
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from shmap_tp.data.files import file_size, first_line, reading
+from shmap_tp.data.metadata import Meta
 from shmap_tp.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 
 
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    name: str
+    vocabulary: int
+    """Ids are below it."""
+    end_of_text: int | None
+    """The id after each document of the training data; None where it is not known."""
+    begin_of_text: int | None
+    """The id before a text whose first token has no token before it; None where the model has none."""
+    stop_tokens: tuple[int, ...]
+    """Ids that end an answer."""
+    json: bytes | None
+    """The bytes of the tokenizer's file; None for bytes."""
+
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, unsigned.  Names of special tokens in it are ordinary text."""
+        ...
+
+    def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
+        """The ids of a prompt.  Names of special tokens in it are these tokens.
+
+        `special_tokens` adds what the file of a subword tokenizer adds to every text, such as a first token; None: as
+        the model was trained.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included.  What is not UTF-8 becomes replacement characters."""
+        ...
+
+    def byte_length(self, ids: Sequence[int]) -> int:
+        """UTF-8 bytes of the text of `ids`."""
+        ...
+
+
 class Bytes:
     """Every UTF-8 byte is a token.  Byte 0 does not occur in text and marks the end of a document."""
 
-    name, vocabulary, end_of_text, json = "bytes", 256, 0, None
+    name, vocabulary, end_of_text, begin_of_text, stop_tokens, json = "bytes", 256, 0, None, (0,), None
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, uint8.  Raises `UserError` if a text contains byte 0."""
         ids = [np.frombuffer(text.encode(), np.uint8) for text in texts]
         for text, text_ids in zip(texts, ids, strict=True):
@@ -31,40 +67,55 @@ class Bytes:
                 )
         return ids
 
+    def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
+        """The bytes of a prompt; bytes have no special tokens to add."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are not UTF-8, and ids that are not bytes, become replacement characters."""
+        return bytes(token if token < 256 else 0xFF for token in ids).decode(errors="replace")
+
+    def byte_length(self, ids: Sequence[int]) -> int:
+        return len(ids)
+
 
 class Subwords:
-    """A tokenizer of the `tokenizers` library, from a JSON file or from the Hugging Face hub."""
+    """A tokenizer of the `tokenizers` library."""
 
-    def __init__(self, name: str, end_of_text: str):
-        try:
-            import tokenizers
-        except ImportError:
-            raise UserError(f"--tokenizer {name} needs `tokenizers`: pip install -e '.[data]'") from None
-        local = name.endswith(".json") or Path(name).is_file()
-        if local and file_size(Path(name)) is None:
-            raise UserError(f"--tokenizer {name} cannot be opened: no such file")
-        try:
-            self._tokenizer = (tokenizers.Tokenizer.from_file if local else tokenizers.Tokenizer.from_pretrained)(name)
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"--tokenizer {name} cannot be opened: {first_line(error)}") from None
-        with reading(name):
-            self.json = Path(name).read_bytes() if local else self._tokenizer.to_str().encode()
+    begin_of_text: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+
+    def __init__(self, tokenizer: Any, name: str, content: bytes, end_of_text: int | None, special_tokens: bool):
+        """`content` are the bytes of the file that `tokenizer`, a tokenizers.Tokenizer, was read from."""
+        self._tokenizer, self._special_tokens = tokenizer, special_tokens
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is ordinary text
-        vocabulary = self._tokenizer.get_vocab()
-        if end_of_text not in vocabulary:
-            raise UserError(f"--tokenizer {name} has no token {end_of_text!r}; name its own with --end-of-text")
-        self.name = Path(name).name if local else name
-        self.vocabulary, self.end_of_text = max(vocabulary.values()) + 1, vocabulary[end_of_text]
+        self.name, self.json, self.end_of_text = name, content, end_of_text
+        self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, uint32."""
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is ordinary text
         return [np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(texts, False)]
+
+    def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
+        self._tokenizer.encode_special_tokens = False
+        added = self._special_tokens if special_tokens is None else special_tokens
+        return self._tokenizer.encode(text, add_special_tokens=added).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def byte_length(self, ids: Sequence[int]) -> int:
+        return len(self.decode(ids).encode())
+
+    def id_of(self, token: str | None) -> int | None:
+        """The id of a token; None if there is none."""
+        return None if token is None else self._tokenizer.token_to_id(token)
 
 
 def open_tokenizer(name: str, end_of_text: str | None) -> Bytes | Subwords:
-    """The tokenizer `name`: "bytes", a JSON file, a Hugging Face directory, or a name on the hub.
+    """The tokenizer `name` for documents: "bytes", a JSON file, a Hugging Face directory, or a name on the hub.
 
     Without `end_of_text` a directory's own end-of-sequence token is used, for others END_OF_TEXT.
     Raises UserError if it cannot be opened, lacks that token, or has ids that the directory's model does not have.
@@ -72,8 +123,9 @@ def open_tokenizer(name: str, end_of_text: str | None) -> Bytes | Subwords:
     if name == Bytes.name:
         return Bytes()
     if not Path(name).is_dir():
-        return Subwords(name, end_of_text or END_OF_TEXT)
-    found = Subwords(str(Path(name) / "tokenizer.json"), end_of_text or _end_of_sequence(Path(name)))
+        return _with_end_of_text(name, end_of_text or END_OF_TEXT)
+    own = special_token(Path(name), "eos_token")
+    found = _with_end_of_text(str(Path(name) / "tokenizer.json"), end_of_text or own or END_OF_TEXT)
     vocabulary = _read_json(Path(name) / "config.json").get("vocab_size")
     if vocabulary is not None and found.vocabulary > vocabulary:
         raise UserError(
@@ -83,10 +135,82 @@ def open_tokenizer(name: str, end_of_text: str | None) -> Bytes | Subwords:
     return found
 
 
-def _end_of_sequence(directory: Path) -> str:
-    """The token that tokenizer_config.json names as the end of a sequence."""
-    token = _read_json(directory / "tokenizer_config.json").get("eos_token")
-    return (token["content"] if isinstance(token, dict) else token) or END_OF_TEXT
+def read_subwords(
+    content: bytes, place: str, *, end_of_text: int | None = None, special_tokens: bool = False
+) -> Subwords:
+    """The tokenizer whose tokenizer.json has this content; `place` names it in messages.
+
+    `special_tokens`: whether `encode` adds what the file adds to every text.  Raises UserError.
+    """
+    library = _library(place)
+    try:
+        tokenizer = library.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{place} cannot be opened as a tokenizer: {first_line(error)}") from None
+    found = Subwords(tokenizer, Path(place).name, content, end_of_text, special_tokens)
+    found.stop_tokens = () if end_of_text is None else (end_of_text,)
+    return found
+
+
+def open_tokenizer_file(name: str) -> Tokenizer:
+    """The tokenizer `name` for prompts: "bytes" or a tokenizer.json.  Raises UserError if it cannot be used."""
+    if name == Bytes.name:
+        return Bytes()
+    if not Path(name).is_file():
+        raise UserError(f"--tokenizer {name}: no such file; give a tokenizer.json, or bytes")
+    with reading(name):
+        return read_subwords(Path(name).read_bytes(), name)
+
+
+def tokenizer_of_data(meta: Meta, content: bytes | None, directory: str) -> Tokenizer:
+    """The tokenizer of prepared data: `meta` is its meta.json, `content` its tokenizer.json.
+
+    Raises UserError if it is not known, or cannot be used.
+    """
+    if meta.tokenizer == Bytes.name:
+        return Bytes()
+    if content is None:
+        raise UserError(f"{directory} has no tokenizer.json of its data")
+    return read_subwords(content, f"{directory}/tokenizer.json", end_of_text=meta.end_of_text)
+
+
+def text_bytes(tokenizer: Tokenizer, ids: Iterable[int], end_of_text: int | None) -> int:
+    """UTF-8 bytes of the text of `ids`; the ends of documents have none."""
+    ends = {*tokenizer.stop_tokens, tokenizer.end_of_text, end_of_text}
+    return tokenizer.byte_length([token for token in ids if token not in ends])
+
+
+def special_token(directory: Path, key: str) -> str | None:
+    """The token that tokenizer_config.json of a Hugging Face directory names, such as eos_token.  Raises UserError."""
+    token = _read_json(directory / "tokenizer_config.json").get(key)
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _with_end_of_text(name: str, end_of_text: str) -> Subwords:
+    """The tokenizer in the file `name`, or of that name on the hub.  Raises UserError."""
+    library = _library(f"--tokenizer {name}")
+    local = name.endswith(".json") or Path(name).is_file()
+    if local and file_size(Path(name)) is None:
+        raise UserError(f"--tokenizer {name} cannot be opened: no such file")
+    try:
+        tokenizer = (library.Tokenizer.from_file if local else library.Tokenizer.from_pretrained)(name)
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"--tokenizer {name} cannot be opened: {first_line(error)}") from None
+    with reading(name):
+        content = Path(name).read_bytes() if local else tokenizer.to_str().encode()
+    found = Subwords(tokenizer, Path(name).name if local else name, content, None, special_tokens=False)
+    found.end_of_text = found.id_of(end_of_text)
+    if found.end_of_text is None:
+        raise UserError(f"--tokenizer {name} has no token {end_of_text!r}; name its own with --end-of-text")
+    return found
+
+
+def _library(place: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(f"{place} needs `tokenizers`: pip install -e '.[data]'") from None
+    return tokenizers
 
 
 def _read_json(file: Path) -> dict:

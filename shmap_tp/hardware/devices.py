@@ -91,11 +91,12 @@ DEVICES = {
     "NVIDIA A100-SXM4-80GB": Device(312e12, 80e9, 2039e9, NVIDIA),
     "NVIDIA H100 80GB HBM3": Device(989e12, 80e9, 3350e9, NVIDIA),
     "NVIDIA H200": Device(989e12, 141e9, 4800e9, NVIDIA),
+    "NVIDIA B200": Device(2250e12, 180e9, 8000e9, NVIDIA),
 }
 """Figures by jax.Device.device_kind."""
 DEVICES["TPU v5p"] = DEVICES["TPU v5"]  # the name in some releases of libtpu
 
-GPU_LINK_RATE = {"NVIDIA A100": 300e9, "NVIDIA H100": 450e9, "NVIDIA H200": 450e9}
+GPU_LINK_RATE = {"NVIDIA A100": 300e9, "NVIDIA H100": 450e9, "NVIDIA H200": 450e9, "NVIDIA B200": 900e9}
 """Bytes/s of all NVLinks of one GPU in one direction, by the prefix of its device kind.  NVIDIA data sheets."""
 
 GENERATIONS = {

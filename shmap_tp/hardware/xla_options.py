@@ -67,6 +67,7 @@ COMPILER_OPTIONS = {
     "TPU v5 lite": ALL_MEMORY | {SCOPED_VMEM_KIB: "24576"},
     "TPU v5": ALL_MEMORY | ASYNC_PERMUTES | SPARSE_CORE_COLLECTIVES | {SCOPED_VMEM_KIB: "32768"},
     "TPU v6 lite": SPARSE_CORE_COLLECTIVES | {SCOPED_VMEM_KIB: "65536"},
+    "TPU7x": {SCOPED_VMEM_KIB: "61440"},
 }
 """Options for every training step, by jax.Device.device_kind."""
 COMPILER_OPTIONS["TPU v5p"] = COMPILER_OPTIONS["TPU v5"]
@@ -80,7 +81,7 @@ def compiler_options(kind: str, config: Config) -> dict[str, str]:
     return COMPILER_OPTIONS.get(kind, {}) | offload | collective_matmul | dict(config.run.compiler_options)
 
 
-def compile_with(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> Any:
+def compile_with(lowered: jax.stages.Lowered, options: Mapping[str, str | bool]) -> Any:
     """Compile `lowered` with `options`.  Raises UserError if this version of XLA has no such option for these devices,
     or rejects its value."""
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shmap_tp.data.text_codec import Tokenizer
+from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms
@@ -19,26 +19,27 @@ def answers(
     programs: GenerationPrograms,
     parameters: Transformer,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     options: Options,
     *,
     stop: Sequence[str] = (),
-    first_request: int = 0,
+    requests: Sequence[int] | None = None,
     show: Show | None = None,
 ) -> list[list[str]]:
-    """The answers to each prompt, options.samples of them.  An answer ends before a text in `stop`, before the end of
-    the document, after options.max_new_tokens, or where the context of the model ends.
+    """The answers to each prompt, text or ids, options.samples of them.
 
-    `first_request` is the number of the first prompt, on which sampling depends.
+    An answer ends before a text in `stop`, before the end of the document, after options.max_new_tokens, or where the
+    context of the model ends.
+
+    `requests` are the numbers of the prompts, on which sampling depends; by default 0, 1, 2 ...
     Raises UserError as `generator.stream` does, and if a text in `stop` is empty.
     """
     if "" in stop:
         raise UserError("a stop text is empty, so every answer would be; leave it out")
-    options = replace(options, stop_tokens=(*options.stop_tokens, *tokenizer.end_of_text))
-    ids = [tokenizer.encode(prompt) for prompt in prompts]
-    numbers = range(first_request, first_request + len(ids))
+    options = replace(options, stop_tokens=(*options.stop_tokens, *tokenizer.stop_tokens))
+    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     found = [_Answer(tokenizer, stop) for _ in range(len(ids) * options.samples)]
-    for pieces in stream(programs, parameters, ids, options, numbers):
+    for pieces in stream(programs, parameters, ids, options, requests):
         for row, (answer, piece) in enumerate(zip(found, pieces, strict=True)):
             new = answer.add(piece)
             if show and new:

@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from shmap_tp.data.metadata import read_meta
-from shmap_tp.data.text_codec import Tokenizer, text_bytes
-from shmap_tp.data.token_files import open_token_file
+from shmap_tp.config.schema import DataConfig
+from shmap_tp.data.batches import open_data
+from shmap_tp.data.metadata import Meta, read_meta
+from shmap_tp.data.token_files import AnyTokenFile, open_token_file
+from shmap_tp.data.tokenizer import Tokenizer, text_bytes
 from shmap_tp.errors import UserError
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.model.transformer import Transformer
@@ -18,12 +20,12 @@ def evaluate_file(
     program: ScoringProgram,
     parameters: Transformer,
     tokenizer: Tokenizer,
-    directory: str,
+    data: DataConfig,
     split: str,
     limits: tuple[int | None, int],
 ) -> dict[str, int | float]:
-    """Loss, perplexity, bits per byte and accuracy of the model on `split` of the data in `directory`, in sequences of
-    model.context tokens.
+    """Loss, perplexity, bits per byte and accuracy of the model on `split` of data.dir, in sequences of model.context
+    tokens.  data.dir may be a bucket, which is read as in training.
 
     loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the
     sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
@@ -33,12 +35,11 @@ def evaluate_file(
     Raises UserError if the data cannot be read, or has no text.
     """
     model = program.model
-    file = open_token_file(Path(directory), split, context=model.context, vocabulary=model.vocabulary)
-    meta = read_meta(Path(directory))
+    file, meta = _open(data, split, context=model.context, vocabulary=model.vocabulary)
     wanted, batch = limits
     count = min(wanted or len(file), len(file))
     nats, right, size = 0.0, 0, 0
-    for first in tqdm(range(0, count, batch), desc=f"{directory}/{split}.bin", unit=" batches", disable=None):
+    for first in tqdm(range(0, count, batch), desc=f"{data.dir}/{split}.bin", unit=" batches", disable=None):
         rows = file.read(np.arange(first, min(first + batch, count)))
         filled = np.concatenate([rows, np.repeat(rows[:1], batch - len(rows), axis=0)])  # one program for all batches
         likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled))
@@ -46,7 +47,7 @@ def evaluate_file(
         right += int(greedy.sum())
         size += sum(text_bytes(tokenizer, row[1:].tolist(), meta.end_of_text) for row in rows)
     if not size:
-        raise UserError(f"{directory}/{split}.bin: these {count} sequences hold only ends of documents, and no text")
+        raise UserError(f"{data.dir}/{split}.bin: these {count} sequences hold only ends of documents, and no text")
     tokens = count * model.context
     return {
         "sequences": count,
@@ -56,3 +57,11 @@ def evaluate_file(
         "bits_per_byte": nats / math.log(2) / size,
         "accuracy": right / tokens,
     }
+
+
+def _open(data: DataConfig, split: str, **sizes: int) -> tuple[AnyTokenFile, Meta]:
+    """The token file of `split`, and meta.json."""
+    if "://" in data.dir:
+        (file,), meta, _ = open_data(data, [split], **sizes)
+        return file, meta
+    return open_token_file(Path(data.dir), split, **sizes), read_meta(Path(data.dir))

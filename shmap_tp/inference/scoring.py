@@ -15,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.layers.embedding import OutputProjection, score
+from shmap_tp.model.loss import target_statistics
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import gather_between_slices
-from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.mesh import DP
 
 POSITIONS_MULTIPLE = 128
 """Sequences are padded to a multiple of this, so that similar lengths share one program."""
@@ -36,12 +37,14 @@ class ScoringProgram:
         self._specs, self._execution = programs.specs, programs.execution
         self._run = jax.jit(self._mapped())
 
-    def __call__(self, params: Transformer, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, params: Transformer, tokens: np.ndarray, *, multiple: int = POSITIONS_MULTIPLE
+    ) -> tuple[np.ndarray, np.ndarray]:
         """tokens[B, T] -> (log-likelihood of tokens[:, 1:] given those before, whether each is the most likely one),
-        float32[B, T-1] and bool[B, T-1]."""
+        float32[B, T-1] and bool[B, T-1].  The sequences are padded to a multiple of `multiple` positions."""
         batch, time = tokens.shape[0], tokens.shape[1] - 1
         rows = -(-batch // self._mesh.shape[DP]) * self._mesh.shape[DP]
-        length = min(-(-time // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, self.model.context)
+        length = min(-(-time // multiple) * multiple, self.model.context)
         padded = np.zeros((rows, length + 1), np.int32)
         padded[:batch, : time + 1] = tokens
         found = self._run(params, padded)
@@ -75,16 +78,5 @@ def _scores(
     projection: OutputProjection, vocabulary: int, h_ND: Float[Array, "N D"], targets_N: Int[Array, " N"]
 ) -> Scores:
     """One all-gather over mp of three values per position."""
-    logits_NV = score(h_ND, projection)
-    column_V = lax.axis_index(MP) * logits_NV.shape[1] + jnp.arange(logits_NV.shape[1])
-    logits_NV = jnp.where((column_V < vocabulary)[None], logits_NV, jnp.finfo(logits_NV.dtype).min)
-    is_target_NV = targets_N[:, None] == column_V[None]
-    max_N = jnp.max(logits_NV, axis=-1)
-    sum_N = jnp.sum(jnp.exp(logits_NV - max_N[:, None]), axis=-1)
-    target_N = jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1)
-    max_RN, sum_RN, target_RN = jnp.moveaxis(
-        lax.all_gather(jnp.stack([max_N, sum_N, target_N]), MP, to="invarying"), 1, 0
-    )
-    max_N, target_N = jnp.max(max_RN, axis=0), jnp.sum(target_RN, axis=0)
-    log_z_N = jnp.log(jnp.sum(sum_RN * jnp.exp(max_RN - max_N[None]), axis=0))
-    return target_N - max_N - log_z_N, target_N == max_N
+    found = target_statistics(score(h_ND, projection), targets_N, vocabulary)
+    return found.target_N - found.max_N - jnp.log(found.z_N), found.target_N == found.max_N

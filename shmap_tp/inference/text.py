@@ -1,4 +1,4 @@
-"""The tokenizer of a model: the one that its training data was made with."""
+"""The tokenizer of a model: that of its training data, or of its Hugging Face directory."""
 
 import hashlib
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 from etils import epath
 
-from shmap_tp.data.files import parse_json
+from shmap_tp.data.files import parse_json, reading
 from shmap_tp.data.metadata import META, TOKENIZER, read_meta
-from shmap_tp.data.text_codec import ByteTokenizer, SubwordTokenizer, Tokenizer, open_tokenizer_file
+from shmap_tp.data.tokenizer import Bytes, Tokenizer, open_tokenizer_file, read_subwords, special_token
 from shmap_tp.errors import UserError
 from shmap_tp.training.checkpoint_files import read_facts
 
@@ -35,12 +35,11 @@ def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> Tokenizer:
     name, sha256 = facts.get("name"), facts.get("sha256")
     meta = _meta(data_dir)
     if (name or meta.get("tokenizer")) == "bytes":
-        return ByteTokenizer()
+        return Bytes()
     for directory in (epath.Path(checkpoint).parent.parent, epath.Path(data_dir)):
         file = directory / TOKENIZER
         if file.exists() and sha256 in (None, hashlib.sha256(file.read_bytes()).hexdigest()):
-            end_of_text = meta.get("end_of_text")
-            return SubwordTokenizer(file.read_bytes(), str(file), () if end_of_text is None else (end_of_text,))
+            return read_subwords(file.read_bytes(), str(file), end_of_text=meta.get("end_of_text"))
     raise UserError(
         f"the tokenizer of {checkpoint} ({name or 'its name was not recorded'}) is not in its run directory, nor in "
         f"data.dir={data_dir};\nname its file with --tokenizer"
@@ -49,7 +48,10 @@ def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> Tokenizer:
 
 def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face directory; text ends at the eos_token_id of generation_config.json or
-    config.json.  Raises UserError if there is no tokenizer.json, or one of the files is damaged."""
+    config.json, and a prompt gets the special tokens that transformers adds.
+
+    Raises UserError if there is no tokenizer.json, or one of the files is damaged.
+    """
     file = directory / TOKENIZER
     if not file.is_file():
         raise UserError(f"{directory} has no {TOKENIZER}; copy it there, or name one with --tokenizer")
@@ -59,7 +61,12 @@ def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
             values = parse_json((directory / name).read_bytes(), directory / name)
             found = values.get("eos_token_id") if isinstance(values, dict) else None
             ids += found if isinstance(found, list) else [] if found is None else [found]
-    return SubwordTokenizer(file.read_bytes(), str(file), sorted({*ids}))
+    with reading(file):
+        tokenizer = read_subwords(file.read_bytes(), str(file), special_tokens=True)
+    tokenizer.end_of_text = tokenizer.id_of(special_token(directory, "eos_token"))
+    tokenizer.begin_of_text = tokenizer.id_of(special_token(directory, "bos_token"))
+    tokenizer.stop_tokens = tuple(sorted({*ids}))
+    return tokenizer
 
 
 def _meta(data_dir: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jax.sharding import Mesh
 
 from shmap_tp.config.schema import Config
-from shmap_tp.data.text_codec import Tokenizer
+from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.answers import answers
 from shmap_tp.inference.generator import Options, check_prompts

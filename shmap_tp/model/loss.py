@@ -20,6 +20,7 @@ mp. {+mp}: a partial sum, not yet reduced.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,35 @@ class LinearCrossEntropy:
         return jnp.pad(x, beyond, constant_values=filling).reshape(chunks, size, *x.shape[1:])
 
 
+class TargetStatistics(NamedTuple):
+    """What the probability of a target depends on, over a vocabulary sharded over mp."""
+
+    logits_NV: Float[Array, "N V"]
+    """Of this device's columns; the lowest number for padding."""
+    is_target_NV: Bool[Array, "N V"]
+    """Whether the column is the target."""
+    max_N: Float[Array, "N"]
+    """m, the largest logit of all columns."""
+    z_N: Float[Array, "N"]
+    """The sum of exp(logits - m) over all columns."""
+    target_N: Float[Array, "N"]
+    """The logit of the target; 0 where it is no column."""
+
+
+def target_statistics(logits_NV: Float[Array, "N V"], targets_N: Int[Array, "N"], vocabulary: int) -> TargetStatistics:
+    """Of each target, among the columns below `vocabulary`.  One all-gather of [3 N] over mp."""
+    column_V = lax.axis_index(MP) * logits_NV.shape[1] + jnp.arange(logits_NV.shape[1])
+    logits_NV = jnp.where((column_V < vocabulary)[None], logits_NV, jnp.finfo(logits_NV.dtype).min)
+    is_target_NV = targets_N[:, None] == column_V[None]
+    max_N = jnp.max(logits_NV, axis=-1)
+    sum_N = jnp.sum(jnp.exp(logits_NV - max_N[:, None]), axis=-1)
+    target_N = jnp.sum(jnp.where(is_target_NV, logits_NV, 0.0), axis=-1)
+    parts = lax.all_gather(jnp.stack([max_N, sum_N, target_N]), MP, to="invarying")  # [mp 3 N]
+    m_N = jnp.max(parts[:, 0], axis=0)
+    z_N = jnp.sum(parts[:, 1] * jnp.exp(parts[:, 0] - m_N[None]), axis=0)
+    return TargetStatistics(logits_NV, is_target_NV, m_N, z_N, jnp.sum(parts[:, 2], axis=0))
+
+
 @dataclass(frozen=True)
 class _Scores:
     """Softmax statistics of each position of a chunk."""
@@ -100,18 +130,10 @@ def _scores(
     """One matmul, one all-gather of [3 N] over mp."""
     logits_NV = score(h_ND, projection)
     with jax.named_scope("cross_entropy"):
-        rows = projection.weight.shape[0]
-        column_V = lax.axis_index(MP) * rows + jnp.arange(rows)
-        logits_NV = jnp.where((column_V < vocabulary)[None], logits_NV, jnp.finfo(logits_NV.dtype).min)
-        is_target_NV = targets_N[:, None] == column_V[None]
-        max_N = jnp.max(logits_NV, axis=-1)
-        sum_N = jnp.sum(jnp.exp(logits_NV - max_N[:, None]), axis=-1)
-        target_N = jnp.sum(jnp.where(is_target_NV, logits_NV, 0.0), axis=-1)
-        parts = lax.all_gather(jnp.stack([max_N, sum_N, target_N]), MP, to="invarying")  # [mp 3 N]
-        m_N = jnp.max(parts[:, 0], axis=0)
-        z_N = jnp.sum(parts[:, 1] * jnp.exp(parts[:, 0] - m_N[None]), axis=0)
-        nll_N = jnp.log(z_N) - (jnp.sum(parts[:, 2], axis=0) - m_N)
-        return _Scores(jnp.exp(logits_NV - m_N[:, None]), is_target_NV, z_N, jnp.log(z_N) + m_N, nll_N)
+        found = target_statistics(logits_NV, targets_N, vocabulary)
+        nll_N = jnp.log(found.z_N) - (found.target_N - found.max_N)
+        exp_NV = jnp.exp(found.logits_NV - found.max_N[:, None])
+        return _Scores(exp_NV, found.is_target_NV, found.z_N, jnp.log(found.z_N) + found.max_N, nll_N)
 
 
 def _add(how: LinearCrossEntropy, sums: Sums, scores: _Scores, share_N: Float[Array, "N"]) -> Sums:

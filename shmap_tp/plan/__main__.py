@@ -1,14 +1,17 @@
-"""Plan a training run on a TPU slice: memory, communication, step time, and the fastest configuration.
+"""Plan a training run on TPUs or GPUs that are not there: memory, communication, step time, the best configuration.
 
-    python -m shmap_tp.plan --version v5e --devices 16 --model gptj_6b                 search the fastest step
-    python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8               one mesh in detail
-    python -m shmap_tp.plan --version v5e --model gptj_6b --dp 2 --mp 8 --plot step.png    and a timeline of its step
-    python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml           the step of a file
-    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR          search for a Hugging Face model
-    python -m shmap_tp.plan --model gptj_6b --dp 2 --mp 8 --ledger                    only its communication
+    python -m shmap_tp.plan --version v5e --devices 16 --model 6b                   search the fastest step
+    python -m shmap_tp.plan --version h100 --nodes 1 --model llama3_8b              the same on a node of 8 GPUs
+    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR        the same for a Hugging Face model
+    python -m shmap_tp.plan --versions v5e,v6e --devices 16,64 --model 6b --tokens 1e11 --price v5e=1.2,v6e=2.7
+                                                                                    time and cost of a run
+    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8                  one mesh in detail
+    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8 --plot step.png  and a timeline of its step
+    python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml         the step of a file
+    python -m shmap_tp.plan --model 6b --dp 2 --mp 8 --ledger                       only its communication
 
-Nothing runs on a TPU: the TPU compiler compiles the training step for the slice, and the compiled schedule is
-simulated.  --ledger needs no compiler.
+Nothing runs on a TPU or a GPU: their own compilers compile the training step, and the compiled schedule is simulated.
+For GPUs its time is an estimate by formulas.  --ledger needs no compiler.
 """
 
 import argparse
@@ -20,7 +23,6 @@ import jax.numpy as jnp
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import GENERATIONS
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan.benchmark import append_json, config_from_flags, run_command
 from shmap_tp.plan.communication.analytic import analytic_communication
@@ -30,21 +32,25 @@ from shmap_tp.plan.communication.ledger import table, without_trivial_axes
 from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.memory import format_memory, memory_by_kind
 from shmap_tp.plan.plot import PlannedMemory, plot_step
-from shmap_tp.plan.predict import Prediction, predict
-from shmap_tp.plan.report import FORMULA, Row, format_row
+from shmap_tp.plan.predict import Prediction
+from shmap_tp.plan.report import FORMULA, PREDICTED, Row, format_row
 from shmap_tp.plan.search.command import search_command
-from shmap_tp.plan.topologies import find_slice
+from shmap_tp.plan.targets import VERSIONS, devices_of_nodes, find_target, predict_on
 
 DEFAULTS = ("6_9b", 1, 16)
 """(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""
+MINUTES = 30.0
+"""Of a search, where --minutes is not given."""
 
 
 def main(arguments: argparse.Namespace) -> None:
-    check_version(arguments)
+    check_versions(arguments)
+    arguments.devices = devices_of_nodes(arguments.version, arguments.nodes) or arguments.devices
     one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)
     if (not arguments.devices and not one_mesh) or (arguments.devices and (arguments.dp or arguments.mp)):
         raise UserError("give --dp and --mp for one mesh, or --devices to search those of that many devices, or --cfg")
     check_search_flags(arguments)
+    arguments.minutes = arguments.minutes or MINUTES
     if arguments.from_pretrained and (arguments.model or arguments.cfg):
         raise UserError("--from-pretrained, --model and --cfg each name a model; give one")
     if arguments.ledger and arguments.devices:
@@ -61,15 +67,16 @@ def main(arguments: argparse.Namespace) -> None:
         plan_one_mesh(arguments)
 
 
-def check_version(arguments: argparse.Namespace) -> None:
+def check_versions(arguments: argparse.Namespace) -> None:
+    """Raises UserError for an unknown name in --versions."""
     for version in (arguments.versions or arguments.version).split(","):
-        if version not in GENERATIONS:
-            raise UserError(f"--version {version}: unknown TPU version; use one of {', '.join(GENERATIONS)}")
+        if version not in VERSIONS:
+            raise UserError(f"--versions {version}: unknown; use some of {', '.join(VERSIONS)}, separated by commas")
 
 
 def check_search_flags(arguments: argparse.Namespace) -> None:
     """Refuse flags of the search that would be ignored, and values that it cannot use."""
-    of_search = ("versions", "tokens", "price", "recipe", "jobs")
+    of_search = ("versions", "minutes", "tokens", "price", "recipe", "jobs")
     ignored = [f"--{name}" for name in of_search if vars(arguments)[name] is not None]
     if not arguments.devices and ignored:
         raise UserError(f"{ignored[0]} applies to the search; give --devices, or omit it")
@@ -84,9 +91,9 @@ def check_search_flags(arguments: argparse.Namespace) -> None:
 def plan_one_mesh(arguments: argparse.Namespace) -> None:
     """Print the predicted row of a mesh, its memory, and its communication as planned and as compiled."""
     config = config_from_flags(arguments, *DEFAULTS)
-    target = find_slice(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
+    target = find_target(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
     print(f"compiling the step for {target} ...", flush=True)
-    prediction = predict(config, target, record=arguments.plot is not None)
+    prediction = predict_on(config, target, record=arguments.plot is not None)
     save_rows([prediction.row], arguments)
     print(format_row(prediction.row))
     print(FORMULA)
@@ -107,7 +114,7 @@ def write_plot(config: Config, prediction: Prediction, file: Path) -> None:
     memory = PlannedMemory(memory_by_kind(prediction.programs, compiled), compiled.limit_bytes, compiled.host_bytes)
     title = (
         f"{row.model} on {row.devices} x {row.device_kind}, dp={row.dp}, mp={row.mp}, {row.microbatches} microbatches, "
-        f"tensor parallelism {row.tensor_parallel}, zero {row.zero}: predicted"
+        f"tensor parallelism {row.tensor_parallel}, zero {row.zero}: {row.kind}"
     )
     sizes = {DP: config.mesh.dp // config.mesh.slices, MP: config.mesh.mp}  # a module is that of one slice
     plot_step(prediction.schedule, memory, sizes, title, file)
@@ -131,7 +138,7 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
     compared.
     """
     planned, sizes = planned_communication(config), {DP: config.mesh.dp, MP: config.mesh.mp}
-    if config.mesh.slices > 1:
+    if config.mesh.slices > 1 and prediction.row.kind == PREDICTED:
         found = inter_slice_communication(prediction.text)
         print(f"\nCOMPILED COLLECTIVES between slices: {compare_dcn(planned, found)}")
         print(table(found))
@@ -156,12 +163,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shmap_tp.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", default="v3", help=f"TPU version (default v3): {', '.join(GENERATIONS)}")
+    parser.add_argument("--version", default="v3", choices=VERSIONS, help="TPU version or GPU (default v3)")
     parser.add_argument("--topology", help="chips along each side of a slice, such as 4x8x8 (default: most compact)")
+    parser.add_argument("--nodes", type=int, help="nodes of 8 GPUs: search the best configuration")
     parser.add_argument("--slices", type=int, help="number of slices that dp spans (default 1)")
     parser.add_argument("--cfg", metavar="FILE", help="plan the step of FILE, such as a recipe of conf/recipes")
     parser.add_argument("--devices", metavar="N", help="devices of all slices together: search the best configuration")
-    parser.add_argument("--minutes", type=float, default=30.0, help="time of the search (default 30)")
+    parser.add_argument("--minutes", type=float, help="time of the search at most (default 30)")
     parser.add_argument("--jobs", type=int, help="compilations at a time (default: as cores and memory allow)")
     parser.add_argument("--recipe", metavar="FILE", help="write the fastest configuration to FILE")
     parser.add_argument("--tokens", type=float, help="tokens of the whole run: prints its time, and its cost")

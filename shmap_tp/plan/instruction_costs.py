@@ -17,6 +17,8 @@ KERNEL_EFFICIENCY = 0.6
 docs/performance-notes.md for where the number comes from."""
 
 KERNEL = "tpu_custom_call"
+GPU_LIBRARIES = ("__cublas", "__cudnn")
+"""Prefixes of the calls of a library in a module for GPUs; their times are in gpu/costs.py."""
 
 SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Matmuls per block.  fwd: scores, values.  dq: scores, dp, dq.  dkv: scores, dv, dp, dk; and dq where the kernel also
@@ -35,8 +37,8 @@ def compute_seconds(instruction: Instruction, computation: Computation, device: 
 
 def is_annotation(instruction: Instruction) -> bool:
     """A custom call that is neither estimated nor a kernel takes no time: AllocateBuffer, for example."""
-    is_estimated = instruction.estimated_cycles is not None
-    return instruction.opcode == "custom-call" and not is_estimated and KERNEL not in instruction.attributes
+    is_kernel = any(name in instruction.attributes for name in (KERNEL, *GPU_LIBRARIES))
+    return instruction.opcode == "custom-call" and instruction.estimated_cycles is None and not is_kernel
 
 
 def bytes_accessed(instruction: Instruction, computation: Computation) -> float:

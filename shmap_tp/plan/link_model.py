@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shmap_tp.hardware.devices import NETWORK_RATE, Generation
+from shmap_tp.hardware.devices import DEVICES, NETWORK_RATE, Generation
 
 HOP_LATENCY = 1e-6
 """Seconds per hop (scaling book, same chapter)."""
@@ -49,6 +49,15 @@ class LinkModel:
     def of(cls, generation: Generation, coordinates: Coordinates) -> "LinkModel":
         at = np.array(coordinates)
         return cls(generation, at, tuple(int(side) + 1 for side in at[:, :3].max(axis=0)))
+
+    @property
+    def devices(self) -> int:
+        return len(self.coordinates)
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s of one device's memory."""
+        return DEVICES[self.generation.kind].memory_rate
 
     @property
     def host_rate(self) -> float:

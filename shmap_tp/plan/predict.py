@@ -66,7 +66,7 @@ class Prediction:
         """Facts that a reader of the scheduled module needs in addition to its text."""
         return {
             "device_kind": self.row.device_kind,
-            "coords": coordinates(self.mesh),
+            **({"coords": coordinates(self.mesh)} if hasattr(self.mesh.devices.flat[0], "coords") else {}),
             "model_flops_per_device": self.row.model_flops_per_device,
         }
 
@@ -115,12 +115,12 @@ def predict(
             config, kernel_name(programs.attention), len(devices), table_peak(kind, len(devices)), components
         ),
         **mesh_fields(mesh, config),
-        **_schedule_fields(schedule),
+        **schedule_fields(schedule),
     )
     return Prediction(row, compiled, mesh, programs, schedule)
 
 
-def _schedule_fields(schedule: SimulatedSchedule | None) -> dict:
+def schedule_fields(schedule: SimulatedSchedule | None) -> dict:
     """The fields of a Row that come from the simulation."""
     if schedule is None:
         return {}

@@ -15,6 +15,7 @@ from shmap_tp.plan.calibration import format_calibration
 from shmap_tp.plan.communication.ledger import format_bytes
 
 EXPLICIT, GSPMD = "explicit", "gspmd"
+PREDICTED, ESTIMATED = "predicted", "estimated"
 
 FORMULA = (
     "MFU = tokens/s x model FLOPs per token (causal attention counted at half, recomputation not counted) / peak; "
@@ -28,7 +29,8 @@ class Row:
 
     kind: str
     """measured: timed on the named devices.  emulated: timed on emulated CPU devices.  predicted: compiled for the
-    named devices by their own compiler, and its schedule simulated."""
+    named devices by their own compiler, and its schedule simulated.  estimated: compiled for GPUs, memory and
+    collectives as compiled; the time is by formulas that no GPU has confirmed (gpu/)."""
     program: str
     """explicit: our step.  gspmd: the same step sharded by the compiler (benchmarks/gspmd_baseline.py)."""
     model: str
@@ -228,7 +230,9 @@ def _format_time(row: Row) -> list[str]:
     ]
     if row.mfu is not None:
         lines.append(f"  MFU            {row.mfu:.1%}, HFU {row.hfu:.1%} of {row.peak_source}")
-    if row.kind == "predicted":
+    if row.kind == ESTIMATED:
+        lines.append("  calibration    none: the time is an estimate by formulas, which no GPU has confirmed")
+    if row.kind == PREDICTED:
         lines.append(f"  calibration    {format_calibration(row.device_kind, row.step_seconds)}")
     if row.comm_seconds is not None:
         lines.append(

@@ -1,4 +1,6 @@
-"""Simulate the schedule of a compiled TPU module: its instructions in order, with asynchronous transfers in flight.
+"""Simulate the schedule of a compiled module: its instructions in order, with asynchronous transfers in flight.
+
+Of a module for TPUs (for GPUs see gpu/costs.py and gpu/links.py):
 
     compute       `instruction_costs`: the compiler's own estimate of cycles where there is one
     collectives   `link_model`: each begins when earlier ones on the same links have ended.  A synchronous collective
@@ -16,7 +18,9 @@ devices.  benchmarks/RESULTS.md compares predictions with published measurements
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.plan.hlo_parser import Computation, Instruction, Module
@@ -84,12 +88,24 @@ class SimulatedSchedule:
             self.timeline.append(Interval(kind, label, begin, end, collective))
 
 
+Compute = Callable[[Instruction, Computation], tuple[float, float]]
+"""(seconds, bytes whose time had to be derived from the memory bandwidth) of an instruction that is no transfer."""
+
+
 def simulate(module: Module, link_model: LinkModel, *, record: bool = False) -> SimulatedSchedule:
     """Simulate one run of a module; with `record`, keep a timeline of it.
 
     Raises ValueError where the trip count of a loop or the cost of an operation is unknown.
     """
-    return _Simulator(module, link_model, record).run(module.entry)
+    device = DEVICES[link_model.generation.kind]
+    return simulate_with(module, TransferCosts(module, link_model), partial(compute_seconds, device=device), record)
+
+
+def simulate_with(
+    module: Module, transfers: TransferCosts, compute: Compute, record: bool = False
+) -> SimulatedSchedule:
+    """Simulate one run of a module with these costs.  Raises ValueError as `simulate` does."""
+    return _Simulator(module, transfers, compute, record).run(module.entry)
 
 
 def source_scope(instruction: Instruction) -> str:
@@ -105,11 +121,8 @@ def source_scope(instruction: Instruction) -> str:
 
 
 class _Simulator:
-    def __init__(self, module: Module, link_model: LinkModel, record: bool):
-        self._module = module
-        self._transfers = TransferCosts(module, link_model)
-        self._device = DEVICES[link_model.generation.kind]
-        self._record = record
+    def __init__(self, module: Module, transfers: TransferCosts, compute: Compute, record: bool):
+        self._module, self._transfers, self._seconds, self._record = module, transfers, compute, record
 
     def run(self, computation: Computation) -> SimulatedSchedule:
         """One run of a computation; every asynchronous operation that it starts is scheduled within it."""
@@ -152,7 +165,7 @@ class _Simulator:
         schedule.spend(scope, seconds)
 
     def _compute(self, schedule: SimulatedSchedule, instruction: Instruction, computation: Computation) -> None:
-        seconds, unestimated = compute_seconds(instruction, computation, self._device)
+        seconds, unestimated = self._seconds(instruction, computation)
         scope = source_scope(instruction)
         schedule.unestimated_bytes += unestimated
         schedule.record("compute", scope, schedule.seconds, schedule.seconds + seconds)

@@ -6,13 +6,14 @@ collective along.  In the last case every one of these fusions contains the same
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.plan.communication.from_hlo import replica_groups
 from shmap_tp.plan.hlo_parser import Computation, Instruction, Module, array_bytes
 from shmap_tp.plan.instruction_costs import bytes_accessed
-from shmap_tp.plan.link_model import DirectedLinks, LinkModel
+from shmap_tp.plan.link_model import DirectedLinks
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -28,6 +29,30 @@ LINKS, NETWORK, LOCAL_COPIES, SPARSE_CORES = "links", "network", "copies", "spar
 
 COLLECTIVE_CHANNELS = (LINKS, NETWORK)
 """Channels of collectives, including those that the SparseCores execute.  All other channels carry copies."""
+
+
+@runtime_checkable
+class Links(Protocol):
+    """How long transfers take: `link_model.LinkModel` of a TPU slice, `gpu.links.GpuLinks` of GPU nodes."""
+
+    @property
+    def devices(self) -> int: ...
+
+    @property
+    def memory_rate(self) -> float: ...
+
+    @property
+    def host_rate(self) -> float: ...
+
+    def collective_seconds(
+        self, kind: str, full_bytes: float, group: Sequence[int], *, one_ring: bool = False
+    ) -> float: ...
+
+    def permute_seconds(self, size: float, pairs: Sequence[tuple[int, int]]) -> float: ...
+
+    def links_of_permute(self, pairs: Sequence[tuple[int, int]]) -> DirectedLinks | None: ...
+
+    def inter_slice_seconds(self, kind: str, size: float, slices: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -50,10 +75,10 @@ class Transfer:
 class TransferCosts:
     """Recognises the transfers of a module and computes their durations."""
 
-    def __init__(self, module: Module, link_model: LinkModel):
+    def __init__(self, module: Module, link_model: Links):
         self._module = module
         self._link_model = link_model
-        self._memory_rate = DEVICES[link_model.generation.kind].memory_rate
+        self._memory_rate = link_model.memory_rate
 
     def started(self, instruction: Instruction, computation: Computation) -> Transfer | None:
         """The transfer that this instruction starts asynchronously; None for any other instruction."""
@@ -123,7 +148,7 @@ class TransferCosts:
         size = _result_bytes(collective)
         if kind == "collective-permute":
             return self._link_model.permute_seconds(size, _source_target_pairs(collective.attributes))
-        group = sorted(min(replica_groups(collective.attributes, len(self._link_model.coordinates)), key=min))
+        group = sorted(min(replica_groups(collective.attributes, self._link_model.devices), key=min))
         full_bytes = size * len(group) if kind == "reduce-scatter" else size
         if within is not None and within.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # an all-reduce of the full array, of which each device keeps its shard

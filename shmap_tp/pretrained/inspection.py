@@ -1,5 +1,6 @@
 """What `python -m shmap_tp.pretrained inspect` prints about a Hugging Face directory."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +36,31 @@ def inspect(name: str) -> str:
     Raises UserError for what is not supported, and for weights that are missing or damaged.
     """
     source = open_source(name)
-    config = _config(name, mp=1)
+    config = _config(name)
     model, terms = config.model, parameter_terms(config.model)
     options = [f"{key}={plain(getattr(model, key))}" for key in SHOWN if getattr(model, key) not in (None, False)]
     limit = source.family.context_limit(source.config)
     lines = [f"{source.directory}: {source.family.architecture}", "", "  " + " ".join(options)]
     lines += [f"  context up to {limit.tokens} ({limit.reason}); {model.context} unless model.context is given", ""]
-    lines += [f"  {what:<12}{count:>16,}" for what, count in terms.items() if count]
-    lines += [f"  {'parameters':<12}{sum(terms.values()):>16,}", ""]
-    fitting, refusal = _fitting_mp(name)
+    lines += [f"  {what:<24}{count:>16,}" for what, count in terms.items() if count]
+    lines += [f"  {'parameters':<24}{sum(terms.values()):>16,}", ""]
+    fitting, refusal = _fitting_mp(config)
     lines += [f"  mesh.mp in {{{', '.join(map(str, fitting))}}}" + (f"; {refusal}" if refusal else ""), ""]
     return "\n".join([*lines, *(f"  {line}" for line in (_weights(source, config), _tokenizer(source)))])
 
 
-def _config(name: str, mp: int) -> Config:
-    overrides = ["model=pretrained", f"model.from_pretrained={compose.quoted(name)}", "mesh.dp=1", f"mesh.mp={mp}"]
+def _config(name: str) -> Config:
+    overrides = ["model=pretrained", f"model.from_pretrained={compose.quoted(name)}", "mesh.dp=1", "mesh.mp=1"]
     return load(str(compose.CONF / "config.yaml"), overrides)
 
 
-def _fitting_mp(name: str) -> tuple[list[int], str | None]:
+def _fitting_mp(config: Config) -> tuple[list[int], str | None]:
     """The tensor-parallel sizes up to MAX_MP that the model can be sharded over; why the first other one does not
     fit."""
     fitting, refusal = [], None
     for mp in range(1, MAX_MP + 1):
         try:
-            validate(_config(name, mp))
+            validate(replace(config, mesh=replace(config.mesh, mp=mp)))
             fitting.append(mp)
         except UserError as error:
             refusal = refusal or str(error)

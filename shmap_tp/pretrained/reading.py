@@ -1,7 +1,7 @@
 """Parameters of a Hugging Face directory, each device's shard read from the byte ranges that it needs.
 
-A parameter is read in pieces of at most PIECE_BYTES per process, so that beside its shards a process holds little.  An
-index that several devices of a process have (replicas over dp) is read once for all of them.
+A parameter is read in blocks of about BLOCK_BYTES per process, so that beside its shards a process holds little.  A
+shard that several devices of a process have (replicas over dp) is read once for all of them.
 """
 
 import math
@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array
 from tqdm import tqdm
 
@@ -20,12 +23,10 @@ from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.partitioning import is_stacked
+from shmap_tp.pretrained.blocks import BLOCK_BYTES, blocks
 from shmap_tp.pretrained.layout import Layout
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.tensor_files import StoredTensor
-
-PIECE_BYTES = 256 * 2**20
-"""About how much of a parameter a process reads before it is copied to the devices."""
 
 
 def paths_of(parameters: Transformer) -> dict[str, Any]:
@@ -117,49 +118,59 @@ def _reader(layout: Layout, tensors: list[StoredTensor], stacked: bool, dtype: n
 
 
 def _read_parameter(leaf: jax.ShapeDtypeStruct, read: Reader) -> Array:
-    """The whole parameter, read piece by piece along a dim that is not sharded."""
-    dim = _unsharded_dim(leaf)
+    """The whole parameter, read block by block of every shard."""
+    shard = leaf.sharding.shard_shape(leaf.shape)
     local = {str(index) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
-    size = len(local) * _bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-    pieces = 1 if dim is None else min(leaf.shape[dim], math.ceil(size / PIECE_BYTES))
-    if pieces == 1:
-        return _read_piece(leaf, read, 0, 0, leaf.shape[0])
-    length = math.ceil(leaf.shape[dim] / pieces)
+    parts = list(blocks(shard, leaf.dtype.itemsize, BLOCK_BYTES // len(local)))
+    if len(parts) == 1:
+        return _read_block(leaf, read, *parts[0])
     whole = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
-    for start in range(0, leaf.shape[dim], length):
-        piece = _read_piece(leaf, read, dim, start, min(start + length, leaf.shape[dim]))
-        whole = jax.block_until_ready(_insert(whole, piece, start, dim))
+    insert = _inserting(leaf.sharding)
+    for first, size in parts:
+        whole = jax.block_until_ready(insert(whole, _read_block(leaf, read, first, size), first))
     return whole
 
 
-@jax.jit(static_argnums=3, donate_argnums=0)
-def _insert(whole: Array, piece: Array, start: Array | int, dim: int) -> Array:
-    return lax.dynamic_update_slice_in_dim(whole, piece, start, dim)
+def _inserting(sharding: NamedSharding) -> Callable[[Array, Array, tuple[int, ...]], Array]:
+    """(whole, block, first) -> `whole`, which is donated, with the block of every shard in its place."""
+
+    def insert(whole: Array, block: Array, first: tuple[Array, ...]) -> Array:
+        return lax.dynamic_update_slice(whole, block, first)
+
+    specs = (sharding.spec, sharding.spec, P())
+    sharded = jax.shard_map(insert, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec)
+    return jax.jit(sharded, donate_argnums=0)
 
 
-def _read_piece(leaf: jax.ShapeDtypeStruct, read: Reader, dim: int, start: int, stop: int) -> Array:
-    """`leaf` from `start` to `stop` along `dim`, with its sharding."""
-    shape = (*leaf.shape[:dim], stop - start, *leaf.shape[dim + 1 :])
-    done: dict[tuple, np.ndarray] = {}
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        key = tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
-        if key not in done:
-            moved = [slice(*one) for one in key]
-            moved[dim] = slice(key[dim][0] + start, key[dim][1] + start)
-            done[key] = read(tuple(moved), leaf.shape)
-        return done[key]
-
-    return jax.make_array_from_callback(shape, leaf.sharding, part)
-
-
-def _unsharded_dim(leaf: jax.ShapeDtypeStruct) -> int | None:
-    """The longest dim of those that are not sharded, or the first where it is one (stacked layers); None if all are."""
+def _read_block(leaf: jax.ShapeDtypeStruct, read: Reader, first: tuple[int, ...], size: tuple[int, ...]) -> Array:
+    """The block [first, first + size) of every shard of `leaf`, one shard's after the other's."""
     shard = leaf.sharding.shard_shape(leaf.shape)
-    whole = [dim for dim, (part, size) in enumerate(zip(shard, leaf.shape, strict=True)) if part == size]
-    if not whole:
-        return None
-    return 0 if whole[0] == 0 and len(leaf.shape) > 2 else max(whole, key=lambda dim: leaf.shape[dim])
+    shape = tuple(n * whole // part for n, whole, part in zip(size, leaf.shape, shard, strict=True))
+    done: dict[tuple[int, ...], np.ndarray] = {}
+
+    def of_shard(index: tuple[slice, ...]) -> np.ndarray:
+        number = tuple(one.indices(length)[0] // n for one, length, n in zip(index, shape, size, strict=True))
+        if number not in done:
+            starts = [k * part + at for k, part, at in zip(number, shard, first, strict=True)]
+            done[number] = read(
+                tuple(slice(start, start + n) for start, n in zip(starts, size, strict=True)), leaf.shape
+            )
+        return done[number]
+
+    return jax.make_array_from_callback(shape, leaf.sharding, of_shard)
+
+
+def held_in(shapes: Transformer, dtype: DTypeLike) -> Transformer:
+    """`shapes` with the matrices of `dtype`.  Vectors, which norms compute with, stay as they are.
+
+    A model that computes in `dtype` gives the same bits: every use of a matrix casts it to that first.
+    """
+
+    def held(leaf: jax.ShapeDtypeStruct, stacked: bool) -> jax.ShapeDtypeStruct:
+        is_matrix = len(leaf.shape) - stacked > 1
+        return jax.ShapeDtypeStruct(leaf.shape, dtype if is_matrix else leaf.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(held, shapes, is_stacked(shapes))
 
 
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:

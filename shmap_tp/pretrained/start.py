@@ -8,13 +8,14 @@ from pathlib import Path
 
 import jax
 
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, Precision
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.pretrained.reading import load_parameters
+from shmap_tp.pretrained.reading import held_in, load_parameters
 from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.runtime.console import say
 from shmap_tp.runtime.files import writing
+from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.step import CONFIGURED, Components
 
 RECORD = "pretrained"
@@ -65,9 +66,12 @@ def recorded_source(checkpoint: PathLike, config: Config) -> Source | None:
     return None
 
 
-def pretrained_parameters(config: Config, shapes: Transformer) -> tuple[Transformer, Source]:
-    """(the parameters of model.from_pretrained, where they are from).  Raises UserError if they cannot be read."""
+def pretrained_parameters(config: Config, shapes: Transformer, dtype: str = "float32") -> tuple[Transformer, Source]:
+    """(the parameters of model.from_pretrained with their matrices of the precision `dtype`, where they are from).
+
+    Raises UserError if they cannot be read.
+    """
     if config.model.from_pretrained is None:
         raise UserError("model.from_pretrained=null names no Hugging Face directory")
     source = open_source(config.model.from_pretrained)
-    return load_parameters(source, config.model, shapes), source
+    return load_parameters(source, config.model, held_in(shapes, compute_dtype(Precision(dtype)))), source

@@ -178,14 +178,22 @@ def place_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.d
     return tensors
 
 
-def create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
-    """Write the header of `place_tensors` and reserve the space of all tensors, so that a full disk is noticed now."""
-    header = _header_bytes(shapes, dtype)
-    size = len(header) + sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+def reserve(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
+    """Make a new file with the space that the header and all tensors need, so that a full disk is noticed now.
+
+    Before `write_header` no program takes it for a safetensors file: its header has no bytes.
+    """
+    size = len(_header_bytes(shapes, dtype)) + sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with file.open("wb") as stream:
-        stream.write(header)
-        stream.flush()
         os.posix_fallocate(stream.fileno(), 0, size)
+
+
+def write_header(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
+    """Write the header of `place_tensors` into a file whose tensors are written, and all of it to the disk."""
+    with file.open("r+b") as stream:
+        stream.write(_header_bytes(shapes, dtype))
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _header_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> bytes:

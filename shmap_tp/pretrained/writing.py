@@ -1,13 +1,13 @@
-"""A Hugging Face directory written from parameters on any mesh.
+"""A Hugging Face directory written from parameters on any mesh, or from those of a checkpoint, block by block.
 
-The files are created first, with the place of every tensor.  Then each process writes the shards that it has (of
-replicas the first) into their byte ranges, layer by layer: nothing is gathered, and no process holds more than its
-shards and one layer of one of them.  The directory has another name until it is complete.
+The space of the files is reserved first, with a place for every tensor.  Then each process writes the blocks that it
+has into their byte ranges: nothing is gathered, and beside its shards a process holds a few blocks (blocks.py).  The
+headers of the files and config.json are written last, and until then the directory has another name: what an export
+that was killed leaves cannot be read as a model.
 """
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,15 +19,18 @@ import jax
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jaxtyping import Array
+from jaxtyping import Float
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import StorageError, UserError
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.pretrained.blocks import BLOCK_BYTES, blocks
 from shmap_tp.pretrained.families import FAMILIES
 from shmap_tp.pretrained.family import Family
-from shmap_tp.pretrained.layout import Layout
+from shmap_tp.pretrained.layout import Layout, Ranges
+from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import INDEX, Source
-from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, create, place_tensors
+from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, place_tensors, reserve, write_header
 
 MAX_SHARD_BYTES = 5 * 10**9
 """The largest file that is written, unless a single tensor is larger: the default of transformers 4."""
@@ -69,37 +72,75 @@ def target_of(model: ModelConfig, source: Source | None) -> Target:
     )
 
 
+Piece = tuple[str, Ranges, Float[np.ndarray, "..."]]
+"""(path of a parameter, a box of it, its values)."""
+
+
 def save_parameters(
-    out: Path, target: Target, model: ModelConfig, parameters: "Parameters", dtype: str, *, shard_bytes: int
+    out: Path,
+    target: Target,
+    model: ModelConfig,
+    stacked: Mapping[str, bool],
+    pieces: Iterable[Piece],
+    dtype: str,
+    *,
+    shard_bytes: int,
 ) -> None:
     """Write the directory `out`, which does not exist or is empty; every process calls it.
 
+    `stacked` has the path of every parameter, and whether it is stacked over layers; `pieces` are what this process
+    writes of them.
     Raises UserError if `out` is not empty or `dtype` is not one of OUTPUT_DTYPES, StorageError if it cannot be written.
     """
     if dtype not in OUTPUT_DTYPES:
         raise UserError(f"dtype {dtype} cannot be written; use one of {', '.join(OUTPUT_DTYPES)}")
-    layouts = target.family.layouts(model, parameters.stacked)
-    files = _divide(_tensor_shapes(layouts, parameters.stacked, model.layers), OUTPUT_DTYPES[dtype], shard_bytes)
-    with _complete_directory(out) as (directory, once):
-        places: dict[str, StoredTensor] = {}
+    layouts, kind = target.family.layouts(model, stacked), OUTPUT_DTYPES[dtype]
+    files = _divide(_tensor_shapes(layouts, stacked, model.layers), kind, shard_bytes)
+    temporary = out.with_name(out.name + ".incomplete")
+    places: dict[str, StoredTensor] = {}
+    for name, shapes in files.items():
+        places |= place_tensors(temporary / name, shapes, kind)
+
+    def reserve_all() -> None:
         for name, shapes in files.items():
-            once(lambda name=name, shapes=shapes: create(directory / name, shapes, OUTPUT_DTYPES[dtype]))
-            places |= place_tensors(directory / name, shapes, OUTPUT_DTYPES[dtype])
-        once(lambda: _write_companions(directory, target, files, places, dtype))
-        for path, array in parameters.arrays:
-            row, layout = layouts[path]
-            names = [row.theirs.format(layer=layer) for layer in range(model.layers if parameters.stacked[path] else 1)]
-            _write_parameter(array, layout, [places[name] for name in names], parameters.stacked[path])
+            reserve(temporary / name, shapes, kind)
+
+    def finish() -> None:
+        for name, shapes in files.items():
+            write_header(temporary / name, shapes, kind)
+        _write_companions(temporary, target, files, places, dtype)
+        temporary.rename(out)
+
+    _in_process_0(out, lambda: _make_directory(out, temporary))
+    try:
+        _in_process_0(out, reserve_all)
+        with _all_or_none(out):
+            for path, ranges, values in pieces:
+                row, layout = layouts[path]
+                if not stacked[path]:
+                    layout.write(places[row.theirs], ranges, values)
+                    continue
+                for i, layer in enumerate(range(*ranges[0])):
+                    layout.write(places[row.theirs.format(layer=layer)], ranges[1:], values[i])
+        _in_process_0(out, finish)
+    except BaseException:
+        if jax.process_index() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """Parameters to be written, one after the other."""
-
-    stacked: Mapping[str, bool]
-    """Every path, and whether it is stacked over layers."""
-    arrays: Iterable[tuple[str, Array]]
-    """(path, array); an array is not used after the next one was asked for."""
+def pieces_of(parameters: Transformer) -> Iterator[Piece]:
+    """What this process has of `parameters`; of replicas the first has it."""
+    for path, array in paths_of(parameters).items():
+        for shard in array.addressable_shards:
+            if shard.replica_id:
+                continue
+            corner = [part.indices(size)[0] for part, size in zip(shard.index, array.shape, strict=True)]
+            for first, size in blocks(shard.data.shape, array.dtype.itemsize, BLOCK_BYTES):
+                whole = size == shard.data.shape
+                values = np.asarray(shard.data if whole else lax.dynamic_slice(shard.data, first, size))
+                starts = [a + b for a, b in zip(corner, first, strict=True)]
+                yield path, tuple((a, a + n) for a, n in zip(starts, size, strict=True)), values
 
 
 def _tensor_shapes(
@@ -152,56 +193,21 @@ def _write_companions(
         (directory / "generation_config.json").write_text(json.dumps({"_from_model_config": True} | tokens) + "\n")
 
 
-def _write_parameter(array: Array, layout: Layout, places: list[StoredTensor], stacked: bool) -> None:
-    """Write the shards of `array` that this process has and no earlier device has."""
-    for shard in array.addressable_shards:
-        if shard.replica_id:
-            continue
-        ranges = tuple(part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True))
-        if not stacked:
-            layout.write(places[0], ranges, np.asarray(shard.data))
-            continue
-        for i, layer in enumerate(range(*ranges[0])):
-            one = lax.dynamic_index_in_dim(shard.data, i, keepdims=False)
-            layout.write(places[layer], ranges[1:], np.asarray(one))
+def _make_directory(out: Path, temporary: Path) -> None:
+    """Make `temporary`, the directory that is renamed to `out` in the end."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty directory; name another, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if temporary.exists():  # left by an export that was killed
+        shutil.rmtree(temporary)
+    temporary.mkdir()
 
 
-@contextmanager
-def _complete_directory(out: Path) -> Iterator[tuple[Path, Callable[[Callable[[], None]], None]]]:
-    """(a new directory beside `out`, `once`), renamed to `out` at the end; removed if the block raises.
-
-    `once(f)` calls f in process 0 while the others wait.
-    """
-    temporary = out.with_name(out.name + ".incomplete")
-
-    def once(action: Callable[[], None]) -> None:
-        with _all_or_none(out):
-            if jax.process_index() == 0:
-                action()
-
-    def prepare() -> None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists and is not an empty directory; name another, or remove it")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():  # left by an export that was killed
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-
-    def finish() -> None:
-        for file in temporary.iterdir():
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
-        temporary.rename(out)
-
-    once(prepare)
-    try:
-        with _all_or_none(out):
-            yield temporary, once
-        once(finish)
-    except BaseException:
+def _in_process_0(out: Path, action: Callable[[], None]) -> None:
+    """Call `action` in process 0 while the others wait."""
+    with _all_or_none(out):
         if jax.process_index() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+            action()
 
 
 @contextmanager

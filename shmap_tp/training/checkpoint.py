@@ -46,6 +46,10 @@ logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raise
 """Orbax logs the traceback of each of its threads that fails, although the error is also raised here."""
 
 
+CHUNK_BYTES = 128 * 2**20
+"""The largest chunk in which an array is stored: what a reader of a part of it has in memory."""
+
+
 class Checkpoints:
     """The checkpoints of one run.  Use as a context: leaving it waits until the save in progress is complete.
 
@@ -91,7 +95,7 @@ class Checkpoints:
         Raises the error of the previous save if that failed.
         """
         self.wait()
-        with self._writing(step), _creating_directories_first():
+        with self._writing(step), _saving_options():
             written = ocp.save_checkpointables_async(self._dir / str(step), {"state": state}, custom_metadata=facts)
         self._saving = self._background.submit(self._complete, step, written, skipped_in_a_row)
 
@@ -198,9 +202,11 @@ class Checkpoints:
         return next(iter(find_faults(self._dir / str(step))), None)
 
 
-def _creating_directories_first() -> ocp.Context:
-    """Orbax's default is a background thread; if that fails, its other threads wait for the directories for 300 s."""
+def _saving_options() -> ocp.Context:
+    """Arrays are stored in chunks, and directories are created first: Orbax's default is a background thread; if that
+    fails, its other threads wait for the directories for 300 s."""
     context = ocp.Context()
+    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     context.asynchronous.create_directories_asynchronously = False
     return context
 

@@ -3,14 +3,16 @@
 Only reads: the run may be under way.  A checkpoint is used only if all its files match their hashes.
 """
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import tensorstore
 from etils import epath
-from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.compose import from_values
@@ -19,6 +21,9 @@ from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.training.checkpoint_files import checkpoint_steps, find_faults, first_line, read_facts, saved_state
+
+Chunk = tuple[str, tuple[tuple[int, int], ...], np.ndarray]
+"""(path of a parameter, the range of each dim, its values)."""
 
 
 def find_checkpoint(directory: str, step: int | None) -> epath.Path:
@@ -96,15 +101,35 @@ def restore_parameters(checkpoint: epath.Path, shapes: Transformer) -> Transform
     return _load(checkpoint, others | {"params": shapes})
 
 
-def restore_one_by_one(checkpoint: epath.Path, shapes: Transformer) -> Iterator[Array]:
-    """As `restore_parameters`, the arrays of the leaves of `shapes` one after the other."""
-    saved = _saved(checkpoint, shapes)
-    nothing = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, part) for name, part in saved.items()}
-    leaves, structure = jax.tree.flatten(shapes)
-    for i, leaf in enumerate(leaves):
-        only = [leaf if j == i else ocp.PLACEHOLDER for j in range(len(leaves))]
-        restored = _load(checkpoint, nothing | {"params": jax.tree.unflatten(structure, only)})
-        yield jax.tree.leaves(restored)[i]
+def read_chunks(checkpoint: epath.Path, shapes: Transformer) -> Iterator[Chunk]:
+    """The parameters in `checkpoint`, one chunk of its files after the other, so that only a few are in memory.
+
+    A chunk is at most `checkpoint.CHUNK_BYTES`; before that limit was introduced, it was a shard of the mesh that saved
+    the checkpoint.  Raises UserError as `restore_parameters` does.
+    """
+    _saved(checkpoint, shapes)
+    for path in _descriptions(shapes):
+        name = path.replace("/", ".")
+        try:
+            array = _open_array(checkpoint, f"params.{name}")
+            size = array.chunk_layout.read_chunk.shape
+            for corner in itertools.product(*(range(0, n, step) for n, step in zip(array.shape, size, strict=True))):
+                ends = [min(a + step, n) for a, step, n in zip(corner, size, array.shape, strict=True)]
+                ranges = tuple(zip(corner, ends, strict=True))
+                yield name, ranges, array[tuple(slice(*one) for one in ranges)].read().result()
+        except ValueError as error:  # TensorStore's
+            raise UserError(f"checkpoint {checkpoint} cannot be read: {first_line(error)}") from error
+
+
+def _open_array(checkpoint: epath.Path, name: str) -> tensorstore.TensorStore:
+    """The array `name` as Orbax stores it: zarr 3, in an OCDBT database over the files of the directory.
+
+    https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
+    """
+    directory = f"{checkpoint}/state/"
+    base = directory if "://" in directory else {"driver": "file", "path": directory}
+    store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    return tensorstore.open({"driver": "zarr3", "kvstore": store}, open=True, read=True).result()
 
 
 def _saved(checkpoint: epath.Path, shapes: Transformer) -> dict[str, Any]:

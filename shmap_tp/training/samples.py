@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from shmap_tp.config.schema import Config
 from shmap_tp.data.batches import Batches
-from shmap_tp.data.text_codec import Tokenizer
+from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.runtime.console import say

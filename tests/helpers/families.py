@@ -16,16 +16,16 @@ FAMILIES = {
     "qwen2": "block=sequential norm=rmsnorm mlp=swiglu positions=rotary kv_heads=2 rotary_base=1e6 qkv_bias=true "
     "tie_embeddings=true remat=full",
     "qwen3": "block=sequential norm=rmsnorm mlp=swiglu positions=rotary kv_heads=2 head_dim=6 rotary_base=1e6 "
-    "qk_norm=true remat=all_matmuls attention_chunk=4",
+    "qk_norm=true remat=all_matmuls attention_chunk=4 init_std=0.05",
     "gemma": "block=sequential norm=rmsnorm_unit_offset mlp=geglu positions=rotary kv_heads=1 head_dim=6 "
     "tie_embeddings=true embedding_scale=4.898979485566356 init_std=0.05",
 }
 FAMILIES = {
     name: [*SIZES.split(), *(f"model.{option}" for option in options.split())] for name, options in FAMILIES.items()
 }
-"""Family -> its settings.  llama3: of its four rates one stays, two are interpolated and one is divided.  gemma has
-smaller weights in float32, because factors of norms around two, and of the embedding, amplify rounding errors as larger
-weights do."""
+"""Family -> its settings.  llama3: of its four rates one stays, two are interpolated and one is divided.  gemma and
+qwen3 have smaller weights in float32, because factors of norms around two, norms of heads, and the
+factor of the embedding amplify rounding errors as larger weights do."""
 
 MESHES = [(1, 1), (2, 2), (1, 4), (8, 1), (2, 4)]
 FSDP, RING = ("mesh.zero=fsdp",), ("mesh.zero=fsdp", "mesh.fsdp_gradients=ring")

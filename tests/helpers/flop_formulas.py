@@ -17,14 +17,22 @@ def mlp_weights(model: ModelConfig) -> int:
     return (3 if model.mlp == Mlp.swiglu else 2) * model.width * model.ffn
 
 
+def biases(model: ModelConfig) -> int:
+    """Biases of one block except those of its norms."""
+    qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
+    mlp = (2 if model.mlp == Mlp.swiglu else 1) * model.ffn + model.width
+    return model.qkv_bias * qkv + model.attention_output_bias * model.width + model.mlp_bias * mlp
+
+
 def parameters(model: ModelConfig, *, padded: bool) -> int:
     vocabulary = padded_vocabulary(model) if padded else model.vocabulary
     norms_per_block = 1 if model.block == Block.parallel else 2
+    norm = (2 if model.norm_bias else 1) * model.width
     return (
         (1 if model.tie_embeddings else 2) * vocabulary * model.width
         + (model.context * model.width if model.positions == Positions.learned else 0)
-        + model.layers * (projection_weights(model) + mlp_weights(model) + norms_per_block * model.width)
-        + model.width
+        + model.layers * (projection_weights(model) + mlp_weights(model) + biases(model) + norms_per_block * norm)
+        + norm
     )
 
 

@@ -122,7 +122,8 @@ def selected(device: str, *overrides: str, dtype: str = "bfloat16") -> AnyAttent
 
 @cache
 def model_config(*overrides: str) -> ModelConfig:
-    settings = ["model=llama3_8b", "mesh.mp=1", *[f"model.{setting}" for setting in overrides]]
+    settings = ["model=llama3_8b", "model.rotary_scaling=none", "mesh.mp=1"]
+    settings += [f"model.{setting}" for setting in overrides]
     return load(str(CONF / "config.yaml"), settings).model
 
 

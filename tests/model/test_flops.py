@@ -35,17 +35,17 @@ EXPECTED = {
     "6_9b": (6_854_676_480, "6.85B", 16),
     "11b": (11_068_182_528, "11.07B", 16),
     "16b": (15_831_666_688, "15.83B", 16),
-    "22b": (25_760_962_560, "25.76B", 8),
+    "26b": (25_760_962_560, "25.76B", 8),
     "32b": (31_663_333_376, "31.66B", 16),
     "64b": (62_802_370_560, "62.80B", 16),
     "128b": (125_079_396_352, "125.08B", 16),
     "llama2_70b": (68_976_648_192, "68.98B", 8),
     "llama3_8b": (8_030_261_248, "8.03B", 8),
     "llama3_70b": (70_553_706_496, "70.55B", 8),
-    "gptj_6b": (6_050_254_848, "6.05B", 16),
-    "gpt2": (124_337_664, "124.3M", 4),
+    "6b": (6_050_254_848, "6.05B", 16),
+    "gpt2": (124_439_808, "124.4M", 4),
     "gpt2_1_3b": (1_313_083_392, "1.31B", 16),
-    "gpt2_xl": (1_556_764_800, "1.557B", 1),
+    "gpt2_xl": (1_557_611_200, "1.558B", 1),
     "gpt2_10b": (9_874_120_704, "9.87B", 16),
     "gpt2_20b": (20_246_949_888, "20.25B", 16),
     "gpt2_60b": (60_924_088_320, "60.92B", 16),
@@ -127,17 +127,6 @@ def test_heads_and_context_are_multiples_of_kv_heads_and_attention_chunk(name):
     assert model.heads % model.kv_heads == 0
     assert model.context % model.attention_chunk == 0
     assert model.attention_chunk == 512 or model.context < 512
-
-
-def test_gpt2_has_the_published_parameters_except_biases():
-    model = load("gpt2")
-    qkv_out_up_down = 3 * 768 + 768 + 3072 + 768
-    norms = 2 * 768
-    assert parameters(model) + 12 * (qkv_out_up_down + norms) + 768 == 124_439_808
-
-
-def test_gpt2_xl_has_the_published_parameters_except_biases():
-    assert parameters(load("gpt2_xl")) + 48 * (9 * 1600 + 2 * 1600) + 1600 == 1_557_611_200
 
 
 def test_6_9b_is_within_a_tenth_of_a_percent_of_the_published_6_86b():

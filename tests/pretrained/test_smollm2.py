@@ -29,7 +29,10 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("mp", "dtype", "limit"), [(1, "float32", 2e-5), (3, "float32", 2e-5), (3, "bfloat16", 0.05)])
+LIMITS = [(1, "float32", 2e-5), (3, "float32", 2e-5), (1, "bfloat16", 0.05), (3, "bfloat16", 0.05)]
+
+
+@pytest.mark.parametrize(("mp", "dtype", "limit"), LIMITS)
 def test_logits_of_real_text_are_those_of_transformers(smollm2, mp, dtype, limit):
     text = (ROOT / "shmap_tp" / "parallel" / "tensor_parallel.py").read_text()
     tokens = np.array([transformers.AutoTokenizer.from_pretrained(smollm2)(text)["input_ids"][:512]])
@@ -85,3 +88,35 @@ def test_scores_are_the_log_likelihoods_of_transformers(smollm2):
         np.append(tokens[:, :-1], [[best]], axis=1), np.arange(100)[None] == 99
     )
     assert is_greedy[0]
+
+
+def test_a_chat_is_rendered_and_tokenized_as_by_transformers(smollm2):
+    from shmap_tp.inference.chat_template import chat_template_of
+    from shmap_tp.inference.text import tokenizer_of_pretrained
+
+    theirs = transformers.AutoTokenizer.from_pretrained(smollm2)
+    ours, template = tokenizer_of_pretrained(smollm2), chat_template_of(smollm2)
+    messages = [{"role": role, "content": text} for role, text in (("user", "Hi, é!"), ("assistant", "Yes?"))]
+    for said in (messages[:1], [*messages, {"role": "user", "content": "A\nB"}], [{"role": "system", "content": "S"}]):
+        text = template.render(said)
+        assert text == theirs.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        assert ours.encode(text, special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_the_harness_gives_the_log_likelihoods_of_lm_evals_own_adaptor(smollm2):
+    """Within 1e-4 nats a token, and the same greedy flags."""
+    pytest.importorskip("lm_eval", reason="pip install -e '.[evaluate]'")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from shmap_tp.inference.harness import HarnessModel
+
+    pairs = [(" ".join(text.split()[:-3]), " " + " ".join(text.split()[-3:])) for text in prompts()[1:]]
+    pairs += [("", "Hello world"), ("The capital of France is", " Paris")]
+    theirs = HFLM(pretrained=str(smollm2), dtype="float32", device="cpu", batch_size=4, max_length=256)
+    ours = HarnessModel(shmap_tp.from_pretrained(smollm2, mp=3, context=256), batch=4)
+    requests = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    found, expected = (adaptor.loglikelihood(requests, disable_tqdm=True) for adaptor in (ours, theirs))
+    for (_, text), (nats, greedy), (other, is_greedy) in zip(pairs, found, expected, strict=True):
+        assert abs(nats - other) < 1e-4 * len(theirs.tok_encode(text)) and greedy == is_greedy
+    assert {greedy for _, greedy in found} == {True, False}

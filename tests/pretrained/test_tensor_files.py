@@ -9,7 +9,7 @@ import pytest
 
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.layout import Layout
-from shmap_tp.pretrained.tensor_files import DTYPES, create, place_tensors, read_header
+from shmap_tp.pretrained.tensor_files import DTYPES, place_tensors, read_header, reserve, write_header
 from tests.helpers.pretrained_models import write_tensors
 
 SIZES = {"d": 6, "h": 4, "n": 2, "k": 3, "f": 10, "v": 7, "t": 5}
@@ -28,12 +28,15 @@ def test_a_box_of_a_tensor_is_read(tmp_path, box, dtype):
 
 def test_boxes_are_written_where_they_are_read(tmp_path):
     shapes = {"x": (6, 20), "y": (3,)}
-    create(tmp_path / "a", shapes, DTYPES["F32"])
+    reserve(tmp_path / "a", shapes, DTYPES["F32"])
     tensor = place_tensors(tmp_path / "a", shapes, DTYPES["F32"])["x"]
     for rows in range(2):
         for columns in ((0, 2), (2, 5)):
             box = [(rows, rows + 1), (0, 3), (0, 4), columns]
             tensor.write(VALUES.shape, box, VALUES[tuple(slice(*one) for one in box)])
+    with pytest.raises(UserError, match="is not a safetensors file: its header is not JSON"):
+        read_header(tmp_path / "a")
+    write_header(tmp_path / "a", shapes, DTYPES["F32"])
     assert np.array_equal(read_header(tmp_path / "a")["x"].read((2, 3, 4, 5), [(0, n) for n in VALUES.shape]), VALUES)
     assert not read_header(tmp_path / "a")["y"].read((3,), [(0, 3)]).any()
 
@@ -70,7 +73,7 @@ def test_every_slice_of_a_parameter_is_read_from_its_place_and_written_to_it(tmp
     tensor, layout = read_header(tmp_path / "a")["x"], Layout(pattern, SIZES)
     ours = dense(pattern, values)
     assert layout.file_shape == values.shape and layout.our_shape == ours.shape
-    create(tmp_path / "b", {"x": values.shape}, DTYPES["F32"])
+    reserve(tmp_path / "b", {"x": values.shape}, DTYPES["F32"])
     copy = place_tensors(tmp_path / "b", {"x": values.shape}, DTYPES["F32"])["x"]
     for pieces in range(1, 5):
         cuts = np.linspace(0, ours.shape[0], pieces + 1).astype(int).tolist()

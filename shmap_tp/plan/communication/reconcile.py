@@ -17,6 +17,7 @@ from shmap_tp.plan.communication.ledger import Entry, Key, Operation, axis_size,
 HEADINGS = {
     "merges": "combined",
     "stacked": "sent stacked after a loop",
+    "concatenated": "sent as one array",
     "padding_exchanges": "added for padding",
     "unplanned": "NOT PLANNED",
     "missing": "MISSING",
@@ -26,6 +27,7 @@ HEADINGS = {
 MEANINGS = {
     "merges": "one collective carries several planned arrays (no fault)",
     "stacked": "the arrays of all iterations of a loop are sent in one collective, the same bytes (no fault)",
+    "concatenated": "several small arrays are sent one after the other in one, the same bytes (no fault)",
     "padding_exchanges": "a ppermute that the compiler adds after padding a reduce-scatter (no fault)",
     "unplanned": "communication of the compiled module that is not in the plan",
     "missing": "communication of the plan that is not in the compiled module",
@@ -37,13 +39,15 @@ MEANINGS = {
 class Reconciliation:
     """The differences between a plan and a compiled module.
 
-    `merges`, `stacked` and `padding_exchanges` are choices of the compiler, and no fault.
+    `merges`, `stacked`, `concatenated` and `padding_exchanges` are choices of the compiler, and no fault.
     """
 
     merges: dict[str, list[str]]
     """Collectives that carry several arrays -> what was planned of the same operation, axis, dtype and size."""
     stacked: list[Entry]
     """Arrays communicated stacked, once after a loop, instead of one by one inside it: the same bytes."""
+    concatenated: list[Entry]
+    """Arrays that hold several planned ones, one after the other: the same bytes.  XLA for GPU does so."""
     padding_exchanges: list[Entry]
     """ppermutes that the compiler adds where it pads a reduce-scatter, for rows of the neighbour's shard."""
     unplanned: list[Entry]
@@ -59,7 +63,7 @@ class Reconciliation:
         lines = [
             f"{HEADINGS['merges']}: {name} carries some of: {', '.join(what)}" for name, what in self.merges.items()
         ]
-        for field in ("stacked", "padding_exchanges", "unplanned", "missing"):
+        for field in ("stacked", "concatenated", "padding_exchanges", "unplanned", "missing"):
             lines += [
                 f"{HEADINGS[field]}: {e.what}, {e.operation} over {e.axis}, {e.dtype}, {e.bytes} bytes x {e.count}"
                 for e in getattr(self, field)
@@ -79,6 +83,7 @@ def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], siz
     exchanges = _padding_exchanges(found, sizes)
     entries = [entry for collective in found for entry in collective.entries if entry not in exchanges]
     stacked, unplanned, missing = _match_stacked(tally(entries) - tally(planned), tally(planned) - tally(entries))
+    concatenated, unplanned, missing = _match_concatenated(unplanned, missing)
     merges = {
         collective.name: list(
             dict.fromkeys(name for entry in collective.entries for name in _names(planned, key(entry)))
@@ -87,7 +92,12 @@ def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], siz
         if len(collective.entries) > 1
     }
     return Reconciliation(
-        merges, _select(entries, stacked), exchanges, _select(entries, unplanned), _select(planned, missing)
+        merges,
+        _select(entries, stacked),
+        _select(entries, concatenated),
+        exchanges,
+        _select(entries, unplanned),
+        _select(planned, missing),
     )
 
 
@@ -103,6 +113,29 @@ def _match_stacked(over: Counter[Key], under: Counter[Key]) -> tuple[Counter[Key
             over[stack] -= times
             under[single] -= times * depth
     return +stacked, +over, +under
+
+
+def _match_concatenated(over: Counter[Key], under: Counter[Key]) -> tuple[Counter[Key], Counter[Key], Counter[Key]]:
+    """(arrays that hold all that is missing of their operation and dtype, what remains of `over`, of `under`).
+
+    Fewer arrays hold the same bytes over each axis; one that is sent over two axes counts for both.
+    """
+    found, over, under = Counter(), over.copy(), under.copy()
+    for kind in {(operation, dtype) for operation, _, dtype, _ in over}:
+        whole, parts = (
+            Counter({one: count for one, count in side.items() if (one[0], one[2]) == kind}) for side in (over, under)
+        )
+        if whole.total() < parts.total() and _bytes_by_axis(whole) == _bytes_by_axis(parts):
+            found, over, under = found + whole, over - whole, under - parts
+    return found, over, under
+
+
+def _bytes_by_axis(arrays: Counter[Key]) -> Counter[str]:
+    found = Counter()
+    for (_, axes, _, size), count in arrays.items():
+        for axis in axes.split():
+            found[axis] += size * count
+    return found
 
 
 def _select(entries: list[Entry], counts: Counter[Key]) -> list[Entry]:

@@ -10,25 +10,23 @@ import numpy as np
 from shmap_tp.config.schema import Config, MeshConfig, TensorParallelMode
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
-from shmap_tp.plan.aot_compile import coordinates
 from shmap_tp.plan.communication.analytic import activations
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
 from shmap_tp.plan.communication.model_calls import gradients_are_partial
 from shmap_tp.plan.communication.parameters import Parameter, fsdp_uses, gathers_between_slices, update
-from shmap_tp.plan.link_model import LinkModel
-from shmap_tp.plan.search.places import devices_of
-from shmap_tp.plan.topologies import Slice
+from shmap_tp.plan.search.machine import devices_of, link_model, neighbour_seconds
+from shmap_tp.plan.targets import Target
 
 _TRACED: dict[str, list[Entry]] = {}
 """What a microbatch of one sequence communicates over mp: a trace takes some tenths of a second."""
 
 
 class Links:
-    """The link model of a slice, and the groups of devices that the axes of a mesh form on it."""
+    """The link model of a target, and the groups of devices that the axes of a mesh form on it."""
 
-    def __init__(self, mesh: MeshConfig, target: Slice):
-        self.target, self.groups = target, DataParallelGroups.of(mesh)
-        self.model = LinkModel.of(target.generation, coordinates(make_mesh(mesh, devices_of(target))))
+    def __init__(self, mesh: MeshConfig, target: Target):
+        self.groups = DataParallelGroups.of(mesh)
+        self.model = link_model(target, make_mesh(mesh, devices_of(target)))
         within = mesh.dp // mesh.slices
         numbers = np.arange(within * mesh.mp).reshape(within, mesh.mp)
         self.axes = {DP: numbers[:, 0].tolist(), MP: numbers[0].tolist()}
@@ -40,8 +38,8 @@ class Links:
         if self.groups.slices > 1 and subgroup == f"{self.groups.slices}/1":
             return entry.count * self.model.inter_slice_seconds(entry.operation, entry.bytes, self.groups.slices)
         whole = [device for name in axis.split() for device in self.axes[name]] if " " in axis else self.axes[axis]
-        if entry.operation == Operation.ppermute:
-            return entry.count * entry.bytes / self.target.generation.link_rate
+        if entry.operation == Operation.ppermute:  # rings are closed walks between neighbours
+            return entry.count * neighbour_seconds(self.model, entry.bytes, whole)
         is_between = self.groups.ring > 1 and entry.operation == Operation.reduce_scatter and subgroup
         group = self.between_rings if is_between else sorted(set(whole))
         size = entry.bytes * (len(group) if entry.operation == Operation.all_gather else 1)
@@ -50,17 +48,17 @@ class Links:
 
 
 @cache
-def _links(key: tuple, target: Slice) -> Links:
+def _links(key: tuple, target: Target) -> Links:
     return Links(MeshConfig(**dict(key)), target)
 
 
-def links_of(mesh: MeshConfig, target: Slice) -> Links:
+def links_of(mesh: MeshConfig, target: Target) -> Links:
     """The links of a mesh, computed once."""
     relevant = replace(mesh, zero="none", tile=tuple(mesh.tile) if mesh.tile else None)
     return _links(tuple(sorted(vars(relevant).items(), key=lambda item: item[0])), target)
 
 
-def collective_seconds(config: Config, every: list[Parameter], target: Slice) -> dict[str, float]:
+def collective_seconds(config: Config, every: list[Parameter], target: Target) -> dict[str, float]:
     """Seconds by how the compiler overlaps them, before any overlap.
 
     all_reduce, sequence, collective_matmul    over mp, for the mode of this name

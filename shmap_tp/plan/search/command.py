@@ -1,7 +1,6 @@
 """The search as `python -m shmap_tp.plan --devices N` runs it: flags to candidates, compilations, and the report."""
 
 import argparse
-import importlib.util
 import shlex
 import signal
 import sys
@@ -12,15 +11,26 @@ from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import DEVICES, GIB
 from shmap_tp.plan.benchmark import append_json, check_flags
-from shmap_tp.plan.calibration import format_calibration
 from shmap_tp.plan.search.jobs import ChildProcess, jobs_at_a_time
 from shmap_tp.plan.search.loop import Found, Search
-from shmap_tp.plan.search.output import LEGEND, Cost, Line, command, compiled_line, formula_line, table, write_recipe
+from shmap_tp.plan.search.machine import compiler_missing, machine_of
+from shmap_tp.plan.search.output import (
+    LEGEND,
+    Cost,
+    Line,
+    command,
+    compiled_line,
+    fits_nowhere,
+    formula_line,
+    slices_table,
+    table,
+    trust,
+    write_recipe,
+)
 from shmap_tp.plan.search.prune import Pruned, prune
-from shmap_tp.plan.search.space import KEYS, Candidate, candidates
-from shmap_tp.plan.topologies import Slice, find_slice
+from shmap_tp.plan.search.space import KEYS, candidates
+from shmap_tp.plan.targets import Target, find_target
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.exit_codes import STOPPED
 
@@ -31,88 +41,117 @@ SEQUENCES_PER_DEVICE = 16
 
 
 @dataclass(frozen=True)
-class Result:
-    """The search of one slice."""
+class Task:
+    """The search of one target: what was asked, and what the formulas leave."""
 
-    target: Slice
+    arguments: argparse.Namespace
+    target: Target
     config: Config
+    """What candidates are applied to."""
     pruned: Pruned
-    lines: list[Line]
-    best: Found | None
+    cost: Cost | None
 
 
 def search_command(arguments: argparse.Namespace) -> None:
-    """Search every slice that was asked for.  Raises UserError; SystemExit(STOPPED) after Ctrl-C or SIGTERM."""
+    """Search every target that was asked for.  Raises UserError; SystemExit(STOPPED) after Ctrl-C or SIGTERM."""
     targets = find_targets(arguments)
     prices = parse_prices(arguments.price, [target.version for target in targets])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    has_compiler = importlib.util.find_spec("libtpu") is not None
-    if not has_compiler:
-        print("libtpu is not installed: candidates are ranked by formulas only (pip install -e '.[tpu]' to compile)")
-    results = []
+    for reason in {compiler_missing(target) for target in targets} - {None}:
+        print(f"{reason}: candidates are ranked by formulas only")
+    fastest: list[tuple[Target, Line, Cost | None]] = []
     for target in targets:
-        cost = Cost(arguments.tokens, prices.get(target.version), target_chips(target)) if arguments.tokens else None
+        chips = machine_of(target).chips
+        cost = Cost(arguments.tokens, prices.get(target.version), chips) if arguments.tokens else None
         try:
-            results.append(search_slice(arguments, target, cost, arguments.minutes / len(targets), has_compiler))
+            line = search_target(make_task(arguments, target, cost), arguments.minutes / len(targets))
         except UserError as error:
             if len(targets) == 1:
                 raise
             print(f"{target}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        fastest += [(target, line, cost)] if line else []
     if len(targets) > 1:
-        print_slices(results, arguments.tokens, prices)
+        print(f"\nthe fastest of each\n{slices_table(fastest)}")
 
 
-def target_chips(target: Slice) -> int:
-    return target.devices // target.generation.cores
+# From flags to a task
 
 
-def find_targets(arguments: argparse.Namespace) -> list[Slice]:
-    """The slices of --version(s) and --devices.  Raises UserError where one does not exist."""
+def find_targets(arguments: argparse.Namespace) -> list[Target]:
+    """The targets of --version(s) and --devices.  Raises UserError where one does not exist."""
     versions = (arguments.versions or arguments.version).split(",")
     sizes = str(arguments.devices).split(",")
     for size in sizes:
         if not size.isdecimal() or int(size) < 1:
             raise UserError(f"--devices {size} is no number of devices; give one such as 16, or several: 16,64,256")
-    return [find_slice(v, int(size), arguments.topology, arguments.slices or 1) for v in versions for size in sizes]
+    slices = arguments.slices or 1
+    return [find_target(version, int(size), arguments.topology, slices) for version in versions for size in sizes]
 
 
 def parse_prices(text: str | None, versions: list[str]) -> dict[str, float]:
-    """Dollars per chip hour by TPU version: of `2.5` for all, of `v5e=1.2,v6e=2.7` by name.  Raises UserError."""
+    """Dollars per chip hour by version: of `2.5` for all, of `v5e=1.2,v6e=2.7` by name.  Raises UserError."""
     if text is None:
         return {}
     words = dict(word.split("=", 1) for word in text.split(",")) if "=" in text else dict.fromkeys(versions, text)
     try:
-        return {version: float(price) for version, price in words.items()}
-    except ValueError as error:
-        raise UserError(f"--price {text} is no price; give dollars per chip hour: 1.2, or v5e=1.2,v6e=2.7") from error
+        prices = {version: float(price) for version, price in words.items()}
+    except ValueError:
+        raise UserError(f"--price {text} is no price; give dollars per chip hour: 1.2, or v5e=1.2,v6e=2.7") from None
+    for version in versions:
+        if not 0 <= prices.get(version, -1.0) < float("inf"):
+            raise UserError(f"--price {text} has no price of 0 or more for {version}; add {version}=DOLLARS")
+    for version in set(prices) - set(versions):
+        raise UserError(f"--price {text}: {version} is not searched; omit it, or add it to --versions")
+    return prices
+
+
+def make_task(arguments: argparse.Namespace, target: Target, cost: Cost | None) -> Task:
+    """Print how many candidates there are, and which the formulas drop.  Raises UserError where none is left."""
+    config, memory = base_config(arguments, target), machine_of(target).memory
+    tokens = config.train.batch * config.model.context
+    print(
+        f"\n{config.model.name} on {target}: {config.train.batch} sequences of {config.model.context} "
+        f"= {tokens:,} tokens a step",
+        flush=True,
+    )
+    choices = candidates(config, target, fixed_keys(arguments))
+    if not choices:
+        raise UserError(
+            f"no mesh of {target} can shard {config.model.name} with train.batch={config.train.batch};\n"
+            "choose a --batch that more devices divide, or fix fewer keys"
+        )
+    found = prune(config, target, choices)
+    reasons = ", ".join(f"{count:,} {why}" for why, count in found.dropped.items() if count)
+    print(f"{found.total:,} candidates; the formulas drop {found.dropped.total():,} ({reasons})", flush=True)
+    if not found.kept:
+        raise UserError(fits_nowhere(found, memory))
+    return Task(arguments, target, config, found, cost)
+
+
+def base_config(arguments: argparse.Namespace, target: Target) -> Config:
+    """The configuration that candidates are applied to.  Raises UserError."""
+    check_flags(arguments)
+    _, file, *words = base_words(arguments)
+    machine = machine_of(target)
+    batch = arguments.batch or (None if arguments.cfg else machine.devices * SEQUENCES_PER_DEVICE)
+    words += [f"train.batch={batch}"] if batch else []
+    words += [f"model.context={arguments.context}"] if arguments.context else []
+    words += [f"mesh.dp={machine.slices}", "mesh.mp=1", f"mesh.slices={machine.slices}", "mesh.processes=1"]
+    words += ["mesh.zero=none", "mesh.fsdp_gradients=reduce_scatter", "train.microbatches=1", "model.offload=[]"]
+    return resolve_auto(load(file if arguments.cfg else str(CONF / "config.yaml"), words))
 
 
 def base_words(arguments: argparse.Namespace) -> list[str]:
-    """What names the file and the model, as main.py takes it."""
+    """What names the file and the model, and the keys that are not searched, as main.py takes them."""
+    free = [item for item in arguments.overrides if item.split("=", 1)[0] not in KEYS]
     if arguments.cfg:
-        return ["--cfg", arguments.cfg, *([f"model={arguments.model}"] if arguments.model else []), *free(arguments)]
+        return ["--cfg", arguments.cfg, *([f"model={arguments.model}"] if arguments.model else []), *free]
     if arguments.from_pretrained:
         words = ["model=pretrained", f"model.from_pretrained={quoted(arguments.from_pretrained)}"]
     else:
         words = [f"model={arguments.model or '6_9b'}"]
-    return ["--cfg", "conf/config.yaml", *words, *free(arguments)]
-
-
-def free(arguments: argparse.Namespace) -> list[str]:
-    """The overrides of keys that are not searched."""
-    return [item for item in arguments.overrides if item.split("=", 1)[0] not in KEYS]
-
-
-def base_config(arguments: argparse.Namespace, target: Slice) -> Config:
-    """The configuration that candidates are applied to.  Raises UserError."""
-    check_flags(arguments)
-    _, file, *words = base_words(arguments)
-    batch = arguments.batch or (None if arguments.cfg else target.devices * SEQUENCES_PER_DEVICE)
-    words += [f"train.batch={batch}"] if batch else []
-    words += [f"model.context={arguments.context}"] if arguments.context else []
-    words += [f"mesh.dp={target.slices}", "mesh.mp=1", f"mesh.slices={target.slices}", "mesh.processes=1"]
-    words += ["mesh.zero=none", "mesh.fsdp_gradients=reduce_scatter", "train.microbatches=1", "model.offload=[]"]
-    return resolve_auto(load(file if arguments.cfg else str(CONF / "config.yaml"), words))
+    return ["--cfg", "conf/config.yaml", *words, *free]
 
 
 def fixed_keys(arguments: argparse.Namespace) -> dict[str, str]:
@@ -122,123 +161,65 @@ def fixed_keys(arguments: argparse.Namespace) -> dict[str, str]:
     return fixed | ({"train.microbatches": str(arguments.microbatches)} if arguments.microbatches else {})
 
 
-def search_slice(
-    arguments: argparse.Namespace, target: Slice, cost: Cost | None, minutes: float, has_compiler: bool
-) -> Result:
-    """Search one slice, print what is found, and return it.  Raises UserError where no candidate fits or is valid."""
-    config, limit = base_config(arguments, target), DEVICES[target.generation.kind].memory
-    tokens = config.train.batch * config.model.context
-    print(f"\n{config.model.name} on {target}: {config.train.batch} sequences of {config.model.context} = {tokens:,} "
-          "tokens a step", flush=True)  # fmt: skip
-    choices = candidates(config, target, fixed_keys(arguments))
-    if not choices:
-        raise UserError(f"no mesh of {target} can shard {config.model.name} with train.batch={config.train.batch};\n"
-                        "choose a --batch that more devices divide, or fewer fixed keys")  # fmt: skip
-    found = prune(config, target, choices)
-    reasons = ", ".join(f"{count:,} {why}" for why, count in found.dropped.items() if count)
-    print(f"{found.total:,} candidates; the formulas drop {found.dropped.total():,} ({reasons})", flush=True)
-    if not found.kept:
-        raise UserError(fits_nowhere(found, limit))
+# From a task to a report
+
+
+def search_target(task: Task, minutes: float) -> Line | None:
+    """Compile for some minutes, print what was found, and return the fastest; None where nothing fits."""
+    arguments, target = task.arguments, task.target
     search = Search(
-        list(found.kept), limit, lambda one: ChildProcess(one.apply(config), target),
-        lambda line: print(line, flush=True), min(jobs_at_a_time(), arguments.jobs or 10**6), 60 * minutes,
+        list(task.pruned.kept), machine_of(target).memory,
+        lambda one: ChildProcess(one.apply(task.config), target), lambda line: print(line, flush=True),
+        min(jobs_at_a_time(), arguments.jobs or sys.maxsize), 60 * minutes,
+        save=lambda one: save(one, arguments),
     )  # fmt: skip
     try:
-        if has_compiler:
-            print(f"compiling up to {search.jobs} at a time, for {minutes:g} minutes", flush=True)
+        if compiler_missing(target) is None:
+            print(f"compiling up to {search.jobs} at a time, for {minutes:g} minutes at most", flush=True)
             search.run()
     except KeyboardInterrupt:
-        finish(search, found, config, target, cost, arguments)
+        finish(task, search)
         print(f"stopped; what was found so far is above (exit code {STOPPED})", file=sys.stderr, flush=True)
         raise SystemExit(STOPPED) from None
-    return finish(search, found, config, target, cost, arguments)
+    return finish(task, search)
 
 
-def finish(
-    search: Search, found: Pruned, config: Config, target: Slice, cost: Cost | None, arguments: argparse.Namespace
-) -> Result:
-    """Print the table, the command and the recipe; write the files that were asked for."""
-    limit, peak = DEVICES[target.generation.kind].memory, DEVICES[target.generation.kind].flops
+def finish(task: Task, search: Search) -> Line | None:
+    """Print the table, the command and the recipe of the fastest, which is returned."""
+    machine = machine_of(task.target)
     compiled = [compiled_line(one) for one in search.found if one.outcome.row is not None]
-    estimated = [formula_line(one, config, target, peak, limit) for one in search.remaining]
-    lines = compiled or estimated
-    lines = sorted(lines, key=lambda line: line.seconds)[:SHOWN]
-    print(f"\n{table(lines, cost)}\n{LEGEND}")
+    lines = compiled or [formula_line(one, task.config, machine) for one in search.remaining]
+    lines = sorted(lines, key=lambda line: line.seconds)
+    print(f"\n{table(lines[:SHOWN], task.cost)}\n{LEGEND}")
     if search.found:
         fitting = sum(one.fits for one in search.found)
-        print(f"{len(search.found)} compiled, {fitting} of them fit; {len(search.remaining):,} were not compiled "
-              f"({search.stopped}); rank correlation of formulas and compiled times "
-              f"{search.correlation():.2f}")  # fmt: skip
-    best = search.best()
-    winner = best.estimated.candidate if best else next(
-        (line.candidate for line in lines if line.basis == "formulas" and line.peak_bytes <= limit), None
-    )  # fmt: skip
-    save(search, arguments)
-    if winner is not None:
-        report_winner(winner, best, config, target, arguments)
-    else:
-        print("nothing that was compiled fits; " + fits_nowhere(found, limit))
-    return Result(target, config, found, lines, best)
-
-
-def report_winner(
-    winner: Candidate, best: Found | None, config: Config, target: Slice, arguments: argparse.Namespace
-) -> None:
-    """The command, the calibration, and the recipe if it was asked for."""
-    hosts = max(1, target_chips(target) // _chips_of_a_host(target))
-    basis = "predicted from the compiled step" if best else "by formulas, not compiled"
-    print(f"\nfastest ({basis}): {winner}\n  {command(winner, config, base_words(arguments), hosts)}")
-    if best:
-        print(f"calibration: {format_calibration(target.generation.kind, best.seconds)}")
-    if arguments.recipe:
-        note = f"{config.model.name} on {target}, {basis}: " + shlex.join(
-            ["python", "-m", "shmap_tp.plan", *sys.argv[1:]]
+        print(
+            f"{len(search.found)} compiled, {fitting} of them fit; {len(search.remaining):,} were not compiled "
+            f"({search.stopped}); rank correlation of the formulas with compiled times {search.correlation():.2f}"
         )
-        write_recipe(Path(arguments.recipe), winner, config, note, hosts)
+    winner = next((line for line in lines if line.fits), None)
+    if winner is None:
+        print(f"nothing that was compiled fits; {fits_nowhere(task.pruned, machine.memory)}")
+    else:
+        report_winner(task, winner)
+    return winner
+
+
+def report_winner(task: Task, winner: Line) -> None:
+    """The command, how far to trust its figures, and the recipe if it was asked for."""
+    arguments, config, hosts = task.arguments, task.config, machine_of(task.target).hosts
+    print(f"\nfastest ({winner.basis}): {winner.candidate}")
+    print(f"  {command(winner.candidate, config, base_words(arguments), hosts)}")
+    print(trust(winner, task.target))
+    if arguments.recipe:
+        made_by = shlex.join(["python", "-m", "shmap_tp.plan", *sys.argv[1:]])
+        note = f"{config.model.name} on {task.target}, {winner.basis}: {made_by}"
+        write_recipe(Path(arguments.recipe), winner.candidate, config, note, hosts)
         print(f"written: {arguments.recipe}")
 
 
-def _chips_of_a_host(target: Slice) -> int:
-    count = 1
-    for side in target.generation.host:
-        count *= side
-    return count
-
-
-def save(search: Search, arguments: argparse.Namespace) -> None:
-    """Append the compiled rows to the file of --json."""
-    for one in search.found if arguments.json else []:
-        if one.outcome.row is not None:
-            one.outcome.row.command = shlex.join(["python", "-m", "shmap_tp.plan", *sys.argv[1:]])
-            append_json(one.outcome.row.to_json(), Path(arguments.json))
-
-
-def fits_nowhere(found: Pruned, limit: float) -> str:
-    """By how much the smallest candidate exceeds the memory, and what would make it fit."""
-    least = found.least_memory
-    state = least.estimate.memory_terms["state"]
-    factor = least.peak_bytes / limit
-    advice = "more devices (--devices)" if state > limit / 2 else "a shorter --context or a smaller --batch"
-    return (
-        f"the smallest, {least.candidate}, needs about {least.peak_bytes / GIB:.1f} of {limit / GIB:.1f} GiB per device, "
-        f"{factor:.2f} times what there is ({state / GIB:.1f} GiB of it parameters, optimizer state and gradients);\n"
-        f"use {advice}, or a TPU version with more memory"
-    )
-
-
-def print_slices(results: list[Result], tokens: float | None, prices: dict[str, float]) -> None:
-    """A line for the fastest of each slice."""
-    print("\nthe fastest of each slice")
-    for result in results:
-        line = result.lines[0]
-        cost = Cost(tokens, prices.get(result.target.version), target_chips(result.target)) if tokens else None
-        money = (
-            ", ".join(
-                f"{cell} {name}" for name, cell in zip(cost.head, cost.cells(line.tokens_per_second), strict=True)
-            )
-            if cost
-            else ""
-        )
-        print(
-            f"  {result.target}: {line.tokens_per_second:,.0f} tokens/s, MFU {line.mfu:.1%}, {money}; {line.candidate} ({line.basis})"
-        )
+def save(one: Found, arguments: argparse.Namespace) -> None:
+    """Append a compiled row to the file of --json as soon as it is there."""
+    if one.outcome.row is not None and arguments.json:
+        one.outcome.row.command = shlex.join(["python", "-m", "shmap_tp.plan", *sys.argv[1:]])
+        append_json(one.outcome.row.to_json(), Path(arguments.json))

@@ -1,7 +1,7 @@
 """Memory and time of a training step from formulas, without tracing or compiling it: to rank and prune candidates.
 
 Per device and step.  A microbatches of n = B T tokens on a dp rank; D width, L layers, H and N query and key/value
-heads of K, F the MLP's width, V the padded vocabulary; shard: mp where the residual stream is sharded over time, else 1.
+heads of K, F the MLP's width, V the padded vocabulary.
 
 Memory (bytes)
     state        4 P parameters, 8 P of AdamW's moments, 4 P of gradients; P as mp and the ZeRO stage leave it to a
@@ -39,7 +39,6 @@ from shmap_tp.config.schema import (
     TensorParallelMode,
     padded_vocabulary,
 )
-from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
 from shmap_tp.parallel.fsdp import Fsdp, Zero1
@@ -47,8 +46,8 @@ from shmap_tp.plan.communication.parameters import Parameter, parameters
 from shmap_tp.plan.instruction_costs import KERNEL_EFFICIENCY
 from shmap_tp.plan.search.collective_time import collective_seconds
 from shmap_tp.plan.search.fitted import MEMORY, SCALE, TIME
-from shmap_tp.plan.search.places import devices_of
-from shmap_tp.plan.topologies import Slice
+from shmap_tp.plan.search.machine import devices_of, machine_of
+from shmap_tp.plan.targets import Target
 
 WIDE, NARROW = 4, 2
 """Bytes of a float32 and of a bfloat16."""
@@ -67,22 +66,22 @@ class Estimate:
     """Bytes of each term, before its constant."""
 
 
-def estimate(config: Config, target: Slice) -> Estimate:
+def estimate(config: Config, target: Target) -> Estimate:
     """Memory and time of the step of `config` on `target`, in bfloat16.  Raises UserError where the model cannot be
     sharded so."""
     return estimates(config, target, [tuple(config.model.offload)])[0]
 
 
-def estimates(config: Config, target: Slice, offloads: Sequence[tuple[SavedActivation, ...]]) -> list[Estimate]:
+def estimates(config: Config, target: Target, offloads: Sequence[tuple[SavedActivation, ...]]) -> list[Estimate]:
     """As `estimate`, of `config` with each of these for model.offload: all but two terms of each are the same."""
     model = replace(config.model, attention=_kernel(config, target), offload=[])
     every, saved = _parameters(config), saved_values(config)
     memory, time = memory_terms(config, model, every), time_terms(config, model, every, target)
     compute = time["matmuls"] + time["kernel"] / KERNEL_EFFICIENCY + time["chunked"]
-    made, scale = [], SCALE.get(target.generation.kind, 1.0)
+    made, scale = [], SCALE.get(machine_of(target).kind, 1.0)
     for offload in offloads:
         on_host = NARROW * microbatch_tokens(config) * model.layers * sum(saved.get(name, 0.0) for name in offload)
-        host = config.train.microbatches * on_host * target.generation.cores / target.generation.host_rate
+        host = config.train.microbatches * on_host / machine_of(target).host_rate
         excess = max(0.0, host - compute / 3) + max(0.0, host - compute * 2 / 3)
         of_memory = memory | {"saved": memory["saved"] - on_host}
         of_time = time | {"host": host, "host_excess": excess}
@@ -108,7 +107,7 @@ def combined(constants: Mapping[str, float], terms: Mapping[str, float]) -> floa
     return sum(constants[name] * value for name, value in terms.items())
 
 
-def _kernel(config: Config, target: Slice) -> AttentionKernel:
+def _kernel(config: Config, target: Target) -> AttentionKernel:
     return kernel_name(select_attention(config.model, devices_of(target)[0], jnp.dtype("bfloat16")))
 
 
@@ -194,9 +193,9 @@ def layer_values(config: Config) -> float:
 # Time
 
 
-def time_terms(config: Config, model: ModelConfig, every: list[Parameter], target: Slice) -> dict[str, float]:
+def time_terms(config: Config, model: ModelConfig, every: list[Parameter], target: Target) -> dict[str, float]:
     """Seconds of each term of TIME but those of the host."""
-    device = DEVICES[target.generation.kind]
+    device = machine_of(target)
     microbatches, tokens = config.train.microbatches, microbatch_tokens(config)
     all_tokens = microbatches * tokens
     share = all_tokens / config.mesh.mp / device.flops

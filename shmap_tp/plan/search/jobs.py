@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shmap_tp.config.schema import Config
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.worker import request
-from shmap_tp.plan.topologies import Slice
+from shmap_tp.plan.targets import Target
 
 MEMORY_PER_JOB = 5e9
 """Bytes that a compilation of a large step takes; 16b on 256 chips takes about 4 GB."""
@@ -41,7 +41,7 @@ class Job(Protocol):
 class ChildProcess:
     """A `Job` of `worker.py`."""
 
-    def __init__(self, config: Config, target: Slice):
+    def __init__(self, config: Config, target: Target):
         self.begin, self.files = time.monotonic(), tempfile.TemporaryDirectory()
         folder = Path(self.files.name)
         (folder / "in").write_text(request(config, target))

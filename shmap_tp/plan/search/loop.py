@@ -20,6 +20,7 @@ POLL_SECONDS = 0.2
 
 Start = Callable[[Candidate], Job]
 Tell = Callable[[str], None]
+Save = Callable[["Found"], None]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Search:
     jobs: int
     seconds: float
     """Of the whole search."""
+    save: Save = lambda one: None
+    """Is called with each compiled candidate."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     found: list[Found] = field(default_factory=list)
@@ -127,6 +130,7 @@ class Search:
                 del self.running[candidate]
                 self.found.append(Found(estimated, outcome))
                 self.tell(self._line(self.found[-1]))
+                self.save(self.found[-1])
 
     def _line(self, one: Found) -> str:
         left = f"{max(0.0, self.deadline - self.clock()) / 60:.0f} min left"

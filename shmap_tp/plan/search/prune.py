@@ -4,10 +4,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from shmap_tp.config.schema import Config
-from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.plan.search.formulas import Estimate, estimates
+from shmap_tp.plan.search.machine import machine_of
 from shmap_tp.plan.search.space import Candidate
-from shmap_tp.plan.topologies import Slice
+from shmap_tp.plan.targets import Target
 
 MEMORY_MARGIN = 1.2
 """A candidate is dropped if the formulas say that it needs more than this times the memory: on models that were left
@@ -16,9 +16,6 @@ SURE = 0.9
 """A candidate surely fits if the formulas say that it needs less than this times the memory."""
 TIME_MARGIN = 1.5
 """A candidate is dropped if the formulas say that it takes more than this times the fastest that surely fits."""
-HOST_MEMORY = 48e9
-"""Bytes of host memory per chip that may be used: those of a v5e host, 192 GB for four chips (CLOUD); others have
-more."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Pruned:
         return len(self.kept) + self.dropped.total()
 
 
-def prune(config: Config, target: Slice, choices: list[Candidate]) -> Pruned:
+def prune(config: Config, target: Target, choices: list[Candidate]) -> Pruned:
     """Estimate every candidate, and drop those that cannot win."""
     groups: dict[Candidate, list[Candidate]] = {}
     for one in choices:
@@ -60,7 +57,8 @@ def prune(config: Config, target: Slice, choices: list[Candidate]) -> Pruned:
     for base, group in groups.items():
         made = estimates(base.apply(config), target, [one.offload for one in group])
         every += [Estimated(one, found) for one, found in zip(group, made, strict=True)]
-    return pruned(every, DEVICES[target.generation.kind].memory, HOST_MEMORY / target.generation.cores)
+    machine = machine_of(target)
+    return pruned(every, machine.memory, machine.host_memory)
 
 
 def pruned(every: list[Estimated], limit: float, host_limit: float) -> Pruned:

@@ -1,4 +1,4 @@
-"""The candidates of a search: every choice of mesh, ZeRO stage, tensor-parallel mode, microbatches, remat and offload."""
+"""The candidates of a search: mesh, ZeRO stage, tensor-parallel mode, microbatches, remat and offload."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from shmap_tp.config.validate_model import divisors
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DataParallelGroups, make_mesh
 from shmap_tp.plan.search.formulas import activation_values
-from shmap_tp.plan.search.places import devices_of
-from shmap_tp.plan.topologies import Slice
+from shmap_tp.plan.search.machine import devices_of, machine_of
+from shmap_tp.plan.targets import Target
 
 KEYS = (
     "mesh.dp", "mesh.mp", "mesh.tensor_parallel", "mesh.zero", "mesh.fsdp_gradients", "train.microbatches",
@@ -56,7 +56,7 @@ class Candidate:
         return f"({self.dp}, {self.mp}){mode} {self.zero}{ring}, {self.microbatches} mb, remat {self.remat}{offload}"
 
 
-def candidates(config: Config, target: Slice, fixed: dict[str, str]) -> list[Candidate]:
+def candidates(config: Config, target: Target, fixed: dict[str, str]) -> list[Candidate]:
     """Every valid candidate for the batch of `config`; `fixed` are keys of KEYS whose value is given."""
     found = []
     for base in _meshes(config, target, fixed):
@@ -74,7 +74,7 @@ def _matches(candidate: Candidate, fixed: dict[str, str]) -> bool:
     return all(given[key] == value.replace(" ", "") for key, value in fixed.items())
 
 
-def _meshes(config: Config, target: Slice, fixed: dict[str, str]) -> Iterator[Candidate]:
+def _meshes(config: Config, target: Target, fixed: dict[str, str]) -> Iterator[Candidate]:
     """Everything but remat and offload."""
     for mp in divisors(target.devices):
         dp = target.devices // mp
@@ -91,7 +91,7 @@ def _meshes(config: Config, target: Slice, fixed: dict[str, str]) -> Iterator[Ca
                     yield candidate
 
 
-def _is_valid(config: Config, target: Slice) -> bool:
+def _is_valid(config: Config, target: Target) -> bool:
     try:
         validate(config)
         DataParallelGroups.of(config.mesh)
@@ -101,8 +101,7 @@ def _is_valid(config: Config, target: Slice) -> bool:
     return True
 
 
-def _offloads(values: dict[SavedActivation, float], remat: Remat, target: Slice) -> list[tuple[SavedActivation, ...]]:
-    """Every set of saved activations that this model has, the empty one first.  None on v2 and v3, for which no step
-    with offload has been compiled."""
-    saved = [name for name in SAVED_BY_REMAT[remat] if values[name] and target.generation.has_kernels]
+def _offloads(values: dict[SavedActivation, float], remat: Remat, target: Target) -> list[tuple[SavedActivation, ...]]:
+    """Every set of saved activations that this model has, the empty one first; only that where no host has memory."""
+    saved = [name for name in SAVED_BY_REMAT[remat] if values[name] and machine_of(target).host_memory]
     return [chosen for count in range(len(saved) + 1) for chosen in itertools.combinations(saved, count)]

@@ -1,0 +1,135 @@
+"""Talk to a model: `python -m shmap_tp.chat --pretrained DIR`."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shmap_tp.command_model import open_model
+from shmap_tp.errors import ShmapTpError, UserError
+
+if TYPE_CHECKING:
+    from shmap_tp.inference.conversation import Conversation
+
+EPILOG = """\
+in the chat
+  /reset   forget what was said
+  /exit    leave, as Ctrl-D does
+  Ctrl-C   ends an answer, not the chat
+
+examples
+  python -m shmap_tp.chat --pretrained DIR
+  python -m shmap_tp.chat --checkpoint runs/first --template chat_template.jinja --temperature 0.7 mesh.mp=4
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `python -m shmap_tp.chat`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shmap_tp.chat",
+        description=__doc__.splitlines()[0],
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
+    model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the model)")
+    parser.add_argument("--template", metavar="FILE", help="a chat template in Jinja (default: that of the model)")
+    parser.add_argument("--system", metavar="TEXT", help="the system's message (default: that of the template)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="tokens of each answer (512)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (0)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the k likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest, of this sum")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    parser.add_argument("mesh", nargs="*", metavar="mesh.dp=1 mesh.mp=N", help="the mesh (1, 1)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = parser().parse_intermixed_args(argv)
+    try:
+        _chat(_opened(arguments))
+    except ShmapTpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:  # before the chat began
+        return 130
+    return 0
+
+
+def _opened(arguments: argparse.Namespace) -> "Conversation":
+    """The conversation that the arguments describe.  Raises UserError."""
+    from pathlib import Path
+
+    from shmap_tp.inference.chat_template import chat_template_of
+    from shmap_tp.inference.conversation import Conversation
+    from shmap_tp.inference.generator import Options
+    from shmap_tp.inference.text import tokenizer_of_model
+
+    options = Options(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        decode_tokens=4,
+    )
+    model = open_model(arguments)
+    tokenizer = tokenizer_of_model(model, arguments.tokenizer)
+    directory = Path(arguments.checkpoint) if model.source is None else model.source.directory
+    template = chat_template_of(directory, arguments.template)
+    if tokenizer.end_of_text is not None:
+        options = replace(options, stop_tokens=(tokenizer.end_of_text,))
+    return Conversation(model, tokenizer, template, options, arguments.system)
+
+
+def _chat(conversation: "Conversation") -> None:
+    """Questions and answers until /exit or the end of the input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  line editing and history in input()
+    print("/reset forgets what was said, /exit leaves, Ctrl-C ends an answer.", flush=True)
+    while (text := _read()) is not None:
+        if text == "/reset":
+            conversation.reset()
+            print("(forgotten)", flush=True)
+        elif text:
+            _answer(conversation, text)
+
+
+def _read() -> str | None:
+    """The next message, "" after Ctrl-C; None at the end."""
+    try:
+        text = input("> ").strip()
+    except EOFError:
+        print(flush=True)
+        return None
+    except KeyboardInterrupt:
+        print("\n(/exit leaves)", flush=True)
+        return ""
+    return None if text == "/exit" else text
+
+
+def _answer(conversation: "Conversation", text: str) -> None:
+    """Print the answer as it comes."""
+    try:
+        conversation.answer(
+            text,
+            show=lambda piece: print(piece, end="", flush=True),
+            notify=lambda note: print(f"({note})", flush=True),
+        )
+        print(flush=True)
+    except KeyboardInterrupt:
+        print("\n(ended)", flush=True)
+    except UserError as error:
+        print(f"error: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""`transformers` in float64 throughout.
+
+In a model of float64 it computes the angles of the rotary encoding, RMSNorm and the softmax of attention in float32, by
+`torch.float32`, `torch.float` and `Tensor.float` in the code of its models.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.helpers.pretrained_models import file_name, read_tensors
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """A block in which everything that names float32 gets float64."""
+    names, default = (torch.float32, torch.float, torch.Tensor.float), torch.get_default_dtype()
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.float32, torch.float, torch.Tensor.float = names
+        torch.set_default_dtype(default)
+
+
+def model_in_float64(directory: Path, case: str) -> Any:
+    """The model of a directory; to be called, and used, in the block of `float64_throughout`."""
+    config = transformers.AutoConfig.from_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tensors = read_tensors(directory)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == torch.float64
+            parameter.copy_(torch.tensor(tensors[file_name(name, case)]))
+    return model

@@ -1,0 +1,130 @@
+"""`shmap_tp.chat`: templates as transformers renders them, history, a full context, and what is refused."""
+
+import json
+
+import pytest
+
+import shmap_tp
+from shmap_tp import chat
+from shmap_tp.data.tokenizer import Bytes
+from shmap_tp.errors import UserError
+from shmap_tp.inference.chat_template import ChatTemplate, chat_template_of
+from shmap_tp.inference.conversation import LEAST_ROOM, Conversation
+from shmap_tp.inference.generator import Options
+
+pytest.importorskip("jinja2")
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": 'A "quoted" <é>\n line'},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "And now?"},
+]
+TEMPLATES = {
+    "loop": "{%- for m in messages %}\n  {%- if loop.last %}{% continue %}{% endif %}\n{{ m.content | trim }}"
+    "\n{%- endfor %}",
+    "json": "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n  {{ m.content | tojson }}\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}!{% endif %}",
+    "tools": "{% if tools is not none %}tools{% endif %}{{ messages | tojson(indent=2) }}",
+    "marked": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_is_rendered_as_by_transformers(name, tmp_path):
+    pytest.importorskip("transformers", reason="pip install -e '.[test-pretrained]'")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    (expected,), _ = render_jinja_template(
+        [MESSAGES], chat_template=TEMPLATES[name], add_generation_prompt=True, **tokens
+    )
+    config = tokens | {
+        "eos_token": {"content": "</s>"},
+        "chat_template": [{"name": "default", "template": TEMPLATES[name]}],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert chat_template_of(tmp_path).render(MESSAGES) == expected
+
+
+def test_a_template_that_is_damaged_missing_or_refuses_is_named(tmp_path):
+    with pytest.raises(UserError, match="has no chat template"):
+        chat_template_of(tmp_path)
+    with pytest.raises(UserError, match=r"none\.jinja: no such file"):
+        chat_template_of(tmp_path, str(tmp_path / "none.jinja"))
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(UserError, match=r"chat_template\.jinja is not a chat template: "):
+        chat_template_of(tmp_path)
+    with pytest.raises(UserError, match="refuses the messages: roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", "t", {}).render(MESSAGES)
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = shmap_tp.load_config("model=test", "model.vocabulary=256", "model.context=64")
+    return shmap_tp.Model.initialize(config)
+
+
+def conversation(model, system: str | None = None) -> Conversation:
+    return Conversation(model, Bytes(), ChatTemplate(TEMPLATE, "t", {}), Options(max_new_tokens=6), system)
+
+
+def test_an_answer_is_the_greedy_continuation_of_the_rendered_history(model):
+    here, shown, notes = conversation(model, "S"), [], []
+    for question in ("one", "two"):
+        shown.clear()
+        history = [{"role": "system", "content": "S"}, *here.messages, {"role": "user", "content": question}]
+        here.answer(question, shown.append, notes.append)
+        prompt = list(ChatTemplate(TEMPLATE, "t", {}).render(history).encode())
+        expected = Bytes().decode(model.generate([prompt], max_new_tokens=6, stop_tokens=(0,))[0])
+        assert "".join(shown) == here.messages[-1]["content"] == expected
+    assert [message["role"] for message in here.messages] == ["user", "assistant"] * 2 and not notes
+    here.reset()
+    assert here.messages == []
+
+
+def test_a_full_context_forgets_the_oldest_messages_and_a_message_that_is_too_long_alone_is_refused(model):
+    here, notes = conversation(model, "S"), []
+    here.answer("a" * 20, lambda _: None, notes.append)
+    here.answer("b" * 20, lambda _: None, notes.append)
+    assert notes == ["the oldest 2 messages are forgotten: model.context=64 tokens are full"]
+    assert here.messages[0]["content"] == "b" * 20 and len(here.messages) == 2
+    before = list(here.messages)
+    with pytest.raises(UserError, match=f"model.context=64 must also have room for {LEAST_ROOM} of the answer"):
+        here.answer("c" * 60, lambda _: None, notes.append)
+    assert here.messages == before
+
+
+def test_ctrl_c_ends_an_answer_and_keeps_what_was_shown(model):
+    here, shown = conversation(model), []
+
+    def interrupted(piece: str) -> None:
+        shown.append(piece)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        here.answer("one", interrupted, print)
+    assert here.messages[-1] == {"role": "assistant", "content": shown[0]}
+
+
+def test_the_chat_reads_commands_and_goes_on_after_errors_and_interrupts(model, monkeypatch, capsys):
+    said = iter(["one", "", KeyboardInterrupt, "x" * 80, "/reset", "two", EOFError])
+
+    def typed(_: str) -> str:
+        if isinstance(text := next(said), str):
+            return text
+        raise text
+
+    monkeypatch.setattr("builtins.input", typed)
+    here = conversation(model)
+    chat._chat(here)
+    printed = capsys.readouterr().out
+    assert "(/exit leaves)" in printed and "(forgotten)" in printed and "error: this message makes a prompt" in printed
+    assert here.messages[0]["content"] == "two"
+
+
+def test_a_checkpoint_without_a_template_is_refused(tmp_path, capsys):
+    assert chat.main(["--checkpoint", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") <= 2

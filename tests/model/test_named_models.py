@@ -1,0 +1,49 @@
+"""The models of conf/model that have the name of a published model are that model: what its config.json says.
+
+The figures are those of the config.json files on huggingface.co: openai-community/gpt2 and gpt2-xl, meta-llama/
+Llama-2-70b-hf, Llama-3.1-8B and Llama-3.1-70B.
+"""
+
+import json
+
+import pytest
+
+from shmap_tp.config.compose import CONF, load
+from shmap_tp.pretrained.configuration import derive_model
+
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5, "n_ctx": 1024, "n_positions": 1024, "vocab_size": 50257,
+}  # fmt: skip
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False,
+    "mlp_bias": False, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_key_value_heads": 8,
+}  # fmt: skip
+LLAMA3 = LLAMA | {
+    "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}  # fmt: skip
+SIZES_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+SIZES_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+PUBLISHED = {
+    "gpt2": GPT2 | {"n_embd": 768, "n_head": 12, "n_layer": 12},
+    "gpt2_xl": GPT2 | {"n_embd": 1600, "n_head": 25, "n_layer": 48},
+    "llama2_70b": LLAMA | SIZES_70B | {"vocab_size": 32000, "max_position_embeddings": 4096},
+    "llama3_8b": LLAMA3 | SIZES_8B,
+    "llama3_70b": LLAMA3 | SIZES_70B,
+}
+OURS = {"name", "vocabulary_multiple", "context", "remat", "offload", "attention", "attention_chunk", "from_pretrained"}
+"""What is chosen for training, and is no property of the published model."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_named_model_is_the_published_one(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    derived = derive_model({"from_pretrained": str(tmp_path)})
+    model = load(CONF / "config.yaml", [f"model={name}", "mesh.mp=1"]).model
+    wrong = {key: (value, getattr(model, key)) for key, value in derived.items() if key not in OURS}
+    assert {key: pair for key, pair in wrong.items() if pair[0] != pair[1]} == {}
+    assert wrong.keys() >= {"width", "layers", "heads", "ffn", "vocabulary", "norm", "mlp", "positions"}

@@ -1,0 +1,168 @@
+"""Planning for GPUs: formulas against hand computations; with XLA for CUDA, a real program's memory and collectives."""
+
+import importlib.metadata
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+
+from shmap_tp.config.compose import CONF, load
+from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import DEVICES, GIB
+from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.plan.communication.analytic import analytic_communication
+from shmap_tp.plan.communication.from_hlo import communication_in_hlo
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
+from shmap_tp.plan.communication.reconcile import reconcile
+from shmap_tp.plan.gpu import predict
+from shmap_tp.plan.gpu.costs import ATTENTION_EFFICIENCY, GEMM_EFFICIENCY, MEMORY_EFFICIENCY, GpuCosts
+from shmap_tp.plan.gpu.links import LATENCY, NETWORK_LATENCY, GpuLinks
+from shmap_tp.plan.gpu.targets import COMPILER, GPUS, Nodes, find_nodes
+from shmap_tp.plan.hlo_parser import parse_hlo
+from shmap_tp.plan.targets import devices_of_nodes, find_target
+
+H100 = GPUS["h100"]
+NVLINK = H100.nvlink_rate * H100.nvlink_efficiency
+
+DOT = (
+    '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+    '"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}'
+)
+SCORES = '"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "4", "128", "128"]}'
+MODULE = f"""HloModule m
+
+%sliced (p0: bf16[2,4096,4096], p1: bf16[4096,4096]) -> bf16[4096,4096] {{
+  %p0 = bf16[2,4096,4096] parameter(0)
+  %p1 = bf16[4096,4096] parameter(1)
+  %one = bf16[4096,4096] bitcast(%p0)
+  ROOT %dot = (bf16[4096,4096], s8[1024]) custom-call(%one, %p1), custom_call_target="__cublas$lt$matmul", x={{{DOT}}}
+}}
+
+ENTRY %main (a: bf16[4096,4096], q: bf16[2,128,4,64], s: bf16[2,4096,4096]) -> bf16[4096,4096] {{
+  %a = bf16[4096,4096] parameter(0)
+  %w = f32[4096,4096] parameter(3)
+  %q = bf16[2,128,4,64] parameter(1)
+  %s = bf16[2,4096,4096] parameter(2)
+  %gemm = (bf16[4096,4096], s8[1024]) custom-call(%a, %a), custom_call_target="__cublas$lt$matmul", x={{{DOT}}}
+  %wide = (f32[4096,4096], s8[1024]) custom-call(%w, %w), custom_call_target="__cublas$lt$matmul", x={{{DOT}}}
+  %fused = bf16[4096,4096] fusion(%s, %a), kind=kCustom, calls=%sliced
+  %fmha = bf16[2,128,4,64] custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", {SCORES}, "mask_type": "CAUSAL"
+  ROOT %add = bf16[4096,4096] add(%a, %a)
+}}
+"""  # noqa: E501
+
+
+def seconds(name: str) -> float:
+    module = parse_hlo(MODULE)
+    return GpuCosts(module, H100)(module.entry.instructions[name], module.entry)[0]
+
+
+def test_a_matmul_takes_its_flops_in_whole_waves_of_tiles():
+    """4096 cubed has 32 x 16 = 512 tiles, 4 waves of 132: 528 tiles' time."""
+    expected = 2 * 4096**3 * 528 / 512 / (GEMM_EFFICIENCY * 989e12)
+    assert seconds("gemm") == pytest.approx(expected)
+    assert seconds("fused") == pytest.approx(expected)
+    assert seconds("wide") == pytest.approx(2 * expected)
+
+
+def test_other_instructions_take_their_bytes():
+    assert seconds("add") == pytest.approx(3 * 2 * 4096**2 / (MEMORY_EFFICIENCY * 3350e9))
+
+
+def test_attention_takes_the_flops_of_the_causal_half_and_not_less_than_its_bytes():
+    flops = 2 * (2 * 2 * 4 * 128 * 128 * 64) / 2
+    size = 4 * 2 * 2 * 128 * 4 * 64
+    by_flops, by_bytes = flops / (ATTENTION_EFFICIENCY["forward"] * 989e12), size / (MEMORY_EFFICIENCY * 3350e9)
+    assert seconds("fmha") == pytest.approx(max(by_flops, by_bytes))
+
+
+def test_collectives_within_a_node_are_bound_by_nvlink_and_across_nodes_by_the_network():
+    links, size = GpuLinks(Nodes("h100", 2)), 1e9
+    inside, across = list(range(8)), list(range(16))
+    assert links.collective_seconds("all-gather", size, inside) == pytest.approx(size * 7 / 8 / NVLINK + 7 * LATENCY)
+    whole = links.collective_seconds("all-gather", size, across)
+    assert whole == pytest.approx(size * 15 / 16 / NVLINK + 15 * LATENCY + NETWORK_LATENCY)  # 8 cards: 400 GB/s
+    pair = links.collective_seconds("reduce-scatter", size, [0, 8])
+    assert pair == pytest.approx(size / 2 / 50e9 + LATENCY + NETWORK_LATENCY)
+    assert links.collective_seconds("all-reduce", size, [0, 8]) == pytest.approx(2 * pair)
+    assert links.collective_seconds("all-reduce", size, [3]) == 0
+    assert links.permute_seconds(size, [(0, 1), (1, 0)]) == pytest.approx(size / NVLINK + LATENCY)
+    assert links.permute_seconds(size, [(0, 1), (7, 8)]) == pytest.approx(size / 50e9 + NETWORK_LATENCY)
+
+
+def test_a_program_may_use_jax_s_memory_pool_but_not_what_cuda_and_nccl_need(monkeypatch):
+    monkeypatch.delenv(predict.POOL, raising=False)
+    assert predict.usable_bytes(H100) == 0.75 * 80e9
+    monkeypatch.setenv(predict.POOL, "0.99")
+    assert predict.usable_bytes(H100) == 80e9 - 3 * GIB
+
+
+def test_small_arrays_that_are_sent_as_one_are_no_fault():
+    def entry(size: int, count: int = 1) -> Entry:
+        return Entry("x", Operation.all_reduce, DP, "float32", size, count, Direction.backward)
+
+    from shmap_tp.plan.communication.from_hlo import CompiledCollective
+
+    planned, sizes = [entry(64, 2), entry(4)], {DP: 2, MP: 1}
+    together = reconcile(planned, [CompiledCollective("all", (entry(132),))], sizes)
+    assert together.balanced and [one.bytes for one in together.concatenated] == [132]
+    assert not reconcile(planned, [CompiledCollective("all", (entry(128),))], sizes).balanced
+
+
+MISTAKES = {
+    "--dp 3 --mp 4": (lambda: find_nodes("h100", 12), "12 GPUs do not fill nodes of 8"),
+    "h300": (lambda: find_nodes("h300", 8), "unknown GPU; use one of a100, h100, h200, b200"),
+    "--topology": (lambda: find_target("h100", 8, "2x4", 1), "GPUs have none"),
+    "--nodes for TPUs": (lambda: devices_of_nodes("v5e", 1), "--nodes 1 is for GPUs"),
+    "--nodes 0": (lambda: devices_of_nodes("h100", 0), "it must be 1 or more"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_explained(mistake):
+    call, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message):
+        call()
+
+
+def has_compiler() -> bool:
+    try:
+        return bool(importlib.metadata.version(COMPILER))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(has_compiler(), reason="XLA for CUDA is installed")
+def test_a_missing_compiler_is_named():
+    with pytest.raises(UserError, match=r"pip install -e '\.\[plan-gpu\]'"):
+        find_target("h100", 8, None, 1)
+
+
+def test_every_gpu_has_the_figures_of_its_kind():
+    for gpu in GPUS.values():
+        assert f"core_count: {gpu.cores}" in gpu.target_config and gpu.kind in DEVICES
+        assert replace(gpu, cores=1).target_config != gpu.target_config
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA for CUDA: pip install -e '.[plan-gpu]'")
+@pytest.mark.parametrize("settings", [("8", "1", "fsdp", "all_reduce"), ("2", "4", "none", "sequence")], ids=str)
+@pytest.mark.parametrize("version", GPUS)
+def test_compiled_collectives_are_as_planned_and_memory_is_the_compiler_s(version, settings):
+    dp, mp, zero, mode = settings
+    if version == "a100" and zero == "none":
+        pytest.skip("one program of A100 is enough")
+    given = [f"mesh.dp={dp}", f"mesh.mp={mp}", f"mesh.zero={zero}", f"mesh.tensor_parallel={mode}", "train.batch=16"]
+    config = load(CONF / "config.yaml", ["model=test", "train.microbatches=1", *given])
+    found = predict.estimate(config, find_nodes(version, 8))
+    assert found.row.fits and 0 < found.row.peak_bytes_per_device < GIB and found.row.step_seconds > 0
+    sizes = {DP: int(dp), MP: int(mp)}
+    planned = analytic_communication(config, jnp.bfloat16)
+    assert reconcile(planned, communication_in_hlo(found.text, sizes), sizes).balanced
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA for CUDA: pip install -e '.[plan-gpu]'")
+def test_a_program_that_does_not_fit_is_said_not_to_fit(monkeypatch):
+    monkeypatch.setenv(predict.POOL, "0.0001")
+    config = load(CONF / "config.yaml", ["model=test", "train.batch=16", "mesh.dp=8", "mesh.mp=1"])
+    row = predict.estimate(config, find_nodes("h100", 8)).row
+    assert not row.fits and row.step_seconds is None and row.peak_bytes_per_device > row.limit_bytes_per_device

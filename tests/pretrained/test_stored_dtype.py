@@ -1,0 +1,75 @@
+"""The dtype in which parameters are held: that of the computation for use, float32 for training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shmap_tp
+from shmap_tp.parallel.partitioning import is_stacked
+from tests.helpers.assertions import assert_same_bits
+from tests.helpers.paths import ROOT
+from tests.helpers.pretrained_models import CASES, read_tensors, tokens, write_directory
+
+MESH = {"dp": 2, "mp": 4, "tensor_parallel": "sequence", "dtype": "bfloat16"}
+
+
+def from_float32(directory, **mesh) -> shmap_tp.Model:
+    """The model with float32 parameters that computes in bfloat16."""
+    given = [f"model.from_pretrained={directory}", *(f"mesh.{key}={value}" for key, value in mesh.items())]
+    given += ["train.precision=bfloat16", "train.batch=8"]
+    return shmap_tp.Model.initialize(shmap_tp.load_config(*given, file=ROOT / "conf" / "finetune.yaml"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matrices_in_bfloat16_take_half_the_memory_and_give_the_same_bits(tmp_path, case):
+    directory = write_directory(tmp_path / "m", case)
+    model = shmap_tp.from_pretrained(directory, **MESH)
+    masters = from_float32(directory, dp=2, mp=4, tensor_parallel="sequence")
+    leaves = zip(
+        *map(jax.tree.leaves, (model.parameters, masters.parameters, is_stacked(model.parameters))), strict=True
+    )
+    sizes = []
+    for held, master, stacked in leaves:
+        assert held.dtype == (jnp.bfloat16 if held.ndim - stacked > 1 else jnp.float32) and master.dtype == jnp.float32
+        sizes.append([sum(shard.data.nbytes for shard in x.addressable_shards) for x in (held, master)])
+    held, master = np.sum(sizes, axis=0)
+    assert held < 0.55 * master
+    logits = [np.asarray(one.logits(tokens()[:, :-1])) for one in (model, masters)]
+    assert np.array_equal(*logits) and np.isfinite(logits[0]).all()
+
+
+def test_fsdp_holds_them_in_bfloat16_too_and_gradients_have_the_dtype_of_the_parameters(tmp_path):
+    directory = write_directory(tmp_path / "m", "gpt_neox")
+    mesh = {"dp": 4, "mp": 2, "zero": "fsdp"}
+    model, masters = shmap_tp.from_pretrained(directory, dtype="bfloat16", **mesh), from_float32(directory, **mesh)
+    found, expected = model.loss_and_gradients(tokens()), masters.loss_and_gradients(tokens())
+    assert float(found[0]) == float(expected[0])
+    for gradient, parameter, wide in zip(*map(jax.tree.leaves, (found[1], model.parameters, expected[1])), strict=True):
+        assert gradient.dtype == parameter.dtype
+        assert np.max(np.abs(gradient.astype(np.float32) - wide)) <= 0.02 * np.max(np.abs(wide))
+
+
+def test_a_directory_of_bfloat16_is_held_and_written_with_its_bits(tmp_path):
+    directory = write_directory(tmp_path / "in", "qwen3", dtype="BF16")
+    shmap_tp.from_pretrained(directory, **MESH).save_pretrained(tmp_path / "out", dtype="bfloat16")
+    before, after = read_tensors(directory), read_tensors(tmp_path / "out")
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before) and before.keys() == after.keys()
+
+
+def test_a_trainer_has_float32_weights_also_where_it_starts_from_a_model_in_bfloat16(tmp_path):
+    directory = write_directory(tmp_path / "m", "llama")
+    given = [
+        f"model.from_pretrained={directory}",
+        "mesh.dp=2",
+        "mesh.mp=4",
+        "train.batch=2",
+        "train.precision=bfloat16",
+    ]
+    config = shmap_tp.load_config(*given, file=ROOT / "conf" / "finetune.yaml")
+    trainer = shmap_tp.Trainer(config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.params)} == {np.dtype(np.float32)}
+    assert_same_bits(trainer.state.params, shmap_tp.from_pretrained(directory, dp=2, mp=4).parameters)
+    trainer = shmap_tp.Trainer(config, model=shmap_tp.from_pretrained(directory, **MESH))
+    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.params)} == {np.dtype(np.float32)}
+    assert np.isfinite(float(trainer.step(tokens())["loss"]))

@@ -51,7 +51,12 @@ def settings(row: dict) -> list[str]:
     keys |= {"mesh.fsdp_gradients": "fsdp_gradients", "model.remat": "remat", "model.attention": "attention"}
     keys |= {"model.block": "block"}
     more = [f"{key}={row[name]}" for key, name in keys.items()]
-    return [f"model={row['model']}", *more, f"model.offload=[{','.join(row['offload'])}]", f"mesh.tile={row['tile']}"]
+    return [
+        f"model={row['model']}",
+        *more,
+        f"model.offload=[{','.join(row['offload'])}]",
+        f"mesh.tile={row['tile'] or 'null'}",
+    ]
 
 
 def config_of(row: dict) -> Config:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
 
-from shmap_tp.config.schema import Config, MeshConfig, TensorParallelMode
+from shmap_tp.config.schema import Config, MeshConfig, TensorParallelMode, Zero
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 from shmap_tp.plan.communication.analytic import activations
@@ -36,26 +35,28 @@ class Links:
         """Of all repetitions of an entry of the ledger."""
         axis, _, subgroup = entry.axis.partition(":")
         if self.groups.slices > 1 and subgroup == f"{self.groups.slices}/1":
-            return entry.count * self.model.inter_slice_seconds(entry.operation, entry.bytes, self.groups.slices)
+            seconds = self.model.inter_slice_seconds(entry.operation, float(entry.bytes), self.groups.slices)
+            return entry.count * seconds
         whole = [device for name in axis.split() for device in self.axes[name]] if " " in axis else self.axes[axis]
         if entry.operation == Operation.ppermute:  # rings are closed walks between neighbours
-            return entry.count * neighbour_seconds(self.model, entry.bytes, whole)
+            return entry.count * neighbour_seconds(self.model, float(entry.bytes), whole)
         is_between = self.groups.ring > 1 and entry.operation == Operation.reduce_scatter and subgroup
         group = self.between_rings if is_between else sorted(set(whole))
-        size = entry.bytes * (len(group) if entry.operation == Operation.all_gather else 1)
+        size = float(entry.bytes) * (len(group) if entry.operation == Operation.all_gather else 1)
         operation = Operation.all_reduce if entry.operation == Operation.max else entry.operation
         return entry.count * self.model.collective_seconds(operation, size, group)
 
 
-@cache
-def _links(key: tuple, target: Target) -> Links:
-    return Links(MeshConfig(**dict(key)), target)
+_LINKS: dict[tuple[str, Target], Links] = {}
 
 
 def links_of(mesh: MeshConfig, target: Target) -> Links:
     """The links of a mesh, computed once."""
-    relevant = replace(mesh, zero="none", tile=tuple(mesh.tile) if mesh.tile else None)
-    return _links(tuple(sorted(vars(relevant).items(), key=lambda item: item[0])), target)
+    mesh = replace(mesh, zero=Zero.none)  # it changes no link
+    key = repr(mesh), target
+    if key not in _LINKS:
+        _LINKS[key] = Links(mesh, target)
+    return _LINKS[key]
 
 
 def collective_seconds(config: Config, every: list[Parameter], target: Target) -> dict[str, float]:

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
@@ -167,21 +169,30 @@ def fixed_keys(arguments: argparse.Namespace) -> dict[str, str]:
 def search_target(task: Task, minutes: float) -> Line | None:
     """Compile for some minutes, print what was found, and return the fastest; None where nothing fits."""
     arguments, target = task.arguments, task.target
+    status = tqdm(bar_format="{desc}", disable=None, leave=False)  # a line on terminals only
     search = Search(
         list(task.pruned.kept), machine_of(target).memory,
-        lambda one: ChildProcess(one.apply(task.config), target), lambda line: print(line, flush=True),
+        lambda one: ChildProcess(one.apply(task.config), target), lambda line: tell(line, status),
         min(jobs_at_a_time(), arguments.jobs or sys.maxsize), 60 * minutes,
-        save=lambda one: save(one, arguments),
+        save=lambda one: save(one, arguments), progress=status.set_description_str,
     )  # fmt: skip
     try:
         if compiler_missing(target) is None:
             print(f"compiling up to {search.jobs} at a time, for {minutes:g} minutes at most", flush=True)
-            search.run()
+            with status:
+                search.run()
     except KeyboardInterrupt:
         finish(task, search)
         print(f"stopped; what was found so far is above (exit code {STOPPED})", file=sys.stderr, flush=True)
         raise SystemExit(STOPPED) from None
     return finish(task, search)
+
+
+def tell(line: str, status: tqdm) -> None:
+    """Print a line above the status."""
+    status.clear()
+    print(line, flush=True)
+    status.refresh()
 
 
 def finish(task: Task, search: Search) -> Line | None:

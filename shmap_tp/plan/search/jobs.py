@@ -8,7 +8,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from shmap_tp.config.schema import Config
 from shmap_tp.plan.report import Row
@@ -28,6 +28,7 @@ class Outcome:
     seconds: float
 
 
+@runtime_checkable
 class Job(Protocol):
     """A compilation that has been started."""
 

@@ -53,6 +53,8 @@ class Search:
     """Of the whole search."""
     save: Save = lambda one: None
     """Is called with each compiled candidate."""
+    progress: Tell = lambda line: None
+    """Is called with the state of the search, again and again."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     found: list[Found] = field(default_factory=list)
@@ -67,6 +69,7 @@ class Search:
         try:
             while self._fill() or self.running:
                 self._collect()
+                self.progress(self._state())
                 if self.clock() >= self.deadline:
                     self.stopped = "the time is up"
                     break
@@ -86,9 +89,10 @@ class Search:
 
     def expected_seconds(self, one: Estimated) -> float:
         """Of a step: the formulas, corrected by the compiled candidates."""
-        ratios = [(each.estimated.candidate, each.seconds / each.estimated.seconds) for each in self.found if each.fits]
-        ratios += [(candidate, WHILE_RUNNING) for candidate in self.running]
-        return corrected(one.seconds, one.candidate, ratios)
+        return corrected(one.seconds, one.candidate, self._ratios())
+
+    def _ratios(self) -> list[tuple[Candidate, float]]:
+        return [(each.estimated.candidate, each.seconds / each.estimated.seconds) for each in self.found if each.fits]
 
     def expected_bytes(self, one: Estimated) -> float:
         """Peak memory, corrected in the same way; by those that do not fit, too."""
@@ -99,7 +103,8 @@ class Search:
     def next(self) -> Estimated | None:
         """The candidate that is expected to be the fastest of those that fit, if it is worth trying."""
         fitting = [one for one in self.remaining if self.expected_bytes(one) <= FITS * self.limit_bytes]
-        chosen = min(fitting, key=self.expected_seconds, default=None)
+        ratios = [*self._ratios(), *((candidate, WHILE_RUNNING) for candidate in self.running)]
+        chosen = min(fitting, key=lambda one: corrected(one.seconds, one.candidate, ratios), default=None)
         best = self.best()
         if chosen is None or (best and self.expected_seconds(chosen) > WORTH_TRYING * best.seconds):
             return None
@@ -132,9 +137,16 @@ class Search:
                 self.tell(self._line(self.found[-1]))
                 self.save(self.found[-1])
 
+    def _state(self) -> str:
+        best = self.best()
+        fastest = f"fastest {best.seconds:.3f} s" if best else "none fits yet"
+        return f"{len(self.running)} compiling, {len(self.found)} compiled, {fastest}, {self._left()}"
+
     def _line(self, one: Found) -> str:
-        left = f"{max(0.0, self.deadline - self.clock()) / 60:.0f} min left"
-        return f"{one.outcome.seconds:6.0f} s    {one.estimated.candidate}: {verdict(one)}; {left}"
+        return f"{one.outcome.seconds:6.0f} s    {one.estimated.candidate}: {verdict(one)}; {self._left()}"
+
+    def _left(self) -> str:
+        return f"{max(0.0, self.deadline - self.clock()) / 60:.0f} min left"
 
 
 def verdict(one: Found) -> str:

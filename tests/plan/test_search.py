@@ -1,0 +1,281 @@
+"""The search of the planner: its candidates, what the formulas drop, and which candidates are compiled."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from result_format import read_rows
+
+from shmap_tp.config.compose import CONF, load
+from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
+from shmap_tp.model.flops import parameters
+from shmap_tp.plan.report import Row
+from shmap_tp.plan.search.correction import PRIOR, SHARPNESS, corrected, rank_correlation
+from shmap_tp.plan.search.formulas import Estimate, estimate
+from shmap_tp.plan.search.jobs import Outcome, outcome
+from shmap_tp.plan.search.loop import WORTH_TRYING, Search
+from shmap_tp.plan.search.machine import machine_of
+from shmap_tp.plan.search.output import Cost, Line, pareto_front, table
+from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pruned
+from shmap_tp.plan.search.space import KEYS, Candidate, candidates
+from shmap_tp.plan.search.worker import answer, request
+from shmap_tp.plan.targets import find_target
+
+FILE = str(CONF / "config.yaml")
+BASE = Candidate(4, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
+
+
+def config(*settings: str):
+    return load(FILE, ["model=test", "train.batch=16", "mesh.dp=1", "mesh.mp=1", "mesh.processes=1", *settings])
+
+
+# Candidates
+
+
+def test_every_candidate_is_valid_and_its_settings_make_the_same_configuration():
+    target, base = find_target("v5e", 8, None, 1), config()
+    found = candidates(base, target, {})
+    assert len(found) == len(set(found)) > 100
+    assert {one.dp * one.mp for one in found} == {8} and {one.remat for one in found} >= {Remat.full, Remat.none}
+    assert {one.fsdp_gradients for one in found if one.zero == Zero.fsdp} == set(FsdpGradients)
+    for one in found[:: len(found) // 40]:
+        assert load(FILE, ["model=test", "train.batch=16", "mesh.processes=1", *one.settings()]) == one.apply(base)
+
+
+def test_keys_that_are_given_are_not_searched():
+    given = {"mesh.mp": "2", "model.remat": "full", "model.offload": "[]", "mesh.zero": "fsdp"}
+    found = candidates(config(), find_target("v5e", 8, None, 1), given)
+    assert found and {(one.mp, one.remat, one.offload, one.zero) for one in found} == {(2, Remat.full, (), Zero.fsdp)}
+    assert given.keys() <= set(KEYS)
+
+
+@pytest.mark.parametrize("version", ["v3", "h100"])
+def test_nothing_is_offloaded_where_no_step_with_offload_has_been_compiled(version):
+    found = candidates(config(), find_target(version, 8, None, 1), {})
+    assert found and not any(one.offload for one in found)
+    assert any(one.offload for one in candidates(config(), find_target("v5e", 8, None, 1), {}))
+
+
+# Formulas
+
+
+@pytest.mark.parametrize(("zero", "bytes_per_parameter"), [("none", 16), ("zero1", 8 + 8 / 4), ("fsdp", 16 / 4)])
+def test_the_state_of_a_device_counts_parameters_moments_and_gradients(zero, bytes_per_parameter):
+    """4 bytes of each parameter, of its gradient, and of each moment of AdamW; norms stay on every device."""
+    one = config("mesh.dp=4", f"mesh.zero={zero}")
+    found = estimate(one, find_target("v5e", 4, None, 1)).memory_terms["state"]
+    assert found == pytest.approx(bytes_per_parameter * parameters(one.model), rel=0.02)
+
+
+def test_more_devices_microbatches_and_recomputation_need_less_memory():
+    target, base = find_target("v5e", 4, None, 1), ["mesh.dp=4", "mesh.zero=none", "model.remat=all_matmuls"]
+    whole = estimate(config(*base), target)
+    for setting in ("mesh.zero=fsdp", "train.microbatches=4", "model.remat=full", "model.offload=[up]"):
+        assert estimate(config(*base, setting), target).peak_bytes < whole.peak_bytes
+    assert estimate(config(*base, "model.offload=[up]"), target).host_bytes > whole.host_bytes == 0
+    assert estimate(config(*base, "model.remat=full"), target).seconds > whole.seconds
+
+
+@pytest.mark.parametrize(("version", "kind"), [("v5e", "TPU v5 lite"), ("h100", "NVIDIA H100 80GB HBM3")])
+def test_a_machine_has_the_figures_of_its_devices(version, kind):
+    machine = machine_of(find_target(version, 16, None, 1))
+    assert (machine.kind, machine.devices, machine.chips) == (kind, 16, 16)
+    assert machine.hosts == {"v5e": 4, "h100": 2}[version]
+
+
+# Pruning
+
+
+def made(name: int, seconds: float, gigabytes: float, offload: tuple = (), host: float = 0.0) -> Estimated:
+    """A candidate with `name` microbatches."""
+    return Estimated(
+        replace(BASE, microbatches=name, offload=offload), Estimate(seconds, gigabytes * 1e9, host, {}, {"state": 1e9})
+    )
+
+
+def test_a_candidate_is_dropped_for_one_of_three_reasons():
+    limit = 10.0
+    fits, full = made(1, 1.0, SURE * limit), made(2, 0.9, MEMORY_MARGIN * limit)
+    large, slow = made(3, 0.5, MEMORY_MARGIN * limit * 1.01), made(4, TIME_MARGIN * 1.01, 1.0)
+    offload = (SavedActivation.input,)
+    useless, useful = made(1, 1.1, 0.95 * limit, offload), made(2, 1.0, 5.0, offload)
+    found = pruned([fits, full, large, slow, useless, useful], limit * 1e9, 1e9)
+    assert found.kept == [full, fits, useful] and found.total == 6
+    assert found.dropped == {"too large": 1, "another offload is better": 1, "too slow": 1}
+    assert found.least_memory == slow
+
+
+def test_a_candidate_that_needs_more_host_memory_than_there_is_is_dropped():
+    found = pruned([made(1, 1.0, 5.0, (SavedActivation.input,), host=2e9), made(2, 1.0, 5.0)], 10e9, 1e9)
+    assert [one.candidate.microbatches for one in found.kept] == [2]
+
+
+# What compiled steps teach
+
+
+def test_rank_correlation():
+    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]) == pytest.approx(1)
+    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]) == pytest.approx(-1)
+    assert rank_correlation([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]) == pytest.approx(0.5)
+    assert rank_correlation([1.0, 1.0, 2.0], [1.0, 1.0, 2.0]) == pytest.approx(1), "ties share their mean rank"
+    assert math.isnan(rank_correlation([1.0], [1.0])) and math.isnan(rank_correlation([1.0, 1.0], [1.0, 2.0]))
+
+
+def test_a_correction_follows_the_most_alike_candidates():
+    near, far = (
+        replace(BASE, microbatches=2),
+        Candidate(1, 4, TensorParallelMode.sequence, Zero.none, FsdpGradients.ring, 8),
+    )
+    assert corrected(1.0, BASE, []) == 1.0
+    taught = corrected(1.0, BASE, [(near, 2.0), (far, 0.5)])
+    assert 1.9 < taught < 2.0
+    shared = SHARPNESS**2  # remat and offload
+    assert corrected(1.0, BASE, [(far, 0.5)]) == pytest.approx(0.5 ** (shared / (shared + PRIOR)))
+
+
+# Which candidates are compiled
+
+
+class FakeJob:
+    """A compilation that takes `seconds` of the clock of `Compiler`."""
+
+    def __init__(self, compiler: "Compiler", candidate: Candidate):
+        self.compiler, self.end, self.candidate = compiler, compiler.now + compiler.takes, candidate
+
+    def poll(self) -> Outcome | None:
+        if self.compiler.now < self.end:
+            return None
+        truth = self.compiler.truth.get(self.candidate.microbatches)
+        return Outcome(truth and row(*truth), None if truth else "exit code 1: crash", self.compiler.takes)
+
+    def stop(self) -> None:
+        self.compiler.ended.append(self.candidate)
+
+
+class Compiler:
+    """A clock and compilations whose results, by number of microbatches, are (seconds, peak GB) or None."""
+
+    def __init__(self, truth: dict[int, tuple[float, float] | None], takes: float = 60.0):
+        self.truth, self.takes, self.now = truth, takes, 0.0
+        self.started, self.ended, self.lines, self.saved, self.states = [], [], [], [], []
+
+    def start(self, candidate: Candidate) -> FakeJob:
+        self.started.append(candidate.microbatches)
+        return FakeJob(self, candidate)
+
+    def sleep(self, _: float) -> None:
+        self.now += 1.0
+
+    def search(self, estimates: list[Estimated], jobs: int = 1, seconds: float = 3600.0) -> Search:
+        return Search(
+            estimates, 10e9, self.start, self.lines.append, jobs, seconds, save=self.saved.append,
+            progress=self.states.append, clock=lambda: self.now, sleep=self.sleep,
+        )  # fmt: skip
+
+
+RECORDED = Row(**next(row for row in read_rows("tpu") if row["kind"] == "predicted"))
+
+
+def row(seconds: float, gigabytes: float) -> Row:
+    fits = gigabytes <= 10
+    return replace(
+        RECORDED, tokens_per_step=1000, fits=fits, step_seconds=seconds if fits else None,
+        peak_bytes_per_device=gigabytes * 1e9, limit_bytes_per_device=10e9,
+    )  # fmt: skip
+
+
+def test_the_search_compiles_the_most_promising_first_and_stops_where_nothing_faster_is_expected():
+    compiler = Compiler({1: (1.0, 5), 2: (1.2, 5), 3: (2.0, 5)})
+    search = compiler.search([made(3, 2.0, 5), made(2, WORTH_TRYING - 0.01, 5), made(1, 1.0, 5)])
+    search.run()
+    assert compiler.started == [1, 2] and search.stopped == "nothing faster is expected"
+    assert search.best().seconds == 1.0 and len(compiler.saved) == 2
+    assert [line.split()[0] for line in compiler.lines] == ["compiling", "60", "compiling", "60"]
+    assert "1 compiling, 0 compiled, none fits yet, 60 min left" in compiler.states
+
+
+def test_what_does_not_fit_or_cannot_be_compiled_is_told_and_others_are_tried():
+    compiler = Compiler({1: (1.0, 12), 2: None, 3: (1.02, 5)})
+    search = compiler.search([made(1, 1.0, 9), made(2, 1.01, 5), made(3, 1.02, 5)])
+    search.run()
+    told = "\n".join(compiler.lines)
+    assert "does not fit: needs 11.18 of 9.31 GiB" in told and "not compiled: exit code 1: crash" in told
+    assert search.best().estimated.candidate.microbatches == 3
+
+
+def test_a_peak_that_was_estimated_too_low_teaches_that_others_do_not_fit_either():
+    compiler = Compiler({1: (1.0, 20), 2: (1.01, 20), 3: (2.0, 4)})
+    compiler.search([made(1, 1.0, 9), made(2, 1.01, 9), made(3, 2.0, 2)]).run()
+    assert compiler.started == [1, 3]
+
+
+def test_the_time_is_kept_and_what_runs_then_is_ended():
+    compiler = Compiler({1: (1.0, 5), 2: (0.9, 5)}, takes=60.0)
+    search = compiler.search([made(1, 1.0, 5), made(2, 1.0, 5)], seconds=90.0)
+    search.run()
+    assert compiler.started == [1], "a second one would not end in time"
+    late = Compiler({1: (1.0, 5)}, takes=100.0)
+    search = late.search([made(1, 1.0, 5)], seconds=90.0)
+    search.run()
+    assert search.stopped == "the time is up" and len(late.ended) == 1 and search.best() is None
+
+
+def test_a_stop_keeps_what_was_found():
+    compiler = Compiler({1: (1.0, 5), 2: (1.0, 5)})
+
+    def interrupt(_: float) -> None:
+        compiler.now += 1.0
+        if compiler.now > 70:
+            raise KeyboardInterrupt
+
+    search = compiler.search([made(1, 1.0, 5), made(2, 1.0, 5)])
+    search.sleep = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    assert search.best().seconds == 1.0 and search.stopped == "stopped" and len(compiler.ended) == 1
+
+
+def test_several_are_compiled_at_a_time():
+    compiler = Compiler({name: (1.0, 5) for name in range(1, 5)})
+    compiler.search([made(name, 1.0, 5) for name in range(1, 5)], jobs=2).run()
+    assert compiler.now == pytest.approx(121, abs=2), "four of 60 s, two at a time"
+
+
+# Child processes
+
+
+def test_the_end_of_a_child_process_is_explained():
+    assert outcome(-9, "", "", 1.0).error == "killed by signal 9 (out of memory?)"
+    assert outcome(1, "", "Traceback\nValueError: x\n", 1.0).error == "exit code 1: ValueError: x"
+    assert outcome(0, 'noise\n{"error": "mesh.dp=3"}\n', "", 1.0).error == "mesh.dp=3"
+    assert outcome(0, json.dumps(row(1.0, 5).to_json()), "", 1.0).row.step_seconds == 1.0
+
+
+def test_a_child_process_compiles_the_candidate():
+    pytest.importorskip("libtpu")
+    target = find_target("v5e", 4, None, 1)
+    found = answer(request(replace(BASE, microbatches=2).apply(config()), target))
+    assert (found["dp"], found["mp"], found["microbatches"], found["kind"]) == (4, 1, 2, "predicted")
+    assert "needs 2 devices, this machine has 4" in answer(request(config("mesh.dp=2"), target))["error"]
+
+
+# Output
+
+
+def line(seconds: float, gigabytes: float) -> Line:
+    return Line(BASE, seconds, 1000 / seconds, 0.5, gigabytes * 1e9, 10e9, "matmuls and kernels", "compiled")
+
+
+def test_the_pareto_front_has_what_no_other_beats_in_both():
+    fast, small, both, slow = line(1.0, 9), line(2.0, 3), line(1.5, 9.5), line(2.0, 4)
+    assert pareto_front([slow, both, small, fast]) == [fast, small]
+
+
+def test_the_table_marks_the_front_and_adds_time_and_cost():
+    text = table([line(1.0, 9), line(float("inf"), 12), line(1.5, 9.5)], Cost(8.64e10, 2.0, 16))
+    head, first, second, unfit = text.splitlines()
+    assert head.split()[-3:] == ["days", "dollars", "candidate"]
+    assert first.startswith("*") and second.startswith(" ") and unfit.startswith(" ")
+    assert "1,000.0" in first and "768,000" in first, "8.64e10 tokens at 1,000 a second; 16 chips at 2 dollars an hour"
+    assert unfit.split()[:3] == ["-", "-", "-"]

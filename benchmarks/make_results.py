@@ -7,6 +7,7 @@ results/tpu.jsonl         benchmark_tpu.py --json results/gpu.jsonl         benc
 results/gpu_plan.jsonl benchmark_gpu.py --version
 results/ring.jsonl        benchmark_tpu.py --json results/observed.jsonl    written by hand: what, value, command
 results/layerwise.jsonl   benchmark_layerwise.py --json
+results/searches.jsonl    from what the commands print    results/whole_space.jsonl whole_space.py
 """
 
 import math
@@ -23,6 +24,7 @@ from result_format import (
     read_rows,
     seconds,
 )
+from search_results import searches
 from tpu_results import PROGRAMS, collective_matmul_steps, tpu_steps
 
 HEAD = """# Results
@@ -235,7 +237,8 @@ def observations() -> str:
 
 def text() -> str:
     """The text of RESULTS.md."""
-    sections = [HEAD, calibration(), tpu_steps(), collective_matmul_steps(), gpu_steps(), layerwise(), cpu_steps()]
+    sections = [HEAD, calibration(), tpu_steps(), collective_matmul_steps(), gpu_steps()]
+    sections += [searches(), layerwise(), cpu_steps()]
     return "\n".join(section for section in [*sections, observations()] if section)
 
 

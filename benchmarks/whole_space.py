@@ -12,7 +12,8 @@ from pathlib import Path
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
-from shmap_tp.plan.search.prune import Estimated, Pruned, prune
+from shmap_tp.plan.search.correction import rank_correlation
+from shmap_tp.plan.search.prune import Pruned, prune
 from shmap_tp.plan.search.space import candidates
 from shmap_tp.plan.search.worker import answer, request
 from shmap_tp.plan.targets import Target, find_target
@@ -50,7 +51,10 @@ CASES = (
         "remat", "v4", 32,
         {"mesh.mp": "1", "mesh.zero": "fsdp", "mesh.fsdp_gradients": "reduce_scatter", "model.offload": "[]"},
     ),
-    Case("offload", "v5e", 64, {"mesh.mp": "1", "mesh.zero": "zero1", "train.microbatches": "1"}),
+    Case(
+        "offload", "v5e", 64,
+        {"mesh.mp": "1", "mesh.zero": "zero1", "train.microbatches": "1", "model.remat": "attention"},
+    ),
 )  # fmt: skip
 
 
@@ -61,8 +65,27 @@ def recorded() -> dict[tuple[str, str], float]:
     return {(row["case"], row["candidate"]): row["seconds"] or math.inf for row in rows}
 
 
-def settings(one: Estimated) -> str:
-    return " ".join(one.candidate.settings())
+@dataclass(frozen=True)
+class Ranks:
+    """What the formulas say of a whole space."""
+
+    compiled: int
+    kept: int
+    place: int | None
+    """Place of the fastest candidate among those that are kept, from 1; None where it is dropped."""
+    correlation: float
+    """Rank correlation of the formulas with the compiled times, of those that are kept."""
+
+
+def ranks(case: Case, done: dict[tuple[str, str], float]) -> Ranks:
+    """Compare the formulas with the compiled times of every candidate of a case."""
+    compiled = {words: seconds for (name, words), seconds in done.items() if name == case.name}
+    kept = case.pruned().kept
+    order = [" ".join(one.candidate.settings()) for one in kept]
+    fastest = min(compiled, key=compiled.__getitem__)
+    correlation = rank_correlation([one.seconds for one in kept], [compiled[words] for words in order])
+    place = order.index(fastest) + 1 if fastest in order else None
+    return Ranks(len(compiled), len(kept), place, correlation)
 
 
 def main() -> None:

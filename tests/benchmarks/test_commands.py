@@ -39,16 +39,16 @@ def test_the_gpu_benchmark_runs_on_emulated_devices_with_the_gspmd_baseline():
 
 MISTAKES = {
     "no GPU": ([*BENCHMARK_GPU, "--dp", "1", "--mp", "1"], "JAX finds no GPU, only cpu;"),
-    "no mesh": (PLAN, "give --dp and --mp for one mesh, or --devices for all meshes of that many devices"),
+    "no mesh": (PLAN, "give --dp and --mp for one mesh, or --devices to search those of that many devices"),
     "half a mesh": ([*PLAN, "--dp", "2"], "give --dp and --mp for one mesh"),
     "both": ([*PLAN, "--dp", "2", "--mp", "2", "--devices", "4"], "give --dp and --mp for one mesh"),
     "torch on two": (
         [*BENCHMARK_GPU, "--dp", "1", "--mp", "2", "--emulate", "--torch"],
         "--torch runs on one GPU only; use it with --dp 1",
     ),
-    "ledger of all meshes": ([*PLAN, "--devices", "4", "--ledger"], "--ledger applies to one mesh"),
+    "ledger of a search": ([*PLAN, "--devices", "4", "--ledger"], "--ledger applies to one mesh"),
     "rows of a ledger": ([*PLAN, "--dp", "2", "--mp", "2", "--ledger", "--json", "x"], "--json writes predicted rows"),
-    "plot of all meshes": ([*PLAN, "--devices", "4", "--plot", "x.png"], "--plot draws the step of one mesh"),
+    "plot of a search": ([*PLAN, "--devices", "4", "--plot", "x.png"], "--plot draws the step of one mesh"),
     "plot nowhere": ([*PLAN, "--dp", "2", "--mp", "2", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: cannot be"),
     "no such size": ([*PLAN, "--devices", "5", "--version", "v5e"], "there is no v5e slice of 5 devices;"),
 }

@@ -186,8 +186,8 @@ def row(seconds: float, gigabytes: float) -> Row:
 
 
 def test_the_search_compiles_the_most_promising_first_and_stops_where_nothing_faster_is_expected():
-    compiler = Compiler({1: (1.0, 5), 2: (1.2, 5), 3: (2.0, 5)})
-    search = compiler.search([made(3, 2.0, 5), made(2, WORTH_TRYING - 0.01, 5), made(1, 1.0, 5)])
+    compiler = Compiler({1: (1.0, 5), 2: (1.2, 5), 3: (2.0, 5), 4: (1.3, 5)})
+    search = compiler.search([made(3, 2.0, 5), made(2, WORTH_TRYING - 0.01, 5), made(4, 1.3, 5), made(1, 1.0, 5)])
     search.run()
     assert compiler.started == [1, 2] and search.stopped == "nothing faster is expected"
     assert search.best().seconds == 1.0 and len(compiler.saved) == 2

@@ -80,7 +80,8 @@ def estimates(config: Config, target: Target, offloads: Sequence[tuple[SavedActi
     compute = time["matmuls"] + time["kernel"] / KERNEL_EFFICIENCY + time["chunked"]
     made, scale = [], SCALE.get(machine_of(target).kind, 1.0)
     for offload in offloads:
-        on_host = NARROW * microbatch_tokens(config) * model.layers * sum((saved.get(name, 0.0) for name in offload), 0.0)
+        values = sum((saved.get(name, 0.0) for name in offload), 0.0)
+        on_host = NARROW * microbatch_tokens(config) * model.layers * values
         host = config.train.microbatches * on_host / machine_of(target).host_rate
         excess = max(0.0, host - compute / 3) + max(0.0, host - compute * 2 / 3)
         of_memory = memory | {"saved": memory["saved"] - on_host}

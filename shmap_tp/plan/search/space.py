@@ -19,6 +19,11 @@ KEYS = (
     "model.remat", "model.offload",
 )  # fmt: skip
 """What is searched, in the words of the configuration."""
+CHOICES = {
+    "mesh.tensor_parallel": TensorParallelMode, "mesh.zero": Zero, "mesh.fsdp_gradients": FsdpGradients,
+    "model.remat": Remat,
+}  # fmt: skip
+"""Those that have names."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,11 @@ class Candidate:
 
 
 def candidates(config: Config, target: Target, fixed: dict[str, str]) -> list[Candidate]:
-    """Every valid candidate for the batch of `config`; `fixed` are keys of KEYS whose value is given."""
+    """Every valid candidate for the batch of `config`; `fixed` are keys of KEYS whose value is given.
+
+    Raises UserError for a value that is no choice of its key.
+    """
+    _check_choices(fixed)
     found = []
     for base in _meshes(config, target, fixed):
         values = activation_values(base.apply(config))
@@ -69,6 +78,12 @@ def candidates(config: Config, target: Target, fixed: dict[str, str]) -> list[Ca
     return found
 
 
+def _check_choices(fixed: dict[str, str]) -> None:
+    for key, choices in CHOICES.items():
+        if key in fixed and fixed[key] not in list(choices):
+            raise UserError(f"{key}={fixed[key]} is none of {', '.join(choices)}")
+
+
 def _matches(candidate: Candidate, fixed: dict[str, str]) -> bool:
     given = dict(item.split("=", 1) for item in candidate.settings())
     return all(given[key] == value.replace(" ", "") for key, value in fixed.items())
@@ -76,6 +91,7 @@ def _matches(candidate: Candidate, fixed: dict[str, str]) -> bool:
 
 def _meshes(config: Config, target: Target, fixed: dict[str, str]) -> Iterator[Candidate]:
     """Everything but remat and offload."""
+    of_mesh = {key: value for key, value in fixed.items() if not key.startswith("model.")}
     for mp in divisors(target.devices):
         dp = target.devices // mp
         for mode, zero, gradients in itertools.product(TensorParallelMode, Zero, FsdpGradients):
@@ -87,7 +103,7 @@ def _meshes(config: Config, target: Target, fixed: dict[str, str]) -> Iterator[C
                 continue
             for microbatches in divisors(config.train.batch // dp):
                 candidate = Candidate(dp, mp, mode, zero, gradients, microbatches)
-                if _is_valid(candidate.apply(config), target):
+                if _matches(candidate, of_mesh) and _is_valid(candidate.apply(config), target):
                     yield candidate
 
 

@@ -1,0 +1,45 @@
+"""The sections of RESULTS.md on the planner's search: beside configurations found by hand, and against whole spaces."""
+
+from result_format import format_commands, markdown_table, percent, read_rows
+from whole_space import CASES, Ranks, ranks, recorded
+
+COLUMNS = ["step", "candidates", "compiled / fit", "found", "step s", "by hand", "step s", "ratio"]
+
+
+def searches() -> str:
+    rows = read_rows("searches")
+    lines = [
+        [
+            row["what"], f"{row['candidates']:,}, {percent(row['dropped'] / row['candidates'])} dropped",
+            f"{row['compiled']} / {row['fit']}", row["found"], f"{row['seconds']:.3f}", row["by_hand"],
+            f"{row['by_hand_seconds']:.3f}", f"**{row['seconds'] / row['by_hand_seconds']:.2f}**",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return f"""## Searches
+
+What ten minutes of `python -m shmap_tp.plan --devices N` find, on two cores that other work shared, beside the fastest
+configuration that was found by hand for the same batch.  Both are predicted.  Steps by hand were compiled before the
+update was judged in the step, which costs up to 1.5 %.
+
+{format_commands(rows)}
+
+{markdown_table(COLUMNS, lines)}
+
+### What the formulas would have dropped
+
+Every candidate of three small searches was compiled once (`python benchmarks/whole_space.py`).
+
+{_whole_spaces()}
+"""
+
+
+def _whole_spaces() -> str:
+    done = recorded()
+    columns = ["search", "compiled", "kept by the formulas", "fastest, place by formulas", "rank correlation"]
+    return markdown_table(columns, [_case_line(case.name, ranks(case, done)) for case in CASES])
+
+
+def _case_line(name: str, found: Ranks) -> list[str]:
+    place = f"{found.place} of {found.kept}" if found.place else "**dropped**"
+    return [name, str(found.compiled), str(found.kept), place, f"{found.correlation:.2f}"]

@@ -1,0 +1,146 @@
+"""`python -m shmap_tp.plan --devices N`: what a search prints and writes, and short errors for mistakes."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shmap_tp.config.compose import load
+from shmap_tp.errors import UserError
+from shmap_tp.plan import __main__ as planner
+from shmap_tp.plan.search import command
+from shmap_tp.runtime.exit_codes import STOPPED
+from tests.helpers.paths import ROOT
+
+SEARCH = ["--version", "v5e", "--devices", "4", "--model", "test", "--batch", "16"]
+FEW = ["mesh.mp=1", "model.offload=[]"]
+"""Keys that make a search small."""
+
+
+@pytest.fixture
+def without_compiler(monkeypatch):
+    monkeypatch.setattr(command, "compiler_missing", lambda target: "the compiler is not installed")
+    monkeypatch.chdir(ROOT)
+
+
+def plan(*arguments: str) -> None:
+    planner.main(planner.make_parser().parse_args(arguments))
+
+
+def words_of(printed: str) -> list[str]:
+    """The words of the command that a search ends with, after --cfg FILE."""
+    line = next(line for line in printed.splitlines() if line.startswith("  python main.py --cfg "))
+    return shlex.split(line)[4:]
+
+
+def test_without_a_compiler_the_formulas_rank_and_it_is_said_once(without_compiler, capsys, tmp_path):
+    plan(*SEARCH, *FEW[1:], "--recipe", str(recipe := tmp_path / "fastest.yaml"))
+    printed = capsys.readouterr().out
+    assert printed.count("the compiler is not installed: candidates are ranked by formulas only") == 1
+    assert "compiled" not in {line.split()[-1] for line in printed.splitlines() if line}
+    assert "fastest (formulas): (" in printed and "by formulas only: on models that were left out" in printed
+    chosen = load("conf/config.yaml", words_of(printed))
+    assert load(str(recipe), []) == chosen and chosen.train.batch == 16 and chosen.mesh.dp * chosen.mesh.mp == 4
+
+
+def test_keys_on_the_command_line_are_kept(without_compiler, capsys):
+    plan(*SEARCH, "mesh.mp=2", "model.remat=full", "train.precision=bfloat16", "--context", "32")
+    chosen = load("conf/config.yaml", words_of(capsys.readouterr().out))
+    assert (chosen.mesh.mp, chosen.model.remat, chosen.train.precision) == (2, "full", "bfloat16")
+    assert chosen.model.context == 32
+
+
+def test_a_file_is_searched_with_its_own_batch(without_compiler, capsys):
+    plan("--version", "v5e", "--devices", "16", "--cfg", "conf/recipes/gpt2_124m_v5e-8.yaml", *FEW)
+    words = words_of(capsys.readouterr().out)
+    batch = load("conf/recipes/gpt2_124m_v5e-8.yaml", []).train.batch
+    assert f"train.batch={batch}" in words
+    assert load("conf/recipes/gpt2_124m_v5e-8.yaml", words).mesh.dp == 16
+
+
+def test_gpu_nodes_are_searched(without_compiler, capsys):
+    plan("--version", "h100", "--nodes", "1", "--model", "test", "--batch", "16", *FEW)
+    printed = capsys.readouterr().out
+    assert "test on 1 x 8 NVIDIA H100 80GB HBM3: 16 sequences" in printed
+    assert load("conf/config.yaml", words_of(printed)).mesh.processes == 1
+
+
+def test_time_and_cost_are_given_for_every_slice(without_compiler, capsys):
+    plan(
+        "--versions", "v5e,v6e", "--devices", "4,16", "--model", "test", "--batch", "16",
+        "--tokens", "1e14", "--price", "v5e=1.2,v6e=2.7", *FEW,
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    summary = printed.split("the fastest of each\n")[1].splitlines()
+    assert [line.split(" (")[0] for line in summary] == ["  v5e 2x2", "  v5e 4x4", "  v6e 2x2", "  v6e 4x4"]
+    assert all(" days, " in line and " dollars; (" in line for line in summary)
+    days, dollars = (summary[1].split(f" {name}")[0].split()[-1].replace(",", "") for name in ("days", "dollars"))
+    assert float(dollars) == pytest.approx(float(days) * 24 * 16 * 1.2, rel=0.02)
+
+
+def test_a_model_that_fits_nowhere_is_said_to_need_more(without_compiler):
+    with pytest.raises(UserError) as caught:
+        plan(
+            "--version", "v5e", "--devices", "4", "--model", "llama3_70b", "--batch", "4", "mesh.mp=4", "mesh.zero=none"
+        )
+    message = str(caught.value)
+    assert "needs about" in message and "of 15.8 GiB per device" in message and "use more devices" in message
+    assert len(message.splitlines()) == 2
+
+
+MISTAKES = {
+    "--price 1": "--price needs --tokens",
+    "--tokens 1e9 --price free": "--price free is no price",
+    "--tokens 1e9 --price v6e=1": "--price v6e=1 has no price of 0 or more for v5e",
+    "--tokens 1e9 --price v5e=1,v9=2": "v9 is not searched",
+    "--tokens -1": "--tokens -1 must be above 0",
+    "--minutes 0": "--minutes 0 must be above 0",
+    "--versions v5e,v9": "--versions v9: unknown; use some of v2, v3",
+    "mesh.dp=3": "no mesh of v5e 2x2",
+    "--recipe nowhere/x.yaml": "--recipe nowhere/x.yaml cannot be written",
+    "model.remat=most": "model.remat=most is none of none, full",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_explained(mistake, without_compiler):
+    with pytest.raises(UserError) as caught:
+        plan(*SEARCH, *FEW, *mistake.split())
+    assert MISTAKES[mistake] in str(caught.value) and len(str(caught.value).splitlines()) <= 2
+
+
+def test_flags_of_the_search_are_refused_for_one_mesh():
+    with pytest.raises(UserError, match="--minutes applies to the search; give --devices"):
+        plan("--dp", "2", "--mp", "2", "--minutes", "3")
+
+
+def test_devices_that_are_no_number_are_refused(without_compiler):
+    with pytest.raises(UserError, match="--devices many is no number of devices"):
+        plan("--version", "v5e", "--devices", "many")
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "shmap_tp.plan", *SEARCH, "mesh.mp=1", "model.remat=full", *arguments],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_the_search_compiles_and_keeps_what_was_found_when_it_is_stopped(tmp_path):
+    pytest.importorskip("libtpu")
+    process = start("--json", str(rows := tmp_path / "rows.jsonl"), "--jobs", "1")
+    end = time.monotonic() + 120
+    while not rows.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (0, STOPPED), err
+    assert json.loads(rows.read_text().splitlines()[0])["kind"] == "predicted"
+    assert "fastest (compiled): (4, 1)" in out and "calibration: 8 published runs" in out
+    assert "rank correlation of the formulas with compiled times" in out

@@ -1,14 +1,14 @@
 """Plan a training run on TPUs or GPUs that are not there: memory, communication, step time, the best configuration.
 
-    python -m shmap_tp.plan --version v5e --devices 16 --model 6b                   search the fastest step
-    python -m shmap_tp.plan --version h100 --nodes 1 --model llama3_8b              the same on a node of 8 GPUs
-    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR        the same for a Hugging Face model
+    python -m shmap_tp.plan --version v5e --devices 16 --model 6b                    search the fastest step
+    python -m shmap_tp.plan --version h100 --nodes 1 --model llama3_8b               the same on a node of 8 GPUs
+    python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR         the same for a Hugging Face model
     python -m shmap_tp.plan --versions v5e,v6e --devices 16,64 --model 6b --tokens 1e11 --price v5e=1.2,v6e=2.7
-                                                                                    time and cost of a run
-    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8                  one mesh in detail
-    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8 --plot step.png  and a timeline of its step
-    python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml         the step of a file
-    python -m shmap_tp.plan --model 6b --dp 2 --mp 8 --ledger                       only its communication
+                                                                                     time and cost of a run
+    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8                   one mesh in detail
+    python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8 --plot step.png   and a timeline of its step
+    python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml          the step of a file
+    python -m shmap_tp.plan --model 6b --dp 2 --mp 8 --ledger                        only its communication
 
 Nothing runs on a TPU or a GPU: their own compilers compile the training step, and the compiled schedule is simulated.
 For GPUs its time is an estimate by formulas.  --ledger needs no compiler.

@@ -22,9 +22,8 @@ from shmap_tp.config.schema import Config
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.plan import __main__ as plan
 from shmap_tp.plan.benchmark import config_from_flags
-from shmap_tp.plan.gpu.targets import GPUS, find_nodes
-from shmap_tp.plan.targets import devices_of_nodes
-from shmap_tp.plan.topologies import find_slice
+from shmap_tp.plan.search.command import find_targets
+from shmap_tp.plan.targets import devices_of_nodes, find_target
 from tests.helpers.documents import DOCUMENTS, blocks, name_of
 from tests.helpers.paths import ROOT
 
@@ -106,7 +105,7 @@ def check(words: tuple[str, ...]) -> None:
         case ["python", "benchmarks/benchmark_tpu.py", *rest]:
             arguments, config = parsed_step(benchmark_tpu, rest)
             if not arguments.emulate:
-                find_slice(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
+                find_target(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
         case ["python", "benchmarks/benchmark_gpu.py" | "benchmarks/pytorch_baseline.py", *rest]:
             parsed_step(benchmark_gpu, rest)
         case ["python", "benchmarks/benchmark_layerwise.py", *rest]:
@@ -151,15 +150,13 @@ def check_pod(rest: list[str]) -> None:
 
 def check_plan(words: list[str]) -> None:
     arguments = plan.make_parser().parse_intermixed_args(words)
-    devices = devices_of_nodes(arguments.version, arguments.nodes) or arguments.devices
-    if devices is None:
+    arguments.devices = devices_of_nodes(arguments.version, arguments.nodes) or arguments.devices
+    if arguments.devices:
+        find_targets(arguments)
+    elif not arguments.ledger:
         with_paths(arguments)
         mesh = config_from_flags(arguments, *plan.DEFAULTS).mesh
-        devices = mesh.dp * mesh.mp
-    if arguments.version in GPUS:
-        find_nodes(arguments.version, devices)
-    elif not arguments.ledger:
-        find_slice(arguments.version, devices, arguments.topology, arguments.slices or 1)
+        find_target(arguments.version, mesh.dp * mesh.mp, arguments.topology, mesh.slices)
 
 
 def parsed_step(module: ModuleType, words: list[str]) -> tuple[Namespace, Config]:

@@ -195,12 +195,12 @@ def test_the_search_compiles_the_most_promising_first_and_stops_where_nothing_fa
     assert "1 compiling, 0 compiled, none fits yet, 60 min left" in compiler.states
 
 
-def test_what_does_not_fit_or_cannot_be_compiled_is_told_and_others_are_tried():
+def test_what_does_not_fit_or_cannot_be_compiled_is_reported_and_others_are_tried():
     compiler = Compiler({1: (1.0, 12), 2: None, 3: (1.02, 5)})
     search = compiler.search([made(1, 1.0, 9), made(2, 1.01, 5), made(3, 1.02, 5)])
     search.run()
-    told = "\n".join(compiler.lines)
-    assert "does not fit: needs 11.18 of 9.31 GiB" in told and "not compiled: exit code 1: crash" in told
+    reported = "\n".join(compiler.lines)
+    assert "does not fit: needs 11.18 of 9.31 GiB" in reported and "not compiled: exit code 1: crash" in reported
     assert search.best().estimated.candidate.microbatches == 3
 
 

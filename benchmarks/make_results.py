@@ -8,11 +8,13 @@ results/gpu_plan.jsonl benchmark_gpu.py --version
 results/ring.jsonl        benchmark_tpu.py --json results/observed.jsonl    written by hand: what, value, command
 results/layerwise.jsonl   benchmark_layerwise.py --json
 results/searches.jsonl    from what the commands print    results/whole_space.jsonl whole_space.py
+results/generation.jsonl  shmap_tp.plan --decode --json
 """
 
 import math
 
 from calibration import DIFFERS, comparable, constant_without, constants
+from generation_results import generation
 from result_format import (
     HERE,
     exposed,
@@ -238,7 +240,7 @@ def observations() -> str:
 def text() -> str:
     """The text of RESULTS.md."""
     sections = [HEAD, calibration(), tpu_steps(), collective_matmul_steps(), gpu_steps()]
-    sections += [searches(), layerwise(), cpu_steps()]
+    sections += [searches(), generation(), layerwise(), cpu_steps()]
     return "\n".join(section for section in [*sections, observations()] if section)
 
 

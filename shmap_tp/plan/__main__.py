@@ -9,6 +9,7 @@
     python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8 --plot step.png   and a timeline of its step
     python -m shmap_tp.plan --version v3 --cfg conf/recipes/6_9b_v3-32.yaml          the step of a file
     python -m shmap_tp.plan --model 6b --dp 2 --mp 8 --ledger                        only its communication
+    python -m shmap_tp.plan --version v5e --model llama3_8b --dp 1 --mp 8 --decode   generation: seconds a token
 
 Nothing runs on a TPU or a GPU: their own compilers compile the training step, and the compiled schedule is simulated.
 For GPUs its time is an estimate by formulas.  --ledger needs no compiler.
@@ -30,6 +31,7 @@ from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
 from shmap_tp.plan.communication.ledger import table, without_trivial_axes
 from shmap_tp.plan.communication.reconcile import reconcile
+from shmap_tp.plan.generation_command import generation_command
 from shmap_tp.plan.memory import format_memory, memory_by_kind
 from shmap_tp.plan.plot import PlannedMemory, plot_step
 from shmap_tp.plan.predict import Prediction
@@ -50,6 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
     if (not arguments.devices and not one_mesh) or (arguments.devices and (arguments.dp or arguments.mp)):
         raise UserError("give --dp and --mp for one mesh, or --devices to search those of that many devices, or --cfg")
     check_search_flags(arguments)
+    check_generation_flags(arguments)
     arguments.minutes = arguments.minutes or MINUTES
     if arguments.from_pretrained and (arguments.model or arguments.cfg):
         raise UserError("--from-pretrained, --model and --cfg each name a model; give one")
@@ -59,7 +62,9 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError("--json writes predicted rows, and --ledger predicts none; omit one of them")
     if arguments.plot and (arguments.devices or arguments.ledger):
         raise UserError("--plot draws the step of one mesh; give --dp and --mp, and omit --ledger")
-    if arguments.devices:
+    if arguments.decode:
+        generation_command(arguments)
+    elif arguments.devices:
         search_command(arguments)
     elif arguments.ledger:
         print_communication(config_from_flags(arguments, *DEFAULTS))
@@ -86,6 +91,16 @@ def check_search_flags(arguments: argparse.Namespace) -> None:
         value = vars(arguments)[name]
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value:g} must be above 0 and finite")
+
+
+def check_generation_flags(arguments: argparse.Namespace) -> None:
+    """Refuse flags of generation without --decode, and those that would be ignored with it."""
+    of_generation = ("prompt_tokens", "new_tokens")
+    ignored = of_generation if not arguments.decode else ("devices", "microbatches", "ledger", "plot")
+    for name in ignored:
+        if vars(arguments)[name]:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} applies to {'generation; add --decode' if name in of_generation else 'training'}")
 
 
 def plan_one_mesh(arguments: argparse.Namespace) -> None:
@@ -144,12 +159,7 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
         print(table(found))
         return
     found = reconcile(planned, communication_in_hlo(prediction.text, sizes), sizes)
-    verdict = "as planned" if found.balanced else "NOT as planned"
-    if found.balanced and str(found):
-        verdict += "; the lines below are choices of the compiler that move the same bytes"
-    print(f"\nCOMPILED COLLECTIVES: {verdict}")
-    if str(found):
-        print(f"{found}\nmeaning of these lines:\n{found.legend}")
+    print(f"\nCOMPILED COLLECTIVES: {found.report}")
 
 
 def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
@@ -182,6 +192,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, help="sequences per optimizer step (default: 16 per dp rank, or device)")
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the model's)")
     parser.add_argument("--microbatches", type=int, help="microbatches per optimizer step (gradient accumulation)")
+    parser.add_argument("--decode", action="store_true", help="plan generation on one mesh, not training")
+    parser.add_argument("--prompt-tokens", type=int, help="length of each prompt (default 1024, or half the context)")
+    parser.add_argument("--new-tokens", type=int, help="tokens that continue it (default 256, or a quarter)")
     parser.add_argument("--ledger", action="store_true", help="print only the communication; nothing is compiled")
     parser.add_argument("--json", metavar="FILE", help="append the predicted rows to FILE, one JSON object per line")
     parser.add_argument("--plot", metavar="FILE", help="draw a timeline of the predicted step, and its memory, as PNG")

@@ -17,7 +17,7 @@ from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.gpu import predict
 from shmap_tp.plan.gpu.costs import ATTENTION_EFFICIENCY, GEMM_EFFICIENCY, MEMORY_EFFICIENCY, GpuCosts
 from shmap_tp.plan.gpu.links import LATENCY, NETWORK_LATENCY, GpuLinks
-from shmap_tp.plan.gpu.targets import COMPILER, GPUS, Nodes, find_nodes
+from shmap_tp.plan.gpu.targets import COMPILER, GPUS, Nodes, find_nodes, node_devices
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.targets import devices_of_nodes, find_target
 
@@ -135,7 +135,7 @@ def has_compiler() -> bool:
 @pytest.mark.skipif(has_compiler(), reason="XLA for CUDA is installed")
 def test_a_missing_compiler_is_named():
     with pytest.raises(UserError, match=r"pip install -e '\.\[plan-gpu\]'"):
-        find_target("h100", 8, None, 1)
+        node_devices(find_nodes("h100", 8))
 
 
 def test_every_gpu_has_the_figures_of_its_kind():

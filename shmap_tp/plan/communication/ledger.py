@@ -112,10 +112,11 @@ def without_trivial_axes(entries: Iterable[Entry], sizes: dict[str, int]) -> lis
     return [replace(entry, axis=axis) for entry, axis in named if axis]
 
 
-def table(entries: Iterable[Entry]) -> str:
-    """The entries as an aligned table, ordered by direction, followed by the bytes per step over each axis."""
+def table(entries: Iterable[Entry], total: str = "per step") -> str:
+    """The entries as an aligned table, ordered by direction, followed by the bytes over each axis.  `total` is what the
+    column of count x bytes is called."""
     entries = list(entries)
-    rows = [("direction", "what", "operation", "axis", "dtype", "bytes", "count", "per step")]
+    rows = [("direction", "what", "operation", "axis", "dtype", "bytes", "count", total)]
     for direction in Direction:
         for entry in (entry for entry in entries if entry.direction == direction):
             sizes = format_bytes(entry.bytes), str(entry.count), format_bytes(entry.total)

@@ -19,6 +19,7 @@ HEADINGS = {
     "stacked": "sent stacked after a loop",
     "concatenated": "sent as one array",
     "padding_exchanges": "added for padding",
+    "summed": "gathered by a sum",
     "unplanned": "NOT PLANNED",
     "missing": "MISSING",
 }
@@ -29,6 +30,7 @@ MEANINGS = {
     "stacked": "the arrays of all iterations of a loop are sent in one collective, the same bytes (no fault)",
     "concatenated": "several small arrays are sent one after the other in one, the same bytes (no fault)",
     "padding_exchanges": "a ppermute that the compiler adds after padding a reduce-scatter (no fault)",
+    "summed": "an all-reduce of zeros and each device's shard in place of a small all-gather: the same result",
     "unplanned": "communication of the compiled module that is not in the plan",
     "missing": "communication of the plan that is not in the compiled module",
 }
@@ -39,7 +41,7 @@ MEANINGS = {
 class Reconciliation:
     """The differences between a plan and a compiled module.
 
-    `merges`, `stacked`, `concatenated` and `padding_exchanges` are choices of the compiler, and no fault.
+    `merges`, `stacked`, `concatenated`, `padding_exchanges` and `summed` are choices of the compiler, and no fault.
     """
 
     merges: dict[str, list[str]]
@@ -50,6 +52,9 @@ class Reconciliation:
     """Arrays that hold several planned ones, one after the other: the same bytes.  XLA for GPU does so."""
     padding_exchanges: list[Entry]
     """ppermutes that the compiler adds where it pads a reduce-scatter, for rows of the neighbour's shard."""
+    summed: list[Entry]
+    """All-reduces in place of all-gathers: each device contributes its shard, and zeros for the others.  XLA for TPU
+    does so with small arrays."""
     unplanned: list[Entry]
     """Communication of the module that is not in the plan."""
     missing: list[Entry]
@@ -63,12 +68,21 @@ class Reconciliation:
         lines = [
             f"{HEADINGS['merges']}: {name} carries some of: {', '.join(what)}" for name, what in self.merges.items()
         ]
-        for field in ("stacked", "concatenated", "padding_exchanges", "unplanned", "missing"):
+        for field in ("stacked", "concatenated", "padding_exchanges", "summed", "unplanned", "missing"):
             lines += [
                 f"{HEADINGS[field]}: {e.what}, {e.operation} over {e.axis}, {e.dtype}, {e.bytes} bytes x {e.count}"
                 for e in getattr(self, field)
             ]
         return "\n".join(lines)
+
+    @property
+    def report(self) -> str:
+        """Whether the module communicates as planned, the differences, and what their lines mean."""
+        verdict = "as planned" if self.balanced else "NOT as planned"
+        if not str(self):
+            return verdict
+        verdict += "; the lines below are choices of the compiler with the same result" if self.balanced else ""
+        return f"{verdict}\n{self}\nmeaning of these lines:\n{self.legend}"
 
     @property
     def legend(self) -> str:
@@ -84,6 +98,7 @@ def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], siz
     entries = [entry for collective in found for entry in collective.entries if entry not in exchanges]
     stacked, unplanned, missing = _match_stacked(tally(entries) - tally(planned), tally(planned) - tally(entries))
     concatenated, unplanned, missing = _match_concatenated(unplanned, missing)
+    summed, unplanned, missing = _match_summed(unplanned, missing, sizes)
     merges = {
         collective.name: list(
             dict.fromkeys(name for entry in collective.entries for name in _names(planned, key(entry)))
@@ -96,6 +111,7 @@ def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], siz
         _select(entries, stacked),
         _select(entries, concatenated),
         exchanges,
+        _select(entries, summed),
         _select(entries, unplanned),
         _select(planned, missing),
     )
@@ -128,6 +144,21 @@ def _match_concatenated(over: Counter[Key], under: Counter[Key]) -> tuple[Counte
         if whole.total() < parts.total() and _bytes_by_axis(whole) == _bytes_by_axis(parts):
             found, over, under = found + whole, over - whole, under - parts
     return found, over, under
+
+
+def _match_summed(
+    over: Counter[Key], under: Counter[Key], sizes: dict[str, int]
+) -> tuple[Counter[Key], Counter[Key], Counter[Key]]:
+    """(all-reduces found in place of all-gathers to their size, what remains of `over`, of `under`)."""
+    summed, over, under = Counter(), over.copy(), under.copy()
+    for whole in over:
+        operation, axis, dtype, size = whole
+        shard = Operation.all_gather, axis, dtype, size // axis_size(axis, sizes)
+        if operation == Operation.all_reduce and shard[3] * axis_size(axis, sizes) == size:
+            summed[whole] = min(over[whole], under[shard])
+            over[whole] -= summed[whole]
+            under[shard] -= summed[whole]
+    return +summed, +over, +under
 
 
 def _bytes_by_axis(arrays: Counter[Key]) -> Counter[str]:

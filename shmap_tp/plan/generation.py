@@ -1,0 +1,273 @@
+"""Predict generation on a slice that is not attached: compile prefill and decode, and simulate their schedules.
+
+The programs are those of `inference/programs.py` with greedy choice, computing in bfloat16 with matrices of bfloat16.
+A decode step reads the weights and the whole cache of its device once, so the memory bandwidth bounds it:
+
+    bound = (bytes of the weights after FSDP gathering, without tables of which rows are looked up, + bytes of the
+             cache) / memory bandwidth
+"""
+
+import importlib.metadata
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shmap_tp.config.schema import Config, Zero
+from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import DEVICES
+from shmap_tp.hardware.xla_options import compiler_options
+from shmap_tp.inference.cache import cache_bytes
+from shmap_tp.inference.generator import SLOTS_MULTIPLE, Options
+from shmap_tp.inference.programs import GenerationPrograms, PrefillShape, progress_specs
+from shmap_tp.model.flops import parameters
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.mesh import DP, MP, make_mesh
+from shmap_tp.parallel.partitioning import sharded_dim
+from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
+from shmap_tp.plan.communication.ledger import format_bytes
+from shmap_tp.plan.hlo_parser import parse_hlo
+from shmap_tp.plan.link_model import LinkModel
+from shmap_tp.plan.memory import shard_bytes
+from shmap_tp.plan.predict import CACHE
+from shmap_tp.plan.report import PREDICTED, mesh_fields
+from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
+from shmap_tp.plan.topologies import Slice, topology_devices
+from shmap_tp.pretrained.reading import held_in
+from shmap_tp.training.model_functions import build_model_functions
+
+DTYPE = jnp.bfloat16
+GREEDY = Options()
+"""Its decode_tokens are those of a call of the decode program."""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What is generated: `batch` prompts over all devices, of `prompt` tokens, each continued by `new` tokens."""
+
+    batch: int
+    prompt: int
+    new: int
+
+    @property
+    def padded_prompt(self) -> int:
+        """Tokens, rounded up as `generator.stream` does."""
+        return _rounded(self.prompt)
+
+    @property
+    def slots(self) -> int:
+        """Of the cache of each sequence: the prompt and the new tokens, rounded up as there."""
+        calls = -(-(self.new - 1) // GREEDY.decode_tokens)
+        return _rounded(self.padded_prompt + calls * GREEDY.decode_tokens)
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+
+
+@dataclass
+class GenerationRow:
+    """A prediction.  Bytes are those of one device; times are None where a program does not fit."""
+
+    model: str
+    params: int
+    dp: int
+    mp: int
+    zero: str
+    device_kind: str
+    devices: int
+    chips: int
+    topology: str | None
+    batch: int
+    prompt: int
+    new: int
+    weight_bytes: int
+    """Stored."""
+    read_bytes: int
+    """Weights that a decode step reads."""
+    cache_bytes: int
+    peak_bytes: int | float
+    """The larger peak of the two programs."""
+    limit_bytes: int | float
+    fits: bool
+    bound_seconds: float
+    """Of a decode step, by the memory bandwidth."""
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+    """Of a step: one token of every sequence."""
+    exposed_comm_seconds: float | None = None
+    """Of a decode step."""
+    compile_seconds: float = 0.0
+    kind: str = PREDICTED
+    versions: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoded, of all sequences together; prefill is not counted."""
+        return self.batch / self.decode_seconds if self.decode_seconds else None
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class GenerationPrediction:
+    """A predicted row and its two programs."""
+
+    row: GenerationRow
+    prefill: Compiled
+    decode: Compiled
+
+
+def predict_generation(
+    config: Config, target: Slice, requests: Requests, cache: Path | None = CACHE
+) -> GenerationPrediction:
+    """Compile the programs of generation for a slice, and simulate them if they fit.
+
+    Raises UserError if dp does not divide the batch, the sequences exceed model.context, or there are several slices.
+    """
+    _check(config, requests)
+    devices = topology_devices(target)
+    mesh = make_mesh(config.mesh, devices)
+    kind = devices[0].device_kind
+    functions = build_model_functions(config, mesh, DTYPE)
+    programs, shapes = GenerationPrograms(config.model, mesh, functions), held_in(functions.shapes, DTYPE)
+    options = compiler_options(kind, config)
+    traced = trace(programs, shapes, mesh, requests)
+    compiled = [compile_ahead_of_time(program.lower(), mesh, cache, options) for program in traced]
+    prefill, decode = compiled
+    schedules: list[SimulatedSchedule | None] = [None, None]
+    if prefill.fits and decode.fits:
+        link_model = LinkModel.of(target.generation, coordinates(mesh))
+        schedules = [simulate(parse_hlo(program.text), link_model) for program in compiled]
+    read = read_bytes(shapes, config.mesh.mp)
+    cached = cache_bytes(config.model, config.mesh.dp, config.mesh.mp, requests.batch, requests.slots, DTYPE)
+    fields = mesh_fields(mesh, config)
+    row = GenerationRow(
+        model=config.model.name,
+        params=parameters(config.model),
+        dp=config.mesh.dp,
+        mp=config.mesh.mp,
+        zero=str(config.mesh.zero),
+        devices=len(devices),
+        **asdict(requests),
+        weight_bytes=shard_bytes(shapes),
+        read_bytes=read,
+        cache_bytes=cached,
+        peak_bytes=max(program.peak_bytes for program in compiled),
+        limit_bytes=DEVICES[kind].memory,
+        fits=prefill.fits and decode.fits,
+        bound_seconds=(read + cached) / DEVICES[kind].memory_rate,
+        compile_seconds=prefill.seconds + decode.seconds,
+        versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
+        **{name: fields[name] for name in ("device_kind", "chips", "topology")},
+        **_times(*schedules),
+    )
+    return GenerationPrediction(row, prefill, decode)
+
+
+def trace(
+    programs: GenerationPrograms, shapes: Transformer, mesh: Mesh, requests: Requests
+) -> tuple[jax.stages.Traced, jax.stages.Traced]:
+    """(prefill, decode of GREEDY.decode_tokens tokens) for parameters of these shapes."""
+    prompts = _integers(mesh, (requests.batch, requests.padded_prompt), P(DP, None))
+    numbers = _integers(mesh, (requests.batch,), P(DP))
+    settings = {"filters": GREEDY.filters, "shape": PrefillShape(requests.slots, samples=1)}
+    _, progress = jax.eval_shape(partial(programs.prefill, **settings), shapes, GREEDY.sampling, prompts, numbers)
+    placed = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        progress,
+        progress_specs(GREEDY.filters),
+    )
+    static = {"filters": GREEDY.filters}
+    return (
+        programs.prefill.trace(
+            shapes, GREEDY.sampling, prompts, numbers, **static, shape=PrefillShape(requests.slots, 1)
+        ),
+        programs.decode.trace(shapes, GREEDY.sampling, placed, **static, count=GREEDY.decode_tokens),
+    )
+
+
+def _integers(mesh: Mesh, shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
+
+
+def _check(config: Config, requests: Requests) -> None:
+    for flag, value in (
+        ("--batch", requests.batch),
+        ("--prompt-tokens", requests.prompt),
+        ("--new-tokens", requests.new),
+    ):
+        if value < 1:
+            raise UserError(f"{flag} {value} is too small; it must be 1 or more")
+    if config.mesh.slices > 1:
+        raise UserError("generation is planned on one slice; omit --slices, and serve more prompts on each slice alone")
+    if requests.batch % config.mesh.dp:
+        raise UserError(
+            f"--batch {requests.batch} is not divisible by --dp {config.mesh.dp}, which serves different prompts"
+        )
+    tokens = requests.prompt + requests.new
+    if tokens > config.model.context:
+        raise UserError(
+            f"--prompt-tokens {requests.prompt} and --new-tokens {requests.new} are {tokens} tokens, above "
+            f"model.context={config.model.context}; shorten them, or raise --context"
+        )
+
+
+def _times(prefill: SimulatedSchedule | None, decode: SimulatedSchedule | None) -> dict[str, float]:
+    if prefill is None or decode is None:
+        return {}
+    return {
+        "prefill_seconds": prefill.seconds,
+        "decode_seconds": decode.seconds / GREEDY.decode_tokens,
+        "exposed_comm_seconds": decode.exposed_comm_seconds / GREEDY.decode_tokens,
+    }
+
+
+def read_bytes(shapes: Transformer, mp: int) -> int:
+    """Bytes of the weights of one device that a decode step reads: all but the tables of which it looks up rows, the
+    positions and an embedding that is not the head."""
+    looked_up = [shapes.positions] + ([] if shapes.head is None else [shapes.embedding])
+    return _bytes_over_mp(shapes, mp) - _bytes_over_mp(looked_up, mp)
+
+
+def _bytes_over_mp(tree: Any, mp: int) -> int:
+    """Bytes on a device of parameters that are sharded over mp, but not over dp."""
+
+    def size(leaf: jax.ShapeDtypeStruct) -> int:
+        return leaf.size * leaf.dtype.itemsize // (1 if sharded_dim(leaf.sharding.spec, MP) is None else mp)
+
+    return sum(size(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def format_generation(row: GenerationRow) -> str:
+    """A row as text: a few lines, every figure with its unit."""
+    sharded = "; weights sharded over dp, too (FSDP)" if row.zero == Zero.fsdp else ""
+    lines = [
+        f"{row.kind.upper()}  {row.model}, generation on {row.devices} x {row.device_kind}, {row.topology} chips",
+        f"  mesh           dp={row.dp}, mp={row.mp}{sharded}; bfloat16",
+        f"  requests       {row.batch} prompts of {row.prompt} tokens, {row.new} new tokens each",
+        f"  memory         {format_bytes(int(row.peak_bytes))} of {format_bytes(int(row.limit_bytes))} per device: "
+        f"weights {format_bytes(row.weight_bytes)}, cache {format_bytes(row.cache_bytes)}"
+        + ("" if row.fits else ": DOES NOT FIT; try a larger --mp, more devices, a smaller --batch or fewer tokens"),
+        f"  compile        {row.compile_seconds:.1f} s, prefill and decode",
+    ]
+    if row.decode_seconds:
+        lines += [
+            f"  prefill        {1e3 * row.prefill_seconds:.1f} ms, {row.batch * row.prompt / row.prefill_seconds:,.0f} "
+            f"tokens/s",
+            f"  decode         {1e3 * row.decode_seconds:.2f} ms a step; {row.tokens_per_second:,.0f} tokens/s, "
+            f"{1 / row.decode_seconds:,.0f} of each sequence; {1e3 * row.exposed_comm_seconds:.2f} ms exposed "
+            f"communication",
+        ]
+    bound = f"  bound          {1e3 * row.bound_seconds:.2f} ms a step by memory bandwidth: "
+    bound += f"{format_bytes(row.read_bytes)} of weights and the cache"
+    if row.decode_seconds:
+        bound += f"; decode takes {row.decode_seconds / row.bound_seconds:.1f} times that"
+    return "\n".join([*lines, bound])

@@ -3,17 +3,19 @@
     python benchmarks/benchmark_generate.py DIR [--batch 1 8] [--prompt 32] [--new 64] [--repeats 5]
 
 DIR is a Hugging Face directory.  Both programs decode the same prompts on the same cores in float32, alternately; each
-figure is the median of the repeats, and every repeat is printed as JSON with --json.  The bound is the time in which
-the parameters, which a decode step reads once, are read at the bandwidth that summing an array of 1 GiB reaches.
+figure is the median of the repeats.  The bound is the time in which the parameters, which a decode step reads once, are
+read at the bandwidth that summing an array of 1 GiB reaches.
 """
 
 import argparse
-import json
 import os
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ import numpy as np
 
 import shmap_tp
 from shmap_tp.inference.generator import Options, stream
+from shmap_tp.plan.benchmark import append_json
 
 VALUES = 1 << 28
 """float32 values that are summed to measure the bandwidth: 1 GiB."""
@@ -34,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens that are decoded")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each program")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--json", metavar="FILE", help="append a row for each batch size to FILE, with every repeat")
     return parser
 
 
@@ -98,6 +101,9 @@ def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         warm = statistics.median(found["ours"])
         rows.append(
             {
+                "kind": "measured",
+                "model": Path(arguments.directory).resolve().name,
+                "params": sum(leaf.size for leaf in jax.tree.leaves(ours.parameters)),
                 "batch": batch,
                 **{f"{name}_tokens_per_second": round(value, 1) for name, value in speed.items()},
                 "ratio": round(speed["ours"] / speed["transformers"], 2),
@@ -107,6 +113,8 @@ def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 "compile_seconds": round(cold - warm, 1),
                 "load": round(os.getloadavg()[0], 1),
                 "seconds": {name: [round(each, 3) for each in times] for name, times in found.items()},
+                "versions": {name: version(name) for name in ("jax", "torch", "transformers")},
+                "command": shlex.join(["python", "benchmarks/benchmark_generate.py", *sys.argv[1:]]),
             }
         )
     return rows
@@ -115,10 +123,9 @@ def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> int:
     arguments = parser().parse_args()
     rows = measured(arguments)
-    if arguments.json:
-        print(json.dumps(rows))
-        return 0
-    columns = [name for name in rows[0] if name != "seconds"]
+    columns = [name for name, value in rows[0].items() if isinstance(value, (int, float))]
+    for row in rows if arguments.json else []:
+        append_json(row, Path(arguments.json))
     print("| " + " | ".join(name.replace("_", " ") for name in columns) + " |")
     print("|" + " ---: |" * len(columns))
     for row in rows:

@@ -1,4 +1,4 @@
-"""The section of RESULTS.md on generation: predicted for TPUs."""
+"""The section of RESULTS.md on generation: predicted for TPUs, and measured beside transformers on a CPU."""
 
 from result_format import GIB, format_commands, markdown_table, read_rows
 
@@ -17,7 +17,34 @@ work, and nothing has been fitted.
 {format_commands(rows)}
 
 {markdown_table(COLUMNS, [_line(row) for row in rows])}
+
+{_beside_transformers()}
 """
+
+
+def _beside_transformers() -> str:
+    rows = read_rows("generation_cpu")
+    columns = ["model", "sequences", "tokens/s", "transformers", "ratio", "bound by bandwidth", "compile s"]
+    lines = [
+        [
+            row["model"],
+            str(row["batch"]),
+            f"{row['ours_tokens_per_second']:.0f}",
+            f"{row['transformers_tokens_per_second']:.0f}",
+            f"**{row['ratio']:.2f}**",
+            f"{row['bound_tokens_per_second']:.0f} ({row['bandwidth_GB_per_second']:.0f} GB/s)",
+            f"{row['compile_seconds']:.1f}",
+        ]
+        for row in rows
+    ]
+    programs = ", ".join(f"{name} {number}" for name, number in rows[0]["versions"].items())
+    return f"""Measured on two CPU cores that other work shares, float32, greedy, decode only: ours and transformers
+alternately, medians of 5 ({programs}).
+The bandwidth of this machine varies between 40 and 72 GB/s, and the bound with it.
+
+{format_commands(rows)}
+
+{markdown_table(columns, lines)}"""
 
 
 def _line(row: dict) -> list[str]:

@@ -8,7 +8,7 @@ results/gpu_plan.jsonl benchmark_gpu.py --version
 results/ring.jsonl        benchmark_tpu.py --json results/observed.jsonl    written by hand: what, value, command
 results/layerwise.jsonl   benchmark_layerwise.py --json
 results/searches.jsonl    from what the commands print    results/whole_space.jsonl whole_space.py
-results/generation.jsonl  shmap_tp.plan --decode --json
+results/generation.jsonl  shmap_tp.plan --decode --json    results/generation_cpu.jsonl benchmark_generate.py --json
 """
 
 import math

@@ -18,9 +18,9 @@ def searches() -> str:
     ]  # fmt: skip
     return f"""## Searches
 
-What ten minutes of `python -m shmap_tp.plan --devices N` find, on two cores that other work shared, beside the fastest
-configuration that was found by hand for the same batch.  Both are predicted.  Steps by hand were compiled before the
-update was judged in the step, which costs up to 1.5 %.
+What `python -m shmap_tp.plan --devices N` finds in the minutes named, on two cores that other work shared, beside the
+fastest configuration that was found by hand for the same batch.  Both are predicted.  Steps by hand were compiled
+before the update was judged in the step, which costs up to 1.5 %.
 
 {format_commands(rows)}
 

@@ -1,4 +1,4 @@
-"""What `import shmap_tp` offers for one process: configuration, mesh and model.  `api_training.py` has the rest.
+"""What `import shmap_tp` offers: configuration, mesh and model.  `api_training.py` has the rest.
 
 B batch, T time, V vocabulary.
 """
@@ -91,21 +91,24 @@ class Model:
         dp: int | None = None,
         mp: int | None = None,
         step: int | None = None,
+        processes: int = 1,
         components: Components = CONFIGURED,
     ) -> "Model":
         """The model in a checkpoint of a run: the bits that were saved, on any mesh.  The optimizer state is not read.
 
         `directory` is the run's directory, its checkpoint.dir, or one checkpoint.  Without `step` the newest intact
         checkpoint is used; a damaged one is skipped with a warning.  Without `dp` or `mp` that of the saved mesh is
-        used.
+        used.  Of several `processes`, which have joined, each calls this and has its part.
         Raises UserError if there is no such checkpoint, or the devices do not make the mesh.
         """
         check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
-        emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
+        if processes == 1:
+            emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
-        config = replace(config, mesh=replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=1))
+        mesh = replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=processes)
+        config = replace(config, mesh=mesh)
         validate(config)
         config, mesh, functions = build(config, components)
         return cls(
@@ -219,18 +222,22 @@ def from_pretrained(
     zero: str = "none",
     dtype: str = "float32",
     context: int | None = None,
+    processes: int = 1,
 ) -> Model:
     """The model in a Hugging Face directory, or of that name on the hub, on a (dp, mp) mesh (docs/pretrained.md).
 
     Weight matrices, activations and matrix products are of `dtype`, float32 or bfloat16, whatever the dtype of the
     files; vectors, such as the scales of norms, are float32.  Training needs float32 weights: use `Trainer`, or leave
     dtype as it is.  `context` is the longest sequence, and what every call computes: by default the model's own limit,
-    but not above 2048 for a rotary encoding.
+    but not above 2048 for a rotary encoding.  Of several `processes`, which have joined, each calls this and reads its
+    part.
     Raises UserError if the directory cannot be used, or the model does not suit the mesh.
     """
     overrides = [f"model.from_pretrained={compose.quoted(str(name))}", f"mesh.dp={dp}", f"mesh.mp={mp}"]
     overrides += [f"mesh.tensor_parallel={tensor_parallel}", f"mesh.zero={zero}", f"train.precision={dtype}"]
-    overrides += [f"train.batch={dp}"] + ([] if context is None else [f"model.context={context}"])
+    overrides += [f"train.batch={dp}", f"mesh.processes={processes}"] + (
+        [] if context is None else [f"model.context={context}"]
+    )
     config = load_config(*overrides, file=compose.CONF / "finetune.yaml")
     return Model.initialize(config, pretrained_dtype=dtype)
 

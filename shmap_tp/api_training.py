@@ -36,8 +36,12 @@ class Trainer:
         """Starts from a copy of the parameters of `model`, which has the same shape, or those of `Model.initialize`.
 
         `components` replace parts that the configuration names (docs/extending.md).
-        Raises UserError if the devices do not make the mesh.
+        Raises UserError if the devices do not make the mesh, or mesh.processes is not 1.
         """
+        if config.mesh.processes != 1:
+            raise UserError(
+                f"mesh.processes={config.mesh.processes}: Trainer is for one process; start several with shmap-tp train"
+            )
         self.config, self.mesh = resolve(config)
         self.components = components
         self.functions: StepFunctions = build_step_functions(

@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
     parser.add_argument("mesh", nargs="*", metavar="mesh.dp=1 mesh.mp=N", help="the mesh (1, 1)")
+    parser.set_defaults(processes=1)
     return parser
 
 

@@ -1,19 +1,100 @@
-"""The model of a command that reads one: `generate` and `evaluate`."""
+"""The model of a command that reads one, on one process or several: `chat`, `generate` and `evaluate`."""
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from shmap_tp.errors import UserError
+from shmap_tp.errors import ShmapTpError, UserError
 
 if TYPE_CHECKING:
     from shmap_tp.api import Model
 
 MESH_KEYS = "mesh.dp", "mesh.mp"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT."""
+NOT_SHARED = {"process_id", "out"}
+"""Arguments in which the processes may differ."""
+
+
+def add_process_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a command that several processes may run together, as those of training."""
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="number of processes, one per host (1)")
+    parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")
+
+
+@contextmanager
+def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
+    """A context in which the processes of arguments.processes work together; for one process it does nothing.
+
+    `inputs` are what the command has read from files; all processes must be started with the same arguments, and have
+    read the same.  Only process 0 prints to stdout.  An error, an interrupt or the loss of one process ends all.
+    Raises UserError if the arguments of `add_process_arguments` do not suit each other.
+    """
+    from shmap_tp.config.validate import validate_process_arguments
+
+    if arguments.processes < 1:
+        raise UserError(f"--processes {arguments.processes} must be at least 1")
+    validate_process_arguments(arguments.coordinator, arguments.process_id, arguments.processes)
+    if arguments.processes == 1:
+        yield
+        return
+    mesh = mesh_sizes(arguments.mesh)
+    devices = math.prod(mesh.values())
+    if devices % arguments.processes:
+        raise UserError(
+            f"mesh.dp x mesh.mp = {devices} devices are not divisible by --processes {arguments.processes}; "
+            f"name the mesh of all devices"
+        )
+
+    import jax
+
+    from shmap_tp.api import load_config
+    from shmap_tp.runtime.agreement import require_agreement
+    from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
+    from shmap_tp.runtime.exit_codes import exit_with_error
+    from shmap_tp.runtime.peers import Peers
+
+    config = load_config()
+    config = replace(config, mesh=replace(config.mesh, **mesh, processes=arguments.processes))
+    shared = {name: value for name, value in vars(arguments).items() if name not in NOT_SHARED} | inputs
+    try:
+        coordinator = Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
+        initialize_distributed(config, coordinator)
+        require_agreement("command", shared, config.run.join_timeout_seconds)
+    except ShmapTpError as error:
+        exit_with_error(error)
+    with (
+        open(os.devnull, "w") as nothing,
+        redirect_stdout(nothing if jax.process_index() else sys.stdout),
+        Peers(threading.Event(), config.run.lost_timeout_seconds) as peers,
+    ):
+        try:
+            yield
+        except KeyboardInterrupt:
+            peers.exit_all(INTERRUPTED, "interrupted")
+
+
+def is_first_process() -> bool:
+    """Whether this process is the only one, or process 0: it prints and writes for all."""
+    from shmap_tp.runtime.distributed import joined_processes
+
+    if joined_processes() == 1:
+        return True
+    import jax
+
+    return jax.process_index() == 0
 
 
 def open_model(arguments: argparse.Namespace) -> "Model":
-    """The model in arguments.checkpoint (of arguments.step) or arguments.pretrained, on the mesh of arguments.mesh.
+    """The model in arguments.checkpoint (of arguments.step) or arguments.pretrained, on the mesh of arguments.mesh,
+    which covers the devices of arguments.processes.
 
     Raises UserError if there is none, or it does not suit the mesh.
     """
@@ -24,8 +105,8 @@ def open_model(arguments: argparse.Namespace) -> "Model":
     from shmap_tp.api import Model, from_pretrained
 
     if arguments.pretrained:
-        return from_pretrained(arguments.pretrained, **mesh)
-    return Model.restore(arguments.checkpoint, step=arguments.step, **mesh)
+        return from_pretrained(arguments.pretrained, **mesh, processes=arguments.processes)
+    return Model.restore(arguments.checkpoint, step=arguments.step, **mesh, processes=arguments.processes)
 
 
 def mesh_sizes(arguments: Sequence[str]) -> dict[str, int]:

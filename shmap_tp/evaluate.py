@@ -6,13 +6,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shmap_tp.command_model import open_model
+from shmap_tp.command_model import INTERRUPTED, add_process_arguments, joined, open_model
 from shmap_tp.errors import ShmapTpError, UserError
 
 EPILOG = """\
 examples
   python -m shmap_tp.evaluate --checkpoint runs/first --data data/mine
   python -m shmap_tp.evaluate --pretrained DIR --tasks arc_easy,hellaswag --limit 100 mesh.mp=4
+
+Several processes: the same command on every host of a TPU, GKE or Slurm job, with --processes N; elsewhere also
+--coordinator HOST:PORT and a different --process-id on each.  Process 0 prints the result.
 """
 ONLY_OF_FILES = "data", "split", "sequences"
 ONLY_OF_TASKS = "tasks_dir", "limit", "fewshot"
@@ -41,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--fewshot", type=int, metavar="N", help="examples before each document (default: the task's)")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="sequences that are computed at a time (16)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    add_process_arguments(parser)
     parser.add_argument("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")
     return parser
 
@@ -49,13 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_intermixed_args(argv)
     try:
-        result = _evaluate(arguments)
+        _evaluate(arguments)
     except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
-    print(json.dumps(result) if arguments.json else _table(result))
+        return INTERRUPTED
     return 0
 
 
@@ -69,7 +72,8 @@ def _table(result: dict) -> str:
     return "\n".join(f"{name.replace('_', ' '):<16}{value}" for name, value in shown.items())
 
 
-def _evaluate(arguments: argparse.Namespace) -> dict:
+def _evaluate(arguments: argparse.Namespace) -> None:
+    """Check the arguments, and print the result.  Raises UserError."""
     for name in ("batch", "sequences", "limit"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name} {value} must be at least 1")
@@ -78,7 +82,9 @@ def _evaluate(arguments: argparse.Namespace) -> dict:
         if getattr(arguments, name) is not None:
             rule = "does not apply to --tasks; leave one of them out" if arguments.tasks else "needs --tasks NAME,..."
             raise UserError(f"--{name.replace('_', '-')} {rule}")
-    return _evaluate_tasks(arguments) if arguments.tasks else _evaluate_file(arguments)
+    with joined(arguments):
+        result = _evaluate_tasks(arguments) if arguments.tasks else _evaluate_file(arguments)
+        print(json.dumps(result) if arguments.json else _table(result), flush=True)
 
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> dict:

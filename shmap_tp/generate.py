@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from shmap_tp.command_model import open_model
+from shmap_tp.command_model import INTERRUPTED, add_process_arguments, is_first_process, joined, open_model
 from shmap_tp.errors import ShmapTpError, UserError
 
 EPILOG = """\
@@ -21,6 +21,8 @@ examples
 
 A sampled token is a function of (seed, number of the prompt, position): the same on every mesh, in every batch.
 The mesh is (1, 1) where mesh.dp and mesh.mp are not given; on accelerators dp x mp must be all devices.
+Several processes: the same command on every host of a TPU, GKE or Slurm job, with --processes N; elsewhere also
+--coordinator HOST:PORT and a different --process-id on each.  Process 0 prints and writes.
 """
 
 
@@ -49,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer before this text")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="prompts that are answered at a time (16)")
+    add_process_arguments(parser)
     parser.add_argument("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")
     return parser
 
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return 0
 
 
@@ -87,20 +90,26 @@ def _generate(arguments: argparse.Namespace) -> None:
         samples=arguments.samples,
         decode_tokens=8,
     )
-    model = open_model(arguments)
-    tokenizer = tokenizer_of_model(model, arguments.tokenizer)
-    answer = partial(
-        answers, model.generation_programs, model.parameters, tokenizer, options=options, stop=arguments.stop
-    )
-    with _opened(arguments.out) as file:
-        for first in range(0, len(prompts), arguments.batch):
-            part = prompts[first : first + arguments.batch]
-            show = _printer(part, arguments.samples, first) if file is None else None
-            found = answer(part, requests=range(first, first + len(part)), show=show)
-            if file is not None:
-                for prompt, texts in zip(part, found, strict=True):
-                    lines = [{"prompt": prompt, "sample": number, "answer": text} for number, text in enumerate(texts)]
-                    file.writelines(json.dumps(line) + "\n" for line in lines)
+    with joined(arguments, prompts=prompts):
+        model = open_model(arguments)
+        tokenizer = tokenizer_of_model(model, arguments.tokenizer)
+        answer = partial(
+            answers, model.generation_programs, model.parameters, tokenizer, options=options, stop=arguments.stop
+        )
+        with _opened(arguments.out if is_first_process() else None) as file:
+            for first in range(0, len(prompts), arguments.batch):
+                part = prompts[first : first + arguments.batch]
+                show = _printer(part, arguments.samples, first) if arguments.out is None else None
+                found = answer(part, requests=range(first, first + len(part)), show=show)
+                if file is not None:
+                    _write(file, part, found)
+
+
+def _write(file: IO[str], prompts: list[str], found: list[list[str]]) -> None:
+    """A line of JSON for each answer."""
+    for prompt, texts in zip(prompts, found, strict=True):
+        lines = [{"prompt": prompt, "sample": number, "answer": text} for number, text in enumerate(texts)]
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int, str, str | None], None]:

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -39,7 +40,8 @@ def evaluate_file(
     wanted, batch = limits
     count = min(wanted or len(file), len(file))
     nats, right, size = 0.0, 0, 0
-    for first in tqdm(range(0, count, batch), desc=f"{data.dir}/{split}.bin", unit=" batches", disable=None):
+    hidden = True if jax.process_index() else None  # None: where stderr is no terminal
+    for first in tqdm(range(0, count, batch), desc=f"{data.dir}/{split}.bin", unit=" batches", disable=hidden):
         rows = file.read(np.arange(first, min(first + batch, count)))
         filled = np.concatenate([rows, np.repeat(rows[:1], batch - len(rows), axis=0)])  # one program for all batches
         likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled))

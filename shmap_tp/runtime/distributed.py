@@ -69,6 +69,11 @@ def initialize_distributed(config: Config, coordinator: Coordinator | None = Non
     require_agreement("configuration", launch_facts(config), config.run.join_timeout_seconds)
 
 
+def joined_processes() -> int:
+    """How many processes `initialize_distributed` has joined; 1 where it has not been called."""
+    return 1 if global_state.client is None else global_state.num_processes
+
+
 def _initialize(config: Config, coordinator: Coordinator | None) -> None:
     """jax.distributed.initialize with our own time limit, interruptible by signals.
 

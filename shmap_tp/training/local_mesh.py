@@ -1,4 +1,4 @@
-"""The mesh of a library call: over emulated devices, or some of those that this process has."""
+"""The mesh of a library call: over emulated devices, some of those that this process has, or those of all processes."""
 
 from contextlib import suppress
 
@@ -9,7 +9,7 @@ from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
 from shmap_tp.parallel import mesh as meshes
-from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices
+from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices, joined_processes
 
 EMULATED_DEVICES = 8
 """How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
@@ -27,9 +27,7 @@ def make_mesh(config: Config) -> Mesh:
 def resolve(config: Config) -> tuple[Config, Mesh]:
     """(`config` with mesh.dp=auto replaced by a number, its mesh)."""
     if config.mesh.processes != 1:
-        raise UserError(
-            f"mesh.processes={config.mesh.processes}: the library is for one process; start several with shmap-tp train"
-        )
+        return _over_processes(config)
     emulate_devices(config.mesh.mp * (1 if config.mesh.dp == AUTO else config.mesh.dp))
     devices = jax.devices()
     config = resolve_auto(config, len(devices))
@@ -43,6 +41,17 @@ def resolve(config: Config) -> tuple[Config, Mesh]:
             f"smaller one (dp, mp)"
         )
     return config, meshes.make_mesh(config.mesh, devices[:wanted])
+
+
+def _over_processes(config: Config) -> tuple[Config, Mesh]:
+    """The same for several processes, which `initialize_distributed` has joined."""
+    if joined_processes() != config.mesh.processes:
+        raise UserError(
+            f"mesh.processes={config.mesh.processes}: the library is for one process; start several with shmap-tp "
+            f"train, generate or evaluate"
+        )
+    config = resolve_auto(config, len(jax.devices()))
+    return config, meshes.make_mesh(config.mesh)
 
 
 def emulate_devices(wanted: int) -> None:

@@ -110,15 +110,33 @@ def values(directory: Path, split: str = "train") -> list[tuple]:
 def start(*arguments: str, **environment: str) -> subprocess.Popen:
     """Start main.py in another process, with the compilation cache of the tests."""
     cache = jax.config.jax_compilation_cache_dir
+    return start_python("main.py", *arguments, *([f"run.compilation_cache={cache}"] if cache else []), **environment)
+
+
+def start_python(*arguments: str, **environment: str) -> subprocess.Popen:
+    """Start `python ARGUMENTS` from the root of the repository, with the compilation cache of the tests."""
     given = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    if cache := jax.config.jax_compilation_cache_dir:
+        given["JAX_COMPILATION_CACHE_DIR"] = cache
     return subprocess.Popen(
-        [sys.executable, "main.py", *arguments, *([f"run.compilation_cache={cache}"] if cache else [])],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=os.environ | given | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def trained_on_bytes(directory: Path) -> Path:
+    """A run directory: two steps of the tiny run on bytes.  The peak FLOP/s is not measured, to save a second."""
+    data = write_tokens(directory / "data")
+    (data / "meta.json").write_text(json.dumps({"dtype": "uint16", "tokenizer": "bytes", "end_of_text": 0}))
+    settings = ["model.vocabulary=256", "train.steps=2", "optimizer.warmup_steps=1", "optimizer.decay_steps=2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "machine_peak", lambda devices: None)
+        assert loop.train(tiny(directory, *settings)) == 0
+    return directory / "run"
 
 
 @contextmanager

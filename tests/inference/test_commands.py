@@ -9,8 +9,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp import evaluate, generate
-from shmap_tp.training import loop
-from tests.helpers.run_fixtures import tiny, write_tokens
+from tests.helpers.run_fixtures import trained_on_bytes
 
 GENERATE = ["--max-new-tokens", "6"]
 
@@ -18,14 +17,7 @@ GENERATE = ["--max-new-tokens", "6"]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps on bytes."""
-    directory = tmp_path_factory.mktemp("bytes")
-    data = write_tokens(directory / "data")
-    (data / "meta.json").write_text(json.dumps({"dtype": "uint16", "tokenizer": "bytes", "end_of_text": 0}))
-    settings = ["model.vocabulary=256", "train.steps=2", "optimizer.warmup_steps=1", "optimizer.decay_steps=2"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "machine_peak", lambda devices: None)
-        assert loop.train(tiny(directory, *settings)) == 0
-    return directory / "run"
+    return trained_on_bytes(tmp_path_factory.mktemp("bytes"))
 
 
 def called(command, capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:

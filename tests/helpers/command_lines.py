@@ -130,10 +130,9 @@ def check(words: tuple[str, ...]) -> None:
 def check_training(words: list[str]) -> None:
     """Compose and validate the configuration of the arguments of `main.py`."""
     arguments = train._parser("python main.py").parse_intermixed_args(words)
-    if (arguments.cfg or FIRST).startswith("runs/") or any(
-        word.startswith("model.from_pretrained=runs/") for word in words
-    ):
-        raise NotChecked("it needs what an earlier command of its block writes")
+    models = [word for word in words if re.match("model.from_pretrained=(runs/|DIR$)", word)]
+    if (arguments.cfg or FIRST).startswith("runs/") or models:
+        raise NotChecked("it needs what an earlier command of its block writes, or a directory of the user's")
     overrides = ["checkpoint.resume=must"] if arguments.resume else []
     overrides += [f"mesh.processes={arguments.processes}"] if arguments.processes else []
     config = load(str(ROOT / (arguments.cfg or FIRST)), [*arguments.overrides, *overrides])

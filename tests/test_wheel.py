@@ -1,9 +1,12 @@
-"""The wheel holds every module and the configuration; installed elsewhere, it trains."""
+"""The wheel holds every module and the configuration, and requires what they import; installed elsewhere, it trains."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -44,6 +47,32 @@ def test_the_wheel_holds_every_module_and_the_configuration_and_nothing_else(whe
     assert len(configuration) > 20
     entry_points = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("entry_points.txt"))
     assert b"shmap-tp = shmap_tp.cli:main" in zipfile.ZipFile(wheel).read(entry_points)
+
+
+DISTRIBUTIONS = {"hydra": "hydra-core", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
+"""Of imported packages whose distribution has another name."""
+WITH_JAX = {"ml_dtypes"}
+"""Packages that JAX requires and defines its dtypes by."""
+
+
+def distributions(requirements: list[str]) -> list[str]:
+    return [re.split(r"[\[<>=]", line)[0].replace("_", "-") for line in requirements]
+
+
+def test_every_imported_package_is_required_once():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = distributions(project["dependencies"])
+    optional = distributions([line for extra in project["optional-dependencies"].values() for line in extra])
+    imported = {name.split(".")[0] for file in (ROOT / "shmap_tp").rglob("*.py") for name in imported_modules(file)}
+    foreign = imported - {*sys.stdlib_module_names, "shmap_tp"} - WITH_JAX
+    assert sorted({*required}) == sorted(required)
+    assert {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in foreign} <= {*required, *optional}
+
+
+def imported_modules(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    whole = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    return whole | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ The info string of a fenced block says how it is checked:
     python run    all such blocks of a document are run as one program, on CPU
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from PIL import Image
 
 from tests.helpers import command_lines
 from tests.helpers.documents import DOCUMENTS, ROOT, blocks, name_of
@@ -143,3 +145,11 @@ def test_the_planning_guide_explains_every_line_of_the_report(generator):
 @pytest.mark.parametrize("file", sorted((ROOT / "docs").rglob("*.png")), ids=name_of)
 def test_pictures_are_small(file):
     assert file.stat().st_size < 150_000
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").glob("*.png")), ids=name_of)
+def test_pictures_are_drawn_by_their_present_script(picture):
+    script = picture.with_suffix(".py")
+    with Image.open(picture) as opened:
+        drawn_by = opened.text["Source"]
+    assert drawn_by == hashlib.sha256(script.read_bytes()).hexdigest(), f"run: python {name_of(script)}"

@@ -3,6 +3,7 @@
 python docs/pictures/journeys.py
 """
 
+import hashlib
 from pathlib import Path
 
 import matplotlib
@@ -33,7 +34,7 @@ LANES = {
         ("model/loss", "head and cross\nentropy, in chunks"),
     ],
     "A weight:\nfrom declaration\nto checkpoint": [
-        ("layers/linear", "declares it:\nparam"),
+        ("layers/linear", "declares it:\nparam(...)"),
         ("parallel/partitioning", "derives its\nPartitionSpec"),
         ("training/step", "initialises it under\njit, as shards"),
         ("parallel/fsdp", "gathers it over dp\nbefore its block"),
@@ -95,7 +96,8 @@ def main() -> None:
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour, edgecolor="0.4") for colour in COLOURS.values()]
     names = [f"shmap_tp/{name}/" for name in COLOURS]
     figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=105, metadata={"Software": None})
+    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # tests/test_documents.py compares it
+    figure.savefig(Path(__file__).with_suffix(".png"), dpi=105, metadata={"Software": None, "Source": source})
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from tests.helpers.paths import project_files
 
 LANGUAGES = {"sh", "python", "yaml", "json", "text"}
 MARKS = {"run", "check", "hardware"}
-README_LINES = 125
+README_LINES = 120
 
 EVERY_DOCUMENT = pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
 

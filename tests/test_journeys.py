@@ -1,0 +1,67 @@
+"""docs/architecture.md tells through which files a batch goes to its loss; here the files that run are recorded."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import pytest
+
+from shmap_tp.training.step import build_step_functions
+from tests.helpers.model_fixtures import mesh
+from tests.helpers.paths import ROOT
+from tests.helpers.step_fixtures import step_config
+
+DOCUMENT = ROOT / "docs" / "architecture.md"
+MAX_FILES = 9
+
+
+def journey_of_a_batch() -> str:
+    return DOCUMENT.read_text().split("### A batch")[1].split("### A weight")[0]
+
+
+def files_that_run(call: Callable[[], Any]) -> set[str]:
+    """Files of shmap_tp of which a function is called by `call`."""
+    found = set()
+
+    def record(frame: FrameType, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(ROOT / "shmap_tp"):
+            found.add(str(file.relative_to(ROOT)))
+
+    before = sys.getprofile()
+    sys.setprofile(record)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def forward_pass(*overrides: str) -> Callable[[], Any]:
+    """The evaluation of one batch on a (2, 4) mesh, traced."""
+    config = step_config((2, 4), *overrides)
+    functions = build_step_functions(config, mesh((2, 4)), jax.numpy.float32)
+    return lambda: jax.eval_shape(functions.evaluate, functions.shapes.params, functions.tokens)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.positions=rotary", "model.block=sequential", "model.mlp=swiglu"),
+        ("model.remat=full", "mesh.zero=fsdp", "model.norm=rmsnorm"),
+    ],
+)
+def test_every_file_between_a_batch_and_its_loss_is_named(overrides):
+    named = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", journey_of_a_batch()))
+    assert not {file for file in files_that_run(forward_pass(*overrides)) if Path(file).name not in named}
+
+
+def test_a_batch_goes_through_at_most_nine_files():
+    steps = re.findall(r"^\d+\..*?(?=^\d+\.|^$)", journey_of_a_batch(), re.MULTILINE | re.DOTALL)[1:]
+    files = {file for step in steps for file in re.findall(r"`(shmap_tp/[\w/]+\.py)`", step)}
+    assert len(files) <= MAX_FILES and files - {"shmap_tp/data/batches.py"} <= files_that_run(forward_pass())

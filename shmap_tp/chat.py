@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shmap_tp.command_model import open_model
 from shmap_tp.errors import ShmapTpError, UserError
+from shmap_tp.runtime.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
     from shmap_tp.inference.conversation import Conversation
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:  # before the chat began
-        return 130
+        return INTERRUPTED
     return 0
 
 

@@ -4,6 +4,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from shmap_tp.runtime.exit_codes import INTERRUPTED
+
 COMMANDS = {
     "train": "train a model, or continue training (the same as python main.py)",
     "prepare": "turn text into the token files that training reads",
@@ -14,9 +16,6 @@ COMMANDS = {
     "pretrained": "look at Hugging Face checkpoints, and write them",
     "verify": "check checkpoints, resuming, and that replicated arrays agree",
 }
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C of a command that has nothing to save, as in a shell."""
 
 
 def help_text() -> str:

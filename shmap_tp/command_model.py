@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shmap_tp.errors import ShmapTpError, UserError
+from shmap_tp.runtime.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
     from shmap_tp.api import Model
 
 MESH_KEYS = "mesh.dp", "mesh.mp"
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 + SIGINT."""
 NOT_SHARED = {"process_id", "out"}
 """Arguments in which the processes may differ."""
 

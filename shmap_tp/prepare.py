@@ -9,6 +9,7 @@ from shmap_tp.data.metadata import SPLITS
 from shmap_tp.data.prepare import prepare
 from shmap_tp.data.tokenizer import open_tokenizer
 from shmap_tp.errors import ShmapTpError
+from shmap_tp.runtime.exit_codes import INTERRUPTED
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print(f"interrupted; nothing was written to {arguments.out}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     train, validation = (f"{meta['tokens'][split]:,}" for split in SPLITS)
     size = f"vocabulary {meta['vocabulary']}, {meta['dtype']}"
     print(f"{arguments.out}: {train} training tokens, {validation} validation tokens ({meta['tokenizer']}, {size})")

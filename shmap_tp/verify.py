@@ -18,6 +18,7 @@ import signal
 import sys
 
 from shmap_tp.errors import ShmapTpError
+from shmap_tp.runtime.exit_codes import INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _verify(arguments: argparse.Namespace) -> bool:

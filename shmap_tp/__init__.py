@@ -17,7 +17,7 @@ Example: train a small model on a (2, 4) mesh.  Without accelerators its eight d
     logits = model.logits(tokens[:, :-1])  # float32[batch, context, vocabulary]
     loss, gradients = model.loss_and_gradients(tokens)  # gradients are a pytree like model.parameters
 
-What there is
+Contents
     load_config             the configuration in a file, with `key=value` overrides
     make_mesh               the (dp, mp) mesh of a configuration
     Model                   parameters on a mesh: logits, loss, gradients, generation, scores; initialised or restored
@@ -32,7 +32,7 @@ What there is
 
 Importing shmap_tp is fast: JAX is imported with the first of these names that needs it, and no device is used before
 the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `plan`, `generate`,
-`evaluate`, `pretrained` and `verify`.
+`chat`, `evaluate`, `pretrained` and `verify`.
 """
 
 import importlib

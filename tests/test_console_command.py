@@ -1,11 +1,13 @@
 """`shmap-tp`: one command with all programs, each the same as its module."""
 
+import re
 import subprocess
 import sys
 import tomllib
 
 import pytest
 
+import shmap_tp
 from shmap_tp import cli, train
 from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import FIRST, ROOT
@@ -28,6 +30,11 @@ def test_the_commands_are_listed_one_line_each(capsys, arguments):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  ")] == COMMANDS
     assert all(len(line) <= 100 for line in lines)
+
+
+def test_the_help_of_the_library_names_all_commands():
+    listed = shmap_tp.__doc__.split("The commands are ")[1]
+    assert re.findall(r"`(?:shmap-tp )?(\w+)`", listed) == COMMANDS
 
 
 def test_listing_the_commands_needs_no_jax():

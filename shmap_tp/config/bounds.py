@@ -1,5 +1,5 @@
-"""Upper bounds of numbers, and which paths can name a directory: what would overflow, fill the memory, or end in an
-error of the file system is refused before anything is allocated."""
+"""Bounds of numbers and paths: refuses, before anything is allocated, numbers that would overflow or fill the memory,
+and paths that no file system accepts."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""The values of the configuration keys that have a few to choose from; explained in `schema.py`, `model_schema.py`."""
+"""The values of configuration keys that are enumerations; explained in `schema.py` and `model_schema.py`."""
 
 from enum import StrEnum
 

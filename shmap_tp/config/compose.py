@@ -45,7 +45,7 @@ MAX_BRACKETS = 50
 
 
 DeriveModel = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""From the keys of the `model` section that are given, others that follow from model.from_pretrained."""
+"""The given keys of the `model` section -> the keys that follow from model.from_pretrained."""
 
 
 def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel | None = None) -> Config:

@@ -1,4 +1,4 @@
-"""Which sequences each training step reads, and the step's batch as an array on the devices.
+"""The sequences that each training step reads, and the step's batch as an array on the devices.
 
 n sequences in a file, b sequences in one microbatch, T context.
 

@@ -1,4 +1,4 @@
-"""Where the token files of a run are: in data.dir, or for a bucket in a copy on this host.
+"""The location of the token files of a run: data.dir, or for a bucket a copy on this host.
 
 A host copies train.bin, validation.bin, meta.json and tokenizer.json to data.cache once; its processes share the copy,
 and each then reads the rows of its own devices.  With data.cache=null there is no copy, and each process reads these

@@ -55,7 +55,7 @@ class PrefillShape:
     """What the shapes of a prefill depend on beside its prompts."""
 
     slots: int
-    """Of the cache."""
+    """Slots of the cache."""
     samples: int
     """Sequences that continue each prompt."""
 

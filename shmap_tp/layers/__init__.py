@@ -1,1 +1,1 @@
-"""The layers.  Each computes on its own shard; the block that owns them enters and leaves the parallel region."""
+"""The layers.  Each computes on its own shard and communicates by the tensor-parallel mode that it is called with."""

@@ -108,7 +108,7 @@ class KeyValueHeads(eqx.Module):
         return y_BTNK + self._of_this_device(self.bias, 0).astype(y_BTNK.dtype)[None, None]
 
     def _of_this_device(self, w: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
-        """Of a weight or bias with all heads along `dim`, where mp > N, the head of this device; else its own shard."""
+        """This device's shard w; where mp > N, w has all heads along `dim`, of which the result is this device's."""
         if lax.axis_size(MP) <= self.heads:
             return w
         shared = lax.axis_index(MP) * self.heads // lax.axis_size(MP)

@@ -1,4 +1,4 @@
-"""Which attention a program runs: the one that `model.attention` names, or with `auto` the best for its devices.
+"""Selection of the attention kernel: the one that `model.attention` names, or with `auto` the best for the devices.
 
     TPU v4 and later   splash, where the positions are not ALiBi, 128 divides the context and the head dim is 64, 128
                        or 256; on v2 and v3 Pallas cannot multiply bfloat16 matrices

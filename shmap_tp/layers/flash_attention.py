@@ -1,4 +1,4 @@
-"""Flash-attention kernels of others, each a value that `Attention` holds: [T, T] scores never exist in memory.
+"""Flash-attention kernels of JAX and cuDNN, each a value that `Attention` holds: [T, T] scores never exist in memory.
 
 B batch, T time, H query heads, N key/value heads, K head dim, G = H / N, all of one device.
 
@@ -6,8 +6,8 @@ B batch, T time, H query heads, N key/value heads, K head dim, G = H / N, all of
     Cudnn    NVIDIA Ampere and later: cuDNN's flash attention, by jax.nn.dot_product_attention
 
 Both implement Dao et al. 2022, "FlashAttention", https://arxiv.org/abs/2205.14135: forward, blocks of scores with a
-running softmax; backward, the scores recomputed from q, k and the logarithm of each query's denominator.  Which of
-them, or the plain `Chunked` of attention.py, a program uses is decided in attention_selection.py.
+running softmax; backward, the scores recomputed from q, k and the logarithm of each query's denominator.  The
+plain version is `Chunked` of attention.py; attention_selection.py decides which of the three a program uses.
 
 The kernels' operations know no varying types, so they run inside `without_vma_check` and are never differentiated
 through it: `_attend` states forward and backward, and both only call kernels.

@@ -1,4 +1,4 @@
-"""Which elements of a head the rotary encoding rotates, and how fast: plain numbers, known before anything is traced.
+"""The rotary encoding's pairs of elements and their rates: plain numbers, known before anything is traced.
 
 K head dim, R how many of its elements are rotated, the first ones.  Pair i of R/2 turns by position * rate_i.
 """

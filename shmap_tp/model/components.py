@@ -1,4 +1,4 @@
-"""What a model is built from where it is not what the configuration names, and the shapes of its parameters."""
+"""Replacements for parts of a model that the configuration names, and the shapes of its parameters."""
 
 from dataclasses import dataclass
 

@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 
 LOOPS_OF_UNKNOWN_LENGTH = ("while", "cond")
-"""Primitives of whose bodies it is unknown how often they run."""
+"""Primitives whose bodies run an unknown number of times."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Visit:
     times: int
     """How often it runs, within `loop`."""
     loop: str | None
-    """The primitive of a while loop or a branch around it, of which it is unknown how often it runs."""
+    """The primitive of a while loop or a branch around it, which runs an unknown number of times."""
 
     @property
     def name(self) -> str:

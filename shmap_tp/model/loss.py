@@ -95,7 +95,7 @@ class TargetStatistics(NamedTuple):
 
 
 def target_statistics(logits_NV: Float[Array, "N V"], targets_N: Int[Array, "N"], vocabulary: int) -> TargetStatistics:
-    """Of each target, among the columns below `vocabulary`.  One all-gather of [3 N] over mp."""
+    """The statistics of each target among the columns below `vocabulary`.  One all-gather of [3 N] over mp."""
     column_V = lax.axis_index(MP) * logits_NV.shape[1] + jnp.arange(logits_NV.shape[1])
     logits_NV = jnp.where((column_V < vocabulary)[None], logits_NV, jnp.finfo(logits_NV.dtype).min)
     is_target_NV = targets_N[:, None] == column_V[None]

@@ -12,7 +12,7 @@ other equations, which are visited themselves."""
 
 
 class UncountedError(UserError):
-    """A program contains work of which it is unknown how many FLOPs it takes."""
+    """A program contains work whose FLOPs cannot be counted."""
 
 
 def matmul_flops(visit: Visit) -> int:

@@ -46,7 +46,7 @@ class Execution:
 
     tp: TensorParallel
     dtype: DTypeLike
-    """Of activations and matrix products."""
+    """The dtype of activations and matrix products."""
     placements: Any
     """A tree like the model: how each parameter is placed over dp (`fsdp.py`)."""
 
@@ -56,7 +56,7 @@ class Transformer(eqx.Module):
 
     Communication  the embedding's output is reduced and the head's input enters, as `tp` does that; the blocks' own.
 
-    What each `remat` policy saves is said in `remat.py`.  None saves what `enter` gathered over mp: it would take mp
+    `remat.py` lists what each `remat` policy saves.  None saves what `enter` gathered over mp: it would take mp
     times the memory of what it was gathered from, and is gathered again in the backward pass.
     """
 

@@ -187,8 +187,8 @@ def _split_time(y: Float[Array, "B T ..."]) -> TimeChunks:
 
 
 concat_time: Any = jax.custom_vjp(_concat_time)
-"""Chunks -> y[B T ...], positions in order.  Communication: none."""
+"""Chunks -> y[B T ...], positions in order; plainly `jnp.concatenate`.  Communication: none."""
 split_time: Any = jax.custom_vjp(_split_time)
-"""y[B T ...] -> chunks.  Communication: none."""
+"""y[B T ...] -> chunks; plainly `jnp.split`.  Communication: none."""
 concat_time.defvjp(lambda chunks: (_concat_time(chunks), None), lambda _, dy: (_split_time(dy),))
 split_time.defvjp(lambda y: (_split_time(y), None), lambda _, d_chunks: (_concat_time(d_chunks),))

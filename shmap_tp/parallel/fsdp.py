@@ -1,4 +1,4 @@
-"""Data parallelism that shards: how parameters, gradients and optimizer state are placed over dp, per parameter.
+"""ZeRO-1 and FSDP: how each parameter, its gradient and its optimizer state are placed over dp.
 
 A `Placement` is a value; `place_parameters` makes a tree of them, shaped like the parameters.  D: a dim of a matrix
 that dp divides.  D/dp: dim D sharded over dp.  D/slice: sharded over the dp ranks of one slice.  {+dp}: a partial sum,
@@ -84,7 +84,7 @@ class Zero1:
     """Every dp rank stores the whole parameter, and updates its shard along `dim`.  Methods as of Replicated."""
 
     dim: int
-    """Counted from the last, so that it is the same for one layer and for a stack of layers."""
+    """The sharded dim, counted from the last, so that it is the same for one layer and for a stack of layers."""
     groups: DataParallelGroups
 
     def gather_between_slices(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -109,7 +109,7 @@ class Fsdp:
     activations.  Methods as of Replicated."""
 
     dim: int
-    """Counted from the last."""
+    """The sharded dim, counted from the last."""
     groups: DataParallelGroups
     ring_sharded_rows: bool | None
     """None: the gradient is reduced by one reduce-scatter.  Else in a ring (`fsdp_overlap`), and whether dp shards the

@@ -1,4 +1,4 @@
-"""What a tensor-parallel mode needs of the layers that it multiplies with, and two wrappers around such layers.
+"""The interface of the linear layers that a tensor-parallel mode multiplies with, and two wrappers around such layers.
 
 A layer is called for its matrix product alone, which is linear in the input and in the weight; its bias is added apart,
 by the mode, because of where that must happen:

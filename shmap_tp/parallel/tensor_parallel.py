@@ -55,7 +55,7 @@ apply to either with `jax.tree.map`; what mixes positions needs `concat_time` be
 
 @runtime_checkable
 class TensorParallel(Protocol):
-    """What layers need of a tensor-parallel mode.  The residual stream is x[B T D] or x[B T/mp D], as the mode says."""
+    """The interface of tensor-parallel modes.  The residual stream is x[B T D] or x[B T/mp D], as the mode says."""
 
     def column_parallel(self, x_BTD: Float[Array, "B _ D"], *layers: Linear) -> tuple[Activation, ...]:
         """x of the residual stream -> x @ w + b for each layer, whose outputs are sharded over mp."""

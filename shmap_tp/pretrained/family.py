@@ -1,4 +1,4 @@
-"""What a model family is: a table of the keys of its config.json, and a table of its tensors.
+"""A model family: a table of the keys of its config.json, and a table of its tensors.
 
 Both tables are read in both directions: from config.json to the `model` section of a configuration and back, and from
 the tensors of a file to parameters and back.  A key whose value changes what the model computes is in the table, or its

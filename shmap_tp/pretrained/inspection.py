@@ -1,4 +1,4 @@
-"""What `python -m shmap_tp.pretrained inspect` prints about a Hugging Face directory."""
+"""The report of `python -m shmap_tp.pretrained inspect` on a Hugging Face directory."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How one of our parameters lies in a tensor of a file, written as a pattern.
+"""Patterns that say how one of our parameters is stored in a tensor of a file.
 
     "v d -> v d"                the same
     "d f -> f d"                transposed

@@ -1,4 +1,4 @@
-"""What the processes of a run decide together before they use a device: through JAX's key-value store, not collectives.
+"""Agreement of the processes of a run before they use a device, by JAX's key-value store instead of collectives.
 
 A collective between processes that were started differently hangs or dies without an explanation.  The store works as
 soon as the processes have joined, whatever their devices.  Both functions must be called by all processes, each with a

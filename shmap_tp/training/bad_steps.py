@@ -27,7 +27,7 @@ from shmap_tp.config.schema import GuardConfig
 
 
 class Judged(NamedTuple):
-    """What decides whether a step is good: scalars, equal on all devices."""
+    """The scalars by which a step is judged good or bad, equal on all devices."""
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]

@@ -1,4 +1,4 @@
-"""What `--check` prints: a summary of a configuration, from the configuration alone.
+"""The summary of a configuration that `--check` prints, from the configuration alone.
 
 Nothing is written, no device is used and no token is read.  What depends on them is checked when a run starts.
 """

@@ -1,4 +1,4 @@
-"""What a run sets up on a machine before it builds its functions: directories, data, compilation cache, dtype."""
+"""The set-up of a run on a machine before its functions are built: directories, data, compilation cache, dtype."""
 
 from pathlib import Path
 

@@ -27,7 +27,7 @@ from shmap_tp.training.metrics import is_metric
 
 
 class TimeCategory(StrEnum):
-    """What wall time is spent on, in the order of the table."""
+    """Categories of wall time, in the order of the table."""
 
     steps = "steps"
     skipped = "skipped"

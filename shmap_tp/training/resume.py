@@ -1,4 +1,4 @@
-"""Where a run starts: from new parameters or from the newest intact checkpoint; and which starts are refused."""
+"""The start of a run, from new parameters or from the newest intact checkpoint; and which starts are refused."""
 
 from pathlib import Path
 from typing import Any

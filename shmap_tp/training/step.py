@@ -48,13 +48,14 @@ TOKENS = P(None, DP, None)
 
 
 class State(eqx.Module):
-    """Everything that a run is, besides its configuration: the content of a checkpoint."""
+    """The state of a run, saved in checkpoints: with the configuration it determines every later step."""
 
     params: Transformer
     optimizer: optax.OptState
     guard: BadStepState
+    """Statistics and counters of the bad-step guard, configured by `guard.*`."""
     step: Int[Array, ""]
-    """How many batches were used, skipped steps included."""
+    """Number of batches used, skipped steps included."""
 
 
 LoadParameters = Callable[[Config, Transformer], Transformer]
@@ -63,7 +64,7 @@ LoadParameters = Callable[[Config, Transformer], Transformer]
 
 @dataclass(frozen=True)
 class Components(ModelComponents):
-    """What a model and its step are built from where it is not what the configuration names (docs/extending.md)."""
+    """Replacements for parts of the model and its step that the configuration names (docs/extending.md)."""
 
     tensor_parallel: TensorParallel | None = None
     make_optimizer: Callable[[Any], Optimizer] | None = None
@@ -78,7 +79,7 @@ CONFIGURED = Components()
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised, as a function of parameters and tokens."""
+    """The training objective, a function of parameters and tokens."""
 
     loss: LinearCrossEntropy
     execution: Execution
@@ -136,7 +137,7 @@ def loss_and_gradients(
 
 
 class StepFunctions(eqx.Module):
-    """What a run compiles, all on one mesh: initialise, step, evaluate; and the layout of the state they share."""
+    """The functions of a run on one mesh, compiled at their first call, and the layout of the state they share."""
 
     init: Callable[[], State]
     """() -> State, each device initialising its own shards."""

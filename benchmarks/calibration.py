@@ -56,30 +56,22 @@ FSDP = ("mesh.zero=fsdp", "mesh.fsdp_gradients=ring")
 MAXTEXT = {
     # model: (published MFU on 1, 2, 4 ... slices, sequences per chip, microbatches, remat and offload)
     "16b": (
-        [0.611, 0.594, 0.591, 0.583, 0.566, 0.547],
-        6,
-        2,
+        [0.611, 0.594, 0.591, 0.583, 0.566, 0.547], 6, 2,
         ("model.remat=attention_and_up", "model.offload=[query_key_value,up]"),
     ),
     "32b": (
-        [0.669, 0.648, 0.641, 0.637, 0.623, 0.604],
-        4,
-        2,
+        [0.669, 0.648, 0.641, 0.637, 0.623, 0.604], 4, 2,
         ("model.remat=all_matmuls", "model.offload=[query_key_value,gate,up]"),
     ),
     "64b": (
-        [0.599, 0.567, 0.559, 0.550, 0.533, 0.502],
-        2,
-        1,
+        [0.599, 0.567, 0.559, 0.550, 0.533, 0.502], 2, 1,
         ("model.remat=attention_and_up", "model.offload=[sublayer_output,query_key_value,attention_output,up]"),
     ),
     "128b": (
-        [0.561, 0.558, 0.549, 0.529, 0.509, 0.463],
-        1,
-        1,
+        [0.561, 0.558, 0.549, 0.529, 0.509, 0.463], 1, 1,
         ("model.remat=attention_and_up", "model.offload=[input,sublayer_output,query_key_value,attention_output,up]"),
     ),
-}
+}  # fmt: skip
 """On v5e-256.  MFU and sequences per chip of all MaxText rows: github.com/AI-Hypercomputer/maxtext, MaxText/configs and
 benchmarks/maxtext_trillium_model_configs.py."""
 

@@ -49,8 +49,6 @@ PYTHON = [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *TES
 every_python_file = pytest.mark.parametrize("file", sorted(PYTHON), ids=lambda file: str(file.relative_to(ROOT)))
 
 MAX_LINES = 300
-TABLES: set[str] = set()
-"""Files of shmap_tp that may be longer, because they consist of tables."""
 CUSTOM_GRADIENTS = {
     "parallel",
     "layers/flash_attention.py",
@@ -128,10 +126,9 @@ def test_these_modules_do_not_import_jax(name):
     assert "jax" not in {imported.split(".")[0] for imported in absolute_imports(PACKAGE / f"{name}.py")}
 
 
-@every_file
+@every_python_file
 def test_no_file_is_longer_than_300_lines(file):
-    if str(file.relative_to(PACKAGE)) not in TABLES:
-        assert len(file.read_text().splitlines()) <= MAX_LINES
+    assert len(file.read_text().splitlines()) <= MAX_LINES
 
 
 @every_file

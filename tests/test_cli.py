@@ -1,7 +1,6 @@
 """`python main.py`: bad input is explained in a line or two, and a killed run loses nothing that was saved."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,33 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from shmap_tp import train as command
 from shmap_tp.config.text import shown
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
+from tests.helpers.commands import call_main
 from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import (
     FIRST,
     ROOT,
-    lines,
     overrides,
-    start,
-    state_at,
     tiny,
-    values,
-    wait_for_step,
     write_tokens,
 )
-
-
-def call(monkeypatch, *arguments: str) -> int:
-    """Run main.py in this process; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["main.py", *arguments])
-    try:
-        return command.main()
-    except SystemExit as exit_:
-        return exit_.code
-
 
 # Bad input
 
@@ -105,7 +89,7 @@ def test_bad_input_is_explained_in_one_or_two_lines(tmp_path, monkeypatch, capsy
         given = [f"data.dir={tmp_path / 'data'}"]
     given = [text.replace("FILE", str(tmp_path / "file")) for text in given]
     arguments = overrides(tmp_path) if "model=nope" not in given else []
-    assert call(monkeypatch, "--cfg", FIRST, *arguments, *given) == 2
+    assert call_main(monkeypatch, "--cfg", FIRST, *arguments, *given) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and 1 <= len(message.splitlines()) <= 2, message
     assert "Traceback" not in message
@@ -132,7 +116,7 @@ def test_a_directory_that_cannot_be_used_is_explained(tmp_path, monkeypatch, cap
     path = NOT_DIRECTORIES[case].replace("FILE", str(tmp_path / "file"))
     given = [*overrides(tmp_path), "data.source=stdlib", f"{key}={path}"]
     before = jax.config.jax_compilation_cache_dir
-    assert call(monkeypatch, "--cfg", FIRST, *given) == 2
+    assert call_main(monkeypatch, "--cfg", FIRST, *given) == 2
     assert jax.config.jax_compilation_cache_dir == before
     message = capsys.readouterr().err
     assert message.startswith("error: ") and 1 <= len(message.splitlines()) <= 2, message
@@ -142,7 +126,7 @@ def test_a_directory_that_cannot_be_used_is_explained(tmp_path, monkeypatch, cap
 
 def test_a_run_whose_name_is_too_long_for_its_directory_is_explained(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert call(monkeypatch, "--cfg", FIRST, f"run.name={'ü' * 150!r}") == 2
+    assert call_main(monkeypatch, "--cfg", FIRST, f"run.name={'ü' * 150!r}") == 2
     assert "run.dir=runs/üü" in (message := capsys.readouterr().err) and "has a name of 300 bytes" in message
     assert not list(tmp_path.iterdir())
 
@@ -157,7 +141,7 @@ def test_a_run_whose_name_is_too_long_for_its_directory_is_explained(tmp_path, m
     ],
 )
 def test_a_bad_command_line_is_explained_in_one_or_two_lines(monkeypatch, capsys, arguments, expected):
-    assert call(monkeypatch, *arguments) == 2
+    assert call_main(monkeypatch, *arguments) == 2
     message = capsys.readouterr().err
     assert expected in message and len(message.splitlines()) <= 2, message
 
@@ -167,14 +151,14 @@ def test_overrides_can_stand_before_and_after_the_options(tmp_path, monkeypatch)
     monkeypatch.setattr(loop, "train", lambda config, *_: seen.append(config) or 0)
     before, after = overrides(tmp_path, "run.seed=5", "train.steps=9"), []
     for split in (0, 3, len(before)):
-        assert call(monkeypatch, *before[:split], "--cfg", FIRST, *before[split:], "--resume", *after) == 0
+        assert call_main(monkeypatch, *before[:split], "--cfg", FIRST, *before[split:], "--resume", *after) == 0
     assert seen == [tiny(tmp_path, "run.seed=5", "train.steps=9", "checkpoint.resume=must")] * 3
 
 
 def test_without_cfg_the_packaged_configuration_is_used(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(loop, "train", lambda config, *_: seen.append(config) or 0)
-    assert call(monkeypatch, *overrides(tmp_path)) == 0
+    assert call_main(monkeypatch, *overrides(tmp_path)) == 0
     assert seen == [tiny(tmp_path)]
 
 
@@ -262,85 +246,7 @@ def test_check_finds_what_is_wrong_without_devices(tmp_path, monkeypatch, capsys
     (tmp_path / "file").write_text("")
     given = [text.replace("FILE", str(tmp_path / "file")) for text in given]
     monkeypatch.setattr(loop, "train", None)
-    assert call(monkeypatch, "--check", *overrides(tmp_path), *given) == code
+    assert call_main(monkeypatch, "--check", *overrides(tmp_path), *given) == code
     said = capsys.readouterr()
     assert expected in (said.err if code else said.out)
     assert not (tmp_path / "run").exists()
-
-
-# Processes that are stopped or killed
-
-
-QUIET = ["evaluate.every=0", "checkpoint.keep=3"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_a_stopped_process_saves_and_its_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch, capsys, number):
-    given = ["--cfg", FIRST, *overrides(tmp_path, *QUIET, "checkpoint.every=0")]
-    process = start(*given, "train.steps=100000")
-    wait_for_step(process, tmp_path, 5)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
-    assert "Traceback" not in err
-    stopped = lines(tmp_path)[-1]["step"]
-    assert f"stopped and saved at step {stopped} of 100000" in out
-    assert f"--cfg {tmp_path}/run/config.yaml --resume" in out
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [str(stopped)]
-    last = stopped + 3
-
-    assert call(monkeypatch, "--cfg", f"{tmp_path}/run/config.yaml", f"train.steps={last}", "--resume") == 0
-    assert f"resuming from step {stopped}" in capsys.readouterr().out
-    other = tmp_path / "straight"
-    write_tokens(other / "data")
-    assert call(monkeypatch, "--cfg", FIRST, *overrides(other, *QUIET), f"train.steps={last}") == 0
-    assert state_at(tmp_path, last) == state_at(other, last)
-    assert values(tmp_path) == values(other)
-
-
-def test_a_killed_process_loses_only_the_steps_after_its_newest_complete_checkpoint(tmp_path):
-    given = ["--cfg", FIRST, *overrides(tmp_path, *QUIET, "checkpoint.every=3")]
-    process = start(*given, "train.steps=100000")
-    wait_for_step(process, tmp_path, 10)
-    process.kill()
-    process.communicate(timeout=60)
-    reached = lines(tmp_path)[-1]["step"]
-    complete = [int(path.parent.name) for path in (tmp_path / "run" / "checkpoints").glob("*/sha256.json")]
-    assert reached - 6 <= max(complete) <= reached, (complete, reached)
-    last = reached + 2
-
-    process = start(*given, f"train.steps={last}", "--resume")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert f"resuming from step {max(complete)}" in out
-    other = tmp_path / "straight"
-    assert loop.train(tiny(other, *QUIET, f"train.steps={last}")) == 0
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, last + 1))
-    assert values(tmp_path) == values(other)
-    assert state_at(tmp_path, last) == state_at(other, last)
-
-
-def test_a_process_with_bad_input_exits_with_2_and_without_a_traceback(tmp_path):
-    process = start("--cfg", FIRST, *overrides(tmp_path, "data.dir=nowhere"))
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert err.startswith("error: nowhere/train.bin does not exist") and len(err.splitlines()) <= 2, err
-    assert "Traceback" not in out + err
-
-
-# The exit of the interpreter
-
-
-@pytest.mark.parametrize(("code", "output"), [(75, b""), (0, b"the interpreter exits")])
-def test_a_stopped_process_exits_before_the_interpreter_is_torn_down(code, output):
-    """Programs that still run on the devices could crash the interpreter at its exit."""
-    script = (
-        "import atexit, runpy, sys\n"
-        "from shmap_tp.training import loop\n"
-        "atexit.register(print, 'the interpreter exits', end='')\n"
-        f"loop.train = lambda config, *_: {code}\n"
-        f"sys.argv = ['main.py', '--cfg', {FIRST!r}]\n"
-        "runpy.run_path('main.py', run_name='__main__')\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
-    assert (ended.returncode, ended.stdout) == (code, output), ended.stderr

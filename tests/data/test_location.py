@@ -1,37 +1,23 @@
 """Where a run finds its data: the command that prepares missing data, and the copy of a bucket on each host."""
 
 import errno
-import hashlib
 import io
-import json
 import os
 import re
 import shlex
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.registry import _registry
 
 from shmap_tp import prepare as command
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.data import location
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.location import prepared_directory
-from shmap_tp.data.metadata import META, SPLITS
 from shmap_tp.data.prepare import prepare_missing
-from shmap_tp.data.token_files import open_token_file
 from shmap_tp.errors import UserError
-from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.training.step import TOKENS
-from tests.helpers.run_fixtures import BATCH, CONTEXT, FIRST, tiny, write_tokens
+from tests.helpers.run_fixtures import FIRST, tiny, tokens_of
 
 MINIPILE = "--dataset JeanKaddour/minipile --tokenizer EleutherAI/gpt-neox-20b"
 COMMANDS = [
@@ -154,172 +140,3 @@ def test_a_vocabulary_far_above_that_of_the_data_is_warned_of(tmp_path, capsys, 
         "(model bytes): is this the data of that model?\n"
     )
     assert capsys.readouterr().out == (line if warned else "")
-
-
-def tokens_of(config: Any) -> jax.ShapeDtypeStruct:
-    sharding = jax.NamedSharding(make_mesh(config.mesh), TOKENS)
-    return jax.ShapeDtypeStruct((1, BATCH, CONTEXT + 1), jnp.int32, sharding=sharding)
-
-
-# A bucket
-
-
-class Bucket(MemoryFileSystem):
-    """A bucket in the memory of this process, which counts what is read and can fail."""
-
-    protocol = "gs"
-    store: ClassVar[dict] = {}
-    pseudo_dirs: ClassVar[list] = [""]
-    opened: ClassVar[list] = []
-    failure: ClassVar[Exception | None] = None
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return super()._strip_protocol(path.removeprefix("gs:/"))
-
-    def open(self, path: str, *arguments: Any, **more: Any) -> Any:
-        self.opened.append(path.rsplit("/", 1)[-1])
-        if self.failure:
-            raise self.failure
-        time.sleep(0.05)  # so that copies under way at the same time overlap
-        return super().open(path, *arguments, **more)
-
-
-@pytest.fixture
-def bucket(tmp_path, monkeypatch) -> Any:
-    """(a function that uploads the files of a directory to gs://bucket/data, the configuration of a run on it)."""
-    monkeypatch.setattr(Bucket, "store", {})
-    monkeypatch.setattr(Bucket, "opened", [])
-    monkeypatch.setitem(_registry, "gs", Bucket)
-
-    def upload(directory: Path) -> None:
-        for file in directory.iterdir():
-            Bucket().pipe_file(f"/bucket/data/{file.name}", file.read_bytes())
-        Bucket.opened.clear()
-
-    config = tiny(tmp_path, "data.dir=gs://bucket/data", f"data.cache={tmp_path}/cache")
-    upload(tmp_path / "data")
-    return upload, config
-
-
-def rows(directory: Path, split: str = "train") -> list[list[int]]:
-    file = open_token_file(directory, split, context=CONTEXT, vocabulary=64)
-    return file.read(np.arange(len(file))).tolist()
-
-
-def test_data_in_a_bucket_is_that_of_the_directory_it_was_copied_from(tmp_path, bucket):
-    _, config = bucket
-    batches = Batches(config, tokens_of(config))
-    local = tiny(tmp_path)
-    expected = Batches(local, tokens_of(local))
-    assert batches.identity == expected.identity and batches.tokenizer == b"{}"
-    for step in range(3):
-        np.testing.assert_array_equal(batches.training(step), expected.training(step))
-
-
-def test_a_host_copies_each_version_of_the_data_once(tmp_path, bucket, capsys):
-    upload, config = bucket
-    with ThreadPoolExecutor(4) as pool:
-        found = {*pool.map(prepared_directory, [config.data] * 4)}
-    assert sorted(Bucket.opened) == ["meta.json", "tokenizer.json", "train.bin", "validation.bin"]
-    (directory,) = found
-    assert rows(directory) == rows(tmp_path / "data")
-    assert capsys.readouterr().out.count("copying gs://bucket/data to ") == 1
-    upload(write_tokens(tmp_path / "new", seed=1))
-    assert prepared_directory(config.data) == directory
-    assert rows(directory) == rows(tmp_path / "new") != rows(tmp_path / "data")
-
-
-def complete_meta(directory: Path, **changes: Any) -> None:
-    """Write a meta.json with everything that data.cache=null needs."""
-    files = {split: (directory / f"{split}.bin").read_bytes() for split in SPLITS}
-    meta = json.loads((directory / META).read_text()) | {
-        "vocabulary": 64,
-        "tokens": {split: len(content) // 2 for split, content in files.items()},
-        "sha256": {split: hashlib.sha256(content).hexdigest() for split, content in files.items()},
-    }
-    (directory / META).write_text(json.dumps(meta | changes))
-
-
-def test_without_a_cache_only_the_rows_of_a_step_are_read(tmp_path, bucket, monkeypatch):
-    upload, config = bucket
-    complete_meta(tmp_path / "data")
-    upload(tmp_path / "data")
-    config.data.cache, read = None, []
-
-    def cat_file(self: Any, path: str, start: int = 0, end: int = 0, real: Any = MemoryFileSystem.cat_file) -> bytes:
-        read.append((path, end - start))
-        return real(self, path, start=start, end=end)
-
-    monkeypatch.setattr(Bucket, "cat_file", cat_file)
-    batches = Batches(config, tokens_of(config))
-    local = tiny(tmp_path)
-    expected = Batches(local, tokens_of(local))
-    assert batches.identity == expected.identity and batches.tokenizer == b"{}"
-    assert read == [] and not {"train.bin", "validation.bin"} & {*Bucket.opened}
-    for step in range(3):
-        np.testing.assert_array_equal(batches.training(step), expected.training(step))
-    np.testing.assert_array_equal(batches.validation(0), expected.validation(0))
-    rows = [("/bucket/data/train.bin", 2 * CONTEXT + 2)] * 3 * BATCH
-    assert read == [*rows, *[("/bucket/data/validation.bin", 2 * CONTEXT + 2)] * BATCH]
-    assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"sha256": {}}, r"data\.cache=null needs the tokens, sha256 and vocabulary in meta\.json"),
-        ({"tokens": {"train": 2999, "validation": 600}}, "6000 bytes, but meta.json says 2999 tokens"),
-        ({"vocabulary": 65}, "of vocabulary 65, but .* model.vocabulary=64 is the limit"),
-        ({"vocabulary": 40}, r"train\.bin: id \d+ occurs, but meta\.json says vocabulary 40"),
-    ],
-)
-def test_without_a_cache_a_meta_that_contradicts_the_bucket_is_refused(tmp_path, bucket, changes, words):
-    upload, config = bucket
-    complete_meta(tmp_path / "data", **changes)
-    if changes == {"sha256": {}}:
-        (tmp_path / "data" / META).write_text('{"dtype": "uint16"}')
-    upload(tmp_path / "data")
-    config.data.cache = None
-    with pytest.raises(UserError, match=words):
-        Batches(config, tokens_of(config)).training(0)
-
-
-def test_a_copy_that_was_interrupted_is_made_again(tmp_path, bucket, monkeypatch):
-    _, config = bucket
-    directory = prepared_directory(config.data)
-    (directory / location._COPIED).unlink()
-    (directory / "train.bin").write_bytes(b"half")
-    assert rows(prepared_directory(config.data)) == rows(tmp_path / "data")
-
-
-def test_an_empty_bucket_prints_how_to_prepare_and_copy_the_data(bucket):
-    _, config = bucket
-    config.data.dir, config.data.source = "gs://bucket/other/", location.STDLIB
-    prepare_missing(config.data)  # not by the run: each host would prepare its own
-    with pytest.raises(UserError) as error:
-        prepared_directory(config.data)
-    assert str(error.value).splitlines() == [
-        "gs://bucket/other/train.bin does not exist; prepare it and copy it there:",
-        "python -m shmap_tp.prepare --source stdlib --out data/stdlib && "
-        "gcloud storage cp data/stdlib/* gs://bucket/other/",
-    ]
-
-
-def test_a_bucket_or_a_cache_that_fails_is_reported_in_one_line(tmp_path, bucket, monkeypatch):
-    _, config = bucket
-
-    def message() -> str:
-        with pytest.raises(UserError) as error:
-            prepared_directory(config.data)
-        assert str(error.value).count("\n") == 0
-        return str(error.value)
-
-    monkeypatch.setattr(Bucket, "failure", TimeoutError("no answer\nin 60 s"))
-    assert message() == "data.dir=gs://bucket/data cannot be read: no answer"
-    monkeypatch.setattr(Bucket, "failure", None)
-    config.data.cache = str(tmp_path / "data/train.bin")
-    assert "train.bin cannot hold a copy of gs://bucket/data: File exists; free some space" in message()
-    monkeypatch.delitem(_registry, "gs")
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    assert message() == "data.dir=gs://bucket/data needs gcsfs: pip install -e '.[gcs]'"

@@ -1,17 +1,9 @@
 """Preparing data is lossless, reproducible and all-or-nothing, and every refusal says why."""
 
-import builtins
-import errno
 import hashlib
-import io
 import json
-import os
-import re
-import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,35 +13,11 @@ import pytest
 from shmap_tp import prepare as command
 from shmap_tp.data import prepare as preparation
 from shmap_tp.data import text_sources
-from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
+from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
 from shmap_tp.data.token_files import open_token_file
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
-
-WORDS = [f"document {i}: the quick brown fox, naïve café {i * i}" for i in range(200)]
-
-
-def run(capsys, *arguments) -> tuple[int, str, str]:
-    code = command.main([str(argument) for argument in arguments])
-    return code, *capsys.readouterr()
-
-
-def jsonl(path: Path, texts=WORDS, field="text") -> Path:
-    path.write_text("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)))
-    return path
-
-
-def documents(directory: Path, split: str) -> list[list[int]]:
-    """The documents of a prepared split, without their end-of-text tokens."""
-    meta = json.loads((directory / META).read_text())
-    ids = np.fromfile(directory / f"{split}.bin", DTYPES[meta["dtype"]])
-    assert len(ids) == meta["tokens"][split] and ids[-1] == meta["end_of_text"]
-    ends = np.flatnonzero(ids == meta["end_of_text"])
-    return [part.tolist() for part in np.split(ids, ends + 1)[:-1]]
-
-
-def texts(directory: Path, split: str) -> list[str]:
-    return [bytes(part[:-1]).decode() for part in documents(directory, split)]
+from tests.helpers.preparation import WORDS, documents, jsonl, run, texts
 
 
 @pytest.fixture(scope="module")
@@ -186,22 +154,6 @@ def test_a_single_text_file_is_split_in_two(tmp_path, capsys):
     assert texts(tmp_path / "out", "validation") == ["abcdefghij"]
 
 
-@pytest.fixture
-def subwords(tmp_path) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(WORDS, trainer)
-    tokenizer.enable_truncation(4)  # as a downloaded file may request; documents must not be truncated
-    tokenizer.save(str(tmp_path / "bpe.json"))
-    return tmp_path / "bpe.json"
-
-
 def test_documents_survive_a_subword_tokenizer_file(tmp_path, capsys, subwords):
     import tokenizers
 
@@ -244,54 +196,6 @@ def test_a_hub_data_set_keeps_its_splits_or_is_split(tmp_path, capsys, monkeypat
         assert sorted(train + validation) == sorted(f"train {word}" for word in WORDS)
 
 
-def test_an_interrupted_preparation_leaves_nothing(tmp_path, capsys, monkeypatch):
-    def some(*_):
-        yield from (("train", word) for word in WORDS)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(preparation, "_GROUP", 100)
-    monkeypatch.setattr(text_sources, "stdlib", lambda: text_sources.Source("cut", some(), None))
-    code, _, err = run(capsys, "--source", "stdlib", "--out", tmp_path / "out")
-    assert code == 130 and "nothing was written" in err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_only_overwrite_replaces_data_and_only_when_complete(tmp_path, capsys):
-    out, arguments = tmp_path / "out", ["--validation", "0.1", "--out", tmp_path / "out", "--text"]
-    first, second = jsonl(tmp_path / "1.jsonl"), jsonl(tmp_path / "2.jsonl", WORDS[::-1])
-    (tmp_path / "3.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
-    assert run(capsys, *arguments, first)[0] == 0
-    before = (out / "train.bin").read_bytes()
-    code, _, err = run(capsys, *arguments, second)
-    assert code == 2 and "already holds prepared data" in err and "--overwrite" in err
-    assert run(capsys, *arguments, tmp_path / "3.jsonl", "--overwrite")[0] == 2
-    assert (out / "train.bin").read_bytes() == before
-    assert run(capsys, *arguments, second, "--overwrite")[0] == 0
-    assert (out / "train.bin").read_bytes() != before
-    assert {path.name for path in tmp_path.iterdir()} == {"1.jsonl", "2.jsonl", "3.jsonl", "out"}
-    (out / "notes.md").write_text("mine")
-    assert "holds notes.md" in run(capsys, *arguments, first, "--overwrite")[2]
-    assert (out / "notes.md").exists()
-
-
-def test_a_failed_rename_restores_the_old_data(tmp_path, monkeypatch):
-    def make(text, **more):
-        source = text_sources.Source("two", iter([("train", text), ("validation", "d")]), 2)
-        return preparation.prepare(source, Bytes(), tmp_path / "out", **more)
-
-    def rename(path, target, real=Path.rename):
-        if path.suffix == ".partial":
-            raise OSError(16, "Device or resource busy")
-        return real(path, target)
-
-    make("old")
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(UserError, match=r"cannot be written: .*busy"):
-        make("new", overwrite=True)
-    assert texts(tmp_path / "out", "train") == ["old"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_a_tokenizer_that_is_not_that_of_the_data_is_refused(tmp_path):
     tokenizer = Bytes()
     tokenizer.json, tokenizer.name = b'{"a": 1}', "words.json"
@@ -306,253 +210,3 @@ def test_a_tokenizer_that_is_not_that_of_the_data_is_refused(tmp_path):
     del meta["tokenizer_sha256"]  # as in data that was prepared before it was recorded
     (out / META).write_text(json.dumps(meta))
     assert read_meta(out).tokenizer_sha256 is None and read_tokenizer(out, read_meta(out)) is None
-
-
-PREPARER = """
-import sys, time
-from pathlib import Path
-from shmap_tp.data.staging import staging
-with staging(Path(sys.argv[1]), overwrite=True) as directory:
-    (directory / "train.bin").write_bytes(bytes(1000))
-    if len(sys.argv) > 2:  # as between the two renames
-        Path(sys.argv[1]).rename(directory.with_suffix(".replaced"))
-    print("writing", flush=True)
-    time.sleep(1000)
-"""
-
-
-@contextmanager
-def preparing(target: Path, *more: str) -> Iterator[subprocess.Popen]:
-    """A process that is in the middle of preparing `target`."""
-    command = [sys.executable, "-c", PREPARER, str(target), *more]
-    environment = {**os.environ, "PYTHONPATH": str(Path(preparation.__file__).parents[2])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout.readline() == "writing\n"
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def source_of_two(text: str = "ab") -> text_sources.Source:
-    return text_sources.Source("two", iter([("train", text), ("validation", "c")]), 2)
-
-
-def test_what_a_killed_preparation_left_is_removed_and_a_live_one_is_not_touched(tmp_path):
-    out = tmp_path / "out.v1"
-    with preparing(out) as killed:
-        killed.kill()
-    (tmp_path / ".out.v1.0123abcd.partial").mkdir()  # of a version that had no lock
-    others = [tmp_path / ".out.v2.0123abcd.partial", tmp_path / ".out.v1.mine.partial", tmp_path / "out.v1.partial"]
-    for other in others:
-        other.mkdir()
-    with preparing(out):
-        left = {path.name for path in tmp_path.iterdir()}
-        assert len(left - {path.name for path in others}) == 5, left
-        preparation.prepare(source_of_two(), Bytes(), out)
-        (live,) = {path.name for path in tmp_path.glob(".out.v1.*.partial")} - {others[1].name}
-        assert (tmp_path / live / "train.bin").stat().st_size == 1000
-    assert texts(out, "train") == ["ab"]
-    preparation.prepare(source_of_two("xy"), Bytes(), out, overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"out.v1", *(path.name for path in others)}
-
-
-def test_data_that_a_killed_preparation_was_replacing_is_put_back(tmp_path):
-    out = tmp_path / "out"
-    preparation.prepare(source_of_two("old"), Bytes(), out)
-    with preparing(out, "between the renames"):
-        assert not out.exists()
-    with pytest.raises(UserError, match="already holds prepared data"):
-        preparation.prepare(source_of_two("new"), Bytes(), out)
-    assert texts(out, "train") == ["old"] and [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_full_disk_ends_with_2_and_leaves_nothing(tmp_path, capsys, monkeypatch):
-    def full(writer, *_):
-        if isinstance(writer, preparation.TokenWriter):
-            writer._file.close()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    text = jsonl(tmp_path / "x.jsonl")
-    for place, name in [(preparation.TokenWriter, "write"), (preparation.TokenWriter, "close"), (Path, "write_text")]:
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, full)
-            code, _, err = run(capsys, "--text", text, "--out", tmp_path / "out", "--validation", "0.1")
-        assert (code, err.count("\n")) == (2, 1) and "out cannot be written: No space left on device" in err, err
-        assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
-
-
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def symlink_loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
-UNREADABLE = {
-    "a FIFO": (fifo, "is a FIFO, but a file is needed"),
-    "a symlink loop": (symlink_loop, "cannot be read: Too many levels of symbolic links"),
-    "no permission": (Path.touch, "cannot be read: Permission denied"),
-}
-
-
-@pytest.fixture
-def refused_files(monkeypatch) -> set[str]:
-    """Names of files that `open` refuses, as the tests may run as root, whom no permission stops."""
-    names: set[str] = set()
-
-    def refusing(real):
-        def opened(path, *arguments, **more):
-            if Path(path).name in names:
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-            return real(path, *arguments, **more)
-
-        return opened
-
-    monkeypatch.setattr(io, "open", refusing(io.open))  # what pathlib uses
-    monkeypatch.setattr(builtins, "open", refusing(open))
-    return names
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-@pytest.mark.parametrize("case", UNREADABLE)
-def test_an_unreadable_source_ends_with_2_and_leaves_nothing(tmp_path, capsys, refused_files, case, name):
-    """Named itself, or found in a directory."""
-    make, words = UNREADABLE[case]
-    (tmp_path / "in").mkdir()
-    make(tmp_path / "in" / name)
-    refused_files |= {name} if case == "no permission" else set()
-    (tmp_path / "in/b.txt").write_text("b" * 50)
-    for text in ("in", f"in/{name}"):
-        code, out, err = run(capsys, "--text", tmp_path / text, "--out", tmp_path / "out", "--validation", "0.1")
-        assert (code, out, err.count("\n")) == (2, "", 1) and words in err, err
-    assert {path.name for path in tmp_path.iterdir()} == {"in"}
-
-
-def test_a_directory_that_cannot_be_listed_is_refused_instead_of_left_out(tmp_path, capsys, monkeypatch):
-    def scandir(path, real=os.scandir):
-        if Path(path).name == "deep":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real(path)
-
-    (tmp_path / "in/deep").mkdir(parents=True)
-    jsonl(tmp_path / "in/x.jsonl")
-    monkeypatch.setattr(os, "scandir", scandir)
-    code, _, err = run(capsys, "--text", tmp_path / "in", "--out", tmp_path / "out")
-    assert code == 2 and "in/deep cannot be read: Permission denied" in err and err.count("\n") == 1
-
-
-ODD_NAMES = {
-    "a long name": ("x" * 256, "File name too long"),
-    "a URL": ("gs://bucket/x", "is a URL, but --out must name a directory"),
-    "a FIFO": ("fifo", "is a file; --out must name a directory"),
-    "a symlink loop": ("loop", "is a symlink loop; --out must name a directory"),
-}
-
-
-@pytest.mark.parametrize("case", ODD_NAMES)
-def test_a_place_that_cannot_hold_data_is_refused(tmp_path, capsys, monkeypatch, case):
-    monkeypatch.chdir(tmp_path)
-    fifo(Path("fifo"))
-    symlink_loop(Path("loop"))
-    out, words = ODD_NAMES[case]
-    before = {*tmp_path.iterdir()}
-    code, _, err = run(capsys, "--source", "stdlib", "--out", out)
-    assert code == 2 and words in err and err.count("\n") == 1, err
-    assert {*tmp_path.iterdir()} == before
-
-
-def bad_text(directory: Path, name: str, content: bytes) -> Path:
-    (directory / name).write_bytes(content)
-    return directory / name
-
-
-REFUSALS = [
-    ("x.md", b"abc", [], r"ends in '\.md', but only \.txt or \.jsonl are read"),
-    ("x.txt", b"", [], r"no text for train\.bin"),
-    ("x.txt", b"ab\xff", [], r"x\.txt: byte 2 is not UTF-8"),
-    ("x.txt", b"a\0b", ["--validation", "0.4"], r"contains a NUL"),
-    ("x.txt", b"abc", ["--validation", "1.5"], r"--validation 1\.5 is not between 0 and 1"),
-    ("x.txt", b"abc", ["--tokenizer", "none.json"], r"--tokenizer none\.json cannot be opened"),
-    ("x.jsonl", b'{"text": "a"}\n', [], r"no text for validation\.bin"),
-    ("x.jsonl", b'{"text": "a"}\n\n{"txt": "b", "id": 1}\n', [], r"line 3: no text in the field 'text' .*: txt, id\)"),
-    ("x.jsonl", b'{"text": "a"}\n{"text"\n', [], r"line 2: not JSON"),
-    ("x.jsonl", b"[" * 100_000, [], r"line 1: not JSON: it is nested too deeply"),
-    ("x.jsonl", b"[1]\n", [], r"line 1: no text in the field 'text'"),
-    ("x.jsonl", b'{"text": "a\\ud800"}\n', [], r"line 1: character 1 of 'text' is half a surrogate pair"),
-]
-
-
-@pytest.mark.parametrize("name, content, more, words", REFUSALS)
-def test_a_refusal_names_the_place_and_leaves_nothing(tmp_path, capsys, name, content, more, words):
-    if "--tokenizer" in more:
-        pytest.importorskip("tokenizers")
-    arguments = ["--text", bad_text(tmp_path, name, content), "--out", tmp_path / "deep/out", *more]
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ") and err.count("\n") <= 2
-    assert re.search(words, err), err
-    assert not list(tmp_path.rglob("*.bin*")) and not list(tmp_path.rglob("*.partial"))
-
-
-def test_unreadable_inputs_and_unwritable_outputs_are_refused(tmp_path, capsys):
-    good, file = jsonl(tmp_path / "x.jsonl"), bad_text(tmp_path, "file", b"")
-    (tmp_path / "empty").mkdir()
-    for text, out, words in [
-        (tmp_path / "absent", "out", "no such file or directory"),
-        (tmp_path / "empty", "out", "no .txt or .jsonl file in this directory"),
-        (good, "file", "is a file; --out must name a directory"),
-        (good, "file/out", "cannot be written"),
-    ]:
-        code, _, err = run(capsys, "--text", text, "--out", tmp_path / out, "--validation", "0.1")
-        assert code == 2 and words in err, err
-    assert file.read_bytes() == b""
-
-
-@pytest.mark.parametrize("case", ["a FIFO", "a symlink loop", "no permission"])
-def test_an_unreadable_tokenizer_is_refused(tmp_path, capsys, refused_files, case):
-    pytest.importorskip("tokenizers")
-    make, words = UNREADABLE[case]
-    make(tmp_path / "t.json")
-    if case == "no permission":
-        (tmp_path / "t.json").write_text(EMPTY_TOKENIZER)
-        refused_files.add("t.json")
-    code, _, err = run(
-        capsys, "--source", "stdlib", "--tokenizer", tmp_path / "t.json", "--end-of-text", "a", "--out", tmp_path / "o"
-    )
-    assert code == 2 and words in err and err.count("\n") == 1, err
-
-
-EMPTY_TOKENIZER = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
-
-
-def test_a_missing_python_package_is_reported_in_one_line(tmp_path, capsys, monkeypatch):
-    for module, arguments in {
-        "datasets": ["--dataset", "a/b"],
-        "tokenizers": ["--source", "stdlib", "--tokenizer", "a/b"],
-    }.items():
-        monkeypatch.setitem(sys.modules, module, None)
-        code, _, err = run(capsys, *arguments, "--out", tmp_path / "out")
-        assert code == 2 and f"needs `{module}`: pip install -e '.[data]'" in err and err.count("\n") == 1
-
-
-def test_a_failing_data_set_is_reported_in_one_line(tmp_path, capsys, monkeypatch, subwords):
-    def broken():
-        yield {"text": "a"}
-        raise TimeoutError("the read timed out\nlong story")
-
-    def offline(name, streaming):
-        raise ConnectionError("no route to host\nlong story")
-
-    for load, words in [
-        (offline, "--dataset a/b cannot be opened: no route to host"),
-        (lambda name, streaming: {"train": broken()}, "--dataset a/b was interrupted: the read timed out"),
-        (lambda name, streaming: {"all": []}, "--dataset a/b has the splits all"),
-    ]:
-        monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
-        code, _, err = run(capsys, "--dataset", "a/b", "--out", tmp_path / "out")
-        assert code == 2 and words in err and err.count("\n") == 1
-    arguments = ["--tokenizer", subwords, "--end-of-text", "</s>", "--source", "stdlib", "--out", tmp_path / "out"]
-    code, _, err = run(capsys, *arguments)
-    assert code == 2 and "has no token '</s>'" in err

@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from shmap_tp import train
 from tests.helpers.paths import ROOT
 
 BENCHMARK_GPU = ["benchmarks/benchmark_gpu.py"]
@@ -15,3 +18,12 @@ def call(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def call_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run main.py in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["main.py", *arguments])
+    try:
+        return train.main()
+    except SystemExit as exit_:
+        return exit_.code

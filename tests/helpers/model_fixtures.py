@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import shmap_tp
 from shmap_tp.config import compose
 from shmap_tp.config.schema import Config, FsdpGradients, MeshConfig, TensorParallelMode, Zero
 from shmap_tp.parallel.mesh import make_mesh
@@ -60,3 +61,14 @@ def random_like(shapes: Any, dtype: str, *, spread: float = 0.25) -> Any:
 def shapes_of(make: Any) -> Any:
     """The result of `make(key=...)`, with shapes in place of its arrays."""
     return eqx.filter_eval_shape(make, key=jax.random.key(0))
+
+
+def small(dp: int, mp: int, *more: str) -> Config:
+    """50 ids in 64 rows, a context of 8, and loss terms that a wrong gradient would miss."""
+    model = [f"model.{setting}" for setting in MODEL.split()]
+    given = ["model=test", *model, "model.context=8", "train.z_loss=0.01", "train.batch=8", "train.microbatches=1"]
+    return shmap_tp.load_config(*given, f"mesh.dp={dp}", f"mesh.mp={mp}", *more)
+
+
+def sequences(rows: int, length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50, (rows, length))

@@ -3,11 +3,11 @@
 QUICK = {
     "benchmarks": ["test_sweep"],
     "config": ["test_compose", "test_validate"],
-    "data": ["test_batches", "test_prepare"],
+    "data": ["test_batches", "test_prepare", "test_prepare_refusals", "test_staging", "test_token_files"],
     "inference": ["test_length_batches", "test_sampling"],
     "hardware": ["test_devices", "test_torus"],
     "layers": ["test_positions", "test_xla_workarounds"],
-    "model": ["test_flops", "test_named_models"],
+    "model": ["test_flops", "test_flops_of_components", "test_named_models"],
     "parallel": ["test_mesh", "test_ring"],
     "plan": [
         "test_calibration",

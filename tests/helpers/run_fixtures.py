@@ -23,7 +23,7 @@ from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.metrics import read_metrics
-from shmap_tp.training.step import State, build_step_functions
+from shmap_tp.training.step import TOKENS, State, build_step_functions
 
 ROOT = Path(__file__).parents[2]
 FIRST = str(CONF / "config.yaml")
@@ -217,3 +217,9 @@ def flip_bit(state: State, name: str, device: int) -> State:
         return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
     return jax.tree_util.tree_map_with_path(flip, state)
+
+
+def tokens_of(config: Config) -> jax.ShapeDtypeStruct:
+    """The tokens of a step with one microbatch, with their sharding."""
+    sharding = jax.NamedSharding(make_mesh(config.mesh), TOKENS)
+    return jax.ShapeDtypeStruct((1, BATCH, CONTEXT + 1), jnp.int32, sharding=sharding)

@@ -1,14 +1,11 @@
 """Parameters and FLOPs equal hand computations and published figures; the files of conf/model say what they are."""
 
 from dataclasses import fields, replace
-from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 from omegaconf import OmegaConf
 
-from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Norm, Positions, Remat, padded_vocabulary
-from shmap_tp.model.components import ModelComponents
+from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Positions, Remat, padded_vocabulary
 from shmap_tp.model.flops import (
     flops_per_token,
     forward_terms,
@@ -17,12 +14,8 @@ from shmap_tp.model.flops import (
     parameters,
     recomputed_terms,
 )
-from shmap_tp.model.matmul_count import UncountedError
 from tests.helpers import flop_formulas
-from tests.helpers.components import ADAPTER, AdapterBlock, LoopMlp, ReGluMlp
-
-ZOO = Path(__file__).parents[2] / "conf" / "model"
-DEFAULTS = OmegaConf.load(ZOO.parent / "model_defaults.yaml")
+from tests.helpers.named_models import DEFAULTS, TINY, ZOO, load
 
 # name: (exact parameters, the figure in the file's comment or published, largest mp)
 EXPECTED = {
@@ -54,21 +47,6 @@ EXPECTED = {
 }
 
 LARGE = [name for name, (exact, _, _) in EXPECTED.items() if exact > 2e9]
-
-
-def load(name: str) -> ModelConfig:
-    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), DEFAULTS, OmegaConf.load(ZOO / f"{name}.yaml"))
-    return OmegaConf.to_object(merged)
-
-
-# Two layers, every dimension a different number: D 8, L 2, H 6, N 3, K 5, F 7, V 11 (padded to 12), T 4.
-TINY = replace(
-    load("test"), name="tiny", width=8, layers=2, heads=6, kv_heads=3, head_dim=5, ffn=7, vocabulary=11,
-    vocabulary_multiple=4, context=4, block=Block.sequential, norm=Norm.rmsnorm, mlp=Mlp.swiglu,
-    positions=Positions.learned,
-    tie_embeddings=False, init_std=0.02, remat=Remat.none, offload=[],
-    attention=AttentionKernel.chunked, attention_chunk=4,
-)  # fmt: skip
 
 
 def printed(count: int, like: str) -> str:
@@ -222,48 +200,6 @@ def test_every_policy_is_counted_as_by_formulas(remat, chunk):
     sequential = replace(TINY, remat=remat, attention_chunk=chunk)
     assert_as_formulas(sequential)
     assert_as_formulas(replace(sequential, block=Block.parallel, mlp=Mlp.gelu, positions=Positions.rotary, head_dim=6))
-
-
-# Components
-
-
-@pytest.mark.parametrize("remat", Remat)
-def test_an_mlp_of_three_matrices_is_counted_like_swiglu(remat):
-    gelu = replace(TINY, mlp=Mlp.gelu, remat=remat)
-    components = ModelComponents(mlp=ReGluMlp)
-    swiglu = replace(gelu, mlp=Mlp.swiglu)
-    assert parameter_terms(gelu, components=components) == parameter_terms(swiglu)
-    assert forward_terms(gelu, components=components) == forward_terms(swiglu)
-    assert recomputed_terms(gelu, components=components) == recomputed_terms(swiglu)
-    assert flops_per_token(gelu, components=components) == flops_per_token(swiglu) != flops_per_token(gelu)
-
-
-def test_a_block_of_ones_own_is_counted_as_by_hand():
-    """TINY with four norms in each of two blocks, and two matrices [8, ADAPTER] more."""
-    components, adapter = ModelComponents(block=AdapterBlock, mlp=ReGluMlp), 2 * 2 * 8 * ADAPTER
-    terms = parameter_terms(TINY, components=components)
-    assert terms["blocks.norms"] == 2 * 4 * 8
-    assert terms["blocks.adapter_in"] + terms["blocks.adapter_out"] == adapter
-    assert parameters(TINY, components=components) == parameters(TINY) + 2 * 2 * 8 + adapter
-    assert flops_per_token(TINY, components=components) == flops_per_token(TINY) + 6 * adapter
-    full = replace(TINY, remat=Remat.full)
-    recomputed = recomputed_terms(full, components=components)
-    assert recomputed["blocks"] == forward_terms(full, components=components)["blocks"] == 2880 + 672 + 2 * adapter
-    attention = recomputed_terms(replace(TINY, remat=Remat.attention), components=components)
-    assert attention["blocks"] == 448 + adapter, "gate, up, and adapter_in, which no policy saves"
-
-
-class FourierMlp(ReGluMlp):
-    def activate(self, gate, up):
-        return gate * jnp.fft.fft(up).real
-
-
-@pytest.mark.parametrize(
-    "mlp, reason", [(LoopMlp, "in a while, so it is unknown how often"), (FourierMlp, "FLOPs of fft")]
-)
-def test_what_cannot_be_counted_is_refused(mlp, reason):
-    with pytest.raises(UncountedError, match=reason):
-        flops_per_token(TINY, components=ModelComponents(mlp=mlp))
 
 
 def test_recomputed_flops_are_undefined_for_attention_auto():

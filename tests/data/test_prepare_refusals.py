@@ -1,0 +1,191 @@
+"""Every refusal of a preparation says why, in one line, and leaves nothing behind."""
+
+import builtins
+import errno
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.preparation import jsonl, run
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def symlink_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+UNREADABLE = {
+    "a FIFO": (fifo, "is a FIFO, but a file is needed"),
+    "a symlink loop": (symlink_loop, "cannot be read: Too many levels of symbolic links"),
+    "no permission": (Path.touch, "cannot be read: Permission denied"),
+}
+
+
+@pytest.fixture
+def refused_files(monkeypatch) -> set[str]:
+    """Names of files that `open` refuses, as the tests may run as root, whom no permission stops."""
+    names: set[str] = set()
+
+    def refusing(real):
+        def opened(path, *arguments, **more):
+            if Path(path).name in names:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return real(path, *arguments, **more)
+
+        return opened
+
+    monkeypatch.setattr(io, "open", refusing(io.open))  # what pathlib uses
+    monkeypatch.setattr(builtins, "open", refusing(open))
+    return names
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_an_unreadable_source_ends_with_2_and_leaves_nothing(tmp_path, capsys, refused_files, case, name):
+    """Named itself, or found in a directory."""
+    make, words = UNREADABLE[case]
+    (tmp_path / "in").mkdir()
+    make(tmp_path / "in" / name)
+    refused_files |= {name} if case == "no permission" else set()
+    (tmp_path / "in/b.txt").write_text("b" * 50)
+    for text in ("in", f"in/{name}"):
+        code, out, err = run(capsys, "--text", tmp_path / text, "--out", tmp_path / "out", "--validation", "0.1")
+        assert (code, out, err.count("\n")) == (2, "", 1) and words in err, err
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
+
+
+def test_a_directory_that_cannot_be_listed_is_refused_instead_of_left_out(tmp_path, capsys, monkeypatch):
+    def scandir(path, real=os.scandir):
+        if Path(path).name == "deep":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    (tmp_path / "in/deep").mkdir(parents=True)
+    jsonl(tmp_path / "in/x.jsonl")
+    monkeypatch.setattr(os, "scandir", scandir)
+    code, _, err = run(capsys, "--text", tmp_path / "in", "--out", tmp_path / "out")
+    assert code == 2 and "in/deep cannot be read: Permission denied" in err and err.count("\n") == 1
+
+
+ODD_NAMES = {
+    "a long name": ("x" * 256, "File name too long"),
+    "a URL": ("gs://bucket/x", "is a URL, but --out must name a directory"),
+    "a FIFO": ("fifo", "is a file; --out must name a directory"),
+    "a symlink loop": ("loop", "is a symlink loop; --out must name a directory"),
+}
+
+
+@pytest.mark.parametrize("case", ODD_NAMES)
+def test_a_place_that_cannot_hold_data_is_refused(tmp_path, capsys, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    fifo(Path("fifo"))
+    symlink_loop(Path("loop"))
+    out, words = ODD_NAMES[case]
+    before = {*tmp_path.iterdir()}
+    code, _, err = run(capsys, "--source", "stdlib", "--out", out)
+    assert code == 2 and words in err and err.count("\n") == 1, err
+    assert {*tmp_path.iterdir()} == before
+
+
+def bad_text(directory: Path, name: str, content: bytes) -> Path:
+    (directory / name).write_bytes(content)
+    return directory / name
+
+
+REFUSALS = [
+    ("x.md", b"abc", [], r"ends in '\.md', but only \.txt or \.jsonl are read"),
+    ("x.txt", b"", [], r"no text for train\.bin"),
+    ("x.txt", b"ab\xff", [], r"x\.txt: byte 2 is not UTF-8"),
+    ("x.txt", b"a\0b", ["--validation", "0.4"], r"contains a NUL"),
+    ("x.txt", b"abc", ["--validation", "1.5"], r"--validation 1\.5 is not between 0 and 1"),
+    ("x.txt", b"abc", ["--tokenizer", "none.json"], r"--tokenizer none\.json cannot be opened"),
+    ("x.jsonl", b'{"text": "a"}\n', [], r"no text for validation\.bin"),
+    ("x.jsonl", b'{"text": "a"}\n\n{"txt": "b", "id": 1}\n', [], r"line 3: no text in the field 'text' .*: txt, id\)"),
+    ("x.jsonl", b'{"text": "a"}\n{"text"\n', [], r"line 2: not JSON"),
+    ("x.jsonl", b"[" * 100_000, [], r"line 1: not JSON: it is nested too deeply"),
+    ("x.jsonl", b"[1]\n", [], r"line 1: no text in the field 'text'"),
+    ("x.jsonl", b'{"text": "a\\ud800"}\n', [], r"line 1: character 1 of 'text' is half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize("name, content, more, words", REFUSALS)
+def test_a_refusal_names_the_place_and_leaves_nothing(tmp_path, capsys, name, content, more, words):
+    if "--tokenizer" in more:
+        pytest.importorskip("tokenizers")
+    arguments = ["--text", bad_text(tmp_path, name, content), "--out", tmp_path / "deep/out", *more]
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") <= 2
+    assert re.search(words, err), err
+    assert not list(tmp_path.rglob("*.bin*")) and not list(tmp_path.rglob("*.partial"))
+
+
+def test_unreadable_inputs_and_unwritable_outputs_are_refused(tmp_path, capsys):
+    good, file = jsonl(tmp_path / "x.jsonl"), bad_text(tmp_path, "file", b"")
+    (tmp_path / "empty").mkdir()
+    for text, out, words in [
+        (tmp_path / "absent", "out", "no such file or directory"),
+        (tmp_path / "empty", "out", "no .txt or .jsonl file in this directory"),
+        (good, "file", "is a file; --out must name a directory"),
+        (good, "file/out", "cannot be written"),
+    ]:
+        code, _, err = run(capsys, "--text", text, "--out", tmp_path / out, "--validation", "0.1")
+        assert code == 2 and words in err, err
+    assert file.read_bytes() == b""
+
+
+@pytest.mark.parametrize("case", ["a FIFO", "a symlink loop", "no permission"])
+def test_an_unreadable_tokenizer_is_refused(tmp_path, capsys, refused_files, case):
+    pytest.importorskip("tokenizers")
+    make, words = UNREADABLE[case]
+    make(tmp_path / "t.json")
+    if case == "no permission":
+        (tmp_path / "t.json").write_text(EMPTY_TOKENIZER)
+        refused_files.add("t.json")
+    code, _, err = run(
+        capsys, "--source", "stdlib", "--tokenizer", tmp_path / "t.json", "--end-of-text", "a", "--out", tmp_path / "o"
+    )
+    assert code == 2 and words in err and err.count("\n") == 1, err
+
+
+EMPTY_TOKENIZER = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
+
+
+def test_a_missing_python_package_is_reported_in_one_line(tmp_path, capsys, monkeypatch):
+    for module, arguments in {
+        "datasets": ["--dataset", "a/b"],
+        "tokenizers": ["--source", "stdlib", "--tokenizer", "a/b"],
+    }.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        code, _, err = run(capsys, *arguments, "--out", tmp_path / "out")
+        assert code == 2 and f"needs `{module}`: pip install -e '.[data]'" in err and err.count("\n") == 1
+
+
+def test_a_failing_data_set_is_reported_in_one_line(tmp_path, capsys, monkeypatch, subwords):
+    def broken():
+        yield {"text": "a"}
+        raise TimeoutError("the read timed out\nlong story")
+
+    def offline(name, streaming):
+        raise ConnectionError("no route to host\nlong story")
+
+    for load, words in [
+        (offline, "--dataset a/b cannot be opened: no route to host"),
+        (lambda name, streaming: {"train": broken()}, "--dataset a/b was interrupted: the read timed out"),
+        (lambda name, streaming: {"all": []}, "--dataset a/b has the splits all"),
+    ]:
+        monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+        code, _, err = run(capsys, "--dataset", "a/b", "--out", tmp_path / "out")
+        assert code == 2 and words in err and err.count("\n") == 1
+    arguments = ["--tokenizer", subwords, "--end-of-text", "</s>", "--source", "stdlib", "--out", tmp_path / "out"]
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and "has no token '</s>'" in err

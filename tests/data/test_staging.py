@@ -1,0 +1,139 @@
+"""A preparation is all or nothing: what is interrupted, killed or fails leaves the target as it was."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shmap_tp.data import prepare as preparation
+from shmap_tp.data import text_sources
+from shmap_tp.data.tokenizer import Bytes
+from shmap_tp.errors import UserError
+from tests.helpers.preparation import WORDS, jsonl, run, texts
+
+
+def test_an_interrupted_preparation_leaves_nothing(tmp_path, capsys, monkeypatch):
+    def some(*_):
+        yield from (("train", word) for word in WORDS)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preparation, "_GROUP", 100)
+    monkeypatch.setattr(text_sources, "stdlib", lambda: text_sources.Source("cut", some(), None))
+    code, _, err = run(capsys, "--source", "stdlib", "--out", tmp_path / "out")
+    assert code == 130 and "nothing was written" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_overwrite_replaces_data_and_only_when_complete(tmp_path, capsys):
+    out, arguments = tmp_path / "out", ["--validation", "0.1", "--out", tmp_path / "out", "--text"]
+    first, second = jsonl(tmp_path / "1.jsonl"), jsonl(tmp_path / "2.jsonl", WORDS[::-1])
+    (tmp_path / "3.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    assert run(capsys, *arguments, first)[0] == 0
+    before = (out / "train.bin").read_bytes()
+    code, _, err = run(capsys, *arguments, second)
+    assert code == 2 and "already holds prepared data" in err and "--overwrite" in err
+    assert run(capsys, *arguments, tmp_path / "3.jsonl", "--overwrite")[0] == 2
+    assert (out / "train.bin").read_bytes() == before
+    assert run(capsys, *arguments, second, "--overwrite")[0] == 0
+    assert (out / "train.bin").read_bytes() != before
+    assert {path.name for path in tmp_path.iterdir()} == {"1.jsonl", "2.jsonl", "3.jsonl", "out"}
+    (out / "notes.md").write_text("mine")
+    assert "holds notes.md" in run(capsys, *arguments, first, "--overwrite")[2]
+    assert (out / "notes.md").exists()
+
+
+def test_a_failed_rename_restores_the_old_data(tmp_path, monkeypatch):
+    def make(text, **more):
+        source = text_sources.Source("two", iter([("train", text), ("validation", "d")]), 2)
+        return preparation.prepare(source, Bytes(), tmp_path / "out", **more)
+
+    def rename(path, target, real=Path.rename):
+        if path.suffix == ".partial":
+            raise OSError(16, "Device or resource busy")
+        return real(path, target)
+
+    make("old")
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(UserError, match=r"cannot be written: .*busy"):
+        make("new", overwrite=True)
+    assert texts(tmp_path / "out", "train") == ["old"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+PREPARER = """
+import sys, time
+from pathlib import Path
+from shmap_tp.data.staging import staging
+with staging(Path(sys.argv[1]), overwrite=True) as directory:
+    (directory / "train.bin").write_bytes(bytes(1000))
+    if len(sys.argv) > 2:  # as between the two renames
+        Path(sys.argv[1]).rename(directory.with_suffix(".replaced"))
+    print("writing", flush=True)
+    time.sleep(1000)
+"""
+
+
+@contextmanager
+def preparing(target: Path, *more: str) -> Iterator[subprocess.Popen]:
+    """A process that is in the middle of preparing `target`."""
+    command = [sys.executable, "-c", PREPARER, str(target), *more]
+    environment = {**os.environ, "PYTHONPATH": str(Path(preparation.__file__).parents[2])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout.readline() == "writing\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def source_of_two(text: str = "ab") -> text_sources.Source:
+    return text_sources.Source("two", iter([("train", text), ("validation", "c")]), 2)
+
+
+def test_what_a_killed_preparation_left_is_removed_and_a_live_one_is_not_touched(tmp_path):
+    out = tmp_path / "out.v1"
+    with preparing(out) as killed:
+        killed.kill()
+    (tmp_path / ".out.v1.0123abcd.partial").mkdir()  # of a version that had no lock
+    others = [tmp_path / ".out.v2.0123abcd.partial", tmp_path / ".out.v1.mine.partial", tmp_path / "out.v1.partial"]
+    for other in others:
+        other.mkdir()
+    with preparing(out):
+        left = {path.name for path in tmp_path.iterdir()}
+        assert len(left - {path.name for path in others}) == 5, left
+        preparation.prepare(source_of_two(), Bytes(), out)
+        (live,) = {path.name for path in tmp_path.glob(".out.v1.*.partial")} - {others[1].name}
+        assert (tmp_path / live / "train.bin").stat().st_size == 1000
+    assert texts(out, "train") == ["ab"]
+    preparation.prepare(source_of_two("xy"), Bytes(), out, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"out.v1", *(path.name for path in others)}
+
+
+def test_data_that_a_killed_preparation_was_replacing_is_put_back(tmp_path):
+    out = tmp_path / "out"
+    preparation.prepare(source_of_two("old"), Bytes(), out)
+    with preparing(out, "between the renames"):
+        assert not out.exists()
+    with pytest.raises(UserError, match="already holds prepared data"):
+        preparation.prepare(source_of_two("new"), Bytes(), out)
+    assert texts(out, "train") == ["old"] and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_ends_with_2_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    def full(writer, *_):
+        if isinstance(writer, preparation.TokenWriter):
+            writer._file.close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    text = jsonl(tmp_path / "x.jsonl")
+    for place, name in [(preparation.TokenWriter, "write"), (preparation.TokenWriter, "close"), (Path, "write_text")]:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, full)
+            code, _, err = run(capsys, "--text", text, "--out", tmp_path / "out", "--validation", "0.1")
+        assert (code, err.count("\n")) == (2, 1) and "out cannot be written: No space left on device" in err, err
+        assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]

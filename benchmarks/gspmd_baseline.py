@@ -37,7 +37,7 @@ from shmap_tp.model.tokens import input_ids
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import AllReduce
-from shmap_tp.training.bad_steps import Judged, select_tree
+from shmap_tp.training.bad_steps import StepOutcome, select_tree
 from shmap_tp.training.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer, update_norms
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
 
@@ -194,11 +194,11 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
             updates, optimizer_state = optimizer.transformation.update(gradients, state.optimizer, state.params)
             return optax.apply_updates(state.params, updates), optimizer_state
 
-        judged = Judged(loss, norm, *update_norms(state.params, *updated_from(recompute_from(gradients))))
-        good, guard = state.guard.update(judged, config.guard)
+        outcome = StepOutcome(loss, norm, *update_norms(state.params, *updated_from(recompute_from(gradients))))
+        good, guard = state.guard.update(outcome, config.guard)
         params, optimizer_state = select_tree(good, updated_from(gradients), (state.params, state.optimizer))
         rate = schedule(state.step - state.guard.skipped)
-        metrics = judged.metrics() | {"learning_rate": rate} | guard.counts()
+        metrics = outcome.metrics() | {"learning_rate": rate} | guard.counts()
         return State(params, optimizer_state, guard, state.step + 1), metrics
 
     def evaluate(params: Transformer, tokens_ABT: Array) -> Array:

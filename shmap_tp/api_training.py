@@ -29,7 +29,7 @@ class Trainer:
         trainer = shmap_tp.Trainer(config)
         metrics = trainer.step(tokens)
 
-    Data, evaluation, checkpoints and signals are the loop's affair; `run_training` has all of them.
+    The loop takes care of data, evaluation, checkpoints and signals; `run_training` is a loop that has them.
     """
 
     def __init__(self, config: Config, model: api.Model | None = None, components: Components = CONFIGURED):

@@ -48,7 +48,8 @@ every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.re
 PYTHON = [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *TESTS.rglob("*.py")]
 every_python_file = pytest.mark.parametrize("file", sorted(PYTHON), ids=lambda file: str(file.relative_to(ROOT)))
 
-MAX_LINES = 300
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 300, 60, 10
+"""Of a file, of a function with its docstring, and of a function with `self`."""
 CUSTOM_GRADIENTS = {
     "parallel",
     "layers/flash_attention.py",
@@ -129,6 +130,19 @@ def test_these_modules_do_not_import_jax(name):
 @every_python_file
 def test_no_file_is_longer_than_300_lines(file):
     assert len(file.read_text().splitlines()) <= MAX_LINES
+
+
+@every_python_file
+def test_no_function_is_longer_than_60_lines(file):
+    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    assert not [node.name for node in functions if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES]
+
+
+@every_file
+def test_no_function_has_more_than_nine_parameters(file):
+    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    counts = {node.name: len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) for node in functions}
+    assert not {name for name, count in counts.items() if count > MAX_PARAMETERS}
 
 
 @every_file

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from shmap_tp.config.schema import GuardConfig
 
 
-class Judged(NamedTuple):
+class StepOutcome(NamedTuple):
     """The scalars by which a step is judged good or bad, equal on all devices."""
 
     loss: Float[Array, ""]
@@ -76,10 +76,10 @@ class BadStepState(eqx.Module):
             self.taken < config.window, jnp.inf, self.mean + config.loss_spike_sigmas * jnp.sqrt(self.variance)
         )
 
-    def update(self, judged: "Judged", config: GuardConfig) -> tuple[Bool[Array, ""], "BadStepState"]:
+    def update(self, outcome: "StepOutcome", config: GuardConfig) -> tuple[Bool[Array, ""], "BadStepState"]:
         """(whether a step is good, the state after it)."""
-        loss = judged.loss.astype(self.mean.dtype)
-        good = judged.is_acceptable(config) & (loss <= self.limit(config))
+        loss = outcome.loss.astype(self.mean.dtype)
+        good = outcome.is_acceptable(config) & (loss <= self.limit(config))
         # Exact mean and variance up to `window` losses, exponentially weighted ones after (Finch 2009, section 9).
         weight = 1 / jnp.minimum(self.taken + 1, config.window).astype(loss.dtype)
         deviation = loss - self.mean

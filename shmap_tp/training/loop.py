@@ -170,7 +170,7 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
                             recorder.samples(step, texts)
                 if _is_due(step, config.checkpoint.every, config.train.steps):
                     with pause(TimeCategory.checkpoint):
-                        if not monitor.in_a_row:  # the weights are those of a checkpoint of before
+                        if not monitor.in_a_row:  # else the weights are those of an earlier checkpoint
                             run.save(step, state, 0)
                             saved_step = step
 
@@ -182,6 +182,11 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
     _report_end(run, step, all_steps and not monitor.in_a_row)
     if all_steps and texts:
         say(format_samples(step, texts))
+    return _exit_code(config, step, all_steps, monitor, profile)
+
+
+def _exit_code(config: Config, step: int, all_steps: bool, monitor: BadStepMonitor, profile: Profile) -> int:
+    """The exit code of a run that ended after `step`.  Raises DivergedError, or why the profile was not written."""
     if verdict := monitor.verdict or (all_steps and monitor.last_steps_skipped(step)):
         raise DivergedError(f"{verdict};\n{_how_to_continue(config, step, step - monitor.in_a_row)}")
     if all_steps and profile.error and jax.process_index() == 0:

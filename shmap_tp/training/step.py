@@ -34,7 +34,7 @@ from shmap_tp.parallel.fsdp import gather_between_slices, place_parameters
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
 from shmap_tp.parallel.partitioning import named_shardings, partition_specs
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, TensorParallel
-from shmap_tp.training.bad_steps import BadStepState, Judged, initial_bad_step_state, select_tree
+from shmap_tp.training.bad_steps import BadStepState, StepOutcome, initial_bad_step_state, select_tree
 from shmap_tp.training.optimizer import (
     Optimizer,
     clip_by_global_norm,
@@ -218,14 +218,14 @@ def _make_step(config: Config, objective: Objective, optimizer: Optimizer, updat
                 return optax.apply_updates(old, updates), optimizer_state
 
             new = updated_from(gradients)
-            # Judged is a second computation of it, so that `new` need not be in memory beside `old` until then.
+            # The outcome has an update of its own, computed again, so that `new` is not in memory beside `old`.
             again = updated_from(recompute_from(gradients)) if optimizer.elementwise else new
-            judged = Judged(loss, norm, *update_norms(old, *again))
-            good, guard = state.guard.update(judged, config.guard)
+            outcome = StepOutcome(loss, norm, *update_norms(old, *again))
+            good, guard = state.guard.update(outcome, config.guard)
             new, optimizer_state = select_tree(good, new, (old, state.optimizer))
             params = jax.tree.map(lambda placement, w: placement.all_gather_updated(w), placements, new)
         rate = schedule(state.step - state.guard.skipped)
-        metrics = judged.metrics() | {"learning_rate": rate} | guard.counts()
+        metrics = outcome.metrics() | {"learning_rate": rate} | guard.counts()
         if config.guard.loss_spike_sigmas is not None:
             metrics["loss_limit"] = state.guard.limit(config.guard)
         return State(params, optimizer_state, guard, state.step + 1), metrics

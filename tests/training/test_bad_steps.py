@@ -23,7 +23,7 @@ from shmap_tp.parallel.collectives import all_reduce, varying_axes
 from shmap_tp.parallel.mesh import DP, make_mesh
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop, step
-from shmap_tp.training.bad_steps import BadStepMonitor, BadStepState, Judged, initial_bad_step_state
+from shmap_tp.training.bad_steps import BadStepMonitor, BadStepState, StepOutcome, initial_bad_step_state
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.step import Objective, State, build_step_functions
 from tests.helpers.assertions import assert_replicas_agree, assert_same_bits, by_path
@@ -41,7 +41,7 @@ def run_guard(losses: list[float], config: GuardConfig = GUARD, norm: float = 1.
     """(whether each step was taken, the state after the last)."""
     guard, taken = initial_bad_step_state(), []
     for loss in losses:
-        good, guard = guard.update(Judged(*map(jnp.float32, (loss, norm, 1, 1))), config)
+        good, guard = guard.update(StepOutcome(*map(jnp.float32, (loss, norm, 1, 1))), config)
         taken.append(bool(good))
     return taken, guard
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from shmap_tp.config.schema import GuardConfig
 from shmap_tp.parallel.collectives import varying_axes
-from shmap_tp.training.bad_steps import BadStepMonitor, Judged
+from shmap_tp.training.bad_steps import BadStepMonitor, StepOutcome
 from shmap_tp.training.optimizer import Optimizer, make_optimizer
 from shmap_tp.training.step import Components, build_step_functions
 from tests.helpers.assertions import assert_replicas_agree, assert_same_bits, by_path
@@ -39,8 +39,8 @@ OFF = GuardConfig(loss_spike_sigmas=None, window=8, max_norm_change=None, max_co
     ],
 )
 def test_an_update_is_acceptable_if_finite_and_within_the_factor(old, new, with_limit, without):
-    judged = Judged(*map(jnp.float32, (1.0, 1.0, old, new)))
-    assert (bool(judged.is_acceptable(GUARD)), bool(judged.is_acceptable(OFF))) == (with_limit, without)
+    outcome = StepOutcome(*map(jnp.float32, (1.0, 1.0, old, new)))
+    assert (bool(outcome.is_acceptable(GUARD)), bool(outcome.is_acceptable(OFF))) == (with_limit, without)
 
 
 def test_the_reason_of_a_skipped_update_is_reported():

@@ -2,7 +2,7 @@
 
 The forward and backward pass of the model are traced with a mode that records its calls (`Recording`).  In the traced
 program each call is found in the passes in which it runs: forward, again where rematerialisation repeats it, backward.
-What a call communicates in each pass is the affair of `analytic.py`.
+The rules of `analytic.py` say what a call communicates in each pass.
 
 A layer may also communicate over mp by itself, or JAX may for it: a replicated parameter that is applied to values
 sharded over mp has a gradient that is summed over mp.  Such collectives are returned as they are traced.

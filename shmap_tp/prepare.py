@@ -20,17 +20,25 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     source.add_argument("--text", nargs="+", type=Path, metavar="PATH", help=".txt or .jsonl files, or directories")
     source.add_argument("--dataset", metavar="NAME", help="a Hugging Face data set, such as JeanKaddour/minipile")
-    parser.add_argument("--out", required=True, help="directory for train.bin, validation.bin, meta.json")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, a JSON file, a model's directory, or a hub name")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="directory for train.bin, validation.bin, meta.json"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="bytes (default), a JSON file, a model's directory, a hub name",
+    )
     parser.add_argument(
         "--end-of-text", metavar="TOKEN", help="the token after each document (default: the model's, or <|endoftext|>)"
     )
-    parser.add_argument("--field", default="text", help="the field that holds the text of a record")
+    parser.add_argument("--field", default="text", metavar="NAME", help="the field with the text of a record (text)")
     parser.add_argument(
         "--validation",
         type=float,
         default=0.01,
-        help="fraction of the text that is for validation, by size (0.01)",
+        metavar="FRACTION",
+        help="share of the text that is for validation, by size (0.01)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace data that was prepared in --out before")
     return parser.parse_args(argv)

@@ -30,7 +30,12 @@ def parser() -> argparse.ArgumentParser:
     for name in ("resume", "replicas"):
         command = commands.add_parser(name)
         command.add_argument("--cfg", metavar="FILE", required=True, help="configuration, such as conf/config.yaml")
-        command.add_argument("--steps", type=_steps, default=3, help="steps to train before and after (default 3)")
+        steps = (
+            "steps to train before and after the resume (default 3)"
+            if name == "resume"
+            else "steps to train (default 3)"
+        )
+        command.add_argument("--steps", type=_steps, default=3, metavar="N", help=steps)
         command.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of FILE")
         if name == "resume":
             command.add_argument("--onto", type=_mesh, required=True, metavar="DP,MP", help="the other mesh, as in 8,1")

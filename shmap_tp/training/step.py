@@ -64,13 +64,19 @@ LoadParameters = Callable[[Config, Transformer], Transformer]
 
 @dataclass(frozen=True)
 class Components(ModelComponents):
-    """Replacements for parts of the model and its step that the configuration names (docs/extending.md)."""
+    """Replacements for parts of the model and its step that the configuration names; None: as it names them.
+
+    block, mlp        constructors of a block, as those of model/blocks.py, and of an MLP, as those of layers/mlp.py
+    tensor_parallel   a `TensorParallel` mode
+    make_optimizer    the `optimizer` section of the configuration -> an `Optimizer`
+    load_parameters   (config, shapes with shardings) -> the parameters that a new run starts from
+
+    Examples: docs/extending.md.
+    """
 
     tensor_parallel: TensorParallel | None = None
     make_optimizer: Callable[[Any], Optimizer] | None = None
-    """From the `optimizer` section of the configuration."""
     load_parameters: LoadParameters | None = None
-    """(config, shapes with shardings) -> the parameters that a new run starts from, in place of random ones."""
 
 
 CONFIGURED = Components()

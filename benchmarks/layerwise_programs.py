@@ -27,6 +27,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shmap_tp.hardware.torus import Torus
 from shmap_tp.parallel.mesh import DP
 
 ROWS = PartitionSpec(DP, None)
@@ -141,19 +142,9 @@ def ring_mesh(devices: list[jax.Device]) -> Mesh:
 
 
 def ring_order(devices: list[jax.Device]) -> list[jax.Device]:
-    """Order TPUs along a Hamiltonian ring: consecutive devices, and the last and first, are one hop apart.
-
-    Out through all chips with x > 0, alternating the direction along x, and back through those with x = 0; this needs
-    an even side other than x.  Devices without coordinates keep their order.
-    """
-    if not hasattr(devices[0], "coords"):
+    """The devices in the order of a ring of their torus (`Torus.ring_order`); as they are if they are on none."""
+    torus = Torus.of(devices)
+    if torus is None:
         return devices
-    height = max(device.coords[1] for device in devices) + 1
-
-    def position(device: jax.Device) -> tuple[int, ...]:
-        x, y, z = device.coords
-        row = z * height + (height - 1 - y if z % 2 else y)
-        out = (0, row, -x if row % 2 else x)
-        return (*(out if x else (1, -row, 0)), device.core_on_chip)
-
-    return sorted(devices, key=position)
+    (row,) = torus.arrange(torus.sides, len(devices))
+    return [row[i] for i in torus.ring_order(torus.sides)]

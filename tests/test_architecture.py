@@ -158,6 +158,14 @@ def test_gradients_are_defined_by_hand_in_few_places(file):
         assert "plain version" in file.read_text(), "say what the code would be without the gradient defined by hand"
 
 
+@every_python_file
+def test_arrays_are_named_in_one_module(file):
+    """By the functions of key_paths.py."""
+    if file != PACKAGE / "parallel" / "key_paths.py":
+        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+        assert not [node.lineno for node in nodes if node.attr == "keystr"]
+
+
 @every_file
 def test_mesh_axes_are_named_by_constants(file):
     """Only mesh.py contains the strings "dp" and "mp"; all others use DP and MP."""

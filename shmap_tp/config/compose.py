@@ -25,6 +25,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from shmap_tp.config.atomic_write import write_atomically
 from shmap_tp.config.schema import Config
 from shmap_tp.config.text import has_control_characters, shown
 from shmap_tp.config.validate import validate
@@ -130,9 +131,7 @@ def save(config: Config, file: Path, header: str = "") -> None:
 
     The write is atomic.
     """
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(f"{header}{OmegaConf.to_yaml(OmegaConf.structured(config))}", encoding="utf-8")
-    temporary.replace(file)
+    write_atomically(file, f"{header}{OmegaConf.to_yaml(OmegaConf.structured(config))}")
 
 
 def to_dict(config: object) -> dict:

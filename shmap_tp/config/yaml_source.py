@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
 """Values in a file, each alias counted as the values that it refers to."""
 MAX_CHARACTERS = 3000
-"""Of one key or value.  Python refuses to print integers of more than 4300 digits."""
+"""Characters of one key or value.  Python refuses to print integers of more than 4300 digits."""
 MAX_DEPTH = 20
 """Lists and sections within each other."""
 

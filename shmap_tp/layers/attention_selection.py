@@ -79,7 +79,7 @@ def _no_cudnn(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> str |
 
 
 def _capability(device: jax.Device) -> float:
-    """Of an NVIDIA GPU; 0 for anything else (for an AMD GPU JAX reports a name, gfx...)."""
+    """The compute capability of an NVIDIA GPU; 0 for anything else (for an AMD GPU JAX reports a name, gfx...)."""
     try:
         return float(getattr(device, "compute_capability", 0))
     except ValueError:

@@ -197,7 +197,7 @@ def _forward(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[tuple[Array, Deferr
 
 
 def _residuals(kernel: "Splash | Cudnn", qkv: DeferredResiduals) -> DeferredResiduals:
-    """In three dims each: XLA for TPU copies arrays of more dims before it writes them to the host."""
+    """q, k and v in three dims each: XLA for TPU copies arrays of more dims before it writes them to the host."""
     return tuple(x.reshape(-1, *x.shape[-2:]) for x in qkv) if kernel.defer else ()
 
 

@@ -22,13 +22,12 @@ D width, L layers, H query heads, K head dim, V vocabulary, T context.
 import math
 from dataclasses import dataclass
 
-import jax
-
 from shmap_tp.config.schema import AttentionKernel, ModelConfig, Remat, padded_vocabulary
 from shmap_tp.model.abstract_trace import SCORES, VALUES, TracedAttention, trace_gradients
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
 from shmap_tp.model.jaxprs import Visit, equations
 from shmap_tp.model.matmul_count import matmul_flops
+from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.tensor_parallel import AllReduce
 
 Terms = dict[str, int]
@@ -44,8 +43,8 @@ def parameter_terms(
     `padded` also counts the padding rows of the vocabulary in embedding and head, which the arrays have.
     """
     terms: Terms = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_shapes(model, components)):
-        module, *inside = [str(getattr(key, "name", getattr(key, "idx", key))) for key in path]
+    for path, leaf in leaves_by_path(parameter_shapes(model, components), ".").items():
+        module, *inside = path.split(".")
         name = f"{module}.{inside[0]}" if module == "blocks" else module
         size, rows = math.prod(leaf.shape), padded_vocabulary(model)
         if not padded and module in ("embedding", "head") and leaf.shape[0] == rows:
@@ -127,7 +126,7 @@ class _Count:
 
     forward: Terms
     backward: Terms
-    """Without recomputation."""
+    """FLOPs of the backward pass, without recomputation."""
     recomputed: Terms
 
 

@@ -83,7 +83,7 @@ class TargetStatistics(NamedTuple):
     """What the probability of a target depends on, over a vocabulary sharded over mp."""
 
     logits_NV: Float[Array, "N V"]
-    """Of this device's columns; the lowest number for padding."""
+    """The logits of this device's columns; the lowest number for padding."""
     is_target_NV: Bool[Array, "N V"]
     """Whether the column is the target."""
     max_N: Float[Array, "N"]

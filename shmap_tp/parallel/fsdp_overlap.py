@@ -54,7 +54,7 @@ class OverlappedLinear(eqx.Module):
     """
 
     layer: Callable[[Array], Array]
-    """With the gathered weight, which takes no gradient."""
+    """The layer with the gathered weight, which takes no gradient."""
     shard: Float[Array, "..."]
     """This device's shard of the weight."""
     layout: WeightLayout = eqx.field(static=True)

@@ -17,6 +17,8 @@ from jax import tree_util
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shmap_tp.parallel.key_paths import path_name
+
 
 def param(*axes: str | None, replicate_if_fewer: bool = False, is_bias: bool = False) -> Any:
     """Declare an array field: for each dim the mesh axis that shards it, or None.
@@ -44,7 +46,7 @@ def _declaration(model: eqx.Module, path: tuple) -> tuple[Mapping[str, Any], boo
         in_stack = in_stack or metadata.get("stacked", False)
         node = getattr(node, key.name)
     if "axes" not in metadata:
-        raise TypeError(f"{tree_util.keystr(path)} is an array that was not declared with param(...)")
+        raise TypeError(f"{path_name(path, '.')} is an array that was not declared with param(...)")
     return metadata, in_stack
 
 
@@ -54,7 +56,7 @@ def partition_specs(model: eqx.Module, axis_sizes: Mapping[str, int]) -> Any:
     def spec(path: tuple, leaf: Any) -> P:
         metadata, in_stack = _declaration(model, path)
         axes, shape = metadata["axes"], leaf.shape[in_stack:]
-        assert len(axes) == len(shape), f"{tree_util.keystr(path)}: {axes} declared for shape {shape}"
+        assert len(axes) == len(shape), f"{path_name(path, '.')}: {axes} declared for shape {shape}"
         fewer = any(axis is not None and dim < axis_sizes[axis] for axis, dim in zip(axes, shape, strict=True))
         if metadata["replicate_if_fewer"] and fewer:
             axes = (None,) * len(shape)

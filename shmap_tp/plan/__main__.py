@@ -42,7 +42,7 @@ from shmap_tp.plan.targets import VERSIONS, devices_of_nodes, find_target, predi
 DEFAULTS = ("6_9b", 1, 16)
 """(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""
 MINUTES = 30.0
-"""Of a search, where --minutes is not given."""
+"""Time of a search, where --minutes is not given."""
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -61,7 +61,7 @@ class Requests:
 
     @property
     def slots(self) -> int:
-        """Of the cache of each sequence: the prompt and the new tokens, rounded up as there."""
+        """Slots of each sequence in the cache: the prompt and the new tokens, rounded up as there."""
         calls = -(-(self.new - 1) // GREEDY.decode_tokens)
         return _rounded(self.padded_prompt + calls * GREEDY.decode_tokens)
 
@@ -96,12 +96,12 @@ class GenerationRow:
     limit_bytes: int | float
     fits: bool
     bound_seconds: float
-    """Of a decode step, by the memory bandwidth."""
+    """The least time of a decode step, by the memory bandwidth."""
     prefill_seconds: float | None = None
     decode_seconds: float | None = None
-    """Of a step: one token of every sequence."""
+    """Time of a decode step: one token of every sequence."""
     exposed_comm_seconds: float | None = None
-    """Of a decode step."""
+    """Exposed communication of a decode step."""
     compile_seconds: float = 0.0
     kind: str = PREDICTED
     versions: dict[str, str] = field(default_factory=dict)

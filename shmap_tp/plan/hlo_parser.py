@@ -89,7 +89,7 @@ class Module:
     """A compiled module."""
 
     computations: dict[str, Computation]
-    """In the order of the text: callees before callers, the entry computation last."""
+    """Computations in the order of the text: callees before callers, the entry computation last."""
 
     @property
     def entry(self) -> Computation:

@@ -178,7 +178,7 @@ class _Simulator:
         self._append(schedule, self.run(self._module.computations[dict(loop.called)["body"]]), int(trips))
 
     def _append(self, schedule: SimulatedSchedule, other: SimulatedSchedule, times: int = 1) -> None:
-        """Append `times` repetitions; of the timeline one or two of them, and one interval for the others."""
+        """Append `times` repetitions; the timeline gets one or two of them, and one interval for the others."""
         begin = schedule.seconds
         schedule.add(other, times)
         if schedule.timeline is None:

@@ -27,7 +27,7 @@ from shmap_tp.config.schema import ModelConfig
 from shmap_tp.pretrained.tensor_files import Box, StoredTensor
 
 Ranges = tuple[tuple[int, int], ...]
-"""Of each dim of our array the range [start, stop)."""
+"""The range [start, stop) of each dim of our array."""
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:

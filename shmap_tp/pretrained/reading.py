@@ -22,6 +22,7 @@ from tqdm import tqdm
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.partitioning import is_stacked
 from shmap_tp.pretrained.blocks import BLOCK_BYTES, blocks
 from shmap_tp.pretrained.layout import Layout
@@ -31,8 +32,7 @@ from shmap_tp.pretrained.tensor_files import StoredTensor
 
 def paths_of(parameters: Transformer) -> dict[str, Any]:
     """The leaves of a tree of parameters by their paths, such as blocks.attention.query.weight."""
-    leaves = jax.tree_util.tree_flatten_with_path(parameters)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return leaves_by_path(parameters, ".")
 
 
 def load_parameters(source: Source, model: ModelConfig, shapes: Transformer) -> Transformer:

@@ -33,7 +33,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 Box = Sequence[tuple[int, int]]
-"""Of each dim of a tensor, in some view of it, the range [start, stop)."""
+"""The range [start, stop) of each dim of a tensor, in some view of it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, view: Sequence[int], box: Box) -> Float[np.ndarray, "..."]:

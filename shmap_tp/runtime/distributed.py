@@ -15,7 +15,7 @@ from shmap_tp.runtime.agreement import launch_facts, require_agreement
 from shmap_tp.runtime.exit_codes import exit_with_error
 
 MAX_EMULATED_DEVICES = 1024
-"""Of one process: each has threads of its own, and no process has as many accelerators."""
+"""The most devices of one process: each has threads of its own, and no process has as many accelerators."""
 
 
 def emulate_cpu_devices(count: int) -> None:
@@ -42,7 +42,7 @@ def emulate_cpu_devices(count: int) -> None:
 
 @dataclass(frozen=True)
 class Coordinator:
-    """How this process joins the others where no TPU, GKE or Slurm environment tells it."""
+    """How this process joins the others where no TPU, GKE or Slurm environment provides that."""
 
     address: str
     """HOST:PORT of process 0, under which all processes reach it."""

@@ -26,8 +26,10 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
+from shmap_tp.config.atomic_write import write_atomically
 from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.errors import StorageError, UserError
+from shmap_tp.parallel.key_paths import types_by_path
 from shmap_tp.runtime.files import make_directory, writing
 from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.checkpoint_files import (
@@ -146,11 +148,11 @@ class Checkpoints:
         files cannot be read.
         """
         directory = self._dir / str(step)
-        saved = _leaf_types(saved_state(directory))
+        saved = types_by_path(saved_state(directory))
         requested = {field: getattr(shapes, field) for field in vars(shapes)}
         if not any(name.startswith("guard/") for name in saved):
             del requested["guard"]
-        wanted = _leaf_types(requested)
+        wanted = types_by_path(requested)
         for name in sorted(saved.keys() | wanted.keys()):
             if saved.get(name) != wanted.get(name):
                 raise UserError(
@@ -174,8 +176,7 @@ class Checkpoints:
                 directory = self._dir / str(step)
                 if skipped_in_a_row:
                     (directory / SKIPPED).write_text(f"{skipped_in_a_row}\n")
-                (directory / f"{MANIFEST}.tmp").write_text(json.dumps(hashes(directory), indent=1))
-                (directory / f"{MANIFEST}.tmp").rename(directory / MANIFEST)
+                write_atomically(directory / MANIFEST, json.dumps(hashes(directory), indent=1))
                 self._delete_replaced()
 
     def _delete_replaced(self) -> None:
@@ -219,12 +220,3 @@ def broadcast_from_process_0(value: int) -> int:
 def _directory(name: str) -> epath.Path:
     """The absolute path that Orbax needs.  The URL of a bucket (gs://) stays as it is."""
     return epath.Path(name) if "://" in name else epath.Path(name).resolve()
-
-
-def _leaf_types(state: Any) -> dict[str, str]:
-    """dtype and shape of every leaf, by path."""
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves
-    }

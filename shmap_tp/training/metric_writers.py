@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shmap_tp.config.atomic_write import write_atomically
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
@@ -130,9 +131,7 @@ def _wandb_id(directory: Path) -> str:
         return stored
     made = uuid.uuid4().hex[:16]
     with writing(file):
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(made + "\n")
-        temporary.replace(file)
+        write_atomically(file, made + "\n")
     return made
 
 

@@ -25,6 +25,7 @@ from jaxtyping import Array, UInt32
 
 from shmap_tp.errors import HardwareError
 from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import AXES
 
 
@@ -33,8 +34,7 @@ class ReplicaCheck:
 
     def __init__(self, shapes: Any):
         """`shapes`: a tree of ShapeDtypeStructs, each with a NamedSharding, all over one mesh."""
-        paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(shapes)[0], strict=True)
-        self._names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+        self._names, leaves = zip(*leaves_by_path(shapes).items(), strict=True)
         self._specs = [leaf.sharding.spec for leaf in leaves]
         self._mesh = leaves[0].sharding.mesh
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)

@@ -20,6 +20,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.key_paths import types_by_path
 from shmap_tp.training.checkpoint_files import checkpoint_steps, find_faults, first_line, read_facts, saved_state
 
 Chunk = tuple[str, tuple[tuple[int, int], ...], np.ndarray]
@@ -108,7 +109,7 @@ def read_chunks(checkpoint: epath.Path, shapes: Transformer) -> Iterator[Chunk]:
     the checkpoint.  Raises UserError as `restore_parameters` does.
     """
     _saved(checkpoint, shapes)
-    for path in _descriptions(shapes):
+    for path in types_by_path(shapes):
         name = path.replace("/", ".")
         try:
             array = _open_array(checkpoint, f"params.{name}")
@@ -135,7 +136,7 @@ def _open_array(checkpoint: epath.Path, name: str) -> tensorstore.TensorStore:
 def _saved(checkpoint: epath.Path, shapes: Transformer) -> dict[str, Any]:
     """What is saved in `checkpoint`, described.  Raises UserError if its parameters are not those of `shapes`."""
     saved = dict(saved_state(checkpoint))
-    found, wanted = _descriptions(saved["params"]), _descriptions(shapes)
+    found, wanted = types_by_path(saved["params"]), types_by_path(shapes)
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise UserError(
@@ -153,12 +154,3 @@ def _load(checkpoint: epath.Path, state: dict[str, Any]) -> Transformer:
         raise UserError(
             f"checkpoint {checkpoint} cannot be restored: {first_line(error.__cause__ or error)}"
         ) from error
-
-
-def _descriptions(tree: Any) -> dict[str, str]:
-    """dtype and shape of every array of `tree`, by its path."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves
-    }

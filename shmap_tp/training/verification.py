@@ -18,6 +18,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.data.batches import Batches
 from shmap_tp.errors import UserError
+from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.console import say
 from shmap_tp.runtime.run_lock import lock_directories
@@ -153,12 +154,9 @@ def bits_differ(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 def _to_host(state: State) -> dict[str, np.ndarray]:
     """Every full array on this host, by path.  Takes as much host memory as the whole state."""
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.array(
-            multihost_utils.process_allgather(leaf, tiled=True) if jax.process_count() > 1 else leaf
-        )
-        for path, leaf in leaves
+        name: np.array(multihost_utils.process_allgather(leaf, tiled=True) if jax.process_count() > 1 else leaf)
+        for name, leaf in leaves_by_path(state).items()
     }
 
 

@@ -1,7 +1,5 @@
 """Layerwise FSDP matmuls: every program computes the same as the dense stack of matmuls."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import layerwise_programs
@@ -10,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tests.helpers.assertions import RELATIVE, assert_close
+from tests.helpers.fake_tpu_devices import fake_slice
 
 LAYERS, WIDTH, ROWS = 3, 32, 16
 
@@ -72,7 +71,7 @@ def test_ring_replaces_each_reduce_scatter_by_ppermutes():
 
 @pytest.mark.parametrize("sides", [(2, 2, 1), (4, 4, 1), (4, 8, 1), (2, 2, 2), (4, 4, 4), (4, 4, 12)])
 def test_consecutive_devices_of_a_ring_are_one_hop_apart(sides):
-    devices = [SimpleNamespace(coords=coords, core_on_chip=0) for coords in np.ndindex(*sides)]
+    devices = fake_slice("v4", *sides)
     at = np.array([device.coords for device in layerwise_programs.ring_order(devices)])
     assert len({tuple(coords) for coords in at}) == len(devices)
     assert (np.abs(at - np.roll(at, 1, axis=0)).sum(axis=1) == 1).all()

@@ -5,14 +5,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from shmap_tp.parallel.key_paths import leaves_by_path
+
 RELATIVE = {"float32": 1e-6, "float64": 1e-12}
 """Largest distance of an array from the dense reference, as a fraction of the reference's largest value."""
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
     """The arrays of `tree` on the host, by dotted path."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): np.array(leaf) for path, leaf in leaves}
+    return {name: np.array(leaf) for name, leaf in leaves_by_path(tree, ".").items()}
 
 
 def distances(actual: Any, expected: Any) -> dict[str, float]:

@@ -19,6 +19,7 @@ import pytest
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.data.metadata import META, TOKENIZER
+from shmap_tp.parallel.key_paths import path_name
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
@@ -206,7 +207,7 @@ def flip_bit(state: State, name: str, device: int) -> State:
     """`state` with the lowest bit of the last element of one device's replica of one array flipped."""
 
     def flip(path, x):
-        if jax.tree_util.keystr(path, simple=True, separator="/") != name:
+        if path_name(path) != name:
             return x
         shards = []
         for shard in x.addressable_shards:

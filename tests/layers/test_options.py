@@ -16,6 +16,7 @@ from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.rotation import Rotation, make_rotation
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import Fsdp, Replicated, place_parameters
+from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import MP, DataParallelGroups, axis_sizes
 from shmap_tp.parallel.partitioning import is_matrix, partition_specs
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, tally
@@ -66,11 +67,6 @@ def test_norms_of_heads_sum_the_gradients_of_their_scales_over_mp():
     assert found == tally(2 * [scale])
 
 
-def by_name(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
 def test_weight_decay_and_fsdp_apply_to_matrices_but_not_to_biases_and_norms():
     """A bias of key/value heads has two dims, and stacked ones have a dim of layers."""
     conf = config(*ALL_BIASES, "mesh.zero=fsdp", "mesh.dp=2", "mesh.mp=2")
@@ -78,7 +74,7 @@ def test_weight_decay_and_fsdp_apply_to_matrices_but_not_to_biases_and_norms():
     _, _, placements = place_parameters(
         conf.mesh.zero, shapes, partition_specs(shapes, sizes), sizes, DataParallelGroups.of(conf.mesh)
     )
-    decayed, placed = by_name(is_matrix(shapes)), by_name(placements)
+    decayed, placed = leaves_by_path(is_matrix(shapes), "."), leaves_by_path(placements, ".")
     biases = [name for name in decayed if name.endswith("bias")]
     assert len(biases) == 10
     for name, is_decayed in decayed.items():

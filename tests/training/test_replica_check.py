@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.errors import HardwareError
+from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import loop
 from shmap_tp.training.replica_check import ReplicaCheck, fingerprint
@@ -20,8 +21,7 @@ def made(directory, *overrides: str) -> StepFunctions:
 
 
 def names(state: State) -> list[str]:
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    return list(leaves_by_path(state))
 
 
 @pytest.mark.parametrize("mesh", ["mesh.dp=2 mesh.mp=4", "mesh.dp=8 mesh.mp=1", "mesh.dp=4 mesh.mp=2 mesh.zero=fsdp"])

@@ -125,7 +125,7 @@ RULES: dict[str, Rule] = {
     "enter": entering,
     "reduce": reducing,
 }
-"""Of the methods of `TensorParallel` that communicate."""
+"""The rule of each method of `TensorParallel` that communicates."""
 
 
 # The parts of a step

@@ -54,7 +54,7 @@ def _axes(params: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _direction(visit: Visit) -> Direction:
-    """Of a program that computes its microbatches in a scan."""
+    """The pass of an equation in a program that computes its microbatches in a scan."""
     if visit.is_recomputed:
         return Direction.recompute
     if visit.is_backward:

@@ -15,6 +15,7 @@ from shmap_tp.config.schema import Config, MeshConfig, ModelConfig
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import Fsdp, Placement, Replicated, Zero1, is_ring_reduced, place_parameters
+from shmap_tp.parallel.key_paths import path_name
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
 from shmap_tp.parallel.partitioning import is_stacked, partition_specs, sharded_dim
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation, group_name
@@ -31,7 +32,7 @@ class Parameter:
 
     name: str
     values: int
-    """Of one layer."""
+    """Number of values of one layer."""
     layers: int
     """How many are stacked; 1 outside the blocks."""
     in_block: bool
@@ -68,7 +69,7 @@ def parameters(model: ModelConfig, mesh: MeshConfig, components: ModelComponents
         layers = leaf.shape[0] if stacked else 1
         is_head_too = shapes.head is None and leaf is shapes.embedding.weight
         return Parameter(
-            name=jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".weight"),
+            name=path_name(path, ".").removesuffix(".weight"),
             values=math.prod(leaf.shape) // layers // (mesh.mp if over_mp else 1),
             layers=layers,
             in_block=stacked,

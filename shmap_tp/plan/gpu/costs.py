@@ -19,17 +19,19 @@ from shmap_tp.plan.hlo_parser import ARRAY, Computation, Instruction, Module
 from shmap_tp.plan.instruction_costs import bytes_accessed
 
 GEMM_EFFICIENCY = 0.79
-"""Of the peak, in full waves: XLA's table for H100 has 176 us for a bfloat16 product of 4096 cubed, 780 TFLOP/s."""
+"""Fraction of the peak, in full waves: XLA's table for H100 has 176 us for a bfloat16 product of 4096 cubed, which is
+780 TFLOP/s."""
 TILE = (128, 256)
 """Rows and columns of a matmul that a multiprocessor computes at a time: cuBLAS's largest tile for bfloat16."""
 MAX_WAVES = 8
 """With more waves the last one, not full, matters little: cuBLAS splits it."""
 ATTENTION_EFFICIENCY = {"forward": 0.55, "backward": 0.45}
-"""Of the peak: about what Shah et al. 2024, FlashAttention-3, figures 5 and 6, https://arxiv.org/abs/2407.08608, report
-for cuDNN on H100 with a causal mask, heads of 128 and sequences of 4096 to 8192."""
+"""Fraction of the peak: about what Shah et al. 2024, FlashAttention-3, figures 5 and 6,
+https://arxiv.org/abs/2407.08608, report for cuDNN on H100 with a causal mask, heads of 128 and sequences of 4096 to
+8192."""
 ATTENTION_MATMULS = {"forward": 2, "backward": 5}
 MEMORY_EFFICIENCY = 0.9
-"""Of the bandwidth of the data sheet: an assumption."""
+"""Fraction of the bandwidth of the data sheet: an assumption."""
 LIBRARY_CALL = re.compile(r'custom_call_target="(__cublas[^"]*|__cudnn\$fmha[^"]*)"')
 
 

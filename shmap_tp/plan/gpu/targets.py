@@ -25,7 +25,7 @@ from shmap_tp.hardware.devices import DEVICES, Device
 COMPILER = "jax-cuda12-pjrt"
 """The package that holds XLA for CUDA."""
 GPUS_PER_NODE = 8
-"""Of the systems that NVIDIA sells as HGX and DGX."""
+"""GPUs of the systems that NVIDIA sells as HGX and DGX."""
 CUDNN = (9, 8, 0)
 """The version whose attention is compiled."""
 
@@ -46,11 +46,11 @@ class Gpu:
     shared_per_block: int
     """What a block may opt in to (TABLES)."""
     nvlink_rate: float
-    """Of all NVLinks of a GPU (DATA SHEET)."""
+    """Rate of all NVLinks of a GPU (DATA SHEET)."""
     nvlink_efficiency: float
     """Bus bandwidth of a large NCCL all-gather in a node / nvlink_rate."""
     network_rate: float = 50e9
-    """Of a GPU's network card: 400 Gbit/s."""
+    """Rate of a GPU's network card: 400 Gbit/s."""
 
     @property
     def device(self) -> Device:

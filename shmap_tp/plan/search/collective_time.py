@@ -32,7 +32,7 @@ class Links:
         self.between_rings = self.axes[DP][: within // self.groups.ring]
 
     def seconds(self, entry: Entry) -> float:
-        """Of all repetitions of an entry of the ledger."""
+        """Seconds of all repetitions of an entry of the ledger."""
         axis, _, subgroup = entry.axis.partition(":")
         if self.groups.slices > 1 and subgroup == f"{self.groups.slices}/1":
             seconds = self.model.inter_slice_seconds(entry.operation, float(entry.bytes), self.groups.slices)

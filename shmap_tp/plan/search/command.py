@@ -39,7 +39,7 @@ from shmap_tp.runtime.exit_codes import STOPPED
 SHOWN = 20
 """Candidates in the table at most."""
 SEQUENCES_PER_DEVICE = 16
-"""Of a step, where --batch is not given."""
+"""Sequences of a step on each device, where --batch is not given."""
 
 
 @dataclass(frozen=True)

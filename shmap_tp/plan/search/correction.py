@@ -1,4 +1,4 @@
-"""How well the formulas rank, and what compiled steps teach about the others."""
+"""Rank correlation of the formulas with compiled steps, and the correction of others by compiled ones."""
 
 import math
 from collections.abc import Sequence

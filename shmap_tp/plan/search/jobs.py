@@ -69,7 +69,7 @@ class ChildProcess:
 
 
 def outcome(code: int, out: str, err: str, seconds: float) -> Outcome:
-    """Of a child process that ended with this exit code, or was ended by a signal (a negative one)."""
+    """The outcome of a child process that ended with this exit code, or was ended by a signal (a negative one)."""
     if code < 0:
         return Outcome(None, f"killed by signal {-code}" + (" (out of memory?)" if code == -9 else ""), seconds)
     if code:

@@ -76,7 +76,7 @@ def pruned(every: list[Estimated], limit: float, host_limit: float) -> Pruned:
 
 
 def _without_dominated_offloads(every: list[Estimated]) -> list[Estimated]:
-    """Of candidates that differ in model.offload only, those that no other beats in memory and in time."""
+    """Without the candidates that another, which differs in model.offload only, beats in both memory and time."""
     groups: dict[Candidate, list[Estimated]] = {}
     for one in every:
         groups.setdefault(replace(one.candidate, offload=()), []).append(one)

@@ -23,7 +23,7 @@ from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, rea
 from shmap_tp.data.token_files import AnyTokenFile, data_identity, open_token_file
 from shmap_tp.data.tokenizer import Tokenizer, text_bytes, tokenizer_of_data
 from shmap_tp.errors import UserError
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 
 
 @lru_cache(maxsize=2)  # a batch may cross from one epoch into the next
@@ -120,7 +120,7 @@ def _warn_of_unused_rows(config: Config, meta: Meta, largest: int) -> None:
     vocabulary, model = meta.vocabulary or largest + 1, config.model
     if model.vocabulary >= 2 * vocabulary:
         tokenizer = f", tokenizer {meta.tokenizer}" if meta.tokenizer else ""
-        say(
+        print_on_process_0(
             f"warning: {config.data.dir} has a vocabulary of {vocabulary}{tokenizer}, but model.vocabulary="
             f"{model.vocabulary} (model {model.name}): is this the data of that model?"
         )

@@ -20,7 +20,7 @@ from shmap_tp.data.bucket import Bucket
 from shmap_tp.data.files import file_size, shown
 from shmap_tp.data.metadata import META
 from shmap_tp.errors import UserError
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 
 STDLIB = "stdlib"
 _COPIED = "copied.json"  # which versions of the files were copied
@@ -71,7 +71,7 @@ def _copy_of_bucket(data: DataConfig) -> Path:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with _locked(cache.with_suffix(".lock")):
             if _copied(cache) != versions:
-                say(f"copying {data.dir} to {cache} ...")
+                print_on_process_0(f"copying {data.dir} to {cache} ...")
                 shutil.rmtree(cache, ignore_errors=True)
                 cache.mkdir()
                 copy_files(bucket, cache, [*versions])

@@ -23,7 +23,7 @@ from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
 from shmap_tp.data.staging import remove_stale, staging
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
 from shmap_tp.errors import UserError
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 
 _GROUP = 1 << 22  # characters that are tokenized at a time
 _FILES = {META, TOKENIZER, *(f"{split}.bin" for split in SPLITS)}
@@ -87,7 +87,7 @@ def prepare(
 def prepare_missing(data: DataConfig) -> None:
     """Prepare data.dir if it is empty and data.source names what this machine has; safe in parallel processes."""
     if data.source == STDLIB and "://" not in data.dir and file_size(Path(data.dir) / "train.bin") is None:
-        say(f"preparing {data.dir} from the Python standard library of this machine ...")
+        print_on_process_0(f"preparing {data.dir} from the Python standard library of this machine ...")
         prepare_stdlib(data.dir)
 
 

@@ -11,7 +11,7 @@ from shmap_tp.inference.answers import answers
 from shmap_tp.inference.generator import Options, check_prompts
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import Components
@@ -28,7 +28,7 @@ def make_training_sampler(
     try:
         programs = GenerationPrograms(config.model, mesh, functions)
     except UserError as error:
-        say(f"no samples: {error}")
+        print_on_process_0(f"no samples: {error}")
         return None
     return TrainingSampler(config, programs, tokenizer)
 

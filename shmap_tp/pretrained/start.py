@@ -13,7 +13,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained.reading import held_in, load_parameters
 from shmap_tp.pretrained.source import Source, open_source
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.step import CONFIGURED, Components
@@ -36,7 +36,7 @@ def load_and_record(config: Config, shapes: Transformer) -> Transformer:
     parameters = load_parameters(source, config.model, shapes)
     if jax.process_index() == 0:
         record(source, Path(config.run.dir))
-    say(f"starting from {source.directory} ({source.family.architecture}, {source.fingerprint()[:12]})")
+    print_on_process_0(f"starting from {source.directory} ({source.family.architecture}, {source.fingerprint()[:12]})")
     return parameters
 
 

@@ -3,7 +3,7 @@
 import jax
 
 
-def say(text: str) -> None:
+def print_on_process_0(text: str) -> None:
     """Print a line and flush it, in process 0 only."""
     if jax.process_index() == 0:
         print(text, flush=True)

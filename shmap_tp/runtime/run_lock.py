@@ -29,7 +29,7 @@ from fsspec.core import url_to_fs
 
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.agreement import on_process_0
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.exit_codes import before_exit, exit_now
 from shmap_tp.runtime.files import make_directory, writable
 from shmap_tp.runtime.peers import Peers
@@ -148,7 +148,9 @@ class DirectoryLock:
             self._seen = owner, count, now
             if running is None:
                 who = f"is locked by {owner}, which may have ended" if owner else "has a lock without an owner"
-                say(f"{self._what} {who}: waiting up to {LOST_SECONDS:.0f} s for a sign of it, then taking over ...")
+                print_on_process_0(
+                    f"{self._what} {who}: waiting up to {LOST_SECONDS:.0f} s for a sign of it, then taking over ..."
+                )
         elif owner and (count != self._seen[1] or (running and now - self._seen[2] > ENDING_SECONDS)):
             raise UserError(
                 f"{self._what} is in use: {owner} writes there;\n"
@@ -238,7 +240,7 @@ def _renew_until(left: threading.Event, locks: list[DirectoryLock], peers: Peers
             except ShmapTpError as error:
                 (peers.exit_all if peers else exit_now)(error.exit_code, str(error))
             except Exception as error:  # buckets raise errors of many types; another renewal follows
-                say(f"the lock {lock.path} could not be renewed ({error}); trying again")
+                print_on_process_0(f"the lock {lock.path} could not be renewed ({error}); trying again")
 
 
 @cache

@@ -17,7 +17,7 @@ from types import FrameType
 
 import jax
 
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.exit_codes import STOPPED_EARLY, StoppedEarly, exit_now
 from shmap_tp.runtime.peers import Peers
 
@@ -126,7 +126,9 @@ def _poll_metadata(server: str, stop_event: threading.Event, left: threading.Eve
             answered = True
         except (urllib.error.URLError, TimeoutError, OSError) as error:
             if answered:
-                say(f"the metadata server {server}, which announces preemptions, does not answer ({error}); retrying")
+                print_on_process_0(
+                    f"the metadata server {server}, which announces preemptions, does not answer ({error}); retrying"
+                )
             answered = False
         if left.wait(interval_seconds):
             return

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shmap_tp.errors import ShmapTpError, StorageError
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
 
 BLOCK = 1 << 20
@@ -139,4 +139,6 @@ def _copy_from(file: Path, begin: int) -> None:
     with writing(copy), file.open("rb") as source, copy.open("xb") as target:
         source.seek(begin)
         shutil.copyfileobj(source, target)
-    say(f"{file} has lines that this program did not write; what is removed from its end is kept in {copy.name}")
+    print_on_process_0(
+        f"{file} has lines that this program did not write; what is removed from its end is kept in {copy.name}"
+    )

@@ -28,7 +28,7 @@ from shmap_tp.model.flops import flops_per_token, parameters
 from shmap_tp.model.matmul_count import UncountedError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.agreement import data_facts, on_process_0, require_agreement
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import Coordinator
 from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
 from shmap_tp.runtime.files import writing
@@ -82,7 +82,7 @@ def train(
             functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
             batches = Batches(config, functions.tokens)
             require_agreement("data", data_facts(batches.identity))
-            with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, say) as checkpoints:
+            with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, print_on_process_0) as checkpoints:
                 run = Run(
                     requested,
                     config,
@@ -181,7 +181,7 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
     all_steps = evaluated and step >= config.train.steps
     _report_end(run, step, all_steps and not monitor.in_a_row)
     if all_steps and texts:
-        say(format_samples(step, texts))
+        print_on_process_0(format_samples(step, texts))
     return _exit_code(config, step, all_steps, monitor, profile)
 
 
@@ -204,7 +204,7 @@ def _compile_step(run: Run, first_step: int) -> Any:
             with writing(file := directory / TOKENIZER):
                 file.write_bytes(run.batches.tokenizer)
     run.clock.open(directory if is_main else None, first_step, new_run=config.checkpoint.resume == Resume.never)
-    say(
+    print_on_process_0(
         f"compiling the training step of {config.model.name}, "
         f"{parameters(config.model, components=run.components) / 1e6:,.1f}M parameters, "
         f"attention {kernel_name(functions.attention)} ..."
@@ -219,12 +219,14 @@ def _make_meter(run: Run, record: Callable[[dict[str, Any]], None]) -> Meter:
     try:
         flops = flops_per_token(config.model, components=run.components)
     except UncountedError as error:
-        say(f"no MFU: {error}")
+        print_on_process_0(f"no MFU: {error}")
         return Meter(record, config.train.batch * config.model.context, 0, None)
     if peak is None:
-        say(f"no MFU: shmap_tp/hardware/devices.py does not list the peak of {jax.devices()[0].device_kind}")
+        print_on_process_0(
+            f"no MFU: shmap_tp/hardware/devices.py does not list the peak of {jax.devices()[0].device_kind}"
+        )
     else:
-        say(
+        print_on_process_0(
             f"MFU = tokens/s x model FLOPs per token (causal attention at half, recomputation not counted) / "
             f"{peak.flops / 1e12:.3g} TFLOP/s ({peak.source})"
         )
@@ -235,7 +237,9 @@ def _make_profile(run: Run, first_step: int, pause: Pause) -> Profile:
     """The profile that train.profile asks for; none if its first step precedes this process's."""
     steps, directory = run.config.train.profile, Path(run.config.run.dir) / "profile"
     if steps and steps[0] <= first_step:
-        say(f"no profile: train.profile={steps} begins before step {first_step + 1}, the first step of this process")
+        print_on_process_0(
+            f"no profile: train.profile={steps} begins before step {first_step + 1}, the first step of this process"
+        )
         steps = None
     return Profile(steps, directory, lambda: pause(TimeCategory.profile))
 
@@ -284,11 +288,11 @@ def _report_end(run: Run, step: int, finished: bool) -> None:
     config, directory = run.config, Path(run.config.run.dir)
     with run.clock.on(TimeCategory.drawing), writing(directory / "loss.png"):
         plot = plot_losses(directory)
-    say(run.clock.breakdown.table())
-    say(f"{'done' if finished else 'stopped and saved'} at step {step} of {config.train.steps}")
-    say(f"  metrics     {directory / 'metrics.jsonl'}")
-    say(f"  loss curve  {plot}")
-    say(f"  checkpoint  {config.checkpoint.dir}/{step}")
+    print_on_process_0(run.clock.breakdown.table())
+    print_on_process_0(f"{'done' if finished else 'stopped and saved'} at step {step} of {config.train.steps}")
+    print_on_process_0(f"  metrics     {directory / 'metrics.jsonl'}")
+    print_on_process_0(f"  loss curve  {plot}")
+    print_on_process_0(f"  checkpoint  {config.checkpoint.dir}/{step}")
     more_steps = f"train.steps={2 * config.train.steps} " if finished else ""
-    say(f"  to resume   python main.py --cfg {directory / 'config.yaml'} {more_steps}--resume")
-    say("              (on any mesh.dp=... mesh.mp=...)")
+    print_on_process_0(f"  to resume   python main.py --cfg {directory / 'config.yaml'} {more_steps}--resume")
+    print_on_process_0("              (on any mesh.dp=... mesh.mp=...)")

@@ -11,7 +11,7 @@ from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
 from shmap_tp.training.json_lines import read_lines_backwards, reading
 from shmap_tp.training.metrics import is_metric
@@ -88,7 +88,7 @@ def _restore(step: int, config: Config, functions: StepFunctions, batches: Batch
     _refuse_endless_streak(int(state.guard.in_a_row), step, config, checkpoints)
     checkpoints.set_aside_after(step)
     dp, mp = facts["mesh"]
-    say(f"resuming from step {step} of {directory}, saved on mesh dp={dp}, mp={mp}")
+    print_on_process_0(f"resuming from step {step} of {directory}, saved on mesh dp={dp}, mp={mp}")
     return state
 
 

@@ -14,7 +14,7 @@ import yaml
 from shmap_tp.config.compose import save
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
 
 HEADER = "# Written by shmap_tp at the start of the run in this directory, which will overwrite it."
@@ -51,11 +51,11 @@ def write_run_config(config: Config, directory: Path) -> None:
             number = next(n for n in itertools.count(1) if not (directory / f"config.{n}.yaml").exists())
             earlier = directory / f"config.{number}.yaml"
             shutil.copyfile(file, earlier)
-            say(f"the configuration differs from that of the last start, which is now in {earlier}:")
+            print_on_process_0(f"the configuration differs from that of the last start, which is now in {earlier}:")
             for line in changes[:MAX_LISTED]:
-                say(f"  {line}")
+                print_on_process_0(f"  {line}")
             if len(changes) > MAX_LISTED:
-                say(f"  and {len(changes) - MAX_LISTED} more")
+                print_on_process_0(f"  and {len(changes) - MAX_LISTED} more")
         new.replace(file)
 
 

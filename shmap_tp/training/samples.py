@@ -15,7 +15,7 @@ from shmap_tp.data.batches import Batches
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.training.step import Components
 
 
@@ -40,7 +40,7 @@ def text_tools(
     try:
         tokenizer = batches.text_tokenizer()
     except UserError as error:
-        say(f"no samples and no bits per byte: {error}")
+        print_on_process_0(f"no samples and no bits per byte: {error}")
         return None, None
     counted = batches.validation_bytes(tokenizer) if jax.process_index() == 0 else None
     if make_sampler is None or not config.sample.prompts:

@@ -20,7 +20,7 @@ from shmap_tp.data.batches import Batches
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import checkpoint_steps, find_faults
@@ -71,12 +71,14 @@ def verify_resume(config: Config, other_mesh: tuple[int, int], steps: int) -> bo
             end, losses = trainer.train(restored, steps, 2 * steps)
             mesh = f"dp={trainer.mesh.dp}, mp={trainer.mesh.mp}"
             verdict = f"DIFFERS from the saved state: {wrong[0]}" if wrong else "is bitwise equal to the saved state"
-            say(f"on {mesh}: the restored state {verdict}")
+            print_on_process_0(f"on {mesh}: the restored state {verdict}")
             differing = _compare(_to_host(end), uninterrupted, steps)
             relative = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
-            say(f"  losses differ by at most {relative:.1e}, relative to those of the uninterrupted run")
+            print_on_process_0(f"  losses differ by at most {relative:.1e}, relative to those of the uninterrupted run")
             all_well = all_well and not wrong and (trainer is changed_mesh or not differing)
-    say("on another mesh, sums are computed in another order and may differ by rounding; on the same mesh they may not")
+    print_on_process_0(
+        "on another mesh, sums are computed in another order and may differ by rounding; on the same mesh they may not"
+    )
     return all_well
 
 
@@ -87,15 +89,17 @@ def verify_replicas(config: Config, steps: int) -> bool:
     """
     trainer = Trainer(config)
     replica_check = ReplicaCheck(trainer.functions.shapes)
-    with Checkpoints(config.checkpoint, say, writes=False) as checkpoints:
+    with Checkpoints(config.checkpoint, print_on_process_0, writes=False) as checkpoints:
         newest = checkpoints.newest_intact()
         state = trainer.functions.init() if newest is None else checkpoints.restore(newest, trainer.functions.shapes)
     first, all_well = newest or 0, True
     for step in range(first, first + steps + 1):
         found = replica_check.differences(state)
-        say(f"step {step}: " + ("all replicas of every array are equal" if not found else "REPLICAS DIFFER"))
+        print_on_process_0(
+            f"step {step}: " + ("all replicas of every array are equal" if not found else "REPLICAS DIFFER")
+        )
         for line in found:
-            say(f"  {line}")
+            print_on_process_0(f"  {line}")
         all_well = all_well and not found
         if step < first + steps:
             state, _ = trainer.train(state, step, step + 1)
@@ -113,9 +117,9 @@ def verify_checkpoints(directory: str) -> bool:
     all_well = True
     for step in steps:
         faults = find_faults(path / str(step))
-        say(f"{step}: " + ("intact" if not faults else "DAMAGED"))
+        print_on_process_0(f"{step}: " + ("intact" if not faults else "DAMAGED"))
         for fault in faults:
-            say(f"  {fault}")
+            print_on_process_0(f"  {fault}")
         all_well = all_well and not faults
     return all_well
 
@@ -132,12 +136,14 @@ def _compare(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], ste
     }
     worst = sorted(distances, key=lambda name: -np.nan_to_num(distances[name], nan=np.inf))
     equal = len(actual) - len(distances)
-    say(f"  {steps} steps later {equal} of {len(actual)} arrays are bitwise equal to those of the uninterrupted run")
+    print_on_process_0(
+        f"  {steps} steps later {equal} of {len(actual)} arrays are bitwise equal to those of the uninterrupted run"
+    )
     for name in worst[:8]:
         scale = "the squared mean" if name == "guard/variance" else "its largest value"
-        say(f"    {distances[name]:8.1e} of {scale}  {name}")
+        print_on_process_0(f"    {distances[name]:8.1e} of {scale}  {name}")
     if len(worst) > 8:
-        say(f"    less       in {len(worst) - 8} more")
+        print_on_process_0(f"    less       in {len(worst) - 8} more")
     return worst
 
 
@@ -165,7 +171,7 @@ def _temporary_checkpoints(config: Config) -> Iterator[Checkpoints]:
     """An empty directory of checkpoints beside that of the run, deleted on exit."""
     name = config.checkpoint.dir.rstrip("/") + "-verify"
     given = replace(config.checkpoint, dir=name)
-    with lock_directories({"checkpoint.dir": name}, peers=None), Checkpoints(given, say) as checkpoints:
+    with lock_directories({"checkpoint.dir": name}, peers=None), Checkpoints(given, print_on_process_0) as checkpoints:
         if checkpoints.steps():
             raise UserError(f"{name} exists already, from a `verify` that was killed: remove it, then run this again")
         try:

@@ -55,7 +55,7 @@ def sampled(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sampled")
     with pytest.MonkeyPatch.context() as patch:
         printed = []
-        patch.setattr(loop, "say", printed.append)
+        patch.setattr(loop, "print_on_process_0", printed.append)
         patch.setattr(loop, "machine_peak", lambda devices: None)
         assert train(bytes_run(directory)) == 0
     return directory, printed

@@ -1,9 +1,18 @@
-"""Printing in a run of several processes: only process 0 prints."""
+"""Printing: only process 0 of a run prints, and a progress bar on the terminal stays below what is printed."""
+
+import sys
 
 import jax
+from tqdm import tqdm
 
 
 def print_on_process_0(text: str) -> None:
     """Print a line and flush it, in process 0 only."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        write_line(text)
+
+
+def write_line(text: str) -> None:
+    """Print a line and flush it.  A progress bar that is on the terminal is taken away and drawn again below."""
+    tqdm.write(text)
+    sys.stdout.flush()

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import Peak
+from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.files import writing
 from shmap_tp.training.json_lines import drop_lost, read_lines
 from shmap_tp.training.metric_writers import TensorBoardWriter, WeightsAndBiasesWriter
@@ -75,7 +76,7 @@ class Recorder:
             return
         self._write({"split": "train"} | line)
         if why := line.get("why_skipped"):
-            self._print(f"step {line['step']} is skipped, the weights are unchanged: {why}")
+            write_line(f"step {line['step']} is skipped, the weights are unchanged: {why}")
         text = f"loss {line['loss']:.4f}  lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s" + (
             f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
         )
@@ -83,7 +84,7 @@ class Recorder:
         self._bar.update()
         if self._bar.disable and (line["step"] % self._every == 0 or line["step"] == self._steps):
             left = (self._steps - line["step"]) * line["seconds_per_step"]
-            self._print(f"step {line['step']}/{self._steps}  {text}  {left:,.0f} s left")
+            write_line(f"step {line['step']}/{self._steps}  {text}  {left:,.0f} s left")
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
         """Record one evaluation."""
@@ -92,7 +93,7 @@ class Recorder:
         known = {} if bits_per_byte is None else {"bits_per_byte": bits_per_byte}
         self._write({"split": "validation", "step": step, "loss": loss} | known)
         text = "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
-        self._print(f"step {step}  validation loss {loss:.4f}{text}")
+        write_line(f"step {step}  validation loss {loss:.4f}{text}")
 
     def samples(self, step: int, texts: dict[str, str]) -> None:
         """Record what the model wrote after each prompt; print it unless the last step is done."""
@@ -104,7 +105,7 @@ class Recorder:
         for writer in self._writers:
             writer.write_samples(step, texts)
         if step < self._steps:
-            self._print(format_samples(step, texts))
+            write_line(format_samples(step, texts))
 
     def __enter__(self) -> "Recorder":
         return self
@@ -116,12 +117,6 @@ class Recorder:
                 self._stream.close()
             for writer in self._writers:
                 writer.close()
-
-    def _print(self, text: str) -> None:
-        """Print a line above the progress bar."""
-        self._bar.clear()
-        print(text, flush=True)
-        self._bar.refresh()
 
     def _write(self, line: dict[str, Any]) -> None:
         line = {name: value if _is_json_value(value) else None for name, value in (line | self._common).items()}

@@ -34,6 +34,7 @@ from shmap_tp.plan.search.prune import Pruned, prune
 from shmap_tp.plan.search.space import KEYS, candidates
 from shmap_tp.plan.targets import Target, find_target
 from shmap_tp.pretrained.configuration import load
+from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.exit_codes import STOPPED
 
 SHOWN = 20
@@ -123,6 +124,7 @@ def make_task(arguments: argparse.Namespace, target: Target, cost: Cost | None) 
             f"no mesh of {target} can shard {config.model.name} with train.batch={config.train.batch};\n"
             "choose a --batch that more devices divide, or fix fewer keys"
         )
+    print(f"estimating {len(choices):,} candidates by formulas ...", flush=True)
     found = prune(config, target, choices)
     reasons = ", ".join(f"{count:,} {why}" for why, count in found.dropped.items() if count)
     print(f"{found.total:,} candidates; the formulas drop {found.dropped.total():,} ({reasons})", flush=True)
@@ -172,7 +174,7 @@ def search_target(task: Task, minutes: float) -> Line | None:
     status = tqdm(bar_format="{desc}", disable=None, leave=False)  # a line on terminals only
     search = Search(
         list(task.pruned.kept), machine_of(target).memory,
-        lambda one: ChildProcess(one.apply(task.config), target), lambda line: tell(line, status),
+        lambda one: ChildProcess(one.apply(task.config), target), write_line,
         min(jobs_at_a_time(), arguments.jobs or sys.maxsize), 60 * minutes,
         save=lambda one: save(one, arguments), progress=status.set_description_str,
     )  # fmt: skip
@@ -186,13 +188,6 @@ def search_target(task: Task, minutes: float) -> Line | None:
         print(f"stopped; what was found so far is above (exit code {STOPPED})", file=sys.stderr, flush=True)
         raise SystemExit(STOPPED) from None
     return finish(task, search)
-
-
-def tell(line: str, status: tqdm) -> None:
-    """Print a line above the status."""
-    status.clear()
-    print(line, flush=True)
-    status.refresh()
 
 
 def finish(task: Task, search: Search) -> Line | None:

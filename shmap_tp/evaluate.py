@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shmap_tp.command_model import INTERRUPTED, add_process_arguments, joined, open_model
+from shmap_tp.command_model import add_process_arguments, joined, open_model
 from shmap_tp.errors import ShmapTpError, UserError
+from shmap_tp.runtime.exit_codes import INTERRUPTED
 
 EPILOG = """\
 examples

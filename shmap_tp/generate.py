@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from shmap_tp.command_model import INTERRUPTED, add_process_arguments, is_first_process, joined, open_model
+from shmap_tp.command_model import add_process_arguments, is_first_process, joined, open_model
 from shmap_tp.errors import ShmapTpError, UserError
+from shmap_tp.runtime.exit_codes import INTERRUPTED
 
 EPILOG = """\
 examples

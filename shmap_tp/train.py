@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
-from shmap_tp.runtime.exit_codes import STOPPED, stop_at_signals
+from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
 
 EPILOG = """\
 examples
@@ -40,6 +40,7 @@ exit codes
   0   finished, or with --check: the configuration is valid
   2   an error that is explained in one or two lines: bad input, a full disk, faulty hardware, a diverged run
   75  stopped by SIGTERM, Ctrl-C or a preemption notice, and saved: start again with --resume
+  130 ended by a second Ctrl-C, without saving
   69  another process did not start in time or was lost (134 if that was process 0): start all processes again
 
 several processes, one per host
@@ -84,10 +85,17 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
 def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> NoReturn:
     """Call `main` as the program of this process, and exit with its code."""
     stop_at_signals()  # `train` replaces these handlers
-    code = main(argv, command)
+    try:
+        code = main(argv, command)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        print(
+            "interrupted without saving: --resume continues from the newest checkpoint, if there is one",
+            file=sys.stderr,
+        )
     for number in (signal.SIGTERM, signal.SIGINT):  # all is saved; the interpreter may still wait for threads
         signal.signal(number, lambda *_: os._exit(code))
-    if code == STOPPED and not sys.modules["jax"].distributed.is_initialized():
+    if code in (STOPPED, INTERRUPTED) and not sys.modules["jax"].distributed.is_initialized():
         # All files are closed, but programs that still run on the devices could crash the interpreter at its exit.
         sys.stdout.flush()
         sys.stderr.flush()

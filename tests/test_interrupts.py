@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -50,6 +51,22 @@ def test_ctrl_c_at_any_moment_of_the_start_of_main_py_leaves_no_traceback():
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
         assert process.returncode in (75, -signal.SIGINT) and "Traceback" not in err, err
+
+
+def test_a_second_ctrl_c_while_training_leaves_no_traceback():
+    script = """
+    import jax
+    from shmap_tp import train
+
+    def main(argv, command):
+        raise KeyboardInterrupt
+
+    train.main = main
+    train.run([])
+    """
+    done = run(sys.executable, "-c", textwrap.dedent(script))
+    assert done.returncode == 130
+    assert done.stderr == "interrupted without saving: --resume continues from the newest checkpoint, if there is one\n"
 
 
 def environment() -> dict[str, str]:

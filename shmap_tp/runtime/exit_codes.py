@@ -17,6 +17,8 @@ INTERRUPTED = 130
 """Ctrl-C ended a command that has nothing to save: 128 + SIGINT, as in a shell."""
 STOPPED_EARLY = STOPPED, "stopped before the first training step; there is nothing to save"
 """(exit code, message) of a run that is stopped before it has trained."""
+INTERRUPTED = 130
+"""Ctrl-C of a command that has nothing to save, and the second Ctrl-C of a run that is saving; as in a shell."""
 
 launch_stderr: list[int] = []
 """Descriptor of the stderr with which this process was started, if its stderr was redirected to a log file since."""

@@ -17,13 +17,15 @@ from types import FrameType
 
 import jax
 
-from shmap_tp.runtime.console import print_on_process_0
+from shmap_tp.runtime.console import print_on_process_0, write_line
 from shmap_tp.runtime.exit_codes import STOPPED_EARLY, StoppedEarly, exit_now
 from shmap_tp.runtime.peers import Peers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_SECONDS = 5
 """Time that Python has to unwind before training.  A compilation cannot be interrupted, so the process then exits."""
+
+STOPPING = b"\nstopping: the step under way is finished and saved (a second Ctrl-C ends without saving)\n"
 
 METADATA_SERVER = "metadata.google.internal"
 NORMAL_VALUES = {"preempted": "FALSE", "maintenance-event": "NONE"}
@@ -80,6 +82,8 @@ class StopRequest:
         self.stop_event.set()
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self._is_training and not again:
+            os.write(2, STOPPING)  # not print: the signal may have interrupted one
         if not (again or self._is_training or self._left.is_set()):
             raise StoppedEarly
 
@@ -120,7 +124,7 @@ def _poll_metadata(server: str, stop_event: threading.Event, left: threading.Eve
         try:
             for key, normal in NORMAL_VALUES.items():
                 if (value := _read_metadata(server, key)) != normal:
-                    print(f"this machine is about to be preempted ({key} is {value}): stopping", flush=True)
+                    write_line(f"this machine is about to be preempted ({key} is {value}): stopping")
                     stop_event.set()
                     return
             answered = True

@@ -51,6 +51,16 @@ def test_a_run_stopped_before_the_first_step_saves_nothing(tmp_path, monkeypatch
     assert signal.getsignal(signal.SIGTERM) is former
 
 
+def test_ctrl_c_while_training_says_what_happens_and_a_second_one_ends_at_once(capfd):
+    with StopRequest() as request:
+        request.begin_training()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.requested()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err.count("stopping: the step under way is finished and saved") == 1
+
+
 def test_a_compilation_that_cannot_be_interrupted_is_not_waited_for(monkeypatch):
     """A compiler keeps the main thread outside Python, where no handler runs: the listening thread ends the process."""
     exits, exited = [], threading.Event()

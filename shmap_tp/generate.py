@@ -94,6 +94,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     with joined(arguments, prompts=prompts):
         model = open_model(arguments)
         tokenizer = tokenizer_of_model(model, arguments.tokenizer)
+        if is_first_process():
+            _say_if_short(
+                model.config.model.context, max(map(len, map(tokenizer.encode, prompts))), options.max_new_tokens
+            )
         answer = partial(
             answers, model.generation_programs, model.parameters, tokenizer, options=options, stop=arguments.stop
         )
@@ -104,6 +108,15 @@ def _generate(arguments: argparse.Namespace) -> None:
                 found = answer(part, requests=range(first, first + len(part)), show=show)
                 if file is not None:
                     _write(file, part, found)
+
+
+def _say_if_short(context: int, longest: int, new: int) -> None:
+    """Say on stderr if the context has no room for `new` tokens after a prompt of `longest` tokens."""
+    room = context - longest
+    if 0 < room < new:
+        print(
+            f"model.context={context} ends answers after {room} tokens, before --max-new-tokens {new}", file=sys.stderr
+        )
 
 
 def _write(file: IO[str], prompts: list[str], found: list[list[str]]) -> None:

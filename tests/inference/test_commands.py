@@ -50,6 +50,14 @@ def test_answers_to_a_file_of_prompts_do_not_depend_on_how_many_are_computed_at_
     ]
 
 
+def test_answers_that_the_context_ends_are_announced(run, capsys):
+    given = ["--checkpoint", str(run), "--prompt", "12+", "--max-new-tokens"]
+    code, printed, said = called(generate, capsys, *given, "14")
+    assert code == 0 and len(printed.rstrip("\n")) <= 16
+    assert said == "model.context=16 ends answers after 13 tokens, before --max-new-tokens 14\n"
+    assert called(generate, capsys, *given, "13")[2] == ""
+
+
 def test_an_answer_ends_before_a_stop_text(run, capsys):
     given = ["--checkpoint", str(run), "--prompt", "7", "--temperature", "2", "--max-new-tokens", "12"]
     whole = called(generate, capsys, *given)[1].rstrip("\n").removeprefix("7")

@@ -8,7 +8,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,10 @@ def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel |
         with plain_yaml_only(), initialize_config_dir(str(path.parent), version_base="1.3"):
             values = compose(path.name, overrides=search + given)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain(error, name)) from error
+        raise UserError(_explain(error, name, overrides)) from error
     except RecursionError:
         raise UserError(f"{name}: its defaults list names files that name each other; end the circle") from None
-    config = from_values(_with_derived_model(values, derive_model, name), name)
+    config = from_values(_with_derived_model(values, derive_model, name), name, overrides)
     validate(config)
     return config
 
@@ -85,15 +85,15 @@ def _with_derived_model(values: Any, derive: DeriveModel | None, file: str) -> A
     return OmegaConf.merge({"model": dict(derive(OmegaConf.to_container(model, resolve=True)))}, values)
 
 
-def from_values(values: Any, file: str) -> Config:
-    """The Config of `values`, a dict or DictConfig that was read from `file`.
+def from_values(values: Any, file: str, overrides: Sequence[str] = ()) -> Config:
+    """The Config of `values`, a dict or DictConfig that was read from `file` and has `overrides`.
 
     Raises UserError if a key is missing or unknown, or a value has the wrong type.
     """
     try:
         return _to_config(OmegaConf.create(values), file)
     except OmegaConfBaseException as error:
-        raise UserError(_explain(error, file)) from error
+        raise UserError(_explain(error, file, overrides)) from error
 
 
 def _to_config(values: Any, file: str) -> Config:
@@ -153,7 +153,8 @@ def _to_hydra(override: str, directory: Path) -> str:
         raise UserError(f"{name}: keys cannot be added or deleted; write key=value")
     key, equals, value = override.partition("=")
     if not equals or not KEY.fullmatch(key):
-        raise UserError(f"{name!r} is not key=value; write for example train.steps=400")
+        way_out = f"--cfg {name}" if override.endswith((".yaml", ".yml")) else "for example train.steps=400"
+        raise UserError(f"{name!r} is not key=value; write {way_out}")
     if key.partition(".")[0] == "hydra":
         raise UserError(f"{name}: settings of Hydra itself have no effect here; leave it out")
     groups = [place / key for place in (CONF, directory)] if key.isidentifier() else []
@@ -171,7 +172,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _explain(error: Exception, file: str) -> str:
+def _explain(error: Exception, file: str, overrides: Sequence[str]) -> str:
     """One line for the user about an error of Hydra or OmegaConf: place, cause, way out."""
     if isinstance(error, MissingConfigException):
         group, _, option = error.missing_cfg_file.rpartition("/")
@@ -182,8 +183,9 @@ def _explain(error: Exception, file: str) -> str:
         )
     if isinstance(error, HydraException) and isinstance(error.__cause__ or error.__context__, OmegaConfBaseException):
         error = error.__cause__ or error.__context__
-    if getattr(error, "full_key", None):
-        return f"{file}: {_explain_key(error)}"
+    if key := getattr(error, "full_key", None):
+        given = any(f"{item.partition('=')[0]}.".startswith(f"{key}.") for item in overrides)
+        return _explain_key(error) if given else f"{file}: {_explain_key(error)}"
     message = shown(_first_line(error))
     if message.startswith("Cannot merge"):
         return f"{file}: a list cannot be merged with keys; give the whole list, for example train.profile=[10,12]"

@@ -115,6 +115,7 @@ OVERRIDES = {
     "~train.steps": "~train.steps: keys cannot be added or deleted; write key=value",
     "~model": "~model: keys cannot be added or deleted; write key=value",
     "train.steps": "'train.steps' is not key=value; write for example train.steps=400",
+    "conf/config.yaml": "'conf/config.yaml' is not key=value; write --cfg conf/config.yaml",
     "train.steps 3": "'train.steps 3' is not key=value; write for example train.steps=400",
     "=3": "'=3' is not key=value; write for example train.steps=400",
     # characters with a meaning in Hydra's grammar
@@ -127,6 +128,11 @@ OVERRIDES = {
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_the_message_for_a_bad_override_states_the_problem(override):
     assert OVERRIDES[override] in error_message(FIRST, override)
+
+
+@pytest.mark.parametrize("override", ["train.stepz=3", "trian.steps=3", "train.steps=many", "run.dir=${nope}"])
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(override):
+    assert error_message(FIRST, "train.batch=8", override).startswith(OVERRIDES[override])
 
 
 FILES = {

@@ -66,6 +66,11 @@ class Model:
     checkpoint: str | None = None
     """The checkpoint that it was restored from."""
 
+    def __repr__(self) -> str:
+        """One line; `config` and `parameters` have the rest."""
+        shape, size = self.config.model, sum(leaf.size for leaf in jax.tree.leaves(self.parameters))
+        return f"Model({shape.name}, {size:,} parameters, mesh dp={self.config.mesh.dp}, mp={self.config.mesh.mp})"
+
     @classmethod
     def initialize(
         cls, config: Config, components: Components = CONFIGURED, *, pretrained_dtype: str = "float32"
@@ -138,6 +143,7 @@ class Model:
         temperature=0 takes the most likely token each time.  `options` are the other fields of
         `shmap_tp.inference.generator.Options`: top_k, top_p, repetition_penalty, seed, stop_tokens, samples.
         A sampled token is a function of (seed, number of the prompt, position): the same on every mesh, in every batch.
+        An answer ends early where prompt and answer fill model.context.
         Raises UserError for an option out of range, and for a prompt that is empty, has an id that is not below
         model.vocabulary, or leaves no room in model.context.
         """

@@ -5,7 +5,6 @@ B batch, T time.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from shmap_tp import api
@@ -13,7 +12,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.inference.training_samples import make_training_sampler
-from shmap_tp.model.tokens import Counted, Tokens, marked_tokens
+from shmap_tp.model.tokens import Counted, Tokens, marked_tokens, rectangular
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.start import pretrained_parameters, with_pretrained
@@ -86,10 +85,9 @@ class Trainer:
     def _batch(self, tokens: Tokens, counted: Counted | None) -> Array:
         """tokens[batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the devices."""
         expected = (self.config.train.batch, self.config.model.context + 1)
-        if np.shape(tokens) != expected:
+        if (shape := rectangular(tokens).shape) != expected:
             raise UserError(
-                f"tokens have the shape {list(np.shape(tokens))}, a step takes {list(expected)}: "
-                f"[train.batch, model.context + 1]"
+                f"tokens have the shape {list(shape)}, a step takes {list(expected)}: [train.batch, model.context + 1]"
             )
         rows = marked_tokens(tokens, counted, self.config.model)
         return jax.device_put(rows.reshape(self.functions.tokens.shape), self.functions.tokens.sharding)

@@ -225,6 +225,7 @@ BAD_TOKENS = {
     "too long": (np.zeros((2, 10), int), "tokens have 10 positions, and with model.context=8"),
     "an id of the padding": (np.full((2, 5), 50), "token id 50 is not in"),
     "a negative id": (np.full((2, 5), -2), "token id -2 is not in"),
+    "rows of different lengths": ([[1, 2], [3]], "must be integers [batch, time], but their rows have different len"),
 }
 
 
@@ -236,3 +237,7 @@ def test_tokens_that_cannot_be_used_are_explained(case):
         with pytest.raises(shmap_tp.UserError) as raised:
             use(tokens)
         assert expected in str(raised.value)
+
+
+def test_a_model_is_shown_in_one_line():
+    assert repr(shmap_tp.Model.initialize(small(2, 4))).endswith(" parameters, mesh dp=2, mp=4)")

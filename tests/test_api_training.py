@@ -60,6 +60,8 @@ def test_a_step_counts_the_same_targets_as_the_model():
 
 def test_a_batch_of_another_shape_is_explained():
     trainer = shmap_tp.Trainer(small(2, 4))
+    with pytest.raises(shmap_tp.UserError, match="rows have different lengths"):
+        trainer.step([[1] * 9] * 7 + [[1]])
     for tokens in (sequences(7, 9), sequences(8, 8)):
         with pytest.raises(shmap_tp.UserError, match=r"a step takes \[8, 9\]: \[train.batch, model.context \+ 1\]"):
             trainer.step(tokens)

@@ -160,6 +160,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:
     if not len(prompts):
         raise UserError("there is no prompt; give at least one")
     for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not np.ndim(prompt):
+            raise UserError(f"prompt {number} must be a list of token ids, not {prompt!r}; encode text first")
         if not len(prompt):
             raise UserError(f"prompt {number} is empty; give at least one token")
         wrong = next((token for token in prompt if not 0 <= token < model.vocabulary), None)

@@ -34,9 +34,17 @@ def uncounted(tokens: Int[np.ndarray, "B T"], where: Bool[np.ndarray, "B T"]) ->
     return np.where(where, ~tokens, tokens)
 
 
+def rectangular(tokens: Tokens) -> np.ndarray:
+    """`tokens` on the host.  Raises UserError if they are lists of different lengths."""
+    try:
+        return np.asarray(tokens)
+    except ValueError:
+        raise UserError("tokens must be integers [batch, time], but their rows have different lengths") from None
+
+
 def checked_tokens(tokens: Tokens, model: ModelConfig, *, longest: int, least: int) -> Int32[np.ndarray, "B T"]:
     """`tokens` on the host.  Raises UserError unless they are `least` to vocabulary - 1, and no row is too long."""
-    tokens, vocabulary = np.asarray(tokens), model.vocabulary
+    tokens, vocabulary = rectangular(tokens), model.vocabulary
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or 0 in tokens.shape:
         raise UserError(f"tokens must be integers [batch, time], not {tokens.dtype}{list(tokens.shape)}")
     if tokens.shape[1] > longest:

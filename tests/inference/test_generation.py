@@ -1,5 +1,6 @@
 """Generation with a key/value cache gives what the full forward pass gives, on every mesh and in every batch."""
 
+import inspect
 from collections import Counter
 from functools import partial
 
@@ -11,7 +12,7 @@ import pytest
 import shmap_tp
 from shmap_tp.errors import UserError
 from shmap_tp.inference.cache import cache_bytes, empty_cache
-from shmap_tp.inference.generator import Options, stream
+from shmap_tp.inference.generator import Options, check_prompts, stream
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
 from shmap_tp.parallel.mesh import DP
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
@@ -163,6 +164,13 @@ def test_a_decode_step_communicates_and_keeps_what_the_docstrings_say(block):
 def test_bad_prompts_and_options_are_refused(prompts, options, message):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         model(1, 1).generate(prompts, **options)
+
+
+@pytest.mark.parametrize(("prompts", "shown"), [(["text"], "'text'"), ("text", "'t'"), ([1, 2], "1")], ids=str)
+def test_prompts_that_are_not_lists_of_ids_are_refused(prompts, shown):
+    """Outside the tests nothing checks the types of arguments."""
+    with pytest.raises(UserError, match=f"prompt 0 must be a list of token ids, not {shown}; encode text first"):
+        inspect.unwrap(check_prompts)(prompts, model(1, 1).config.model)
 
 
 def test_scores_are_those_of_the_logits():

@@ -39,7 +39,7 @@ def check(config: Config) -> str:
     return "\n".join(
         [
             *(f"{name:<15} {text}" for name, text in lines.items()),
-            "The configuration is valid.  Devices, memory and tokens are checked when a run starts.",
+            "The configuration is valid.  Devices, memory, tokens and checkpoints are checked when a run starts.",
         ]
     )
 

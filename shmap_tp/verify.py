@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of FILE")
         if name == "resume":
             command.add_argument("--onto", type=_mesh, required=True, metavar="DP,MP", help="the other mesh, as in 8,1")
-    commands.add_parser("checkpoint").add_argument("directory", help="checkpoint.dir of a run")
+    commands.add_parser("checkpoint").add_argument("directory", help="a run, or its checkpoint.dir")
     return top
 
 

@@ -44,7 +44,7 @@ def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
     root = root if "://" in directory else root.resolve()
     if step is None and root.name.isdecimal() and root.is_dir():
         root, step = root.parent, int(root.name)
-    root = _directory_of_checkpoints(root)
+    root = directory_of_checkpoints(root)
     steps = sorted(checkpoint_steps(root)) if root.is_dir() else []
     if not steps:
         raise UserError(
@@ -62,7 +62,7 @@ def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
     raise UserError(f"no checkpoint in {root} is intact (there: {', '.join(map(str, steps))})")
 
 
-def _directory_of_checkpoints(root: epath.Path) -> epath.Path:
+def directory_of_checkpoints(root: epath.Path) -> epath.Path:
     """`root`, or if it is a run directory the checkpoint.dir that its config.yaml names."""
     if (root / "checkpoints").is_dir():
         return root / "checkpoints"

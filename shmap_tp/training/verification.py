@@ -26,6 +26,7 @@ from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import checkpoint_steps, find_faults
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.replica_check import ReplicaCheck
+from shmap_tp.training.restore_parameters import directory_of_checkpoints
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
 
 
@@ -107,12 +108,15 @@ def verify_replicas(config: Config, steps: int) -> bool:
 
 
 def verify_checkpoints(directory: str) -> bool:
-    """Whether every checkpoint in `directory` is intact.  Only reads, so it can be used while a run writes there."""
-    path = epath.Path(directory)
+    """Whether every checkpoint in `directory`, a run or its checkpoint.dir, is intact.
+
+    Only reads, so it can be used while a run writes there.
+    """
+    path = directory_of_checkpoints(epath.Path(directory))
     steps = checkpoint_steps(path)
     if not steps:
         raise UserError(
-            f"{directory} has no checkpoint; name the checkpoint.dir of a run, which has one per saved step"
+            f"{directory} has no checkpoint; name the run.dir or the checkpoint.dir of a run that has saved one"
         )
     all_well = True
     for step in steps:

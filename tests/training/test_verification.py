@@ -100,6 +100,7 @@ def test_each_damaged_missing_or_added_file_of_a_checkpoint_is_named(trained, tm
     (directory / "4" / "notes").touch()
     before = file_contents(directory)
     code, (first, *faults, last) = call(capsys, "checkpoint", directory)
+    assert call(capsys, "checkpoint", directory.parent) == (code, [first, *faults, last])
     assert (code, first, last) == (1, "4: DAMAGED", "2: intact")
     assert faults == [
         "  file _CHECKPOINT_METADATA is missing",
@@ -115,7 +116,7 @@ def test_each_damaged_missing_or_added_file_of_a_checkpoint_is_named(trained, tm
 
 def test_bad_input_is_reported_in_one_line(trained, tmp_path, capsys):
     for given, printed in [
-        (["checkpoint", tmp_path], f"error: {tmp_path} has no checkpoint; name the checkpoint.dir of a run"),
+        (["checkpoint", tmp_path], f"error: {tmp_path} has no checkpoint; name the run.dir or the checkpoint.dir"),
         (["resume", "--cfg", FIRST, "--onto", "3,1", *overrides(trained)], "error: mesh.dp=3 does not divide"),
         (["resume", "--cfg", FIRST, "--onto", "2,2", *overrides(trained)], "error: mesh dp=2 x mp=2 needs 4 devices"),
     ]:

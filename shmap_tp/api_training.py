@@ -19,6 +19,7 @@ from shmap_tp.pretrained.start import pretrained_parameters, with_pretrained
 from shmap_tp.training import loop
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.local_mesh import resolve
+from shmap_tp.training.memory import require_host_memory
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 
@@ -46,6 +47,7 @@ class Trainer:
         self.functions: StepFunctions = build_step_functions(
             self.config, self.mesh, compute_dtype(config.train.precision), components
         )
+        require_host_memory(self.functions.shapes)
         start, self._source = self._start(model)
         self.state: State = self.functions.init() if start is None else self.functions.init_from(start)
         """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""

@@ -40,6 +40,7 @@ from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
 from shmap_tp.training.environment import compute_dtype, prepare_environment
 from shmap_tp.training.goodput import TimeCategory, WallClock
 from shmap_tp.training.loss_plot import plot_losses
+from shmap_tp.training.memory import explained_memory_errors, require_host_memory
 from shmap_tp.training.metric_writers import check_weights_and_biases
 from shmap_tp.training.metrics import Meter, Recorder, format_samples
 from shmap_tp.training.profiler import Profile
@@ -72,6 +73,7 @@ def train(
         StopRequest() as stop,
         WallClock() as clock,
         distributed_session(config, coordinator, stop.stop_event) as stop.peers,
+        explained_memory_errors(),
     ):
         requested, config = config, resolve_auto(config, len(jax.devices()))
         mesh = make_mesh(config.mesh)
@@ -80,6 +82,7 @@ def train(
             on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))
             prepare_environment(config)
             functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
+            require_host_memory(functions.shapes)
             batches = Batches(config, functions.tokens)
             require_agreement("data", data_facts(batches.identity))
             with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, print_on_process_0) as checkpoints:

@@ -1,0 +1,48 @@
+"""A run that needs more memory than there is ends with a message, not with a traceback or the kernel's killer."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from shmap_tp.errors import UserError
+
+WAY_OUT = (
+    "choose a smaller model or more devices, or shard and recompute more: mesh.zero=fsdp, model.remat=full, more "
+    "train.microbatches; python -m shmap_tp.plan predicts the memory"
+)
+
+
+def require_host_memory(shapes: Any, host_bytes: int | None = None) -> None:
+    """Raise UserError if the arrays of `shapes`, which have shardings, do not fit into the memory of this machine.
+
+    Only for the CPU, whose emulated devices share that memory: Linux would end the process without a word.
+    `host_bytes` is the size of that memory, by default what the system says.
+    """
+    if jax.devices()[0].platform != "cpu":
+        return
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if host_bytes is None else host_bytes
+    needed = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * len(leaf.sharding.addressable_devices)
+        for leaf in jax.tree.leaves(shapes)
+    )
+    if needed > there:
+        raise UserError(
+            f"parameters and optimizer state take {needed / 1e9:,.1f} GB on the emulated devices, but this machine has "
+            f"{there / 1e9:,.1f} GB;\n{WAY_OUT}"
+        )
+
+
+@contextmanager
+def explained_memory_errors() -> Iterator[None]:
+    """Context in which a device without enough memory is a UserError."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        first_line = str(error).strip().splitlines()[0]
+        if "RESOURCE_EXHAUSTED" not in first_line:
+            raise
+        raise UserError(f"a device has not enough memory: {first_line};\n{WAY_OUT}") from error

@@ -1,0 +1,45 @@
+"""Too little memory is explained before, or where, it runs out."""
+
+import jax
+import pytest
+
+from shmap_tp.errors import UserError
+from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.training import loop
+from shmap_tp.training.memory import explained_memory_errors, require_host_memory
+from shmap_tp.training.step import build_step_functions
+from tests.helpers.run_fixtures import tiny
+
+
+@pytest.mark.parametrize("dp_mp", [(1, 8), (8, 1)])
+def test_the_state_of_all_emulated_devices_must_fit_into_the_machine(tmp_path, dp_mp):
+    """On (8, 1) every device has a copy."""
+    config = tiny(tmp_path, f"mesh.dp={dp_mp[0]}", f"mesh.mp={dp_mp[1]}")
+    functions = build_step_functions(config, make_mesh(config.mesh), "float32")
+    needed = sum(shard.data.nbytes for leaf in jax.tree.leaves(functions.init()) for shard in leaf.addressable_shards)
+    require_host_memory(functions.shapes, needed)
+    with pytest.raises(UserError, match=r"optimizer state take .* GB on the emulated devices, but this machine has"):
+        require_host_memory(functions.shapes, needed - 1)
+
+
+def test_a_run_that_does_not_fit_is_refused_before_its_state_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "require_host_memory", lambda shapes: require_host_memory(shapes, 1000))
+    with pytest.raises(UserError, match=r"but this machine has 0\.0 GB"):
+        loop.train(tiny(tmp_path))
+
+
+def test_a_device_that_is_out_of_memory_is_explained(tmp_path, monkeypatch):
+    def compile_with(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\nmany more lines")
+
+    monkeypatch.setattr(loop, "compile_with", compile_with)
+    with pytest.raises(UserError) as raised:
+        loop.train(tiny(tmp_path))
+    first, second = str(raised.value).splitlines()
+    assert first == "a device has not enough memory: RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.;"
+    assert "python -m shmap_tp.plan" in second
+
+
+def test_other_errors_of_the_runtime_are_passed_on():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained_memory_errors():
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")

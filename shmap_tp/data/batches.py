@@ -57,13 +57,19 @@ def training_rows(
     return file.read(training_order(len(file), seed, step * batch + first, step * batch + last))
 
 
-def validation_batch_count(file: AnyTokenFile, wanted: int, batch: int) -> int:
-    """Number of full validation batches: `wanted`, or as many as the file has.  Raises `UserError` if it has none."""
+def validation_batch_count(file: AnyTokenFile, wanted: int, batch: int, multiple: int = 1) -> int:
+    """Number of full validation batches: `wanted`, or as many as the file has.  Raises `UserError` if it has none.
+
+    `multiple` is what a batch must be a multiple of: dp times the number of microbatches.
+    """
     available = len(file) // batch
     if available < 1:
+        largest = len(file) // multiple * multiple
+        of = f", a multiple of {multiple} (mesh.dp x train.microbatches)" if multiple > 1 else ""
+        smaller = f"use train.batch={largest} or less{of}, or " if largest else ""
         raise UserError(
             f"{file.path}: {len(file)} sequences of model.context={file.context}, but one batch needs "
-            f"train.batch={batch}; use train.batch={len(file)} or less, or prepare more validation text"
+            f"train.batch={batch}; {smaller}prepare more validation text"
         )
     return min(wanted, available)
 
@@ -143,7 +149,8 @@ class Batches:
         self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
         _warn_of_unused_rows(config, meta, max(self._train.largest, self._validation.largest))
         self.identity = data_identity(self._train, self._validation, meta, seed=self._seed, batch=self._batch)
-        self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch)
+        multiple = config.mesh.dp * config.train.microbatches
+        self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch, multiple)
         self._meta, self._directory = meta, config.data.dir
 
     def text_tokenizer(self) -> Tokenizer:

@@ -14,6 +14,7 @@ from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import UserError
 from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DataParallelGroups
+from shmap_tp.training.optimizer import describe_schedule
 
 
 def check(config: Config) -> str:
@@ -32,6 +33,7 @@ def check(config: Config) -> str:
         "batch": f"{train.batch} sequences x {model.context} tokens = {tokens:,} tokens per step, "
         f"in {train.microbatches} microbatches",
         "steps": f"{train.steps:,}, together {train.steps * tokens:,} tokens",
+        "learning rate": describe_schedule(config.optimizer, train.steps),
         "data": f"{config.data.dir}: {data}",
         "run.dir": run.dir,
         "checkpoint.dir": f"{config.checkpoint.dir}, checkpoint.resume={config.checkpoint.resume}",

@@ -43,6 +43,7 @@ from shmap_tp.training.loss_plot import plot_losses
 from shmap_tp.training.memory import explained_memory_errors, require_host_memory
 from shmap_tp.training.metric_writers import check_weights_and_biases
 from shmap_tp.training.metrics import Meter, Recorder, format_samples
+from shmap_tp.training.optimizer import describe_schedule
 from shmap_tp.training.profiler import Profile
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.resume import restore_or_initialize
@@ -152,7 +153,8 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
         clock.switch_to(TimeCategory.steps)
 
         step, texts = first_step, None
-        with _make_profile(run, first_step, pause) as profile:
+        profiled = config.train.profile, Path(config.run.dir) / "profile", first_step
+        with Profile(*profiled, lambda: pause(TimeCategory.profile)) as profile:
             while step < config.train.steps and not stop.requested() and not monitor.verdict:
                 with profile.annotate(step + 1):
                     with clock.fetching():
@@ -212,6 +214,8 @@ def _compile_step(run: Run, first_step: int) -> Any:
         f"{parameters(config.model, components=run.components) / 1e6:,.1f}M parameters, "
         f"attention {kernel_name(functions.attention)} ..."
     )
+    if config.train.steps > config.optimizer.decay_steps:
+        print_on_process_0(f"learning rate {describe_schedule(config.optimizer, config.train.steps)}")
     options = compiler_options(jax.devices()[0].device_kind, config)
     return compile_with(functions.step.lower(functions.shapes, functions.tokens), options)
 
@@ -234,17 +238,6 @@ def _make_meter(run: Run, record: Callable[[dict[str, Any]], None]) -> Meter:
             f"{peak.flops / 1e12:.3g} TFLOP/s ({peak.source})"
         )
     return Meter(record, config.train.batch * config.model.context, flops, peak)
-
-
-def _make_profile(run: Run, first_step: int, pause: Pause) -> Profile:
-    """The profile that train.profile asks for; none if its first step precedes this process's."""
-    steps, directory = run.config.train.profile, Path(run.config.run.dir) / "profile"
-    if steps and steps[0] <= first_step:
-        print_on_process_0(
-            f"no profile: train.profile={steps} begins before step {first_step + 1}, the first step of this process"
-        )
-        steps = None
-    return Profile(steps, directory, lambda: pause(TimeCategory.profile))
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

@@ -64,6 +64,17 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     )
 
 
+def describe_schedule(config: OptimizerConfig, steps: int) -> str:
+    """The learning rate over a run of `steps` steps, as a sentence for users."""
+    rise, end = config.warmup_steps, config.decay_steps
+    warmup = f"up to {config.learning_rate:g} at step {rise:,}" if rise else f"{config.learning_rate:g}"
+    if steps < end:
+        return f"{warmup}, then a cosine that would end at step {end:,} (optimizer.decay_steps), after train.steps"
+    after = f", constant until step {steps:,} (optimizer.decay_steps={end} is apart from train.steps)"
+    decay = f"{warmup}, then a cosine down to {config.final_learning_rate:g} at step {end:,}"
+    return decay + (after if steps > end else "")
+
+
 def make_optimizer(config: OptimizerConfig) -> Optimizer:
     """AdamW, its weight decay on matrices only.  Gradient clipping is not part of it: see `clip_by_global_norm`."""
     transformation = optax.chain(

@@ -207,5 +207,9 @@ def test_too_little_validation_text_and_a_negative_seed_are_refused(token_file):
         UserError, match=r"37 sequences .* one batch needs train\.batch=64; use train\.batch=37 or less"
     ):
         batches.validation_batch_count(token_file, 1, 64)
+    with pytest.raises(UserError, match=r"use train\.batch=36 or less, a multiple of 4 \(mesh\.dp x train\.microb"):
+        batches.validation_batch_count(token_file, 1, 64, 4)
+    with pytest.raises(UserError, match=r"one batch needs train\.batch=64; prepare more validation text"):
+        batches.validation_batch_count(token_file, 1, 64, 64)
     with pytest.raises(UserError, match=r"run\.seed=-1"):
         batch_at(token_file, 0, seed=-1)

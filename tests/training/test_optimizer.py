@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from shmap_tp.api import load_config
 from shmap_tp.config.schema import OptimizerConfig
-from shmap_tp.training.optimizer import Optimizer
+from shmap_tp.training.optimizer import Optimizer, describe_schedule
 from shmap_tp.training.step import Components, build_step_functions
 from tests.helpers.assertions import assert_close, by_path, distances
 from tests.helpers.model_fixtures import MESHES, mesh
@@ -21,6 +22,20 @@ STEPS = 3
 RELATIVE = 1e-5
 """As the loss curves of different meshes in test_step."""
 ZEROS = ["none", "zero1", "fsdp"]
+
+
+@pytest.mark.parametrize(
+    "steps, rest",
+    [
+        (300, "down to 0.0003 at step 300"),
+        (20000, "at step 300, constant until step 20,000 (optimizer.decay_steps=300 is apart from train.steps)"),
+        (40, "would end at step 300 (optimizer.decay_steps), after train.steps"),
+    ],
+)
+def test_a_schedule_is_described_up_to_the_last_step(steps, rest):
+    section = load_config("optimizer.learning_rate=3e-3").optimizer
+    described = describe_schedule(section, steps)
+    assert described.startswith("up to 0.003 at step 30, then a cosine ") and described.endswith(rest)
 
 
 def normalised_descent(config: OptimizerConfig) -> optax.GradientTransformation:

@@ -6,14 +6,20 @@ The info string of a fenced block says how it is checked:
     sh check      its arguments are parsed, and the configuration that they describe is composed and validated
     sh hardware   not run: it needs hardware, a network or a long time; commands of this project are checked as above
     python run    all such blocks of a document are run as one program, on CPU
+    python hardware   not run: it needs a model or a network; it is parsed, and the names that it imports exist
+    python source     a function of this project, without its annotations
+    text          output or an error, no commands
 """
 
+import ast
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +32,8 @@ from tests.helpers.documents import DOCUMENTS, ROOT, blocks, name_of
 from tests.helpers.paths import project_files
 
 LANGUAGES = {"sh", "python", "yaml", "json", "text"}
-MARKS = {"run", "check", "hardware"}
+MARKS = {"sh": ["run", "check", "hardware"], "python": ["run", "hardware", "source"]}
+COMMANDS = {"python", "pip", "pytest", "shmap-tp", "git", "gcloud", "$"}
 README_LINES = 120
 
 EVERY_DOCUMENT = pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
@@ -35,9 +42,12 @@ EVERY_DOCUMENT = pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
 # Command blocks
 
 
-def marked(mark: str) -> pytest.MarkDecorator:
-    found = [block for file in DOCUMENTS for block in blocks(file) if block.info == ("sh", mark)]
+def marked(mark: str, language: str = "sh") -> pytest.MarkDecorator:
+    found = [block for file in DOCUMENTS for block in blocks(file) if block.info == (language, mark)]
     return pytest.mark.parametrize("block", found, ids=lambda block: block.place)
+
+
+python_blocks = partial(marked, language="python")
 
 
 @EVERY_DOCUMENT
@@ -45,8 +55,12 @@ def test_every_command_block_is_marked(file):
     for block in blocks(file):
         language, *marks = block.info or ("",)
         assert language in LANGUAGES, f"{block.place}: name the language, one of {sorted(LANGUAGES)}"
-        if language == "sh":
-            assert len(marks) == 1 and marks[0] in MARKS, f"{block.place}: mark it sh run, sh check or sh hardware"
+        if language in MARKS:
+            allowed = [f"{language} {mark}" for mark in MARKS[language]]
+            assert len(marks) == 1 and marks[0] in MARKS[language], f"{block.place}: mark it one of {allowed}"
+        if language == "text":
+            first = block.text.split(maxsplit=1)[0]
+            assert first not in COMMANDS, f"{block.place}: commands belong into a block of sh"
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +92,30 @@ def test_the_python_blocks_of_a_document_run(file):
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, f"{name_of(file)}:\n{done.stderr[-2000:]}"
+
+
+@python_blocks("hardware")
+def test_what_a_python_block_imports_exists(block):
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("shmap_tp"):
+            assert all(hasattr(import_module(node.module), name.name) for name in node.names), block.place
+
+
+@python_blocks("source")
+def test_a_function_in_a_document_is_that_of_the_source(block):
+    files = (ROOT / "shmap_tp").rglob("*.py")
+    assert {*functions(block.text)} <= {one for file in files for one in functions(file.read_text())}, block.place
+
+
+def functions(source: str) -> Iterator[str]:
+    """Every function without annotations, comments and docstring."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            for part in [node, *ast.walk(node.args)]:
+                for name in {"annotation", "returns"} & {*part._fields}:
+                    setattr(part, name, None)
+            node.body = node.body[bool(ast.get_docstring(node)) :]
+            yield ast.unparse(node)
 
 
 @pytest.mark.parametrize("command", [*command_lines.in_documents(), *command_lines.in_texts()], ids=str)

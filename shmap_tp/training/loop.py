@@ -20,7 +20,6 @@ from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import TOKENIZER
-from shmap_tp.errors import DivergedError
 from shmap_tp.hardware.devices import machine_peak
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
@@ -37,9 +36,9 @@ from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.runtime.shutdown import StopRequest, watch_preemption
 from shmap_tp.training.bad_steps import BadStepMonitor
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
+from shmap_tp.training.end_of_run import exit_code, report_end
 from shmap_tp.training.environment import compute_dtype, prepare_environment
 from shmap_tp.training.goodput import TimeCategory, WallClock
-from shmap_tp.training.loss_plot import plot_losses
 from shmap_tp.training.memory import explained_memory_errors, require_host_memory
 from shmap_tp.training.metric_writers import check_weights_and_biases
 from shmap_tp.training.metrics import Meter, Recorder, format_samples
@@ -184,19 +183,10 @@ def _train_from(run: Run, state: State, saved_step: int | None, stop: StopReques
                 run.save(step, state, monitor.in_a_row)
             run.checkpoints.wait()
     all_steps = evaluated and step >= config.train.steps
-    _report_end(run, step, all_steps and not monitor.in_a_row)
+    report_end(config, clock, step, all_steps and not monitor.in_a_row)
     if all_steps and texts:
         print_on_process_0(format_samples(step, texts))
-    return _exit_code(config, step, all_steps, monitor, profile)
-
-
-def _exit_code(config: Config, step: int, all_steps: bool, monitor: BadStepMonitor, profile: Profile) -> int:
-    """The exit code of a run that ended after `step`.  Raises DivergedError, or why the profile was not written."""
-    if verdict := monitor.verdict or (all_steps and monitor.last_steps_skipped(step)):
-        raise DivergedError(f"{verdict};\n{_how_to_continue(config, step, step - monitor.in_a_row)}")
-    if all_steps and profile.error and jax.process_index() == 0:
-        raise profile.error
-    return 0 if all_steps else STOPPED
+    return exit_code(config, step, all_steps, monitor, profile)
 
 
 def _compile_step(run: Run, first_step: int) -> Any:
@@ -266,29 +256,3 @@ def _evaluate(run: Run, step: int, state: State, recorder: Recorder, stop: StopR
     tokens = run.config.train.batch * run.config.model.context * len(losses)
     recorder.validation(step, loss, loss * tokens / math.log(2) / size if size else None)
     return True
-
-
-def _how_to_continue(config: Config, step: int, last_taken: int) -> str:
-    """Advice after a diverged run that saved `step` with the weights of step `last_taken`."""
-    more = f"train.steps={2 * config.train.steps} --resume" if step >= config.train.steps else "--resume"
-    return (
-        f"checkpoint {config.checkpoint.dir}/{step} has the weights of step {last_taken}: {more} continues with the "
-        f"next batches; if those fail too, remove it and resume from an older one with a lower optimizer.learning_rate"
-    )
-
-
-def _report_end(run: Run, step: int, finished: bool) -> None:
-    """On process 0, draw the loss curve and print where the time went, where the outputs are and how to resume."""
-    if jax.process_index():
-        return
-    config, directory = run.config, Path(run.config.run.dir)
-    with run.clock.on(TimeCategory.drawing), writing(directory / "loss.png"):
-        plot = plot_losses(directory)
-    print_on_process_0(run.clock.breakdown.table())
-    print_on_process_0(f"{'done' if finished else 'stopped and saved'} at step {step} of {config.train.steps}")
-    print_on_process_0(f"  metrics     {directory / 'metrics.jsonl'}")
-    print_on_process_0(f"  loss curve  {plot}")
-    print_on_process_0(f"  checkpoint  {config.checkpoint.dir}/{step}")
-    more_steps = f"train.steps={2 * config.train.steps} " if finished else ""
-    print_on_process_0(f"  to resume   python main.py --cfg {directory / 'config.yaml'} {more_steps}--resume")
-    print_on_process_0("              (on any mesh.dp=... mesh.mp=...)")

@@ -46,7 +46,7 @@ take more than twice as long.  While those of 2.8B, 6B and 6.9B were compiled, o
 
 A step's update is computed twice, to judge it before it is taken.  The steps of 16B to 128B, and those of the next
 section, were compiled before it was.  Compiled again since, 16B on 256 chips, 16B by collective matmul on 64 v4 and 20B
-on 64 v5p take the same time to 0.02 %.  The judgement costs most where few tokens meet many parameters: 6B on the
+on 64 v5p take the same time to 0.02 %.  The judgement costs most where a step has few tokens per parameter: 6B on the
 v5e-16 took 0.668 s before it.
 """
 

@@ -19,10 +19,12 @@ from shmap_tp.config import compose
 from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
+from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, generate
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
+from shmap_tp.inference.text import encode_prompts, tokenizer_of_model
 from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained import configuration
@@ -131,22 +133,37 @@ class Model:
         return GenerationPrograms(self.config.model, self.mesh, self.functions)
 
     @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """That of its checkpoint or Hugging Face directory.  Raises UserError if there is none."""
+        return tokenizer_of_model(self, None)
+
+    @cached_property
     def scoring_program(self) -> ScoringProgram:
         """The compiled function of `score`."""
         return ScoringProgram(self.generation_programs)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, temperature: float = 0.0, **options: Any
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        **options: Any,
     ) -> list[list[int]]:
-        """The ids that continue each prompt, a list of ids; prompts, padding and stop tokens are left out.
+        """The ids that continue each prompt, a text or a list of ids; prompts, padding and stop tokens are left out.
 
         temperature=0 takes the most likely token each time.  `options` are the other fields of
         `shmap_tp.inference.generator.Options`: top_k, top_p, repetition_penalty, seed, stop_tokens, samples.
+        With texts, `tokenizer` encodes them, and its stop tokens are the default of stop_tokens.
         A sampled token is a function of (seed, number of the prompt, position): the same on every mesh, in every batch.
         An answer ends early where prompt and answer fill model.context.
         Raises UserError for an option out of range, and for a prompt that is empty, has an id that is not below
         model.vocabulary, or leaves no room in model.context.
         """
+        if isinstance(prompts, str):
+            raise UserError(f"prompts must be a list of texts or of lists of ids; give [{prompts[:20]!r}]")
+        if any(isinstance(prompt, str) for prompt in prompts):
+            prompts = encode_prompts(self.tokenizer, prompts)
+            options = {"stop_tokens": self.tokenizer.stop_tokens} | options
         settings = Options(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         return generate(self.generation_programs, self.parameters, prompts, settings)
 

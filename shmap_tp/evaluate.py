@@ -78,14 +78,21 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     for name in ("batch", "sequences", "limit"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name} {value} must be at least 1")
-    wrong = ONLY_OF_FILES if arguments.tasks else ONLY_OF_TASKS
+    has_tasks = arguments.tasks is not None
+    wrong = ONLY_OF_FILES if has_tasks else ONLY_OF_TASKS
     for name in wrong:
         if getattr(arguments, name) is not None:
-            rule = "does not apply to --tasks; leave one of them out" if arguments.tasks else "needs --tasks NAME,..."
+            rule = "does not apply to --tasks; leave one of them out" if has_tasks else "needs --tasks NAME,..."
             raise UserError(f"--{name.replace('_', '-')} {rule}")
+    if has_tasks and not _task_names(arguments.tasks):
+        raise UserError("--tasks names no task; `lm-eval ls tasks` lists them")
     with joined(arguments):
-        result = _evaluate_tasks(arguments) if arguments.tasks else _evaluate_file(arguments)
+        result = _evaluate_tasks(arguments) if has_tasks else _evaluate_file(arguments)
         print(json.dumps(result) if arguments.json else _table(result), flush=True)
+
+
+def _task_names(tasks: str) -> list[str]:
+    return [name.strip() for name in tasks.split(",") if name.strip()]
 
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
@@ -98,8 +105,9 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
 
     model = open_model(arguments)
     adaptor = HarnessModel(model, tokenizer_of_model(model, arguments.tokenizer), arguments.batch)
-    names = [name for name in arguments.tasks.split(",") if name]
-    found = evaluate_tasks(adaptor, names, arguments.tasks_dir, arguments.limit, arguments.fewshot)
+    found = evaluate_tasks(
+        adaptor, _task_names(arguments.tasks), arguments.tasks_dir, arguments.limit, arguments.fewshot
+    )
     kept = "results", "groups", "versions", "n-shot", "higher_is_better", "group_subtasks", "n-samples"
     return {name: found[name] for name in kept if name in found}
 

@@ -2,16 +2,19 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import TYPE_CHECKING
 
 from shmap_tp.command_model import add_process_arguments, is_first_process, joined, open_model
-from shmap_tp.errors import ShmapTpError, UserError
+from shmap_tp.errors import ShmapTpError, StorageError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
+
+if TYPE_CHECKING:
+    from shmap_tp.inference.generator import Options
 
 EPILOG = """\
 examples
@@ -19,6 +22,7 @@ examples
   python -m shmap_tp.generate --checkpoint runs/first --prompts FILE.txt --out FILE.jsonl mesh.dp=2 mesh.mp=4
   python -m shmap_tp.generate --pretrained DIR --prompt "The capital of France is" mesh.mp=4
   python -m shmap_tp.generate --checkpoint runs/first --prompt "import " --temperature 0.8 --top-p 0.95 --samples 3
+  git diff --name-only | python -m shmap_tp.generate --checkpoint runs/first --prompts -
 
 A sampled token is a function of (seed, number of the prompt, position): the same on every mesh, in every batch.
 The mesh is (1, 1) where mesh.dp and mesh.mp are not given; on accelerators dp x mp must be all devices.
@@ -40,8 +44,11 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.add_argument("--prompts", metavar="FILE", help="one prompt per line; in .jsonl the field `prompt`")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="one prompt per line; in .jsonl the field `prompt`; - is stdin"
+    )
     parser.add_argument("--out", metavar="FILE", help="write lines of JSON instead of printing the texts")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file of --out")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the run)")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens of each answer (200)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (0)")
@@ -67,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # what read stdout, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        return 141  # 128 + SIGPIPE
     return 0
 
 
@@ -77,21 +87,18 @@ def _generate(arguments: argparse.Namespace) -> None:
     if arguments.batch < 1:
         raise UserError(f"--batch {arguments.batch} must be at least 1")
 
-    from shmap_tp.inference.answers import answers
-    from shmap_tp.inference.generator import Options
-    from shmap_tp.inference.text import tokenizer_of_model
+    from tqdm import tqdm
 
-    options = Options(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-        samples=arguments.samples,
-        decode_tokens=8,
-    )
+    from shmap_tp.inference.answers import answers
+    from shmap_tp.inference.text import check_text, tokenizer_of_model
+
+    for prompt in prompts:
+        check_text(prompt)
+    options = _options(arguments)
     with joined(arguments, prompts=prompts):
+        out = arguments.out if is_first_process() else None
+        if out is not None:
+            _create(out, arguments.overwrite)
         model = open_model(arguments)
         tokenizer = tokenizer_of_model(model, arguments.tokenizer)
         if is_first_process():
@@ -101,13 +108,28 @@ def _generate(arguments: argparse.Namespace) -> None:
         answer = partial(
             answers, model.generation_programs, model.parameters, tokenizer, options=options, stop=arguments.stop
         )
-        with _opened(arguments.out if is_first_process() else None) as file:
-            for first in range(0, len(prompts), arguments.batch):
-                part = prompts[first : first + arguments.batch]
-                show = _printer(part, arguments.samples, first) if arguments.out is None else None
-                found = answer(part, requests=range(first, first + len(part)), show=show)
-                if file is not None:
-                    _write(file, part, found)
+        hidden = None if out else True  # None: where stderr is no terminal
+        for first in tqdm(range(0, len(prompts), arguments.batch), unit=" batches", disable=hidden):
+            part = prompts[first : first + arguments.batch]
+            show = _printer(part, arguments.samples, first) if arguments.out is None else None
+            found = answer(part, requests=range(first, first + len(part)), show=show)
+            if out is not None:
+                _append(out, part, found)
+
+
+def _options(arguments: argparse.Namespace) -> "Options":
+    from shmap_tp.inference.generator import Options
+
+    return Options(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        samples=arguments.samples,
+        decode_tokens=8,
+    )
 
 
 def _say_if_short(context: int, longest: int, new: int) -> None:
@@ -119,11 +141,28 @@ def _say_if_short(context: int, longest: int, new: int) -> None:
         )
 
 
-def _write(file: IO[str], prompts: list[str], found: list[list[str]]) -> None:
-    """A line of JSON for each answer."""
-    for prompt, texts in zip(prompts, found, strict=True):
-        lines = [{"prompt": prompt, "sample": number, "answer": text} for number, text in enumerate(texts)]
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+def _create(name: str, overwrite: bool) -> None:
+    """Make `name` an empty file.  Raises UserError if it has content, unless `overwrite`, or cannot be written."""
+    if not overwrite and Path(name).is_file() and Path(name).stat().st_size:
+        raise UserError(f"--out {name} exists; choose another file, or replace it with --overwrite")
+    try:
+        open(name, "w").close()
+    except OSError as error:
+        raise UserError(f"--out {name} cannot be written: {error.strerror}") from error
+
+
+def _append(name: str, prompts: list[str], found: list[list[str]]) -> None:
+    """A line of JSON for each answer.  Raises StorageError."""
+    lines = [
+        {"prompt": prompt, "sample": number, "answer": text}
+        for prompt, texts in zip(prompts, found, strict=True)
+        for number, text in enumerate(texts)
+    ]
+    try:
+        with open(name, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    except OSError as error:
+        raise StorageError(f"--out {name} could not be written: {error.strerror}") from error
 
 
 def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int, str, str | None], None]:
@@ -142,26 +181,25 @@ def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int
 
 
 def _read_prompts(name: str) -> list[str]:
+    """The prompts of a file, or of stdin for "-".  Raises UserError."""
     try:
-        lines = Path(name).read_text(encoding="utf-8").splitlines()
-        found = [json.loads(line)["prompt"] for line in lines] if name.endswith(".jsonl") else lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {name} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'--prompts {name}: every line must be an object such as {{"prompt": "..."}}') from error
-    wrong = next((number for number, prompt in enumerate(found, 1) if not isinstance(prompt, str) or not prompt), None)
-    if wrong is not None:
-        raise UserError(f"--prompts {name}, line {wrong}: the prompt is empty or not text")
-    return found
-
-
-def _opened(name: str | None) -> AbstractContextManager[IO[str] | None]:
-    if name is None:
-        return nullcontext(None)
-    try:
-        return open(name, "w", encoding="utf-8")
+        content = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
     except OSError as error:
-        raise UserError(f"--out {name} cannot be written: {error.strerror}") from error
+        raise UserError(f"--prompts {name} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompts {name} is not UTF-8 at byte {error.start}; convert it") from error
+    lines = content.replace("\r\n", "\n").removesuffix("\n").split("\n") if content else []
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompt = json.loads(line)["prompt"] if name.endswith(".jsonl") else line
+        except (ValueError, KeyError, TypeError) as error:
+            rule = 'must be an object such as {"prompt": "..."}'
+            raise UserError(f"--prompts {name}, line {number} {rule}") from error
+        if not isinstance(prompt, str) or not prompt:
+            raise UserError(f"--prompts {name}, line {number}: the prompt is empty or not text")
+        prompts.append(prompt)
+    return prompts
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.inference.text import encode_prompts
 from shmap_tp.model.transformer import Transformer
 
 Show = Callable[[int, int, str, str | None], None]
@@ -32,20 +33,21 @@ def answers(
     context of the model ends.
 
     `requests` are the numbers of the prompts, on which sampling depends; by default 0, 1, 2 ...
-    Raises UserError as `generator.stream` does, and if a text in `stop` is empty.
+    Raises UserError as `generator.stream` does, if a text in `stop` is empty, and if a prompt is not Unicode.
     """
     if "" in stop:
         raise UserError("a stop text is empty, so every answer would be; leave it out")
     options = replace(options, stop_tokens=(*options.stop_tokens, *tokenizer.stop_tokens))
-    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    ids = encode_prompts(tokenizer, prompts)
     found = [_Answer(tokenizer, stop) for _ in range(len(ids) * options.samples)]
-    for pieces in stream(programs, parameters, ids, options, requests):
+    stopped: set[int] = set()
+    for pieces in stream(programs, parameters, ids, options, requests, stopped):
         for row, (answer, piece) in enumerate(zip(found, pieces, strict=True)):
             new = answer.add(piece)
             if show and new:
                 show(*divmod(row, options.samples), new, None)
-        if all(answer.stopped for answer in found):
-            break
+            if answer.stopped:
+                stopped.add(row)
     for row, answer in enumerate(found):
         rest = answer.end()
         if show:

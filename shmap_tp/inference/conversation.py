@@ -8,6 +8,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.inference.answers import answers
 from shmap_tp.inference.chat_template import ChatTemplate, Message
 from shmap_tp.inference.generator import Options
+from shmap_tp.inference.text import check_text
 
 LEAST_ROOM = 16
 """Tokens that an answer must have room for."""
@@ -32,9 +33,10 @@ class Conversation:
         """Answer `text`; `show` gets the pieces of the answer, `notify` what the user must know of the history.
 
         Where the prompt is too long for model.context, the oldest messages are forgotten.
-        Raises UserError if the message alone is too long; then it is not part of the history.  KeyboardInterrupt ends
-        the answer: what was shown of it is.
+        Raises UserError if the message alone is too long or not Unicode; then it is not part of the history.
+        KeyboardInterrupt ends the answer: what was shown of it is.
         """
+        check_text(text)
         ids, forgotten = self._prompt([*self.messages, {"role": "user", "content": text}])
         if forgotten:
             context = self._model.config.model.context

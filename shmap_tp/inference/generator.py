@@ -6,7 +6,7 @@
 dp serves different prompts; mp shares each.  Every process of a run returns the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,10 +49,10 @@ class Options:
     def __post_init__(self) -> None:
         for name, valid, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0 (greedy), or 1e-6 to 1e6"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (all tokens) to 2147483647"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "in 1e-6 to 1e6"),
             ("seed", 0 <= self.seed < 2**31, "in 0 to 2147483647"),
             ("samples", self.samples >= 1, "at least 1"),
             ("decode_tokens", self.decode_tokens >= 1, "at least 1"),
@@ -97,10 +97,12 @@ def stream(
     prompts: Sequence[Sequence[int]],
     options: Options,
     requests: Sequence[int] | None = None,
+    ended: Container[int] = (),
 ) -> Iterator[list[list[int]]]:
     """As `generate`, but yields the next ids of every sequence as they come, options.decode_tokens at a time.
 
-    `requests` are the numbers of the prompts, on which sampling depends; by default 0, 1, 2 ...
+    `requests` are the numbers of the prompts, on which sampling depends; by default 0, 1, 2 ...  `ended` has the
+    numbers of the sequences whose next ids the caller no longer wants; it is read before each decode call.
     Raises UserError if there is no prompt, or one is empty, has an id that is not below the vocabulary, or leaves no
     room for a new token in model.context.
     """
@@ -115,7 +117,7 @@ def stream(
     new, progress = programs.prefill(params, sampling, rows, numbers, filters=filters, shape=shape)
     yield [sequence.take(ids) for sequence, ids in zip(pending, np.asarray(new), strict=False)]
     for _ in range(calls):
-        if all(sequence.ended for sequence in pending):
+        if all(sequence.ended or row in ended for row, sequence in enumerate(pending)):
             return
         new, progress = programs.decode(params, sampling, progress, filters=filters, count=options.decode_tokens)
         yield [sequence.take(ids) for sequence, ids in zip(pending, np.asarray(new), strict=False)]

@@ -120,7 +120,9 @@ def _candidates(logits_BV: Float[Array, "B V"], sampling: Sampling) -> Bool[Arra
     max_B = lax.pmax(jnp.max(logits_BV, axis=-1), MP)
     weights_BV = jnp.where(kept_BV, jnp.exp(logits_BV - max_B[:, None]), 0)
     total_B = lax.psum(jnp.sum(weights_BV, axis=-1), MP)
-    needed_B = jnp.where(sampling.top_p < 1, sampling.top_p.astype(total_B.dtype) * total_B, every_B)
+    least = jnp.finfo(total_B.dtype).tiny  # a top_p that rounds to 0 leaves the most likely token
+    needed_B = jnp.maximum(sampling.top_p.astype(total_B.dtype) * total_B, least)
+    needed_B = jnp.where(sampling.top_p < 1, needed_B, every_B)
     return kept_BV & _largest(logits_BV, weights_BV, needed_B)
 
 

@@ -1,6 +1,7 @@
-"""The tokenizer of a model: that of its training data, or of its Hugging Face directory."""
+"""The tokenizer of a model, that of its training data or of its Hugging Face directory, and prompts as token ids."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def tokenizer_of_model(model: Any, file: str | None) -> Tokenizer:
         return open_tokenizer_file(file)
     if model.checkpoint is not None:
         return tokenizer_of_checkpoint(model.checkpoint, model.config.data.dir)
+    if model.source is None:
+        raise UserError("a model that was neither restored nor read from a Hugging Face directory has no tokenizer")
     return tokenizer_of_pretrained(model.source.directory)
 
 
@@ -67,6 +70,23 @@ def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
     tokenizer.begin_of_text = tokenizer.id_of(special_token(directory, "bos_token"))
     tokenizer.stop_tokens = tuple(sorted({*ids}))
     return tokenizer
+
+
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
+    """The ids of each prompt, text or ids already.  Raises UserError if a text is not Unicode."""
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_text(prompt)
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def check_text(text: str) -> None:
+    """Raise UserError if `text` has bytes that were not UTF-8, which Python reads as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = ascii(text[max(error.start - 20, 0) : error.end + 20])
+        raise UserError(f"the text is not UTF-8: {place} at character {error.start}; convert it") from error
 
 
 def _meta(data_dir: str) -> dict[str, Any]:

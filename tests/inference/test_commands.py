@@ -1,7 +1,9 @@
 """`shmap_tp.generate` and `shmap_tp.evaluate` on a checkpoint of a short run, and what they refuse."""
 
+import io
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp import evaluate, generate
-from tests.helpers.run_fixtures import trained_on_bytes
+from tests.helpers.run_fixtures import killed_at_the_end, start_python, trained_on_bytes
 
 GENERATE = ["--max-new-tokens", "6"]
 
@@ -32,6 +34,15 @@ def test_generate_prints_the_answer_of_the_library_on_every_mesh(run, capsys):
     for mesh in ([], ["mesh.dp=2", "mesh.mp=4"]):
         code, printed, _ = called(generate, capsys, "--checkpoint", str(run), "--prompt", "12+", *GENERATE, *mesh)
         assert (code, printed.rstrip("\n")) == (0, expected)
+
+
+def test_a_restored_model_takes_texts_and_ends_at_the_stop_tokens_of_its_tokenizer(run):
+    model = shmap_tp.Model.restore(run, dp=1, mp=1)
+    options = {"max_new_tokens": 8, "temperature": 2.0, "seed": 3}
+    assert model.generate(["12+", "é"], **options) == model.generate(
+        [list(b"12+"), list("é".encode())], stop_tokens=(0,), **options
+    )
+    assert model.tokenizer.decode([65]) == "A"
 
 
 def test_answers_to_a_file_of_prompts_do_not_depend_on_how_many_are_computed_at_a_time(run, capsys, tmp_path):
@@ -72,15 +83,20 @@ def test_an_answer_ends_before_a_stop_text(run, capsys):
         ([], "there is no prompt; give --prompt TEXT or --prompts FILE"),
         (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "a", "--top-p", "2"], "top_p=2.0 must be above 0 and at most 1"),
+        (["--prompt", "a", "--top-k", "3000000000"], "top_k=3000000000 must be 0 (all tokens) to 2147483647"),
+        (["--prompt", "a", "--temperature", "1e-40"], "temperature=1e-40 must be 0 (greedy), or 1e-6 to 1e6"),
+        (["--prompt", "a", "--repetition-penalty", "1e39"], "repetition_penalty=1e+39 must be in 1e-6 to 1e6"),
+        (["--prompt", "caf\udce9"], "the text is not UTF-8: 'caf\\udce9' at character 3"),
         (["--prompt", "a", "--stop", ""], "a stop text is empty"),
         (["--prompt", "a" * 16], "leave no room for a new one in model.context=16"),
         (["--prompt", "a", "--step", "3"], "holds no checkpoint of step 3"),
         (["--prompt", "a", "mesh.mp=3"], "mesh.mp=3 does not divide heads=8"),
         (["--prompt", "a", "model.width=3"], "is not mesh.dp=N or mesh.mp=N"),
         (["--prompt", "a", "mesh.dp=0"], "is not mesh.dp=N or mesh.mp=N"),
-        (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt cannot be read"),
+        (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt cannot be read: No such file"),
         (["--prompt", "a", "--tokenizer", "/nowhere.json"], "--tokenizer /nowhere.json: no such file"),
         (["--prompt", "a", "--out", "/nowhere/out.jsonl"], "--out /nowhere/out.jsonl cannot be written"),
+        (["--prompt", "a", "--out", "/dev/full"], "--out /dev/full could not be written: No space left on device"),
         (["--prompt", "a", "--batch", "0"], "--batch 0 must be at least 1"),
     ],
     ids=str,
@@ -88,6 +104,51 @@ def test_an_answer_ends_before_a_stop_text(run, capsys):
 def test_what_generate_refuses(run, capsys, arguments, message):
     code, _, error = called(generate, capsys, "--checkpoint", str(run), *arguments)
     assert code == 2 and message in error and error.count("\n") <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("lines.txt", b"1\r\n2\x0c3\n", ["1", "2\x0c3"]),
+        ("marked.txt", b"\xef\xbb\xbf1", ["1"]),
+        ("separator.jsonl", '{"prompt": "1\u2028"}\n'.encode(), ["1\u2028"]),
+        ("blank.txt", b"1\n\n2\n", "line 2: the prompt is empty or not text"),
+        ("blank.jsonl", b'{"prompt": "1"}\n\n', 'line 2 must be an object such as {"prompt": "..."}'),
+        ("number.jsonl", b'{"prompt": 1}\n', "line 1: the prompt is empty or not text"),
+        ("latin.txt", b"caf\xe9\n", "is not UTF-8 at byte 3"),
+        ("empty.txt", b"", []),
+    ],
+)
+def test_prompts_are_the_lines_of_a_file(tmp_path, name, content, found):
+    (file := tmp_path / name).write_bytes(content)
+    if isinstance(found, list):
+        assert generate._read_prompts(str(file)) == found
+    else:
+        with pytest.raises(shmap_tp.UserError, match=re.escape(found)):
+            generate._read_prompts(str(file))
+
+
+def test_a_file_of_answers_is_only_replaced_if_that_is_asked_for(run, capsys, tmp_path):
+    (out := tmp_path / "answers.jsonl").write_text("of yesterday\n")
+    given = ["--checkpoint", str(run), "--prompt", "1", *GENERATE, "--out", str(out)]
+    code, _, error = called(generate, capsys, *given)
+    assert code == 2 and f"--out {out} exists; choose another file, or replace it with --overwrite" in error
+    assert out.read_text() == "of yesterday\n"
+    assert called(generate, capsys, *given, "--overwrite")[0] == 0
+    assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["1"]
+
+
+def test_prompts_are_read_from_stdin(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("1\né\n".encode())))
+    assert generate._read_prompts("-") == ["1", "é"]
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback(run):
+    """As in `... | head -1`."""
+    given = ["--checkpoint", str(run), "--prompt", "7", *GENERATE]
+    with killed_at_the_end([start_python("-m", "shmap_tp.generate", *given, JAX_PLATFORMS="cpu")]) as (process,):
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(timeout=60) == 141
 
 
 def test_evaluate_agrees_with_the_logits(run, capsys):

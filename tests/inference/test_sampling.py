@@ -71,3 +71,36 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     seen[0, 4] = seen[1, 9] = True
     np.testing.assert_array_equal(choose(row, Options(repetition_penalty=2.0), (1, 4), seen), [30, 45])
     np.testing.assert_array_equal(choose(row, Options(), (1, 4)), [4, 9])
+
+
+PROCESSED = [
+    {"temperature": 0.7, "top_k": 7},
+    {"temperature": 1.5, "top_p": 0.8},
+    {"temperature": 1.2, "top_k": 20, "top_p": 0.7, "repetition_penalty": 1.8},
+    {"temperature": 1.0, "repetition_penalty": 0.6},
+]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize("given", PROCESSED, ids=str)
+def test_sampled_frequencies_are_those_of_the_logits_processors_of_transformers(shape, given):
+    """In the order of its `generate`: penalty, temperature, top-k, top-p.  6000 draws, within 4 standard deviations."""
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[test-pretrained]'")
+    torch = pytest.importorskip("torch", reason="pip install -e '.[test-pretrained]'")
+    row, draws, prompt = logits(1), 6000, [3, 11, 11, 40]
+    steps = {
+        "repetition_penalty": transformers.RepetitionPenaltyLogitsProcessor,
+        "temperature": transformers.TemperatureLogitsWarper,
+        "top_k": transformers.TopKLogitsWarper,
+        "top_p": transformers.TopPLogitsWarper,
+    }
+    process = transformers.LogitsProcessorList([make(given[name]) for name, make in steps.items() if name in given])
+    scores = process(torch.tensor([prompt]), torch.tensor(row[:, :VOCABULARY]))
+    p = torch.softmax(scores.double(), -1)[0].numpy()
+    seen = np.zeros((draws, ROWS), bool)
+    seen[:, prompt] = True
+    options = Options(**given, seed=4)
+    found = choose(np.repeat(row, draws, axis=0), options, shape, seen if options.filters.penalty else None)
+    frequency = np.bincount(found, minlength=VOCABULARY)[:VOCABULARY] / draws
+    assert (frequency[p == 0] == 0).all() and (p > 0).sum() > 3
+    assert (np.abs(frequency - p) <= 4 * np.sqrt(p * (1 - p) / draws) + 1e-9).all()

@@ -13,8 +13,9 @@ import shmap_tp
 from shmap_tp.errors import UserError
 from shmap_tp.inference.cache import cache_bytes, empty_cache
 from shmap_tp.inference.generator import Options, check_prompts, stream
-from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
-from shmap_tp.parallel.mesh import DP
+from shmap_tp.inference.programs import PrefillShape
+from shmap_tp.layers.embedding import score
+from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Operation
 from tests.helpers.model_fixtures import MODEL
@@ -67,26 +68,44 @@ def test_greedy_tokens_are_those_of_the_full_forward_pass_on_every_mesh(variant)
         assert found == [tokens for tokens, _ in expected], shape
 
 
-@pytest.mark.parametrize("variant", ["ALiBi, parallel", "learned, tied", "rotary, two key/value heads"])
-def test_logits_with_a_cache_equal_those_of_the_full_forward_pass_at_every_position(variant):
+CACHED = {
+    "ALiBi, parallel": VARIANTS["ALiBi, parallel"],
+    "rotary, sequential, two key/value heads": [
+        *VARIANTS["rotary, sequential, RMSNorm, SwiGLU"],
+        "model.kv_heads=2",
+        "model.qk_norm=true",
+        "model.rotary_dim=2",
+        "model.rotary_pairing=neighbouring",
+    ],
+    "learned, parallel with two norms, tied, FSDP": [
+        *VARIANTS["learned, tied"],
+        "model.block=parallel_two_norms",
+        "model.qkv_bias=true",
+        "mesh.zero=fsdp",
+    ],
+}
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("variant", CACHED)
+def test_logits_with_a_cache_equal_those_of_the_full_forward_pass_at_every_position(variant, shape):
     """A prompt of 5 tokens read at once behind 3 slots of padding, then token by token."""
-    here = model(1, 2, *VARIANTS[variant])
-    programs = GenerationPrograms(here.config.model, here.mesh, here.functions)
-    ids = np.random.default_rng(0).integers(0, 50, (2, 14)).astype(np.int32)
+    here = model(*shape, *CACHED[variant])
+    programs = here.generation_programs
+    ids = np.random.default_rng(0).integers(0, 50, (8, 14)).astype(np.int32)
 
     def run(params, ids_BT):
-        cache = empty_cache(programs.model, jnp.full(2, 3, jnp.int32), 20, jnp.float32)
+        cache = empty_cache(programs.model, jnp.full(len(ids_BT), 3, jnp.int32), 20, jnp.float32)
         found = []
         for part in [jnp.pad(ids_BT[:, :5], [(0, 0), (3, 0)]), *jnp.split(ids_BT[:, 5:], 9, axis=1)]:
             h_BTD, cache = params.with_cache(part, programs.execution, cache)
-            found.append(h_BTD)
-        h_BTD = jnp.concatenate(found, axis=1)[:, 3:]
-        full_BTD = params(ids_BT, programs.execution)
-        return jax.tree.map(lambda h: jax.lax.pmean(h, "mp"), (h_BTD, full_BTD))
+            h_BTD, projection = params.output_projection(h_BTD, programs.execution)
+            found += [score(h_BTD[:, time], projection) for time in range(part.shape[1])]
+        return jnp.stack(found[3:], axis=1)
 
     specs = (programs.specs, jax.P(DP))
-    mapped = jax.shard_map(run, mesh=here.mesh, in_specs=specs, out_specs=jax.P(DP))
-    cached, full = jax.jit(mapped)(here.parameters, ids)
+    mapped = jax.shard_map(run, mesh=here.mesh, in_specs=specs, out_specs=jax.P(DP, None, MP))
+    cached, full = jax.jit(mapped)(here.parameters, ids)[..., :50], here.logits(ids)
     assert np.abs(full).max() > 1
     np.testing.assert_allclose(cached, full, atol=1e-5 * float(np.abs(full).max()), rtol=0)
 

@@ -67,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _opened(arguments: argparse.Namespace) -> "Conversation":
     """The conversation that the arguments describe.  Raises UserError."""
-    from pathlib import Path
-
-    from shmap_tp.inference.chat_template import chat_template_of
+    from shmap_tp.inference.chat_template import chat_template_of_model
     from shmap_tp.inference.conversation import Conversation
     from shmap_tp.inference.generator import Options
     from shmap_tp.inference.text import tokenizer_of_model
@@ -85,8 +83,7 @@ def _opened(arguments: argparse.Namespace) -> "Conversation":
     )
     model = open_model(arguments)
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
-    directory = Path(arguments.checkpoint) if model.source is None else model.source.directory
-    template = chat_template_of(directory, arguments.template)
+    template = chat_template_of_model(model, arguments.template)
     if tokenizer.end_of_text is not None:
         options = replace(options, stop_tokens=(tokenizer.end_of_text,))
     return Conversation(model, tokenizer, template, options, arguments.system)

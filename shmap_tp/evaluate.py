@@ -19,7 +19,7 @@ Several processes: the same command on every host of a TPU, GKE or Slurm job, wi
 --coordinator HOST:PORT and a different --process-id on each.  Process 0 prints the result.
 """
 ONLY_OF_FILES = "data", "split", "sequences"
-ONLY_OF_TASKS = "tasks_dir", "limit", "fewshot"
+ONLY_OF_TASKS = "tasks_dir", "limit", "fewshot", "apply_chat_template"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,6 +43,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks-dir", metavar="DIR", help="YAML files of more tasks")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
     parser.add_argument("--fewshot", type=int, metavar="N", help="examples before each document (default: the task's)")
+    parser.add_argument(
+        "--apply-chat-template",
+        action="store_true",
+        default=None,
+        help="put the tasks' questions as messages, by the chat template of the model",
+    )
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="sequences that are computed at a time (16)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     add_process_arguments(parser)
@@ -97,6 +103,8 @@ def _task_names(tasks: str) -> list[str]:
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
     """What lm_eval found, without what it says of each document.  Raises UserError."""
+    from shmap_tp.inference.chat_template import chat_template_of_model
+
     try:
         from shmap_tp.inference.harness import HarnessModel, evaluate_tasks
     except ImportError as error:
@@ -104,10 +112,14 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
     from shmap_tp.inference.text import tokenizer_of_model
 
     model = open_model(arguments)
-    adaptor = HarnessModel(model, tokenizer_of_model(model, arguments.tokenizer), arguments.batch)
-    found = evaluate_tasks(
-        adaptor, _task_names(arguments.tasks), arguments.tasks_dir, arguments.limit, arguments.fewshot
-    )
+    template = chat_template_of_model(model, None) if arguments.apply_chat_template else None
+    adaptor = HarnessModel(model, tokenizer_of_model(model, arguments.tokenizer), arguments.batch, template)
+    settings = {
+        "limit": arguments.limit,
+        "num_fewshot": arguments.fewshot,
+        "apply_chat_template": template is not None,
+    }
+    found = evaluate_tasks(adaptor, _task_names(arguments.tasks), arguments.tasks_dir, **settings)
     kept = "results", "groups", "versions", "n-shot", "higher_is_better", "group_subtasks", "n-samples"
     return {name: found[name] for name in kept if name in found}
 

@@ -41,6 +41,7 @@ class ChatTemplate:
                 next(parser.stream)
                 return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+        self.text = text
         self._error, self._place, self._tokens = jinja2.exceptions.TemplateError, place, tokens
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
@@ -53,19 +54,26 @@ class ChatTemplate:
         except self._error as error:
             raise UserError(f"{place} is not a chat template: {first_line(error)}") from error
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt to which the model's answer to `messages` is the continuation.
+    def render(self, messages: Sequence[Message], *, continued: bool = False) -> str:
+        """The prompt to which the model's answer to `messages` is the continuation; with `continued` the rest of the
+        last message is.
 
         Raises UserError if the template refuses them.
         """
         given: dict[str, Any] = {"messages": [*messages], "tools": None, "documents": None}
         try:
-            return self._template.render(**given, add_generation_prompt=True, **self._tokens)
+            text = self._template.render(**given, add_generation_prompt=not continued, **self._tokens)
         except self._error as error:
             raise UserError(f"{self._place} refuses the messages: {first_line(error)}") from error
+        return _up_to(messages[-1]["content"], text) if continued else text
 
     def _raise(self, message: str) -> NoReturn:
         raise self._error(message)
+
+
+def chat_template_of_model(model: Any, file: str | None) -> ChatTemplate:
+    """That in `file`, or of the Hugging Face directory or run that an `api.Model` was read from.  Raises UserError."""
+    return chat_template_of(Path(model.checkpoint) if model.source is None else model.source.directory, file)
 
 
 def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
@@ -86,10 +94,17 @@ def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
         text = next((each["template"] for each in text if each.get("name") == "default"), None)
     if not isinstance(text, str):
         raise UserError(
-            f"{directory} has no chat template: the model was not trained to chat; use shmap_tp.generate, or name a "
-            f"template with --template FILE"
+            f"{directory} has no chat template: the model was not trained to chat; use shmap_tp.generate, or chat with "
+            f"--template FILE,\nand evaluate without --apply-chat-template"
         )
     return ChatTemplate(text, str(directory / CONFIG), tokens)
+
+
+def _up_to(message: str, text: str) -> str:
+    """`text` up to the end of its last message, whose outer spaces the template may have removed."""
+    start = text.rindex(message.strip())
+    whole = text[start:].startswith(message.lstrip())
+    return text[: start + len(message.lstrip() if whole else message.strip())]
 
 
 def _config(directory: Path) -> dict[str, Any]:

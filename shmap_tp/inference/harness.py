@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
@@ -20,6 +21,7 @@ from shmap_tp.data.files import first_line
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.answers import answers
+from shmap_tp.inference.chat_template import ChatTemplate, Message
 from shmap_tp.inference.generator import Options
 from shmap_tp.inference.length_batches import LengthBatch, length_batches
 from shmap_tp.inference.scoring import POSITIONS_MULTIPLE
@@ -41,13 +43,16 @@ class HarnessModel(TemplateLM):
     input is model.context: a longer one loses its beginning, as with lm_eval's own models.
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer | None = None, batch: int = 16):
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer | None = None, batch: int = 16, template: ChatTemplate | None = None
+    ):
         """For an `api.Model`; `tokenizer` is by default that of its checkpoint or Hugging Face directory.
 
-        Raises UserError if that is not found.
+        `template` is what `simple_evaluate(apply_chat_template=True)` needs (`chat_template.chat_template_of`).
+        Raises UserError if the tokenizer is not found.
         """
         super().__init__()
-        self._model, self._batch = model, batch
+        self._model, self._batch, self._template = model, batch, template
         self._tokenizer = tokenizer_of_model(model, None) if tokenizer is None else tokenizer
         self._multiple = 1 if model.mesh.devices.flat[0].platform == "cpu" else POSITIONS_MULTIPLE
 
@@ -75,6 +80,16 @@ class HarnessModel(TemplateLM):
     def tokenizer_name(self) -> str:
         """Identifies the tokenizer in caches of requests."""
         return self._tokenizer.name
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The text of the template, which lm_eval records; None where none is applied."""
+        return self._template.text if chat_template and self._template else None
+
+    def apply_chat_template(self, chat_history: list[Message], add_generation_prompt: bool = True) -> str:
+        """The prompt of a task's messages.  Raises UserError if there is no template, or it refuses them."""
+        if self._template is None:
+            raise UserError("this HarnessModel has no chat template; give one as `template`")
+        return self._template.render(chat_history, continued=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The ids of a text; special tokens are added as in training unless it already begins with the first one."""
@@ -181,19 +196,18 @@ class HarnessModel(TemplateLM):
     def _in_batches(
         self, name: str, lengths: Sequence[int], compute: Callable[[LengthBatch], None], disable_tqdm: bool
     ) -> None:
-        """`compute` of every batch, with a progress bar where stderr is a terminal."""
-        with tqdm(total=len(lengths), desc=name, unit=" requests", disable=disable_tqdm or None) as bar:
+        """`compute` of every batch, with a progress bar on process 0 where stderr is a terminal."""
+        hidden = disable_tqdm or jax.process_index() > 0 or None
+        with tqdm(total=len(lengths), desc=name, unit=" requests", disable=hidden) as bar:
             for batch in length_batches(lengths, self._batch, self._multiple):
                 compute(batch._replace(length=min(batch.length, self.max_length)))
                 bar.update(len(batch.requests))
 
 
-def evaluate_tasks(
-    model: HarnessModel, names: Sequence[str], include: str | None, limit: int | None, examples: int | None
-) -> dict[str, Any]:
+def evaluate_tasks(model: HarnessModel, names: Sequence[str], include: str | None, **settings: Any) -> dict[str, Any]:
     """What `lm_eval.simple_evaluate` returns for these tasks: its own, or of the YAML files in the directory `include`.
 
-    `limit` is the number of documents of each task, `examples` that of examples before each; None: as the task says.
+    `settings` are its other arguments.  Of several processes each calls this, and each returns the same.
     Raises UserError if a task is not known, or its data cannot be loaded.
     """
     if include is not None and not Path(include).is_dir():
@@ -210,7 +224,7 @@ def evaluate_tasks(
         manager.load([*names])
     except Exception as error:  # data sets are loaded by many libraries
         raise UserError(f"--tasks {','.join(names)} cannot be loaded: {first_line(error)}") from error
-    return simple_evaluate(model, tasks=[*names], task_manager=manager, limit=limit, num_fewshot=examples)
+    return simple_evaluate(model, tasks=[*names], task_manager=manager, **settings)
 
 
 def _options(arguments: dict[str, Any]) -> tuple[Options, list[str]]:
@@ -219,6 +233,8 @@ def _options(arguments: dict[str, Any]) -> tuple[Options, list[str]]:
     until = given.pop("until", None) or []
     counts = [count for name in NAMES_OF_MAX_NEW_TOKENS if (count := given.pop(name, None)) is not None]
     is_sampled, temperature = given.pop("do_sample", False), given.pop("temperature", 1.0)
+    if given.get("num_beams") == 1:
+        del given["num_beams"]
     filters = {name: given.pop(name) for name in ("top_k", "top_p", "repetition_penalty") if name in given}
     if given:
         raise UserError(f"the task's generation_kwargs have {', '.join(sorted(given))}, which is not supported here")

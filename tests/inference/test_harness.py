@@ -1,6 +1,5 @@
 """The adaptor of lm-evaluation-harness: pip install -e '.[evaluate]'."""
 
-import json
 import sys
 
 import numpy as np
@@ -10,6 +9,8 @@ import shmap_tp
 from shmap_tp import evaluate
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
+from shmap_tp.inference.chat_template import ChatTemplate
+from tests.helpers.harness_task import write_task
 
 
 def test_tasks_without_lm_eval_are_refused(monkeypatch, capsys):
@@ -28,6 +29,8 @@ def test_tasks_without_lm_eval_are_refused(monkeypatch, capsys):
         (["--limit", "3"], "--limit needs --tasks NAME,..."),
         (["--tasks-dir", "d"], "--tasks-dir needs --tasks"),
         (["--tasks", "a", "--limit", "0"], "--limit 0 must be at least 1"),
+        (["--apply-chat-template"], "--apply-chat-template needs --tasks"),
+        (["--tasks", " ,"], "--tasks names no task"),
     ],
     ids=str,
 )
@@ -104,23 +107,30 @@ def test_a_local_task_is_evaluated_and_an_unknown_one_refused(harness, tmp_path,
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    lines = [
-        {"input": "1 + 1 =", "choices": ["2", "3"], "answer": 0},
-        {"input": "2 + 1 =", "choices": ["2", "3"], "answer": 1},
-    ]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "sums.yaml").write_text(
-        f"task: sums\ndataset_path: json\ndataset_kwargs:\n  data_files: {tmp_path}/sums.jsonl\ntest_split: train\n"
-        "output_type: multiple_choice\ndoc_to_text: '{{input}}'\ndoc_to_choice: '{{choices}}'\n"
-        "doc_to_target: '{{answer}}'\nmetric_list:\n  - metric: acc\n"
-    )
-    found = evaluate_tasks(harness, ["sums"], str(tmp_path), None, None)
+    lines = write_task(tmp_path)
+    found = evaluate_tasks(harness, ["sums"], str(tmp_path))
     texts = [f"{line['input']} {choice}" for line in lines for choice in "23"]
     scores = [nats(harness._model, list(text.encode()))[-2:].sum() for text in texts]
     expected = np.mean([np.argmax(scores[:2]) == 0, np.argmax(scores[2:]) == 1])
     assert found["results"]["sums"]["acc,none"] == expected
     with pytest.raises(UserError, match=r"--tasks sumz: lm_eval knows no such task, but .*sums") as refused:
-        evaluate_tasks(harness, ["sumz"], str(tmp_path), None, None)
+        evaluate_tasks(harness, ["sumz"], str(tmp_path))
     assert str(refused.value).count("\n") == 1
     with pytest.raises(UserError, match="is not a directory"):
-        evaluate_tasks(harness, ["sums"], str(tmp_path / "none"), None, None)
+        evaluate_tasks(harness, ["sums"], str(tmp_path / "none"))
+
+
+def test_a_task_is_put_as_messages_by_the_chat_template(harness, tmp_path, monkeypatch):
+    from shmap_tp.inference.harness import HarnessModel, evaluate_tasks
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lines = write_task(tmp_path)
+    text = "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    chat = HarnessModel(harness._model, Bytes(), 3, ChatTemplate(text, "t", {}))
+    asked = []
+    monkeypatch.setattr(chat, "_loglikelihood_tokens", lambda requests, **_: asked.extend(requests) or [(0, False)] * 4)
+    evaluate_tasks(chat, ["sums"], str(tmp_path), apply_chat_template=True)
+    assert [pair for pair, _, _ in asked] == [(f"<{line['input']}>:", choice) for line in lines for choice in "23"]
+    with pytest.raises(UserError, match="this HarnessModel has no chat template; give one as `template`"):
+        harness.apply_chat_template([{"role": "user", "content": "Hi"}])

@@ -10,6 +10,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp import evaluate, generate
+from tests.helpers.harness_task import write_task
 from tests.helpers.run_fixtures import free_port, killed_at_the_end, start_python, trained_on_bytes
 
 MESH = ["mesh.dp=2", "mesh.mp=4"]
@@ -56,6 +57,19 @@ def test_several_processes_print_and_write_what_one_does(run, capsys, tmp_path, 
     assert [code for code, _, _ in found] == [0] * count, found
     assert json.loads(found[0][1]) == pytest.approx(alone, rel=1e-6)
     assert not any(out for _, out, _ in found[1:])
+
+
+def test_two_processes_grade_a_task_as_one_does(run, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="pip install -e '.[evaluate]'")
+    write_task(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    given = ["--checkpoint", str(run), "--tasks", "sums", "--tasks-dir", str(tmp_path), "--json", *MESH]
+    with together(2, "shmap_tp.evaluate", *given) as processes:
+        found = finished(processes)
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert evaluate.main(given) == 0
+    assert json.loads(found[0][1]) == json.loads(capsys.readouterr().out) and not found[1][1]
 
 
 def test_an_error_of_one_process_ends_all(run):

@@ -109,14 +109,19 @@ def test_the_harness_gives_the_log_likelihoods_of_lm_evals_own_adaptor(smollm2):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
+    from shmap_tp.inference.chat_template import chat_template_of_model
     from shmap_tp.inference.harness import HarnessModel
 
     pairs = [(" ".join(text.split()[:-3]), " " + " ".join(text.split()[-3:])) for text in prompts()[1:]]
     pairs += [("", "Hello world"), ("The capital of France is", " Paris")]
     theirs = HFLM(pretrained=str(smollm2), dtype="float32", device="cpu", batch_size=4, max_length=256)
-    ours = HarnessModel(shmap_tp.from_pretrained(smollm2, mp=3, context=256), batch=4)
+    model = shmap_tp.from_pretrained(smollm2, mp=3, context=256)
+    ours = HarnessModel(model, batch=4, template=chat_template_of_model(model, None))
     requests = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
     found, expected = (adaptor.loglikelihood(requests, disable_tqdm=True) for adaptor in (ours, theirs))
     for (_, text), (nats, greedy), (other, is_greedy) in zip(pairs, found, expected, strict=True):
         assert abs(nats - other) < 1e-4 * len(theirs.tok_encode(text)) and greedy == is_greedy
     assert {greedy for _, greedy in found} == {True, False}
+    chat = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "The answer is"}]
+    for messages, asks in ((chat[:1], True), (chat, False)):
+        assert ours.apply_chat_template(messages, asks) == theirs.apply_chat_template(messages, asks)

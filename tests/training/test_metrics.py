@@ -105,6 +105,18 @@ def test_the_plot_shows_every_segment_and_mesh(tmp_path, monkeypatch):
     assert {"mesh dp=2, mp=4", "mesh dp=8, mp=1"} <= {text.get_text() for text in axes.get_legend().get_texts()}
 
 
+def test_the_plot_has_an_axis_of_bits_per_byte_where_they_are_known(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    for more in ({}, {"bits_per_byte": 6.0}):
+        line = {"split": "validation", "step": 3, "loss": 4.0, "mesh": [1, 1], "segment": 0}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(line | more) + "\n")
+        plot_losses(tmp_path)
+    without, (right,) = (figure.axes[0].child_axes for figure in drawn)
+    assert not without and right.get_ylabel() == "validation, bits per byte"
+    assert right._functions[0](4.0) == 6.0
+
+
 def test_a_step_that_is_read_late_does_not_distort_the_rate(tmp_path, monkeypatch):
     """Steps of 1 s, every second one read only when the next is done too: the rate stays 1 step/s."""
     clock = iter([0.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, 100.0, 101.0, 101.0])

@@ -2,16 +2,20 @@
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from shmap_tp.command_model import add_process_arguments, is_first_process, joined, open_model
+from shmap_tp.config.text import is_unicode, shown
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
+from shmap_tp.runtime.interrupts import importing
+from shmap_tp.runtime.output import end_without_readers
 
 EPILOG = """\
 examples
@@ -74,12 +78,19 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts) if arguments.prompts else [])]
     if not prompts:
         raise UserError("there is no prompt; give --prompt TEXT or --prompts FILE")
+    for number, prompt in enumerate(prompts):
+        if not is_unicode(prompt):
+            raise UserError(f"prompt {number} has bytes that are not UTF-8, or half of a surrogate pair; correct it")
     if arguments.batch < 1:
         raise UserError(f"--batch {arguments.batch} must be at least 1")
 
-    from shmap_tp.inference.answers import answers
-    from shmap_tp.inference.generator import Options
-    from shmap_tp.inference.text import tokenizer_of_model
+    if arguments.prompts and arguments.out and os.path.realpath(arguments.prompts) == os.path.realpath(arguments.out):
+        raise UserError(f"--out {shown(arguments.out)} is the file of --prompts, which it would replace; name another")
+
+    with importing():
+        from shmap_tp.inference.answers import answers
+        from shmap_tp.inference.generator import Options
+        from shmap_tp.inference.text import tokenizer_of_model
 
     options = Options(
         max_new_tokens=arguments.max_new_tokens,
@@ -143,26 +154,32 @@ def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int
 
 def _read_prompts(name: str) -> list[str]:
     try:
-        lines = Path(name).read_text(encoding="utf-8").splitlines()
+        lines = Path(name).read_text(encoding="utf-8").removesuffix("\n").split("\n")  # not at a form feed or U+2028
+        lines = [] if lines == [""] else lines
         found = [json.loads(line)["prompt"] for line in lines] if name.endswith(".jsonl") else lines
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {name} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'--prompts {name}: every line must be an object such as {{"prompt": "..."}}') from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--prompts {shown(name)} cannot be read: {reason}; correct it, or name another") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f'--prompts {shown(name)}: every line must be an object such as {{"prompt": "..."}}') from error
     wrong = next((number for number, prompt in enumerate(found, 1) if not isinstance(prompt, str) or not prompt), None)
     if wrong is not None:
         raise UserError(f"--prompts {name}, line {wrong}: the prompt is empty or not text")
     return found
 
 
-def _opened(name: str | None) -> AbstractContextManager[IO[str] | None]:
+@contextmanager
+def _opened(name: str | None) -> Iterator[IO[str] | None]:
+    """The file of --out; None without one.  Raises UserError if it cannot be written, for example on a full disk."""
     if name is None:
-        return nullcontext(None)
+        yield None
+        return
     try:
-        return open(name, "w", encoding="utf-8")
+        with open(name, "w", encoding="utf-8") as file:
+            yield file
     except OSError as error:
-        raise UserError(f"--out {name} cannot be written: {error.strerror}") from error
+        raise UserError(f"--out {shown(name)} cannot be written: {error.strerror or error}; name another") from error
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_without_readers(main))

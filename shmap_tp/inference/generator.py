@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from shmap_tp.config.schema import ModelConfig
+from shmap_tp.config.text import shown
 from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
 from shmap_tp.inference.sampling import Filters, Sampling
@@ -23,6 +24,11 @@ PADDING = -1
 """Id of a slot before the first token of a prompt."""
 SLOTS_MULTIPLE = 32
 """Prompts and caches are padded to a multiple of this, so that similar lengths share one program."""
+
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+"""The normal numbers of float32, in which tokens are sampled."""
+MAX_SAMPLES = 65536
+"""Sequences of each prompt, which are computed at the same time."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +55,16 @@ class Options:
     def __post_init__(self) -> None:
         for name, valid, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("temperature", self.temperature == 0 or SMALLEST <= self.temperature <= LARGEST, "0 (greedy) or more"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (all tokens) or more, and below 2147483648"),
+            ("top_p", SMALLEST <= self.top_p <= 1, "above 0 and at most 1"),
+            ("repetition_penalty", SMALLEST <= self.repetition_penalty <= LARGEST, "above 0"),
             ("seed", 0 <= self.seed < 2**31, "in 0 to 2147483647"),
-            ("samples", self.samples >= 1, "at least 1"),
+            ("samples", 1 <= self.samples <= MAX_SAMPLES, f"at least 1 and at most {MAX_SAMPLES}"),
             ("decode_tokens", self.decode_tokens >= 1, "at least 1"),
         ):
             if not valid:
-                raise UserError(f"{name}={getattr(self, name)} must be {rule}")
+                raise UserError(f"{name}={shown(getattr(self, name))} must be {rule}")
 
     @property
     def filters(self) -> Filters:

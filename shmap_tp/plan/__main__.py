@@ -20,6 +20,12 @@ import shlex
 import sys
 from pathlib import Path
 
+from shmap_tp.runtime.interrupts import end_at_ctrl_c, raise_at_ctrl_c
+from shmap_tp.runtime.output import end_without_readers
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import jax.numpy as jnp
 
 from shmap_tp.config.schema import Config
@@ -215,5 +221,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    raise_at_ctrl_c()
     parsed = make_parser().parse_intermixed_args()
-    sys.exit(run_command(lambda: main(parsed)))
+    sys.exit(end_without_readers(lambda: run_command(lambda: main(parsed))))

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.errors import UserError
+from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.plan.measure import Measurement, measure
 from shmap_tp.plan.predict import Builder, Prediction
@@ -161,10 +161,13 @@ def append_json(row: dict, file: Path) -> None:
 
 
 def run_command(command: Callable[[], None]) -> int:
-    """Call `command` and return the exit code; a UserError is printed in one or two lines and returns 2."""
+    """Call `command` and return the exit code: 2 after an error, which is printed in one or two lines, 130 after
+    Ctrl-C."""
     try:
         command()
-    except UserError as error:
+    except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     return 0

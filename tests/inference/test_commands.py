@@ -82,12 +82,45 @@ def test_an_answer_ends_before_a_stop_text(run, capsys):
         (["--prompt", "a", "--tokenizer", "/nowhere.json"], "--tokenizer /nowhere.json: no such file"),
         (["--prompt", "a", "--out", "/nowhere/out.jsonl"], "--out /nowhere/out.jsonl cannot be written"),
         (["--prompt", "a", "--batch", "0"], "--batch 0 must be at least 1"),
+        (["--prompt", "a", "--top-k", "9" * 30], "must be 0 (all tokens) or more, and below 2147483648"),
+        (["--prompt", "a", "--temperature", "1e300"], "temperature=1e+300 must be 0 (greedy) or more"),
+        (["--prompt", "a", "--repetition-penalty", "1e-300"], "repetition_penalty=1e-300 must be above 0"),
+        (["--prompt", "a", "--samples", "9" * 9], "samples=999999999 must be at least 1 and at most 65536"),
+        (["--prompt", "a\udcff"], "prompt 0 has bytes that are not UTF-8"),
+        (["--prompt", "a", "--out", "/dev/full"], "--out /dev/full cannot be written: No space left on device"),
+        (["--prompt", "a", "--tokenizer", "a" * 300], "cannot be read: File name too long"),
     ],
     ids=str,
 )
 def test_what_generate_refuses(run, capsys, arguments, message):
     code, _, error = called(generate, capsys, "--checkpoint", str(run), *arguments)
     assert code == 2 and message in error and error.count("\n") <= 2
+
+
+def test_lines_of_prompts_end_at_line_breaks_only(run, capsys, tmp_path):
+    """A form feed and U+2028 are part of a prompt, and valid in JSON."""
+    text, jsonl, out = tmp_path / "p.txt", tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    text.write_bytes(b"a\x0cb\r\nc")
+    jsonl.write_bytes('{"prompt": "a\u2028b"}\n'.encode())
+    for file, expected in ((text, ["a\x0cb", "c"]), (jsonl, ["a\u2028b"])):
+        given = ["--checkpoint", str(run), "--prompts", str(file), "--out", str(out), *GENERATE]
+        assert called(generate, capsys, *given)[0] == 0
+        assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == expected
+
+
+def test_a_file_of_prompts_that_cannot_be_used_is_named_and_stays(run, capsys, tmp_path):
+    file = tmp_path / "p.jsonl"
+    for content, message in (
+        (b'{"a":' * 100_000, "every line must be an object such as"),
+        (b'{"prompt": "\\ud800"}', "prompt 0 has bytes that are not UTF-8, or half of a surrogate pair"),
+        (b'{"prompt": "a"}', "is the file of --prompts, which it would replace"),
+        (b"", "there is no prompt"),
+    ):
+        file.write_bytes(content)
+        given = ["--checkpoint", str(run), "--prompts", str(file), "--out", str(file)]
+        code, _, error = called(generate, capsys, *given)
+        assert code == 2 and message in error and error.count("\n") <= 2
+        assert file.read_bytes() == content
 
 
 def test_evaluate_agrees_with_the_logits(run, capsys):
@@ -113,6 +146,24 @@ def test_what_evaluate_refuses(run, capsys):
         (["--data", "/nowhere"], "does not exist"),
         (["--sequences", "0"], "--sequences 0 must be at least 1"),
         (["mesh.dp=x"], "is not mesh.dp=N"),
+        (["--data", ""], "--data is empty"),
+        (["--tasks", ","], "--tasks names no task"),
+        (["--tasks", ""], "--tasks names no task"),
+        (["--tasks", "x", "--fewshot", "-1"], "--fewshot -1 must be at least 0"),
     ):
         code, _, error = called(evaluate, capsys, "--checkpoint", str(run), *arguments)
         assert code == 2 and message in error and error.count("\n") <= 2
+
+
+def test_a_batch_that_is_larger_than_the_file_is_the_file(run, capsys):
+    printed = [
+        called(evaluate, capsys, "--checkpoint", str(run), "--sequences", "3", "--batch", batch)[:2]
+        for batch in ("3", "9" * 30)
+    ]
+    assert printed[0] == printed[1] and printed[0][0] == 0
+
+
+def test_an_empty_name_of_a_pretrained_model_is_refused(capsys):
+    for command, given in ((generate, ["--prompt", "a"]), (evaluate, [])):
+        code, _, error = called(command, capsys, "--pretrained", "", *given)
+        assert code == 2 and "an empty name is not a directory" in error

@@ -121,6 +121,10 @@ def open_tokenizer(name: str, end_of_text: str | None) -> Bytes | Subwords:
     Raises UserError if it cannot be opened, lacks that token, or has ids that the directory's model does not have.
     """
     if name == Bytes.name:
+        if end_of_text is not None:
+            raise UserError(
+                f"--end-of-text {end_of_text} does not apply to --tokenizer bytes, which uses byte 0; omit it"
+            )
         return Bytes()
     if not Path(name).is_dir():
         return _with_end_of_text(name, end_of_text or END_OF_TEXT)

@@ -52,6 +52,9 @@ MINUTES = 30.0
 
 
 def main(arguments: argparse.Namespace) -> None:
+    for name, value in vars(arguments).items():
+        if value == "":
+            raise UserError(f"--{name.replace('_', '-')} is empty; give it a value, or omit it")
     check_versions(arguments)
     arguments.devices = devices_of_nodes(arguments.version, arguments.nodes) or arguments.devices
     one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)

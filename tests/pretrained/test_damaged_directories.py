@@ -12,6 +12,7 @@ from shmap_tp.inference.chat_template import chat_template_of
 from shmap_tp.inference.text import tokenizer_of_pretrained
 from shmap_tp.pretrained.configuration import model_options
 from shmap_tp.pretrained.source import INDEX, open_source
+from shmap_tp.runtime.run_lock import lock_directories
 from tests.helpers.pretrained_models import CASES, write_directory
 
 ODD = (None, True, 0, -1, 1.5, float("nan"), 10**30, "", "x", "x" * 5000, [], [1], {}, {"a": 1}, [[]], "\ud800")
@@ -110,3 +111,11 @@ def test_an_export_needs_a_name(tmp_path, out, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = shmap_tp.from_pretrained(write_directory(tmp_path / "model", "llama"))
     assert "names no directory that can be made" in refusal(model.save_pretrained, out)
+
+
+def test_a_second_export_to_the_same_place_is_refused_and_the_first_keeps_its_files(tmp_path):
+    model = shmap_tp.from_pretrained(write_directory(tmp_path / "model", "llama"))
+    with lock_directories({"--out": str(tmp_path / "out.incomplete")}, None):
+        (tmp_path / "out.incomplete" / "model.safetensors").write_text("of the first")
+        assert "out.incomplete is in use" in refusal(model.save_pretrained, tmp_path / "out")
+        assert (tmp_path / "out.incomplete" / "model.safetensors").read_text() == "of the first"

@@ -1,8 +1,10 @@
 """What happens when nobody reads the output any more: `| head` has ended, a terminal is closed, the log's disk is full.
 
-A training run goes on without its output, since metrics.jsonl has the same; every other command ends.
+A training run goes on without its output, since metrics.jsonl has the same; every other command ends.  Characters that
+the terminal's encoding lacks are printed as escapes, and bytes that are not of it are read as surrogates.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -38,11 +40,14 @@ class LastingOutput:
 
 def outlive_readers() -> None:
     """From here on, stdout and stderr may fail without ending this process."""
+    _set_errors(sys.stdout, "backslashreplace")
     sys.stdout, sys.stderr = LastingOutput(sys.stdout), LastingOutput(sys.stderr)
 
 
 def end_without_readers(command: Callable[[], int | None]) -> int | None:
     """The exit code of `command`, or CLOSED once nobody reads its output."""
+    _set_errors(sys.stdout, "backslashreplace")
+    _set_errors(sys.stdin, "surrogateescape")
     try:
         code = command()
         sys.stdout.flush()
@@ -51,6 +56,12 @@ def end_without_readers(command: Callable[[], int | None]) -> int | None:
         for stream in (sys.stdout, sys.stderr):
             _discard(stream)
         return CLOSED
+
+
+def _set_errors(stream: TextIO, errors: str) -> None:
+    """What becomes of characters that the encoding of `stream` does not have."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors=errors)
 
 
 def _discard(stream: TextIO) -> None:

@@ -1,5 +1,6 @@
 """A training run outlives the readers of its output; other commands end with them."""
 
+import os
 import subprocess
 import sys
 
@@ -22,6 +23,25 @@ def test_a_command_ends_without_a_traceback_when_its_output_is_closed():
     program = [sys.executable, "-c", CLOSED, *arguments]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_text_that_the_terminal_has_no_characters_for_is_printed_as_escapes(tmp_path):
+    """A sample that a training run prints must not end it."""
+    program = """
+from shmap_tp.runtime.output import end_without_readers, outlive_readers
+end_without_readers(lambda: print("\\N{SNOWMAN}", ascii(input())))
+outlive_readers()
+print("\\N{SNOWMAN}")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii:strict", "PYTHONPATH": str(ROOT)},
+        input=b"\xff\n",
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.stdout == b"\\u2603 '\\udcff'\n\\u2603\n", done.stderr
 
 
 CLOSED = """

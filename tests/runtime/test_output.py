@@ -1,21 +1,25 @@
 """A training run outlives the readers of its output; other commands end with them."""
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.run_fixtures import FIRST, checkpoint_steps, overrides, start
+from tests.helpers.run_fixtures import FIRST, checkpoint_steps, killed_at_the_end, overrides, start, wait_for_step
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_training_goes_on_after_its_output_is_closed(tmp_path, stream):
-    with start("--cfg", FIRST, *overrides(tmp_path, "mesh.dp=1", "mesh.mp=1"), JAX_PLATFORMS="cpu") as process:
+def test_training_goes_on_after_its_output_is_closed_and_saves_when_it_is_stopped(tmp_path, stream):
+    settings = overrides(tmp_path, "mesh.dp=1", "mesh.mp=1", "train.steps=100000", "checkpoint.every=0")
+    with killed_at_the_end([start("--cfg", FIRST, *settings, JAX_PLATFORMS="cpu")]) as (process,):
         getattr(process, stream).close()
-        assert process.wait(120) == 0
-    assert checkpoint_steps(tmp_path)[-1] == 8
+        wait_for_step(process, tmp_path, 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    assert len(checkpoint_steps(tmp_path)) == 1
 
 
 def test_a_command_ends_without_a_traceback_when_its_output_is_closed():

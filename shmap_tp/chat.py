@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from shmap_tp.command_model import open_model
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
+from shmap_tp.runtime.interrupts import importing
+from shmap_tp.runtime.output import end_without_readers
 
 if TYPE_CHECKING:
     from shmap_tp.inference.conversation import Conversation
@@ -67,10 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _opened(arguments: argparse.Namespace) -> "Conversation":
     """The conversation that the arguments describe.  Raises UserError."""
-    from shmap_tp.inference.chat_template import chat_template_of_model
-    from shmap_tp.inference.conversation import Conversation
-    from shmap_tp.inference.generator import Options
-    from shmap_tp.inference.text import tokenizer_of_model
+    with importing():
+        from shmap_tp.inference.chat_template import chat_template_of_model
+        from shmap_tp.inference.conversation import Conversation
+        from shmap_tp.inference.generator import Options
+        from shmap_tp.inference.text import tokenizer_of_model
 
     options = Options(
         max_new_tokens=arguments.max_new_tokens,
@@ -131,4 +134,4 @@ def _answer(conversation: "Conversation", text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_without_readers(main))

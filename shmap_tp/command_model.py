@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
+from shmap_tp.runtime.interrupts import importing
 
 if TYPE_CHECKING:
     from shmap_tp.api import Model
@@ -52,12 +53,13 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
             f"name the mesh of all devices"
         )
 
-    import jax
+    with importing():
+        import jax
 
-    from shmap_tp.api import load_config
-    from shmap_tp.runtime.agreement import require_agreement
-    from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
-    from shmap_tp.runtime.exit_codes import exit_with_error
+        from shmap_tp.api import load_config
+        from shmap_tp.runtime.agreement import require_agreement
+        from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
+        from shmap_tp.runtime.exit_codes import exit_with_error
     from shmap_tp.runtime.peers import Peers
 
     config = load_config()
@@ -98,12 +100,13 @@ def open_model(arguments: argparse.Namespace) -> "Model":
     Raises UserError if there is none, or it does not suit the mesh.
     """
     mesh = mesh_sizes(arguments.mesh)
-    if arguments.pretrained and arguments.step is not None:
+    if arguments.pretrained is not None and arguments.step is not None:
         raise UserError("--step names a checkpoint of a run; leave it out with --pretrained")
 
-    from shmap_tp.api import Model, from_pretrained
+    with importing():
+        from shmap_tp.api import Model, from_pretrained
 
-    if arguments.pretrained:
+    if arguments.pretrained is not None:
         return from_pretrained(arguments.pretrained, **mesh, processes=arguments.processes)
     return Model.restore(arguments.checkpoint, step=arguments.step, **mesh, processes=arguments.processes)
 

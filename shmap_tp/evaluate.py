@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shmap_tp.command_model import add_process_arguments, joined, open_model
+from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
+from shmap_tp.runtime.interrupts import importing
+from shmap_tp.runtime.output import end_without_readers
 
 EPILOG = """\
 examples
@@ -39,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", choices=["validation", "train"], help="which file of it (validation)")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the run)")
     parser.add_argument("--sequences", type=int, metavar="N", help="only the first N sequences of the file")
-    parser.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness instead of a token file")
+    parser.add_argument(
+        "--tasks", type=_names, metavar="NAME,...", help="tasks of lm-evaluation-harness instead of a token file"
+    )
     parser.add_argument("--tasks-dir", metavar="DIR", help="YAML files of more tasks")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
     parser.add_argument("--fewshot", type=int, metavar="N", help="examples before each document (default: the task's)")
@@ -69,6 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _names(text: str) -> list[str]:
+    """The names of --tasks."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _table(result: dict) -> str:
     """`result` of a token file, or of tasks, in lines."""
     if "results" in result:
@@ -84,21 +94,20 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     for name in ("batch", "sequences", "limit"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name} {value} must be at least 1")
-    has_tasks = arguments.tasks is not None
-    wrong = ONLY_OF_FILES if has_tasks else ONLY_OF_TASKS
+    if (arguments.fewshot or 0) < 0:
+        raise UserError(f"--fewshot {arguments.fewshot} must be at least 0")
+    if arguments.data is not None:
+        check_path("--data", arguments.data, SCHEMES["data.dir"])
+    if arguments.tasks == []:
+        raise UserError("--tasks names no task; `lm-eval ls tasks` lists those of lm_eval")
+    wrong = ONLY_OF_FILES if arguments.tasks else ONLY_OF_TASKS
     for name in wrong:
         if getattr(arguments, name) is not None:
-            rule = "does not apply to --tasks; leave one of them out" if has_tasks else "needs --tasks NAME,..."
+            rule = "does not apply to --tasks; leave one of them out" if arguments.tasks else "needs --tasks NAME,..."
             raise UserError(f"--{name.replace('_', '-')} {rule}")
-    if has_tasks and not _task_names(arguments.tasks):
-        raise UserError("--tasks names no task; `lm-eval ls tasks` lists them")
     with joined(arguments):
-        result = _evaluate_tasks(arguments) if has_tasks else _evaluate_file(arguments)
+        result = _evaluate_tasks(arguments) if arguments.tasks else _evaluate_file(arguments)
         print(json.dumps(result) if arguments.json else _table(result), flush=True)
-
-
-def _task_names(tasks: str) -> list[str]:
-    return [name.strip() for name in tasks.split(",") if name.strip()]
 
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
@@ -106,7 +115,8 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
     from shmap_tp.inference.chat_template import chat_template_of_model
 
     try:
-        from shmap_tp.inference.harness import HarnessModel, evaluate_tasks
+        with importing():
+            from shmap_tp.inference.harness import HarnessModel, evaluate_tasks
     except ImportError as error:
         raise UserError(f"--tasks needs lm-evaluation-harness: pip install -e '.[evaluate]'\n{error}") from error
     from shmap_tp.inference.text import tokenizer_of_model
@@ -119,18 +129,19 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
         "num_fewshot": arguments.fewshot,
         "apply_chat_template": template is not None,
     }
-    found = evaluate_tasks(adaptor, _task_names(arguments.tasks), arguments.tasks_dir, **settings)
+    found = evaluate_tasks(adaptor, arguments.tasks, arguments.tasks_dir, **settings)
     kept = "results", "groups", "versions", "n-shot", "higher_is_better", "group_subtasks", "n-samples"
     return {name: found[name] for name in kept if name in found}
 
 
 def _evaluate_file(arguments: argparse.Namespace) -> dict[str, int | float]:
-    from shmap_tp.inference.evaluation import evaluate_file
-    from shmap_tp.inference.text import tokenizer_of_model
+    with importing():
+        from shmap_tp.inference.evaluation import evaluate_file
+        from shmap_tp.inference.text import tokenizer_of_model
 
     model = open_model(arguments)
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
-    if arguments.pretrained and not arguments.data:
+    if arguments.pretrained is not None and arguments.data is None:
         raise UserError("--pretrained needs --data DIR: the directory does not say what text to evaluate")
     data = model.config.data if arguments.data is None else replace(model.config.data, dir=arguments.data)
     limits = arguments.sequences, arguments.batch
@@ -139,4 +150,4 @@ def _evaluate_file(arguments: argparse.Namespace) -> dict[str, int | float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_without_readers(main))

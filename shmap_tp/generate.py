@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shmap_tp.command_model import add_process_arguments, is_first_process, joined, open_model
+from shmap_tp.config.text import is_unicode, shown
 from shmap_tp.errors import ShmapTpError, StorageError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
+from shmap_tp.runtime.interrupts import importing
+from shmap_tp.runtime.output import end_without_readers
 
 if TYPE_CHECKING:
     from shmap_tp.inference.generator import Options
@@ -74,9 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # what read stdout, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
-        return 141  # 128 + SIGPIPE
     return 0
 
 
@@ -84,16 +84,21 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts) if arguments.prompts else [])]
     if not prompts:
         raise UserError("there is no prompt; give --prompt TEXT or --prompts FILE")
+    for number, prompt in enumerate(prompts):
+        if not is_unicode(prompt):
+            raise UserError(f"prompt {number} has bytes that are not UTF-8, or half of a surrogate pair; correct it")
     if arguments.batch < 1:
         raise UserError(f"--batch {arguments.batch} must be at least 1")
 
-    from tqdm import tqdm
+    if arguments.prompts and arguments.out and os.path.realpath(arguments.prompts) == os.path.realpath(arguments.out):
+        raise UserError(f"--out {shown(arguments.out)} is the file of --prompts, which it would replace; name another")
 
-    from shmap_tp.inference.answers import answers
-    from shmap_tp.inference.text import check_text, tokenizer_of_model
+    with importing():
+        from tqdm import tqdm
 
-    for prompt in prompts:
-        check_text(prompt)
+        from shmap_tp.inference.answers import answers
+        from shmap_tp.inference.text import tokenizer_of_model
+
     options = _options(arguments)
     with joined(arguments, prompts=prompts):
         out = arguments.out if is_first_process() else None
@@ -144,11 +149,11 @@ def _say_if_short(context: int, longest: int, new: int) -> None:
 def _create(name: str, overwrite: bool) -> None:
     """Make `name` an empty file.  Raises UserError if it has content, unless `overwrite`, or cannot be written."""
     if not overwrite and Path(name).is_file() and Path(name).stat().st_size:
-        raise UserError(f"--out {name} exists; choose another file, or replace it with --overwrite")
+        raise UserError(f"--out {shown(name)} exists; choose another file, or replace it with --overwrite")
     try:
         open(name, "w").close()
     except OSError as error:
-        raise UserError(f"--out {name} cannot be written: {error.strerror}") from error
+        raise UserError(f"--out {shown(name)} cannot be written: {error.strerror}") from error
 
 
 def _append(name: str, prompts: list[str], found: list[list[str]]) -> None:
@@ -162,7 +167,7 @@ def _append(name: str, prompts: list[str], found: list[list[str]]) -> None:
         with open(name, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
     except OSError as error:
-        raise StorageError(f"--out {name} could not be written: {error.strerror}") from error
+        raise StorageError(f"--out {shown(name)} could not be written: {error.strerror}") from error
 
 
 def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int, str, str | None], None]:
@@ -185,22 +190,22 @@ def _read_prompts(name: str) -> list[str]:
     try:
         content = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
     except OSError as error:
-        raise UserError(f"--prompts {name} cannot be read: {error.strerror}") from error
+        raise UserError(f"--prompts {shown(name)} cannot be read: {error.strerror}; name another") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompts {name} is not UTF-8 at byte {error.start}; convert it") from error
+        raise UserError(f"--prompts {shown(name)} is not UTF-8 at byte {error.start}; convert it") from error
     lines = content.replace("\r\n", "\n").removesuffix("\n").split("\n") if content else []
     prompts = []
     for number, line in enumerate(lines, 1):
         try:
             prompt = json.loads(line)["prompt"] if name.endswith(".jsonl") else line
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             rule = 'must be an object such as {"prompt": "..."}'
-            raise UserError(f"--prompts {name}, line {number} {rule}") from error
+            raise UserError(f"--prompts {shown(name)}, line {number} {rule}") from error
         if not isinstance(prompt, str) or not prompt:
-            raise UserError(f"--prompts {name}, line {number}: the prompt is empty or not text")
+            raise UserError(f"--prompts {shown(name)}, line {number}: the prompt is empty or not text")
         prompts.append(prompt)
     return prompts
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_without_readers(main))

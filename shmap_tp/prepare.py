@@ -4,6 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from shmap_tp.runtime.interrupts import end_at_ctrl_c, raise_at_ctrl_c
+from shmap_tp.runtime.output import end_without_readers
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 from shmap_tp.data import text_sources
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.data.prepare import prepare
@@ -69,4 +75,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise_at_ctrl_c()
+    sys.exit(end_without_readers(main))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
+from shmap_tp.runtime.output import outlive_readers
 
 EPILOG = """\
 examples
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
 
 def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> NoReturn:
     """Call `main` as the program of this process, and exit with its code."""
+    outlive_readers()
     stop_at_signals()  # `train` replaces these handlers
     try:
         code = main(argv, command)

@@ -14,11 +14,12 @@ exit codes: 0 all is well, 1 a difference or a damaged file was found, 2 bad inp
 """
 
 import argparse
-import signal
 import sys
 
 from shmap_tp.errors import ShmapTpError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
+from shmap_tp.runtime.interrupts import importing
+from shmap_tp.runtime.output import end_without_readers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,16 +58,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> bool:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # some of these modules crash if an exception interrupts their import
-    import jax
+    with importing():
+        import jax
 
-    from shmap_tp.config.validate import resolve_auto
-    from shmap_tp.pretrained.configuration import load
-    from shmap_tp.runtime.distributed import initialize_distributed
-    from shmap_tp.training.environment import prepare_environment
-    from shmap_tp.training.verification import verify_checkpoints, verify_replicas, verify_resume
+        from shmap_tp.config.validate import resolve_auto
+        from shmap_tp.pretrained.configuration import load
+        from shmap_tp.runtime.distributed import initialize_distributed
+        from shmap_tp.training.environment import prepare_environment
+        from shmap_tp.training.verification import verify_checkpoints, verify_replicas, verify_resume
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if arguments.command == "checkpoint":
         return verify_checkpoints(arguments.directory)
     config = load(arguments.cfg, arguments.overrides)
@@ -95,4 +95,4 @@ def _mesh(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_without_readers(main))

@@ -14,11 +14,11 @@ from tests.helpers.paths import ROOT
 STARTING = """
 import builtins, signal, sys, os
 original = builtins.__import__
-def interrupted(name, *arguments):
+def interrupted(name, *arguments, **more):
     if name == sys.argv[1] and not os.environ.pop("SENT", None):
         os.environ["SENT"] = "1"
         os.kill(os.getpid(), int(sys.argv[2]))
-    return original(name, *arguments)
+    return original(name, *arguments, **more)
 builtins.__import__ = interrupted
 """
 """A program that gets a signal when it first imports a module."""
@@ -36,6 +36,26 @@ def test_training_that_is_stopped_during_its_imports_exits_with_75(module, numbe
 def test_ctrl_c_during_the_imports_of_verify_leaves_no_traceback():
     script = STARTING.replace("sys.argv[1]", repr("jax")).replace("sys.argv[2]", str(int(signal.SIGINT)))
     done = run(sys.executable, "-c", script + "from shmap_tp import verify\nverify.main(['checkpoint', 'nowhere'])")
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("prepare --source stdlib --out nowhere", "numpy"),
+        ("plan --model test --dp 1 --mp 1 --ledger", "equinox"),
+        ("pretrained inspect nowhere", "jax"),
+        ("generate --checkpoint nowhere --prompt a", "jax"),
+        ("evaluate --checkpoint nowhere", "jax"),
+        ("chat --checkpoint nowhere", "jax"),
+    ],
+)
+def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(command, module):
+    """Its exception would be swallowed, or crash the interpreter, in places."""
+    name, *arguments = command.split()
+    script = STARTING.replace("sys.argv[1]", repr(module)).replace("sys.argv[2]", str(int(signal.SIGINT)))
+    script += f"import runpy\nsys.argv = {[name, *arguments]}\nrunpy.run_module('shmap_tp.{name}', run_name='__main__')"
+    done = run(sys.executable, "-c", script)
     assert done.returncode == -signal.SIGINT and done.stderr == ""
 
 

@@ -16,3 +16,8 @@ def shown(value: object) -> str:
 def has_control_characters(text: str) -> bool:
     """Whether `text` has line breaks, NULs, other control characters, or bytes that are not UTF-8."""
     return any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether `text` can be encoded: it has no half of a surrogate pair, which stands for a byte that is not UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

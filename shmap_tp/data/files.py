@@ -63,3 +63,9 @@ def parse_json(text: bytes | str, place: object) -> Any:
     except ValueError as error:  # also of bytes that are not UTF-8
         reason = first_line(error)
     raise UserError(f"{place}: not JSON: {reason}; correct it, or write it again") from None
+
+
+def read_json_file(file: Path) -> Any:
+    """The content of a JSON file.  Raises UserError if it cannot be read or is not JSON."""
+    with reading(file):
+        return parse_json(file.read_bytes(), file)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from shmap_tp.config.bounds import check_path
 from shmap_tp.config.schema import DataConfig
 from shmap_tp.data import text_sources
 from shmap_tp.data.files import file_size, reading, shown
@@ -69,6 +70,7 @@ def prepare(
     """
     if "://" in str(out):
         raise UserError(f"{key} {out} is a URL, but {key} must name a directory; copy it there when it is prepared")
+    check_path(key, str(out), ())
     try:
         target = Path(os.path.realpath(out))
         remove_stale(target)

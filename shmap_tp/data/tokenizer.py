@@ -1,13 +1,13 @@
 """Tokenizers: text to token ids and back, by bytes or by a subword tokenizer of the `tokenizers` library."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from shmap_tp.data.files import file_size, first_line, reading
+from shmap_tp.config.text import shown
+from shmap_tp.data.files import file_size, first_line, read_json_file, reading
 from shmap_tp.data.metadata import Meta
 from shmap_tp.errors import UserError
 
@@ -121,13 +121,17 @@ def open_tokenizer(name: str, end_of_text: str | None) -> Bytes | Subwords:
     Raises UserError if it cannot be opened, lacks that token, or has ids that the directory's model does not have.
     """
     if name == Bytes.name:
+        if end_of_text is not None:
+            raise UserError(
+                f"--end-of-text {end_of_text} does not apply to --tokenizer bytes, which uses byte 0; omit it"
+            )
         return Bytes()
     if not Path(name).is_dir():
         return _with_end_of_text(name, end_of_text or END_OF_TEXT)
     own = special_token(Path(name), "eos_token")
     found = _with_end_of_text(str(Path(name) / "tokenizer.json"), end_of_text or own or END_OF_TEXT)
-    vocabulary = _read_json(Path(name) / "config.json").get("vocab_size")
-    if vocabulary is not None and found.vocabulary > vocabulary:
+    vocabulary = _keys_of(Path(name) / "config.json").get("vocab_size")
+    if isinstance(vocabulary, int) and found.vocabulary > vocabulary:
         raise UserError(
             f"--tokenizer {name} has ids up to {found.vocabulary - 1}, but the model's vocab_size is {vocabulary}; "
             f"name the tokenizer that belongs to the model"
@@ -156,9 +160,9 @@ def open_tokenizer_file(name: str) -> Tokenizer:
     """The tokenizer `name` for prompts: "bytes" or a tokenizer.json.  Raises UserError if it cannot be used."""
     if name == Bytes.name:
         return Bytes()
-    if not Path(name).is_file():
-        raise UserError(f"--tokenizer {name}: no such file; give a tokenizer.json, or bytes")
     with reading(name):
+        if not Path(name).is_file():
+            raise UserError(f"--tokenizer {shown(name)}: no such file; give a tokenizer.json, or bytes")
         return read_subwords(Path(name).read_bytes(), name)
 
 
@@ -182,8 +186,12 @@ def text_bytes(tokenizer: Tokenizer, ids: Iterable[int], end_of_text: int | None
 
 def special_token(directory: Path, key: str) -> str | None:
     """The token that tokenizer_config.json of a Hugging Face directory names, such as eos_token.  Raises UserError."""
-    token = _read_json(directory / "tokenizer_config.json").get(key)
-    return token.get("content") if isinstance(token, dict) else token
+    file = directory / "tokenizer_config.json"
+    token = _keys_of(file).get(key)
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str | None):
+        raise UserError(f"{file}: {key}={shown(token)} must be the text of a token; copy the file again")
+    return token
 
 
 def _with_end_of_text(name: str, end_of_text: str) -> Subwords:
@@ -213,9 +221,11 @@ def _library(place: str) -> Any:
     return tokenizers
 
 
-def _read_json(file: Path) -> dict:
-    """The content of a JSON file, or nothing if there is none.  Raises UserError."""
-    try:
-        return json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}; copy it again") from error
+def _keys_of(file: Path) -> dict:
+    """The content of a JSON file, or nothing if there is none.  Raises UserError if it is not an object."""
+    if file_size(file) is None:
+        return {}
+    content = read_json_file(file)
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not a JSON object; copy it again")
+    return content

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shmap_tp.config.text import shown
 from shmap_tp.data.files import file_size, first_line, parse_json, reading
 from shmap_tp.errors import UserError
 
@@ -51,8 +52,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(text)
-        except self._error as error:
-            raise UserError(f"{place} is not a chat template: {first_line(error)}") from error
+        except Exception as error:  # Jinja leaves those of Python as they are
+            raise UserError(f"{place} is not a chat template: {shown(first_line(error))}") from error
 
     def render(self, messages: Sequence[Message], *, continued: bool = False) -> str:
         """The prompt to which the model's answer to `messages` is the continuation; with `continued` the rest of the
@@ -63,8 +64,8 @@ class ChatTemplate:
         given: dict[str, Any] = {"messages": [*messages], "tools": None, "documents": None}
         try:
             text = self._template.render(**given, add_generation_prompt=not continued, **self._tokens)
-        except self._error as error:
-            raise UserError(f"{self._place} refuses the messages: {first_line(error)}") from error
+        except Exception as error:  # a template is a program
+            raise UserError(f"{self._place} refuses the messages: {shown(first_line(error))}") from error
         return _up_to(messages[-1]["content"], text) if continued else text
 
     def _raise(self, message: str) -> NoReturn:
@@ -91,7 +92,8 @@ def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
         raise UserError(f"--template {file}: no such file; give a chat template in Jinja")
     text = config.get("chat_template")
     if isinstance(text, list):  # several, by name
-        text = next((each["template"] for each in text if each.get("name") == "default"), None)
+        named = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
+        text = named.get("default")
     if not isinstance(text, str):
         raise UserError(
             f"{directory} has no chat template: the model was not trained to chat; use shmap_tp.generate, or chat with "
@@ -116,8 +118,9 @@ def _config(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _content(token: str | dict[str, Any]) -> str:
-    return token["content"] if isinstance(token, dict) else token
+def _content(token: Any) -> str:
+    """The text of a special token of tokenizer_config.json."""
+    return str(token.get("content", "") if isinstance(token, dict) else token)
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from shmap_tp.config.text import is_unicode
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.answers import answers
@@ -60,6 +61,8 @@ class Conversation:
         context = self._model.config.model.context
         for first in range(0, len(messages), 2):  # a question and its answer are left out together
             text = self._template.render([*self._first, *messages[first:]])
+            if not is_unicode(text):
+                raise UserError("the prompt has bytes that are not UTF-8, or half of a surrogate pair; correct it")
             ids = self._tokenizer.encode(text, special_tokens=False)
             if len(ids) + LEAST_ROOM <= context:
                 return ids, first

@@ -39,6 +39,7 @@ def evaluate_file(
     file, meta = _open(data, split, context=model.context, vocabulary=model.vocabulary)
     wanted, batch = limits
     count = min(wanted or len(file), len(file))
+    batch = min(batch, count)
     nats, right, size = 0.0, 0, 0
     hidden = True if jax.process_index() else None  # None: where stderr is no terminal
     for first in tqdm(range(0, count, batch), desc=f"{data.dir}/{split}.bin", unit=" batches", disable=hidden):

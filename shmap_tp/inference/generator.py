@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from shmap_tp.config.schema import ModelConfig
+from shmap_tp.config.text import shown
 from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
 from shmap_tp.inference.sampling import Filters, Sampling
@@ -23,6 +24,11 @@ PADDING = -1
 """Id of a slot before the first token of a prompt."""
 SLOTS_MULTIPLE = 32
 """Prompts and caches are padded to a multiple of this, so that similar lengths share one program."""
+
+SMALLEST, LARGEST = 1e-6, 1e6
+"""Temperatures and repetition penalties with which logits stay finite, and apart from each other, in float32."""
+MAX_SAMPLES = 65536
+"""Sequences of each prompt, which are computed at the same time."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +55,20 @@ class Options:
     def __post_init__(self) -> None:
         for name, valid, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0 (greedy), or 1e-6 to 1e6"),
+            (
+                "temperature",
+                self.temperature == 0 or SMALLEST <= self.temperature <= LARGEST,
+                "0 (greedy), or 1e-6 to 1e6",
+            ),
             ("top_k", 0 <= self.top_k < 2**31, "0 (all tokens) to 2147483647"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "in 1e-6 to 1e6"),
+            ("repetition_penalty", SMALLEST <= self.repetition_penalty <= LARGEST, "in 1e-6 to 1e6 (1 is none)"),
             ("seed", 0 <= self.seed < 2**31, "in 0 to 2147483647"),
-            ("samples", self.samples >= 1, "at least 1"),
+            ("samples", 1 <= self.samples <= MAX_SAMPLES, f"at least 1 and at most {MAX_SAMPLES}"),
             ("decode_tokens", self.decode_tokens >= 1, "at least 1"),
         ):
             if not valid:
-                raise UserError(f"{name}={getattr(self, name)} must be {rule}")
+                raise UserError(f"{name}={shown(getattr(self, name))} must be {rule}")
 
     @property
     def filters(self) -> Filters:

@@ -7,6 +7,7 @@ from typing import Any
 
 from etils import epath
 
+from shmap_tp.config.text import shown
 from shmap_tp.data.files import parse_json, reading
 from shmap_tp.data.metadata import META, TOKENIZER, read_meta
 from shmap_tp.data.tokenizer import Bytes, Tokenizer, open_tokenizer_file, read_subwords, special_token
@@ -58,17 +59,20 @@ def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
     file = directory / TOKENIZER
     if not file.is_file():
         raise UserError(f"{directory} has no {TOKENIZER}; copy it there, or name one with --tokenizer")
-    ids: list[int] = []
+    ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (directory / name).is_file():
             values = parse_json((directory / name).read_bytes(), directory / name)
             found = values.get("eos_token_id") if isinstance(values, dict) else None
-            ids += found if isinstance(found, list) else [] if found is None else [found]
+            found = found if isinstance(found, list) else [] if found is None else [found]
+            if not all(type(token) is int for token in found):
+                raise UserError(f"{directory / name}: eos_token_id={shown(found)} must be ids; copy the file again")
+            ids |= {*found}
     with reading(file):
         tokenizer = read_subwords(file.read_bytes(), str(file), special_tokens=True)
     tokenizer.end_of_text = tokenizer.id_of(special_token(directory, "eos_token"))
     tokenizer.begin_of_text = tokenizer.id_of(special_token(directory, "bos_token"))
-    tokenizer.stop_tokens = tuple(sorted({*ids}))
+    tokenizer.stop_tokens = tuple(sorted(ids))
     return tokenizer
 
 

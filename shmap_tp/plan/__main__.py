@@ -20,6 +20,12 @@ import shlex
 import sys
 from pathlib import Path
 
+from shmap_tp.runtime.interrupts import end_at_ctrl_c, raise_at_ctrl_c
+from shmap_tp.runtime.output import end_without_readers
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import jax.numpy as jnp
 
 from shmap_tp.config.schema import Config
@@ -46,6 +52,9 @@ MINUTES = 30.0
 
 
 def main(arguments: argparse.Namespace) -> None:
+    for name, value in vars(arguments).items():
+        if value == "":
+            raise UserError(f"--{name.replace('_', '-')} is empty; give it a value, or omit it")
     check_versions(arguments)
     arguments.devices = devices_of_nodes(arguments.version, arguments.nodes) or arguments.devices
     one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)
@@ -215,5 +224,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    raise_at_ctrl_c()
     parsed = make_parser().parse_intermixed_args()
-    sys.exit(run_command(lambda: main(parsed)))
+    sys.exit(end_without_readers(lambda: run_command(lambda: main(parsed))))

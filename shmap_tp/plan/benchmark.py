@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 
 from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config, Precision
+from shmap_tp.config.text import shown
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.errors import UserError
+from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.plan.measure import Measurement, measure
 from shmap_tp.plan.predict import Builder, Prediction
@@ -96,6 +97,20 @@ def _slices(arguments: argparse.Namespace) -> int:
     return 1 if given is None else given
 
 
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Raise UserError for a file that could not be written when all is computed."""
+    for name in ("json", "hlo", "plot", "recipe"):
+        if file := vars(arguments).get(name):
+            try:
+                possible = Path(file).parent.is_dir() and not Path(file).is_dir()
+            except OSError:  # such as a name that is too long
+                possible = False
+            if not possible:
+                raise UserError(
+                    f"--{name} {shown(file)}: cannot be written; create its directory, or choose another file"
+                )
+
+
 def check_flags(arguments: argparse.Namespace) -> None:
     """Check what the configuration does not: flags that would be ignored, and output files that cannot be written."""
     given = vars(arguments)
@@ -109,10 +124,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--slices {slices} does not divide --dp {given[DP]}: mp must lie within one slice; choose a divisor"
         )
-    for name in ("json", "hlo", "plot"):
-        file = given.get(name)
-        if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):
-            raise UserError(f"--{name} {file}: cannot be written; create its directory, or choose another file")
+    check_outputs(arguments)
 
 
 def measure_emulated(config: Config, steps: int, build: Builder = build_step_functions) -> Measurement:
@@ -161,10 +173,13 @@ def append_json(row: dict, file: Path) -> None:
 
 
 def run_command(command: Callable[[], None]) -> int:
-    """Call `command` and return the exit code; a UserError is printed in one or two lines and returns 2."""
+    """Call `command` and return the exit code: 2 after an error, which is printed in one or two lines, 130 after
+    Ctrl-C."""
     try:
         command()
-    except UserError as error:
+    except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     return 0

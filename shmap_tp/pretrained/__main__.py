@@ -12,6 +12,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from shmap_tp.runtime.interrupts import end_at_ctrl_c, raise_at_ctrl_c
+from shmap_tp.runtime.output import end_without_readers
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 from shmap_tp.errors import ShmapTpError
 from shmap_tp.pretrained.export import export_checkpoint
 from shmap_tp.pretrained.inspection import inspect
@@ -47,8 +53,11 @@ def main(argv: list[str] | None = None) -> int:
     except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise_at_ctrl_c()
+    sys.exit(end_without_readers(main))

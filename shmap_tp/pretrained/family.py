@@ -12,7 +12,9 @@ from enum import Enum
 from typing import Any
 
 from shmap_tp.config.model_schema import ModelConfig
+from shmap_tp.config.text import shown
 from shmap_tp.errors import UserError
+from shmap_tp.pretrained.config_values import size, value_for
 from shmap_tp.pretrained.layout import Layout, sizes_of
 from shmap_tp.pretrained.rotary_keys import RotaryKeys
 
@@ -77,6 +79,11 @@ class ContextLimit:
     tokens: int
     reason: str
 
+    @classmethod
+    def of(cls, key: str, value: Any) -> "ContextLimit":
+        """The limit that a key of config.json sets.  Raises UserError if its value is not a number of tokens."""
+        return cls(size(value, key, "config.json"), f"{key}={value}")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -118,10 +125,12 @@ class Family:
                 value = key.default(config) if callable(key.default) else key.default
             if value is REQUIRED:
                 raise UserError(f"{where}: {key.theirs} is missing, which every {self.architecture} has")
-            if key.values is not None:
-                if value not in key.values:
+            if key.values is None:
+                value = value_for(key.ours[0], value, key.theirs, where)
+            else:
+                if value not in list(key.values):
                     raise UserError(
-                        f"{where}: {key.theirs}={value} is not supported for {self.architecture}; "
+                        f"{where}: {key.theirs}={shown(value)} is not supported for {self.architecture}; "
                         f"supported is {' or '.join(map(str, key.values))}"
                     )
                 value = key.values[value]
@@ -138,20 +147,19 @@ class Family:
         for name, value in config.items():
             if name in self.only and value is not None and value not in self.only[name]:
                 raise UserError(
-                    f"{where}: {name}={value} is not supported for {self.architecture}; "
+                    f"{where}: {name}={shown(value)} is not supported for {self.architecture}; "
                     f"supported is {' or '.join(map(str, self.only[name]))}"
                 )
             if name not in known | self.only.keys() and not name.startswith("_") and value not in (None, False):
                 raise UserError(
-                    f"{where}: {name}={value} is not a key that shmap_tp knows for {self.architecture}; if it does not "
-                    f"change what the model computes, remove it from a copy of the file"
+                    f"{where}: {shown(name)}={shown(value)} is not a key that shmap_tp knows for {self.architecture}; "
+                    f"if it does not change what the model computes, remove it from a copy of the file"
                 )
 
     def context_limit(self, config: Mapping[str, Any]) -> ContextLimit:
-        """The longest context of the model of `config`."""
-        longest = ContextLimit(config[self.context_key], f"{self.context_key}={config[self.context_key]}")
-        limits = [limit for limit in (longest, self.window(config)) if limit]
-        return min(limits, key=lambda limit: limit.tokens)
+        """The longest context of the model of `config`.  Raises UserError if it is not a number of tokens."""
+        found = ContextLimit.of(self.context_key, config.get(self.context_key)), self.window(config)
+        return min((limit for limit in found if limit), key=lambda limit: limit.tokens)
 
     def config_of(self, model: ModelConfig) -> dict[str, Any]:
         """A config.json that describes `model` as closely as the family can; `differences` tells how close it is."""

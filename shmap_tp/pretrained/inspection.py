@@ -9,6 +9,7 @@ import jax
 from shmap_tp.config import compose
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
+from shmap_tp.data.files import read_json_file
 from shmap_tp.errors import UserError
 from shmap_tp.model.flops import parameter_terms
 from shmap_tp.parallel.mesh import make_mesh
@@ -16,7 +17,7 @@ from shmap_tp.parallel.partitioning import is_stacked
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.pretrained.family import plain
 from shmap_tp.pretrained.reading import find_tensors, paths_of
-from shmap_tp.pretrained.source import Source, open_source, read_json
+from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import build_model_functions
 
@@ -94,7 +95,7 @@ def _tokenizer(source: Source) -> str:
 
 def largest_id(file: Path) -> int:
     """The largest token id of a tokenizer.json.  Raises UserError if the file is not one."""
-    content: Any = read_json(file)
+    content: Any = read_json_file(file)
     try:
         words = content["model"]["vocab"]
         ids = list(words.values()) if isinstance(words, dict) else list(range(len(words)))

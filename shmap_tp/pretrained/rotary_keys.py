@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmap_tp.config.model_schema import ModelConfig, RotaryScaling
+from shmap_tp.config.text import shown
 from shmap_tp.errors import UserError
+from shmap_tp.pretrained.config_values import number, section, value_for
 
 LLAMA3 = {
     "factor": "rotary_scaling_factor",
@@ -37,21 +39,22 @@ class RotaryKeys:
 
     def read(self, config: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
         """The `rotary_` keys of the `model` section."""
-        scaling = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+        scaling = dict(section(config.get("rope_scaling"), "rope_scaling", where))
+        scaling |= section(config.get("rope_parameters"), "rope_parameters", where)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         base = scaling.get("rope_theta", config.get(self.base, config.get("rope_theta")))
-        found = {"rotary_base": float(self.default_base if base is None else base)}
+        found = {"rotary_base": number(self.default_base if base is None else base, self.base, where)}
         extra = set(scaling) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
         if kind not in ("default", "llama3") or (kind == "default" and extra):
             name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-            raise UserError(f"{where}: {name}={config[name]} is not supported; supported are default and llama3")
+            raise UserError(f"{where}: {name}={shown(config[name])} is not supported; supported are default and llama3")
         if kind == "llama3":
             for theirs, ours in LLAMA3.items():
                 if theirs not in scaling:
                     raise UserError(f"{where}: the llama3 scaling of the rotary encoding has no {theirs}")
-                found[ours] = scaling[theirs]
-            if extra - LLAMA3.keys():
-                raise UserError(f"{where}: {', '.join(extra - LLAMA3.keys())} of the rotary scaling is not supported")
+                found[ours] = value_for(ours, scaling[theirs], theirs, where)
+            if unknown := sorted(extra - LLAMA3.keys()):
+                raise UserError(f"{where}: {shown(', '.join(unknown))} of the rotary scaling is not supported")
             found["rotary_scaling"] = RotaryScaling.llama3.value
         return found | self._read_partial(config, scaling, head_dim, where)
 
@@ -61,10 +64,10 @@ class RotaryKeys:
         given = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         if not self.partial:
             if given not in (None, 1.0):
-                raise UserError(f"{where}: partial_rotary_factor={given} is not supported for this architecture")
+                raise UserError(f"{where}: partial_rotary_factor={shown(given)} is not supported for this architecture")
             return {}
         given = config.get(self.partial, self.default_partial) if given is None else given
-        rotated = int(head_dim * given)
+        rotated = int(head_dim * number(given, self.partial, where))
         return {"rotary_dim": None if rotated == head_dim else rotated}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

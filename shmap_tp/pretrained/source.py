@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shmap_tp.config.text import shown
+from shmap_tp.data.files import read_json_file, reading
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.family import Family
@@ -38,7 +41,7 @@ class Source:
     def tensors(self) -> dict[str, StoredTensor]:
         """Where each tensor is.  Raises UserError if files are missing, damaged or not safetensors."""
         if (self.directory / INDEX).is_file():
-            return self._indexed(read_json(self.directory / INDEX))
+            return self._indexed(read_json_file(self.directory / INDEX))
         files = sorted(self.directory.glob("*.safetensors"))
         if not files:
             pickles = sorted(self.directory.glob("*.bin")) + sorted(self.directory.glob("*.pt*"))
@@ -62,10 +65,13 @@ class Source:
         if not isinstance(places, dict):
             raise UserError(f"{self.directory / INDEX} has no weight_map; copy it again")
         headers = {}
-        for name in sorted(set(places.values())):
-            if Path(name).name != name or not (self.directory / name).is_file():
-                raise UserError(f"{self.directory / INDEX} names the file {name}, which is not there; copy it, too")
-            headers[name] = read_header(self.directory / name)
+        for name in dict.fromkeys(map(str, places.values())):
+            with reading(self.directory / name):
+                if Path(name).name != name or not (self.directory / name).is_file():
+                    raise UserError(
+                        f"{self.directory / INDEX} names the file {shown(name)}, which is not there; copy it, too"
+                    )
+                headers[name] = read_header(self.directory / name)
         for tensor, file in places.items():
             if tensor not in headers[file]:
                 raise UserError(f"{self.directory / INDEX}: {tensor} is not in {file}; copy both again")
@@ -93,14 +99,19 @@ def open_source(name: str) -> Source:
 
     Raises UserError if there is neither, if config.json is missing, or for an architecture that is not supported.
     """
-    directory = Path(name).expanduser()
-    if not directory.is_dir():
-        if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-            raise UserError(f"{name} is not a directory; name one with config.json and *.safetensors")
-        directory = _download(name)
-    if not (directory / "config.json").is_file():
-        raise UserError(f"{directory} has no config.json; name a directory as transformers' save_pretrained writes it")
-    config = read_json(directory / "config.json")
+    directory = Path(os.path.expanduser(name))
+    with reading(name):
+        if not directory.is_dir() or not name:
+            if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+                raise UserError(
+                    f"{shown(name) or 'an empty name'} is not a directory; name one with config.json and *.safetensors"
+                )
+            directory = _download(name)
+        if not (directory / "config.json").is_file():
+            raise UserError(
+                f"{directory} has no config.json; name a directory as transformers' save_pretrained writes it"
+            )
+    config = read_json_file(directory / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"{directory / 'config.json'} is not a JSON object; copy it again")
     return Source(directory, config, find_family(config, str(directory / "config.json")))
@@ -120,11 +131,3 @@ def _download(name: str) -> Path:
     except Exception as error:  # the library raises those of several HTTP clients
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{name} is not a directory, and cannot be read from the Hugging Face hub: {reason}") from error
-
-
-def read_json(file: Path) -> Any:
-    """The content of a JSON file.  Raises UserError."""
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is not JSON: {error}; copy it again") from error

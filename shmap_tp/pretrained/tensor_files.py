@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
+from shmap_tp.config.text import shown
 from shmap_tp.errors import UserError
 
 DTYPES = {
@@ -124,8 +125,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         except (TypeError, KeyError, ValueError):
             raise UserError(f"{file}: the header's entry of {name} has no dtype, shape and data_offsets") from None
-        if code not in DTYPES:
-            raise UserError(f"{file}: {name} has the dtype {code}; weights must be one of {', '.join(DTYPES)}")
+        if code not in list(DTYPES):
+            raise UserError(f"{file}: {name} has the dtype {shown(code)}; weights must be one of {', '.join(DTYPES)}")
+        if not all(type(value) is int and value >= 0 for value in (*shape, start, stop)):
+            raise UserError(f"{file}: the header's shape or data_offsets of {name} are not integers; copy it again")
         if stop - start != math.prod(shape) * DTYPES[code].itemsize:
             raise UserError(f"{file}: {name} has {stop - start} bytes, which is not the size of {code}{list(shape)}")
         tensors[name] = StoredTensor(file, DTYPES[code], shape, first + start)
@@ -147,9 +150,9 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int]:
             header = json.loads(stream.read(length))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not a safetensors file: its header is not JSON") from error
     if not isinstance(header, dict):
         raise UserError(f"{file} is not a safetensors file: its header is not an object")

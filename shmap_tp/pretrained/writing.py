@@ -8,10 +8,12 @@ that was killed leaves cannot be read as a model.
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Float
 
 from shmap_tp.config.schema import ModelConfig
+from shmap_tp.config.text import shown
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained.blocks import BLOCK_BYTES, blocks
@@ -31,6 +34,7 @@ from shmap_tp.pretrained.layout import Layout, Ranges
 from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import INDEX, Source
 from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, place_tensors, reserve, write_header
+from shmap_tp.runtime.run_lock import LOCK, lock_directories
 
 MAX_SHARD_BYTES = 5 * 10**9
 """The largest file that is written, unless a single tensor is larger: the default of transformers 4."""
@@ -96,7 +100,7 @@ def save_parameters(
         raise UserError(f"dtype {dtype} cannot be written; use one of {', '.join(OUTPUT_DTYPES)}")
     layouts, kind = target.family.layouts(model, stacked), OUTPUT_DTYPES[dtype]
     files = _divide(_tensor_shapes(layouts, stacked, model.layers), kind, shard_bytes)
-    temporary = out.with_name(out.name + ".incomplete")
+    temporary = _temporary(out)
     places: dict[str, StoredTensor] = {}
     for name, shapes in files.items():
         places |= place_tensors(temporary / name, shapes, kind)
@@ -109,24 +113,27 @@ def save_parameters(
         for name, shapes in files.items():
             write_header(temporary / name, shapes, kind)
         _write_companions(temporary, target, files, places, dtype)
-        temporary.rename(out)
 
-    _in_process_0(out, lambda: _make_directory(out, temporary))
-    try:
-        _in_process_0(out, reserve_all)
-        with _all_or_none(out):
-            for path, ranges, values in pieces:
-                row, layout = layouts[path]
-                if not stacked[path]:
-                    layout.write(places[row.theirs], ranges, values)
-                    continue
-                for i, layer in enumerate(range(*ranges[0])):
-                    layout.write(places[row.theirs.format(layer=layer)], ranges[1:], values[i])
-        _in_process_0(out, finish)
-    except BaseException:
-        if jax.process_index() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    in_process_0 = partial(_in_process_0, out)
+    in_process_0(lambda: _check_directories(out, temporary))
+    with lock_directories({"--out": str(temporary)}, None, in_process_0):
+        try:
+            in_process_0(lambda: _remove_files(temporary))
+            in_process_0(reserve_all)
+            with _all_or_none(out):
+                for path, ranges, values in pieces:
+                    row, layout = layouts[path]
+                    if not stacked[path]:
+                        layout.write(places[row.theirs], ranges, values)
+                        continue
+                    for i, layer in enumerate(range(*ranges[0])):
+                        layout.write(places[row.theirs.format(layer=layer)], ranges[1:], values[i])
+            in_process_0(finish)
+        except BaseException:
+            if jax.process_index() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    in_process_0(lambda: temporary.rename(out))
 
 
 def pieces_of(parameters: Transformer) -> Iterator[Piece]:
@@ -193,14 +200,30 @@ def _write_companions(
         (directory / "generation_config.json").write_text(json.dumps({"_from_model_config": True} | tokens) + "\n")
 
 
-def _make_directory(out: Path, temporary: Path) -> None:
-    """Make `temporary`, the directory that is renamed to `out` in the end."""
+def _temporary(out: Path) -> Path:
+    """The directory that is renamed to `out` in the end.  Raises UserError if `out` names no directory."""
+    if not out.name or "\0" in out.name:
+        raise UserError(f"--out {shown(out)} names no directory that can be made; name one that does not exist")
+    return out.with_name(out.name + ".incomplete")
+
+
+def _check_directories(out: Path, temporary: Path) -> None:
+    """Raise UserError if `out` is in use, or `temporary` is something else than what a killed export leaves."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty directory; name another, or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if temporary.exists():  # left by an export that was killed
-        shutil.rmtree(temporary)
-    temporary.mkdir()
+    names = os.listdir(temporary) if temporary.exists() else []
+    if temporary.is_symlink() or (names and not any(map(LOCK.fullmatch, names))):
+        raise UserError(
+            f"{temporary} exists, and no export that was interrupted left it: it would be replaced while {out} is "
+            f"written;\nmove it elsewhere, or name another --out"
+        )
+
+
+def _remove_files(temporary: Path) -> None:
+    """Remove what an export that was killed has left, but for the lock."""
+    for file in temporary.iterdir():
+        if not LOCK.fullmatch(file.name):
+            file.unlink()
 
 
 def _in_process_0(out: Path, action: Callable[[], None]) -> None:

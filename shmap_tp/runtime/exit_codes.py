@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from shmap_tp.errors import LostProcessError, ShmapTpError
@@ -38,7 +39,8 @@ def stop_at_signals() -> None:
     """From here on, until something else handles them, SIGTERM and Ctrl-C end this process with code STOPPED."""
 
     def stop(*_: object) -> None:  # flushes nothing: it may interrupt a write to the same stream
-        os.write(2, f"{STOPPED_EARLY[1]}\n".encode())
+        with suppress(OSError):  # nobody may read it any more
+            os.write(2, f"{STOPPED_EARLY[1]}\n".encode())
         os._exit(STOPPED)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -69,6 +71,8 @@ def print_final_message(code: int, message: str) -> None:
     """Flush Python's streams, then write `message` to stderr and, if that was redirected, to the original stderr."""
     line = f"{message}\n" if code == STOPPED else f"error: {message}\n"
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError):  # nobody may read it any more
+            stream.flush()
     for descriptor in [2, *launch_stderr]:
-        os.write(descriptor, line.encode())
+        with suppress(OSError):
+            os.write(descriptor, line.encode())

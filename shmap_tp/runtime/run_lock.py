@@ -19,10 +19,10 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from fsspec.core import url_to_fs
@@ -40,6 +40,7 @@ LOST_SECONDS = 60.0
 ENDING_SECONDS = 3.0
 """How long a start waits for an owner on this machine to end: a process that was just killed needs a moment."""
 POLL_SECONDS = 0.5
+_ON_PROCESS_0 = partial(on_process_0, "lock")
 LOCK = re.compile(r"writer-([0-9]+)\.lock")
 
 
@@ -189,11 +190,15 @@ class DirectoryLock:
 
 
 @contextmanager
-def lock_directories(directories: dict[str, str], peers: Peers | None) -> Iterator[None]:
+def lock_directories(
+    directories: dict[str, str],
+    peers: Peers | None,
+    call_on_process_0: Callable[[Callable[[], None]], None] = _ON_PROCESS_0,
+) -> Iterator[None]:
     """Context in which this run alone writes to `directories`, by configuration key; they are created.
 
-    Must be entered by all processes; process 0 acquires the locks while the others wait.  Raises UserError in all of
-    them if another run writes there, or if a directory cannot be written.
+    Must be entered by all processes; process 0 acquires the locks in `call_on_process_0` while the others wait.
+    Raises UserError in all of them if another run writes there, or if a directory cannot be written.
     """
     locks: list[DirectoryLock] = []
     left = threading.Event()
@@ -206,7 +211,7 @@ def lock_directories(directories: dict[str, str], peers: Peers | None) -> Iterat
 
     before_exit.append(release)
     try:
-        on_process_0("lock", lambda: _acquire(directories, locks))
+        call_on_process_0(lambda: _acquire(directories, locks))
         renewing.start()
         yield
     finally:

@@ -12,7 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import jax
@@ -83,7 +83,8 @@ class StopRequest:
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
         if self._is_training and not again:
-            os.write(2, STOPPING)  # not print: the signal may have interrupted one
+            with suppress(OSError):  # nobody may read it any more
+                os.write(2, STOPPING)  # not print: the signal may have interrupted one
         if not (again or self._is_training or self._left.is_set()):
             raise StoppedEarly
 

@@ -14,7 +14,6 @@ often a diverging run is stopped and resumed, all checkpoints from before the st
 
 import itertools
 import json
-import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,10 +42,6 @@ from shmap_tp.training.checkpoint_files import (
     saved_state,
 )
 from shmap_tp.training.step import State
-
-logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in record.getMessage())
-"""Orbax logs the traceback of each of its threads that fails, although the error is also raised here."""
-
 
 CHUNK_BYTES = 128 * 2**20
 """The largest chunk in which an array is stored: what a reader of a part of it has in memory."""

@@ -6,6 +6,7 @@ Only reads.  A read error says nothing about a checkpoint, and is raised; only a
 import errno
 import hashlib
 import json
+import logging
 import os
 import stat
 from typing import Any
@@ -14,6 +15,10 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.errors import StorageError
+
+SAID_ELSEWHERE = "_SignalingThread.run() raised", "Failed to get metadata for checkpointable"
+logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in SAID_ELSEWHERE))
+"""What Orbax logs about failures whose error is also raised here."""
 
 MANIFEST = "sha256.json"
 """The hash of every other file of a checkpoint, by path; written last."""
@@ -104,7 +109,7 @@ def _unusable(directory: epath.Path, why: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """The beginning of the first line of an error's message."""
-    return (str(error).strip().splitlines() or [""])[0][:200]
+    return (str(error).strip().splitlines() or [""])[0].partition(" See full TensorStore details")[0][:200]
 
 
 def hashes(directory: epath.Path) -> dict[str, str]:

@@ -14,9 +14,11 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.data.batches import Batches
+from shmap_tp.data.files import reading
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import make_mesh
@@ -112,8 +114,10 @@ def verify_checkpoints(directory: str) -> bool:
 
     Only reads, so it can be used while a run writes there.
     """
-    path = directory_of_checkpoints(epath.Path(directory))
-    steps = checkpoint_steps(path)
+    check_path("DIRECTORY", directory, SCHEMES["checkpoint.dir"])
+    with reading(directory):
+        path = directory_of_checkpoints(epath.Path(directory))
+        steps = checkpoint_steps(path)
     if not steps:
         raise UserError(
             f"{directory} has no checkpoint; name the run.dir or the checkpoint.dir of a run that has saved one"

@@ -77,7 +77,7 @@ def test_a_directory_that_cannot_be_listed_is_refused_instead_of_left_out(tmp_pa
 
 
 ODD_NAMES = {
-    "a long name": ("x" * 256, "File name too long"),
+    "a long name": ("x" * 256, "has a name of 256 bytes; file systems allow 255"),
     "a URL": ("gs://bucket/x", "is a URL, but --out must name a directory"),
     "a FIFO": ("fifo", "is a file; --out must name a directory"),
     "a symlink loop": ("loop", "is a symlink loop; --out must name a directory"),

@@ -86,7 +86,6 @@ def test_an_answer_ends_before_a_stop_text(run, capsys):
         (["--prompt", "a", "--top-k", "3000000000"], "top_k=3000000000 must be 0 (all tokens) to 2147483647"),
         (["--prompt", "a", "--temperature", "1e-40"], "temperature=1e-40 must be 0 (greedy), or 1e-6 to 1e6"),
         (["--prompt", "a", "--repetition-penalty", "1e39"], "repetition_penalty=1e+39 must be in 1e-6 to 1e6"),
-        (["--prompt", "caf\udce9"], "the text is not UTF-8: 'caf\\udce9' at character 3"),
         (["--prompt", "a", "--stop", ""], "a stop text is empty"),
         (["--prompt", "a" * 16], "leave no room for a new one in model.context=16"),
         (["--prompt", "a", "--step", "3"], "holds no checkpoint of step 3"),
@@ -98,6 +97,15 @@ def test_an_answer_ends_before_a_stop_text(run, capsys):
         (["--prompt", "a", "--out", "/nowhere/out.jsonl"], "--out /nowhere/out.jsonl cannot be written"),
         (["--prompt", "a", "--out", "/dev/full"], "--out /dev/full could not be written: No space left on device"),
         (["--prompt", "a", "--batch", "0"], "--batch 0 must be at least 1"),
+        (["--prompt", "a", "--top-k", "9" * 30], "must be 0 (all tokens) to 2147483647"),
+        (["--prompt", "a", "--temperature", "1e300"], "temperature=1e+300 must be 0 (greedy), or 1e-6 to 1e6"),
+        (
+            ["--prompt", "a", "--repetition-penalty", "1e-300"],
+            "repetition_penalty=1e-300 must be in 1e-6 to 1e6 (1 is none)",
+        ),
+        (["--prompt", "a", "--samples", "9" * 9], "samples=999999999 must be at least 1 and at most 65536"),
+        (["--prompt", "a\udcff"], "prompt 0 has bytes that are not UTF-8"),
+        (["--prompt", "a", "--tokenizer", "a" * 300], "cannot be read: File name too long"),
     ],
     ids=str,
 )
@@ -151,6 +159,21 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(run):
         assert process.stderr.read() == "" and process.wait(timeout=60) == 141
 
 
+def test_a_file_of_prompts_that_cannot_be_used_is_named_and_stays(run, capsys, tmp_path):
+    file = tmp_path / "p.jsonl"
+    for content, message in (
+        (b'{"a":' * 100_000, "line 1 must be an object such as"),
+        (b'{"prompt": "\\ud800"}', "prompt 0 has bytes that are not UTF-8, or half of a surrogate pair"),
+        (b'{"prompt": "a"}', "is the file of --prompts, which it would replace"),
+        (b"", "there is no prompt"),
+    ):
+        file.write_bytes(content)
+        given = ["--checkpoint", str(run), "--prompts", str(file), "--out", str(file), "--overwrite"]
+        code, _, error = called(generate, capsys, *given)
+        assert code == 2 and message in error and error.count("\n") <= 2
+        assert file.read_bytes() == content
+
+
 def test_evaluate_agrees_with_the_logits(run, capsys):
     """5 sequences, two at a time."""
     code, printed, _ = called(evaluate, capsys, "--checkpoint", str(run), "--sequences", "5", "--batch", "2", "--json")
@@ -174,6 +197,24 @@ def test_what_evaluate_refuses(run, capsys):
         (["--data", "/nowhere"], "does not exist"),
         (["--sequences", "0"], "--sequences 0 must be at least 1"),
         (["mesh.dp=x"], "is not mesh.dp=N"),
+        (["--data", ""], "--data is empty"),
+        (["--tasks", ","], "--tasks names no task"),
+        (["--tasks", ""], "--tasks names no task"),
+        (["--tasks", "x", "--fewshot", "-1"], "--fewshot -1 must be at least 0"),
     ):
         code, _, error = called(evaluate, capsys, "--checkpoint", str(run), *arguments)
         assert code == 2 and message in error and error.count("\n") <= 2
+
+
+def test_a_batch_that_is_larger_than_the_file_is_the_file(run, capsys):
+    printed = [
+        called(evaluate, capsys, "--checkpoint", str(run), "--sequences", "3", "--batch", batch)[:2]
+        for batch in ("3", "9" * 30)
+    ]
+    assert printed[0] == printed[1] and printed[0][0] == 0
+
+
+def test_an_empty_name_of_a_pretrained_model_is_refused(capsys):
+    for command, given in ((generate, ["--prompt", "a"]), (evaluate, [])):
+        code, _, error = called(command, capsys, "--pretrained", "", *given)
+        assert code == 2 and "an empty name is not a directory" in error

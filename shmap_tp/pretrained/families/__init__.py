@@ -1,5 +1,6 @@
 """The model families that can be read and written.  A new one is a file of tables, and an entry here."""
 
+from shmap_tp.config.text import shown
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.families.gemma import GEMMA
 from shmap_tp.pretrained.families.gpt2 import GPT2
@@ -17,10 +18,12 @@ FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, GPTJ, GEMMA)
 def find_family(config: dict, where: str) -> Family:
     """The family of a config.json, the content of `where`.  Raises UserError for one that is not in the list."""
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise UserError(f"{where}: architectures={shown(architectures)} must be a list; copy the file again")
     for family in FAMILIES:
         is_named = family.architecture in architectures
         if is_named or (not architectures and family.model_type == config.get("model_type")):
             return family
     named = ", ".join(map(str, architectures)) or f"model_type={config.get('model_type')}"
     known = ", ".join(family.architecture for family in FAMILIES)
-    raise UserError(f"{where}: the architecture {named} is not supported; supported are {known}")
+    raise UserError(f"{where}: the architecture {shown(named)} is not supported; supported are {known}")

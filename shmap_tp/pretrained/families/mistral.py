@@ -10,7 +10,7 @@ from shmap_tp.pretrained.rotary_keys import RotaryKeys
 
 def _window(config: Mapping[str, Any]) -> ContextLimit | None:
     window = config.get("sliding_window", 4096)
-    return None if window is None else ContextLimit(window, f"sliding_window={window}")
+    return None if window is None else ContextLimit.of("sliding_window", window)
 
 
 MISTRAL = Family(

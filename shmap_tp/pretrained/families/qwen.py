@@ -10,8 +10,8 @@ from shmap_tp.pretrained.rotary_keys import RotaryKeys
 
 def _window(config: Mapping[str, Any]) -> ContextLimit | None:
     window, kinds = config.get("sliding_window", 4096), config.get("layer_types")
-    used = config.get("use_sliding_window", False) if kinds is None else "sliding_attention" in kinds
-    return ContextLimit(window, f"sliding_window={window}") if used and window is not None else None
+    used = config.get("use_sliding_window", False) if kinds is None else "sliding_attention" in str(kinds)
+    return ContextLimit.of("sliding_window", window) if used and window is not None else None
 
 
 _COMMON = {

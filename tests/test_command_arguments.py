@@ -1,0 +1,47 @@
+"""Arguments that a command would ignore or misread are refused in one line, and nothing is written."""
+
+import pytest
+
+from shmap_tp import prepare, verify
+from shmap_tp.errors import UserError
+from shmap_tp.plan.__main__ import main, make_parser
+
+
+@pytest.mark.parametrize("flag", ["model", "from-pretrained", "cfg", "json", "topology"])
+def test_the_planner_refuses_an_empty_value_in_place_of_its_default(flag):
+    """Such as that of a shell variable that is not set."""
+    arguments = make_parser().parse_args(["--dp", "1", "--mp", "1", "--ledger", f"--{flag}", ""])
+    with pytest.raises(UserError, match=f"--{flag} is empty"):
+        main(arguments)
+
+
+@pytest.mark.parametrize("file", ["/nowhere/recipe.yaml", "/tmp", "x" * 300])
+def test_a_search_is_refused_before_it_begins_if_its_recipe_cannot_be_written(file):
+    arguments = make_parser().parse_args(["--version", "v5e", "--devices", "4", "--model", "test", "--recipe", file])
+    with pytest.raises(UserError, match=r"--recipe .*: cannot be written; create its directory"):
+        main(arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--out", "~/tokens"], "only a shell replaces ~"),
+        (["--out", ""], "--out is empty"),
+        (["--out", "gs://bucket/tokens"], "is a URL, but --out must name a directory"),
+        (["--out", "tokens", "--end-of-text", "x"], "--end-of-text x does not apply to --tokenizer bytes"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_prepare_refuses(tmp_path, monkeypatch, capsys, given, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text " * 100)
+    assert prepare.main(["--text", "a.txt", *given]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("directory", ["", "foo://bucket/run", "x" * 300, "nowhere"])
+def test_verify_names_a_directory_that_has_no_checkpoint(directory, capsys):
+    assert verify.main(["checkpoint", directory]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

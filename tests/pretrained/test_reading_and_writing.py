@@ -200,6 +200,18 @@ def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_refused(tmp
         shmap_tp.from_pretrained(directory)
 
 
+def test_a_head_that_differs_from_the_embedding_that_it_is_tied_to_is_refused(tmp_path):
+    """transformers 5 would use it; one that is the same, as older versions wrote it, is skipped."""
+    directory = write_directory(tmp_path / "m", "gpt2")
+    head = read_tensors(directory)["transformer.wte.weight"].copy()
+    edited(directory, **{"lm_head.weight": head})
+    assert logit_error(directory, "gpt2") < 2e-5
+    head[-1, -1] += 1
+    edited(directory, **{"lm_head.weight": head})
+    with pytest.raises(UserError, match=r"lm_head.weight differs from the embedding, which .*config.json uses in its"):
+        shmap_tp.from_pretrained(directory)
+
+
 def test_directories_that_cannot_be_used_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"nothere is not a directory; name one with config.json and"):
         shmap_tp.from_pretrained(tmp_path / "nothere")

@@ -101,6 +101,7 @@ def test_inspect_prints_shape_parameters_and_meshes(work, tmp_path, capsys):
     total = sum(values.size for values in read_tensors(work / "model").values())
     assert "LlamaForCausalLM" in said and "kv_heads=2" in said and "mesh.mp in {1, 2, 4, 8}" in said
     assert f"{total:,}" in said and "ids up to 96" in said and "complete" in said
+    assert "embedding_scale" not in said and max(map(len, said.splitlines()[1:])) <= 120
     directory = tmp_path / "larger"
     shutil.copytree(work / "model", directory)
     (directory / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 97}}}')

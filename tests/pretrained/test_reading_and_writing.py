@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import shmap_tp
+from shmap_tp import api
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.pretrained import reading, tensor_files
 from shmap_tp.pretrained.export import save_model
@@ -153,7 +154,9 @@ def test_the_comparison_fails_with(tmp_path, monkeypatch, what):
     [
         ("gptj", "rotary_pairing=half"),
         ("gpt_neox", "rotary_dim=null"),
+        ("gpt_neox", "rotary_pairing=neighbouring"),
         ("llama", "norm_epsilon=1e-4"),
+        ("gpt2", "norm_epsilon=1e-4"),
         ("llama", "rotary_scaling=none"),
         ("gemma", "embedding_scale=1.0"),
         ("gpt2", "mlp=gelu_erf"),
@@ -163,8 +166,8 @@ def test_the_comparison_fails_with(tmp_path, monkeypatch, what):
 def test_the_comparison_fails_with_another_option(tmp_path, monkeypatch, case, changed):
     directory = write_directory(tmp_path / "m", case)
     monkeypatch.setattr("shmap_tp.pretrained.configuration.ARCHITECTURE_KEYS", frozenset())
-    load = shmap_tp.api.load_config
-    monkeypatch.setattr("shmap_tp.api.load_config", lambda *given, **more: load(*given, f"model.{changed}", **more))
+    load = api.load_config
+    monkeypatch.setattr(api, "load_config", lambda *given, **more: load(*given, f"model.{changed}", **more))
     assert logit_error(directory, case) > 5e-5
 
 
@@ -250,6 +253,13 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, when):
     with pytest.raises(StorageError, match="out could not be written: No space left on device; nothing is left there"):
         model.save_pretrained(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_with_its_reason(tmp_path):
+    model = shmap_tp.from_pretrained(write_directory(tmp_path / "m", "llama"))
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"file/out could not be written: .*; nothing is left there, name another"):
+        model.save_pretrained(tmp_path / "file" / "out")
 
 
 def test_the_tokenizer_and_the_generation_settings_are_copied(tmp_path):

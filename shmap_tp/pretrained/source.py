@@ -17,7 +17,7 @@ from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.family import Family
 from shmap_tp.pretrained.tensor_files import StoredTensor, read_header
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 """Files of the tokenizer, which are copied to what is written."""
 DESCRIPTION, WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja"), ("*.safetensors",)
@@ -47,6 +47,8 @@ class Source:
         """Where each tensor is.  Raises UserError if files are missing, damaged or not safetensors."""
         if self.hub_name:
             _download(self.hub_name, WEIGHTS, revision=self.directory.name)
+        if (self.directory / SINGLE).is_file():  # as in transformers, whatever else is there
+            return read_header(self.directory / SINGLE)
         if (self.directory / INDEX).is_file():
             return self._indexed(read_json_file(self.directory / INDEX))
         files = sorted(self.directory.glob("*.safetensors"))

@@ -8,6 +8,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp.errors import UserError
+from shmap_tp.model.flops import parameter_terms
 from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.writing import target_of
 from tests.helpers.paths import ROOT
@@ -159,6 +160,17 @@ def test_keys_of_published_models_are_known(tmp_path, model):
     if changed.get("rope_scaling") == "llama3":
         changed = changed | {"rope_scaling": reference("llama")["config"]["rope_parameters"], "rope_parameters": None}
     assert config_of(tmp_path, case, **changed).model.vocabulary == 97
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [("Llama-3.1-8B", 8_030_261_248), ("Llama-3.1-70B", 70_553_706_496), ("Qwen3-8B", 8_190_735_360)],
+)
+def test_published_shapes_have_the_published_number_of_parameters(model, parameters):
+    """benchmarks/pretrained has their config.json."""
+    given = [f"model.from_pretrained={ROOT / 'benchmarks' / 'pretrained' / model}", "mesh.mp=1"]
+    found = shmap_tp.load_config(*given, file=FINETUNE).model
+    assert sum(parameter_terms(found).values()) == parameters
 
 
 def test_gpt_neox_20b_has_the_tanh_form_of_gelu(tmp_path):

@@ -113,6 +113,14 @@ def test_a_sharded_directory_is_written_with_its_index_and_read_again(tmp_path, 
         shmap_tp.from_pretrained(tmp_path / "out")
 
 
+def test_model_safetensors_is_read_where_there_are_other_files(tmp_path):
+    """As by transformers: Mistral's directories have a second copy, and a directory may have been written to twice."""
+    directory = write_directory(tmp_path / "in", "llama")
+    write_tensors(directory / "consolidated.safetensors", {"output.weight": np.ones((2, 2))})
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    assert logit_error(directory, "llama") < 2e-5
+
+
 def test_old_files_with_buffers_and_without_the_head_of_the_model_are_read(tmp_path):
     directory = write_directory(tmp_path / "in", "gpt2")
     named = {name.removeprefix("transformer."): values for name, values in read_tensors(directory).items()}

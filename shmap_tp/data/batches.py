@@ -139,7 +139,7 @@ def _warn_of_another_tokenizer(config: Config, meta: Meta) -> None:
     if config.model.from_pretrained is None or meta.tokenizer_sha256 is None or not own.is_file():
         return
     if hashlib.sha256(own.read_bytes()).hexdigest() != meta.tokenizer_sha256:
-        say(
+        print_on_process_0(
             f"warning: {config.data.dir} was tokenized with another tokenizer than {own}; prepare it with --tokenizer "
             f"{config.model.from_pretrained}, if the model is to read it"
         )

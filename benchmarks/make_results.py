@@ -6,7 +6,7 @@ results/published.jsonl   calibration.py          results/cpu.jsonl         benc
 results/tpu.jsonl         benchmark_tpu.py --json results/gpu.jsonl         benchmark_gpu.py --json
 results/gpu_plan.jsonl benchmark_gpu.py --version
 results/ring.jsonl        benchmark_tpu.py --json results/observed.jsonl    written by hand: what, value, command
-results/layerwise.jsonl   benchmark_layerwise.py --json
+results/layerwise.jsonl   benchmark_layerwise.py --json   results/pretrained.jsonl  plan --from-pretrained --json
 results/searches.jsonl    from what the commands print    results/whole_space.jsonl whole_space.py
 results/generation.jsonl  shmap_tp.plan --decode --json    results/generation_cpu.jsonl benchmark_generate.py --json
 """
@@ -27,7 +27,7 @@ from result_format import (
     seconds,
 )
 from search_results import searches
-from tpu_results import PROGRAMS, collective_matmul_steps, tpu_steps
+from tpu_results import PROGRAMS, collective_matmul_steps, pretrained_steps, tpu_steps
 
 HEAD = """# Results
 
@@ -239,7 +239,7 @@ def observations() -> str:
 
 def text() -> str:
     """The text of RESULTS.md."""
-    sections = [HEAD, calibration(), tpu_steps(), collective_matmul_steps(), gpu_steps()]
+    sections = [HEAD, calibration(), tpu_steps(), pretrained_steps(), collective_matmul_steps(), gpu_steps()]
     sections += [searches(), generation(), layerwise(), cpu_steps()]
     return "\n".join(section for section in [*sections, observations()] if section)
 

@@ -54,6 +54,12 @@ SCALING_NOTES = """
 Weak scaling over slices that communicate over the data-centre network (`mesh.slices`).
 """
 
+PRETRAINED_NOTES = """
+The shapes are those of the published config.json files (`benchmarks/pretrained`), which is all that a plan needs.
+Master weights, gradients and AdamW's state in float32 take 16 bytes a parameter: Llama 3.1 70B fits none of the small
+slices.
+"""
+
 COLLECTIVE_MATMUL_NOTES = """
 A collective matmul overlaps its communication fully if the matmul has enough features per device: about 3055 on a v4,
 2550 on a v5p, 2190 on a v5e, 5100 on a v6e (`shmap_tp/parallel/collective_matmul.py`).  16B on (4, 16) has 2304 at the
@@ -104,6 +110,11 @@ def _compiler_options(row: dict) -> str:
 def tpu_steps() -> str:
     rows = read_rows("tpu")
     return step_table("Steps on TPU slices", rows) + _maxtext_comparison(rows) + _weak_scaling(rows)
+
+
+def pretrained_steps() -> str:
+    rows = read_rows("pretrained")
+    return step_table("Training pretrained models on", rows) + PRETRAINED_NOTES if rows else ""
 
 
 def collective_matmul_steps() -> str:

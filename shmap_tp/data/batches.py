@@ -7,6 +7,7 @@ position i % n of that epoch's permutation.  It depends on neither the hosts nor
 any machine.  Only `device_batch` uses JAX; everything before it is numpy.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -132,6 +133,18 @@ def _warn_of_unused_rows(config: Config, meta: Meta, largest: int) -> None:
         )
 
 
+def _warn_of_another_tokenizer(config: Config, meta: Meta) -> None:
+    """Print a line if the data was tokenized with another tokenizer.json than that of model.from_pretrained."""
+    own = Path(config.model.from_pretrained or "") / TOKENIZER
+    if config.model.from_pretrained is None or meta.tokenizer_sha256 is None or not own.is_file():
+        return
+    if hashlib.sha256(own.read_bytes()).hexdigest() != meta.tokenizer_sha256:
+        print_on_process_0(
+            f"warning: {config.data.dir} was tokenized with another tokenizer than {own}; prepare it with --tokenizer "
+            f"{config.model.from_pretrained}, if the model is to read it"
+        )
+
+
 class Batches:
     """The training and validation batches of one run, on its devices."""
 
@@ -148,6 +161,7 @@ class Batches:
         (self._train, self._validation), meta, self.tokenizer = open_data(config.data, SPLITS, **sizes)
         self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
         _warn_of_unused_rows(config, meta, max(self._train.largest, self._validation.largest))
+        _warn_of_another_tokenizer(config, meta)
         self.identity = data_identity(self._train, self._validation, meta, seed=self._seed, batch=self._batch)
         multiple = config.mesh.dp * config.train.microbatches
         self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch, multiple)

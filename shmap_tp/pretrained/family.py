@@ -29,8 +29,14 @@ ARCHITECTURE_KEYS = frozenset(ModelConfig.__dataclass_fields__) - {
 }
 """Keys of the `model` section that determine what is computed, and so follow from config.json."""
 
-GELUS = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
-"""Names of activation functions, and ours."""
+GELUS = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
+"""Names of activation functions, and ours.  GPT-NeoX-20B has gelu_fast."""
+
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
+"""Values of layer_types."""
+
+SIZES = frozenset({"width", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "rotary_dim"})
+"""Keys of the `model` section that are whole numbers above 0."""
 
 _HARMLESS = """
     architectures model_type auto_map name_or_path transformers_version torch_dtype dtype tokenizer_class
@@ -39,10 +45,10 @@ _HARMLESS = """
     initializer_range problem_type id2label label2id num_labels task_specific_params finetuning_task
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop classifier_dropout
+    attention_probs_dropout_prob hidden_dropout_prob custom_pipeline custom_pipelines max_sequence_length
     gradient_checkpointing pretraining_tp chunk_size_feed_forward is_llama_config max_window_layers n_ctx
     max_length min_length temperature top_k top_p do_sample num_beams repetition_penalty length_penalty
     no_repeat_ngram_size transformers.js_config unsloth_version unsloth_fixed reorder_and_upcast_attn
-    
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keys that do not change the logits: names and versions, special tokens, generation, how transformers computes, and
@@ -118,17 +124,16 @@ class Family:
 
         Raises UserError for a key or a value that is not supported, or a key that is missing.
         """
+        self._check_sizes(config, where)
         found = dict(self.fixed)
         for key in self.keys:
             value = config.get(key.theirs)
             if value is None:
                 value = key.default(config) if callable(key.default) else key.default
-            if value is REQUIRED:
-                raise UserError(f"{where}: {key.theirs} is missing, which every {self.architecture} has")
             if key.values is None:
                 value = value_for(key.ours[0], value, key.theirs, where)
             else:
-                if value not in list(key.values):
+                if value not in list(key.values):  # a list, because the value may be one that has no hash
                     raise UserError(
                         f"{where}: {key.theirs}={shown(value)} is not supported for {self.architecture}; "
                         f"supported is {' or '.join(map(str, key.values))}"
@@ -141,9 +146,25 @@ class Family:
         self._refuse_unknown(config, where)
         return found
 
+    def _check_sizes(self, config: Mapping[str, Any], where: str) -> None:
+        """Raises UserError if a size is missing, or is not an integer above 0."""
+        required = [key.theirs for key in self.keys if key.default is REQUIRED] + [self.context_key]
+        optional = [key.theirs for key in self.keys if SIZES.intersection(key.ours)] + ["sliding_window"]
+        for name in [*required, *optional]:
+            value = config.get(name)
+            if value is None and name in required:
+                raise UserError(f"{where}: {name} is missing, which every {self.architecture} has")
+            if value is not None:
+                size(value, name, where)
+
     def _refuse_unknown(self, config: Mapping[str, Any], where: str) -> None:
         known = HARMLESS | {key.theirs for key in self.keys} | {self.context_key} | self.ignored
         known |= self.rotary.names if self.rotary else set()
+        kinds = config.get("layer_types")
+        if kinds and not (isinstance(kinds, list) and all(kind in ATTENTION_KINDS for kind in kinds)):
+            raise UserError(
+                f"{where}: layer_types={shown(kinds)} is not supported; supported are {' and '.join(ATTENTION_KINDS)}"
+            )
         for name, value in config.items():
             if name in self.only and value is not None and value not in self.only[name]:
                 raise UserError(
@@ -167,7 +188,6 @@ class Family:
         values = normalized({key: getattr(model, key) for key in ARCHITECTURE_KEYS})
         for key in self.keys:
             value = values[key.ours[0]]
-
             if key.values is not None:
                 value = next((theirs for theirs, ours in key.values.items() if ours == value), None)
             config[key.theirs] = value
@@ -194,10 +214,14 @@ class Family:
                 raise UserError(f"{self.architecture} has no tensor for the parameter {path} of model {model.name}")
         return {path: (rows[path], Layout(rows[path].pattern, sizes)) for path in paths}
 
+    @property
+    def head(self) -> str:
+        """The name of the tensor of the output head."""
+        return next(row.theirs for row in self.rows if row.ours == "head.weight")
+
     def is_skipped(self, name: str, paths: Iterable[str]) -> bool:
         """Whether the tensor `name` is no parameter: a buffer, or the head of a model that ties it to the embedding."""
-        head = next(row.theirs for row in self.rows if row.ours == "head.weight")
-        return bool(re.search(self.buffers, name)) or (name == head and "head.weight" not in paths)
+        return bool(re.search(self.buffers, name)) or (name == self.head and "head.weight" not in paths)
 
 
 NEUTRAL = {

@@ -1,5 +1,6 @@
 """The report of `python -m shmap_tp.pretrained inspect` on a Hugging Face directory."""
 
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from shmap_tp.model.flops import parameter_terms
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked
 from shmap_tp.pretrained.configuration import load
-from shmap_tp.pretrained.family import plain
+from shmap_tp.pretrained.family import NEUTRAL, plain
 from shmap_tp.pretrained.reading import find_tensors, paths_of
 from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.training.environment import compute_dtype
@@ -39,9 +40,11 @@ def inspect(name: str) -> str:
     source = open_source(name)
     config = _config(name)
     model, terms = config.model, parameter_terms(config.model)
-    options = [f"{key}={plain(getattr(model, key))}" for key in SHOWN if getattr(model, key) not in (None, False)]
+    options = {key: plain(getattr(model, key)) for key in SHOWN}
+    shown = [f"{key}={value}" for key, value in options.items() if value not in (None, False, NEUTRAL.get(key))]
     limit = source.family.context_limit(source.config)
-    lines = [f"{source.directory}: {source.family.architecture}", "", "  " + " ".join(options)]
+    lines = [f"{source.directory}: {source.family.architecture}", ""]
+    lines += textwrap.wrap(" ".join(shown), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     lines += [f"  context up to {limit.tokens} ({limit.reason}); {model.context} unless model.context is given", ""]
     lines += [f"  {what:<24}{count:>16,}" for what, count in terms.items() if count]
     lines += [f"  {'parameters':<24}{sum(terms.values()):>16,}", ""]
@@ -64,7 +67,7 @@ def _fitting_mp(config: Config) -> tuple[list[int], str | None]:
             validate(replace(config, mesh=replace(config.mesh, mp=mp)))
             fitting.append(mp)
         except UserError as error:
-            refusal = refusal or str(error)
+            refusal = refusal or str(error).partition(";")[0]  # without the sizes that fit this one rule
     return fitting, refusal
 
 

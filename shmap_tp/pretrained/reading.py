@@ -6,7 +6,7 @@ shard that several devices of a process have (replicas over dp) is read once for
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -76,6 +76,7 @@ def find_tensors(
                 )
         found[path] = _with_rows(layout, tensors[names[0]], row.ours), [tensors[name] for name in names]
         used |= set(names)
+    _check_tied_head(source, tensors, found)
     unexpected = [name for name in sorted(tensors.keys() - used) if not family.is_skipped(name, stacked)]
     if unexpected:
         more = f" and {len(unexpected) - 1} others" if len(unexpected) > 1 else ""
@@ -84,6 +85,20 @@ def find_tensors(
             f"{family.architecture} with this config.json has no parameter"
         )
     return found
+
+
+def _check_tied_head(source: Source, tensors: Mapping[str, StoredTensor], found: Mapping[str, Any]) -> None:
+    """Raises UserError if the files have a head that differs from the embedding although config.json ties them:
+    transformers would use that head."""
+    head = tensors.get(source.family.head)
+    embedding = found["embedding.weight"][1][0]
+    if head is None or "head.weight" in found:
+        return
+    if (head.shape, head.dtype, head.sample()) != (embedding.shape, embedding.dtype, embedding.sample()):
+        raise UserError(
+            f"{head.file}: {source.family.head} differs from the embedding, which {source.config_file} uses in its "
+            f"place;\nset tie_word_embeddings to false there, or remove the tensor"
+        )
 
 
 def _fits(shape: tuple[int, ...], layout: Layout, path: str) -> bool:

@@ -39,14 +39,16 @@ class RotaryKeys:
 
     def read(self, config: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
         """The `rotary_` keys of the `model` section."""
-        scaling = dict(section(config.get("rope_scaling"), "rope_scaling", where))
-        scaling |= section(config.get("rope_parameters"), "rope_parameters", where)
+        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as transformers prefers them
+        scaling = section(config.get(name), name, where)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         base = scaling.get("rope_theta", config.get(self.base, config.get("rope_theta")))
-        found = {"rotary_base": number(self.default_base if base is None else base, self.base, where)}
+        base = number(self.default_base if base is None else base, self.base, where)
+        if base <= 0:
+            raise UserError(f"{where}: {self.base}={base:g} must be a number above 0; copy the file again")
+        found = {"rotary_base": base}
         extra = set(scaling) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
         if kind not in ("default", "llama3") or (kind == "default" and extra):
-            name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
             raise UserError(f"{where}: {name}={shown(config[name])} is not supported; supported are default and llama3")
         if kind == "llama3":
             for theirs, ours in LLAMA3.items():
@@ -61,13 +63,18 @@ class RotaryKeys:
     def _read_partial(
         self, config: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, where: str
     ) -> dict[str, Any]:
-        given = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        name = "partial_rotary_factor"
+        given = scaling.get(name, config.get(name))
         if not self.partial:
             if given not in (None, 1.0):
-                raise UserError(f"{where}: partial_rotary_factor={shown(given)} is not supported for this architecture")
+                raise UserError(f"{where}: {name}={shown(given)} is not supported for this architecture")
             return {}
-        given = config.get(self.partial, self.default_partial) if given is None else given
-        rotated = int(head_dim * number(given, self.partial, where))
+        if given is None:
+            name, given = self.partial, config.get(self.partial, self.default_partial)
+        given = number(given, name, where)
+        if not 0 < given <= 1:
+            raise UserError(f"{where}: {name}={given:g} must be a number above 0 and at most 1; copy the file again")
+        rotated = int(head_dim * given)
         return {"rotary_dim": None if rotated == head_dim else rotated}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

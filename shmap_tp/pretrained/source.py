@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +17,13 @@ from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.family import Family
 from shmap_tp.pretrained.tensor_files import StoredTensor, read_header
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 """Files of the tokenizer, which are copied to what is written."""
-DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+DESCRIPTION, WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja"), ("*.safetensors",)
+"""What is downloaded of a model on the hub when it is opened, and when its weights are needed."""
+NOT_DOWNLOADED = ("*/*", "consolidated*")
+"""Directories with other formats of the weights, and Mistral's second copy of them."""
 FINGERPRINT_BYTES = 4096
 
 
@@ -31,6 +34,8 @@ class Source:
     directory: Path
     config: Mapping[str, Any]
     family: Family
+    hub_name: str | None = None
+    """The name on the hub of a snapshot whose weights are not there yet."""
 
     @property
     def config_file(self) -> str:
@@ -40,6 +45,10 @@ class Source:
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Where each tensor is.  Raises UserError if files are missing, damaged or not safetensors."""
+        if self.hub_name:
+            _download(self.hub_name, WEIGHTS, revision=self.directory.name)
+        if (self.directory / SINGLE).is_file():  # as in transformers, whatever else is there
+            return read_header(self.directory / SINGLE)
         if (self.directory / INDEX).is_file():
             return self._indexed(read_json_file(self.directory / INDEX))
         files = sorted(self.directory.glob("*.safetensors"))
@@ -99,14 +108,14 @@ def open_source(name: str) -> Source:
 
     Raises UserError if there is neither, if config.json is missing, or for an architecture that is not supported.
     """
-    directory = Path(os.path.expanduser(name))
+    directory, hub_name = Path(os.path.expanduser(name)), None
     with reading(name):
         if not directory.is_dir() or not name:
             if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
                 raise UserError(
                     f"{shown(name) or 'an empty name'} is not a directory; name one with config.json and *.safetensors"
                 )
-            directory = _download(name)
+            directory, hub_name = _download(name, DESCRIPTION, revision=None), name
         if not (directory / "config.json").is_file():
             raise UserError(
                 f"{directory} has no config.json; name a directory as transformers' save_pretrained writes it"
@@ -114,11 +123,11 @@ def open_source(name: str) -> Source:
     config = read_json_file(directory / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"{directory / 'config.json'} is not a JSON object; copy it again")
-    return Source(directory, config, find_family(config, str(directory / "config.json")))
+    return Source(directory, config, find_family(config, str(directory / "config.json")), hub_name)
 
 
-def _download(name: str) -> Path:
-    """The local copy of a model on the hub."""
+def _download(name: str, patterns: Sequence[str], revision: str | None) -> Path:
+    """The local copy of a model on the hub, a directory with the name of its revision; `patterns` are its files."""
     try:
         import huggingface_hub
     except ImportError:
@@ -127,7 +136,8 @@ def _download(name: str) -> Path:
             f"pip install -e '.[pretrained]'"
         ) from None
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED)))
+        files = {"allow_patterns": list(patterns), "ignore_patterns": list(NOT_DOWNLOADED)}
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, **files))
     except Exception as error:  # the library raises those of several HTTP clients
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{name} is not a directory, and cannot be read from the Hugging Face hub: {reason}") from error

@@ -33,6 +33,8 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
+SAMPLES, SAMPLE_BYTES = 256, 4096
+
 Box = Sequence[tuple[int, int]]
 """The range [start, stop) of each dim of a tensor, in some view of it."""
 
@@ -66,6 +68,15 @@ class StoredTensor:
         finally:
             os.close(descriptor)
         return buffer.view(self.dtype).reshape([stop - start for start, stop in box])
+
+    def sample(self) -> bytes:
+        """4096 bytes at each of up to 256 places of the tensor, or the whole of a small one."""
+        step = max(SAMPLE_BYTES, self.size // SAMPLES // SAMPLE_BYTES * SAMPLE_BYTES)
+        with self.file.open("rb") as stream:
+            return b"".join(
+                os.pread(stream.fileno(), min(SAMPLE_BYTES, self.size - at), self.offset + at)
+                for at in range(0, self.size, step)
+            )
 
     def write(self, view: Sequence[int], box: Box, values: Float[np.ndarray, "..."]) -> None:
         """Write `values` to `box` of the tensor seen with the shape `view`, cast to its dtype, into the existing

@@ -6,6 +6,7 @@ headers of the files and config.json are written last, and until then the direct
 that was killed leaves cannot be read as a model.
 """
 
+import errno
 import json
 import math
 import os
@@ -247,6 +248,7 @@ def _all_or_none(out: Path) -> Iterator[None]:
             failure = StorageError(f"{out} could not be written by another process, which prints the reason")
     if isinstance(failure, OSError):
         reason = failure.strerror or str(failure)
-        raise StorageError(f"{out} could not be written: {reason}; nothing is left there, free some space") from failure
+        way_out = "free some space" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "name another directory"
+        raise StorageError(f"{out} could not be written: {reason}; nothing is left there, {way_out}") from failure
     if failure is not None:
         raise failure

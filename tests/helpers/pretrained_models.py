@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+import shmap_tp
 from shmap_tp.pretrained.tensor_files import DTYPES
 
 REFERENCE = Path(__file__).parents[1] / "pretrained" / "reference"
@@ -121,3 +122,10 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
                 assert name not in found
                 found[name] = values.reshape(entry["shape"])
     return found
+
+
+def logit_error(directory: Path, case: str, **mesh: object) -> float:
+    """The largest difference from the logits of transformers, as a fraction of the largest logit."""
+    expected = reference(case)["logits"]
+    logits = shmap_tp.from_pretrained(directory, **mesh).logits(tokens()[:1, :-1])
+    return float(np.max(np.abs(np.asarray(logits)[0, POSITIONS] - expected)) / np.max(np.abs(expected)))

@@ -1,5 +1,8 @@
 """The models of every family against `transformers`: pip install -e '.[test-pretrained]'."""
 
+import itertools
+import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import build_step_functions
-from tests.helpers.assertions import assert_close, distances
+from tests.helpers.assertions import assert_same_bits, distances
 from tests.helpers.pretrained_models import CASES, file_name, read_tensors, tokens, weight, write_directory
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[test-pretrained]'")
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 every_case = pytest.mark.parametrize("case", CASES)
 TOLERANCE = {"float32": 2e-5, "float64": 1e-10}
+GRADIENT_TOLERANCE = 1e-4
 MESHES = {
     "(1,1)": {"dp": 1, "mp": 1},
     "(2,2)": {"dp": 2, "mp": 2, "tensor_parallel": "sequence", "zero": "fsdp"},
@@ -32,6 +36,7 @@ MESHES = {
     "(8,1)": {"dp": 8, "mp": 1, "zero": "fsdp"},
     "(2,4)": {"dp": 2, "mp": 4, "tensor_parallel": "sequence"},
 }
+MODES = ("all_reduce", "sequence", "collective_matmul")
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +94,47 @@ def _config(directory: Path, *more: str) -> Any:
     return shmap_tp.load_config(f"model.from_pretrained={directory}", "train.batch=2", *more, file=str(file))
 
 
+@cache
+def expected_of(directory: Path, case: str) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
+    """(logits, loss, gradients by the names of files) of transformers."""
+    model = theirs(directory)
+    logits = model(torch.tensor(tokens()[:, :-1])).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(tokens()[:, 1:]).flatten())
+    loss.backward()
+    gradients = {file_name(name, case): parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    return logits.detach().numpy(), float(loss.detach()), gradients
+
+
+def gradient_differences(model: shmap_tp.Model, loss: float, expected: Any, directory: Path) -> dict[str, float]:
+    """Those of the gradients, by the names of files; the loss is checked."""
+    ours, gradients = model.loss_and_gradients(tokens())
+    assert abs(float(ours) - loss) < 1e-5 * loss
+    save_model(directory, model.config, gradients, model.source, "float32")
+    return distances(read_tensors(directory), expected)
+
+
 @every_case
 @pytest.mark.parametrize("mesh", ["(1,1)", "(2,4)", "(2,2)"])
 def test_gradients_of_all_weights_are_those_of_transformers(directories, case, mesh, tmp_path):
-    reference = theirs(directories / case)
-    logits = reference(torch.tensor(tokens()[:, :-1])).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(tokens()[:, 1:]).flatten())
-    loss.backward()
-    expected = {file_name(name, case): parameter.grad.numpy() for name, parameter in reference.named_parameters()}
+    _, loss, expected = expected_of(directories / case, case)
     model = shmap_tp.from_pretrained(directories / case, **MESHES[mesh])
-    ours, gradients = model.loss_and_gradients(tokens())
-    assert abs(float(ours) - float(loss.detach())) < 1e-5 * float(loss.detach())
-    save_model(tmp_path / "gradients", model.config, gradients, model.source, "float32")
-    assert_close(read_tensors(tmp_path / "gradients"), expected, 1e-4)
+    found = gradient_differences(model, loss, expected, tmp_path / "gradients")
+    assert max(found.values()) < GRADIENT_TOLERANCE, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dp", "mp"), [(1, 1), (2, 2), (1, 4), (8, 1), (2, 4)])
+@every_case
+def test_logits_and_gradients_are_those_of_transformers_in_every_mode(directories, case, dp, mp, tmp_path):
+    """With and without FSDP; where a mode or FSDP makes no difference, one of them."""
+    logits, loss, expected = expected_of(directories / case, case)
+    for mode, zero in itertools.product(MODES if mp > 1 else MODES[:1], ("none", "fsdp") if dp > 1 else ("none",)):
+        model = shmap_tp.from_pretrained(directories / case, dp=dp, mp=mp, tensor_parallel=mode, zero=zero)
+        of_logits = difference(model.logits(tokens()[:, :-1]), logits)
+        of_gradients = gradient_differences(model, loss, expected, tmp_path / f"{mode} {zero}")
+        print(f"{case} ({dp},{mp}) {mode} {zero}: logits {of_logits:.1e}, gradients {max(of_gradients.values()):.1e}")
+        assert of_logits < TOLERANCE["float32"], (mode, zero, of_logits)
+        assert max(of_gradients.values()) < GRADIENT_TOLERANCE, (mode, zero, of_gradients)
 
 
 @every_case
@@ -114,6 +147,42 @@ def test_what_is_written_is_loaded_by_transformers_without_missing_or_unexpected
         assert np.array_equal(
             parameter.detach().numpy(), weight(file_name(name, case), tuple(parameter.shape), case)
         ), name
+
+
+@every_case
+def test_sharded_files_of_bfloat16_are_loaded_without_missing_or_unexpected_keys(directories, case, tmp_path):
+    """In files of at most 30 kB, with an index.  What transformers writes of it is read again."""
+    model = shmap_tp.from_pretrained(directories / case, **MESHES["(2,2)"])
+    save_model(tmp_path / "out", model.config, model.parameters, model.source, "bfloat16", shard_bytes=30_000)
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    for name, parameter in loaded.named_parameters():
+        expected = torch.tensor(weight(file_name(name, case), tuple(parameter.shape), case)).bfloat16()
+        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter.detach(), expected), name
+    loaded.save_pretrained(tmp_path / "back", max_shard_size="30KB")
+    written, back = (shmap_tp.from_pretrained(tmp_path / name).parameters for name in ("out", "back"))
+    assert_same_bits(back, written)
+
+
+def test_the_tokenizer_and_the_generation_settings_are_those_that_transformers_wrote(directories, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "</s>": 2, "b": 3, "<s>": 1}, unk_token="a")
+    directory = shutil.copytree(directories / "llama", tmp_path / "in")
+    given = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages }}"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), **given)
+    tokenizer.save_pretrained(directory)
+    settings = transformers.GenerationConfig(eos_token_id=[2, 3], temperature=0.5, do_sample=True, top_k=7)
+    settings.save_pretrained(directory)
+    shmap_tp.from_pretrained(directory, dp=2, mp=2).save_pretrained(tmp_path / "out")
+    written = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert written.get_vocab() == tokenizer.get_vocab() and written.chat_template == "{{ messages }}"
+    assert (written.bos_token_id, written.eos_token_id) == (1, 2)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").to_dict() == settings.to_dict()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generation_config.eos_token_id == [2, 3] and model.generation_config.top_k == 7
 
 
 def steps_of_torch(directory: Path, case: str, rate: float, decay: float, epsilon: float) -> dict[str, np.ndarray]:

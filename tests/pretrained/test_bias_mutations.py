@@ -1,6 +1,6 @@
 """A bias that is dropped, or added on every device of mp, differs from what transformers computed.
 
-The other errors are in test_reading_and_writing.py, and with dense references in tests/test_option_mutations.py.
+The other errors are in test_mutations.py, and with dense references in tests/test_option_mutations.py.
 """
 
 from pathlib import Path

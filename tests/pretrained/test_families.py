@@ -8,6 +8,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp.errors import UserError
+from shmap_tp.model.flops import parameter_terms
 from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.writing import target_of
 from tests.helpers.paths import ROOT
@@ -77,6 +78,28 @@ REFUSED = [
     ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling={'type': 'lin"),
     ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "the llama3 scaling of the rotary encoding has no factor"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "dynamic", "factor": 2}},
+        "rope_scaling={'type': 'dynamic', 'factor': 2} is not",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"rope_theta": 1e4, "rope_type": "longrope"}},
+        "'rope_type': 'longrope'} is not supported",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "{'full_attention': {'rope_theta': 10000.0}}",
+    ),
+    ("llama", {"layer_types": ["full_attention"]}, "layer_types=['full_attention'] is not a key that shmap_tp knows"),
+    ("llama", {"sliding_window": 16}, "sliding_window=16 is not a key that shmap_tp knows for LlamaForCausalLM"),
+    ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types=['full_attention', 'chunked_att"),
+    ("qwen2", {"attention_bias": True}, "attention_bias=True is not a key that shmap_tp knows for Qwen2ForCausalLM"),
+    ("gpt2", {"num_attention_heads": 4}, "num_attention_heads=4 is not a key that shmap_tp knows for GPT2LMHeadModel"),
+    ("gemma", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not a key that shmap_tp knows"),
+    ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act=quick_gelu is not supported for GPTNeoX"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False is not supported"),
     ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for GPTJForCausalLM"),
@@ -89,6 +112,76 @@ REFUSED = [
 def test_what_is_not_supported_is_refused_with_its_name_and_value(tmp_path, case, changed, message):
     said = refusal(tmp_path, case, **changed)
     assert message in said and f"{tmp_path}/config.json" in said
+
+
+MALFORMED = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM", 7],
+        "hidden_act": [[], {}],
+        "max_position_embeddings": [None, "x", 1.5, [], -1, True],
+        "num_attention_heads": ["x", 0, 1.5, {}],
+        "rope_parameters": ["x", 7, {"rope_theta": "a"}, {"rope_theta": -1}],
+        "rms_norm_eps": ["x", -1.0],
+        "tie_word_embeddings": ["x", 2],
+    },
+    "gpt2": {"n_embd": ["x", 0], "n_head": [0, []], "n_inner": [1.5], "n_positions": [None, 0]},
+    "gpt_neox": {"hidden_size": [{}, float("nan")], "rope_parameters": [{"partial_rotary_factor": 2.0}]},
+    "gemma": {"hidden_size": [-1, []]},
+    "mistral": {"sliding_window": ["x", 0, []]},
+    "qwen3": {"layer_types": [7, "x", [7]]},
+}
+
+
+@pytest.mark.parametrize(("case", "key"), [(case, key) for case, keys in MALFORMED.items() for key in keys])
+def test_a_value_of_another_type_or_out_of_range_is_refused(tmp_path, case, key):
+    for value in MALFORMED[case][key]:
+        said = refusal(tmp_path, case, **{key: value})
+        named = (key, "model.", *(value if isinstance(value, dict) else ()))
+        assert any(name in said for name in named), (value, said)
+
+
+PUBLISHED = {
+    "Llama-3.1-8B": ({"rope_scaling": "llama3", "rope_theta": 5e5, "pretraining_tp": 1, "mlp_bias": False}, "llama"),
+    "SmolLM2-135M": ({"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}, "llama"),
+    "Mistral-7B-v0.3": ({"sliding_window": None, "head_dim": 6}, "mistral"),
+    "Qwen2.5-0.5B": ({"use_mrope": False, "max_window_layers": 24, "use_sliding_window": False}, "qwen2"),
+    "gpt2": ({"n_ctx": 512, "task_specific_params": {"text-generation": {"max_length": 50}}}, "gpt2"),
+    "pythia-70m": ({"rotary_emb_base": 10000, "rotary_pct": 0.25, "rope_parameters": None}, "gpt_neox"),
+    "gpt-neox-20b": ({"hidden_act": "gelu_fast", "attention_probs_dropout_prob": 0.1}, "gpt_neox"),
+    "gpt-j-6b": ({"rotary": True, "scale_attn_weights": True, "gradient_checkpointing": False}, "gptj"),
+    "gemma-7b": ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gemma"),
+}
+"""Keys that the config.json of published models has, and this project's tests of logits do not have."""
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_keys_of_published_models_are_known(tmp_path, model):
+    changed, case = PUBLISHED[model]
+    if changed.get("rope_scaling") == "llama3":
+        changed = changed | {"rope_scaling": reference("llama")["config"]["rope_parameters"], "rope_parameters": None}
+    assert config_of(tmp_path, case, **changed).model.vocabulary == 97
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [("Llama-3.1-8B", 8_030_261_248), ("Llama-3.1-70B", 70_553_706_496), ("Qwen3-8B", 8_190_735_360)],
+)
+def test_published_shapes_have_the_published_number_of_parameters(model, parameters):
+    """benchmarks/pretrained has their config.json."""
+    given = [f"model.from_pretrained={ROOT / 'benchmarks' / 'pretrained' / model}", "mesh.mp=1"]
+    found = shmap_tp.load_config(*given, file=FINETUNE).model
+    assert sum(parameter_terms(found).values()) == parameters
+
+
+def test_gpt_neox_20b_has_the_tanh_form_of_gelu(tmp_path):
+    assert config_of(tmp_path, "gpt_neox", hidden_act="gelu_fast").model.mlp == "gelu"
+    assert config_of(tmp_path, "gpt_neox").model.mlp == "gelu_erf"
+
+
+def test_where_config_json_has_rope_scaling_and_rope_parameters_the_first_counts_as_in_transformers(tmp_path):
+    both = {"rope_scaling": {"rope_type": "default", "rope_theta": 7.0}}
+    model = config_of(tmp_path, "llama", **both).model
+    assert (model.rotary_base, model.rotary_scaling) == (7.0, "none")
 
 
 @pytest.mark.parametrize(

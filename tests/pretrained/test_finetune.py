@@ -1,5 +1,6 @@
 """Runs that start from pretrained weights: training, resuming without the directory, exporting, the commands."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 
 import shmap_tp
+from shmap_tp.data.batches import Batches
 from shmap_tp.data.tokenizer import open_tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.__main__ import main
+from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.paths import ROOT
 from tests.helpers.pretrained_models import read_tensors, reference, write_directory
@@ -32,6 +35,21 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = shmap_tp.load_config(*given, *RUN, file=str(ROOT / "conf" / "finetune.yaml"))
     assert shmap_tp.run_training(config)
     return work
+
+
+def test_data_of_another_tokenizer_than_the_models_is_warned_of(work, tmp_path, capsys):
+    data = shutil.copytree(work / "data", tmp_path / "data")
+    content = (work / "model" / "tokenizer.json").read_bytes()
+    given = [f"model.from_pretrained={work / 'model'}", f"data.dir={data}", *RUN]
+    config = shmap_tp.load_config(*given, file=str(ROOT / "conf" / "finetune.yaml"))
+    tokens = build_step_functions(config, shmap_tp.make_mesh(config), np.float32).tokens
+    for tokenizer in (content, content + b" "):
+        (data / "tokenizer.json").write_bytes(tokenizer)
+        meta = json.loads((data / "meta.json").read_text())
+        meta["tokenizer_sha256"] = hashlib.sha256(tokenizer).hexdigest()
+        (data / "meta.json").write_text(json.dumps(meta))
+        Batches(config, tokens)
+        assert ("was tokenized with another tokenizer than" in capsys.readouterr().out) == (tokenizer != content)
 
 
 def test_a_run_starts_from_the_weights_and_records_where_they_came_from(work):
@@ -101,6 +119,7 @@ def test_inspect_prints_shape_parameters_and_meshes(work, tmp_path, capsys):
     total = sum(values.size for values in read_tensors(work / "model").values())
     assert "LlamaForCausalLM" in said and "kv_heads=2" in said and "mesh.mp in {1, 2, 4, 8}" in said
     assert f"{total:,}" in said and "ids up to 96" in said and "complete" in said
+    assert "embedding_scale" not in said and max(map(len, said.splitlines()[1:])) <= 120
     directory = tmp_path / "larger"
     shutil.copytree(work / "model", directory)
     (directory / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 97}}}')

@@ -1,0 +1,60 @@
+"""Tensors or options of a family that are exchanged on purpose differ from what transformers computed.
+
+The errors of biases are in test_bias_mutations.py, and those with dense references in tests/test_option_mutations.py.
+"""
+
+import pytest
+
+from shmap_tp import api
+from shmap_tp.pretrained.families import FAMILIES
+from shmap_tp.pretrained.family import Row
+from tests.helpers.pretrained_models import logit_error, reference, write_directory
+
+MUTATIONS = {
+    "q, k and v of GPT-NeoX as thirds": (
+        "gpt_neox", "blocks.attention.query.weight", "gpt_neox.layers.{layer}.attention.query_key_value.weight",
+        "(0/3 h k) d -> (h k) d",
+    ),
+    "a transposed weight": (
+        "gptj", "blocks.attention.out.weight", "transformer.h.{layer}.attn.out_proj.weight", "(h k) d -> (h k) d"
+    ),
+    "gate and up exchanged": (
+        "llama", "blocks.mlp.gate.weight", "model.layers.{layer}.mlp.up_proj.weight", "f d -> f d"
+    ),
+    "the norms of a block exchanged": (
+        "gpt_neox", "blocks.mlp_norm.bias", "gpt_neox.layers.{layer}.input_layernorm.bias", "d -> d"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_the_comparison_fails_with(tmp_path, monkeypatch, what):
+    case, ours, theirs, pattern = MUTATIONS[what]
+    directory = write_directory(tmp_path / "m", case)
+    family = next(one for one in FAMILIES if one.architecture in reference(case)["config"]["architectures"])
+    rows = tuple(Row(ours, theirs, pattern) if row.ours == ours else row for row in family.rows)
+    monkeypatch.setattr(type(family), "is_skipped", lambda *arguments: True)
+    monkeypatch.setitem(vars(family), "rows", rows)
+    assert logit_error(directory, case) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("case", "changed"),
+    [
+        ("gptj", "rotary_pairing=half"),
+        ("gpt_neox", "rotary_dim=null"),
+        ("gpt_neox", "rotary_pairing=neighbouring"),
+        ("llama", "norm_epsilon=1e-4"),
+        ("gpt2", "norm_epsilon=1e-4"),
+        ("llama", "rotary_scaling=none"),
+        ("gemma", "embedding_scale=1.0"),
+        ("gpt2", "mlp=gelu_erf"),
+        ("gpt_neox", "block=sequential"),
+    ],
+)
+def test_the_comparison_fails_with_another_option(tmp_path, monkeypatch, case, changed):
+    directory = write_directory(tmp_path / "m", case)
+    monkeypatch.setattr("shmap_tp.pretrained.configuration.ARCHITECTURE_KEYS", frozenset())
+    load = api.load_config
+    monkeypatch.setattr(api, "load_config", lambda *given, **more: load(*given, f"model.{changed}", **more))
+    assert logit_error(directory, case) > 5e-5

@@ -5,15 +5,19 @@
     python benchmarks/benchmark_gpu.py --dp 4 --mp 8 --model 6_9b mesh.processes=4      (on each of four nodes)
     python benchmarks/benchmark_gpu.py --dp 2 --mp 4 --emulate
     python benchmarks/benchmark_gpu.py --dp 8 --mp 1 --version h100
+    python benchmarks/benchmark_gpu.py --dp 1 --mp 1 --compare-plan h100
 
 --cfg times the step of a file, such as a recipe.  --emulate runs a small model on emulated CPU devices.
 --compare-gspmd also runs the compiler-sharded baseline (gspmd_baseline.py), --torch the same step in plain PyTorch on
 one GPU (pytorch_baseline.py).
 --version h100 (h200, a100, b200) estimates the step on GPUs that are not attached, instead of timing it: memory and
 collectives as compiled by XLA for GPU (pip install -e '.[plan-gpu]'), time by formulas that no GPU has confirmed.
+--compare-plan h100 does both on attached GPUs: it plans the step for them, measures it, and compares time, memory and
+the compiled programs.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +26,7 @@ from pathlib import Path
 
 import jax
 from gspmd_baseline import build_gspmd_programs
+from plan_comparison import compare_plan
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
@@ -57,6 +62,8 @@ def run(arguments: Namespace) -> None:
     measure = measure_emulated if arguments.emulate else measure_attached
     if arguments.torch and config.mesh.dp * config.mesh.mp > 1:
         raise UserError("--torch runs on one GPU only; use it with --dp 1 --mp 1")
+    if arguments.compare_plan and arguments.emulate:
+        raise UserError("--compare-plan compares with attached GPUs; omit --emulate")
     pytorch = measure_pytorch() if arguments.torch else None
     if not arguments.emulate:
         initialize_distributed(config)
@@ -68,6 +75,9 @@ def run(arguments: Namespace) -> None:
     result = measure(config, arguments.steps)
     baseline = measure(config, arguments.steps, build_gspmd_programs) if arguments.compare_gspmd else None
     report(result, arguments, "benchmark_gpu.py", baseline)
+    if arguments.compare_plan and not jax.process_index():
+        planned, text = planned_elsewhere(arguments)
+        print(compare_plan(planned, result.row, text, result.text))
     if pytorch:
         pytorch.command = result.row.command
         print(format_comparison(result.row, pytorch))
@@ -77,10 +87,29 @@ def run(arguments: Namespace) -> None:
 
 def estimated(config: Config, arguments: Namespace) -> Prediction:
     """The step on GPUs that are not attached.  Raises UserError where a flag needs attached devices."""
-    given = [flag for flag in ("emulate", "torch", "compare_gspmd") if getattr(arguments, flag)]
+    given = [flag for flag in ("emulate", "torch", "compare_gspmd", "compare_plan") if getattr(arguments, flag)]
     if given:
         raise UserError(f"--{given[0].replace('_', '-')} needs attached devices; omit it, or omit --version")
     return estimate(config, find_nodes(arguments.version, config.mesh.dp * config.mesh.mp))
+
+
+def planned_elsewhere(arguments: Namespace) -> tuple[Row, str | None]:
+    """The row and the module of the same step planned for --compare-plan, in a process of its own: a process that
+    plans sees no GPU.  Raises UserError if it fails."""
+    given = [
+        word
+        for name in ("cfg", "dp", "mp", "model", "batch", "context", "microbatches")
+        if (value := getattr(arguments, name)) is not None
+        for word in (f"--{name}", str(value))
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        row, module = Path(folder) / "row.jsonl", Path(folder) / "module.txt"
+        command = [sys.executable, __file__, *given, *arguments.overrides, "--version", arguments.compare_plan]
+        command += ["--json", str(row), "--hlo", str(module)]
+        done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False)
+        if not row.exists():
+            raise UserError(f"the step could not be planned (exit code {done.returncode}), see the error above")
+        return Row(**json.loads(row.read_text())), module.read_text() if module.exists() else None
 
 
 def measure_pytorch() -> Row:
@@ -105,6 +134,9 @@ def make_parser() -> ArgumentParser:
         "--torch", action="store_true", help="also run the same step in plain PyTorch; print the ratios"
     )
     parser.add_argument("--version", choices=list(GPUS), help="estimate the step on GPUs that are not attached")
+    parser.add_argument(
+        "--compare-plan", choices=list(GPUS), help="measure, and compare with the step planned for these GPUs"
+    )
     return parser
 
 

@@ -29,7 +29,7 @@ FEWEST_ROWS = 3
 """Of a TPU version, for a factor of its own."""
 FEWEST_RANKED = 4
 """Of a kind of device, for a rank correlation."""
-FIXED = ("excess", "host_excess")
+FIXED = ("host_excess",)
 """Waiting that no row of the results has: its constant stays 1."""
 PRIOR = 0.1
 """Weight, in rows, of a constant's starting value 1, so that terms that few rows have do not vanish."""

@@ -2,8 +2,9 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from result_format import read_rows
 
@@ -11,10 +12,10 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
 from shmap_tp.model.flops import parameters
 from shmap_tp.plan.report import Row
-from shmap_tp.plan.search.correction import PRIOR, SHARPNESS, corrected, rank_correlation
+from shmap_tp.plan.search.correction import Correction, Errors, rank_correlation
 from shmap_tp.plan.search.formulas import Estimate, estimate
 from shmap_tp.plan.search.jobs import Outcome, outcome
-from shmap_tp.plan.search.loop import WORTH_TRYING, Search
+from shmap_tp.plan.search.loop import WORTH_TRYING, Search, expected_improvement
 from shmap_tp.plan.search.machine import machine_of
 from shmap_tp.plan.search.output import Cost, Line, pareto_front, table
 from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pruned
@@ -122,16 +123,18 @@ def test_rank_correlation():
     assert math.isnan(rank_correlation([1.0], [1.0])) and math.isnan(rank_correlation([1.0, 1.0], [1.0, 2.0]))
 
 
-def test_a_correction_follows_the_most_alike_candidates():
-    near, far = (
-        replace(BASE, microbatches=2),
-        Candidate(1, 4, TensorParallelMode.sequence, Zero.none, FsdpGradients.ring, 8),
-    )
-    assert corrected(1.0, BASE, []) == 1.0
-    taught = corrected(1.0, BASE, [(near, 2.0), (far, 0.5)])
-    assert 1.9 < taught < 2.0
-    shared = SHARPNESS**2  # remat and offload
-    assert corrected(1.0, BASE, [(far, 0.5)]) == pytest.approx(0.5 ** (shared / (shared + PRIOR)))
+def test_a_correction_follows_the_most_alike_candidates_and_what_is_common_to_all():
+    near = replace(BASE, remat=Remat.none)
+    far = Candidate(1, 4, TensorParallelMode.sequence, Zero.fsdp, FsdpGradients.ring, 2, Remat.mlp)
+    errors = Errors(common=0.06, own=0.05)
+    assert Correction(errors, []).of(BASE) == (0.0, errors.total)
+    slower = Correction(errors, [(near, 1.2)])
+    (log_near, deviation_near), (log_far, deviation_far) = slower.of(BASE), slower.of(far)
+    assert 0.5 * math.log(1.2) < log_far < log_near < math.log(1.2), "all are slower, those alike most"
+    assert deviation_near < deviation_far < errors.total
+    both = Correction(errors, [(near, 1.2), (far, 1.0)])
+    assert both.of(near)[0] == pytest.approx(math.log(1.2), rel=0.1)
+    assert both.of(far)[0] == pytest.approx(0.0, abs=0.01)
 
 
 # Which candidates are compiled
@@ -151,6 +154,19 @@ class FakeJob:
 
     def stop(self) -> None:
         self.compiler.ended.append(self.candidate)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A compilation that has ended."""
+
+    outcome: Outcome
+
+    def poll(self) -> Outcome:
+        return self.outcome
+
+    def stop(self) -> None:
+        pass
 
 
 class Compiler:
@@ -193,6 +209,18 @@ def test_the_search_compiles_the_most_promising_first_and_stops_where_nothing_fa
     assert search.best().seconds == 1.0 and len(compiler.saved) == 2
     assert [line.split()[0] for line in compiler.lines] == ["compiling", "60", "compiling", "60"]
     assert "1 compiling, 0 compiled, none fits yet, 60 min left" in compiler.states
+
+
+def test_a_candidate_that_may_not_fit_waits_for_one_that_surely_does_and_is_about_as_fast():
+    compiler = Compiler({1: (1.0, 9.9), 2: (1.02, 5)})
+    compiler.search([made(1, 1.0, 10.2), made(2, 1.02, 5)]).run()
+    assert compiler.started == [2, 1]
+
+
+def test_expected_improvement_is_the_mean_of_what_is_above_zero():
+    draws = np.random.default_rng(0).normal(0.1, 0.2, 1_000_000)
+    assert expected_improvement(0.1, 0.2) == pytest.approx(np.maximum(draws, 0).mean(), rel=0.01)
+    assert expected_improvement(-1.0, 0.1) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_what_does_not_fit_or_cannot_be_compiled_is_reported_and_others_are_tried():
@@ -240,6 +268,17 @@ def test_several_are_compiled_at_a_time():
     compiler = Compiler({name: (1.0, 5) for name in range(1, 5)})
     compiler.search([made(name, 1.0, 5) for name in range(1, 5)], jobs=2).run()
     assert compiler.now == pytest.approx(121, abs=2), "four of 60 s, two at a time"
+
+
+def test_a_compilation_that_lacked_memory_is_repeated_with_fewer_at_a_time():
+    compiler = Compiler({1: (1.0, 5), 2: (1.01, 5)})
+    search = compiler.search([made(1, 1.0, 5), made(2, 1.01, 5)], jobs=2)
+    lacking = [outcome(-9, "", "", 1.0)]
+    real = search.start
+    search.start = lambda one: Ended(lacking.pop()) if lacking else real(one)
+    search.run()
+    assert search.jobs == 1 and compiler.started == [2, 1] and search.best().seconds == 1.0
+    assert "from here on 1 at a time; this one is compiled again" in compiler.lines
 
 
 # Child processes

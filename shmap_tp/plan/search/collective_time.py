@@ -63,18 +63,17 @@ def collective_seconds(config: Config, every: list[Parameter], target: Target) -
     """Seconds by how the compiler overlaps them, before any overlap.
 
     all_reduce, sequence, collective_matmul    over mp, for the mode of this name
-    gathers    of FSDP weights
-    scatters   reduce-scatters of FSDP gradients
-    ring       the same, in rings
-    once       after the last microbatch, and between slices
+    overlapped    gathers of FSDP weights, and reductions of FSDP gradients in rings
+    scatters      reduce-scatters of FSDP gradients
+    once          after the last microbatch, and between slices
     """
-    found = dict.fromkeys([*map(str, TensorParallelMode), "gathers", "scatters", "ring", "once"], 0.0)
+    found = dict.fromkeys([*map(str, TensorParallelMode), "overlapped", "scatters", "once"], 0.0)
     links, mode = links_of(config.mesh, target), str(config.mesh.tensor_parallel)
     if config.mesh.mp > 1:
         found[mode] = sum(map(links.seconds, _activation_entries(config)))
     for entry in fsdp_uses(config, every, "bfloat16") if config.mesh.dp > 1 else []:
-        kind = "gathers" if entry.operation == Operation.all_gather else "scatters"
-        found["ring" if entry.operation == Operation.ppermute else kind] += links.seconds(entry)
+        is_overlapped = entry.operation in (Operation.all_gather, Operation.ppermute)
+        found["overlapped" if is_overlapped else "scatters"] += links.seconds(entry)
     partial = gradients_are_partial(TENSOR_PARALLEL[config.mesh.tensor_parallel])
     last: Iterable[Entry] = [
         *gathers_between_slices(config, every), *update(config, every, partial_over_mp=partial)

@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from shmap_tp.plan.search.space import Candidate
 
@@ -22,25 +25,50 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
 
-SHARPNESS = 4.0
-"""How much more a compiled candidate counts for each further choice that it shares with the one to correct."""
-PRIOR = 4.0
-"""Weight of the formulas themselves, as that of a compiled candidate that shares one choice."""
+@dataclass(frozen=True)
+class Errors:
+    """How far formulas are off, as standard deviations of the logarithm of (compiled / formulas).
 
-
-def corrected(value: float, candidate: Candidate, compiled: Sequence[tuple[Candidate, float]]) -> float:
-    """`value` of the formulas times the mean ratio (compiled / formulas) of compiled candidates, alike ones most.
-
-    The mean is geometric; the weights grow by SHARPNESS with each choice (field of Candidate) that is the same.
+    The error of a candidate is a Gaussian process (Rasmussen and Williams 2006, equations 2.25 and 2.26,
+    https://gaussianprocess.org/gpml): one part is common to all candidates of a search, as that of the model and the
+    device, and one is its own, more alike the more choices two candidates share.
     """
-    weights, total = PRIOR, 0.0
-    for other, ratio in compiled:
-        weight = SHARPNESS ** _shared(candidate, other)
-        weights += weight
-        total += weight * math.log(ratio)
-    return value * math.exp(total / weights)
+
+    common: float
+    own: float
+
+    @property
+    def total(self) -> float:
+        return math.hypot(self.common, self.own)
+
+    def covariance(self, a: Candidate, b: Candidate) -> float:
+        return self.common**2 + self.own**2 * ALIKE ** _differences(a, b)
 
 
-def _shared(a: Candidate, b: Candidate) -> int:
-    """How many choices are the same."""
-    return sum(x == y for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+ALIKE = 0.7
+"""What each choice in which two candidates differ leaves of the covariance of their own errors."""
+NOISE = 0.01
+"""Standard deviation of what two compilations of the same step may differ by."""
+
+
+class Correction:
+    """What compiled candidates teach about the errors of others."""
+
+    def __init__(self, errors: Errors, compiled: Sequence[tuple[Candidate, float]]):
+        """`compiled`: candidates, and compiled / formulas of each."""
+        self._errors, self._known = errors, [candidate for candidate, _ in compiled]
+        matrix = np.array([[errors.covariance(a, b) for b in self._known] for a in self._known])
+        matrix = matrix.reshape(len(compiled), len(compiled)) + NOISE**2 * np.eye(len(compiled))
+        self._inverse = np.linalg.inv(matrix)
+        self._weights = self._inverse @ np.log([ratio for _, ratio in compiled])
+
+    def of(self, candidate: Candidate) -> tuple[float, float]:
+        """The expected logarithm of (compiled / formulas) of a candidate, and its standard deviation."""
+        shared = np.array([self._errors.covariance(candidate, known) for known in self._known])
+        variance = self._errors.total**2 - shared @ self._inverse @ shared
+        return float(shared @ self._weights), math.sqrt(max(float(variance), 0.0))
+
+
+def _differences(a: Candidate, b: Candidate) -> int:
+    """How many choices differ."""
+    return sum(x != y for x, y in zip(vars(a).values(), vars(b).values(), strict=True))

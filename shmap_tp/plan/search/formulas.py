@@ -14,7 +14,8 @@ Time (seconds)
     matmuls      FLOPs with recomputation (model/flops.py) / peak
     attention    FLOPs / peak; for the chunked kernel without the causal half, and its scores through memory
     memory       activations read and written, weights once per pass and microbatch, the optimizer's update / bandwidth
-    collectives  those of the analytic ledger, each by the link model, by kind of overlap
+    collectives  those of the analytic ledger, each by the link model, by kind of overlap; of FSDP's gathers and
+                 rings, which are mostly overlapped with matmuls, the constant is the share that is not
     host         offloaded bytes / host rate, in each direction; what exceeds the computation is waited for
 
 The time is the sum of these terms, each times a constant of `TIME`, fitted to the compiled steps of benchmarks/results
@@ -206,9 +207,6 @@ def time_terms(config: Config, model: ModelConfig, every: list[Parameter], targe
     score_bytes = WIDE * model.layers * model.heads / config.mesh.mp * model.context * all_tokens if is_chunked else 0.0
     weights = sum(p.values * p.layers for p in every)
     activations = NARROW * all_tokens * model.layers * layer_values(config)
-    collectives = collective_seconds(config, every, target)
-    compute = matmuls + attention / (1 if is_chunked else KERNEL_EFFICIENCY)
-    ring = collectives.pop("ring") + collectives["gathers"]
     return {
         "matmuls": matmuls,
         "kernel": 0.0 if is_chunked else attention,
@@ -217,8 +215,7 @@ def time_terms(config: Config, model: ModelConfig, every: list[Parameter], targe
         "activations": activations / device.memory_rate,
         "weights": microbatches * 3 * NARROW * weights / device.memory_rate,
         "update": 7 * WIDE * sum(p.values * p.layers / _dp_shards(p) for p in every) / device.memory_rate,
-        **collectives,
-        "excess": max(0.0, ring - compute),
+        **collective_seconds(config, every, target),
     }
 
 

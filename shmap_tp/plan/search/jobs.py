@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,8 @@ class Outcome:
     row: Row | None
     error: str | None
     seconds: float
+    lacked_memory: bool = False
+    """Whether it was killed as the system does where memory runs out (signal 9)."""
 
 
 @runtime_checkable
@@ -71,7 +74,9 @@ class ChildProcess:
 def outcome(code: int, out: str, err: str, seconds: float) -> Outcome:
     """The outcome of a child process that ended with this exit code, or was ended by a signal (a negative one)."""
     if code < 0:
-        return Outcome(None, f"killed by signal {-code}" + (" (out of memory?)" if code == -9 else ""), seconds)
+        lacked_memory = code == -signal.SIGKILL
+        error = f"killed by signal {-code}" + (" (out of memory?)" if lacked_memory else "")
+        return Outcome(None, error, seconds, lacked_memory)
     if code:
         return Outcome(None, f"exit code {code}: {(err.strip().splitlines() or ['no message'])[-1]}", seconds)
     made = json.loads(out.strip().splitlines()[-1])

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.benchmark import append_json, config_from_flags, run_command
+from shmap_tp.plan.benchmark import Parser, append_json, config_from_flags, run_command
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
@@ -179,7 +179,7 @@ def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m shmap_tp.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     devices = parser.add_argument_group("devices")

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +23,22 @@ from shmap_tp.plan.predict import Builder, Prediction
 from shmap_tp.plan.report import FORMULA, format_comparison, format_row
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.distributed import emulate_cpu_devices
+from shmap_tp.runtime.exit_codes import INTERRUPTED
 from shmap_tp.training.step import build_step_functions
 
 Result = Measurement | Prediction
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors take two lines, as those of the configuration do, and not the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n--help lists the flags\n")
+
+
 def step_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the flags of every benchmark of a training step."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cfg", metavar="FILE", help="take the step from FILE, such as a recipe of conf/recipes")
     parser.add_argument("--dp", type=int, help="data-parallel size (default: that of --cfg)")
     parser.add_argument("--mp", type=int, help="model-parallel size; dp x mp is the number of devices")
@@ -181,5 +190,5 @@ def run_command(command: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return 0

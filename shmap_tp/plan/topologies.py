@@ -80,7 +80,7 @@ def find_slice(version: str, devices: int, topology: str | None, slices: int) ->
     if not matching:
         sizes = sorted({math.prod(sides) * generation.cores for sides in slice_shapes(generation)})
         raise UserError(
-            f"dp x mp = {devices}: there is no {version} slice of {devices // slices} devices; "
+            f"{devices} devices: there is no {version} slice of {devices // slices} devices; "
             f"slices have {', '.join(map(str, sizes))}"
         )
     return Slice(version, min(matching, key=lambda sides: (sum(sides), sides)), slices)

@@ -14,8 +14,6 @@ LOST = LostProcessError.exit_code
 """69: another process did not start in time, or was lost (EX_UNAVAILABLE of sysexits.h)."""
 STOPPED = 75
 """The run was stopped and has saved its state; start it again with --resume (EX_TEMPFAIL of sysexits.h)."""
-INTERRUPTED = 130
-"""Ctrl-C ended a command that has nothing to save: 128 + SIGINT, as in a shell."""
 STOPPED_EARLY = STOPPED, "stopped before the first training step; there is nothing to save"
 """(exit code, message) of a run that is stopped before it has trained."""
 INTERRUPTED = 130

@@ -80,16 +80,16 @@ def test_a_slice_prints_its_shape_chips_and_devices():
 SIZES = "slices have 4, 8, 16, 32, 64, 128, 256"
 INVALID = {
     ("v7", 4, None, 1): "--version v7: unknown TPU version; use one of v2, v3, v4, v5e, v5p, v6e, tpu7x",
-    ("v5e", 6, None, 1): f"dp x mp = 6: there is no v5e slice of 6 devices; {SIZES}",
-    ("v5e", 12, None, 2): f"dp x mp = 12: there is no v5e slice of 6 devices; {SIZES}",
-    ("v5e", 1, None, 1): f"dp x mp = 1: there is no v5e slice of 1 devices; {SIZES}",
-    ("v5e", 512, None, 1): f"dp x mp = 512: there is no v5e slice of 512 devices; {SIZES}",
+    ("v5e", 6, None, 1): f"6 devices: there is no v5e slice of 6 devices; {SIZES}",
+    ("v5e", 12, None, 2): f"12 devices: there is no v5e slice of 6 devices; {SIZES}",
+    ("v5e", 1, None, 1): f"1 devices: there is no v5e slice of 1 devices; {SIZES}",
+    ("v5e", 512, None, 1): f"512 devices: there is no v5e slice of 512 devices; {SIZES}",
     (
         "v3",
         4,
         None,
         1,
-    ): "dp x mp = 4: there is no v3 slice of 4 devices; slices have 8, 16, 32, 64, 128, 256, 512, 1024, 2048",
+    ): "4 devices: there is no v3 slice of 4 devices; slices have 8, 16, 32, 64, 128, 256, 512, 1024, 2048",
     ("v5e", 32, None, 3): "--slices 3 does not divide dp x mp = 32 devices; choose a divisor",
     ("v5e", 32, None, 0): "--slices 0 does not divide dp x mp = 32 devices; choose a divisor",
     ("v5e", 32, "4x4", 1): "dp x mp = 32 differs from the 16 devices of v5e 4x4 (16 chips, 16 devices); "

@@ -1,6 +1,7 @@
 """The search as `python -m shmap_tp.plan --devices N` runs it: flags to candidates, compilations, and the report."""
 
 import argparse
+import math
 import shlex
 import signal
 import sys
@@ -59,6 +60,7 @@ def search_command(arguments: argparse.Namespace) -> None:
     """Search every target that was asked for.  Raises UserError; SystemExit(STOPPED) after Ctrl-C or SIGTERM."""
     targets = find_targets(arguments)
     prices = parse_prices(arguments.price, [target.version for target in targets])
+    check_recipe(arguments.recipe, targets)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for reason in {compiler_missing(target) for target in targets} - {None}:
         print(f"{reason}: candidates are ranked by formulas only")
@@ -71,9 +73,11 @@ def search_command(arguments: argparse.Namespace) -> None:
         except UserError as error:
             if len(targets) == 1:
                 raise
-            print(f"{target}: {str(error).splitlines()[0]}", flush=True)
+            print(f"{target}: {error}", flush=True)
             continue
         fastest += [(target, line, cost)] if line else []
+    if not fastest:
+        raise UserError("nothing that was searched fits; see above what each needs")
     if len(targets) > 1:
         print(f"\nthe fastest of each\n{slices_table(fastest)}")
 
@@ -109,13 +113,23 @@ def parse_prices(text: str | None, versions: list[str]) -> dict[str, float]:
     return prices
 
 
+def check_recipe(file: str | None, targets: list[Target]) -> None:
+    """Raises UserError for a --recipe that would overwrite a file, or be written for several slices."""
+    if file is None:
+        return
+    if len(targets) > 1:
+        raise UserError(f"--recipe {file} holds one configuration, and {len(targets)} slices are searched; omit it")
+    if Path(file).exists():
+        raise UserError(f"--recipe {file} exists; delete it, or choose another file")
+
+
 def make_task(arguments: argparse.Namespace, target: Target, cost: Cost | None) -> Task:
     """Print how many candidates there are, and which the formulas drop.  Raises UserError where none is left."""
     config, memory = base_config(arguments, target), machine_of(target).memory
     tokens = config.train.batch * config.model.context
     print(
         f"\n{config.model.name} on {target}: {config.train.batch} sequences of {config.model.context} "
-        f"= {tokens:,} tokens a step",
+        f"= {tokens:,} tokens a step; estimating every candidate by formulas ...",
         flush=True,
     )
     choices = candidates(config, target, fixed_keys(arguments))
@@ -183,6 +197,9 @@ def search_target(task: Task, minutes: float) -> Line | None:
             print(f"compiling up to {search.jobs} at a time, for {minutes:g} minutes at most", flush=True)
             with status:
                 search.run()
+    except UserError:  # --json cannot be written any more
+        finish(task, search)
+        raise
     except KeyboardInterrupt:
         finish(task, search)
         print(f"stopped; what was found so far is above (exit code {STOPPED})", file=sys.stderr, flush=True)
@@ -198,10 +215,13 @@ def finish(task: Task, search: Search) -> Line | None:
     lines = sorted(lines, key=lambda line: line.seconds)
     print(f"\n{table(lines[:SHOWN], task.cost)}\n{LEGEND}")
     if search.found:
-        fitting = sum(one.fits for one in search.found)
+        fitting, failed = sum(one.fits for one in search.found), len(search.found) - len(compiled)
+        failures = f"{failed} failed to compile, " if failed else ""
+        correlation = search.correlation()
+        ranked = f"; rank correlation of the formulas with compiled times {correlation:.2f}"
         print(
-            f"{len(search.found)} compiled, {fitting} of them fit; {len(search.remaining):,} were not compiled "
-            f"({search.stopped}); rank correlation of the formulas with compiled times {search.correlation():.2f}"
+            f"{len(compiled)} compiled, {fitting} of them fit; {failures}{len(search.remaining):,} were not compiled "
+            f"({search.stopped}){'' if math.isnan(correlation) else ranked}"
         )
     winner = next((line for line in lines if line.fits), None)
     if winner is None:

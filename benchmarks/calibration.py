@@ -124,12 +124,12 @@ def recipe(
     sides: tuple[int, ...],
     work: tuple[str, int, int],
     microbatches: int,
-    remat: str,
+    *remat: str,
 ) -> Published:
     """MaxText with FSDP over all devices, whose step time is published with its command (github.com/AI-Hypercomputer/
     tpu-recipes, training/trillium and training/ironwood).  `work` is (model, sequences, tokens of each)."""
     (model, sequences, length), devices = work, math.prod(sides) * GENERATIONS[version].cores
-    rate, more = sequences * length / step_seconds, ("mesh.zero=fsdp", f"model.context={length}", remat)
+    rate, more = sequences * length / step_seconds, ("mesh.zero=fsdp", f"model.context={length}", *remat)
     mesh = (devices, 1)
     return Published(
         f"MaxText {name}", "tokens_per_second", rate, version, sides, mesh, model, sequences, microbatches, more
@@ -179,6 +179,12 @@ TABLE = [
     llama("Llama3.1-70B", "v6e-256", 0.503, "v6e", (16, 16), 5, FULL),
     recipe("Llama2-70B, v6e-256", 17.373, "v6e", (16, 16), ("llama2_70b", 1024, 4096), 4, FULL),
     recipe("Llama3.1-8B, v6e-8", 3.416, "v6e", (2, 4), ("llama3_8b", 24, 8192), 3, FULL),
+    recipe("Llama3.1-8B, v6e-16", 3.393, "v6e", (4, 4), ("llama3_8b", 48, 8192), 3, ATTENTION),
+    recipe("Llama3.1-8B, v6e-32", 3.495, "v6e", (4, 8), ("llama3_8b", 96, 8192), 3, ATTENTION),
+    recipe("Llama3.1-8B, v6e-64", 5.652, "v6e", (8, 8), ("llama3_8b", 320, 8192), 5, ATTENTION),
+    recipe("Llama3.1-8B, v6e-128", 4.602, "v6e", (8, 16), ("llama3_8b", 512, 8192), 4, ATTENTION),
+    recipe("Llama3.1-70B, v6e-64", 18.688, "v6e", (8, 8), ("llama3_70b", 128, 8192), 2, FULL, "model.offload=[input]"),
+    recipe("Llama3.1-70B, v6e-128", 34.786, "v6e", (8, 16), ("llama3_70b", 512, 8192), 4, FULL),
     recipe("Llama3.1-70B, TPU7x-64", 12.20, "tpu7x", (4, 4, 4), ("llama3_70b", 256, 8192), 2, ATTENTION),
     recipe("Llama3.1-70B, TPU7x-256", 12.27, "tpu7x", (4, 8, 8), ("llama3_70b", 1024, 8192), 2, ATTENTION),
     t5x("2,2,4,1", 286e3, 896, 4),

@@ -13,7 +13,7 @@ results/generation.jsonl  shmap_tp.plan --decode --json    results/generation_cp
 
 import math
 
-from calibration import DIFFERS, comparable, constant_without, constants
+from calibration import DIFFERS, TABLE, comparable, constant_without, constants
 from generation_results import generation
 from result_format import (
     HERE,
@@ -68,14 +68,29 @@ includes both the difference between the programs and the error of the predictio
 mesh-transformer-jax and MaxText on v5p with mp 4 and 8 come close to showing the error alone: these programs use tensor
 parallelism as ours does.  A published MFU that counts attention in full is converted to attention at half before the
 comparison ("converted").  On meshes (n, 1) our weights are sharded over dp (FSDP); the published run sharded them over
-its devices as well, though not always on that mesh.  Of the MaxText runs on 2 to 32 slices, those of 16B on up to 16
-slices and that of 32B on 8 were compiled; PaLM, Llama2-70B and Llama3.1-8B of the v6e recipes, and Llama3.1-70B on
-256 TPU7x chips were not.  On 32 slices our step does not fit: weights that 8192 dp ranks
+its devices as well, though not always on that mesh.  On 32 slices our step does not fit: weights that 8192 dp ranks
 do not divide, here those of the MLP, are replicated.
+
+Published, and not compiled yet (`python benchmarks/calibration.py --only NAME`):
+
+{_not_compiled(rows)}
+
+Two published steps are not the same work: Llama3.1-70B on v6e-32 keeps bfloat16 weights (17.79 s, 64 x 8192 tokens),
+and with 131,072 tokens on 256 TPU7x chips (34.02 s, 64 sequences) attention is sharded over the sequence, too, which
+ours cannot do.
 
 T5X placements: (4,2,2,1), which closes to a ring along x, is predicted to be fastest, as measured.  The other two are
 equivalent on a torus, where y and z are both 8, although their measurements differ by 5 %.
 """
+
+
+def _not_compiled(rows: list[dict]) -> str:
+    """Rows of the table of published runs that are not recorded, by system."""
+    done, slices = {row["published"]["name"] for row in rows}, {}
+    for name in (row.name for row in TABLE if row.name not in done):
+        system, _, where = name.partition(", ")
+        slices.setdefault(system, []).append(where)
+    return "\n".join(f"- {system}: {', '.join(where)}" for system, where in slices.items())
 
 
 def _differences() -> str:
@@ -139,16 +154,29 @@ def gpu_steps() -> str:
 ### Steps on GPUs that were not there, estimated
 
 Compiled by XLA for GPU on a CPU machine: memory is the compiler's peak, without NCCL's buffers and CUDA's context, out
-of JAX's default memory pool (75 % of the GPU's memory).  The collectives of 6b on (8, 1) and (1, 8), and of llama3_8b
-on (8, 1), were compared with the ledger: as planned.  The time is an estimate by formulas that no GPU has confirmed
-(`shmap_tp/plan/gpu/costs.py`, `links.py`).  Published beside them: Megatron-Bridge in FP8, 731 TFLOP/s a GPU for
-Llama-3-70B on 64 H100 and 744 for 8B on 8, of a peak of 1979 (these rows are in bfloat16); torchtitan, Llama-3-8B on 64
-H100 with tensor parallelism over 8, 25.6 to 28.2 % MFU.
+of JAX's default memory pool (75 % of the GPU's memory).  The collectives of 6b and llama3_8b on H100 and H200, three
+meshes each, and of llama3_70b on (64, 1) were compared with the ledger (`python -m shmap_tp.plan` with the same flags):
+as planned.  The time is an estimate by formulas that no GPU has confirmed (`shmap_tp/plan/gpu/costs.py`, `links.py`).
+
+Published beside them, none of the same step: Llama-3-70B on 64 H100, 731 TFLOP/s a GPU in FP8 (Megatron-Bridge), 37 %
+of the FP8 peak of 1979, beside the {_bf16_rate(planned)} that (64, 1) is estimated to do in bfloat16; in bfloat16,
+Megatron-LM reports 41 to 48 % MFU on 96 to 6144 H100.  Llama-3-8B: 744 TFLOP/s a GPU in FP8 on 8 H100
+(Megatron-Bridge), and 25.6 to 28.2 % MFU in bfloat16 on 64 with tensor parallelism over 8 (torchtitan).  An estimate
+above what Megatron-LM reaches is optimistic.
+
+One command plans a step, measures it on the attached GPU, and compares time, memory and compiled programs; no GPU has
+run it yet: `python benchmarks/benchmark_gpu.py --dp 1 --mp 1 --model gpt2 --batch 8 --compare-plan h100`.
 
 {format_commands(planned)}
 
 {_gpu_table(planned)}
 """
+
+
+def _bf16_rate(planned: list[dict]) -> str:
+    """Model TFLOP/s of a GPU and MFU of the estimated 70B step on 64 GPUs with FSDP."""
+    row = next(row for row in planned if row["model"] == "llama3_70b" and row["dp"] == 64)
+    return f"{row['tflops_per_chip']:.0f} TFLOP/s ({percent(row['mfu'])})"
 
 
 def _gpu_table(rows: list[dict]) -> str:

@@ -51,7 +51,8 @@ def compiled_line(one: Found) -> Line:
     row = one.outcome.row
     return Line(
         one.estimated.candidate, one.seconds, row.tokens_per_second or 0.0, row.mfu or 0.0,
-        float(row.peak_bytes_per_device), row.limit_bytes_per_device, limited_by(row) if row.fits else "memory: does not fit", COMPILED,
+        float(row.peak_bytes_per_device), row.limit_bytes_per_device,
+        limited_by(row) if row.fits else "memory: does not fit", COMPILED,
     )  # fmt: skip
 
 

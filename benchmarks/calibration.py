@@ -118,14 +118,9 @@ def llama(
 
 
 def recipe(
-    name: str,
-    step_seconds: float,
-    version: str,
-    sides: tuple[int, ...],
-    work: tuple[str, int, int],
-    microbatches: int,
-    *remat: str,
-) -> Published:
+    name: str, step_seconds: float, version: str, sides: tuple[int, ...], work: tuple[str, int, int], microbatches: int,
+    *remat: str
+) -> Published:  # fmt: skip
     """MaxText with FSDP over all devices, whose step time is published with its command (github.com/AI-Hypercomputer/
     tpu-recipes, training/trillium and training/ironwood).  `work` is (model, sequences, tokens of each)."""
     (model, sequences, length), devices = work, math.prod(sides) * GENERATIONS[version].cores

@@ -1,10 +1,8 @@
 """The search of the planner: its candidates, what the formulas drop, and which candidates are compiled."""
 
 import json
-import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 from result_format import read_rows
 
@@ -12,10 +10,9 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
 from shmap_tp.model.flops import parameters
 from shmap_tp.plan.report import Row
-from shmap_tp.plan.search.correction import Correction, Errors, rank_correlation
 from shmap_tp.plan.search.formulas import Estimate, estimate
 from shmap_tp.plan.search.jobs import Outcome, outcome
-from shmap_tp.plan.search.loop import WORTH_TRYING, Search, expected_improvement
+from shmap_tp.plan.search.loop import WORTH_TRYING, Search
 from shmap_tp.plan.search.machine import machine_of
 from shmap_tp.plan.search.output import Cost, Line, pareto_front, table
 from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pruned
@@ -115,28 +112,6 @@ def test_a_candidate_that_needs_more_host_memory_than_there_is_is_dropped():
 # What compiled steps teach
 
 
-def test_rank_correlation():
-    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]) == pytest.approx(1)
-    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]) == pytest.approx(-1)
-    assert rank_correlation([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]) == pytest.approx(0.5)
-    assert rank_correlation([1.0, 1.0, 2.0], [1.0, 1.0, 2.0]) == pytest.approx(1), "ties share their mean rank"
-    assert math.isnan(rank_correlation([1.0], [1.0])) and math.isnan(rank_correlation([1.0, 1.0], [1.0, 2.0]))
-
-
-def test_a_correction_follows_the_most_alike_candidates_and_what_is_common_to_all():
-    near = replace(BASE, remat=Remat.none)
-    far = Candidate(1, 4, TensorParallelMode.sequence, Zero.fsdp, FsdpGradients.ring, 2, Remat.mlp)
-    errors = Errors(common=0.06, own=0.05)
-    assert Correction(errors, []).of(BASE) == (0.0, errors.total)
-    slower = Correction(errors, [(near, 1.2)])
-    (log_near, deviation_near), (log_far, deviation_far) = slower.of(BASE), slower.of(far)
-    assert 0.5 * math.log(1.2) < log_far < log_near < math.log(1.2), "all are slower, those alike most"
-    assert deviation_near < deviation_far < errors.total
-    both = Correction(errors, [(near, 1.2), (far, 1.0)])
-    assert both.of(near)[0] == pytest.approx(math.log(1.2), rel=0.1)
-    assert both.of(far)[0] == pytest.approx(0.0, abs=0.01)
-
-
 # Which candidates are compiled
 
 
@@ -215,12 +190,6 @@ def test_a_candidate_that_may_not_fit_waits_for_one_that_surely_does_and_is_abou
     compiler = Compiler({1: (1.0, 9.9), 2: (1.02, 5)})
     compiler.search([made(1, 1.0, 10.2), made(2, 1.02, 5)]).run()
     assert compiler.started == [2, 1]
-
-
-def test_expected_improvement_is_the_mean_of_what_is_above_zero():
-    draws = np.random.default_rng(0).normal(0.1, 0.2, 1_000_000)
-    assert expected_improvement(0.1, 0.2) == pytest.approx(np.maximum(draws, 0).mean(), rel=0.01)
-    assert expected_improvement(-1.0, 0.1) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_what_does_not_fit_or_cannot_be_compiled_is_reported_and_others_are_tried():

@@ -14,7 +14,7 @@ from shmap_tp.plan.search.formulas import Estimate, estimate
 from shmap_tp.plan.search.jobs import Outcome, outcome
 from shmap_tp.plan.search.loop import WORTH_TRYING, Search
 from shmap_tp.plan.search.machine import machine_of
-from shmap_tp.plan.search.output import Cost, Line, pareto_front, table
+from shmap_tp.plan.search.output import Cost, Line, limited_by, pareto_front, table
 from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pruned
 from shmap_tp.plan.search.space import KEYS, Candidate, candidates
 from shmap_tp.plan.search.worker import answer, request
@@ -278,6 +278,11 @@ def line(seconds: float, gigabytes: float) -> Line:
 def test_the_pareto_front_has_what_no_other_beats_in_both():
     fast, small, both, slow = line(1.0, 9), line(2.0, 3), line(1.5, 9.5), line(2.0, 4)
     assert pareto_front([slow, both, small, fast]) == [fast, small]
+
+
+def test_waiting_for_the_host_is_named_where_it_limits_a_step():
+    scopes = {"mlp": 7.0, "waiting for the host, reads": 1.0, "waiting for the host, writes": 2.0}
+    assert limited_by(replace(RECORDED, step_seconds=10.0, scopes=scopes)) == "waiting for the host 30%"
 
 
 def test_the_table_marks_the_front_and_adds_time_and_cost():

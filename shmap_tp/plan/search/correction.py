@@ -45,8 +45,9 @@ class Errors:
         return self.common**2 + self.own**2 * ALIKE ** _differences(a, b)
 
 
-ALIKE = 0.7
-"""What each choice in which two candidates differ leaves of the covariance of their own errors."""
+ALIKE = 0.3
+"""What each choice in which two candidates differ leaves of the covariance of their own errors: 0.38 where remat and
+microbatches differ, 0.14 where the mesh does, by the whole spaces of benchmarks/whole_space.py."""
 NOISE = 0.01
 """Standard deviation of what two compilations of the same step may differ by."""
 

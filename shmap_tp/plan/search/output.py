@@ -70,6 +70,7 @@ def limited_by(row: Row) -> str:
     shares = {
         "exposed communication": (row.exposed_comm_seconds or 0.0) / step,
         "waiting for copies": scopes.get("waiting for copies", 0.0) / step,
+        "waiting for the host": sum(v for name, v in scopes.items() if name.startswith("waiting for the host")) / step,
         "recomputation": ((row.hfu or 0.0) - (row.mfu or 0.0)) / (row.hfu or 1.0),
     }
     name, share = max(shares.items(), key=lambda item: item[1])

@@ -52,13 +52,13 @@ def test_importing_shmap_tp_imports_no_jax_and_the_names_use_no_device():
 def test_the_docstring_names_everything_public():
     assert {*shmap_tp.__all__} == {*shmap_tp._MODULES}
     for name in shmap_tp.__all__:
-        assert name in shmap_tp.__doc__.split("What there is")[1]
+        assert name in shmap_tp.__doc__.split("Contents")[1]
     with pytest.raises(AttributeError, match="no attribute 'load_konfig'; it has load_config"):
         shmap_tp.load_konfig  # noqa: B018
 
 
 def test_the_example_in_the_docstring_runs_on_emulated_devices():
-    example = shmap_tp.__doc__.split("on the CPU.\n\n")[1].split("\n\nWhat there is")[0]
+    example = shmap_tp.__doc__.split("on the CPU.\n\n")[1].split("\n\nContents")[0]
     example = textwrap.dedent(example)
     assert 10 <= len(example.splitlines()) <= 16
     done = python(

@@ -5,7 +5,7 @@ import sys
 
 from tqdm import tqdm
 
-from shmap_tp.runtime.console import say
+from shmap_tp.runtime.console import print_on_process_0
 
 
 def test_a_line_replaces_the_progress_bar_and_the_bar_is_drawn_again_below_it(monkeypatch):
@@ -13,7 +13,7 @@ def test_a_line_replaces_the_progress_bar_and_the_bar_is_drawn_again_below_it(mo
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
     with tqdm(total=10, initial=3, ncols=40, bar_format="{n_fmt}/{total_fmt} steps"):
-        say("said")
+        print_on_process_0("said")
         line, bar = terminal.getvalue().split("\n")
     before, cleared, said = line.rsplit("\r", 2)
     assert before.endswith("3/10 steps") and not cleared.strip() and said == "said"

@@ -66,7 +66,7 @@ BAD = {
         shorten_train_file, ["train.bin: 16 tokens", "model.context=16 needs 17", "shorten model.context"],
     ),
     "too few sequences to evaluate": (
-        shorten_validation_file, ["validation.bin: 7 sequences", "train.batch=8", "use train.batch=6 or less, a multiple of 2"],
+        shorten_validation_file, ["7 sequences", "train.batch=8", "use train.batch=6 or less, a multiple of 2"],
     ),
     "no token file": (remove_file, ["train.bin does not exist", "python -m shmap_tp.prepare"]),
     "a run directory below a file": (["run.dir=FILE/x"], ["run.dir=", "cannot be written: Not a directory", "choose"]),

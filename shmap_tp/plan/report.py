@@ -1,5 +1,6 @@
 """One row of a benchmark: a measured or predicted training step, as JSON and as printed text."""
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 
 from jax.sharding import Mesh
@@ -16,6 +17,9 @@ from shmap_tp.plan.communication.ledger import format_bytes
 
 EXPLICIT, GSPMD = "explicit", "gspmd"
 PREDICTED, ESTIMATED = "predicted", "estimated"
+
+STATE_BYTES = 16
+"""Of a parameter over all devices: itself, its gradient and the two moments of AdamW, in float32."""
 
 FORMULA = (
     "MFU = tokens/s x model FLOPs per token (causal attention counted at half, recomputation not counted) / peak; "
@@ -211,7 +215,12 @@ def _format_memory(row: Row) -> str:
 
 
 def _advice(row: Row) -> str:
-    """What would take less memory, of that which this row does not do already."""
+    """What would take less memory, of that which this row does not do already; where even a state sharded over all
+    devices is too large, how many devices it needs."""
+    state = STATE_BYTES * row.params
+    if row.limit_bytes_per_device and state > row.devices * row.limit_bytes_per_device:
+        least = math.ceil(state / row.limit_bytes_per_device)
+        return f"{least} devices or more: parameters, optimizer state and gradients alone are {format_bytes(state)}"
     possible = {
         "mesh.zero=fsdp": row.program == EXPLICIT and row.dp > 1 and row.zero != Zero.fsdp,
         "a larger mp": row.mp < row.devices,

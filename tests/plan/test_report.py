@@ -3,7 +3,7 @@ fake clock."""
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +158,13 @@ def test_figures_without_a_step_time_or_a_peak_are_none():
 def test_advice_for_a_step_that_does_not_fit_names_only_what_it_does_not_do(settings, advice):
     too_large = row(config(*settings), None, step_seconds=None, fits=False)
     assert format_row(too_large).splitlines()[3].endswith(f": DOES NOT FIT; try {advice}")
+
+
+def test_a_state_that_all_devices_together_cannot_hold_needs_more_devices():
+    small = replace(row(config(), None, step_seconds=None, fits=False), params=10**9, limit_bytes_per_device=1.5e9)
+    assert "DOES NOT FIT; try 11 devices or more: parameters, optimizer state and gradients alone are 14.9 GiB" in (
+        format_row(small)
+    )
 
 
 def test_a_row_survives_json_and_prints_its_main_figures():

@@ -98,7 +98,12 @@ def test_the_python_blocks_of_a_document_run(file):
 def test_what_a_python_block_imports_exists(block):
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("shmap_tp"):
-            assert all(hasattr(import_module(node.module), name.name) for name in node.names), block.place
+            try:
+                module = import_module(node.module)
+            except ModuleNotFoundError as error:  # a package of an extra that is not installed here
+                assert not error.name.startswith("shmap_tp"), block.place
+                pytest.skip(f"{block.place} needs {error.name}")
+            assert all(hasattr(module, name.name) for name in node.names), block.place
 
 
 @python_blocks("source")

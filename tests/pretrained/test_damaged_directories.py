@@ -93,6 +93,7 @@ def test_special_tokens_may_have_any_value(tmp_path, value):
     "text", ["{{ 1 / 0 }}", "{{ messages.x.y }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
 )
 def test_a_template_that_fails_is_named(tmp_path, text):
+    pytest.importorskip("jinja2")
     (tmp_path / "chat.jinja").write_text(text)
     template = chat_template_of(tmp_path, str(tmp_path / "chat.jinja"))
     assert "chat.jinja refuses the messages" in refusal(template.render, [{"role": "user", "content": "a"}])

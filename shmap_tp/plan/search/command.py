@@ -14,7 +14,7 @@ from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
-from shmap_tp.plan.benchmark import append_json, check_flags
+from shmap_tp.plan.benchmark import append_json, check_flags, check_outputs
 from shmap_tp.plan.search.jobs import ChildProcess, jobs_at_a_time
 from shmap_tp.plan.search.loop import Found, Search
 from shmap_tp.plan.search.machine import compiler_missing, machine_of
@@ -60,6 +60,7 @@ def search_command(arguments: argparse.Namespace) -> None:
     """Search every target that was asked for.  Raises UserError; SystemExit(STOPPED) after Ctrl-C or SIGTERM."""
     targets = find_targets(arguments)
     prices = parse_prices(arguments.price, [target.version for target in targets])
+    check_outputs(arguments)
     check_recipe(arguments.recipe, targets)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for reason in {compiler_missing(target) for target in targets} - {None}:

@@ -40,7 +40,7 @@ key=value
 exit codes
   0   finished, or with --check: the configuration is valid
   2   an error that is explained in one or two lines: bad input, a full disk, faulty hardware, a diverged run
-  75  stopped by SIGTERM, Ctrl-C or a preemption notice, and saved: start again with --resume
+  75  stopped by SIGTERM, Ctrl-C, SIGHUP or a preemption notice, and saved: start again with --resume
   130 ended by a second Ctrl-C, without saving
   69  another process did not start in time or was lost (134 if that was process 0): start all processes again
 

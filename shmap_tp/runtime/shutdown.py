@@ -1,4 +1,4 @@
-"""Stopping a run: SIGTERM, Ctrl-C and the preemption notices of Google Cloud.
+"""Stopping a run: SIGTERM, Ctrl-C, a closed terminal (SIGHUP) and the preemption notices of Google Cloud.
 
 All of them set one `threading.Event`.  Before the first training step there is nothing to save, and the run exits at
 once.  From then on the training loop polls `StopRequest.requested` before each step and each validation batch; the step
@@ -21,7 +21,7 @@ from shmap_tp.runtime.console import print_on_process_0, write_line
 from shmap_tp.runtime.exit_codes import STOPPED_EARLY, StoppedEarly, exit_now
 from shmap_tp.runtime.peers import Peers
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GRACE_SECONDS = 5
 """Time that Python has to unwind before training.  A compilation cannot be interrupted, so the process then exits."""
 
@@ -33,10 +33,11 @@ NORMAL_VALUES = {"preempted": "FALSE", "maintenance-event": "NONE"}
 
 
 class StopRequest:
-    """Context that handles SIGTERM and SIGINT; `requested` tells whether to stop.
+    """Context that handles SIGTERM, SIGINT and SIGHUP; `requested` tells whether to stop.
 
-    A second SIGTERM has no effect; a second Ctrl-C raises KeyboardInterrupt, for users who do not want to wait.  With
-    several processes (`peers` is set) a signal to one of them stops all, at a step on which they agree.
+    SIGHUP stays ignored where it was, as `nohup` arranges.  A second SIGTERM or SIGHUP has no effect; a second Ctrl-C
+    raises KeyboardInterrupt, for users who do not want to wait.  With several processes (`peers` is set) a signal to
+    one of them stops all, at a step on which they agree.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,8 @@ class StopRequest:
         self._former_wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._listener = threading.Thread(target=self._listen, daemon=True, name="stop")
         self._listener.start()
-        self._former_handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        handled = [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+        self._former_handlers = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> bool:

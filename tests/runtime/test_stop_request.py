@@ -61,6 +61,19 @@ def test_ctrl_c_while_training_says_what_happens_and_a_second_one_ends_at_once(c
     assert capfd.readouterr().err.count("stopping: the step under way is finished and saved") == 1
 
 
+@pytest.mark.parametrize("former", [signal.SIG_DFL, signal.SIG_IGN], ids=["handled", "ignored, as by nohup"])
+def test_a_closed_terminal_stops_a_run_unless_that_is_ignored(former):
+    before = signal.signal(signal.SIGHUP, former)
+    try:
+        with StopRequest() as request:
+            request.begin_training()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.requested() == (former == signal.SIG_DFL)
+        assert signal.getsignal(signal.SIGHUP) == former
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_compilation_that_cannot_be_interrupted_is_not_waited_for(monkeypatch):
     """A compiler keeps the main thread outside Python, where no handler runs: the listening thread ends the process."""
     exits, exited = [], threading.Event()

@@ -20,7 +20,7 @@ def searches() -> str:
 
 What `python -m shmap_tp.plan --devices N` finds in the minutes named, on two cores that other work shared, beside the
 fastest configuration that was found by hand for the same batch.  Both are predicted.  Steps by hand were compiled
-before the update was judged in the step, which costs up to 1.5 %.  The rank correlation of the formulas with the steps
+before the update was judged in the step, which costs up to 1.6 %.  The rank correlation of the formulas with the steps
 that were compiled and fit says little for two to four of them, which the formulas had chosen as about equally fast.
 The search of 32b was stopped after 50 minutes on cores that many other jobs used: a compilation took 11 to 16 minutes
 instead of 2 to 3.  It used the formulas of today, and corrections that did not yet have a part common to all

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from shmap_tp.config.text import is_unicode
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.answers import answers
@@ -37,7 +36,6 @@ class Conversation:
         Raises UserError if the message alone is too long or not Unicode; then it is not part of the history.
         KeyboardInterrupt ends the answer: what was shown of it is.
         """
-        check_text(text)
         ids, forgotten = self._prompt([*self.messages, {"role": "user", "content": text}])
         if forgotten:
             context = self._model.config.model.context
@@ -61,8 +59,7 @@ class Conversation:
         context = self._model.config.model.context
         for first in range(0, len(messages), 2):  # a question and its answer are left out together
             text = self._template.render([*self._first, *messages[first:]])
-            if not is_unicode(text):
-                raise UserError("the prompt has bytes that are not UTF-8, or half of a surrogate pair; correct it")
+            check_text(text)
             ids = self._tokenizer.encode(text, special_tokens=False)
             if len(ids) + LEAST_ROOM <= context:
                 return ids, first

@@ -36,7 +36,7 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention")
 """Values of layer_types."""
 
 SIZES = frozenset({"width", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "rotary_dim"})
-"""Keys of the `model` section that are whole numbers above 0."""
+"""Keys of the `model` section that are integers above 0."""
 
 _HARMLESS = """
     architectures model_type auto_map name_or_path transformers_version torch_dtype dtype tokenizer_class

@@ -1,7 +1,7 @@
 """Ctrl-C while a command still imports its modules ends the process at once, without a traceback.
 
 Some modules crash if an exception interrupts their import, and a callback of the garbage collector swallows it.  A
-process that was started with Ctrl-C ignored, as by `nohup`, goes on ignoring it.
+process that was started with Ctrl-C ignored, as a background job of a shell script is, goes on ignoring it.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""A run that needs more memory than there is ends with a message, not with a traceback or the kernel's killer."""
+"""Errors of runs that need more memory than there is, in place of a traceback or of the end that Linux gives them."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""`sum_by_additions` and `exact_gelu` equal the plain versions that they replace."""
+"""`sum_by_additions`, `exact_gelu` and `recompute_from` equal the plain versions that they replace."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.layers.flash_attention import Splash
-from shmap_tp.layers.xla_workarounds import MAX_ADDITIONS, exact_gelu, sum_by_additions
+from shmap_tp.layers.xla_workarounds import MAX_ADDITIONS, exact_gelu, recompute_from, sum_by_additions
 from tests.helpers.jaxprs import equations_named
 
 
@@ -82,3 +82,12 @@ def test_exact_gelu_has_the_value_and_the_derivative_of_the_plain_version(dtype,
     plain = jax.vmap(jax.grad(lambda x: jax.nn.gelu(x, approximate=False)))(x.astype("float32"))
     assert derivative.dtype == x.dtype
     np.testing.assert_allclose(derivative.astype("float32"), plain, atol=tolerance)
+
+
+@pytest.mark.parametrize("platform, is_recomputed", [("cpu", False), ("tpu", True), ("cuda", True)])
+def test_only_cpus_compute_nothing_again(platform, is_recomputed):
+    """XLA does not see through an optimization barrier, so what depends on one is computed again."""
+    tree = {"a": jnp.arange(4.0), "b": jnp.arange(3, dtype=jnp.bfloat16)}
+    text = jax.jit(recompute_from).trace(tree).lower(lowering_platforms=(platform,)).as_text()
+    assert ("optimization_barrier" in text) == is_recomputed
+    jax.tree.map(np.testing.assert_array_equal, recompute_from(tree), tree)

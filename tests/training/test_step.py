@@ -154,20 +154,20 @@ def equations(jaxpr: Any) -> int:
 
 
 def test_the_compiled_step_does_not_grow_with_depth():
-    """The blocks are one scan, so 32 layers have as many equations as 2 and take as long to compile.
+    """The blocks are one scan, so 128 layers have as many equations as 2 and take as long to compile.
 
-    Fewer than one compiled instruction is added per layer.  (XLA for CPU repeats scalars in fusions of some sizes: of
-    5500 instructions 200 may be fewer with more layers.)
+    Fewer than one compiled instruction is added per layer.  (XLA for CPU fuses arrays of some sizes otherwise: of 4500
+    instructions 50 are added between 16 and 32 layers, 50 between 32 and 64, and none between 64 and 128.)
     """
     traced, compiled = [], []
-    for layers in (2, 32):
+    for layers in (2, 128):
         made = build_step_functions(step_config((2, 4), f"model.layers={layers}"), mesh((2, 4)), jnp.float32)
         step, init = made.step.lower(made.shapes, made.tokens), made.init.lower()
         program = jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr
         traced.append((equations(program), *(x.as_text().count("\n") for x in (step, init))))
         compiled.append(sum(" = " in line for line in step.compile().as_text().splitlines()))
     assert traced[0] == traced[1]
-    assert compiled[1] - compiled[0] < 32 - 2
+    assert compiled[1] - compiled[0] < 128 - 2
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True], ids=["separate head", "tied"])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shmap_tp.config.schema import FsdpGradients, Remat, TensorParallelMode, Zero
+from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
 from shmap_tp.plan.search.correction import Correction, Errors, rank_correlation
 from shmap_tp.plan.search.loop import expected_improvement
 from shmap_tp.plan.search.space import Candidate
@@ -25,11 +25,12 @@ def test_rank_correlation():
 def test_a_correction_follows_the_most_alike_candidates_and_what_is_common_to_all():
     near = replace(BASE, remat=Remat.none)
     far = Candidate(1, 4, TensorParallelMode.sequence, Zero.fsdp, FsdpGradients.ring, 2, Remat.mlp)
-    errors = Errors(common=0.06, own=0.05)
+    errors = Errors(common=0.08, choice=0.02, own=0.03)
     assert Correction(errors, []).of(BASE) == (0.0, errors.total)
     slower = Correction(errors, [(near, 1.2)])
     (log_near, deviation_near), (log_far, deviation_far) = slower.of(BASE), slower.of(far)
     assert 0.5 * math.log(1.2) < log_far < log_near < math.log(1.2), "all are slower, those alike most"
+    assert slower.of(replace(BASE, offload=(SavedActivation.input,)))[0] < log_near, "each choice in common counts"
     assert deviation_near < deviation_far < errors.total
     both = Correction(errors, [(near, 1.2), (far, 1.0)])
     assert both.of(near)[0] == pytest.approx(math.log(1.2), rel=0.1)

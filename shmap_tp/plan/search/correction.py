@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -30,24 +30,26 @@ class Errors:
     """How far formulas are off, as standard deviations of the logarithm of (compiled / formulas).
 
     The error of a candidate is a Gaussian process (Rasmussen and Williams 2006, equations 2.25 and 2.26,
-    https://gaussianprocess.org/gpml): one part is common to all candidates of a search, as that of the model and the
-    device, and one is its own, more alike the more choices two candidates share.
+    https://gaussianprocess.org/gpml), a sum of independent parts (section 4.2.4): one is common to all candidates of a
+    search, as that of the model and the device; one belongs to each choice, and is shared by the candidates that make
+    it; and one is the candidate's own.
     """
 
     common: float
+    choice: float
     own: float
 
     @property
     def total(self) -> float:
-        return math.hypot(self.common, self.own)
+        return math.sqrt(self.common**2 + len(CHOICES) * self.choice**2 + self.own**2)
 
     def covariance(self, a: Candidate, b: Candidate) -> float:
-        return self.common**2 + self.own**2 * ALIKE ** _differences(a, b)
+        shared = sum(getattr(a, name) == getattr(b, name) for name in CHOICES)
+        return self.common**2 + shared * self.choice**2 + (self.own**2 if a == b else 0.0)
 
 
-ALIKE = 0.3
-"""What each choice in which two candidates differ leaves of the covariance of their own errors: 0.38 where remat and
-microbatches differ, 0.14 where the mesh does, by the whole spaces of benchmarks/whole_space.py."""
+CHOICES = tuple(field.name for field in fields(Candidate) if field.name != "mp")
+"""Of a candidate, each with an error of its own; dp and mp are one."""
 NOISE = 0.01
 """Standard deviation of what two compilations of the same step may differ by."""
 
@@ -68,8 +70,3 @@ class Correction:
         shared = np.array([self._errors.covariance(candidate, known) for known in self._known])
         variance = self._errors.total**2 - shared @ self._inverse @ shared
         return float(shared @ self._weights), math.sqrt(max(float(variance), 0.0))
-
-
-def _differences(a: Candidate, b: Candidate) -> int:
-    """How many choices differ."""
-    return sum(x != y for x, y in zip(vars(a).values(), vars(b).values(), strict=True))

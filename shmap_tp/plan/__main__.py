@@ -59,7 +59,9 @@ def main(arguments: argparse.Namespace) -> None:
     arguments.devices = devices_of_nodes(arguments.version, arguments.nodes) or arguments.devices
     one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)
     if (not arguments.devices and not one_mesh) or (arguments.devices and (arguments.dp or arguments.mp)):
-        raise UserError("give --dp and --mp for one mesh, or --devices to search those of that many devices, or --cfg")
+        raise UserError(
+            "give --devices or --nodes to search the best configuration, --dp and --mp for one mesh, or --cfg"
+        )
     check_search_flags(arguments)
     check_generation_flags(arguments)
     arguments.minutes = arguments.minutes or MINUTES

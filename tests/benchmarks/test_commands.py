@@ -39,7 +39,7 @@ def test_the_gpu_benchmark_runs_on_emulated_devices_with_the_gspmd_baseline():
 
 MISTAKES = {
     "no GPU": ([*BENCHMARK_GPU, "--dp", "1", "--mp", "1"], "JAX finds no GPU, only cpu;"),
-    "no mesh": (PLAN, "give --dp and --mp for one mesh, or --devices to search those of that many devices"),
+    "no mesh": (PLAN, "give --devices or --nodes to search the best configuration"),
     "half a mesh": ([*PLAN, "--dp", "2"], "give --dp and --mp for one mesh"),
     "both": ([*PLAN, "--dp", "2", "--mp", "2", "--devices", "4"], "give --dp and --mp for one mesh"),
     "torch on two": (

@@ -9,7 +9,10 @@ from result_format import read_rows
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
 from shmap_tp.model.flops import parameters
+from shmap_tp.plan.communication.analytic import activations
+from shmap_tp.plan.communication.ledger import tally
 from shmap_tp.plan.report import Row
+from shmap_tp.plan.search.collective_time import _TRACED, _activation_entries
 from shmap_tp.plan.search.formulas import Estimate, estimate
 from shmap_tp.plan.search.jobs import Outcome, outcome
 from shmap_tp.plan.search.loop import WORTH_TRYING, Search
@@ -64,6 +67,15 @@ def test_the_state_of_a_device_counts_parameters_moments_and_gradients(zero, byt
     one = config("mesh.dp=4", f"mesh.zero={zero}")
     found = estimate(one, find_target("v5e", 4, None, 1)).memory_terms["state"]
     assert found == pytest.approx(bytes_per_parameter * parameters(one.model), rel=0.02)
+
+
+def test_one_trace_serves_all_meshes_with_the_same_tensor_parallelism():
+    """The collectives over mp are the same for every ZeRO stage, dp and number of slices, and traced once."""
+    _TRACED.clear()
+    for settings in ("mesh.zero=none", "mesh.zero=zero1", "mesh.zero=fsdp", "mesh.zero=fsdp mesh.fsdp_gradients=ring"):
+        one = config("mesh.dp=2", "mesh.mp=2", "train.microbatches=2", "model.norm=rmsnorm", *settings.split())
+        assert tally(_activation_entries(one)) == tally(activations(one, "bfloat16"))
+    assert len(_TRACED) == 1
 
 
 def test_more_devices_microbatches_and_recomputation_need_less_memory():
@@ -286,9 +298,10 @@ def test_waiting_for_the_host_is_named_where_it_limits_a_step():
 
 
 def test_the_table_marks_the_front_and_adds_time_and_cost():
-    text = table([line(1.0, 9), line(float("inf"), 12), line(1.5, 9.5)], Cost(8.64e10, 2.0, 16))
-    head, first, second, unfit = text.splitlines()
+    text = table([line(0.9, 11), line(1.0, 9), line(float("inf"), 12), line(1.5, 9.5)], Cost(8.64e10, 2.0, 16))
+    head, first, second, too_large, unfit = text.splitlines()
     assert head.split()[-3:] == ["days", "dollars", "candidate"]
     assert first.startswith("*") and second.startswith(" ") and unfit.startswith(" ")
+    assert "0.900" in too_large, "what may not fit comes after what fits"
     assert "1,000.0" in first and "768,000" in first, "8.64e10 tokens at 1,000 a second; 16 chips at 2 dollars an hour"
     assert unfit.split()[:3] == ["-", "-", "-"]

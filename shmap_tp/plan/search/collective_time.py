@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from shmap_tp.config.schema import Config, MeshConfig, TensorParallelMode, Zero
+from shmap_tp.config.schema import Config, FsdpGradients, MeshConfig, TensorParallelMode, Zero
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 from shmap_tp.plan.communication.analytic import activations
@@ -84,13 +84,14 @@ def collective_seconds(config: Config, every: list[Parameter], target: Target) -
 
 def _activation_entries(config: Config) -> list[Entry]:
     """Those of all microbatches: traced for one sequence, and sized for those of a microbatch."""
-    one = replace(config, train=replace(config.train, batch=config.mesh.dp, microbatches=1))
-    mesh, model = config.mesh, replace(config.model, offload=[])
-    key = repr((model, mesh.mp, str(mesh.tensor_parallel), str(mesh.zero), mesh.dp if mesh.zero == "fsdp" else 1))
+    train = replace(config.train, batch=1, microbatches=1)
+    mesh = replace(config.mesh, dp=1, tile=None, zero=Zero.none, fsdp_gradients=FsdpGradients.reduce_scatter, slices=1)
+    one = replace(config, model=replace(config.model, offload=[]), train=train, mesh=mesh)
+    key = repr((one.model, mesh))  # none of what is replaced changes the communication over mp
     if key not in _TRACED:
         _TRACED[key] = activations(one, jnp.bfloat16)
     microbatches = config.train.microbatches
-    sequences = config.train.batch // (microbatches * mesh.dp)
+    sequences = config.train.batch // (microbatches * config.mesh.dp)
     return [
         replace(
             entry, count=entry.count * microbatches,

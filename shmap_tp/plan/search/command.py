@@ -213,7 +213,7 @@ def finish(task: Task, search: Search) -> Line | None:
     machine = machine_of(task.target)
     compiled = [compiled_line(one) for one in search.found if one.outcome.row is not None]
     lines = compiled or [formula_line(one, task.config, machine) for one in search.remaining]
-    lines = sorted(lines, key=lambda line: line.seconds)
+    lines = sorted(lines, key=lambda line: line.place)
     print(f"\n{table(lines[:SHOWN], task.cost)}\n{LEGEND}")
     if search.found:
         fitting, failed = sum(one.fits for one in search.found), len(search.found) - len(compiled)

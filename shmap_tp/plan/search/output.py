@@ -45,6 +45,11 @@ class Line:
     def fits(self) -> bool:
         return math.isfinite(self.seconds) and self.peak_bytes <= self.limit_bytes
 
+    @property
+    def place(self) -> tuple[bool, float]:
+        """What lines are sorted by: those that fit come first, fastest first."""
+        return not self.fits, self.seconds
+
 
 def compiled_line(one: Found) -> Line:
     """What the compiled step says of a candidate."""
@@ -94,11 +99,11 @@ def pareto_front(lines: Iterable[Line]) -> list[Line]:
 
 
 def table(lines: list[Line], cost: "Cost | None") -> str:
-    """The candidates as an aligned table, fastest first; * marks the Pareto front of memory and speed."""
+    """The candidates as an aligned table, by `Line.place`; * marks the Pareto front of memory and speed."""
     front = pareto_front(line for line in lines if line.fits)
     head = ["", "step s", "tokens/s", "MFU", "GiB", "basis", "limited by", *(cost.head if cost else ()), "candidate"]
     rows = [head]
-    for line in sorted(lines, key=lambda each: each.seconds):
+    for line in sorted(lines, key=lambda each: each.place):
         fits = math.isfinite(line.seconds)
         figures = [f"{line.seconds:.3f}", f"{line.tokens_per_second:,.0f}", f"{line.mfu:.1%}"] if fits else ["-"] * 3
         money = (cost.cells(line.tokens_per_second) if fits else ["-"] * len(cost.head)) if cost else []

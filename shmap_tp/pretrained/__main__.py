@@ -5,7 +5,7 @@
     python -m shmap_tp.pretrained export RUN_OR_CHECKPOINT --out OUT [--step N] [--dtype bfloat16]
         a directory that AutoModelForCausalLM.from_pretrained of transformers reads, from any checkpoint of any mesh
 
-exit codes: 0 done, 2 an error that is explained in one or two lines
+exit codes: 0 done, 2 an error that is explained in one or two lines, 130 interrupted by Ctrl-C
 """
 
 import argparse
@@ -22,6 +22,7 @@ from shmap_tp.errors import ShmapTpError
 from shmap_tp.pretrained.export import export_checkpoint
 from shmap_tp.pretrained.inspection import inspect
 from shmap_tp.pretrained.writing import OUTPUT_DTYPES
+from shmap_tp.runtime.exit_codes import INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return 0
 
 

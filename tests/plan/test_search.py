@@ -8,15 +8,10 @@ from result_format import read_rows
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
-from shmap_tp.model.flops import parameters
-from shmap_tp.plan.communication.analytic import activations
-from shmap_tp.plan.communication.ledger import tally
 from shmap_tp.plan.report import Row
-from shmap_tp.plan.search.collective_time import _TRACED, _activation_entries
-from shmap_tp.plan.search.formulas import Estimate, estimate
+from shmap_tp.plan.search.formulas import Estimate
 from shmap_tp.plan.search.jobs import Outcome, outcome
 from shmap_tp.plan.search.loop import WORTH_TRYING, Search
-from shmap_tp.plan.search.machine import machine_of
 from shmap_tp.plan.search.output import Cost, Line, limited_by, pareto_front, table
 from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pruned
 from shmap_tp.plan.search.space import KEYS, Candidate, candidates
@@ -58,42 +53,6 @@ def test_nothing_is_offloaded_where_no_step_with_offload_has_been_compiled(versi
     assert any(one.offload for one in candidates(config(), find_target("v5e", 8, None, 1), {}))
 
 
-# Formulas
-
-
-@pytest.mark.parametrize(("zero", "bytes_per_parameter"), [("none", 16), ("zero1", 8 + 8 / 4), ("fsdp", 16 / 4)])
-def test_the_state_of_a_device_counts_parameters_moments_and_gradients(zero, bytes_per_parameter):
-    """4 bytes of each parameter, of its gradient, and of each moment of AdamW; norms stay on every device."""
-    one = config("mesh.dp=4", f"mesh.zero={zero}")
-    found = estimate(one, find_target("v5e", 4, None, 1)).memory_terms["state"]
-    assert found == pytest.approx(bytes_per_parameter * parameters(one.model), rel=0.02)
-
-
-def test_one_trace_serves_all_meshes_with_the_same_tensor_parallelism():
-    """The collectives over mp are the same for every ZeRO stage, dp and number of slices, and traced once."""
-    _TRACED.clear()
-    for settings in ("mesh.zero=none", "mesh.zero=zero1", "mesh.zero=fsdp", "mesh.zero=fsdp mesh.fsdp_gradients=ring"):
-        one = config("mesh.dp=2", "mesh.mp=2", "train.microbatches=2", "model.norm=rmsnorm", *settings.split())
-        assert tally(_activation_entries(one)) == tally(activations(one, "bfloat16"))
-    assert len(_TRACED) == 1
-
-
-def test_more_devices_microbatches_and_recomputation_need_less_memory():
-    target, base = find_target("v5e", 4, None, 1), ["mesh.dp=4", "mesh.zero=none", "model.remat=all_matmuls"]
-    whole = estimate(config(*base), target)
-    for setting in ("mesh.zero=fsdp", "train.microbatches=4", "model.remat=full", "model.offload=[up]"):
-        assert estimate(config(*base, setting), target).peak_bytes < whole.peak_bytes
-    assert estimate(config(*base, "model.offload=[up]"), target).host_bytes > whole.host_bytes == 0
-    assert estimate(config(*base, "model.remat=full"), target).seconds > whole.seconds
-
-
-@pytest.mark.parametrize(("version", "kind"), [("v5e", "TPU v5 lite"), ("h100", "NVIDIA H100 80GB HBM3")])
-def test_a_machine_has_the_figures_of_its_devices(version, kind):
-    machine = machine_of(find_target(version, 16, None, 1))
-    assert (machine.kind, machine.devices, machine.chips) == (kind, 16, 16)
-    assert machine.hosts == {"v5e": 4, "h100": 2}[version]
-
-
 # Pruning
 
 
@@ -119,9 +78,6 @@ def test_a_candidate_is_dropped_for_one_of_three_reasons():
 def test_a_candidate_that_needs_more_host_memory_than_there_is_is_dropped():
     found = pruned([made(1, 1.0, 5.0, (SavedActivation.input,), host=2e9), made(2, 1.0, 5.0)], 10e9, 1e9)
     assert [one.candidate.microbatches for one in found.kept] == [2]
-
-
-# What compiled steps teach
 
 
 # Which candidates are compiled

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from shmap_tp.parallel.mesh import MP
 from shmap_tp.plan.search.space import Candidate
 
 
@@ -48,7 +49,7 @@ class Errors:
         return self.common**2 + shared * self.choice**2 + (self.own**2 if a == b else 0.0)
 
 
-CHOICES = tuple(field.name for field in fields(Candidate) if field.name != "mp")
+CHOICES = tuple(field.name for field in fields(Candidate) if field.name != MP)
 """Of a candidate, each with an error of its own; dp and mp are one."""
 NOISE = 0.01
 """Standard deviation of what two compilations of the same step may differ by."""

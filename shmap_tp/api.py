@@ -17,7 +17,8 @@ from jaxtyping import Array, Float
 
 from shmap_tp.config import compose
 from shmap_tp.config.bounds import SCHEMES, check_path
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, Precision
+from shmap_tp.config.text import shown
 from shmap_tp.config.validate import validate
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
@@ -29,10 +30,12 @@ from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marke
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained import configuration
 from shmap_tp.pretrained.export import save_model
+from shmap_tp.pretrained.reading import held_in
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.start import pretrained_parameters, recorded_source
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.local_mesh import emulate_devices, resolve
+from shmap_tp.training.memory import USE, require_host_memory
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters, saved_config
 from shmap_tp.training.step import CONFIGURED, Components
@@ -80,14 +83,16 @@ class Model:
         """A model with the parameters of model.from_pretrained, or without it the initial ones of run.seed: the same
         bits on every mesh.
 
-        The matrices of model.from_pretrained are of `pretrained_dtype`; all other parameters are float32.
+        The matrices of model.from_pretrained are of `pretrained_dtype`, all other parameters are float32.
         `components` replace parts that the configuration names (docs/extending.md).
-        Raises UserError if the devices do not make the mesh, or model.from_pretrained cannot be read.
+        Raises UserError if the devices do not make the mesh, model.from_pretrained cannot be read, or the memory of a
+        machine with emulated devices is too small.
         """
         config, mesh, functions = build(config, components)
         if config.model.from_pretrained is not None:
             parameters, source = pretrained_parameters(config, functions.shapes, pretrained_dtype)
             return cls(config, mesh, finished(mesh, parameters), functions, source)
+        require_host_memory(functions.shapes, purpose=USE)
         return cls(config, mesh, finished(mesh, functions.initialize()), functions)
 
     @classmethod
@@ -98,6 +103,7 @@ class Model:
         dp: int | None = None,
         mp: int | None = None,
         step: int | None = None,
+        dtype: str | None = None,
         processes: int = 1,
         components: Components = CONFIGURED,
     ) -> "Model":
@@ -105,23 +111,31 @@ class Model:
 
         `directory` is the run's directory, its checkpoint.dir, or one checkpoint.  Without `step` the newest intact
         checkpoint is used; a damaged one is skipped with a warning.  Without `dp` or `mp` that of the saved mesh is
-        used.  Of several `processes`, which have joined, each calls this and has its part.
-        Raises UserError if there is no such checkpoint, or the devices do not make the mesh.
+        used.  With `dtype`, float32 or bfloat16, weight matrices, activations and matrix products are of it; `auto` is
+        what the run computes in (train.precision).  Of several `processes`, which have joined, each calls this and has
+        its part.
+        Raises UserError if there is no such checkpoint, and as `initialize` does.
         """
         check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
         if processes == 1:
             emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)
+        if dtype not in (None, Precision.auto):
+            config = replace(config, train=replace(config.train, precision=_precision(dtype)))
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
         mesh = replace(config.mesh, dp=shape[0], mp=shape[1], tile=None, slices=1, processes=processes)
         config = replace(config, mesh=mesh)
         validate(config)
         config, mesh, functions = build(config, components)
+        held = functions.shapes
+        if dtype is not None:
+            held = held_in(held, compute_dtype(config.train.precision))
+        require_host_memory(held, purpose=USE)
         return cls(
             config,
             mesh,
-            restore_parameters(checkpoint, functions.shapes),
+            restore_parameters(checkpoint, functions.shapes, held),
             functions,
             recorded_source(checkpoint, config),
             str(checkpoint),
@@ -249,11 +263,11 @@ def from_pretrained(
 ) -> Model:
     """The model in a Hugging Face directory, or of that name on the hub, on a (dp, mp) mesh (docs/pretrained.md).
 
-    Weight matrices, activations and matrix products are of `dtype`, float32 or bfloat16, whatever the dtype of the
-    files; vectors, such as the scales of norms, are float32.  Training needs float32 weights: use `Trainer`, or leave
-    dtype as it is.  `context` is the longest sequence, and what every call computes: by default the model's own limit,
-    but not above 2048 for a rotary encoding.  Of several `processes`, which have joined, each calls this and reads its
-    part.
+    Weight matrices, activations and matrix products are of `dtype`, whatever the dtype of the files: float32, bfloat16,
+    or auto, float32 on CPUs and bfloat16 elsewhere.  Vectors, such as the scales of norms, are float32.  Training needs
+    float32 weights: use `Trainer`, or leave dtype as it is.  `context` is the longest sequence, and what every call
+    computes: by default the model's own limit, but not above 2048 for a rotary encoding.  Of several `processes`, which
+    have joined, each calls this and reads its part.
     Raises UserError if the directory cannot be used, or the model does not suit the mesh.
     """
     overrides = [f"model.from_pretrained={compose.quoted(str(name))}", f"mesh.dp={dp}", f"mesh.mp={mp}"]
@@ -263,6 +277,13 @@ def from_pretrained(
     )
     config = load_config(*overrides, file=compose.CONF / "finetune.yaml")
     return Model.initialize(config, pretrained_dtype=dtype)
+
+
+def _precision(dtype: str) -> Precision:
+    """Raises UserError for a dtype that there is not."""
+    if dtype not in list(Precision):
+        raise UserError(f"dtype={shown(dtype)} must be one of {', '.join(Precision)}")
+    return Precision(dtype)
 
 
 def build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shmap_tp.command_model import open_model
+from shmap_tp.command_model import add_model_arguments, explained_memory_errors, open_model
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
 from shmap_tp.runtime.interrupts import importing
@@ -36,10 +36,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
-    model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    add_model_arguments(parser)
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the model)")
     parser.add_argument("--template", metavar="FILE", help="a chat template in Jinja (default: that of the model)")
     parser.add_argument("--system", metavar="TEXT", help="the system's message (default: that of the template)")
@@ -58,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_intermixed_args(argv)
     try:
-        _chat(_opened(arguments))
+        with explained_memory_errors():
+            _chat(_opened(arguments))
     except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shmap_tp.config.schema import Precision
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
 from shmap_tp.runtime.interrupts import importing
@@ -22,6 +23,20 @@ NOT_SHARED = {"process_id", "out"}
 """Arguments in which the processes may differ."""
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that name the model, and how it is held."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
+    model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument(
+        "--dtype",
+        choices=list(Precision),
+        default=Precision.auto,
+        help="of weights and matrix products (auto: as the run; --pretrained: float32 on CPUs, bfloat16 elsewhere)",
+    )
+
+
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a command that several processes may run together, as those of training."""
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="number of processes, one per host (1)")
@@ -30,12 +45,21 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
+def explained_memory_errors() -> Iterator[None]:
+    """Context in which a device without enough memory is a UserError."""
+    with importing():
+        from shmap_tp.training import memory
+    with memory.explained_memory_errors(memory.USE):
+        yield
+
+
+@contextmanager
 def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
     """A context in which the processes of arguments.processes work together; for one process it does nothing.
 
     `inputs` are what the command has read from files; all processes must be started with the same arguments, and have
     read the same.  Only process 0 prints to stdout.  An error, an interrupt or the loss of one process ends all.
-    Raises UserError if the arguments of `add_process_arguments` do not suit each other.
+    Raises UserError if the arguments of `add_process_arguments` do not suit each other, or a device lacks memory.
     """
     from shmap_tp.config.validate import validate_process_arguments
 
@@ -43,7 +67,8 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
         raise UserError(f"--processes {arguments.processes} must be at least 1")
     validate_process_arguments(arguments.coordinator, arguments.process_id, arguments.processes)
     if arguments.processes == 1:
-        yield
+        with explained_memory_errors():
+            yield
         return
     mesh = mesh_sizes(arguments.mesh)
     devices = math.prod(mesh.values())
@@ -77,7 +102,8 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
         Peers(threading.Event(), config.run.lost_timeout_seconds) as peers,
     ):
         try:
-            yield
+            with explained_memory_errors():
+                yield
         except KeyboardInterrupt:
             peers.exit_all(INTERRUPTED, "interrupted")
 
@@ -107,8 +133,10 @@ def open_model(arguments: argparse.Namespace) -> "Model":
         from shmap_tp.api import Model, from_pretrained
 
     if arguments.pretrained is not None:
-        return from_pretrained(arguments.pretrained, **mesh, processes=arguments.processes)
-    return Model.restore(arguments.checkpoint, step=arguments.step, **mesh, processes=arguments.processes)
+        return from_pretrained(arguments.pretrained, dtype=arguments.dtype, **mesh, processes=arguments.processes)
+    return Model.restore(
+        arguments.checkpoint, step=arguments.step, dtype=arguments.dtype, **mesh, processes=arguments.processes
+    )
 
 
 def mesh_sizes(arguments: Sequence[str]) -> dict[str, int]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shmap_tp.command_model import add_process_arguments, joined, open_model
+from shmap_tp.command_model import add_model_arguments, add_process_arguments, joined, open_model
 from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
@@ -34,10 +34,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
-    model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    add_model_arguments(parser)
     parser.add_argument("--data", metavar="DIR", help="a directory of shmap_tp.prepare (default: data.dir of the run)")
     parser.add_argument("--split", choices=["validation", "train"], help="which file of it (validation)")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the run)")

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shmap_tp.command_model import add_process_arguments, is_first_process, joined, open_model
+from shmap_tp.command_model import add_model_arguments, add_process_arguments, is_first_process, joined, open_model
 from shmap_tp.config.text import is_unicode, shown
 from shmap_tp.errors import ShmapTpError, StorageError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
@@ -42,10 +42,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
-    model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    add_model_arguments(parser)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument(
         "--prompts", metavar="FILE", help="one prompt per line; in .jsonl the field `prompt`; - is stdin"

@@ -1,5 +1,6 @@
 """`Model.restore`: the parameters of a checkpoint, bit for bit, on any mesh."""
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import shmap_tp
+from shmap_tp.config.schema import Precision
 from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters
 from tests.helpers.assertions import assert_same_bits, by_path
 from tests.helpers.fresh_process import python
@@ -57,6 +59,21 @@ def test_an_older_checkpoint_can_be_named(run):
     tokens = np.zeros((2, CONTEXT), int)
     assert (np.asarray(older.logits(tokens)) != np.asarray(newest.logits(tokens))).any()
     assert newest.config.model.vocabulary == VOCABULARY
+
+
+def test_matrices_are_held_in_the_dtype_asked_for_with_the_same_results(run):
+    """Those that are rounded when the checkpoint is read are what each use of a float32 matrix rounds to."""
+    held, masters = shmap_tp.Model.restore(run, dtype="bfloat16"), shmap_tp.Model.restore(run)
+    train = dataclasses.replace(masters.config.train, precision=Precision.bfloat16)
+    in_bfloat16 = dataclasses.replace(masters.config, train=train)
+    masters = shmap_tp.Model.initialize(in_bfloat16).with_parameters(masters.parameters)
+    dtypes = {array.dtype.name for array in jax.tree.leaves(held.parameters)}
+    assert dtypes == {"float32", "bfloat16"}, "vectors, such as the scales of norms, stay float32"
+    tokens = np.arange(2 * CONTEXT).reshape(2, CONTEXT) % VOCABULARY
+    np.testing.assert_array_equal(held.logits(tokens), masters.logits(tokens))
+    assert_same_bits(shmap_tp.Model.restore(run, dtype="auto").parameters, masters.parameters)
+    with pytest.raises(shmap_tp.UserError, match="dtype=float8 must be one of auto, float32, bfloat16"):
+        shmap_tp.Model.restore(run, dtype="float8")
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_refused_if_it_is_named(run, tmp_path):

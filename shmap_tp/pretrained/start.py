@@ -16,6 +16,7 @@ from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
 from shmap_tp.training.environment import compute_dtype
+from shmap_tp.training.memory import USE, require_host_memory
 from shmap_tp.training.step import CONFIGURED, Components
 
 RECORD = "pretrained"
@@ -69,9 +70,11 @@ def recorded_source(checkpoint: PathLike, config: Config) -> Source | None:
 def pretrained_parameters(config: Config, shapes: Transformer, dtype: str = "float32") -> tuple[Transformer, Source]:
     """(the parameters of model.from_pretrained with their matrices of the precision `dtype`, where they are from).
 
-    Raises UserError if they cannot be read.
+    Raises UserError if they cannot be read, or the memory of a machine with emulated devices is too small.
     """
     if config.model.from_pretrained is None:
         raise UserError("model.from_pretrained=null names no Hugging Face directory")
     source = open_source(config.model.from_pretrained)
-    return load_parameters(source, config.model, held_in(shapes, compute_dtype(Precision(dtype)))), source
+    held = held_in(shapes, compute_dtype(Precision(dtype)))
+    require_host_memory(held, purpose=USE)
+    return load_parameters(source, config.model, held), source

@@ -91,15 +91,15 @@ def saved_config(checkpoint: epath.Path) -> Config:
         ) from error
 
 
-def restore_parameters(checkpoint: epath.Path, shapes: Transformer) -> Transformer:
-    """The parameters in `checkpoint`, bit for bit, with the shardings of `shapes`.
+def restore_parameters(checkpoint: epath.Path, shapes: Transformer, held: Transformer | None = None) -> Transformer:
+    """The parameters in `checkpoint`, with the shardings of `shapes`: bit for bit, or rounded to the dtypes of `held`.
 
-    Raises UserError if the checkpoint's parameters have other names, shapes or dtypes (Orbax would cast a dtype
-    silently), or cannot be read.
+    Raises UserError if the checkpoint's parameters have other names, shapes or dtypes than `shapes` (Orbax would cast a
+    dtype silently), or cannot be read.
     """
     saved = _saved(checkpoint, shapes)
     others = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, part) for name, part in saved.items() if name != "params"}
-    return _load(checkpoint, others | {"params": shapes})
+    return _load(checkpoint, others | {"params": shapes if held is None else held})
 
 
 def read_chunks(checkpoint: epath.Path, shapes: Transformer) -> Iterator[Chunk]:

@@ -3,12 +3,15 @@
 import jax
 import pytest
 
+import shmap_tp
+from shmap_tp import chat, evaluate, generate
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.training import loop
+from shmap_tp.training import loop, memory
 from shmap_tp.training.memory import explained_memory_errors, require_host_memory
 from shmap_tp.training.step import build_step_functions
-from tests.helpers.run_fixtures import tiny
+from tests.helpers.pretrained_models import write_directory
+from tests.helpers.run_fixtures import run_uninterrupted, tiny
 
 
 @pytest.mark.parametrize("dp_mp", [(1, 8), (8, 1)])
@@ -38,6 +41,35 @@ def test_a_device_that_is_out_of_memory_is_explained(tmp_path, monkeypatch):
     first, second = str(raised.value).splitlines()
     assert first == "a device has not enough memory: RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.;"
     assert "python -m shmap_tp.plan" in second
+
+
+def test_a_model_that_does_not_fit_into_the_machine_is_refused_before_it_is_read(
+    tmp_path, tmp_path_factory, monkeypatch
+):
+    """Initial, restored and pretrained parameters."""
+    directory = write_directory(tmp_path / "m", "llama")
+    trained = run_uninterrupted(tmp_path_factory) / "run"
+    monkeypatch.setattr(memory.os, "sysconf", lambda _: 100)
+    made = (
+        lambda: shmap_tp.Model.initialize(shmap_tp.load_config("model=test", "mesh.dp=1", "mesh.mp=1")),
+        lambda: shmap_tp.Model.restore(trained, dp=1, mp=1),
+        lambda: shmap_tp.from_pretrained(directory),
+    )
+    for make in made:
+        with pytest.raises(UserError, match=r"^parameters take .* GB .* this machine has 0\.0 GB;\n.*bfloat16"):
+            make()
+
+
+def test_a_command_that_uses_a_model_explains_that_a_device_is_out_of_memory(tmp_path, monkeypatch, capsys):
+    def open_model(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\nmany more lines")
+
+    for command, more in ((generate, ["--prompt", "a"]), (chat, []), (evaluate, [])):
+        monkeypatch.setattr(command, "open_model", open_model)
+        assert command.main(["--checkpoint", str(tmp_path), *more]) == 2
+        first, second = capsys.readouterr().err.splitlines()
+        assert first == "error: a device has not enough memory: RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.;"
+        assert "mp shards the weights" in second
 
 
 def test_other_errors_of_the_runtime_are_passed_on():

@@ -168,7 +168,7 @@ class Model:
         temperature=0 takes the most likely token each time.  `options` are the other fields of
         `shmap_tp.inference.generator.Options`: top_k, top_p, repetition_penalty, seed, stop_tokens, samples.
         With texts, `tokenizer` encodes them, and its stop tokens are the default of stop_tokens.
-        A sampled token is a function of (seed, number of the prompt, position): the same on every mesh, in every batch.
+        A sampled token is a function of (seed, prompt number, sample number, position), on every mesh, in every batch.
         An answer ends early where prompt and answer fill model.context.
         Raises UserError for an option out of range, and for a prompt that is empty, has an id that is not below
         model.vocabulary, or leaves no room in model.context.

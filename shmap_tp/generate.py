@@ -27,7 +27,7 @@ examples
   python -m shmap_tp.generate --checkpoint runs/first --prompt "import " --temperature 0.8 --top-p 0.95 --samples 3
   git diff --name-only | python -m shmap_tp.generate --checkpoint runs/first --prompts -
 
-A sampled token is a function of (seed, number of the prompt, position): the same on every mesh, in every batch.
+A sampled token is a function of (seed, prompt number, sample number, position), on every mesh, in every batch.
 The mesh is (1, 1) where mesh.dp and mesh.mp are not given; on accelerators dp x mp must be all devices.
 Several processes: the same command on every host of a TPU, GKE or Slurm job, with --processes N; elsewhere also
 --coordinator HOST:PORT and a different --process-id on each.  Process 0 prints and writes.

@@ -76,7 +76,7 @@ def next_token(
 ) -> Int[Array, " B"]:
     """The token that follows each sequence, replicated over mp.
 
-    Communication  over mp: an all-gather of two values per sequence; with top-k and top-p 66 all-reduces of one value.
+    Communication  over mp: two all-gathers of one value per sequence; with top-k and top-p 66 all-reduces of one value.
     """
     id_V = lax.axis_index(MP) * logits_BV.shape[1] + jnp.arange(logits_BV.shape[1])
     lowest = jnp.finfo(logits_BV.dtype).min

@@ -23,6 +23,7 @@ from shmap_tp.model.flops import parameters  # noqa: E402
 PLAN = re.compile(
     r"# Planned: ([\d,]+) tokens/s per chip, ([\d.]+) of ([\d.]+) GiB per device; [\d,]+ steps take (.*)\.\n"
 )
+MEMORY = re.compile(r"it needs ([\d.]+ of [\d.]+) GiB")
 COMMAND = re.compile(r"^#   (python benchmarks/\S+ .*)$", re.MULTILINE)
 
 
@@ -57,6 +58,11 @@ class Recipe:
         return found and Plan(int(found[1].replace(",", "")), float(found[2]), float(found[3]), found[4])
 
     @property
+    def memory(self) -> str:
+        """Needed and available GiB per device."""
+        return f"{self.plan.gib} of {self.plan.limit_gib}" if self.plan else MEMORY.search(self.file.read_text())[1]
+
+    @property
     def command(self) -> list[str]:
         """The command in the header that plans or measures it."""
         (command,) = COMMAND.findall(self.file.read_text())
@@ -77,11 +83,8 @@ def table() -> str:
     for recipe in recipes():
         config, plan = recipe.config, recipe.plan
         mesh, tokens = config.mesh, config.train.batch * config.model.context
-        planned = (
-            f"{plan.tokens_per_second_per_chip:,} | {plan.gib} of {plan.limit_gib} | {plan.duration}"
-            if plan
-            else "not planned | not planned | -"
-        )
+        speed, duration = (f"{plan.tokens_per_second_per_chip:,}", plan.duration) if plan else ("-", "-")
+        planned = f"{speed} | {recipe.memory} | {duration}"
         link = f"[{recipe.name}](../conf/recipes/{recipe.file.name})"
         devices = f"{mesh.dp * mesh.mp}, ({mesh.dp}, {mesh.mp})"
         lines.append(f"| {link} | {devices} | {parameters(config.model) / 1e9:.2f}B | {tokens:,} | {planned} |")

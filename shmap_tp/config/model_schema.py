@@ -87,14 +87,14 @@ class ModelConfig:
     tie_embeddings: bool
     """Whether the output head is the transposed embedding."""
     embedding_scale: float
-    """The embedding is multiplied by this, rounded to the dtype of the activations; 1 is none."""
+    """The embedding is multiplied by this, rounded to the dtype of the activations; 1 changes nothing."""
     init_std: float
     """Standard deviation of the initial weights; projections into the residual stream use init_std / sqrt(2 layers)."""
     remat: Remat
     """Activation checkpointing: which activations of a block are saved, so that its backward pass does not recompute
     them.  none: all.  full: only the input.  attention: also q, k, v, the attention output and the sublayer outputs.
-    mlp: in place of attention's, the MLP's gate and up.  attention_and_up: as attention, and up.  all_matmuls: all of
-    these.  All-gathered FSDP weights are never saved."""
+    mlp: also the sublayer outputs and the MLP's gate and up.  attention_and_up: as attention, and up.  all_matmuls: all
+    of these.  All-gathered FSDP weights are never saved."""
     offload: list[SavedActivation]
     """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
     attention: AttentionKernel

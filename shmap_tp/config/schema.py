@@ -81,7 +81,7 @@ class DataConfig:
     cache: str | None
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None
-    """stdlib: prepared by the run; else arguments of shmap_tp.prepare to print if `dir` is empty (null: not known)."""
+    """stdlib: the run prepares it.  Else arguments of shmap_tp.prepare, printed if `dir` is empty; null: not known."""
 
 
 @dataclass
@@ -136,10 +136,10 @@ class GuardConfig:
     loss_spike_sigmas: float | None
     """Also skip steps whose loss is this many standard deviations above the running mean (6 is usual); null: never."""
     window: int
-    """Number of steps over which the running mean and deviation are taken; the first `window` steps are no spikes."""
+    """Number of steps of the running mean and deviation; the first `window` steps are never spikes."""
     max_norm_change: float | None
     """Also skip steps whose update would raise or lower the norm of all weights by more than this factor; null: never.
-    At the usual initialisation a factor of 10 takes a learning rate of about 0.2."""
+    At the usual initialisation a learning rate of about 0.2 changes it by a factor of 10."""
     max_consecutive: int | None
     """Number of consecutive skipped steps that stop the run; null: no limit.  A checkpoint saved after three times as
     many is not resumed."""
@@ -184,11 +184,11 @@ class CheckpointConfig:
 @dataclass
 class LogConfig:
     every: int
-    """Steps between printed lines when stdout is no terminal, which would show a progress bar."""
+    """Steps between printed lines where stderr is not a terminal, which shows a progress bar instead."""
     tensorboard: bool
     """Whether to write TensorBoard events to the run directory."""
     wandb: bool
-    """Whether to log to Weights & Biases."""
+    """Whether to log to Weights & Biases (pip install -e '.[wandb]')."""
     wandb_project: str
     """W&B project."""
 

@@ -189,12 +189,12 @@ def make_parser() -> argparse.ArgumentParser:
     devices.add_argument("--topology", help="chips along each side of a slice, such as 4x8x8 (default: most compact)")
     devices.add_argument("--slices", type=int, metavar="N", help="number of slices that dp spans (default 1)")
     step = parser.add_argument_group("the step")
-    step.add_argument("--model", help="a model of conf/model (default 6_9b)")
+    step.add_argument("--model", help="a model of conf/model (default 6_9b, with --decode llama3_8b)")
     step.add_argument("--from-pretrained", metavar="DIR", help="a Hugging Face model; its config.json is enough")
     step.add_argument("--cfg", metavar="FILE", help="plan the step of FILE, such as a recipe of conf/recipes")
     step.add_argument("--dp", type=int, metavar="N", help="data-parallel size of the mesh to plan")
     step.add_argument("--mp", type=int, metavar="N", help="model-parallel size of the mesh to plan")
-    batch = "sequences per optimizer step (default: 16 per dp rank, or device)"
+    batch = "sequences per optimizer step (default: 16 per dp rank, or device), or prompts of --decode (8 per dp rank)"
     step.add_argument("--batch", type=int, metavar="N", help=batch)
     step.add_argument("--context", type=int, metavar="N", help="tokens per sequence (default: the model's)")
     step.add_argument("--microbatches", type=int, metavar="N", help="gradient accumulation: microbatches per step")
@@ -208,7 +208,7 @@ def make_parser() -> argparse.ArgumentParser:
     search.add_argument("--price", help="dollars per chip hour: 1.2, or by version: v5e=1.2,v6e=2.7")
     search.add_argument("--versions", help="search several TPU versions: v5e,v6e (and --devices 16,64)")
     decode = parser.add_argument_group("generation, in place of a training step")
-    decode.add_argument("--decode", action="store_true", help="plan generation on one mesh, not training")
+    decode.add_argument("--decode", action="store_true", help="plan generation on one mesh of TPUs, not training")
     prompt = "length of each prompt (default 1024, or half the context)"
     decode.add_argument("--prompt-tokens", type=int, metavar="N", help=prompt)
     decode.add_argument(

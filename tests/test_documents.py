@@ -161,7 +161,7 @@ def generator(request, monkeypatch) -> ModuleType:
 
 
 GENERATORS = ["make_communication_table", "make_configuration", "make_performance_notes", "make_planning_report"]
-GENERATORS += ["make_recipes"]
+GENERATORS += ["make_library", "make_recipes"]
 
 
 @pytest.mark.parametrize("generator", GENERATORS, indirect=True)

@@ -195,6 +195,8 @@ class LogConfig:
 
 @dataclass
 class Config:
+    """A whole configuration, checked; `shmap_tp.load_config` makes one.  docs/configuration.md has every key."""
+
     run: RunConfig
     mesh: MeshConfig
     model: ModelConfig

@@ -17,8 +17,9 @@ from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.gpu import predict
 from shmap_tp.plan.gpu.costs import ATTENTION_EFFICIENCY, GEMM_EFFICIENCY, MEMORY_EFFICIENCY, GpuCosts
 from shmap_tp.plan.gpu.links import LATENCY, NETWORK_LATENCY, GpuLinks
-from shmap_tp.plan.gpu.targets import COMPILER, GPUS, Nodes, find_nodes, node_devices
+from shmap_tp.plan.gpu.targets import COMPILER, GPUS, Nodes, find_nodes, is_installed, node_devices
 from shmap_tp.plan.hlo_parser import parse_hlo
+from shmap_tp.plan.search.machine import compiler_missing
 from shmap_tp.plan.targets import devices_of_nodes, find_target
 
 H100 = GPUS["h100"]
@@ -125,17 +126,18 @@ def test_mistakes_are_explained(mistake):
         call()
 
 
-def has_compiler() -> bool:
-    try:
-        return bool(importlib.metadata.version(COMPILER))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-@pytest.mark.skipif(has_compiler(), reason="XLA for CUDA is installed")
+@pytest.mark.skipif(is_installed(), reason="XLA for CUDA is installed")
 def test_a_missing_compiler_is_named():
     with pytest.raises(UserError, match=r"pip install -e '\.\[plan-gpu\]'"):
         node_devices(find_nodes("h100", 8))
+    assert "pip install -e '.[plan-gpu]'" in compiler_missing(find_nodes("h100", 8))
+
+
+def test_a_search_compiles_where_the_package_of_the_compiler_is_installed(monkeypatch):
+    """The package jax-cuda12-pjrt has no module of that name."""
+    asked = []
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: asked.append(name) or "1")
+    assert compiler_missing(find_nodes("h100", 8)) is None and asked == [COMPILER]
 
 
 def test_every_gpu_has_the_figures_of_its_kind():
@@ -144,7 +146,7 @@ def test_every_gpu_has_the_figures_of_its_kind():
         assert replace(gpu, cores=1).target_config != gpu.target_config
 
 
-@pytest.mark.skipif(not has_compiler(), reason="needs XLA for CUDA: pip install -e '.[plan-gpu]'")
+@pytest.mark.skipif(not is_installed(), reason="needs XLA for CUDA: pip install -e '.[plan-gpu]'")
 @pytest.mark.parametrize("settings", [("8", "1", "fsdp", "all_reduce"), ("2", "4", "none", "sequence")], ids=str)
 @pytest.mark.parametrize("version", GPUS)
 def test_compiled_collectives_are_as_planned_and_memory_is_the_compiler_s(version, settings):
@@ -160,7 +162,7 @@ def test_compiled_collectives_are_as_planned_and_memory_is_the_compiler_s(versio
     assert reconcile(planned, communication_in_hlo(found.text, sizes), sizes).balanced
 
 
-@pytest.mark.skipif(not has_compiler(), reason="needs XLA for CUDA: pip install -e '.[plan-gpu]'")
+@pytest.mark.skipif(not is_installed(), reason="needs XLA for CUDA: pip install -e '.[plan-gpu]'")
 def test_a_program_that_does_not_fit_is_said_not_to_fit(monkeypatch):
     monkeypatch.setenv(predict.POOL, "0.0001")
     config = load(CONF / "config.yaml", ["model=test", "train.batch=16", "mesh.dp=8", "mesh.mp=1"])

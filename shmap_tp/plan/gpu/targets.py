@@ -135,19 +135,13 @@ def find_nodes(version: str, devices: int) -> Nodes:
     return Nodes(version, devices // GPUS_PER_NODE)
 
 
-def installed() -> bool:
-    """Whether XLA for CUDA is there."""
-    return importlib.util.find_spec("jax_cuda12_pjrt") is not None
-
-
-def require_compiler() -> None:
-    """Raise UserError where XLA for CUDA is not installed."""
+def is_installed() -> bool:
+    """Whether XLA for CUDA is installed.  Its module is a plugin of JAX and has another name than the package."""
     try:
         importlib.metadata.version(COMPILER)
     except importlib.metadata.PackageNotFoundError:
-        raise UserError(
-            f"planning for GPUs needs XLA for CUDA ({COMPILER}), which is not installed: pip install -e '.[plan-gpu]'"
-        ) from None
+        return False
+    return True
 
 
 def node_devices(target: Nodes) -> list[jax.Device]:
@@ -155,7 +149,10 @@ def node_devices(target: Nodes) -> list[jax.Device]:
 
     Raises UserError where the compiler is not installed.
     """
-    require_compiler()
+    if not is_installed():
+        raise UserError(
+            f"planning for GPUs needs XLA for CUDA ({COMPILER}), which is not installed: pip install -e '.[plan-gpu]'"
+        )
     jax.config.update("jax_platforms", "cpu")  # otherwise the plugin looks for a driver, and is not registered
     shape = f"1x{target.nodes}x{target.per_node}"
     try:

@@ -116,6 +116,6 @@ def compiler_missing(target: Target) -> str | None:
     """Why no step can be compiled for a target here, with the way out; None where one can."""
     if isinstance(target, Slice) and importlib.util.find_spec("libtpu") is None:
         return "libtpu is not installed (pip install -e '.[tpu]')"
-    if isinstance(target, Nodes) and not gpus.installed():
+    if isinstance(target, Nodes) and not gpus.is_installed():
         return f"{gpus.COMPILER} is not installed (pip install -e '.[plan-gpu]')"
     return None

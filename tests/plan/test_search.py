@@ -180,10 +180,12 @@ def test_the_time_is_kept_and_what_runs_then_is_ended():
     search = compiler.search([made(1, 1.0, 5), made(2, 1.0, 5)], seconds=90.0)
     search.run()
     assert compiler.started == [1], "a second one would not end in time"
+    assert search.stopped == "too little time for another"
     late = Compiler({1: (1.0, 5)}, takes=100.0)
     search = late.search([made(1, 1.0, 5)], seconds=90.0)
     search.run()
     assert search.stopped == "the time is up" and len(late.ended) == 1 and search.best() is None
+    assert [one.candidate.microbatches for one in search.remaining] == [1], "the formulas still rank it"
 
 
 def test_a_stop_keeps_what_was_found():

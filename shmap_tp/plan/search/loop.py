@@ -74,8 +74,8 @@ class Search:
     """Why the search ended."""
 
     def run(self) -> None:
-        """Compile until the time is up or nothing better is expected.  KeyboardInterrupt ends it, and what was found
-        stays in `found`."""
+        """Compile until the time is up or nothing better is expected.  KeyboardInterrupt ends it.  What was found is in
+        `found`; a candidate whose compilation is ended is in `remaining` again."""
         self.deadline = self.clock() + self.seconds
         try:
             while self._fill() or self.running:
@@ -89,10 +89,12 @@ class Search:
             self.stopped = "stopped"
             raise
         finally:
-            for _, job in self.running.values():
+            for estimated, job in self.running.values():
                 job.stop()
+                self.remaining.append(estimated)
             self.running.clear()
-        self.stopped = self.stopped or "nothing faster is expected"
+        if not self.stopped:
+            self.stopped = "too little time for another" if self.next() else "nothing faster is expected"
 
     def best(self) -> Found | None:
         """The fastest that fits."""

@@ -113,6 +113,7 @@ def test_a_model_that_fits_nowhere_is_said_to_need_more(without_compiler):
 MISTAKES = {
     "--price 1": "--price needs --tokens",
     "--tokens 1e9 --price free": "--price free is no price",
+    "--tokens 1e9 --price v5e=1,v6e": "--price v5e=1,v6e is no price",
     "--tokens 1e9 --price v6e=1": "--price v6e=1 has no price of 0 or more for v5e",
     "--tokens 1e9 --price v5e=1,v9=2": "v9 is not searched",
     "--tokens -1": "--tokens -1 must be above 0",

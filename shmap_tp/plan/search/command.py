@@ -101,9 +101,9 @@ def parse_prices(text: str | None, versions: list[str]) -> dict[str, float]:
     """Dollars per chip hour by version: of `2.5` for all, of `v5e=1.2,v6e=2.7` by name.  Raises UserError."""
     if text is None:
         return {}
-    words = dict(word.split("=", 1) for word in text.split(",")) if "=" in text else dict.fromkeys(versions, text)
     try:
-        prices = {version: float(price) for version, price in words.items()}
+        words = [word.split("=", 1) for word in text.split(",")] if "=" in text else [(name, text) for name in versions]
+        prices = {version: float(price) for version, price in words}
     except ValueError:
         raise UserError(f"--price {text} is no price; give dollars per chip hour: 1.2, or v5e=1.2,v6e=2.7") from None
     for version in versions:

@@ -66,8 +66,12 @@ def test_without_a_compiler_the_formulas_rank_and_it_is_said_once(without_compil
 
 
 def test_keys_on_the_command_line_are_kept(without_compiler, capsys):
-    plan(*SEARCH, "mesh.mp=2", "model.remat=full", "train.precision=bfloat16", "--context", "32")
+    without_batch = SEARCH[: SEARCH.index("--batch")]
+    plan(
+        *without_batch, "train.batch=8", "mesh.mp=2", "model.remat=full", "train.precision=bfloat16", "--context", "32"
+    )
     chosen = load("conf/config.yaml", words_of(capsys.readouterr().out))
+    assert chosen.train.batch == 8
     assert (chosen.mesh.mp, chosen.model.remat, chosen.train.precision) == (2, "full", "bfloat16")
     assert chosen.model.context == 32
 

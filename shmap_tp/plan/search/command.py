@@ -153,7 +153,8 @@ def base_config(arguments: argparse.Namespace, target: Target) -> Config:
     check_flags(arguments)
     _, file, *words = base_words(arguments)
     machine = machine_of(target)
-    batch = arguments.batch or (None if arguments.cfg else machine.devices * SEQUENCES_PER_DEVICE)
+    has_batch = arguments.cfg or any(word.startswith("train.batch=") for word in arguments.overrides)
+    batch = arguments.batch or (None if has_batch else machine.devices * SEQUENCES_PER_DEVICE)
     words += [f"train.batch={batch}"] if batch else []
     words += [f"model.context={arguments.context}"] if arguments.context else []
     words += [f"mesh.dp={machine.slices}", "mesh.mp=1", f"mesh.slices={machine.slices}", "mesh.processes=1"]

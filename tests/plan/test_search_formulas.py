@@ -1,21 +1,22 @@
-"""The formulas of the search: memory, time, and the figures of a machine."""
+"""The formulas of the search: memory, the figures of a machine, and what is communicated over which links."""
 
 import pytest
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.model.flops import parameters
+from shmap_tp.parallel.mesh import DP, DataParallelGroups
 from shmap_tp.plan.communication.analytic import activations
-from shmap_tp.plan.communication.ledger import tally
-from shmap_tp.plan.search.collective_time import _TRACED, _activation_entries
+from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, group_name, tally
+from shmap_tp.plan.search.collective_time import _TRACED, _activation_entries, links_of
 from shmap_tp.plan.search.formulas import estimate
 from shmap_tp.plan.search.machine import machine_of
 from shmap_tp.plan.targets import find_target
 
 
 def config(*settings: str) -> Config:
-    words = ["model=test", "train.batch=16", "mesh.dp=1", "mesh.mp=1", "mesh.processes=1", *settings]
-    return load(str(CONF / "config.yaml"), words)
+    given = ["model=test", "train.batch=16", "mesh.dp=1", "mesh.mp=1", "mesh.processes=1", *settings]
+    return load(str(CONF / "config.yaml"), given)
 
 
 @pytest.mark.parametrize(("zero", "bytes_per_parameter"), [("none", 16), ("zero1", 8 + 8 / 4), ("fsdp", 16 / 4)])
@@ -49,3 +50,29 @@ def test_a_machine_has_the_figures_of_its_devices(version, kind):
     machine = machine_of(find_target(version, 16, None, 1))
     assert (machine.kind, machine.devices, machine.chips) == (kind, 16, 16)
     assert machine.hosts == {"v5e": 4, "h100": 2}[version]
+
+
+# Links
+
+
+def seconds_of(groups: str, operation: Operation, *settings: str, size: int = 10**9) -> float:
+    """Seconds of a collective over these groups of 32 dp ranks, on two slices of 16 chips."""
+    mesh = config("mesh.dp=32", "mesh.slices=2", "train.batch=64", "mesh.zero=fsdp", *settings).mesh
+    axis = group_name(DP, getattr(DataParallelGroups.of(mesh), groups))
+    entry = ArrayTraffic(size, "int8", 1).over(axis, "x", operation, Direction.backward)
+    return links_of(mesh, find_target("v5e", 32, None, 2)).seconds(entry)
+
+
+def test_a_reduce_scatter_within_a_slice_takes_as_long_with_gradient_rings():
+    plain, ring = (
+        seconds_of("intra_slice", Operation.reduce_scatter, f"mesh.fsdp_gradients={name}")
+        for name in ("reduce_scatter", "ring")
+    )
+    assert plain == pytest.approx(ring, rel=0.01) and plain > 15 / 16 * 1e9 / (4 * 4.5e10)
+
+
+def test_a_shard_gathered_from_two_slices_crosses_the_network_once():
+    """Each device receives the shard of the other slice over its quarter of the network of its host."""
+    gather = seconds_of("inter_slice", Operation.all_gather)
+    assert gather == pytest.approx(1e9 / (2.5e10 / 4), rel=0.01)
+    assert seconds_of("inter_slice", Operation.reduce_scatter) == pytest.approx(gather / 2, rel=0.01)

@@ -10,7 +10,7 @@ from shmap_tp.config.schema import Config, FsdpGradients, MeshConfig, TensorPara
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 from shmap_tp.plan.communication.analytic import activations
-from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, group_name
 from shmap_tp.plan.communication.model_calls import gradients_are_partial
 from shmap_tp.plan.communication.parameters import Parameter, fsdp_uses, gathers_between_slices, update
 from shmap_tp.plan.search.machine import devices_of, link_model, neighbour_seconds
@@ -21,27 +21,26 @@ _TRACED: dict[str, list[Entry]] = {}
 
 
 class Links:
-    """The link model of a target, and the groups of devices that the axes of a mesh form on it."""
+    """The link model of a target, and the group of each axis of a mesh to which the first device of a slice belongs."""
 
     def __init__(self, mesh: MeshConfig, target: Target):
         self.groups = DataParallelGroups.of(mesh)
         self.model = link_model(target, make_mesh(mesh, devices_of(target)))
         within = mesh.dp // mesh.slices
         numbers = np.arange(within * mesh.mp).reshape(within, mesh.mp)
-        self.axes = {DP: numbers[:, 0].tolist(), MP: numbers[0].tolist()}
+        self.axes = {DP: numbers[:, 0].tolist(), MP: numbers[0].tolist(), f"{DP} {MP}": numbers.ravel().tolist()}
         self.between_rings = self.axes[DP][: within // self.groups.ring]
 
     def seconds(self, entry: Entry) -> float:
         """Seconds of all repetitions of an entry of the ledger."""
-        axis, _, subgroup = entry.axis.partition(":")
-        if self.groups.slices > 1 and subgroup == f"{self.groups.slices}/1":
-            seconds = self.model.inter_slice_seconds(entry.operation, float(entry.bytes), self.groups.slices)
-            return entry.count * seconds
-        whole = [device for name in axis.split() for device in self.axes[name]] if " " in axis else self.axes[axis]
+        if self.groups.slices > 1 and entry.axis == group_name(DP, self.groups.inter_slice):
+            full = float(entry.bytes) * (self.groups.slices if entry.operation == Operation.all_gather else 1)
+            return entry.count * self.model.inter_slice_seconds(entry.operation, full, self.groups.slices)
+        inter_ring = self.groups.inter_ring
+        is_between_rings = inter_ring is not None and entry.axis == group_name(DP, inter_ring)
+        group = self.between_rings if is_between_rings else self.axes[entry.axis.partition(":")[0]]
         if entry.operation == Operation.ppermute:  # rings are closed walks between neighbours
-            return entry.count * neighbour_seconds(self.model, float(entry.bytes), whole)
-        is_between = self.groups.ring > 1 and entry.operation == Operation.reduce_scatter and subgroup
-        group = self.between_rings if is_between else sorted(set(whole))
+            return entry.count * neighbour_seconds(self.model, float(entry.bytes), group)
         size = float(entry.bytes) * (len(group) if entry.operation == Operation.all_gather else 1)
         operation = Operation.all_reduce if entry.operation == Operation.max else entry.operation
         return entry.count * self.model.collective_seconds(operation, size, group)

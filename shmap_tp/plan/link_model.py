@@ -92,10 +92,10 @@ class LinkModel:
         chips = [tuple(int(side) for side in row[:3]) for row in self.coordinates]
         return frozenset((chips[source], chips[target]) for source, target in pairs)
 
-    def inter_slice_seconds(self, kind: str, size: float, slices: int) -> float:
-        """Seconds of a collective between `slices` slices on `size` bytes of each device."""
+    def inter_slice_seconds(self, kind: str, full_bytes: float, slices: int) -> float:
+        """Seconds of a collective between `slices` slices; `full_bytes` is the size of the full (gathered) array."""
         devices_per_host = int(np.prod(self.generation.host)) * self.generation.cores
-        gather = size * (slices - 1) / slices / (NETWORK_RATE / devices_per_host) + NETWORK_LATENCY
+        gather = full_bytes * (slices - 1) / slices / (NETWORK_RATE / devices_per_host) + NETWORK_LATENCY
         return gather * (2 if kind == "all-reduce" else 1)
 
     def wraps(self, dim: int) -> bool:

@@ -52,7 +52,7 @@ class Links(Protocol):
 
     def links_of_permute(self, pairs: Sequence[tuple[int, int]]) -> DirectedLinks | None: ...
 
-    def inter_slice_seconds(self, kind: str, size: float, slices: int) -> float: ...
+    def inter_slice_seconds(self, kind: str, full_bytes: float, slices: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,13 @@ class TransferCosts:
 
     def _network_seconds(self, instruction: Instruction) -> float:
         kind = "all-reduce" if '"ALL_REDUCE"' in instruction.attributes else "all-gather"
+        is_gather = '"ALL_GATHER"' in instruction.attributes  # what is sent is one shard
         slices = re.search(r'_xla_megascale_target=(?:"|\{)\{([\d,]+)\}', instruction.attributes)
         if not slices:
             raise ValueError(f"{instruction.name}: the number of slices that communicate cannot be read")
-        size = float(sum(array_bytes(instruction.shape)))
-        return self._link_model.inter_slice_seconds(kind, size, len(slices[1].split(",")))
+        count = len(slices[1].split(","))
+        size = float(sum(array_bytes(instruction.shape))) * (count if is_gather else 1)
+        return self._link_model.inter_slice_seconds(kind, size, count)
 
 
 def _chain_id(collective: Instruction) -> str | None:

@@ -122,6 +122,12 @@ def test_a_send_and_recv_between_slices_take_the_network_time_once(slices):
     assert with_gather.seconds == with_gather.exposed_comm_seconds == about(once), "the network is not the links"
 
 
+def test_a_gather_between_slices_sends_one_shard_and_receives_those_of_all_others():
+    count, shard = 4, 4.0 * 65536 * 8 * 128
+    found = run(send_and_recv("1,2,3,4").replace("ALL_REDUCE", "ALL_GATHER") + SEND_AND_RECV_DONE)
+    assert found.seconds == pytest.approx((count - 1) * shard / 6.25e9, rel=1e-3)
+
+
 def test_a_send_without_a_number_of_slices_is_rejected():
     with pytest.raises(ValueError, match=r"send\.0: the number of slices that communicate cannot be read"):
         run(re.sub("_xla_megascale_target=[^,]*,2}", "_target=", send_and_recv("1,2")))

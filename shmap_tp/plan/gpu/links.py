@@ -70,6 +70,6 @@ class GpuLinks:
         """NCCL runs one collective at a time on a stream: a ppermute takes the whole channel."""
         return None
 
-    def inter_slice_seconds(self, kind: str, size: float, slices: int) -> float:
+    def inter_slice_seconds(self, kind: str, full_bytes: float, slices: int) -> float:
         """Never asked: between nodes XLA for GPU makes ordinary collectives."""
         raise AssertionError("XLA for GPU has no send and recv between slices")

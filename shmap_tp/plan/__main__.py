@@ -166,7 +166,7 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
     planned, sizes = planned_communication(config), {DP: config.mesh.dp, MP: config.mesh.mp}
     if config.mesh.slices > 1 and prediction.row.kind == PREDICTED:
         found = inter_slice_communication(prediction.text)
-        print(f"\nCOMPILED COLLECTIVES between slices: {compare_dcn(planned, found)}")
+        print(f"\nCOMPILED COLLECTIVES between slices: {compare_dcn(planned, found, config.mesh.slices)}")
         print(table(found))
         return
     found = reconcile(planned, communication_in_hlo(prediction.text, sizes), sizes)

@@ -7,7 +7,7 @@ within the slice, between slices, and within the slice again; only the middle on
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from shmap_tp.parallel.mesh import DP
 from shmap_tp.plan.communication.from_hlo import DTYPES
@@ -43,13 +43,13 @@ def inter_slice_communication(text: str) -> list[Entry]:
     return found
 
 
-def compare_dcn(planned: Iterable[Entry], found: Iterable[Entry]) -> str:
-    """Whether the compiled communication between slices is as planned, in words.
+def compare_dcn(planned: Iterable[Entry], found: Collection[Entry], slices: int) -> str:
+    """Whether the compiled communication between `slices` slices is as planned, in words.
 
     Only the total is given for all-reduces, because the compiler splits them freely.
     """
     sums = [entry for entry in found if entry.operation == Operation.all_reduce]
     others = tally(entry for entry in found if entry.operation != Operation.all_reduce)
-    expected = tally(entry for entry in planned if entry.axis in {entry.axis for entry in found})
+    expected = tally(entry for entry in planned if entry.axis == subgroup_name(DP, slices, 1))
     verdict = "as planned" if others == expected else "differ from the plan"
     return f"{verdict}; all-reduces over all of dp: {format_bytes(sum(entry.total for entry in sums))}"

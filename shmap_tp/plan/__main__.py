@@ -26,8 +26,6 @@ from shmap_tp.runtime.output import end_without_readers
 if __name__ == "__main__":
     end_at_ctrl_c()
 
-import jax.numpy as jnp
-
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP, MP
@@ -40,7 +38,7 @@ from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.generation_command import generation_command
 from shmap_tp.plan.memory import format_memory, memory_by_kind
 from shmap_tp.plan.plot import PlannedMemory, plot_step
-from shmap_tp.plan.predict import Prediction
+from shmap_tp.plan.predict import Prediction, step_dtype
 from shmap_tp.plan.report import FORMULA, PREDICTED, Row, format_row
 from shmap_tp.plan.search.command import search_command
 from shmap_tp.plan.targets import VERSIONS, devices_of_nodes, find_target, predict_on
@@ -154,7 +152,7 @@ def print_communication(config: Config) -> None:
 
 def planned_communication(config: Config) -> list:
     sizes = {DP: config.mesh.dp, MP: config.mesh.mp}
-    return without_trivial_axes(analytic_communication(config, jnp.bfloat16), sizes)
+    return without_trivial_axes(analytic_communication(config, step_dtype(config)), sizes)
 
 
 def print_compiled_collectives(config: Config, prediction: Prediction) -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config, Precision
@@ -19,7 +17,7 @@ from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.plan.measure import Measurement, measure
-from shmap_tp.plan.predict import Builder, Prediction
+from shmap_tp.plan.predict import Builder, Prediction, step_dtype
 from shmap_tp.plan.report import FORMULA, format_comparison, format_row
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.distributed import emulate_cpu_devices
@@ -140,17 +138,12 @@ def measure_emulated(config: Config, steps: int, build: Builder = build_step_fun
     """Time the step on emulated CPU devices, in float32 unless the configuration asks for bfloat16."""
     jax.config.update("jax_platforms", "cpu")
     emulate_cpu_devices(config.mesh.dp * config.mesh.mp)
-    return measure(config, make_mesh(config.mesh), _dtype(config, Precision.float32), steps, build)
+    return measure(config, make_mesh(config.mesh), step_dtype(config, Precision.float32), steps, build)
 
 
 def measure_attached(config: Config, steps: int, build: Builder = build_step_functions) -> Measurement:
     """Time the step on the attached devices, in bfloat16 unless the configuration asks for float32."""
-    return measure(config, make_mesh(config.mesh), _dtype(config, Precision.bfloat16), steps, build)
-
-
-def _dtype(config: Config, default: Precision) -> DTypeLike:
-    """The dtype of the computation; `default` if train.precision is auto."""
-    return jnp.dtype(str(default if config.train.precision == Precision.auto else config.train.precision))
+    return measure(config, make_mesh(config.mesh), step_dtype(config), steps, build)
 
 
 def report(result: Result, arguments: argparse.Namespace, script: str, baseline: Result | None = None) -> None:

@@ -19,7 +19,7 @@ from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinat
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.link_model import LinkModel
 from shmap_tp.plan.memory import state_bytes
-from shmap_tp.plan.report import EXPLICIT, GSPMD, Row, config_fields, mesh_fields
+from shmap_tp.plan.report import EXPLICIT, GSPMD, PREDICTED, Row, config_fields, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
 from shmap_tp.plan.topologies import Slice, topology_devices
 from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
@@ -34,6 +34,11 @@ Builder = Callable[..., StepFunctions]
 def program_name(build: Builder) -> str:
     """The `program` field of a row: explicit for our step functions, gspmd for the GSPMD baseline."""
     return EXPLICIT if build is build_step_functions else GSPMD
+
+
+def step_dtype(config: Config, auto: Precision = Precision.bfloat16) -> DTypeLike:
+    """What the step of `config` computes in; `auto` if train.precision is auto."""
+    return jnp.dtype(str(auto if config.train.precision == Precision.auto else config.train.precision))
 
 
 def build_programs(
@@ -89,8 +94,7 @@ def predict(
     """
     devices = topology_devices(target)
     mesh = make_mesh(config.mesh, devices)
-    precision = Precision.bfloat16 if config.train.precision == Precision.auto else config.train.precision
-    programs = build_programs(build, config, mesh, jnp.dtype(str(precision)), components)
+    programs = build_programs(build, config, mesh, step_dtype(config), components)
     kind = devices[0].device_kind
     minimum = state_bytes(programs.shapes)
     if minimum > DEVICES[kind].memory:
@@ -103,7 +107,7 @@ def predict(
         link_model = LinkModel.of(target.generation, coordinates(mesh))
         schedule = simulate(parse_hlo(compiled.text), link_model, record=record)
     row = Row(
-        kind="predicted",
+        kind=PREDICTED,
         program=program_name(build),
         peak_bytes_per_device=compiled.peak_bytes,
         limit_bytes_per_device=compiled.limit_bytes,

@@ -5,6 +5,8 @@ import json
 import pytest
 from calibration import TABLE, Published, as_counted_here, config_of
 
+from shmap_tp.config.compose import CONF, load
+from shmap_tp.plan.__main__ import planned_communication
 from shmap_tp.plan.topologies import Slice, find_slice
 from tests.helpers.commands import BENCHMARK_GPU, call
 
@@ -15,6 +17,13 @@ def test_the_plan_prints_the_analytic_communication_without_a_compiler():
     done = call(*PLAN, "--dp", "2", "--mp", "4", "--ledger")
     assert done.returncode == 0, done.stderr
     assert "block enter" in done.stdout and "reduce-scatter" in done.stdout and "total" in done.stdout
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_activations_are_communicated_in_the_precision_of_the_step(precision):
+    config = load(str(CONF / "config.yaml"), ["model=test", "mesh.dp=2", "mesh.mp=4", f"train.precision={precision}"])
+    communicated = [entry for entry in planned_communication(config) if entry.what == "block enter"]
+    assert communicated and {entry.dtype for entry in communicated} == {precision}
 
 
 def test_the_plan_of_a_mesh_prints_step_time_memory_and_communication(tmp_path):

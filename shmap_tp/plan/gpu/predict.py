@@ -9,9 +9,8 @@ import os
 import time
 
 import jax
-import jax.numpy as jnp
 
-from shmap_tp.config.schema import Config, Precision
+from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GIB, table_peak
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
@@ -23,11 +22,11 @@ from shmap_tp.plan.gpu.links import GpuLinks
 from shmap_tp.plan.gpu.targets import COMPILER, Gpu, Nodes, attention_of, node_devices
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.memory import state_bytes
-from shmap_tp.plan.predict import Builder, Prediction, build_programs, program_name, schedule_fields
-from shmap_tp.plan.report import ESTIMATED, Row, config_fields, mesh_fields
+from shmap_tp.plan.predict import Prediction, schedule_fields, step_dtype
+from shmap_tp.plan.report import ESTIMATED, EXPLICIT, Row, config_fields, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate_with
 from shmap_tp.plan.transfers import TransferCosts
-from shmap_tp.training.step import CONFIGURED, build_step_functions
+from shmap_tp.training.step import CONFIGURED, StepFunctions, build_step_functions
 
 PLANNING_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """XLA options of the planner only: without a GPU to tune them, Triton's tiles would be 16 x 8.  On a GPU XLA may choose
@@ -44,9 +43,7 @@ def usable_bytes(gpu: Gpu) -> float:
     return min(fraction * gpu.device.memory, gpu.device.memory - UNCOUNTED)
 
 
-def estimate(
-    config: Config, target: Nodes, build: Builder = build_step_functions, *, record: bool = False
-) -> Prediction:
+def estimate(config: Config, target: Nodes, *, record: bool = False) -> Prediction:
     """Compile the step of `config` for GPU nodes, and estimate its time if it fits.
 
     The step computes in bfloat16 if train.precision is auto.  Raises UserError where the mesh does not cover the GPUs,
@@ -54,15 +51,14 @@ def estimate(
     """
     devices = node_devices(target)
     mesh = make_mesh(config.mesh, devices)
-    precision = Precision.bfloat16 if config.train.precision == Precision.auto else config.train.precision
     with attention_of(target.gpu):
-        programs = build_programs(build, config, mesh, jnp.dtype(str(precision)), CONFIGURED)
+        programs = build_step_functions(config, mesh, step_dtype(config), CONFIGURED)
         compiled = _compile(config, target.gpu, programs)
     schedule = _simulate(compiled, target, record) if compiled.fits else None
     kind = target.gpu.kind
     row = Row(
         kind=ESTIMATED,
-        program=program_name(build),
+        program=EXPLICIT,
         peak_bytes_per_device=compiled.peak_bytes,
         limit_bytes_per_device=compiled.limit_bytes,
         host_bytes_per_device=compiled.host_bytes,
@@ -76,7 +72,7 @@ def estimate(
     return Prediction(row, compiled, mesh, programs, schedule)
 
 
-def _compile(config: Config, gpu: Gpu, programs: object) -> Compiled:
+def _compile(config: Config, gpu: Gpu, programs: StepFunctions) -> Compiled:
     """XLA compiles a program that does not fit all the same; its text is dropped then, as the TPU compiler does."""
     limit, minimum = usable_bytes(gpu), state_bytes(programs.shapes)
     if minimum > limit:

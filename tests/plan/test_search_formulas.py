@@ -36,6 +36,11 @@ def test_one_trace_serves_all_meshes_with_the_same_tensor_parallelism():
     assert len(_TRACED) == 1
 
 
+def test_the_gradient_of_a_replicated_key_has_one_size_for_any_number_of_sequences():
+    one = config("mesh.dp=2", "mesh.mp=4", "train.microbatches=2", "model.kv_heads=2")
+    assert tally(_activation_entries(one)) == tally(activations(one, "bfloat16"))
+
+
 def test_more_devices_microbatches_and_recomputation_need_less_memory():
     target, base = find_target("v5e", 4, None, 1), ["mesh.dp=4", "mesh.zero=none", "model.remat=all_matmuls"]
     whole = estimate(config(*base), target)

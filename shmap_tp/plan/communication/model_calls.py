@@ -36,6 +36,9 @@ WITHOUT_NAME = {"rematted_computation", "checkpoint", "while", "body", "closed_c
 NAMES = {"blocks": "block", "mlp": "MLP"}
 """How named scopes of the model are printed, where not as they are."""
 
+IN_A_LAYER = ", in a layer"
+"""Ends the name of what a layer communicates by itself."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -153,7 +156,7 @@ def gradients_are_partial(tp: TensorParallel) -> bool:
 def _over_mp(visit: Visit, what: str) -> list[Entry]:
     """What an equation communicates over mp."""
     entries = collective(visit, _direction(visit))
-    return [replace(entry, what=f"{what}, in a layer") for entry in entries if entry.axis == MP]
+    return [replace(entry, what=f"{what}{IN_A_LAYER}") for entry in entries if entry.axis == MP]
 
 
 def _direction(visit: Visit) -> Direction:

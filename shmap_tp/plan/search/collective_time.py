@@ -10,8 +10,8 @@ from shmap_tp.config.schema import Config, FsdpGradients, MeshConfig, TensorPara
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 from shmap_tp.plan.communication.analytic import activations
-from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, group_name
-from shmap_tp.plan.communication.model_calls import gradients_are_partial
+from shmap_tp.plan.communication.ledger import Entry, Operation, group_name
+from shmap_tp.plan.communication.model_calls import IN_A_LAYER, gradients_are_partial
 from shmap_tp.plan.communication.parameters import Parameter, fsdp_uses, gathers_between_slices, update
 from shmap_tp.plan.search.machine import devices_of, link_model, neighbour_seconds
 from shmap_tp.plan.targets import Target
@@ -82,7 +82,10 @@ def collective_seconds(config: Config, every: list[Parameter], target: Target) -
 
 
 def _activation_entries(config: Config) -> list[Entry]:
-    """Those of all microbatches: traced for one sequence, and sized for those of a microbatch."""
+    """Those of all microbatches: traced for one sequence, and sized for those of a microbatch.
+
+    What a layer of model/blocks.py communicates by itself is the gradient of a weight, and has one size.
+    """
     train = replace(config.train, batch=1, microbatches=1)
     mesh = replace(config.mesh, dp=1, tile=None, zero=Zero.none, fsdp_gradients=FsdpGradients.reduce_scatter, slices=1)
     one = replace(config, model=replace(config.model, offload=[]), train=train, mesh=mesh)
@@ -94,7 +97,7 @@ def _activation_entries(config: Config) -> list[Entry]:
     return [
         replace(
             entry, count=entry.count * microbatches,
-            bytes=entry.bytes * (1 if "gradient" in entry.what or entry.direction == Direction.once else sequences),
+            bytes=entry.bytes * (1 if entry.what.endswith(IN_A_LAYER) else sequences),
         )
         for entry in _TRACED[key]
     ]  # fmt: skip

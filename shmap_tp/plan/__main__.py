@@ -54,7 +54,9 @@ def main(arguments: argparse.Namespace) -> None:
         if value == "":
             raise UserError(f"--{name.replace('_', '-')} is empty; give it a value, or omit it")
     check_versions(arguments)
-    arguments.devices = devices_of_nodes(arguments.version, arguments.nodes) or arguments.devices
+    if arguments.nodes is not None and arguments.devices is not None:
+        raise UserError(f"--nodes {arguments.nodes} and --devices {arguments.devices} both give a size; omit one")
+    arguments.devices = devices_of_nodes(arguments.versions or arguments.version, arguments.nodes) or arguments.devices
     one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)
     if (not arguments.devices and not one_mesh) or (arguments.devices and (arguments.dp or arguments.mp)):
         raise UserError(

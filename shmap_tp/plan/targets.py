@@ -24,12 +24,13 @@ def find_target(version: str, devices: int, topology: str | None, slices: int) -
     return find_nodes(version, devices)
 
 
-def devices_of_nodes(version: str, nodes: int | None) -> int | None:
-    """The GPUs of `--nodes`; None where it is not given.  Raises UserError for TPUs."""
+def devices_of_nodes(versions: str, nodes: int | None) -> int | None:
+    """The GPUs of `--nodes`; None where it is not given.  Raises UserError where one of `versions` is a TPU."""
     if nodes is None:
         return None
-    if version not in GPUS:
-        raise UserError(f"--nodes {nodes} is for GPUs ({', '.join(GPUS)}); give --devices for {version}")
+    for version in versions.split(","):
+        if version not in GPUS:
+            raise UserError(f"--nodes {nodes} is for GPUs ({', '.join(GPUS)}); give --devices for {version}")
     if nodes < 1:
         raise UserError(f"--nodes {nodes} is too small; it must be 1 or more")
     return nodes * GPUS_PER_NODE

@@ -91,6 +91,12 @@ def test_gpu_nodes_are_searched(without_compiler, capsys):
     assert load("conf/config.yaml", words_of(printed)).mesh.processes == 1
 
 
+def test_nodes_of_several_gpus_are_searched(without_compiler, capsys):
+    plan("--versions", "h100,h200", "--nodes", "1", "--model", "test", "--batch", "16", "mesh.mp=1", "mesh.zero=fsdp")
+    summary = capsys.readouterr().out.split("the fastest of each\n")[1].splitlines()
+    assert [line.split(":")[0] for line in summary] == ["  1 x 8 NVIDIA H100 80GB HBM3", "  1 x 8 NVIDIA H200"]
+
+
 def test_time_and_cost_are_given_for_every_slice(without_compiler, capsys):
     plan(
         "--versions", "v5e,v6e", "--devices", "4,16", "--model", "test", "--batch", "16",
@@ -128,6 +134,7 @@ MISTAKES = {
     "--recipe README.md": "--recipe README.md exists; delete it, or choose another file",
     "--devices 4,16 --recipe x.yaml": "--recipe x.yaml holds one configuration, and 2 slices are searched",
     "--json nowhere/x.jsonl": "--json nowhere/x.jsonl: cannot be written",
+    "--nodes 1": "--nodes 1 and --devices 4 both give a size; omit one",
     "model.remat=most": "model.remat=most is none of none, full",
 }
 

@@ -149,7 +149,7 @@ def check_pod(rest: list[str]) -> None:
 
 def check_plan(words: list[str]) -> None:
     arguments = plan.make_parser().parse_intermixed_args(words)
-    arguments.devices = devices_of_nodes(arguments.version, arguments.nodes) or arguments.devices
+    arguments.devices = devices_of_nodes(arguments.versions or arguments.version, arguments.nodes) or arguments.devices
     if arguments.devices:
         find_targets(arguments)
     elif not arguments.ledger:

@@ -46,6 +46,13 @@ def test_keys_that_are_given_are_not_searched():
     assert given.keys() <= set(KEYS)
 
 
+@pytest.mark.parametrize("given", ["mesh.tensor_parallel=sequence", "mesh.zero=fsdp", "mesh.zero=zero1"])
+def test_a_choice_that_is_given_leaves_all_meshes(given):
+    """Also those with one rank along the axis, where every choice does the same."""
+    found = candidates(config(), find_target("v5e", 4, None, 1), dict([given.split("=")]))
+    assert {(one.dp, one.mp) for one in found} == {(4, 1), (2, 2), (1, 4)}
+
+
 @pytest.mark.parametrize("version", ["v3", "h100"])
 def test_nothing_is_offloaded_where_no_step_with_offload_has_been_compiled(version):
     found = candidates(config(), find_target(version, 8, None, 1), {})

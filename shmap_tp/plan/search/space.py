@@ -95,8 +95,10 @@ def _meshes(config: Config, target: Target, fixed: dict[str, str]) -> Iterator[C
     for mp in divisors(target.devices):
         dp = target.devices // mp
         for mode, zero, gradients in itertools.product(TensorParallelMode, Zero, FsdpGradients):
-            if (mp == 1 and mode != TensorParallelMode.all_reduce) or (dp == 1 and zero != Zero.none):
-                continue  # they do the same as those that are kept
+            if mp == 1 and mode != TensorParallelMode.all_reduce and "mesh.tensor_parallel" not in fixed:
+                continue  # every mode does the same
+            if dp == 1 and zero != Zero.none and "mesh.zero" not in fixed:
+                continue  # every stage does the same
             if "mesh.fsdp_gradients" not in fixed and zero != Zero.fsdp and gradients == FsdpGradients.ring:
                 continue
             if config.train.batch % dp:

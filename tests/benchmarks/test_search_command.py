@@ -135,7 +135,9 @@ MISTAKES = {
     "--devices 4,16 --recipe x.yaml": "--recipe x.yaml holds one configuration, and 2 slices are searched",
     "--json nowhere/x.jsonl": "--json nowhere/x.jsonl: cannot be written",
     "--nodes 1": "--nodes 1 and --devices 4 both give a size; omit one",
-    "model.remat=most": "model.remat=most is none of none, full",
+    "model.remat=most": "model.remat=most: most is none of none, full",
+    "model.offload=[gate,all]": "model.offload=[gate,all]: all is none of input, sublayer_output",
+    "mesh.dp=two": "mesh.dp=two is no whole number",
 }
 
 

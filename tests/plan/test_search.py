@@ -44,6 +44,10 @@ def test_keys_that_are_given_are_not_searched():
     found = candidates(config(), find_target("v5e", 8, None, 1), given)
     assert found and {(one.mp, one.remat, one.offload, one.zero) for one in found} == {(2, Remat.full, (), Zero.fsdp)}
     assert given.keys() <= set(KEYS)
+    reordered = candidates(
+        config(), find_target("v5e", 8, None, 1), given | {"model.offload": "[up, input]", "model.remat": "mlp"}
+    )
+    assert reordered and {one.offload for one in reordered} == {(SavedActivation.input, SavedActivation.up)}
 
 
 @pytest.mark.parametrize("given", ["mesh.tensor_parallel=sequence", "mesh.zero=fsdp", "mesh.zero=zero1"])

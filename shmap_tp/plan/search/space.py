@@ -21,9 +21,9 @@ KEYS = (
 """What is searched, in the words of the configuration."""
 CHOICES = {
     "mesh.tensor_parallel": TensorParallelMode, "mesh.zero": Zero, "mesh.fsdp_gradients": FsdpGradients,
-    "model.remat": Remat,
+    "model.remat": Remat, "model.offload": SavedActivation,
 }  # fmt: skip
-"""Those that have names."""
+"""The names that a key takes; the other keys take whole numbers.  model.offload takes a list of names."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ def candidates(config: Config, target: Target, fixed: dict[str, str]) -> list[Ca
 
     Raises UserError for a value that is no choice of its key.
     """
-    _check_choices(fixed)
-    found = []
+    fixed, found = _normal(fixed), []
     for base in _meshes(config, target, fixed):
         values = activation_values(base.apply(config))
         for remat in Remat:
@@ -78,15 +77,27 @@ def candidates(config: Config, target: Target, fixed: dict[str, str]) -> list[Ca
     return found
 
 
-def _check_choices(fixed: dict[str, str]) -> None:
-    for key, choices in CHOICES.items():
-        if key in fixed and fixed[key] not in list(choices):
-            raise UserError(f"{key}={fixed[key]} is none of {', '.join(choices)}")
+def _normal(fixed: dict[str, str]) -> dict[str, str]:
+    """The given values as `Candidate.settings` writes them.  Raises UserError for a value that is no choice of its
+    key."""
+    normal = {key: value.replace(" ", "") for key, value in fixed.items()}
+    for key, value in normal.items():
+        if key not in CHOICES:
+            if not value.isdecimal():
+                raise UserError(f"{key}={fixed[key]} is no whole number")
+            continue
+        names, choices = [name for name in value.strip("[]").split(",") if name], list(CHOICES[key])
+        for name in names:
+            if name not in choices:
+                raise UserError(f"{key}={fixed[key]}: {name} is none of {', '.join(choices)}")
+        if key == "model.offload":
+            normal[key] = f"[{','.join(name for name in choices if name in names)}]"
+    return normal
 
 
 def _matches(candidate: Candidate, fixed: dict[str, str]) -> bool:
     given = dict(item.split("=", 1) for item in candidate.settings())
-    return all(given[key] == value.replace(" ", "") for key, value in fixed.items())
+    return all(given[key] == value for key, value in fixed.items())
 
 
 def _meshes(config: Config, target: Target, fixed: dict[str, str]) -> Iterator[Candidate]:

@@ -11,7 +11,7 @@ from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, Tensor
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.formulas import Estimate
 from shmap_tp.plan.search.jobs import Outcome, outcome
-from shmap_tp.plan.search.loop import WORTH_TRYING, Search
+from shmap_tp.plan.search.loop import WORTH_TRYING, Found, Search
 from shmap_tp.plan.search.output import Cost, Line, limited_by, pareto_front, table
 from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pruned
 from shmap_tp.plan.search.space import KEYS, Candidate, candidates
@@ -218,6 +218,18 @@ def test_several_are_compiled_at_a_time():
     compiler = Compiler({name: (1.0, 5) for name in range(1, 5)})
     compiler.search([made(name, 1.0, 5) for name in range(1, 5)], jobs=2).run()
     assert compiler.now == pytest.approx(121, abs=2), "four of 60 s, two at a time"
+
+
+def test_a_candidate_that_is_like_one_being_compiled_waits_for_what_it_teaches():
+    """Also where a step took more than WHILE_RUNNING times what the formulas say."""
+    found, running, alike = (
+        made(1, 1.0, 5, offload) for offload in ((), (SavedActivation.up,), (SavedActivation.input,))
+    )
+    other = Estimated(replace(BASE, dp=1, mp=4, zero=Zero.none, microbatches=2), made(2, 1.05, 5).estimate)
+    search = Compiler({}).search([alike, other])
+    search.found = [Found(found, Outcome(row(1.3, 5), None, 60.0))]
+    search.running = {running.candidate: (running, Ended(search.found[0].outcome))}
+    assert search.next() is other
 
 
 def test_a_compilation_that_lacked_memory_is_repeated_with_fewer_at_a_time():

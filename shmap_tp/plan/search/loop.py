@@ -26,7 +26,8 @@ TIME_ERRORS, MEMORY_ERRORS = Errors(common=0.03, choice=0.025, own=0.03), Errors
 """Of the formulas: in all 7.9 % and 4.5 %, about what they are off on models that were left out of their fit."""
 SMALLEST_DEVIATION = 0.01
 WHILE_RUNNING = 1.1
-"""Ratio that is assumed of a candidate while it is compiled, so that its neighbours wait for what it teaches."""
+"""While a candidate is compiled it is assumed to take this times what is expected of it, so that candidates that are
+alike wait for what it teaches."""
 POLL_SECONDS = 0.2
 
 Start = Callable[[Candidate], Job]
@@ -128,7 +129,8 @@ class Search:
         seconds = {one.candidate: one.seconds * math.exp(time_taught.of(one.candidate)[0]) for one in fitting}
         best = self.best()
         fastest = best.seconds if best else min(seconds.values(), default=0.0)
-        with_running = self._time_correction(*((candidate, WHILE_RUNNING) for candidate in self.running))
+        running = [(one, WHILE_RUNNING * math.exp(time_taught.of(one)[0])) for one in self.running]
+        with_running = self._time_correction(*running)
 
         def promise(one: Estimated) -> float:
             log, deviation = with_running.of(one.candidate)

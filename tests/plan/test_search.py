@@ -1,6 +1,5 @@
 """The search of the planner: its candidates, what the formulas drop, and which candidates are compiled."""
 
-import json
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,7 +14,6 @@ from shmap_tp.plan.search.loop import WORTH_TRYING, Found, Search
 from shmap_tp.plan.search.output import Cost, Line, limited_by, pareto_front, table
 from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pruned
 from shmap_tp.plan.search.space import KEYS, Candidate, candidates
-from shmap_tp.plan.search.worker import answer, request
 from shmap_tp.plan.targets import find_target
 
 FILE = str(CONF / "config.yaml")
@@ -241,24 +239,6 @@ def test_a_compilation_that_lacked_memory_is_repeated_with_fewer_at_a_time():
     search.run()
     assert search.jobs == 1 and compiler.started == [2, 1] and search.best().seconds == 1.0
     assert "from here on 1 at a time; this one is compiled again" in compiler.lines
-
-
-# Child processes
-
-
-def test_the_end_of_a_child_process_is_explained():
-    assert outcome(-9, "", "", 1.0).error == "killed by signal 9 (out of memory?)"
-    assert outcome(1, "", "Traceback\nValueError: x\n", 1.0).error == "exit code 1: ValueError: x"
-    assert outcome(0, 'noise\n{"error": "mesh.dp=3"}\n', "", 1.0).error == "mesh.dp=3"
-    assert outcome(0, json.dumps(row(1.0, 5).to_json()), "", 1.0).row.step_seconds == 1.0
-
-
-def test_a_child_process_compiles_the_candidate():
-    pytest.importorskip("libtpu")
-    target = find_target("v5e", 4, None, 1)
-    found = answer(request(replace(BASE, microbatches=2).apply(config()), target))
-    assert (found["dp"], found["mp"], found["microbatches"], found["kind"]) == (4, 1, 2, "predicted")
-    assert "needs 2 devices, this machine has 4" in answer(request(config("mesh.dp=2"), target))["error"]
 
 
 # Output

@@ -9,7 +9,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from shmap_tp.config.schema import Config
 from shmap_tp.plan.report import Row
@@ -43,7 +43,7 @@ class Job(Protocol):
 
 
 class ChildProcess:
-    """A `Job` of `worker.py`."""
+    """A `Job` of `worker.py`.  What the compiler writes to temporary files is removed with it, also if it is killed."""
 
     def __init__(self, config: Config, target: Target):
         self.begin, self.files = time.monotonic(), tempfile.TemporaryDirectory()
@@ -53,7 +53,7 @@ class ChildProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "shmap_tp.plan.search.worker"], stdin=given, stdout=out, stderr=err,
                 start_new_session=True,  # Ctrl-C is for the search, which keeps what was found
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": self.files.name},
             )  # fmt: skip
 
     def poll(self) -> Outcome | None:
@@ -82,11 +82,7 @@ def outcome(code: int, out: str, err: str, seconds: float) -> Outcome:
     made = json.loads(out.strip().splitlines()[-1])
     if "error" in made:
         return Outcome(None, made["error"], seconds)
-    return Outcome(row_from_json(made), None, seconds)
-
-
-def row_from_json(values: dict[str, Any]) -> Row:
-    return Row(**values)
+    return Outcome(Row(**made), None, seconds)
 
 
 def jobs_at_a_time() -> int:

@@ -11,8 +11,8 @@ from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.formulas import Estimate
 from shmap_tp.plan.search.jobs import Outcome, outcome
 from shmap_tp.plan.search.loop import WORTH_TRYING, Found, Search
-from shmap_tp.plan.search.output import Cost, Line, limited_by, pareto_front, table
-from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pruned
+from shmap_tp.plan.search.output import Cost, Line, limited_by, table
+from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pareto_front, pruned
 from shmap_tp.plan.search.space import KEYS, Candidate, candidates
 from shmap_tp.plan.targets import find_target
 

@@ -2,7 +2,6 @@
 
 import math
 import shlex
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.fitted import TIME
 from shmap_tp.plan.search.loop import Found
 from shmap_tp.plan.search.machine import Machine, machine_of
-from shmap_tp.plan.search.prune import Estimated, Pruned
+from shmap_tp.plan.search.prune import Estimated, Pruned, pareto_front
 from shmap_tp.plan.search.space import Candidate
 from shmap_tp.plan.targets import Target
 
@@ -87,15 +86,6 @@ def largest_term(one: Estimated) -> str:
     terms = {name: TIME[name] * value for name, value in one.estimate.time_terms.items()}
     name, value = max(((k, v) for k, v in terms.items() if k not in ("matmuls", "kernel")), key=lambda item: item[1])
     return f"{name} {value / one.seconds:.0%}"
-
-
-def pareto_front(lines: Iterable[Line]) -> list[Line]:
-    """Those that no other equals or beats in both speed and memory, fastest first."""
-    front: list[Line] = []
-    for line in sorted(lines, key=lambda each: (each.seconds, each.peak_bytes)):
-        if not front or line.peak_bytes < front[-1].peak_bytes:
-            front.append(line)
-    return front
 
 
 def table(lines: list[Line], cost: "Cost | None") -> str:

@@ -1,7 +1,9 @@
 """Which candidates the formulas keep, with a margin for their error."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from shmap_tp.config.schema import Config
 from shmap_tp.plan.search.formulas import Estimate, estimates
@@ -80,12 +82,16 @@ def _without_dominated_offloads(every: list[Estimated]) -> list[Estimated]:
     groups: dict[Candidate, list[Estimated]] = {}
     for one in every:
         groups.setdefault(replace(one.candidate, offload=()), []).append(one)
-    return [one for group in groups.values() for one in pareto(group)]
+    return [one for group in groups.values() for one in pareto_front(group)]
 
 
-def pareto(every: list[Estimated]) -> list[Estimated]:
+Sized = TypeVar("Sized")
+"""Something with `seconds` and `peak_bytes`."""
+
+
+def pareto_front(every: Iterable[Sized]) -> list[Sized]:
     """Those that no other equals or beats in both memory and time, fastest first."""
-    front: list[Estimated] = []
+    front: list[Sized] = []
     for one in sorted(every, key=lambda one: (one.seconds, one.peak_bytes)):
         if not front or one.peak_bytes < front[-1].peak_bytes:
             front.append(one)

@@ -38,12 +38,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import Config, TensorParallelMode
-from shmap_tp.parallel.fsdp import Fsdp
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, AllReduce, SequenceParallel, TensorParallel
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
@@ -53,7 +51,7 @@ from shmap_tp.plan.communication.parameters import (
     fsdp_uses,
     gathers_between_slices,
     parameters,
-    placed_shapes,
+    shapes_in_use,
     update,
 )
 from shmap_tp.training.step import CONFIGURED, Components
@@ -139,12 +137,7 @@ def activations(config: Config, dtype: DTypeLike, components: Components = CONFI
     """
     mesh, microbatches = config.mesh, config.train.microbatches
     model = replace(config.model, offload=[])  # changes where activations are saved, not what is communicated over mp
-    shapes, _, placements = placed_shapes(model, mesh, components)
-    used = jax.tree.map(  # FSDP weights are gathered in the dtype of the activations
-        lambda leaf, placement: jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(placement, Fsdp) else leaf,
-        shapes,
-        placements,
-    )
+    used = shapes_in_use(model, mesh, dtype, components)
     tokens = config.train.batch // (microbatches * mesh.dp), model.context
     tp = components.tensor_parallel or TENSOR_PARALLEL[mesh.tensor_parallel]
     mode = _name(tp)

@@ -14,18 +14,16 @@ this comes to:
 
 from dataclasses import replace
 
-import jax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import Config, TensorParallelMode
-from shmap_tp.parallel.fsdp import Fsdp
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import AllReduce
 from shmap_tp.plan.communication.analytic import RULES
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
 from shmap_tp.plan.communication.model_calls import model_calls
-from shmap_tp.plan.communication.parameters import fsdp_uses, parameters, placed_shapes
+from shmap_tp.plan.communication.parameters import fsdp_uses, parameters, shapes_in_use
 
 
 def prefill_communication(config: Config, batch: int, prompt: int, dtype: DTypeLike) -> list[Entry]:
@@ -45,12 +43,7 @@ def decode_communication(config: Config, batch: int, tokens: int, dtype: DTypeLi
 def _communication(config: Config, batch: int, positions: int, steps: int, dtype: DTypeLike) -> list[Entry]:
     """`batch` sequences of a device; `steps` times `positions` positions of each."""
     model = replace(config.model, offload=[])
-    shapes, _, placements = placed_shapes(model, config.mesh)
-    used = jax.tree.map(
-        lambda leaf, placement: jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(placement, Fsdp) else leaf,
-        shapes,
-        placements,
-    )
+    used = shapes_in_use(model, config.mesh, dtype)
     calls, own = model_calls(used, AllReduce(), (batch, positions), config.mesh.mp, dtype)
     found = list(own)
     for traced in calls:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import Config, MeshConfig, ModelConfig
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
@@ -57,6 +58,18 @@ def placed_shapes(
     sizes, shapes = axis_sizes(mesh), parameter_shapes(model, components)
     declared = partition_specs(shapes, sizes)
     return shapes, declared, place_parameters(mesh.zero, shapes, declared, sizes, DataParallelGroups.of(mesh))[2]
+
+
+def shapes_in_use(
+    model: ModelConfig, mesh: MeshConfig, dtype: DTypeLike, components: ModelComponents = CONFIGURED_MODEL
+) -> Transformer:
+    """The shapes of the parameters as layers are given them: FSDP weights are gathered in `dtype`."""
+    shapes, _, placements = placed_shapes(model, mesh, components)
+    return jax.tree.map(
+        lambda leaf, placement: jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(placement, Fsdp) else leaf,
+        shapes,
+        placements,
+    )
 
 
 def parameters(model: ModelConfig, mesh: MeshConfig, components: ModelComponents = CONFIGURED_MODEL) -> list[Parameter]:

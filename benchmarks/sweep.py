@@ -64,7 +64,7 @@ def configuration(setting: dict[str, str]) -> Config:
 def run(setting: dict[str, str], arguments: argparse.Namespace) -> dict:
     """The row of one grid point, as JSON."""
     try:
-        config = configuration(setting)
+        config = configuration({"mesh.slices": str(arguments.slices)} | setting)
         devices = config.mesh.dp * config.mesh.mp
         if arguments.emulate:
             if devices != arguments.emulate:
@@ -75,7 +75,7 @@ def run(setting: dict[str, str], arguments: argparse.Namespace) -> dict:
         elif slice_is_attached(config, arguments.version):
             row = measure_attached(config, arguments.steps).row
         else:
-            row = predict(config, find_slice(arguments.version, devices, arguments.topology, arguments.slices)).row
+            row = predict(config, find_slice(arguments.version, devices, arguments.topology, config.mesh.slices)).row
     except UserError as error:
         return {"kind": "impossible", "fits": False, "error": str(error)}
     return row.to_json()

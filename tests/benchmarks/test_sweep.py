@@ -3,6 +3,7 @@
 import csv
 import json
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import sweep
@@ -10,6 +11,7 @@ import sweep
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GIB
 
+NO_ROW = SimpleNamespace(row=SimpleNamespace(to_json=dict))
 RATES = {"4x2": 300.0, "2x4": 500.0}
 
 
@@ -56,6 +58,19 @@ def test_mesh_sets_dp_and_mp():
     assert (config.mesh.dp, config.mesh.mp, config.train.batch) == (2, 4, 16)
     with pytest.raises(UserError, match="mesh=8 is not of the form DPxMP"):
         sweep.configuration({"model": "test", "mesh": "8"})
+
+
+def test_slices_are_those_of_the_mesh_and_of_the_target(monkeypatch, tmp_path):
+    predicted = []
+    monkeypatch.setattr(sweep, "slice_is_attached", lambda config, version: False)
+    monkeypatch.setattr(
+        sweep, "predict", lambda config, target: predicted.append((config.mesh.slices, target.slices)) or NO_ROW
+    )
+    given = arguments(tmp_path)
+    given.slices = 2
+    for more in ({}, {"mesh.slices": "4"}):
+        sweep.run({"model": "test", "mesh": "32x1", "train.batch": "32", "train.microbatches": "1"} | more, given)
+    assert predicted == [(2, 2), (4, 4)]
 
 
 def test_rows_are_sorted_and_include_settings_that_do_not_fit(settings_run, tmp_path, capsys):

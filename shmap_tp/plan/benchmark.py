@@ -127,7 +127,9 @@ def check_flags(arguments: argparse.Namespace) -> None:
     if given.get("emulate") and (given.get("topology") is not None or given.get("slices") is not None):
         raise UserError("--topology and --slices apply to TPUs only; omit them, or omit --emulate to predict")
     slices = _slices(arguments)
-    if slices < 1 or (given[DP] is not None and given[DP] % slices):
+    if slices < 1:
+        raise UserError(f"--slices {slices} is too small; it must be 1 or more")
+    if given[DP] is not None and given[DP] % slices:
         raise UserError(
             f"--slices {slices} does not divide --dp {given[DP]}: mp must lie within one slice; choose a divisor"
         )

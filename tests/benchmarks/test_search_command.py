@@ -127,6 +127,7 @@ MISTAKES = {
     "--tokens 1e9 --price v6e=1": "--price v6e=1 has no price of 0 or more for v5e",
     "--tokens 1e9 --price v5e=1,v9=2": "v9 is not searched",
     "--tokens -1": "--tokens -1 must be above 0",
+    "--slices 0": "--slices 0 is too small; it must be 1 or more",
     "--minutes 0": "--minutes 0 must be above 0",
     "--versions v5e,v9": "--versions v9: unknown; use some of v2, v3",
     "mesh.dp=3": "no mesh of v5e 2x2",

@@ -11,7 +11,7 @@ from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.formulas import Estimate
 from shmap_tp.plan.search.jobs import Outcome, outcome
 from shmap_tp.plan.search.loop import WORTH_TRYING, Found, Search
-from shmap_tp.plan.search.output import Cost, Line, limited_by, table
+from shmap_tp.plan.search.output import COMPILED, FORMULAS, Cost, Line, limited_by, table
 from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pareto_front, pruned
 from shmap_tp.plan.search.space import KEYS, Candidate, candidates
 from shmap_tp.plan.targets import find_target
@@ -244,8 +244,13 @@ def test_a_compilation_that_lacked_memory_is_repeated_with_fewer_at_a_time():
 # Output
 
 
-def line(seconds: float, gigabytes: float) -> Line:
-    return Line(BASE, seconds, 1000 / seconds, 0.5, gigabytes * 1e9, 10e9, "matmuls and kernels", "compiled")
+def line(seconds: float, gigabytes: float, basis: str = FORMULAS) -> Line:
+    return Line(BASE, seconds, 1000 / seconds, 0.5, gigabytes * 1e9, 10e9, "matmuls and kernels", basis)
+
+
+def test_a_line_fits_if_the_compiler_says_so_or_the_formulas_stay_within_the_memory():
+    assert line(1.0, 10.1, COMPILED).fits and not line(float("inf"), 12, COMPILED).fits
+    assert line(1.0, 9.9).fits and not line(1.0, 10.1).fits
 
 
 def test_the_pareto_front_has_what_no_other_beats_in_both():

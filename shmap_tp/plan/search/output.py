@@ -42,7 +42,8 @@ class Line:
 
     @property
     def fits(self) -> bool:
-        return math.isfinite(self.seconds) and self.peak_bytes <= self.limit_bytes
+        """What the compiler says of a compiled step, whose peak may include vector memory (`aot_compile.Compiled`)."""
+        return math.isfinite(self.seconds) and (self.basis == COMPILED or self.peak_bytes <= self.limit_bytes)
 
     @property
     def place(self) -> tuple[bool, float]:

@@ -96,6 +96,9 @@ def check_search_flags(arguments: argparse.Namespace) -> None:
     ignored = [f"--{name}" for name in of_search if vars(arguments)[name] is not None]
     if not arguments.devices and ignored:
         raise UserError(f"{ignored[0]} applies to the search; give --devices, or omit it")
+    for key in ("mesh.slices", "mesh.processes"):
+        if arguments.devices and any(word.startswith(f"{key}=") for word in arguments.overrides):
+            raise UserError(f"{key} follows from the devices that are searched; omit it, and give --slices for several")
     if arguments.price is not None and arguments.tokens is None:
         raise UserError("--price needs --tokens, the tokens of the run; add it, such as --tokens 1e11")
     for name in ("minutes", "tokens", "jobs"):

@@ -57,12 +57,14 @@ class Task:
 
 
 def search_command(arguments: argparse.Namespace) -> None:
-    """Search every target that was asked for.  Raises UserError; SystemExit(STOPPED) after Ctrl-C or SIGTERM."""
+    """Search every target that was asked for.  Raises UserError; SystemExit(STOPPED) after Ctrl-C, SIGTERM, SIGHUP."""
     targets = find_targets(arguments)
     prices = parse_prices(arguments.price, [target.version for target in targets])
     check_outputs(arguments)
     check_recipe(arguments.recipe, targets)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # compilations are in sessions of their own, and do not get them
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
     for reason in {compiler_missing(target) for target in targets} - {None}:
         print(f"{reason}: candidates are ranked by formulas only")
     fastest: list[tuple[Target, Line, Cost | None]] = []

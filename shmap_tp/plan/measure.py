@@ -15,8 +15,8 @@ from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import DEVICES, machine_peak
 from shmap_tp.hardware.xla_options import compile_with
 from shmap_tp.layers.attention_selection import kernel_name
-from shmap_tp.plan.aot_compile import coordinates, parse_out_of_memory
-from shmap_tp.plan.predict import Builder, build_programs, program_name
+from shmap_tp.plan.aot_compile import parse_out_of_memory
+from shmap_tp.plan.predict import Builder, build_programs, facts_beside_text, program_name
 from shmap_tp.plan.report import Row, config_fields, mesh_fields
 from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
 
@@ -34,13 +34,7 @@ class Measurement:
 
     @property
     def meta(self) -> dict:
-        """Facts that a reader of the module needs in addition to its text; only TPUs have coordinates."""
-        has_coordinates = hasattr(self.mesh.devices.flat[0], "coords")
-        return {
-            "device_kind": self.row.device_kind,
-            "coords": coordinates(self.mesh) if has_coordinates else None,
-            "model_flops_per_device": self.row.model_flops_per_device,
-        }
+        return facts_beside_text(self.row, self.mesh)
 
 
 def measure(

@@ -50,6 +50,15 @@ def build_programs(
     return build(config, mesh, dtype, components) if build is build_step_functions else build(config, mesh, dtype)
 
 
+def facts_beside_text(row: Row, mesh: Mesh) -> dict:
+    """What a reader of a compiled module needs in addition to its text; only TPUs have coordinates."""
+    return {
+        "device_kind": row.device_kind,
+        "coords": coordinates(mesh) if hasattr(mesh.devices.flat[0], "coords") else None,
+        "model_flops_per_device": row.model_flops_per_device,
+    }
+
+
 @dataclass(frozen=True)
 class Prediction:
     """A predicted row, and the program it was predicted from."""
@@ -68,12 +77,7 @@ class Prediction:
 
     @property
     def meta(self) -> dict:
-        """Facts that a reader of the scheduled module needs in addition to its text."""
-        return {
-            "device_kind": self.row.device_kind,
-            **({"coords": coordinates(self.mesh)} if hasattr(self.mesh.devices.flat[0], "coords") else {}),
-            "model_flops_per_device": self.row.model_flops_per_device,
-        }
+        return facts_beside_text(self.row, self.mesh)
 
 
 def predict(

@@ -10,7 +10,6 @@ published.
 """
 
 import argparse
-import json
 import os
 import shlex
 import statistics
@@ -29,6 +28,7 @@ from layerwise_programs import PROGRAMS, ROWS, build, ring_mesh
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS, Peak, generation, machine_peak, table_peak
 from shmap_tp.plan.aot_compile import compile_ahead_of_time, coordinates
+from shmap_tp.plan.benchmark import append_json, check_outputs, run_command
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.link_model import LinkModel
 from shmap_tp.plan.measure import time_steps
@@ -48,11 +48,7 @@ PASSES = ("forward", "forward+backward")
 
 def main() -> int:
     arguments = make_parser().parse_args()
-    try:
-        return run(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(lambda: run(arguments))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -74,7 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
+    check_outputs(arguments)
     kind, devices = find_devices(arguments)
     small = kind == "emulated"
     stack = Stack(
@@ -101,9 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
             row = run_program(name, passes, stack, mesh, kind, options, peak, arguments.steps)
             print(format_row(row), flush=True)
             if arguments.json:
-                with Path(arguments.json).open("a") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
-    return 0
+                append_json(asdict(row), Path(arguments.json))
 
 
 def find_devices(arguments: argparse.Namespace) -> tuple[str, list[jax.Device]]:

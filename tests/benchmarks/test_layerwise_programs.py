@@ -1,5 +1,6 @@
 """Layerwise FSDP matmuls: every program computes the same as the dense stack of matmuls."""
 
+import benchmark_layerwise
 import jax
 import jax.numpy as jnp
 import layerwise_programs
@@ -75,3 +76,10 @@ def test_consecutive_devices_of_a_ring_are_one_hop_apart(sides):
     at = np.array([device.coords for device in layerwise_programs.ring_order(devices)])
     assert len({tuple(coords) for coords in at}) == len(devices)
     assert (np.abs(at - np.roll(at, 1, axis=0)).sum(axis=1) == 1).all()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_layerwise.sys, "argv", ["benchmark_layerwise.py", "--json", "nowhere/rows"])
+    monkeypatch.setattr(benchmark_layerwise, "find_devices", None)
+    assert benchmark_layerwise.main() == 2
+    assert capsys.readouterr().err.startswith("error: --json nowhere/rows: cannot be written;")

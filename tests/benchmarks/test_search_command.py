@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from result_format import read_rows
@@ -166,6 +167,22 @@ def test_a_file_that_cannot_be_written_any_more_keeps_what_was_found(monkeypatch
         plan(*SEARCH, *FEW, "--json", "/dev/full")
     printed = capsys.readouterr().out
     assert "1 compiled, 1 of them fit" in printed and "fastest (compiled): (4, 1)" in printed
+
+
+def test_where_no_compiled_step_fits_the_smallest_of_them_is_named(monkeypatch, capsys):
+    class TooLarge(CompiledAtOnce):
+        def __init__(self, config, target):
+            super().__init__(config, target)
+            self.row = replace(self.row, fits=False, step_seconds=None, peak_bytes_per_device=20 * 2**30)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(command, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(command, "ChildProcess", TooLarge)
+    with pytest.raises(UserError, match="nothing that was searched fits"):
+        plan(*SEARCH, *FEW, "mesh.zero=fsdp", "train.microbatches=1")
+    printed = capsys.readouterr().out
+    assert "nothing that was compiled fits; the smallest, (4, 1) fsdp" in printed
+    assert "needs about 20.0 of 15.8 GiB per device" in printed
 
 
 def test_ctrl_c_before_anything_is_compiled_has_no_traceback(monkeypatch, capsys):

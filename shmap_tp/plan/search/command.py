@@ -39,7 +39,7 @@ from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.exit_codes import STOPPED
 
 SHOWN = 20
-"""Candidates in the table at most."""
+"""Candidates in the table at most, where none was compiled; else it has all that were."""
 SEQUENCES_PER_DEVICE = 16
 """Sequences of a step on each device, where --batch is not given."""
 
@@ -146,7 +146,7 @@ def make_task(arguments: argparse.Namespace, target: Target, cost: Cost | None) 
     reasons = ", ".join(f"{count:,} {why}" for why, count in found.dropped.items() if count)
     print(f"{found.total:,} candidates; the formulas drop {found.dropped.total():,} ({reasons})", flush=True)
     if not found.kept:
-        raise UserError(fits_nowhere(found, memory))
+        raise UserError(fits_nowhere(found.least_memory, memory))
     return Task(arguments, target, config, found, cost)
 
 
@@ -217,7 +217,7 @@ def finish(task: Task, search: Search) -> Line | None:
     compiled = [compiled_line(one) for one in search.found if one.outcome.row is not None]
     lines = compiled or [formula_line(one, task.config, machine) for one in search.remaining]
     lines = sorted(lines, key=lambda line: line.place)
-    print(f"\n{table(lines[:SHOWN], task.cost)}\n{LEGEND}")
+    print(f"\n{table(lines if compiled else lines[:SHOWN], task.cost)}\n{LEGEND}")
     if search.found:
         fitting, failed = sum(one.fits for one in search.found), len(search.found) - len(compiled)
         failures = f"{failed} failed to compile, " if failed else ""
@@ -229,10 +229,20 @@ def finish(task: Task, search: Search) -> Line | None:
         )
     winner = next((line for line in lines if line.fits), None)
     if winner is None:
-        print(f"nothing that was compiled fits; {fits_nowhere(task.pruned, machine.memory)}")
+        print(nothing_fits(task, search))
     else:
         report_winner(task, winner)
     return winner
+
+
+def nothing_fits(task: Task, search: Search) -> str:
+    """What is said where no candidate of the table fits."""
+    memory, rows = machine_of(task.target).memory, [one for one in search.found if one.outcome.row is not None]
+    if not rows:
+        return f"nothing fits by formulas; {fits_nowhere(task.pruned.least_memory, memory)}"
+    least = min(rows, key=lambda one: one.outcome.row.peak_bytes_per_device)
+    peak = least.outcome.row.peak_bytes_per_device
+    return f"nothing that was compiled fits; {fits_nowhere(least.estimated, memory, peak)}"
 
 
 def report_winner(task: Task, winner: Line) -> None:

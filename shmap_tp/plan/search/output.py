@@ -17,7 +17,7 @@ from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.fitted import TIME
 from shmap_tp.plan.search.loop import Found
 from shmap_tp.plan.search.machine import Machine, machine_of
-from shmap_tp.plan.search.prune import Estimated, Pruned, pareto_front
+from shmap_tp.plan.search.prune import Estimated, pareto_front
 from shmap_tp.plan.search.space import Candidate
 from shmap_tp.plan.targets import Target
 
@@ -154,13 +154,16 @@ def slices_table(fastest: list[tuple[Target, Line, Cost | None]]) -> str:
     return "\n".join(lines)
 
 
-def fits_nowhere(found: Pruned, memory: float) -> str:
-    """By how much the smallest candidate exceeds the memory of a device, and what would make it fit."""
-    least = found.least_memory
+def fits_nowhere(least: Estimated, memory: float, peak_bytes: int | float | None = None) -> str:
+    """By how much the smallest candidate exceeds the memory of a device, and what would make it fit.
+
+    `peak_bytes` is its compiled peak; without it the formulas' is printed.
+    """
+    peak = least.peak_bytes if peak_bytes is None else peak_bytes
     state = least.estimate.memory_terms["state"]
     advice = "more devices (--devices)" if state > memory / 2 else "a shorter --context or a smaller --batch"
     return (
-        f"the smallest, {least.candidate}, needs about {least.peak_bytes / GIB:.1f} of {memory / GIB:.1f} GiB per "
+        f"the smallest, {least.candidate}, needs about {peak / GIB:.1f} of {memory / GIB:.1f} GiB per "
         f"device ({state / GIB:.1f} GiB of it for parameters, optimizer state and gradients);\n"
         f"use {advice}, or devices with more memory"
     )

@@ -161,6 +161,9 @@ def test_the_search_compiles_the_most_promising_first_and_stops_where_nothing_fa
     assert search.best().seconds == 1.0 and len(compiler.saved) == 2
     assert [line.split()[0] for line in compiler.lines] == ["compiling", "60", "compiling", "60"]
     assert "1 compiling, 0 compiled, none fits yet, 60 min left" in compiler.states
+    short = Compiler({1: (0.0012, 5)})
+    short.search([made(1, 0.0012, 5)]).run()
+    assert short.lines[0].endswith("expected 0.0012 s a step")
 
 
 def test_a_candidate_that_may_not_fit_waits_for_one_that_surely_does_and_is_about_as_fast():

@@ -150,7 +150,7 @@ class Search:
         while len(self.running) < self.jobs and not self._too_late() and (chosen := self.next()):
             self.remaining.remove(chosen)
             self.running[chosen.candidate] = chosen, self.start(chosen.candidate)
-            self.tell(f"compiling  {chosen.candidate}: expected {self.expected_seconds(chosen):.2f} s a step")
+            self.tell(f"compiling  {chosen.candidate}: expected {self.expected_seconds(chosen):.3g} s a step")
         return bool(self.running)
 
     def _too_late(self) -> bool:

@@ -205,11 +205,13 @@ def make_parser() -> argparse.ArgumentParser:
     search.add_argument("--devices", metavar="N", help="devices of all slices together: search the best configuration")
     search.add_argument("--nodes", type=int, metavar="N", help="nodes of 8 GPUs: search the best configuration")
     search.add_argument("--minutes", type=float, metavar="N", help="time of the search at most (default 30)")
-    search.add_argument("--jobs", type=int, metavar="N", help="compilations at a time (default: by cores and memory)")
+    search.add_argument(
+        "--jobs", type=int, metavar="N", help="compilations at a time, at most what cores and memory allow"
+    )
     search.add_argument("--recipe", metavar="FILE", help="write the fastest configuration to FILE")
     search.add_argument("--tokens", type=float, metavar="N", help="tokens of the whole run: prints its time and cost")
     search.add_argument("--price", help="dollars per chip hour: 1.2, or by version: v5e=1.2,v6e=2.7")
-    search.add_argument("--versions", help="search several TPU versions: v5e,v6e (and --devices 16,64)")
+    search.add_argument("--versions", help="search several versions: v5e,v6e,h100 (and --devices 16,64)")
     decode = parser.add_argument_group("generation, in place of a training step")
     decode.add_argument("--decode", action="store_true", help="plan generation on one mesh of TPUs, not training")
     prompt = "length of each prompt (default 1024, or half the context)"

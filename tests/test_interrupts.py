@@ -59,6 +59,37 @@ def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(comm
     assert done.returncode == -signal.SIGINT and done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("flags", "where"),
+    [
+        ("--version v5e --devices 4", "shmap_tp.plan.search.command.candidates"),
+        ("--version v5e --dp 2 --mp 2", "shmap_tp.plan.targets.predict_on"),
+    ],
+    ids=["search", "one mesh"],
+)
+def test_ctrl_c_while_the_planner_estimates_or_compiles_ends_it_at_once(flags, where):
+    """A raised exception would wait for the end of a compilation, or be swallowed by a callback of the garbage
+    collector."""
+    script = f"""
+import os, runpy, signal, sys
+from unittest.mock import patch
+import shmap_tp.plan.search.command
+
+def interrupted(*_, **__):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))
+    except KeyboardInterrupt:
+        print("goes on")
+
+sys.argv = ["plan", "--model", "test", *{flags.split()}]
+with patch({where!r}, interrupted):
+    runpy.run_module("shmap_tp.plan", run_name="__main__")
+"""
+    done = run(sys.executable, "-c", script)
+    assert done.returncode == -signal.SIGINT and done.stderr == "" and "goes on" not in done.stdout
+
+
 def test_ctrl_c_at_any_moment_of_the_start_of_main_py_leaves_no_traceback():
     """From its first import on."""
     for seconds in (0, 0.02, 0.05, 0.1, 0.3):

@@ -20,11 +20,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from shmap_tp.runtime.interrupts import end_at_ctrl_c, raise_at_ctrl_c
+from shmap_tp.runtime.interrupts import end_at_ctrl_c
 from shmap_tp.runtime.output import end_without_readers
 
 if __name__ == "__main__":
-    end_at_ctrl_c()
+    end_at_ctrl_c()  # a compilation would not be interrupted; only the search has something to keep
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
@@ -231,6 +231,5 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise_at_ctrl_c()
     parsed = make_parser().parse_intermixed_args()
     sys.exit(end_without_readers(lambda: run_command(lambda: main(parsed))))

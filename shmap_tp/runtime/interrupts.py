@@ -5,6 +5,7 @@ process that was started with Ctrl-C ignored, as a background job of a shell scr
 """
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,23 @@ def raise_at_ctrl_c() -> None:
     """From here on Ctrl-C raises KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Context in which Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt, in the main thread, except those that are
+    ignored, as SIGHUP is under nohup; output so far is written."""
+    sys.stdout.flush()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        sys.stdout.flush()
 
 
 @contextmanager

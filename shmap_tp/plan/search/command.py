@@ -3,7 +3,6 @@
 import argparse
 import math
 import shlex
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from shmap_tp.plan.targets import Target, find_target
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.exit_codes import STOPPED
+from shmap_tp.runtime.interrupts import raising
 
 SHOWN = 20
 """Candidates in the table at most, where none was compiled; else it has all that were."""
@@ -57,14 +57,12 @@ class Task:
 
 
 def search_command(arguments: argparse.Namespace) -> None:
-    """Search every target that was asked for.  Raises UserError; SystemExit(STOPPED) after Ctrl-C, SIGTERM, SIGHUP."""
+    """Search every target that was asked for.  Raises UserError; SystemExit(STOPPED) after Ctrl-C, SIGTERM or SIGHUP
+    while it compiles; before that they end the process at once, since there is nothing to keep."""
     targets = find_targets(arguments)
     prices = parse_prices(arguments.price, [target.version for target in targets])
     check_outputs(arguments)
     check_recipe(arguments.recipe, targets)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # compilations are in sessions of their own, and do not get them
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)
     for reason in {compiler_missing(target) for target in targets} - {None}:
         print(f"{reason}: candidates are ranked by formulas only")
     fastest: list[tuple[Target, Line, Cost | None]] = []
@@ -72,7 +70,9 @@ def search_command(arguments: argparse.Namespace) -> None:
         chips = machine_of(target).chips
         cost = Cost(arguments.tokens, prices.get(target.version), chips) if arguments.tokens else None
         try:
-            line = search_target(make_task(arguments, target, cost), arguments.minutes / len(targets))
+            task = make_task(arguments, target, cost)
+            with raising():
+                line = search_target(task, arguments.minutes / len(targets))
         except UserError as error:
             if len(targets) == 1:
                 raise

@@ -77,6 +77,15 @@ def test_keys_on_the_command_line_are_kept(without_compiler, capsys):
     assert chosen.model.context == 32
 
 
+def test_batch_and_context_can_be_given_as_keys(without_compiler, capsys):
+    plan("--version", "v5e", "--devices", "4", "--model", "test", "train.batch=8", "model.context=16", *FEW)
+    printed = capsys.readouterr().out
+    words = words_of(printed)
+    assert "8 sequences of 16 = 128 tokens a step" in printed
+    assert words.count("train.batch=8") == words.count("model.context=16") == 1
+    assert len(words) == len({word.split("=")[0] for word in words})
+
+
 def test_a_file_is_searched_with_its_own_batch(without_compiler, capsys):
     plan("--version", "v5e", "--devices", "16", "--cfg", "conf/recipes/gpt2_124m_v5e-8.yaml", *FEW)
     words = words_of(capsys.readouterr().out)

@@ -38,6 +38,8 @@ from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.interrupts import raising
 
+OF_COMMAND = ("train.batch", "model.context")
+"""Keys that the printed command sets beside those that are searched."""
 SHOWN = 20
 """Candidates in the table at most, where none was compiled; else it has all that were."""
 SEQUENCES_PER_DEVICE = 16
@@ -155,10 +157,11 @@ def base_config(arguments: argparse.Namespace, target: Target) -> Config:
     check_flags(arguments)
     _, file, *words = base_words(arguments)
     machine = machine_of(target)
-    has_batch = arguments.cfg or any(word.startswith("train.batch=") for word in arguments.overrides)
-    batch = arguments.batch or (None if has_batch else machine.devices * SEQUENCES_PER_DEVICE)
-    words += [f"train.batch={batch}"] if batch else []
+    given = given_keys(arguments)
+    words += [] if arguments.cfg else [f"train.batch={machine.devices * SEQUENCES_PER_DEVICE}"]
+    words += [f"train.batch={arguments.batch}"] if arguments.batch else []
     words += [f"model.context={arguments.context}"] if arguments.context else []
+    words += [f"{key}={given[key]}" for key in OF_COMMAND if key in given]
     words += [f"mesh.dp={machine.slices}", "mesh.mp=1", f"mesh.slices={machine.slices}", "mesh.processes=1"]
     words += ["mesh.zero=none", "mesh.fsdp_gradients=reduce_scatter", "train.microbatches=1", "model.offload=[]"]
     return resolve_auto(load(file if arguments.cfg else str(CONF / "config.yaml"), words))
@@ -166,7 +169,7 @@ def base_config(arguments: argparse.Namespace, target: Target) -> Config:
 
 def base_words(arguments: argparse.Namespace) -> list[str]:
     """What names the file and the model, and the keys that are not searched, as main.py takes them."""
-    free = [item for item in arguments.overrides if item.split("=", 1)[0] not in KEYS]
+    free = [item for item in arguments.overrides if item.split("=", 1)[0] not in (*KEYS, *OF_COMMAND)]
     if arguments.cfg:
         return ["--cfg", arguments.cfg, *([f"model={arguments.model}"] if arguments.model else []), *free]
     if arguments.from_pretrained:
@@ -176,9 +179,14 @@ def base_words(arguments: argparse.Namespace) -> list[str]:
     return ["--cfg", "conf/config.yaml", *words, *free]
 
 
+def given_keys(arguments: argparse.Namespace) -> dict[str, str]:
+    """The overrides key=value by key."""
+    return dict(item.split("=", 1) for item in arguments.overrides if "=" in item)
+
+
 def fixed_keys(arguments: argparse.Namespace) -> dict[str, str]:
     """Keys of the search that the user has set, which are not searched."""
-    given = dict(item.split("=", 1) for item in arguments.overrides if "=" in item)
+    given = given_keys(arguments)
     fixed = {key: given[key] for key in KEYS if key in given}
     return fixed | ({"train.microbatches": str(arguments.microbatches)} if arguments.microbatches else {})
 

@@ -55,6 +55,12 @@ def test_a_choice_that_is_given_leaves_all_meshes(given):
     assert {(one.dp, one.mp) for one in found} == {(4, 1), (2, 2), (1, 4)}
 
 
+@pytest.mark.parametrize("given", ["[input,attention_output]", "[attention_output, input]"])
+def test_offloaded_activations_are_given_in_any_order(given):
+    found = candidates(config(), find_target("v5e", 8, None, 1), {"model.offload": given})
+    assert found and {frozenset(one.offload) for one in found} == {frozenset({"input", "attention_output"})}
+
+
 @pytest.mark.parametrize("version", ["v3", "h100"])
 def test_nothing_is_offloaded_where_no_step_with_offload_has_been_compiled(version):
     found = candidates(config(), find_target(version, 8, None, 1), {})

@@ -137,11 +137,14 @@ def make_task(arguments: argparse.Namespace, target: Target, cost: Cost | None) 
         f"= {tokens:,} tokens a step; estimating every candidate by formulas ...",
         flush=True,
     )
-    choices = candidates(config, target, fixed_keys(arguments))
+    fixed = fixed_keys(arguments)
+    choices = candidates(config, target, fixed)
     if not choices:
+        keys = " and ".join(f"{key}={value}" for key, value in {"train.batch": config.train.batch, **fixed}.items())
+        fewer = f", or give fewer of {', '.join(fixed)}" if fixed else ""
         raise UserError(
-            f"no mesh of {target} can shard {config.model.name} with train.batch={config.train.batch};\n"
-            "choose a --batch that more devices divide, or fix fewer keys"
+            f"no candidate on {target} trains {config.model.name} with {keys};\n"
+            f"choose a --batch that more devices divide{fewer}"
         )
     print(f"estimating {len(choices):,} candidates by formulas ...", flush=True)
     found = prune(config, target, choices)

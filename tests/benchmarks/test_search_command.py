@@ -66,6 +66,14 @@ def test_without_a_compiler_the_formulas_rank_and_it_is_said_once(without_compil
     assert load(str(recipe), []) == chosen and chosen.train.batch == 16 and chosen.mesh.dp * chosen.mesh.mp == 4
 
 
+def test_the_fastest_is_the_smallest_of_equally_fast_candidates(without_compiler, capsys):
+    """GPT-2: the formulas do not charge the recomputation of all_matmuls, and `none` saves more."""
+    plan("--version", "v5e", "--devices", "8", "--model", "gpt2", "mesh.mp=1", "mesh.zero=zero1", *FEW[1:])
+    printed = capsys.readouterr().out
+    first = printed.split("candidate\n")[1].splitlines()[0]
+    assert first.startswith("*") and first.endswith(printed.split("fastest (formulas): ")[1].splitlines()[0])
+
+
 def test_keys_on_the_command_line_are_kept(without_compiler, capsys):
     without_batch = SEARCH[: SEARCH.index("--batch")]
     plan(

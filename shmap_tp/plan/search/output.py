@@ -46,9 +46,9 @@ class Line:
         return math.isfinite(self.seconds) and (self.basis == COMPILED or self.peak_bytes <= self.limit_bytes)
 
     @property
-    def place(self) -> tuple[bool, float]:
-        """What lines are sorted by: those that fit come first, fastest first."""
-        return not self.fits, self.seconds
+    def place(self) -> tuple[bool, float, float]:
+        """What lines are sorted by: those that fit come first, fastest first, of equally fast ones the smaller."""
+        return not self.fits, self.seconds, self.peak_bytes
 
 
 def compiled_line(one: Found) -> Line:

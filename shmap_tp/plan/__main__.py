@@ -45,6 +45,8 @@ from shmap_tp.plan.targets import VERSIONS, devices_of_nodes, find_target, predi
 
 DEFAULTS = ("6_9b", 1, 16)
 """(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""
+VERSION = "v3"
+"""Devices, where neither --version nor --versions is given."""
 MINUTES = 30.0
 """Time of a search, where --minutes is not given."""
 
@@ -53,10 +55,7 @@ def main(arguments: argparse.Namespace) -> None:
     for name, value in vars(arguments).items():
         if value == "":
             raise UserError(f"--{name.replace('_', '-')} is empty; give it a value, or omit it")
-    check_versions(arguments)
-    if arguments.nodes is not None and arguments.devices is not None:
-        raise UserError(f"--nodes {arguments.nodes} and --devices {arguments.devices} both give a size; omit one")
-    arguments.devices = devices_of_nodes(arguments.versions or arguments.version, arguments.nodes) or arguments.devices
+    check_devices(arguments)
     one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)
     if (not arguments.devices and not one_mesh) or (arguments.devices and (arguments.dp or arguments.mp)):
         raise UserError(
@@ -83,11 +82,18 @@ def main(arguments: argparse.Namespace) -> None:
         plan_one_mesh(arguments)
 
 
-def check_versions(arguments: argparse.Namespace) -> None:
-    """Raises UserError for an unknown name in --versions."""
+def check_devices(arguments: argparse.Namespace) -> None:
+    """Raises UserError for an unknown name in --versions, and for flags that name the same twice; sets `version` and
+    `devices`."""
+    if arguments.versions and arguments.version:
+        raise UserError("--version and --versions both name the devices; give one")
+    if arguments.nodes is not None and arguments.devices is not None:
+        raise UserError("--nodes and --devices both give the number of devices; give one")
+    arguments.version = arguments.version or VERSION
     for version in (arguments.versions or arguments.version).split(","):
         if version not in VERSIONS:
             raise UserError(f"--versions {version}: unknown; use some of {', '.join(VERSIONS)}, separated by commas")
+    arguments.devices = devices_of_nodes(arguments.versions or arguments.version, arguments.nodes) or arguments.devices
 
 
 def check_search_flags(arguments: argparse.Namespace) -> None:
@@ -188,7 +194,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m shmap_tp.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     devices = parser.add_argument_group("devices")
-    devices.add_argument("--version", default="v3", choices=VERSIONS, help="TPU version or GPU (default v3)")
+    devices.add_argument("--version", choices=VERSIONS, help=f"TPU version or GPU (default {VERSION})")
     devices.add_argument("--topology", help="chips along each side of a slice, such as 4x8x8 (default: most compact)")
     devices.add_argument("--slices", type=int, metavar="N", help="number of slices that dp spans (default 1)")
     step = parser.add_argument_group("the step")

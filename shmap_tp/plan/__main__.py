@@ -56,13 +56,9 @@ def main(arguments: argparse.Namespace) -> None:
         if value == "":
             raise UserError(f"--{name.replace('_', '-')} is empty; give it a value, or omit it")
     check_devices(arguments)
-    one_mesh = arguments.cfg is not None or None not in (arguments.dp, arguments.mp)
-    if (not arguments.devices and not one_mesh) or (arguments.devices and (arguments.dp or arguments.mp)):
-        raise UserError(
-            "give --devices or --nodes to search the best configuration, --dp and --mp for one mesh, or --cfg"
-        )
-    check_search_flags(arguments)
     check_generation_flags(arguments)
+    check_mesh_flags(arguments)
+    check_search_flags(arguments)
     arguments.minutes = arguments.minutes or MINUTES
     if arguments.from_pretrained and (arguments.model or arguments.cfg):
         raise UserError("--from-pretrained, --model and --cfg each name a model; give one")
@@ -96,6 +92,22 @@ def check_devices(arguments: argparse.Namespace) -> None:
     arguments.devices = devices_of_nodes(arguments.versions or arguments.version, arguments.nodes) or arguments.devices
 
 
+def check_mesh_flags(arguments: argparse.Namespace) -> None:
+    """Raises UserError unless the flags name either a search or one mesh."""
+    given = [f"--{name} {vars(arguments)[name]}" for name in (DP, MP) if vars(arguments)[name] is not None]
+    if arguments.devices and given:
+        raise UserError(
+            f"{given[0]}: a search chooses the mesh; fix it as mesh.dp=N or mesh.mp=N,\n"
+            "or omit --devices and --nodes, and give --dp and --mp for one mesh"
+        )
+    if len(given) == 1 and not arguments.cfg:
+        raise UserError(f"{given[0]} is half a mesh; give --dp and --mp for one mesh, or --devices to search it")
+    if not arguments.devices and not given and not arguments.cfg:
+        raise UserError(
+            "give --devices or --nodes to search the best configuration, --dp and --mp for one mesh, or --cfg"
+        )
+
+
 def check_search_flags(arguments: argparse.Namespace) -> None:
     """Refuse flags of the search that would be ignored, and values that it cannot use."""
     of_search = ("versions", "minutes", "tokens", "price", "recipe", "jobs")
@@ -120,7 +132,10 @@ def check_generation_flags(arguments: argparse.Namespace) -> None:
     for name in ignored:
         if vars(arguments)[name]:
             flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} applies to {'generation; add --decode' if name in of_generation else 'training'}")
+            if name in of_generation:
+                raise UserError(f"{flag} applies to generation; add --decode")
+            mesh = ", and give --dp and --mp" if name == "devices" else ""
+            raise UserError(f"{flag} applies to training, and --decode plans generation; omit {flag}{mesh}")
 
 
 def plan_one_mesh(arguments: argparse.Namespace) -> None:

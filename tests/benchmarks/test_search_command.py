@@ -247,6 +247,21 @@ def test_devices_that_are_named_twice_or_by_the_wrong_flag_are_refused(flags, ex
         plan(*flags.split(), "--model", "test", "train.microbatches=1", *FEW)
 
 
+@pytest.mark.parametrize(
+    ("flags", "explained"),
+    [
+        ("--dp 2", "--dp 2 is half a mesh; give --dp and --mp for one mesh, or --devices to search it"),
+        ("--devices 4 --mp 2", "--mp 2: a search chooses the mesh; fix it as mesh.dp=N or mesh.mp=N,"),
+        ("--devices 4 --decode", "--decode plans generation; omit --devices, and give --dp and --mp"),
+        ("--dp 2 --mp 2 --decode --plot x.png", "--decode plans generation; omit --plot"),
+        ("--devices 4 --version v5e --slices 0", "--slices 0 is too small; it must be 1 or more"),
+    ],
+)
+def test_flags_that_name_no_mesh_say_what_to_give(flags, explained, without_compiler):
+    with pytest.raises(UserError, match=re.escape(explained)):
+        plan(*flags.split(), "--model", "test")
+
+
 def test_flags_of_the_search_are_refused_for_one_mesh():
     with pytest.raises(UserError, match="--minutes applies to the search; give --devices"):
         plan("--dp", "2", "--mp", "2", "--minutes", "3")

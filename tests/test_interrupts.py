@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from shmap_tp.runtime import interrupts
 from tests.helpers.paths import ROOT
 
 STARTING = """
@@ -88,6 +89,18 @@ with patch({where!r}, interrupted):
 """
     done = run(sys.executable, "-c", script)
     assert done.returncode == -signal.SIGINT and done.stderr == "" and "goes on" not in done.stdout
+
+
+@pytest.mark.parametrize("at_start", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "nohup"])
+def test_the_end_of_the_terminal_stops_a_search_as_ctrl_c_does_but_not_under_nohup(monkeypatch, at_start):
+    before = {signal.SIGINT: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: at_start}
+    handlers = dict(before)
+    monkeypatch.setattr(interrupts.signal, "getsignal", handlers.__getitem__)
+    monkeypatch.setattr(interrupts.signal, "signal", handlers.__setitem__)
+    with interrupts.raising():
+        assert handlers[signal.SIGINT] is handlers[signal.SIGTERM] is signal.default_int_handler
+        assert handlers[signal.SIGHUP] == (at_start or signal.default_int_handler)
+    assert handlers == before
 
 
 def test_ctrl_c_at_any_moment_of_the_start_of_main_py_leaves_no_traceback():

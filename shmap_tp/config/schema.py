@@ -69,8 +69,8 @@ class MeshConfig:
     """Number of slices (groups of devices with a fast network of their own, joined by a slower one) that dp spans; with
     zero=fsdp only shards cross between slices, once per step."""
     processes: int
-    """Number of processes: one per host, under Slurm one per GPU; without a TPU, GKE or Slurm environment they also need
-    --coordinator."""
+    """Number of processes: one per host, under Slurm one per GPU.  Without a TPU, GKE or Slurm environment they also
+    need --coordinator."""
 
 
 @dataclass

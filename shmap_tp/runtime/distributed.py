@@ -178,6 +178,6 @@ def _why_not_joined(address: str | None, process_id: int, processes: int) -> str
         )
     return (
         f"process 0 listens at {host} port {port}, but not all {processes} processes joined;\n"
-        f"start all of them, beside --coordinator each with another --process-id, 0 to {processes - 1}, and open the port "
-        f"for all of their hosts"
+        f"start all of them, beside --coordinator each with another --process-id, 0 to {processes - 1}, and open the "
+        f"port for all of their hosts"
     )

@@ -211,19 +211,6 @@ def test_ctrl_c_before_anything_is_compiled_has_no_traceback(monkeypatch, capsys
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("at_start", [signal.SIG_DFL, signal.SIG_IGN])
-def test_the_end_of_the_terminal_stops_a_search_as_ctrl_c_does_but_not_under_nohup(
-    without_compiler, monkeypatch, at_start
-):
-    handlers = {signal.SIGHUP: at_start, signal.SIGTERM: signal.SIG_DFL}
-    monkeypatch.setattr(command.signal, "getsignal", handlers.__getitem__)
-    monkeypatch.setattr(command.signal, "signal", handlers.__setitem__)
-    with pytest.raises(UserError, match="no mesh"):
-        plan(*SEARCH, "mesh.dp=3")
-    assert handlers[signal.SIGTERM] is signal.default_int_handler
-    assert handlers[signal.SIGHUP] == (at_start or signal.default_int_handler)
-
-
 @pytest.mark.parametrize("mistake", ["--version v9", "--tokens lots", "--devices"])
 def test_a_flag_that_cannot_be_read_takes_two_lines(mistake, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -23,7 +23,7 @@ from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.plan import __main__ as plan
 from shmap_tp.plan.benchmark import config_from_flags
 from shmap_tp.plan.search.command import find_targets
-from shmap_tp.plan.targets import devices_of_nodes, find_target
+from shmap_tp.plan.targets import find_target
 from tests.helpers.documents import DOCUMENTS, blocks, name_of
 from tests.helpers.paths import ROOT
 
@@ -149,7 +149,7 @@ def check_pod(rest: list[str]) -> None:
 
 def check_plan(words: list[str]) -> None:
     arguments = plan.make_parser().parse_intermixed_args(words)
-    arguments.devices = devices_of_nodes(arguments.versions or arguments.version, arguments.nodes) or arguments.devices
+    plan.check_devices(arguments)
     if arguments.devices:
         find_targets(arguments)
     elif not arguments.ledger:

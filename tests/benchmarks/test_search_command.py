@@ -158,6 +158,7 @@ MISTAKES = {
     "model.remat=most": "model.remat=most: most is none of none, full",
     "model.offload=[gate,all]": "model.offload=[gate,all]: all is none of input, sublayer_output",
     "mesh.dp=two": "mesh.dp=two is no whole number",
+    "--json new.jsonl": "--json new.jsonl takes compiled steps, and the compiler is not installed;",
 }
 
 

@@ -65,7 +65,13 @@ def search_command(arguments: argparse.Namespace) -> None:
     prices = parse_prices(arguments.price, [target.version for target in targets])
     check_outputs(arguments)
     check_recipe(arguments.recipe, targets)
-    for reason in {compiler_missing(target) for target in targets} - {None}:
+    missing = {compiler_missing(target) for target in targets}
+    if arguments.json and None not in missing:
+        raise UserError(
+            f"--json {arguments.json} takes compiled steps, and {' and '.join(map(str, missing))};\n"
+            "install it, or omit --json and rank by formulas only"
+        )
+    for reason in missing - {None}:
         print(f"{reason}: candidates are ranked by formulas only")
     fastest: list[tuple[Target, Line, Cost | None]] = []
     for target in targets:

@@ -11,7 +11,7 @@ from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operatio
 from shmap_tp.plan.search.collective_time import _TRACED, _activation_entries, links_of
 from shmap_tp.plan.search.formulas import estimate
 from shmap_tp.plan.search.machine import machine_of
-from shmap_tp.plan.targets import find_target
+from shmap_tp.plan.targets import VERSIONS, find_target
 
 
 def config(*settings: str) -> Config:
@@ -81,3 +81,12 @@ def test_a_shard_gathered_from_two_slices_crosses_the_network_once():
     gather = seconds_of("inter_slice", Operation.all_gather)
     assert gather == pytest.approx(1e9 / (2.5e10 / 4), rel=0.01)
     assert seconds_of("inter_slice", Operation.reduce_scatter) == pytest.approx(gather / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2_124m_v5e-8", "16b_v5e-256", "llama3_8b_v5p-8", "6_9b_v3-32", "2_8b_v2-32", "llama3_8b_8xh100"]
+)
+def test_a_target_has_as_many_hosts_as_its_recipe_has_processes(name):
+    version = next(each for each in VERSIONS if each in name.split("_")[-1])
+    recipe = load(str(CONF / "recipes" / f"{name}.yaml"), []).mesh
+    assert machine_of(find_target(version, recipe.dp * recipe.mp, None, 1)).hosts == recipe.processes

@@ -140,7 +140,7 @@ def make_task(arguments: argparse.Namespace, target: Target, cost: Cost | None) 
     tokens = config.train.batch * config.model.context
     print(
         f"\n{config.model.name} on {target}: {config.train.batch} sequences of {config.model.context} "
-        f"= {tokens:,} tokens a step; estimating every candidate by formulas ...",
+        f"= {tokens:,} tokens a step",
         flush=True,
     )
     fixed = fixed_keys(arguments)

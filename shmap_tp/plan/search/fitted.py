@@ -2,8 +2,8 @@
 
     python benchmarks/formula_calibration.py
 
-On models that were left out of the fit the time is off by 5 % in the median and 34 % at most, the memory by 2 % in the
-median (0.87 to 1.13 times the compiled peak).  A constant is no efficiency: terms that grow together share what
+On models that were left out of the fit the time is off by 5 % in the median and 35 % at most, the memory by 2 % in the
+median (0.86 to 1.13 times the compiled peak).  A constant is no efficiency: terms that grow together share what
 they explain.  `host_excess` is waiting that no compiled step of the fit has, so its constant is 1 by assumption.
 """
 

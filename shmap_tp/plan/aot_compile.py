@@ -12,6 +12,8 @@ import os
 import re
 import tempfile
 import time
+import warnings
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,18 +65,36 @@ def _coordinates_of(device: jax.Device) -> list[int]:
 def compile_ahead_of_time(
     lowered: jax.stages.Lowered, mesh: Mesh, cache: Path | None, options: dict | None = None
 ) -> Compiled:
-    """Compile `lowered` for the devices of `mesh`, or read the result from the directory `cache` (None: no cache)."""
+    """Compile `lowered` for the devices of `mesh`, or read the result from the directory `cache` (None: no cache).
+
+    Raises UserError where the compiler cannot compile it.
+    """
     kind = mesh.devices.flat[0].device_kind
     entry = cache / f"{_cache_key(lowered, mesh, options)}.json.gz" if cache else None
-    if entry and entry.exists():
-        return Compiled(**json.loads(gzip.decompress(entry.read_bytes())))
+    if entry and (found := _read(entry)):
+        return found
     compiled = _compile(lowered, DEVICES[kind].memory, options)
     if entry:
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = entry.with_suffix(f".{os.getpid()}")  # another process may write the same entry
-        partial.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 3))
-        partial.replace(entry)
+        try:
+            _write(entry, compiled)
+        except OSError as error:
+            warnings.warn(f"the compiled step is not kept: {entry.parent}: {error.strerror}", stacklevel=2)
     return compiled
+
+
+def _read(entry: Path) -> Compiled | None:
+    """What an entry of the cache holds; None where there is none, or it is damaged."""
+    try:
+        return Compiled(**json.loads(gzip.decompress(entry.read_bytes())))
+    except (OSError, EOFError, zlib.error, ValueError, TypeError):
+        return None
+
+
+def _write(entry: Path, compiled: Compiled) -> None:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    partial = entry.with_suffix(f".{os.getpid()}")  # another process may write the same entry
+    partial.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 3))
+    partial.replace(entry)
 
 
 def _cache_key(lowered: jax.stages.Lowered, mesh: Mesh, options: dict | None) -> str:
@@ -108,7 +128,10 @@ def _compile(lowered: jax.stages.Lowered, limit: float, options: dict | None) ->
             program = compile_with(lowered, (options or {}) | {"xla_dump_to": reports})
         except jax.errors.JaxRuntimeError as error:
             if (needed_and_available := parse_out_of_memory(error)) is None:
-                raise
+                reason = str(error).strip().splitlines()[0]
+                raise UserError(
+                    f"libtpu cannot compile this step: {reason};\nchange its settings or options"
+                ) from error
             return Compiled(None, *needed_and_available, None, time.perf_counter() - start)
         seconds = time.perf_counter() - start
         memory = program.memory_analysis()

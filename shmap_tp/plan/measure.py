@@ -66,7 +66,7 @@ def measure(
     try:
         step = compile_with(programs.step.lower(programs.shapes, programs.tokens), fields["compiler_options"])
         compile_seconds = time.perf_counter() - start
-        seconds = time_steps(step_caller(config, programs, step), steps)
+        seconds = time_steps(step_caller(config, programs, step), steps, overlap=first.platform != "cpu")
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -110,14 +110,21 @@ def step_caller(config: Config, programs: StepFunctions, step: jax.stages.Compil
     return dispatch
 
 
-def time_steps(dispatch: Callable[[], dict], steps: int) -> list[float]:
+def time_steps(dispatch: Callable[[], dict], steps: int, *, overlap: bool = True) -> list[float]:
     """Seconds of each of `steps` steps, from the completion of one to the completion of the next.
 
-    The next step is dispatched before the current one is awaited.  All outputs of a step come from one program, so they
+    With `overlap` the next step is dispatched before the current one is awaited.  A CPU may compute a short step while
+    it is dispatched: there each step is awaited before the next.  All outputs of a step come from one program, so they
     are ready only when all of its work is done.
     """
     for _ in range(WARM_UP):
         jax.block_until_ready(dispatch())
+    if not overlap:
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            jax.block_until_ready(dispatch())
+            times.append(time.perf_counter())
+        return list(np.diff(times))
     pending, ends = dispatch(), []
     for i in range(steps + 1):
         following = dispatch() if i < steps else None

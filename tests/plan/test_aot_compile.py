@@ -1,5 +1,6 @@
 """Programs compiled ahead of time are cached by everything that determines the result."""
 
+import gzip
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,10 +148,26 @@ def test_a_program_that_does_not_fit_is_cached_with_the_memory_it_needs(tmp_path
     assert len(lowered.options) == 1
 
 
-def test_any_other_compiler_error_is_raised_and_not_cached(tmp_path):
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no such flag"):
-        compile_ahead_of_time(FakeLowered(fails="INVALID_ARGUMENT: no such flag"), mesh(), tmp_path)
+def test_any_other_compiler_error_is_explained_and_not_cached(tmp_path):
+    with pytest.raises(UserError, match=r"^libtpu cannot compile this step: INVALID_ARGUMENT: no such flag;\n"):
+        compile_ahead_of_time(FakeLowered(fails="INVALID_ARGUMENT: no such flag\nmore"), mesh(), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", [b"", b"not gzip", gzip.compress(b"{"), gzip.compress(b"[]"), gzip.compress(b"{}")])
+def test_a_damaged_entry_of_the_cache_is_compiled_again(tmp_path, damage):
+    found = compile_ahead_of_time(FakeLowered(), mesh(), tmp_path)
+    (entry,) = tmp_path.iterdir()
+    entry.write_bytes(damage)
+    lowered = FakeLowered()
+    assert compile_ahead_of_time(lowered, mesh(), tmp_path).text == found.text and lowered.options
+    assert compile_ahead_of_time(FakeLowered(), mesh(), tmp_path).text == found.text
+
+
+def test_a_cache_that_cannot_be_written_loses_no_compiled_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="the compiled step is not kept"):
+        assert compile_ahead_of_time(FakeLowered(), mesh(), tmp_path / "file" / "cache").fits
 
 
 def test_two_processes_may_write_the_same_cache_entry(tmp_path, monkeypatch):

@@ -262,6 +262,14 @@ def test_steps_shorter_than_their_dispatch_take_the_dispatch_time(monkeypatch):
     assert time_steps(device.dispatch_step, 4)[:-1] == pytest.approx([1.0] * 3)
 
 
+def test_without_overlap_each_step_is_awaited_before_the_next(monkeypatch):
+    """Where dispatching computes the step, two are done before the first is awaited, and the second took no time."""
+    device = FakeDevice([0.0] * 9, dispatch=1.0)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: device.now)
+    assert time_steps(device.dispatch_step, 3, overlap=False) == pytest.approx([1.0] * 3)
+    assert device.most_in_flight <= 1
+
+
 def test_an_emulated_step_is_measured():
     conf = config("mesh.mp=2")
     mesh = make_mesh(mesh_config(2, 2), jax.devices()[:4])

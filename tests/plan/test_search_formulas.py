@@ -83,6 +83,15 @@ def test_a_shard_gathered_from_two_slices_crosses_the_network_once():
     assert seconds_of("inter_slice", Operation.reduce_scatter) == pytest.approx(gather / 2, rel=0.01)
 
 
+def test_a_gradient_summed_over_all_slices_also_crosses_the_network():
+    """Each device as its shard of a slice: a sixteenth."""
+    entry = ArrayTraffic(10**9, "int8", 1).over(DP, "x", Operation.all_reduce, Direction.once)
+    mesh, one_slice = (config(f"mesh.dp={dp}", f"mesh.slices={dp // 16}", "train.batch=64").mesh for dp in (32, 16))
+    found = links_of(mesh, find_target("v5e", 32, None, 2)).seconds(entry)
+    within = links_of(one_slice, find_target("v5e", 16, None, 1)).seconds(entry)
+    assert found == pytest.approx(within + 2 * 1e9 / 16 / 2 / (2.5e10 / 4), rel=0.01)
+
+
 @pytest.mark.parametrize(
     "name", ["gpt2_124m_v5e-8", "16b_v5e-256", "llama3_8b_v5p-8", "6_9b_v3-32", "2_8b_v2-32", "llama3_8b_8xh100"]
 )

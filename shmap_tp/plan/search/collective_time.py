@@ -41,9 +41,13 @@ class Links:
         group = self.between_rings if is_between_rings else self.axes[entry.axis.partition(":")[0]]
         if entry.operation == Operation.ppermute:  # rings are closed walks between neighbours
             return entry.count * neighbour_seconds(self.model, float(entry.bytes), group)
-        size = float(entry.bytes) * (len(group) if entry.operation == Operation.all_gather else 1)
+        slices = self.groups.slices if entry.axis in (DP, f"{DP} {MP}") else 1
+        size = float(entry.bytes) * (slices * len(group) if entry.operation == Operation.all_gather else 1)
         operation = Operation.all_reduce if entry.operation == Operation.max else entry.operation
-        return entry.count * self.model.collective_seconds(operation, size, group)
+        seconds = self.model.collective_seconds(operation, size, group)
+        if slices > 1:  # each device exchanges its shard of a slice with the other slices
+            seconds += self.model.inter_slice_seconds(operation, size / len(group), slices)
+        return entry.count * seconds
 
 
 _LINKS: dict[tuple[str, Target], Links] = {}

@@ -82,11 +82,20 @@ def limited_by(row: Row) -> str:
     return f"{name} {share:.0%}" if share >= NOTABLE else "matmuls and kernels"
 
 
+TERMS = {
+    "chunked": "chunked attention", "scores": "attention scores", "once": "communication once a step",
+    "overlapped": "overlapped communication", "scatters": "reduce-scatters", "host": "offload",
+    "host_excess": "waiting for the host", "all_reduce": "all-reduces over mp",
+    "sequence": "communication over mp", "collective_matmul": "communication over mp",
+}  # fmt: skip
+"""What a term of the formulas is called in the table, where its name does not say it."""
+
+
 def largest_term(one: Estimated) -> str:
     """The largest term of the formulas beside matmuls and attention."""
     terms = {name: TIME[name] * value for name, value in one.estimate.time_terms.items()}
     name, value = max(((k, v) for k, v in terms.items() if k not in ("matmuls", "kernel")), key=lambda item: item[1])
-    return f"{name} {value / one.seconds:.0%}"
+    return f"{TERMS.get(name, name)} {value / one.seconds:.0%}"
 
 
 def table(lines: list[Line], cost: "Cost | None") -> str:
@@ -172,6 +181,8 @@ def fits_nowhere(least: Estimated, memory: float, peak_bytes: int | float | None
 def command(candidate: Candidate, config: Config, base: list[str], hosts: int) -> str:
     """The exact command that trains so; `base` are the words that name the file and the model."""
     batch = [f"train.batch={config.train.batch}", f"model.context={config.model.context}"]
+    if config.train.max_sequences_per_device is not None:  # it would raise train.microbatches
+        batch.append("train.max_sequences_per_device=null")
     words = [*base, *batch, *candidate.settings(), f"mesh.slices={config.mesh.slices}", f"mesh.processes={hosts}"]
     return shlex.join(["python", "main.py", *words])
 

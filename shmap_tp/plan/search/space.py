@@ -50,7 +50,7 @@ class Candidate:
             config.mesh, dp=self.dp, mp=self.mp, tensor_parallel=self.tensor_parallel, zero=self.zero,
             fsdp_gradients=self.fsdp_gradients,
         )  # fmt: skip
-        train = replace(config.train, microbatches=self.microbatches)
+        train = replace(config.train, microbatches=self.microbatches, max_sequences_per_device=None)
         model = replace(config.model, remat=self.remat, offload=list(self.offload))
         return replace(config, mesh=mesh, train=train, model=model)
 

@@ -4,12 +4,15 @@ A training run goes on without its output, since metrics.jsonl has the same; eve
 the terminal's encoding lacks are printed as escapes, and bytes that are not of it are read as surrogates.
 """
 
+import errno
 import io
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
+
+from shmap_tp.errors import StorageError
 
 CLOSED = 141
 """Exit code of a command whose output is no longer read: 128 + SIGPIPE, as in a shell."""
@@ -45,7 +48,7 @@ def outlive_readers() -> None:
 
 
 def end_without_readers(command: Callable[[], int | None]) -> int | None:
-    """The exit code of `command`, or CLOSED once nobody reads its output."""
+    """The exit code of `command`; CLOSED once nobody reads its output, StorageError's where a full disk takes none."""
     _set_errors(sys.stdout, "backslashreplace")
     _set_errors(sys.stdin, "surrogateescape")
     try:
@@ -56,6 +59,12 @@ def end_without_readers(command: Callable[[], int | None]) -> int | None:
         for stream in (sys.stdout, sys.stderr):
             _discard(stream)
         return CLOSED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard(sys.stdout)
+        print("error: the output cannot be written: the disk is full; write it elsewhere", file=sys.stderr)
+        return StorageError.exit_code
 
 
 def _set_errors(stream: TextIO, errors: str) -> None:

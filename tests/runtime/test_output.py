@@ -29,6 +29,16 @@ def test_a_command_ends_without_a_traceback_when_its_output_is_closed():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a device that is always full")
+def test_a_command_whose_output_fills_the_disk_takes_one_line():
+    arguments = ["plan", "--model", "test", "--dp", "1", "--mp", "1", "--ledger"]
+    program = [sys.executable, "-m", "shmap_tp", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(program, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    line = "error: the output cannot be written: the disk is full; write it elsewhere\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
 def test_text_that_the_terminal_has_no_characters_for_is_printed_as_escapes(tmp_path):
     """A sample that a training run prints must not end it."""
     program = """

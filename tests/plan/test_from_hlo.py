@@ -3,6 +3,8 @@
 The TPU texts are excerpts of modules that libtpu 0.0.42 makes for a v5e 4x4 as a (4, 4) mesh, most attributes omitted.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.communication.from_hlo import communication_in_hlo, replica_groups
+from shmap_tp.plan.communication.from_hlo import CompiledCollective, communication_in_hlo, replica_groups
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, key
 from shmap_tp.plan.communication.reconcile import reconcile
@@ -48,6 +50,19 @@ def test_the_compiled_collectives_are_the_traced_ones(order):
         planned, communication_in_hlo(run.lower(x).compile().as_text(), dict(mesh.shape)), dict(mesh.shape)
     )
     assert found.balanced, str(found)
+
+
+def test_an_all_reduce_in_place_of_a_reduce_scatter_is_no_fault_but_costs_more():
+    planned = Entry("gradient", Operation.reduce_scatter, DP, "float32", 64, 2, Direction.backward)
+    whole = replace(planned, operation=Operation.all_reduce, what="all-reduce.1")
+    done = CompiledCollective("all-reduce.1", (whole,))
+    found = reconcile([planned], [done], SIZES)
+    assert found.unscattered == [planned] and not found.balanced
+    first, line, _, meaning = found.report.splitlines()
+    assert first.startswith("the planned result at a higher cost")
+    assert line == "COSTLIER: gradient, reduce-scatter over dp, float32, 64 bytes x 2" and "twice the bytes" in meaning
+    once = CompiledCollective("all-reduce.1", (replace(whole, count=1),))
+    assert reconcile([planned], [once], SIZES).report.startswith("NOT as planned")
 
 
 def one_collective(attributes: str, opcode: str = "all-reduce") -> str:

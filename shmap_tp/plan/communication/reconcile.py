@@ -20,6 +20,7 @@ HEADINGS = {
     "concatenated": "sent as one array",
     "padding_exchanges": "added for padding",
     "summed": "gathered by a sum",
+    "unscattered": "COSTLIER",
     "unplanned": "NOT PLANNED",
     "missing": "MISSING",
 }
@@ -31,6 +32,7 @@ MEANINGS = {
     "concatenated": "several small arrays are sent one after the other in one, the same bytes (no fault)",
     "padding_exchanges": "a ppermute that the compiler adds after padding a reduce-scatter (no fault)",
     "summed": "an all-reduce of zeros and each device's shard in place of a small all-gather: the same result",
+    "unscattered": "an all-reduce in place of a reduce-scatter: the same result for twice the bytes on the links",
     "unplanned": "communication of the compiled module that is not in the plan",
     "missing": "communication of the plan that is not in the compiled module",
 }
@@ -41,7 +43,7 @@ MEANINGS = {
 class Reconciliation:
     """The differences between a plan and a compiled module.
 
-    `merges`, `stacked`, `concatenated`, `padding_exchanges` and `summed` are choices of the compiler, and no fault.
+    All but `unplanned` and `missing` are choices of the compiler with the planned result.
     """
 
     merges: dict[str, list[str]]
@@ -55,6 +57,9 @@ class Reconciliation:
     summed: list[Entry]
     """All-reduces in place of all-gathers: each device contributes its shard, and zeros for the others.  XLA for TPU
     does so with small arrays."""
+    unscattered: list[Entry]
+    """Planned reduce-scatters that are all-reduces, of which each device keeps its shard.  XLA for TPU does so over all
+    devices of some slices."""
     unplanned: list[Entry]
     """Communication of the module that is not in the plan."""
     missing: list[Entry]
@@ -62,13 +67,14 @@ class Reconciliation:
 
     @property
     def balanced(self) -> bool:
-        return not self.unplanned and not self.missing
+        """Whether the same bytes are communicated as planned."""
+        return not self.unplanned and not self.missing and not self.unscattered
 
     def __str__(self) -> str:
         lines = [
             f"{HEADINGS['merges']}: {name} carries some of: {', '.join(what)}" for name, what in self.merges.items()
         ]
-        for field in ("stacked", "concatenated", "padding_exchanges", "summed", "unplanned", "missing"):
+        for field in list(HEADINGS)[1:]:
             lines += [
                 f"{HEADINGS[field]}: {e.what}, {e.operation} over {e.axis}, {e.dtype}, {e.bytes} bytes x {e.count}"
                 for e in getattr(self, field)
@@ -78,10 +84,14 @@ class Reconciliation:
     @property
     def report(self) -> str:
         """Whether the module communicates as planned, the differences, and what their lines mean."""
-        verdict = "as planned" if self.balanced else "NOT as planned"
-        if not str(self):
-            return verdict
-        verdict += "; the lines below are choices of the compiler with the same result" if self.balanced else ""
+        if self.unplanned or self.missing:
+            verdict = "NOT as planned"
+        elif self.unscattered:
+            verdict = "the planned result at a higher cost; the lines below are choices of the compiler"
+        elif not str(self):
+            return "as planned"
+        else:
+            verdict = "as planned; the lines below are choices of the compiler with the same result"
         return f"{verdict}\n{self}\nmeaning of these lines:\n{self.legend}"
 
     @property
@@ -99,6 +109,7 @@ def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], siz
     stacked, unplanned, missing = _match_stacked(tally(entries) - tally(planned), tally(planned) - tally(entries))
     concatenated, unplanned, missing = _match_concatenated(unplanned, missing)
     summed, unplanned, missing = _match_summed(unplanned, missing, sizes)
+    unscattered, unplanned, missing = _match_unscattered(unplanned, missing)
     merges = {
         collective.name: list(
             dict.fromkeys(name for entry in collective.entries for name in _names(planned, key(entry)))
@@ -112,6 +123,7 @@ def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], siz
         _select(entries, concatenated),
         exchanges,
         _select(entries, summed),
+        _select(planned, unscattered),
         _select(entries, unplanned),
         _select(planned, missing),
     )
@@ -159,6 +171,16 @@ def _match_summed(
             over[whole] -= summed[whole]
             under[shard] -= summed[whole]
     return +summed, +over, +under
+
+
+def _match_unscattered(over: Counter[Key], under: Counter[Key]) -> tuple[Counter[Key], Counter[Key], Counter[Key]]:
+    """(reduce-scatters in whose place the whole array is all-reduced, what remains of `over`, of `under`)."""
+    reduced = Counter(
+        {(Operation.reduce_scatter, *whole[1:]): n for whole, n in over.items() if whole[0] == Operation.all_reduce}
+    )
+    unscattered = reduced & under
+    whole = Counter({(Operation.all_reduce, *scatter[1:]): count for scatter, count in unscattered.items()})
+    return unscattered, over - whole, under - unscattered
 
 
 def _bytes_by_axis(arrays: Counter[Key]) -> Counter[str]:

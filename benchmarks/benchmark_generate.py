@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import shmap_tp
+from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, stream
-from shmap_tp.plan.benchmark import append_json
+from shmap_tp.plan.benchmark import append_json, check_outputs, run_command
 
 VALUES = 1 << 28
 """float32 values that are summed to measure the bandwidth: 1 GiB."""
@@ -76,14 +77,23 @@ def transformers_seconds(model: Any, prompts: list[list[int]], new: int) -> floa
     return seconds(lambda: model.generate(ids, max_new_tokens=new, min_new_tokens=new, **given))
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """Raises UserError for a size out of range, and where --json cannot be written."""
+    least_of = {"batch": 1, "prompt": 1, "new": 2, "repeats": 1}  # decoding begins with the second token
+    for name, least in least_of.items():
+        if np.min(getattr(arguments, name)) < least:
+            raise UserError(f"--{name} must be at least {least}")
+    check_outputs(arguments)
+
+
 def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each batch size."""
+    ours = shmap_tp.from_pretrained(arguments.directory, context=arguments.prompt + arguments.new)
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     theirs = AutoModelForCausalLM.from_pretrained(arguments.directory, dtype=torch.float32)
-    ours = shmap_tp.from_pretrained(arguments.directory, context=arguments.prompt + arguments.new)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(ours.parameters))
     rows = []
     for batch in arguments.batch:
@@ -120,8 +130,8 @@ def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> int:
-    arguments = parser().parse_args()
+def main(arguments: argparse.Namespace) -> None:
+    check(arguments)
     rows = measured(arguments)
     columns = [name for name, value in rows[0].items() if isinstance(value, (int, float))]
     for row in rows if arguments.json else []:
@@ -130,8 +140,8 @@ def main() -> int:
     print("|" + " ---: |" * len(columns))
     for row in rows:
         print("| " + " | ".join(str(row[name]) for name in columns) + " |")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parsed = parser().parse_args()
+    sys.exit(run_command(lambda: main(parsed)))

@@ -34,7 +34,7 @@ def memory_by_kind(programs: StepFunctions, compiled: Compiled) -> dict[str, flo
         "optimizer state": shard_bytes(programs.shapes.optimizer),
         "gradients": params,
     }
-    return kinds | {"activations, temporaries": compiled.peak_bytes - sum(kinds.values())}
+    return kinds | {"activations, temporaries": max(0, compiled.peak_bytes - sum(kinds.values()))}
 
 
 def format_memory(kinds: dict[str, float], compiled: Compiled) -> str:

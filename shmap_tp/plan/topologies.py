@@ -67,13 +67,13 @@ def find_slice(version: str, devices: int, topology: str | None, slices: int) ->
         raise UserError(f"--version {version}: unknown TPU version; use one of {', '.join(GENERATIONS)}")
     generation = GENERATIONS[version]
     if slices < 1 or devices % slices:
-        raise UserError(f"--slices {slices} does not divide dp x mp = {devices} devices; choose a divisor")
+        raise UserError(f"--slices {slices} does not divide {devices} devices; choose a divisor")
     if topology is not None:
         found = Slice(version, _parse_topology(version, topology), slices)
         if found.devices != devices:
             raise UserError(
-                f"dp x mp = {devices} differs from the {found.devices} devices of {found}; "
-                f"choose --dp and --mp with dp x mp = {found.devices}, or another --topology"
+                f"{devices} devices differ from the {found.devices} of {found}; "
+                f"choose {found.devices} devices, or another --topology"
             )
         return found
     matching = [sides for sides in slice_shapes(generation) if math.prod(sides) * generation.cores * slices == devices]

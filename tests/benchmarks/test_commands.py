@@ -48,6 +48,8 @@ def test_the_gpu_benchmark_runs_on_emulated_devices_with_the_gspmd_baseline():
 
 MISTAKES = {
     "no GPU": ([*BENCHMARK_GPU, "--dp", "1", "--mp", "1"], "JAX finds no GPU, only cpu;"),
+    "no token to time": (["benchmarks/benchmark_generate.py", "DIR", "--new", "1"], "--new must be at least 2"),
+    "no such model": (["benchmarks/benchmark_generate.py", "/nowhere"], "/nowhere is not a directory"),
     "no mesh": (PLAN, "give --devices or --nodes to search the best configuration"),
     "half a mesh": ([*PLAN, "--dp", "2"], "give --dp and --mp for one mesh"),
     "both": ([*PLAN, "--dp", "2", "--mp", "2", "--devices", "4"], "give --dp and --mp for one mesh"),

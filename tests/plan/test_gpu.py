@@ -164,3 +164,9 @@ def test_a_program_that_does_not_fit_is_said_not_to_fit(monkeypatch):
     config = load(CONF / "config.yaml", ["model=test", "train.batch=16", "mesh.dp=8", "mesh.mp=1"])
     row = predict.estimate(config, find_nodes("h100", 8)).row
     assert not row.fits and row.step_seconds is None and row.peak_bytes_per_device > row.limit_bytes_per_device
+
+
+def test_a_memory_pool_that_is_no_fraction_is_explained(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
+    with pytest.raises(UserError, match=r"^XLA_PYTHON_CLIENT_MEM_FRACTION=most is no number; give a fraction"):
+        predict.usable_bytes(GPUS["h100"])

@@ -90,14 +90,14 @@ INVALID = {
         None,
         1,
     ): "4 devices: there is no v3 slice of 4 devices; slices have 8, 16, 32, 64, 128, 256, 512, 1024, 2048",
-    ("v5e", 32, None, 3): "--slices 3 does not divide dp x mp = 32 devices; choose a divisor",
-    ("v5e", 32, None, 0): "--slices 0 does not divide dp x mp = 32 devices; choose a divisor",
-    ("v5e", 32, "4x4", 1): "dp x mp = 32 differs from the 16 devices of v5e 4x4 (16 chips, 16 devices); "
-    "choose --dp and --mp with dp x mp = 16, or another --topology",
-    ("v3", 32, "4x8", 1): "dp x mp = 32 differs from the 64 devices of v3 4x8 (32 chips, 64 devices); "
-    "choose --dp and --mp with dp x mp = 64, or another --topology",
-    ("v5e", 16, "4x4", 2): "dp x mp = 16 differs from the 32 devices of 2 x v5e 4x4 (16 chips, 16 devices); "
-    "choose --dp and --mp with dp x mp = 32, or another --topology",
+    ("v5e", 32, None, 3): "--slices 3 does not divide 32 devices; choose a divisor",
+    ("v5e", 32, None, 0): "--slices 0 does not divide 32 devices; choose a divisor",
+    ("v5e", 32, "4x4", 1): "32 devices differ from the 16 of v5e 4x4 (16 chips, 16 devices); "
+    "choose 16 devices, or another --topology",
+    ("v3", 32, "4x8", 1): "32 devices differ from the 64 of v3 4x8 (32 chips, 64 devices); "
+    "choose 64 devices, or another --topology",
+    ("v5e", 16, "4x4", 2): "16 devices differ from the 32 of 2 x v5e 4x4 (16 chips, 16 devices); "
+    "choose 32 devices, or another --topology",
 }
 INVALID |= {
     ("v5e", 16, topology, 1): f"--topology {topology}: there is no such v5e slice; "

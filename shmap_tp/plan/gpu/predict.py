@@ -38,8 +38,15 @@ POOL = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def usable_bytes(gpu: Gpu) -> float:
-    """What a program can use: JAX's memory pool, by default 75 % of the memory, and never what is UNCOUNTED."""
-    fraction = float(os.environ.get(POOL, "0.75"))
+    """What a program can use: JAX's memory pool, by default 75 % of the memory, and never what is UNCOUNTED.
+
+    Raises UserError where POOL is set to no fraction.
+    """
+    given = os.environ.get(POOL, "0.75")
+    try:
+        fraction = float(given)
+    except ValueError:
+        raise UserError(f"{POOL}={given} is no number; give a fraction such as 0.9, or unset it") from None
     return min(fraction * gpu.device.memory, gpu.device.memory - UNCOUNTED)
 
 

@@ -131,7 +131,7 @@ def find_nodes(version: str, devices: int) -> Nodes:
     if devices <= GPUS_PER_NODE:
         return PartOfNode(version, 1, devices)
     if devices % GPUS_PER_NODE:
-        raise UserError(f"dp x mp = {devices} GPUs do not fill nodes of {GPUS_PER_NODE}; use a multiple of that")
+        raise UserError(f"{devices} GPUs do not fill nodes of {GPUS_PER_NODE}; use a multiple of that")
     return Nodes(version, devices // GPUS_PER_NODE)
 
 

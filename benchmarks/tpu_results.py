@@ -44,10 +44,10 @@ almost no waiting; the GSPMD baselines wait for up to a fifth of their step.
 The explicit steps of 16B to 128B were compiled one at a time; the other large ones concurrently with others, which can
 take more than twice as long.  While those of 2.8B, 6B and 6.9B were compiled, other programs used both cores.
 
-A step's update is computed twice, to judge it before it is taken.  The steps of 16B to 128B, and those of the next
-section, were compiled before it was.  Compiled again since, 16B on 256 chips, 16B by collective matmul on 64 v4 and 20B
-on 64 v5p take the same time to 0.02 %.  The judgement costs most where a step has few tokens per parameter: 6B on the
-v5e-16 took 0.668 s before it.
+A step's update is computed twice, to judge it before it is taken.  The steps of 16B to 128B on (256, 1), but for the
+second of 64B, and those of the next section, were compiled before it was.  Compiled again since, 16B and 32B on 256
+chips, 16B by collective matmul on 64 v4 and 20B on 64 v5p take the same time to 0.03 %.  The judgement costs most where
+a step has few tokens per parameter: 6B on the v5e-16 took 0.668 s before it.
 """
 
 SCALING_NOTES = """

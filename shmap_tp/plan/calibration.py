@@ -25,7 +25,7 @@ CALIBRATIONS = {
     "TPU v4": Calibration(1.11, 1.11, 1.11, 1),
     "TPU v5 lite": Calibration(1.24, 1.18, 1.30, 8),
     "TPU v5": Calibration(1.12, 1.08, 1.16, 4),
-    "TPU v6 lite": Calibration(1.13, 1.05, 1.18, 9),
+    "TPU v6 lite": Calibration(1.12, 1.05, 1.18, 10),
     "TPU7x": Calibration(1.14, 1.13, 1.14, 2),
 }
 """By jax.Device.device_kind."""

@@ -1,6 +1,7 @@
 """`shmap_tp.generate` and `shmap_tp.evaluate` by several processes: they print what one does, and end together."""
 
 import json
+import re
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,10 +32,14 @@ def together(count: int, module: str, *arguments: str, last: tuple[str, ...] = (
     return killed_at_the_end(start_python("-m", module, *given, JAX_PLATFORMS="cpu") for given in each)
 
 
+GLOO = re.compile(r"\[Gloo\]|peer ranks")
+"""A line of Gloo's own: those of several threads may be torn apart."""
+
+
 def finished(processes: list[Popen]) -> list[tuple[int, str, str]]:
     """(exit code, stdout without the lines of Gloo, stderr) of each."""
     found = [process.communicate(timeout=240) for process in processes]
-    lines = [[line for line in out.splitlines(keepends=True) if "[Gloo]" not in line] for out, _ in found]
+    lines = [[line for line in out.splitlines(keepends=True) if not GLOO.search(line)] for out, _ in found]
     codes = [process.returncode for process in processes]
     return [(code, "".join(out), err) for code, out, (_, err) in zip(codes, lines, found, strict=True)]
 

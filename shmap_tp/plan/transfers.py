@@ -118,6 +118,8 @@ class TransferCosts:
         if not (kind.endswith("-start") or (kind == "fusion" and "async-collective-start" in instruction.name)):
             return None
         collective = self._find_collective(instruction)
+        if collective is None and kind == "fusion-start":  # XLA for GPU: on another stream; counted where it starts
+            return None
         if collective is None and kind == "call-start":  # a lookup by the SparseCores; its estimate is not in cycles
             return SPARSE_CORES, bytes_accessed(instruction, computation) / self._memory_rate
         if collective is None:

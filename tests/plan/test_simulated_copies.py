@@ -91,6 +91,14 @@ def test_a_lookup_by_the_sparse_cores_is_awaited_but_is_not_communication():
     assert found.scopes["waiting for sparse cores"] == about(accessed / MEMORY_RATE - US)
 
 
+def test_a_fusion_on_another_stream_is_counted_where_it_starts():
+    """As XLA for GPU writes it since jax 0.12; its end is not awaited again."""
+    cost = '{"estimated_cycles":"940"}'
+    start = f"%s = (({X}), {X}) fusion-start(%x), calls=%add, backend_config={cost}"
+    found, alone = run(f"{start}\n%d = {X} fusion-done(%s)"), run(start)
+    assert found.seconds == alone.seconds > 0 and found.comm_seconds == 0
+
+
 def send_and_recv(slices: str, size: int = 65536, number: int = 0) -> str:
     """An all-reduce between slices, as XLA prints it."""
     state = f"(f32[{size},8,128]{{2,1,0:T(8,128)}}, u32[], token[])"

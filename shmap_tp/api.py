@@ -83,7 +83,7 @@ class Model:
         """A model with the parameters of model.from_pretrained, or without it the initial ones of run.seed: the same
         bits on every mesh.
 
-        The matrices of model.from_pretrained are of `pretrained_dtype`, all other parameters are float32.
+        The matrices of model.from_pretrained are of `pretrained_dtype`; all other parameters are float32.
         `components` replace parts that the configuration names (docs/extending.md).
         Raises UserError if the devices do not make the mesh, model.from_pretrained cannot be read, or the memory of a
         machine with emulated devices is too small.

@@ -55,7 +55,7 @@ def explained_memory_errors() -> Iterator[None]:
 
 @contextmanager
 def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
-    """A context in which the processes of arguments.processes work together; for one process it does nothing.
+    """A context in which the processes of arguments.processes work together.
 
     `inputs` are what the command has read from files; all processes must be started with the same arguments, and have
     read the same.  Only process 0 prints to stdout.  An error, an interrupt or the loss of one process ends all.

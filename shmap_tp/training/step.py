@@ -224,7 +224,8 @@ def _make_step(config: Config, objective: Objective, optimizer: Optimizer, updat
                 return optax.apply_updates(old, updates), optimizer_state
 
             new = updated_from(gradients)
-            # The outcome has an update of its own, computed again, so that `new` is not in memory beside `old`.
+            # The outcome has an update of its own, on accelerators computed again, so that `new` is not in memory
+            # beside `old`.
             again = updated_from(recompute_from(gradients)) if optimizer.elementwise else new
             outcome = StepOutcome(loss, norm, *update_norms(old, *again))
             good, guard = state.guard.update(outcome, config.guard)

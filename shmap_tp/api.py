@@ -18,10 +18,9 @@ from jaxtyping import Array, Float
 from shmap_tp.config import compose
 from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.config.schema import Config, Precision
-from shmap_tp.config.text import shown
 from shmap_tp.config.validate import validate
 from shmap_tp.data.tokenizer import Tokenizer
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.inference.generator import Options, generate
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram

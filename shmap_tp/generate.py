@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shmap_tp.command_model import add_model_arguments, add_process_arguments, is_first_process, joined, open_model
-from shmap_tp.config.text import is_unicode, shown
-from shmap_tp.errors import ShmapTpError, StorageError, UserError
+from shmap_tp.data.tokenizer import check_text
+from shmap_tp.errors import ShmapTpError, StorageError, UserError, shown
 from shmap_tp.runtime.exit_codes import INTERRUPTED
 from shmap_tp.runtime.interrupts import importing
 from shmap_tp.runtime.output import end_without_readers
@@ -82,8 +82,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     if not prompts:
         raise UserError("there is no prompt; give --prompt TEXT or --prompts FILE")
     for number, prompt in enumerate(prompts):
-        if not is_unicode(prompt):
-            raise UserError(f"prompt {number} has bytes that are not UTF-8, or half of a surrogate pair; correct it")
+        check_text(prompt, f"prompt {number}")
     if arguments.batch < 1:
         raise UserError(f"--batch {arguments.batch} must be at least 1")
 

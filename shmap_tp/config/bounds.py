@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from shmap_tp.config.schema import Config, Mlp, ModelConfig, padded_vocabulary
-from shmap_tp.config.text import shown
 from shmap_tp.config.value_types import SECTIONS, keys
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 
 INT32 = 2**31
 """Steps, token ids and array indices are int32: no integer may reach this."""

@@ -25,13 +25,11 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from shmap_tp.config.atomic_write import write_atomically
 from shmap_tp.config.schema import Config
-from shmap_tp.config.text import has_control_characters, shown
 from shmap_tp.config.validate import validate
 from shmap_tp.config.value_types import SECTIONS, check_sections, check_values, expected_type, keys
 from shmap_tp.config.yaml_source import plain_yaml_only, read_text
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, has_control_characters, shown
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -126,12 +124,9 @@ def _resolved(file: str) -> Path:
     return path
 
 
-def save(config: Config, file: Path, header: str = "") -> None:
-    """Write `config` with every value resolved, so that `--cfg FILE` loads it again, after `header`, lines of comment.
-
-    The write is atomic.
-    """
-    write_atomically(file, f"{header}{OmegaConf.to_yaml(OmegaConf.structured(config))}")
+def to_yaml(config: Config) -> str:
+    """A configuration as a file that `--cfg FILE` loads again, with every value resolved."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def to_dict(config: object) -> dict:
@@ -186,7 +181,7 @@ def _explain(error: Exception, file: str, overrides: Sequence[str]) -> str:
     if key := getattr(error, "full_key", None):
         given = any(f"{item.partition('=')[0]}.".startswith(f"{key}.") for item in overrides)
         return _explain_key(error) if given else f"{file}: {_explain_key(error)}"
-    message = shown(_first_line(error))
+    message = shown(first_line(error))
     if message.startswith("Cannot merge"):
         return f"{file}: a list cannot be merged with keys; give the whole list, for example train.profile=[10,12]"
     if "No match in the defaults list" in message:
@@ -208,11 +203,7 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     if isinstance(error, ValidationError) and "." in key:
         return f"{key}={shown(error.value)} must be {expected_type(key)}"
     way_out = "; correct its ${...}" if isinstance(error, InterpolationResolutionError | GrammarParseError) else ""
-    return f"{key}: {shown(_first_line(error))}{way_out}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [repr(error)])[0]
+    return f"{key}: {shown(first_line(error))}{way_out}"
 
 
 def _suggest(unknown: str) -> str:

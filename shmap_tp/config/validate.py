@@ -26,9 +26,8 @@ from shmap_tp.config.schema import (
     Zero,
     padded_vocabulary,
 )
-from shmap_tp.config.text import shown
 from shmap_tp.config.validate_model import divisors, validate_model
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 
 MINIMUM = {
     "run.seed": 0,

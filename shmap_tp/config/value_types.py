@@ -6,8 +6,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 from shmap_tp.config.schema import Config
-from shmap_tp.config.text import has_control_characters, shown
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, has_control_characters, shown
 
 NAMES = ("run.name", "model.name", "data.name", "log.wandb_project")
 MAX_NAME = 200

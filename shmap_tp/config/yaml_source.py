@@ -17,8 +17,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-from shmap_tp.config.text import shown
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000

@@ -11,9 +11,8 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from shmap_tp.config.schema import DataConfig
-from shmap_tp.data.files import first_line, shown
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER, Meta
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, first_line, shown
 
 FILES = (META, TOKENIZER, *(f"{split}.bin" for split in SPLITS))
 _CHUNK = 1 << 24  # bytes that a copy reads at a time

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from shmap_tp.config.schema import DataConfig
 from shmap_tp.data.bucket import Bucket
-from shmap_tp.data.files import file_size, shown
 from shmap_tp.data.metadata import META
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.console import print_on_process_0
+from shmap_tp.runtime.files import file_size
 
 STDLIB = "stdlib"
 _COPIED = "copied.json"  # which versions of the files were copied

@@ -18,13 +18,13 @@ from tqdm import tqdm
 from shmap_tp.config.bounds import check_path
 from shmap_tp.config.schema import DataConfig
 from shmap_tp.data import text_sources
-from shmap_tp.data.files import file_size, reading, shown
 from shmap_tp.data.location import STDLIB
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
 from shmap_tp.data.staging import remove_stale, staging
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.console import print_on_process_0
+from shmap_tp.runtime.files import file_size, reading
 
 _GROUP = 1 << 22  # characters that are tokenized at a time
 _FILES = {META, TOKENIZER, *(f"{split}.bin" for split in SPLITS)}

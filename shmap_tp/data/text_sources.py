@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from shmap_tp.data.files import file_size, first_line, parse_json, reading
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, first_line
+from shmap_tp.runtime.files import file_size, parse_json, reading
 
 TRAIN, VALIDATION = "train", "validation"
 EXTENSIONS = (".txt", ".jsonl")

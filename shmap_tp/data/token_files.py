@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from shmap_tp.data.bucket import BucketTokenFile
-from shmap_tp.data.files import file_size, reading
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, Meta, read_meta
 from shmap_tp.errors import UserError
+from shmap_tp.runtime.files import file_size, reading
 
 _CHUNK = 1 << 24  # bytes that the scan reads at a time
 _FIRST = 1 << 20  # tokens at which a guess at another dtype looks

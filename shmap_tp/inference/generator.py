@@ -13,8 +13,7 @@ from functools import partial
 import numpy as np
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.config.text import shown
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
 from shmap_tp.inference.sampling import Filters, Sampling
 from shmap_tp.model.transformer import Transformer

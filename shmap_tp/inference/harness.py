@@ -17,9 +17,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
-from shmap_tp.data.files import first_line
 from shmap_tp.data.tokenizer import Tokenizer
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, first_line
 from shmap_tp.inference.answers import answers
 from shmap_tp.inference.chat_template import ChatTemplate, Message
 from shmap_tp.inference.generator import Options

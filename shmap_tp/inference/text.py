@@ -7,11 +7,10 @@ from typing import Any
 
 from etils import epath
 
-from shmap_tp.config.text import shown
-from shmap_tp.data.files import parse_json, reading
 from shmap_tp.data.metadata import META, TOKENIZER, read_meta
-from shmap_tp.data.tokenizer import Bytes, Tokenizer, open_tokenizer_file, read_subwords, special_token
-from shmap_tp.errors import UserError
+from shmap_tp.data.tokenizer import Bytes, Tokenizer, check_text, open_tokenizer_file, read_subwords, special_token
+from shmap_tp.errors import UserError, shown
+from shmap_tp.runtime.files import parse_json, reading
 from shmap_tp.training.checkpoint_files import read_facts
 
 
@@ -82,15 +81,6 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]])
         if isinstance(prompt, str):
             check_text(prompt)
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-def check_text(text: str) -> None:
-    """Raise UserError if `text` has bytes that were not UTF-8, which Python reads as surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        place = ascii(text[max(error.start - 20, 0) : error.end + 20])
-        raise UserError(f"the text is not UTF-8: {place} at character {error.start}; convert it") from error
 
 
 def _meta(data_dir: str) -> dict[str, Any]:

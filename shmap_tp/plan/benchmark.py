@@ -12,9 +12,8 @@ import jax
 
 from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config, Precision
-from shmap_tp.config.text import shown
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.errors import ShmapTpError, UserError
+from shmap_tp.errors import ShmapTpError, UserError, shown
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.plan.measure import Measurement, measure
 from shmap_tp.plan.predict import Builder, Prediction, step_dtype

@@ -4,9 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shmap_tp.config.text import shown
 from shmap_tp.config.value_types import kinds_of
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 
 
 def size(value: Any, key: str, where: str) -> int:

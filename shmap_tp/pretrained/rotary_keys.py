@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmap_tp.config.model_schema import ModelConfig, RotaryScaling
-from shmap_tp.config.text import shown
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.pretrained.config_values import number, section, value_for
 
 LLAMA3 = {

@@ -25,8 +25,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Float
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.config.text import shown
-from shmap_tp.errors import StorageError, UserError
+from shmap_tp.errors import StorageError, UserError, shown
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained.blocks import BLOCK_BYTES, blocks
 from shmap_tp.pretrained.families import FAMILIES

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from shmap_tp.config.bounds import SCHEMES, value_of
 from shmap_tp.config.schema import AUTO, Config
-from shmap_tp.config.text import shown
 from shmap_tp.data.location import STDLIB
 from shmap_tp.data.metadata import SPLITS
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DataParallelGroups
 from shmap_tp.training.optimizer import describe_schedule

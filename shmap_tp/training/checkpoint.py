@@ -25,11 +25,10 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from shmap_tp.config.atomic_write import write_atomically
 from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.parallel.key_paths import types_by_path
-from shmap_tp.runtime.files import make_directory, writing
+from shmap_tp.runtime.files import make_directory, write_atomically, writing
 from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.checkpoint_files import (
     MANIFEST,

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shmap_tp.config.atomic_write import write_atomically
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
-from shmap_tp.runtime.files import writing
+from shmap_tp.runtime.files import write_atomically, writing
 
 LOG_IN = "log in with `wandb login`, log locally with WANDB_MODE=offline"
 

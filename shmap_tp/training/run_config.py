@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from shmap_tp.config.compose import save
+from shmap_tp.config.compose import to_yaml
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import print_on_process_0
@@ -46,7 +46,7 @@ def write_run_config(config: Config, directory: Path) -> None:
     file = directory / "config.yaml"
     with writing(file):
         new = directory / "config.yaml.new"
-        save(config, new, f"{HEADER}\n")
+        new.write_text(f"{HEADER}\n{to_yaml(config)}", encoding="utf-8")
         if file.exists() and (changes := _changes(_values(file), _values(new))):
             number = next(n for n in itertools.count(1) if not (directory / f"config.{n}.yaml").exists())
             earlier = directory / f"config.{number}.yaml"

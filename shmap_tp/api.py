@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from shmap_tp.config import compose
-from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.config.validate import validate
+from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError, shown
 from shmap_tp.inference.generator import Options, generate

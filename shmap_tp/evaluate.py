@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shmap_tp.command_model import add_model_arguments, add_process_arguments, joined, open_model
-from shmap_tp.config.bounds import SCHEMES, check_path
+from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.exit_codes import INTERRUPTED
 from shmap_tp.runtime.interrupts import importing

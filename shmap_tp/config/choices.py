@@ -1,4 +1,4 @@
-"""The values of configuration keys that are enumerations; explained in `schema.py` and `model_schema.py`."""
+"""The values of configuration keys that are enumerations; explained in `schema.py`."""
 
 from enum import StrEnum
 
@@ -39,7 +39,7 @@ class Mlp(StrEnum):
     geglu = "geglu"
 
 
-class Positions(StrEnum):
+class PositionKind(StrEnum):
     alibi = "alibi"
     rotary = "rotary"
     learned = "learned"

@@ -27,9 +27,9 @@ from omegaconf.errors import (
 
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
-from shmap_tp.config.value_types import SECTIONS, check_sections, check_values, expected_type, keys
+from shmap_tp.config.values import SECTIONS, check_sections, check_values, expected_type, keys
 from shmap_tp.config.yaml_source import plain_yaml_only, read_text
-from shmap_tp.errors import UserError, has_control_characters, shown
+from shmap_tp.errors import UserError, first_line, has_control_characters, shown
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

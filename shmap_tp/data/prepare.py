@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from shmap_tp.config.bounds import check_path
 from shmap_tp.config.schema import DataConfig
+from shmap_tp.config.values import check_path
 from shmap_tp.data import text_sources
 from shmap_tp.data.location import STDLIB
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import AttentionKernel, ModelConfig, Positions, SavedActivation
+from shmap_tp.config.schema import AttentionKernel, ModelConfig, PositionKind, SavedActivation
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import generation
 from shmap_tp.layers.attention import AnyAttention, Chunked
@@ -54,7 +54,7 @@ def _no_splash(model: ModelConfig, device: jax.Device) -> str | None:
     made = generation(device.device_kind)
     if made is None or not made.has_kernels:
         return "it is for TPU v4 and later"
-    if model.positions == Positions.alibi:
+    if model.positions == PositionKind.alibi:
         return "it adds no bias to scores, and model.positions=alibi needs one"
     if model.context % BLOCKS[-1]:
         return f"its blocks have {BLOCKS[-1]} positions, which does not divide model.context={model.context}"
@@ -68,7 +68,7 @@ def _no_cudnn(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> str |
     capability = _capability(device)
     if capability < 8.0:
         return "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later"
-    if model.positions == Positions.alibi:
+    if model.positions == PositionKind.alibi:
         return "it is used without a bias, and model.positions=alibi needs one"
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"it computes in bfloat16 or float16, not {jnp.dtype(dtype)}; set train.precision=bfloat16"

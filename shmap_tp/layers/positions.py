@@ -22,8 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.config.schema import ModelConfig
-from shmap_tp.config.schema import Positions as PositionKind
+from shmap_tp.config.schema import ModelConfig, PositionKind
 from shmap_tp.layers.rotation import Rotation, make_rotation
 from shmap_tp.layers.xla_workarounds import rotate_pairs, rotate_pairs_at
 from shmap_tp.parallel.mesh import MP

@@ -30,8 +30,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from shmap_tp.config.activation_names import ALWAYS_ON_DEVICE, BLOCK_INPUT, CHECKPOINT_NAMES
-from shmap_tp.config.remat_policies import SAVED_BY_REMAT
+from shmap_tp.config.activation_names import ALWAYS_ON_DEVICE, BLOCK_INPUT, CHECKPOINT_NAMES, SAVED_BY_REMAT
 from shmap_tp.config.schema import Remat, SavedActivation
 from shmap_tp.parallel.mesh import DP
 

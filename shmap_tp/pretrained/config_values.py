@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shmap_tp.config.value_types import kinds_of
+from shmap_tp.config.values import kinds_of
 from shmap_tp.errors import UserError, shown
 
 

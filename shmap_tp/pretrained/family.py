@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from shmap_tp.config.model_schema import ModelConfig
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError, shown
 from shmap_tp.pretrained.config_values import size, value_for
 from shmap_tp.pretrained.layout import Layout, sizes_of

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shmap_tp.config.model_schema import ModelConfig, RotaryScaling
+from shmap_tp.config.schema import ModelConfig, RotaryScaling
 from shmap_tp.errors import UserError, shown
 from shmap_tp.pretrained.config_values import number, section, value_for
 

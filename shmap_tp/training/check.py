@@ -6,8 +6,8 @@ Nothing is written, no device is used and no token is read.  What depends on the
 import os
 from pathlib import Path
 
-from shmap_tp.config.bounds import SCHEMES, value_of
 from shmap_tp.config.schema import AUTO, Config
+from shmap_tp.config.values import SCHEMES, value_of
 from shmap_tp.data.location import STDLIB
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import UserError, shown

@@ -14,9 +14,9 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
+from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.data.batches import Batches
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.key_paths import leaves_by_path

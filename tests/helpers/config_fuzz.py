@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from shmap_tp.config.compose import CONF, load, to_yaml
-from shmap_tp.config.value_types import SECTIONS, keys
+from shmap_tp.config.values import SECTIONS, keys
 from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.errors import ShmapTpError
 

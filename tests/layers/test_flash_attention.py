@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import AttentionKernel, ModelConfig, Positions
+from shmap_tp.config.schema import AttentionKernel, ModelConfig, PositionKind
 from shmap_tp.errors import UserError
 from shmap_tp.layers import flash_attention
 from shmap_tp.layers.attention import AnyAttention, Attention, Chunked
@@ -291,7 +291,7 @@ def test_cudnn_attention_is_lowered_to_cudnn_calls(without_cudnn, remat, forward
 
 
 def test_a_kernel_refuses_alibi_slopes():
-    model = replace(config("model.context=128").model, positions=Positions.alibi, attention=AttentionKernel.splash)
+    model = replace(config("model.context=128").model, positions=PositionKind.alibi, attention=AttentionKernel.splash)
     for attend in (Splash(), Cudnn()):
         with pytest.raises(AssertionError, match="adds no bias"):
             trace_loss_and_gradients(model, attend)

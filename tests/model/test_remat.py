@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shmap_tp.config.remat_policies import SAVED_BY_REMAT
+from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import Remat, SavedActivation
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.flash_attention import Splash

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from shmap_tp.config.remat_policies import SAVED_BY_REMAT
+from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import (
     AttentionKernel,
     Block,

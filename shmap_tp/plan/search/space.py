@@ -4,10 +4,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shmap_tp.config.remat_policies import SAVED_BY_REMAT
+from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import Config, FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
-from shmap_tp.config.validate import validate
-from shmap_tp.config.validate_model import divisors
+from shmap_tp.config.validate import divisors, validate
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DataParallelGroups, make_mesh
 from shmap_tp.plan.search.formulas import activation_values

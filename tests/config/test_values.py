@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from shmap_tp.config.bounds import BOUND, INT32, SCHEMES, value_of
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import MINIMUM, validate
-from shmap_tp.config.value_types import SECTIONS, keys, kinds_of
+from shmap_tp.config.values import BOUND, INT32, SCHEMES, SECTIONS, keys, kinds_of, value_of
 from shmap_tp.errors import UserError
 from tests.helpers.config_errors import error_message
 from tests.helpers.run_fixtures import FIRST

@@ -39,8 +39,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmap_tp.api import Model, from_pretrained, load_config
-    from shmap_tp.api_training import Trainer, run_training
+    from shmap_tp.api import Model, Trainer, from_pretrained, load_config, run_training
     from shmap_tp.config.schema import Config
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.model.transformer import Transformer
@@ -53,8 +52,8 @@ _MODULES = {
     "make_mesh": "shmap_tp.training.local_mesh",
     "Model": "shmap_tp.api",
     "from_pretrained": "shmap_tp.api",
-    "Trainer": "shmap_tp.api_training",
-    "run_training": "shmap_tp.api_training",
+    "Trainer": "shmap_tp.api",
+    "run_training": "shmap_tp.api",
     "Components": "shmap_tp.training.step",
     "Optimizer": "shmap_tp.training.optimizer",
     "Config": "shmap_tp.config.schema",

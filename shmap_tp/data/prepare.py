@@ -18,7 +18,7 @@ from tqdm import tqdm
 from shmap_tp.config.schema import DataConfig
 from shmap_tp.config.values import check_path
 from shmap_tp.data import text_sources
-from shmap_tp.data.location import STDLIB
+from shmap_tp.data.location import FILES, STDLIB
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
 from shmap_tp.data.staging import remove_stale, staging
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
@@ -27,7 +27,6 @@ from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, reading
 
 _GROUP = 1 << 22  # characters that are tokenized at a time
-_FILES = {META, TOKENIZER, *(f"{split}.bin" for split in SPLITS)}
 
 
 class TokenWriter:
@@ -154,10 +153,8 @@ def _check_free(target: Path, overwrite: bool, key: str) -> None:
         kind = "a symlink loop" if target.is_symlink() else "a file"
         raise UserError(f"{target} is {kind}; {key} must name a directory")
     existing = {path.name for path in target.iterdir()} if target.is_dir() else set()
-    if existing - _FILES:
-        raise UserError(
-            f"{target} holds {shown(min(existing - _FILES))}, which is not prepared data; choose another {key}"
-        )
+    if foreign := existing.difference(FILES):
+        raise UserError(f"{target} holds {shown(min(foreign))}, which is not prepared data; choose another {key}")
     if existing and not overwrite:
         raise UserError(
             f"{target} already holds prepared data; choose another {key}, or replace it with "

@@ -133,7 +133,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
 
 def _evaluate_file(arguments: argparse.Namespace) -> dict[str, int | float]:
     with importing():
-        from shmap_tp.inference.evaluation import evaluate_file
+        from shmap_tp.inference.scoring import evaluate_file
         from shmap_tp.inference.text import tokenizer_of_model
 
     model = open_model(arguments)

@@ -92,8 +92,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     with importing():
         from tqdm import tqdm
 
-        from shmap_tp.inference.answers import answers
-        from shmap_tp.inference.text import tokenizer_of_model
+        from shmap_tp.inference.text import answers, tokenizer_of_model
 
     options = _options(arguments)
     with joined(arguments, prompts=prompts):

@@ -7,9 +7,9 @@ from jax.sharding import Mesh
 from shmap_tp.config.schema import Config
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
-from shmap_tp.inference.answers import answers
 from shmap_tp.inference.generator import Options, check_prompts
 from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.inference.text import answers
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.training.environment import compute_dtype

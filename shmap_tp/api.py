@@ -31,10 +31,10 @@ from shmap_tp.inference.training_samples import make_training_sampler
 from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marked_tokens, rectangular
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained import configuration
-from shmap_tp.pretrained.export import save_model
 from shmap_tp.pretrained.reading import held_in
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.start import pretrained_parameters, recorded_source, with_pretrained
+from shmap_tp.pretrained.writing import save_model
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.local_mesh import emulate_devices, resolve
 from shmap_tp.training.memory import USE, require_host_memory

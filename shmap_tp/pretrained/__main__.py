@@ -19,9 +19,8 @@ if __name__ == "__main__":
     end_at_ctrl_c()
 
 from shmap_tp.errors import ShmapTpError
-from shmap_tp.pretrained.export import export_checkpoint
 from shmap_tp.pretrained.inspection import inspect
-from shmap_tp.pretrained.writing import OUTPUT_DTYPES
+from shmap_tp.pretrained.writing import OUTPUT_DTYPES, export_checkpoint
 from shmap_tp.runtime.exit_codes import INTERRUPTED
 
 

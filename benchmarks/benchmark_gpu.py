@@ -36,13 +36,13 @@ from shmap_tp.plan.benchmark import (
     measure_attached,
     measure_emulated,
     report,
-    run_command,
     step_parser,
 )
 from shmap_tp.plan.gpu.predict import estimate
 from shmap_tp.plan.gpu.targets import GPUS, find_nodes
 from shmap_tp.plan.predict import Prediction
 from shmap_tp.plan.report import Row, format_comparison
+from shmap_tp.runtime.command_line import run_command
 from shmap_tp.runtime.distributed import initialize_distributed
 
 DEFAULTS = {"gpu": ("gpt2_1_3b", 8, 1), "emulate": ("test", 1, 2)}

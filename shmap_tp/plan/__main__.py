@@ -20,8 +20,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from shmap_tp.runtime.interrupts import end_at_ctrl_c
-from shmap_tp.runtime.output import end_without_readers
+from shmap_tp.runtime.command_line import end_at_ctrl_c, end_without_readers
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # a compilation would not be interrupted; only the search has something to keep
@@ -29,7 +28,7 @@ if __name__ == "__main__":
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.benchmark import Parser, append_json, config_from_flags, run_command
+from shmap_tp.plan.benchmark import Parser, append_json, config_from_flags
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
@@ -42,6 +41,7 @@ from shmap_tp.plan.predict import Prediction, step_dtype
 from shmap_tp.plan.report import FORMULA, PREDICTED, Row, format_row
 from shmap_tp.plan.search.command import search_command
 from shmap_tp.plan.targets import VERSIONS, devices_of_nodes, find_target, predict_on
+from shmap_tp.runtime.command_line import run_command
 
 DEFAULTS = ("6_9b", 1, 16)
 """(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""

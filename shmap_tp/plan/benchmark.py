@@ -4,7 +4,6 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,14 +12,13 @@ import jax
 from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.errors import ShmapTpError, UserError, shown
+from shmap_tp.errors import UserError, shown
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.plan.measure import Measurement, measure
 from shmap_tp.plan.predict import Builder, Prediction, step_dtype
 from shmap_tp.plan.report import FORMULA, format_comparison, format_row
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.distributed import emulate_cpu_devices
-from shmap_tp.runtime.exit_codes import INTERRUPTED
 from shmap_tp.training.step import build_step_functions
 
 Result = Measurement | Prediction
@@ -173,16 +171,3 @@ def append_json(row: dict, file: Path) -> None:
             stream.write(json.dumps(row) + "\n")
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}; choose another --json") from error
-
-
-def run_command(command: Callable[[], None]) -> int:
-    """Call `command` and return the exit code: 2 after an error, which is printed in one or two lines, 130 after
-    Ctrl-C."""
-    try:
-        command()
-    except ShmapTpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0

@@ -16,10 +16,10 @@ from result_format import read_rows
 from shmap_tp.config.compose import load
 from shmap_tp.errors import UserError
 from shmap_tp.plan import __main__ as planner
-from shmap_tp.plan.benchmark import run_command
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search import command
 from shmap_tp.plan.search.jobs import Outcome
+from shmap_tp.runtime.command_line import run_command
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED
 from tests.helpers.paths import ROOT
 

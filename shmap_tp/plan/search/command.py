@@ -34,9 +34,9 @@ from shmap_tp.plan.search.prune import Pruned, prune
 from shmap_tp.plan.search.space import KEYS, candidates
 from shmap_tp.plan.targets import Target, find_target
 from shmap_tp.pretrained.configuration import load
+from shmap_tp.runtime.command_line import raising
 from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.exit_codes import STOPPED
-from shmap_tp.runtime.interrupts import raising
 
 OF_COMMAND = ("train.batch", "model.context")
 """Keys that the printed command sets beside those that are searched."""

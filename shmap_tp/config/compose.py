@@ -8,6 +8,7 @@ import difflib
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -28,7 +29,7 @@ from omegaconf.errors import (
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SECTIONS, check_sections, check_values, expected_type, keys
-from shmap_tp.config.yaml_source import plain_yaml_only, read_text
+from shmap_tp.config.yaml_source import check_files, read_text
 from shmap_tp.errors import UserError, first_line, has_control_characters, shown
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -57,11 +58,19 @@ def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel |
     path, name = _resolved(os.fspath(file)), shown(file)
     search = [] if path.parent == CONF else [f"hydra.searchpath=[{quoted(f'file://{CONF}')}]"]
     given = [_to_hydra(item, path.parent) for item in overrides]
+    groups = (item.partition("=") for item in given if not item.startswith("++"))
     try:
-        with plain_yaml_only(), initialize_config_dir(str(path.parent), version_base="1.3"):
+        check_files(path, [path.parent, CONF], {group: json.loads(option) for group, _, option in groups})
+        with warnings.catch_warnings(), initialize_config_dir(str(path.parent), version_base="1.3"):
+            # without _self_ the file's own values come last, as they should
+            warnings.filterwarnings("ignore", "(?s)In .* Defaults list is missing `_self_`", UserWarning)
             values = compose(path.name, overrides=search + given)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, name, overrides)) from error
+    except UserError:
+        raise
+    except ValueError as error:  # such as of a header "# @package" without a value
+        raise UserError(f"{name}: {shown(first_line(error))}; correct that value") from error
     except RecursionError:
         raise UserError(f"{name}: its defaults list names files that name each other; end the circle") from None
     config = from_values(_with_derived_model(values, derive_model, name), name, overrides)

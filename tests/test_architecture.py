@@ -157,6 +157,17 @@ def test_gradients_are_defined_by_hand_in_few_places(file):
         assert "plain version" in file.read_text(), "say what the code would be without the gradient defined by hand"
 
 
+PRIVATE_NAMES = {"runtime/agreement.py", "plan/gpu/targets.py"}
+"""Files that import private modules of other libraries, each with its reason."""
+
+
+@every_file
+def test_private_modules_of_other_libraries_are_imported_in_few_files(file):
+    names = {name for name in absolute_imports(file) if not name.startswith("shmap_tp.")}
+    private = [name for name in names if any(part.startswith("_") and part != "__future__" for part in name.split("."))]
+    assert not private or str(file.relative_to(PACKAGE)) in PRIVATE_NAMES, private
+
+
 @every_python_file
 def test_arrays_are_named_in_one_module(file):
     """By the functions of key_paths.py."""

@@ -15,20 +15,14 @@ sys.path.insert(0, str(ROOT))  # also without an installed package
 
 from generated_part import DOCS, GeneratedPart  # noqa: E402
 
+from shmap_tp.config import schema  # noqa: E402
 from shmap_tp.config.activation_names import SAVED_BY_REMAT  # noqa: E402
 from shmap_tp.config.compose import load, to_dict  # noqa: E402
 
-FILES = [ROOT / "shmap_tp" / "config" / f"{name}.py" for name in ("choices", "schema")]
-
 
 def classes() -> dict[str, ast.ClassDef]:
-    nodes = [node for file in FILES for node in ast.parse(file.read_text()).body]
+    nodes = ast.parse(Path(schema.__file__).read_text()).body
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-
-
-def choices(node: ast.ClassDef) -> list[str]:
-    """The values of an enum."""
-    return [item.value.value for item in node.body if isinstance(item, ast.Assign)]
 
 
 def fields(node: ast.ClassDef) -> list[tuple[str, str, str]]:
@@ -54,15 +48,15 @@ def shown(value: object) -> str:
     return words.get(value, str(value)) if isinstance(value, bool | None) else str(value)
 
 
-def section(name: str, node: ast.ClassDef, known: dict[str, ast.ClassDef], values: dict) -> list[str]:
+def section(name: str, node: ast.ClassDef, values: dict) -> list[str]:
     lines = [f"### `{name}`", ""]
     if text := ast.get_docstring(node):
         lines += [" ".join(text.split()), ""]
     lines += ["| key | type | value | meaning |", "| --- | --- | --- | --- |"]
     for field, kind, text in fields(node):
         inner = kind.removeprefix("list[").removesuffix("]").removesuffix(" | None")
-        if inner in known:
-            options = ", ".join(f"`{value}`" for value in choices(known[inner]))
+        if options := getattr(schema, inner, None):
+            options = ", ".join(f"`{value}`" for value in options)
             null = ", or `null`" if kind.endswith(" | None") else ""
             kind = f"list of {options}" if kind.startswith("list[") else f"one of {options}{null}"
         else:
@@ -76,7 +70,7 @@ def reference() -> str:
     known, values = classes(), to_dict(load(str(ROOT / "conf" / "config.yaml"), []))
     lines = []
     for name, kind, _ in fields(known["Config"]):
-        lines += section(name, known[kind], known, values[name])
+        lines += section(name, known[kind], values[name])
     lines += [
         "### What each remat policy saves by name",
         "",

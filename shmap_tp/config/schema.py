@@ -4,23 +4,26 @@ This module imports no JAX, so that a configuration can be read, checked and pri
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from shmap_tp.config.choices import (
-    AttentionKernel,
-    Block,
-    FsdpGradients,
-    Mlp,
-    Norm,
-    PositionKind,
-    Precision,
-    Remat,
-    Resume,
-    RotaryPairing,
-    RotaryScaling,
-    SavedActivation,
-    TensorParallelMode,
-    Zero,
+# The keys that are one of several names, with these; the sentences of the keys say what they mean.
+TensorParallelMode = StrEnum("TensorParallelMode", ["all_reduce", "sequence", "collective_matmul"])
+Zero = StrEnum("Zero", ["none", "zero1", "fsdp"])
+FsdpGradients = StrEnum("FsdpGradients", ["reduce_scatter", "ring"])
+Block = StrEnum("Block", ["parallel", "sequential", "parallel_two_norms"])
+Norm = StrEnum("Norm", ["layernorm", "rmsnorm", "rmsnorm_unit_offset"])
+Mlp = StrEnum("Mlp", ["gelu", "gelu_erf", "swiglu", "geglu"])
+PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
+RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
+RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3"])
+AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
+Remat = StrEnum("Remat", ["none", "full", "attention", "mlp", "attention_and_up", "all_matmuls"])
+SavedActivation = StrEnum(
+    "SavedActivation", ["input", "sublayer_output", "query_key_value", "attention_output", "gate", "up"]
 )
+"""Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
+Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
+Resume = StrEnum("Resume", ["never", "if_present", "must"])
 
 AUTO = "auto"
 """Value of mesh.dp that means all devices divided by mesh.mp."""

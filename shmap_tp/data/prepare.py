@@ -54,7 +54,7 @@ class TokenWriter:
 
 
 def prepare(
-    source: text_sources.Source,
+    source: text_sources.TextSource,
     tokenizer: Tokenizer,
     out: Path | str,
     *,
@@ -103,7 +103,7 @@ def prepare_stdlib(out: Path | str) -> dict:
             return json.loads(meta.read_bytes())
 
 
-def _write_splits(source: text_sources.Source, tokenizer: Tokenizer, directory: Path) -> dict:
+def _write_splits(source: text_sources.TextSource, tokenizer: Tokenizer, directory: Path) -> dict:
     """Write both .bin files; return the contents of meta.json."""
     dtype = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
     with ExitStack() as closing, tqdm(total=source.total, desc=source.name, unit=" documents", disable=None) as bar:

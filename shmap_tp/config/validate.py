@@ -7,7 +7,6 @@ depends on the devices of the machine is checked where they are known: `parallel
 import ipaddress
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
@@ -35,65 +34,6 @@ from shmap_tp.config.schema import (
 from shmap_tp.config.values import check_bounds, check_paths
 from shmap_tp.errors import UserError, shown
 
-MINIMUM = {
-    "run.seed": 0,
-    "run.join_timeout_seconds": 1,
-    "run.lost_timeout_seconds": 5,
-    "mesh.dp": 1,
-    "mesh.mp": 1,
-    "mesh.slices": 1,
-    "mesh.processes": 1,
-    "train.steps": 1,
-    "train.batch": 1,
-    "train.microbatches": 1,
-    "train.max_sequences_per_device": 1,
-    "train.loss_chunk": 1,
-    "train.check_replicas_every": 0,
-    "model.width": 1,
-    "model.layers": 1,
-    "model.heads": 1,
-    "model.kv_heads": 1,
-    "model.head_dim": 1,
-    "model.ffn": 1,
-    "model.vocabulary": 1,
-    "model.vocabulary_multiple": 1,
-    "model.context": 1,
-    "model.attention_chunk": 1,
-    "model.rotary_base": 1,
-    "model.rotary_dim": 2,
-    "model.rotary_scaling_factor": 1,
-    "model.rotary_low_frequency_factor": 0,
-    "model.rotary_high_frequency_factor": 0,
-    "model.rotary_original_context": 1,
-    "model.norm_epsilon": 0,
-    "model.embedding_scale": 0,
-    "guard.loss_spike_sigmas": 1,
-    "guard.window": 2,
-    "guard.max_norm_change": 1.1,
-    "guard.max_consecutive": 1,
-    "evaluate.every": 0,
-    "evaluate.batches": 1,
-    "sample.every": 0,
-    "sample.max_new_tokens": 1,
-    "sample.temperature": 0,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 2,
-    "checkpoint.keep_every": 1,
-    "log.every": 1,
-    "optimizer.learning_rate": 0,
-    "optimizer.final_learning_rate": 0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.beta1": 0,
-    "optimizer.beta2": 0,
-    "model.init_std": 0,
-    "train.z_loss": 0,
-}
-"""The smallest value of each numeric key, which must be finite; null and auto satisfy it."""
-BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
-ZERO_IS_NULL = {"train.max_sequences_per_device", "checkpoint.keep_every"}
-"""Keys for which 0 means the same as null."""
-
 
 def validate(config: Config) -> None:
     """Check every rule that does not depend on the machine.  Raises UserError naming the first that is broken."""
@@ -102,7 +42,6 @@ def validate(config: Config) -> None:
         raise UserError(f"mesh.dp={mesh.dp} must be an integer or {AUTO}")
     check_paths(config)
     _check_source(config.data)
-    _check_ranges(config)
     check_bounds(config)
     _check_optimizer(config.optimizer)
     _check_prompts(config.sample)
@@ -175,27 +114,6 @@ def _is_address(text: str) -> bool:
         except ValueError:
             return False
     return bool(re.fullmatch("[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?", host))
-
-
-def _check_ranges(config: Config) -> None:
-    for key, value in _numbers(config):
-        if isinstance(value, float) and math.isnan(value):
-            raise UserError(f"{key}={value} is not a number; give one of {MINIMUM[key]} or more")
-        if value < MINIMUM[key]:
-            raise UserError(f"{key}={value} is too small; it must be {MINIMUM[key]} or more")
-        if value == math.inf:
-            raise UserError(f"{key}={value} is not finite; give a number")
-        if key in BELOW_ONE and value >= 1:
-            raise UserError(f"{key}={value} is too large; it must be below 1")
-
-
-def _numbers(config: Config) -> Iterator[tuple[str, float]]:
-    """The keys of MINIMUM that have a numeric value in `config`, with that value."""
-    for key in MINIMUM:
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if value is not None and value != AUTO and not (value == 0 and key in ZERO_IS_NULL):
-            yield key, value
 
 
 def _check_optimizer(optimizer: OptimizerConfig) -> None:

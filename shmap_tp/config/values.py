@@ -22,6 +22,25 @@ MAX_NAME = 200
 SECTIONS = {name: field.type for name, field in Config.__dataclass_fields__.items()}
 """The dataclass of each section of a configuration."""
 
+_MAY_BE_ZERO = [
+    *("run.seed", "train.check_replicas_every", "train.z_loss", "evaluate.every", "checkpoint.every"),
+    *("sample.every", "sample.temperature", "optimizer.beta1", "optimizer.beta2", "optimizer.warmup_steps"),
+    *("optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.weight_decay", "model.init_std"),
+    *("model.norm_epsilon", "model.embedding_scale"),
+    *("model.rotary_low_frequency_factor", "model.rotary_high_frequency_factor"),
+]
+MINIMUM = dict.fromkeys(_MAY_BE_ZERO, 0) | {
+    "run.lost_timeout_seconds": 5,
+    "model.rotary_dim": 2,
+    "guard.window": 2,
+    "guard.max_norm_change": 1.1,
+    "checkpoint.keep": 2,
+}
+"""What a number, which must be finite, must at least be, where that is not 1."""
+OTHER_RULES = {"optimizer.decay_steps", "optimizer.epsilon", "optimizer.clip_norm", "train.profile", "mesh.tile"}
+"""Keys that `validate.py` checks in place of a minimum."""
+ZERO_IS_NULL = {"train.max_sequences_per_device", "checkpoint.keep_every"}
+"""Keys for which 0 means the same as null."""
 INT32 = 2**31
 """Steps, token ids and array indices are int32: no integer may reach this."""
 BOUND = {
@@ -136,15 +155,17 @@ def _annotation(key: str) -> Any:
 
 def check_bounds(config: Config) -> None:
     """Raise UserError if a number is too large or too small to be computed with."""
-    for key, value in _values(config):
+    for key, value in _numbers(config):
+        if key not in OTHER_RULES and not (value == 0 and key in ZERO_IS_NULL):
+            _check_minimum(key, value, MINIMUM.get(key, 1))
         if isinstance(value, float):
             _check_float(key, value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            bound = BOUND.get(key, INT32)
-            if value >= bound:
-                raise UserError(f"{key}={shown(value)} is too large; it must be below {_in_words(bound)}")
+        elif value >= (bound := BOUND.get(key, INT32)):
+            raise UserError(f"{key}={shown(value)} is too large; it must be below {_in_words(bound)}")
     for key in ("optimizer.beta1", "optimizer.beta2"):
-        if LARGEST_BETA < value_of(config, key) < 1:
+        if value_of(config, key) >= 1:
+            raise UserError(f"{key}={value_of(config, key)} is too large; it must be below 1")
+        if value_of(config, key) > LARGEST_BETA:
             raise UserError(f"{key}={value_of(config, key)} is 1 in float32, which divides by 0; use 0.9999999 or less")
     if (weights := _weights(config.model)) > MAX_WEIGHTS:
         raise UserError(
@@ -167,11 +188,21 @@ def value_of(config: Config, key: str) -> object:
     return getattr(getattr(config, section), name)
 
 
-def _values(config: Config) -> Iterator[tuple[str, object]]:
-    """Every key with its value; of a list, each item."""
+def _numbers(config: Config) -> Iterator[tuple[str, int | float]]:
+    """Every key that has a number with it, or with each number of its list."""
     for key in (key for section in SECTIONS for key in keys(section)):
         value = value_of(config, key)
-        yield from ((key, item) for item in (value if isinstance(value, list) else [value]))
+        items = value if isinstance(value, list) else [value]
+        yield from ((key, item) for item in items if isinstance(item, int | float) and not isinstance(item, bool))
+
+
+def _check_minimum(key: str, value: int | float, minimum: int | float) -> None:
+    if isinstance(value, float) and math.isnan(value):
+        raise UserError(f"{key}={value} is not a number; give one of {minimum} or more")
+    if value < minimum:
+        raise UserError(f"{key}={value} is too small; it must be {minimum} or more")
+    if value == math.inf:
+        raise UserError(f"{key}={value} is not finite; give a number")
 
 
 def _check_float(key: str, value: float) -> None:

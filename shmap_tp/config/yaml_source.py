@@ -122,16 +122,9 @@ def check_files(main: Path, directories: Sequence[Path], chosen: Mapping[str, st
         with _yaml_errors(name):
             content = OmegaConf.load(io.StringIO(text))
         for option, group_of_option in _defaults(content, group, chosen, name):
-            unchecked += [(path, group_of_option) for path in _files_of(option, directories)]
-
-
-def _files_of(option: str, directories: Sequence[Path]) -> list[Path]:
-    """The file that Hydra reads for an option such as model/bytes, or all that it can be if that names another option.
-    None if there is none, which Hydra explains."""
-    if "${" in option:
-        return [path for directory in directories for path in (directory / option).parent.glob("*.yaml")]
-    name = option if option.endswith(".yaml") else f"{option}.yaml"
-    return [directory / name for directory in directories if (directory / name).is_file()][:1]
+            option = option if option.endswith(".yaml") else f"{option}.yaml"
+            found = (directory / option for directory in directories if (directory / option).is_file())
+            unchecked += [(path, group_of_option) for path in found][:1]  # Hydra explains that there is none
 
 
 def _defaults(content: Any, group: str, chosen: Mapping[str, str], file: str) -> Iterator[tuple[str, str]]:
@@ -146,7 +139,7 @@ def _defaults(content: Any, group: str, chosen: Mapping[str, str], file: str) ->
         raise UserError(f"{file}: defaults must be a list, such as [model: bytes, data: stdlib, _self_]")
     for item in defaults:
         (key, name), *more = item.items() if isinstance(item, dict) and item else [(item, "")]
-        if more or not isinstance(key, str) or not isinstance(name, str) or not key.strip():
+        if more or not isinstance(key, str) or not isinstance(name, str) or not key.strip() or "${" in key + name:
             raise UserError(
                 f"{file}: defaults has {shown(item)}; write each item as GROUP: NAME, for example model: bytes"
             )
@@ -174,5 +167,5 @@ def _yaml_errors(name: str) -> Iterator[None]:
         raise UserError(
             f"{name}, line {mark.line + 1}: invalid YAML, {shown(error.problem)}; correct that line or the one before"
         ) from error
-    except ValueError as error:  # a number with thousands of digits, a header such as "# @package" without a value
+    except ValueError as error:  # such as of a number with thousands of digits
         raise UserError(f"{name}: {shown(str(error).splitlines()[0])}; correct that value") from error

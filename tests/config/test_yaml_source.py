@@ -98,6 +98,7 @@ CONTENTS = {
     "defaults that are no list": ("defaults: {model: bytes}\n", "defaults must be a list, such as [model: bytes"),
     "no model": ("defaults:\n  - model: null\n", "defaults has {'model': None}; write each item as GROUP: NAME"),
     "two models": ("defaults:\n  - model: [bytes, test]\n", "defaults has {'model': ['bytes', 'test']}; write each"),
+    "an interpolated default": ("defaults: [model: '${x}']\n", "defaults has {'model': '${x}'}; write each item as"),
     "an empty group": ("defaults: [{'': x}]\n", "defaults has {'': 'x'}; write each item as GROUP: NAME"),
     "defaults of Hydra": ("defaults: [{hydra/launcher: x}]\n", "settings of Hydra have no effect here"),
     "an unknown default": ("defaults: [nope]\n", "its defaults list names nope.yaml, which is neither"),
@@ -148,7 +149,7 @@ def test_a_file_can_have_any_name(tmp_path, name):
 NAMED = ["{model: bad}", "{optional model: bad}", "{/model: bad}", "{model@model: bad}", "{model: ../model/bad}"]
 
 
-@pytest.mark.parametrize("item", [*NAMED, "{model: '${x}'}", "model/bad", "../b/model/bad", "model/bad.yaml"])
+@pytest.mark.parametrize("item", [*NAMED, "model/bad", "../b/model/bad", "model/bad.yaml"])
 def test_the_files_that_a_defaults_list_names_are_checked_however_it_names_them(tmp_path, item):
     """Hydra would read, for hours or without an end, what is not checked."""
     written(tmp_path, f"a: &a [1]\n{LAUGHS}", "b/model/bad.yaml")

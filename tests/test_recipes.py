@@ -67,7 +67,7 @@ def test_the_data_of_a_recipe_says_how_it_is_prepared(recipe):
     """By arguments of the command that prepares it."""
     data = recipe.config.data
     assert f"conf/data/{data.name}.yaml" in recipe.file.read_text()
-    prepare._parse([*shlex.split(data.source), "--out", data.dir])
+    prepare.parser().parse_args([*shlex.split(data.source), "--out", data.dir])
 
 
 @EVERY_PLANNED_RECIPE

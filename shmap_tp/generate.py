@@ -58,6 +58,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts) if arguments.prompts else [])]
     if not prompts:
         raise UserError("there is no prompt; give --prompt TEXT or --prompts FILE")
+    with importing():
+        from shmap_tp.data.tokenizer import check_text
+    for number, prompt in enumerate(prompts):
+        check_text(prompt, f"prompt {number}")
     if arguments.batch < 1:
         raise UserError(f"--batch {arguments.batch} must be at least 1")
 
@@ -67,11 +71,8 @@ def _generate(arguments: argparse.Namespace) -> None:
     with importing():
         from tqdm import tqdm
 
-        from shmap_tp.data.tokenizer import check_text
         from shmap_tp.inference.text import answers, tokenizer_of_model
 
-    for number, prompt in enumerate(prompts):
-        check_text(prompt, f"prompt {number}")
     options = sampling_options(arguments, samples=arguments.samples, decode_tokens=8)
     with joined(arguments, prompts=prompts):
         out = arguments.out if is_first_process() else None

@@ -13,9 +13,9 @@ from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.start import recorded_source
 from shmap_tp.pretrained.writing import MAX_SHARD_BYTES, pieces_of, save_parameters, target_of
+from shmap_tp.training.checkpoint_files import find_checkpoint, read_chunks, saved_config
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import build_model_functions
-from shmap_tp.training.restore_parameters import find_checkpoint, read_chunks, saved_config
 
 
 def save_model(

@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
@@ -34,6 +33,7 @@ from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.checkpoint_files import (
     MANIFEST,
     SKIPPED,
+    absolute,
     checkpoint_steps,
     find_faults,
     first_line,
@@ -60,7 +60,7 @@ class Checkpoints:
         With `writes`, which needs the lock on the directory (`runtime/run_lock.py`), unfinished saves are removed.
         Without it nothing is changed, so a run may write there meanwhile.
         """
-        self._dir = _directory(config.dir)
+        self._dir = absolute(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
         self._report = report
         self._saving: Future | None = None
@@ -210,8 +210,3 @@ def _saving_options() -> ocp.Context:
 def broadcast_from_process_0(value: int) -> int:
     """The value of process 0, on every process."""
     return int(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
-
-
-def _directory(name: str) -> epath.Path:
-    """The absolute path that Orbax needs.  The URL of a bucket (gs://) stays as it is."""
-    return epath.Path(name) if "://" in name else epath.Path(name).resolve()

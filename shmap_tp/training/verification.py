@@ -25,10 +25,9 @@ from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import checkpoint_steps, find_faults
+from shmap_tp.training.checkpoint_files import checkpoint_steps, directory_of_checkpoints, find_faults
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.replica_check import ReplicaCheck
-from shmap_tp.training.restore_parameters import directory_of_checkpoints
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
 
 

@@ -18,7 +18,7 @@ from shmap_tp.pretrained import blocks
 from shmap_tp.pretrained.__main__ import main
 from shmap_tp.training import checkpoint
 from shmap_tp.training.bad_steps import initial_bad_step_state
-from shmap_tp.training.restore_parameters import read_chunks
+from shmap_tp.training.checkpoint_files import read_chunks
 from shmap_tp.training.step import State
 from tests.helpers.fresh_process import python
 from tests.helpers.paths import ROOT
@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, monkeypatch, capsys):
     saved(tmp_path / "run", f"model.from_pretrained={directory}", "mesh.mp=1", "train.batch=2")
     files = [file for file in (tmp_path / "run" / "1" / "state").rglob("*") if file.is_file()]
     file = max(files, key=lambda file: file.stat().st_size)
-    monkeypatch.setattr("shmap_tp.training.restore_parameters.find_faults", lambda directory: [])
+    monkeypatch.setattr("shmap_tp.training.checkpoint_files.find_faults", lambda directory: [])
     file.write_bytes(bytes(file.stat().st_size))
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err

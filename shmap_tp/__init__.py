@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from shmap_tp.config.schema import Config
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.model.transformer import Transformer
-    from shmap_tp.training.local_mesh import make_mesh
+    from shmap_tp.training.environment import make_mesh
     from shmap_tp.training.optimizer import Optimizer
     from shmap_tp.training.step import Components, State
 
 _MODULES = {
     "load_config": "shmap_tp.api",
-    "make_mesh": "shmap_tp.training.local_mesh",
+    "make_mesh": "shmap_tp.training.environment",
     "Model": "shmap_tp.api",
     "from_pretrained": "shmap_tp.api",
     "Trainer": "shmap_tp.api_training",

@@ -34,9 +34,7 @@ from shmap_tp.pretrained.reading import held_in
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.start import pretrained_parameters, recorded_source
 from shmap_tp.training.checkpoint_files import find_checkpoint, restore_parameters, saved_config
-from shmap_tp.training.environment import compute_dtype
-from shmap_tp.training.local_mesh import emulate_devices, resolve
-from shmap_tp.training.memory import USE, require_host_memory
+from shmap_tp.training.environment import USE, compute_dtype, emulate_devices, require_host_memory, resolve
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.step import CONFIGURED, Components
 

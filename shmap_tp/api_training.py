@@ -17,9 +17,7 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.start import pretrained_parameters, with_pretrained
 from shmap_tp.training import loop
-from shmap_tp.training.environment import compute_dtype
-from shmap_tp.training.local_mesh import resolve
-from shmap_tp.training.memory import require_host_memory
+from shmap_tp.training.environment import compute_dtype, require_host_memory, resolve
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 

@@ -48,8 +48,8 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
 def explained_memory_errors() -> Iterator[None]:
     """Context in which a device without enough memory is a UserError."""
     with importing():
-        from shmap_tp.training import memory
-    with memory.explained_memory_errors(memory.USE):
+        from shmap_tp.training.environment import USE, explained_memory_errors
+    with explained_memory_errors(USE):
         yield
 
 

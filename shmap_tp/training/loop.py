@@ -37,9 +37,13 @@ from shmap_tp.runtime.shutdown import StopRequest, watch_preemption
 from shmap_tp.training.bad_steps import BadStepMonitor
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
 from shmap_tp.training.end_of_run import exit_code, report_end
-from shmap_tp.training.environment import compute_dtype, prepare_environment
+from shmap_tp.training.environment import (
+    compute_dtype,
+    explained_memory_errors,
+    prepare_environment,
+    require_host_memory,
+)
 from shmap_tp.training.goodput import TimeCategory, WallClock
-from shmap_tp.training.memory import explained_memory_errors, require_host_memory
 from shmap_tp.training.metric_writers import check_weights_and_biases
 from shmap_tp.training.metrics import Meter, Recorder, format_samples
 from shmap_tp.training.optimizer import describe_schedule

@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 
 class TrainingSampler:
-    """A `training.samples.Sampler`.  The same seed, run.seed, is used each time, so that samples can be compared."""
+    """A `training.run.Sampler`.  The same seed, run.seed, is used each time, so that samples can be compared."""
 
     def __init__(self, config: Config, programs: GenerationPrograms, tokenizer: Tokenizer):
         self._programs, self._tokenizer, self._prompts = programs, tokenizer, list(config.sample.prompts)

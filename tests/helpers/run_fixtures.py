@@ -76,7 +76,7 @@ def run_uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the tiny run to its end and return its directory.  The peak FLOP/s is not measured, to save a second."""
     directory = tmp_path_factory.mktemp("uninterrupted")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "machine_peak", lambda devices: None)
+        patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
         assert loop.train(tiny(directory)) == 0
     return directory
 
@@ -135,7 +135,7 @@ def trained_on_bytes(directory: Path) -> Path:
     (data / "meta.json").write_text(json.dumps({"dtype": "uint16", "tokenizer": "bytes", "end_of_text": 0}))
     settings = ["model.vocabulary=256", "train.steps=2", "optimizer.warmup_steps=1", "optimizer.decay_steps=2"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "machine_peak", lambda devices: None)
+        patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
         assert loop.train(tiny(directory, *settings)) == 0
     return directory / "run"
 

@@ -31,7 +31,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 def test_a_full_disk_is_reported_when_saving_a_checkpoint_and_the_run_resumes_with_more_space(
     small_disk, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
+    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
     with pytest.raises(StorageError) as caught:
         loop.train(tiny(tmp_path))
     message = str(caught.value).splitlines()

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, random_state
@@ -19,7 +18,7 @@ from tests.helpers.run_fixtures import run_uninterrupted, tiny
 @pytest.fixture(autouse=True)
 def no_peak(monkeypatch):
     """Do not measure the peak FLOP/s: it takes a second, and no test here uses it."""
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
+    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
 
 
 @pytest.fixture(scope="session")

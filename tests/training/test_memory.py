@@ -26,7 +26,7 @@ def test_the_state_of_all_emulated_devices_must_fit_into_the_machine(tmp_path, d
 
 
 def test_a_run_that_does_not_fit_is_refused_before_its_state_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "require_host_memory", lambda shapes: require_host_memory(shapes, 1000))
+    monkeypatch.setattr("shmap_tp.training.run.require_host_memory", lambda shapes: require_host_memory(shapes, 1000))
     with pytest.raises(UserError, match=r"but this machine has 0\.0 GB"):
         loop.train(tiny(tmp_path))
 
@@ -35,7 +35,7 @@ def test_a_device_that_is_out_of_memory_is_explained(tmp_path, monkeypatch):
     def compile_with(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\nmany more lines")
 
-    monkeypatch.setattr(loop, "compile_with", compile_with)
+    monkeypatch.setattr("shmap_tp.training.run.compile_with", compile_with)
     with pytest.raises(UserError) as raised:
         loop.train(tiny(tmp_path))
     first, second = str(raised.value).splitlines()

@@ -55,8 +55,8 @@ def sampled(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sampled")
     with pytest.MonkeyPatch.context() as patch:
         printed = []
-        patch.setattr(loop, "print_on_process_0", printed.append)
-        patch.setattr(loop, "machine_peak", lambda devices: None)
+        patch.setattr("shmap_tp.training.run.print_on_process_0", printed.append)
+        patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
         assert train(bytes_run(directory)) == 0
     return directory, printed
 

@@ -19,7 +19,7 @@ def trained(tmp_path_factory) -> Path:
     """The tiny run with checkpoints of steps 2 and 4; this directory has `run` and `data`."""
     directory = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "machine_peak", lambda devices: None)
+        patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
         assert loop.train(tiny(directory, "train.steps=4", "evaluate.every=0")) == 0
     return directory
 

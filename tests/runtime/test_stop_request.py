@@ -12,12 +12,12 @@ from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training import loop, run
 from shmap_tp.training.checkpoint import Checkpoints
-from tests.helpers.run_fixtures import lines, run_uninterrupted, state_at, tiny, values
+from tests.helpers.run_fixtures import lines, make_runs_quick, run_uninterrupted, state_at, tiny, values
 
 
 @pytest.fixture(autouse=True)
 def no_peak(monkeypatch):
-    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
+    make_runs_quick(monkeypatch)
 
 
 def send_sigterm() -> None:

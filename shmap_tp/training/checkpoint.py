@@ -105,13 +105,11 @@ class Checkpoints:
     def newest_intact(self) -> int | None:
         """Step of the newest checkpoint whose files all match their hashes, the same on all processes; None if none."""
         found = -1
-        if jax.process_index() == 0:
-            for step in self.steps():
-                fault = self._fault(step)
-                if fault is None:
-                    found = step
-                    break
-                self._report(f"checkpoint {self._dir / str(step)} is skipped: {fault}")
+        for step in self.steps() if jax.process_index() == 0 else ():
+            if (fault := self._fault(step)) is None:
+                found = step
+                break
+            self._report(f"checkpoint {self._dir / str(step)} is skipped: {fault}")
         found = broadcast_from_process_0(found)
         return None if found < 0 else found
 

@@ -156,24 +156,23 @@ class Meter:
     def record(self, step: int, metrics: Any) -> None:
         """Take the metrics of the step just dispatched, and record those of the step before, waiting for it if it is
         still running."""
-        previous, self._pending = self._pending, (step, metrics)
-        self._read(previous)
+        self._read_pending()
+        self._pending = step, metrics
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Wait for the last step and record it; the time inside the context belongs to no step."""
-        previous, self._pending = self._pending, None
-        self._read(previous)
+        self._read_pending()
         yield
         self._restart()
 
     def _restart(self) -> None:
         self._ends = deque([time.perf_counter()], maxlen=11)
 
-    def _read(self, pending: tuple[int, Any] | None) -> None:
-        if pending is None:
+    def _read_pending(self) -> None:
+        if self._pending is None:
             return
-        step, metrics = pending
+        (step, metrics), self._pending = self._pending, None
         jax.block_until_ready(metrics)  # on all devices: device_get waits for one, and a profile would lack the others
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         self._ends.append(time.perf_counter())
@@ -247,8 +246,7 @@ class TensorBoardWriter:
         """Write every float of a line of metrics.jsonl as a scalar."""
         with writing(self._directory):
             for name, value in _floats(line).items():
-                scalar = self._scalar(f"{line['split']}/{name}", value)
-                self._writer.write_event(self._event(wall_time=time.time(), step=line["step"], summary=scalar))
+                self._write(line["step"], self._scalar(name, value))
             if time.monotonic() - self._flushed > 30:
                 self._writer.flush()
                 self._flushed = time.monotonic()
@@ -257,12 +255,14 @@ class TensorBoardWriter:
         """Write the samples of a step as texts, in a code block each."""
         with writing(self._directory):
             for number, (prompt, text) in enumerate(texts.items()):
-                summary = self._text(f"sample/{number}", textwrap.indent(prompt + text, "    "))
-                self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+                self._write(step, self._text(f"sample/{number}", textwrap.indent(prompt + text, "    ")))
 
     def close(self) -> None:
         with writing(self._directory):
             self._writer.close()
+
+    def _write(self, step: int, summary: Any) -> None:
+        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
 
 class WeightsAndBiasesWriter:
@@ -283,8 +283,7 @@ class WeightsAndBiasesWriter:
 
     def write(self, line: dict[str, Any]) -> None:
         """Log every float of a line of metrics.jsonl."""
-        values = {f"{line['split']}/{name}": value for name, value in _floats(line).items()}
-        self._run.log(values | {"step": line["step"]})
+        self._run.log(_floats(line) | {"step": line["step"]})
 
     def write_samples(self, step: int, texts: dict[str, str]) -> None:
         """Log the samples of a step as a table."""
@@ -344,7 +343,8 @@ def _wandb_id(directory: Path) -> str:
 
 
 def _floats(line: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if isinstance(value, float)}
+    """The floats of a line of metrics.jsonl, by split/name."""
+    return {f"{line['split']}/{name}": value for name, value in line.items() if isinstance(value, float)}
 
 
 def plot_losses(directory: Path) -> Path:

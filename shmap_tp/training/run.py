@@ -110,7 +110,7 @@ class Run:
 
     def make_meter(self, record: Callable[[dict[str, Any]], None]) -> Meter:
         """A meter that computes MFU from this machine's peak; prints the formula, or why there is none."""
-        model, peak, flops = self.config.model, machine_peak(jax.devices()), 0.0
+        model, peak, flops = self.config.model, machine_peak(jax.devices()), 0
         why = f"shmap_tp/hardware/devices.py does not list the peak of {jax.devices()[0].device_kind}"
         try:
             flops = flops_per_token(model, components=self.components)

@@ -31,7 +31,7 @@ from shmap_tp.plan.benchmark import (
     step_parser,
 )
 from shmap_tp.plan.predict import Builder, predict
-from shmap_tp.plan.topologies import find_slice
+from shmap_tp.plan.tpu import find_slice
 from shmap_tp.runtime.distributed import initialize_distributed
 from shmap_tp.training.step import build_step_functions
 

@@ -21,10 +21,9 @@ from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import GENERATIONS
 from shmap_tp.model.flops import flops_per_token
 from shmap_tp.plan.benchmark import append_json, run_command
-from shmap_tp.plan.calibration import Calibration
 from shmap_tp.plan.predict import predict
-from shmap_tp.plan.report import format_row
-from shmap_tp.plan.topologies import Slice
+from shmap_tp.plan.report import Calibration, format_row
+from shmap_tp.plan.tpu import Slice
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 

@@ -36,8 +36,7 @@ from shmap_tp.config.schema import (
 )
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak
-from shmap_tp.plan.benchmark import append_json, run_command, step_parser
-from shmap_tp.plan.measure import WARM_UP
+from shmap_tp.plan.benchmark import WARM_UP, append_json, run_command, step_parser
 from shmap_tp.plan.report import Row, config_fields, format_row
 
 try:

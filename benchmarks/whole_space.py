@@ -12,10 +12,9 @@ from pathlib import Path
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
-from shmap_tp.plan.search.correction import rank_correlation
-from shmap_tp.plan.search.prune import Pruned, prune
-from shmap_tp.plan.search.space import candidates
-from shmap_tp.plan.search.worker import answer, request
+from shmap_tp.plan.search.candidates import Pruned, candidates, prune
+from shmap_tp.plan.search.jobs import answer, request
+from shmap_tp.plan.search.loop import rank_correlation
 from shmap_tp.plan.targets import Target, find_target
 
 FILE = Path(__file__).parent / "results" / "whole_space.jsonl"

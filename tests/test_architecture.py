@@ -48,7 +48,7 @@ every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.re
 PYTHON = [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *TESTS.rglob("*.py")]
 every_python_file = pytest.mark.parametrize("file", sorted(PYTHON), ids=lambda file: str(file.relative_to(ROOT)))
 
-MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 300, 60, 10
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 10
 """Of a file, of a function with its docstring, and of a function with `self`."""
 CUSTOM_GRADIENTS = {
     "parallel",
@@ -128,7 +128,7 @@ def test_these_modules_do_not_import_jax(name):
 
 
 @every_python_file
-def test_no_file_is_longer_than_300_lines(file):
+def test_no_file_is_longer_than_400_lines(file):
     assert len(file.read_text().splitlines()) <= MAX_LINES
 
 

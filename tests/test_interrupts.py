@@ -64,7 +64,7 @@ def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(comm
     ("flags", "where"),
     [
         ("--version v5e --devices 4", "shmap_tp.plan.search.command.candidates"),
-        ("--version v5e --dp 2 --mp 2", "shmap_tp.plan.targets.predict_on"),
+        ("--version v5e --dp 2 --mp 2", "shmap_tp.plan.predict.predict"),
     ],
     ids=["search", "one mesh"],
 )

@@ -10,7 +10,7 @@ import yaml
 from shmap_tp import prepare, train
 from shmap_tp.hardware.devices import GENERATIONS, GIB
 from shmap_tp.plan.predict import predict
-from shmap_tp.plan.topologies import find_slice
+from shmap_tp.plan.tpu import find_slice
 from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))

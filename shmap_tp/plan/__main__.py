@@ -35,13 +35,12 @@ from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
 from shmap_tp.plan.communication.ledger import table, without_trivial_axes
 from shmap_tp.plan.communication.reconcile import reconcile
-from shmap_tp.plan.generation_command import generation_command
-from shmap_tp.plan.memory import format_memory, memory_by_kind
+from shmap_tp.plan.generation import generation_command
 from shmap_tp.plan.plot import PlannedMemory, plot_step
-from shmap_tp.plan.predict import Prediction, step_dtype
+from shmap_tp.plan.predict import Prediction, format_memory, memory_by_kind, predict, step_dtype
 from shmap_tp.plan.report import FORMULA, PREDICTED, Row, format_row
 from shmap_tp.plan.search.command import search_command
-from shmap_tp.plan.targets import VERSIONS, devices_of_nodes, find_target, predict_on
+from shmap_tp.plan.targets import VERSIONS, devices_of_nodes, find_target
 
 DEFAULTS = ("6_9b", 1, 16)
 """(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""
@@ -143,7 +142,7 @@ def plan_one_mesh(arguments: argparse.Namespace) -> None:
     config = config_from_flags(arguments, *DEFAULTS)
     target = find_target(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
     print(f"compiling the step for {target} ...", flush=True)
-    prediction = predict_on(config, target, record=arguments.plot is not None)
+    prediction = predict(config, target, record=arguments.plot is not None)
     save_rows([prediction.row], arguments)
     print(format_row(prediction.row))
     print(FORMULA)

@@ -17,7 +17,7 @@ from shmap_tp.plan.communication.generation import decode_communication, prefill
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, tally
 from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.generation import GREEDY, Requests, format_generation, predict_generation, read_bytes, trace
-from shmap_tp.plan.topologies import find_slice
+from shmap_tp.plan.tpu import find_slice
 from shmap_tp.training.model_functions import build_model_functions
 from tests.helpers.commands import call
 

@@ -10,7 +10,7 @@ from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
 from shmap_tp.plan.communication.ledger import Direction, Operation, tally, without_trivial_axes
 from shmap_tp.plan.predict import predict
-from shmap_tp.plan.topologies import Slice
+from shmap_tp.plan.tpu import Slice
 from tests.helpers.model_fixtures import config
 
 TWO_SLICES = ["mesh.dp=8", "mesh.mp=1", "mesh.slices=2", "train.batch=16", "train.microbatches=2"]

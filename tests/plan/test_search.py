@@ -8,12 +8,21 @@ from result_format import read_rows
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
 from shmap_tp.plan.report import Row
+from shmap_tp.plan.search.candidates import (
+    KEYS,
+    MEMORY_MARGIN,
+    SURE,
+    TIME_MARGIN,
+    Candidate,
+    Estimated,
+    candidates,
+    pareto_front,
+    pruned,
+)
 from shmap_tp.plan.search.formulas import Estimate
 from shmap_tp.plan.search.jobs import Outcome, outcome
 from shmap_tp.plan.search.loop import WORTH_TRYING, Found, Search
 from shmap_tp.plan.search.output import COMPILED, FORMULAS, Cost, Line, limited_by, table
-from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pareto_front, pruned
-from shmap_tp.plan.search.space import KEYS, Candidate, candidates
 from shmap_tp.plan.targets import find_target
 
 FILE = str(CONF / "config.yaml")

@@ -8,10 +8,8 @@ from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DP, DataParallelGroups
 from shmap_tp.plan.communication.analytic import activations
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, group_name, tally
-from shmap_tp.plan.search.collective_time import _TRACED, _activation_entries, links_of
-from shmap_tp.plan.search.formulas import estimate
-from shmap_tp.plan.search.machine import machine_of
-from shmap_tp.plan.targets import VERSIONS, find_target
+from shmap_tp.plan.search.formulas import _TRACED, _activation_entries, estimate, links_of
+from shmap_tp.plan.targets import VERSIONS, find_target, machine_of
 
 
 def config(*settings: str) -> Config:

@@ -11,8 +11,7 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search import jobs
-from shmap_tp.plan.search.jobs import outcome
-from shmap_tp.plan.search.worker import answer, request
+from shmap_tp.plan.search.jobs import answer, outcome, request
 from shmap_tp.plan.targets import find_target
 
 RECORDED = Row(**next(row for row in read_rows("tpu") if row["kind"] == "predicted"))

@@ -12,7 +12,7 @@ from shmap_tp.model.jaxprs import bodies
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.ledger import tally
-from shmap_tp.plan.memory import shard_bytes
+from shmap_tp.plan.predict import shard_bytes
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, assert_replicas_agree, assert_same_bits, by_path

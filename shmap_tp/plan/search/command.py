@@ -14,9 +14,9 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
 from shmap_tp.plan.benchmark import append_json, check_flags, check_outputs
+from shmap_tp.plan.search.candidates import KEYS, Pruned, candidates, prune
 from shmap_tp.plan.search.jobs import ChildProcess, jobs_at_a_time
 from shmap_tp.plan.search.loop import Found, Search
-from shmap_tp.plan.search.machine import compiler_missing, machine_of
 from shmap_tp.plan.search.output import (
     LEGEND,
     Cost,
@@ -30,9 +30,7 @@ from shmap_tp.plan.search.output import (
     trust,
     write_recipe,
 )
-from shmap_tp.plan.search.prune import Pruned, prune
-from shmap_tp.plan.search.space import KEYS, candidates
-from shmap_tp.plan.targets import Target, find_target
+from shmap_tp.plan.targets import Target, compiler_missing, find_target, machine_of
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.exit_codes import STOPPED

@@ -1,4 +1,12 @@
-"""Compilations of candidates in child processes, as many at a time as cores and memory allow."""
+"""Compilations of candidates in child processes, as many at a time as cores and memory allow.
+
+A child process runs this module.  It reads a request as JSON on stdin and writes a row as JSON on the last line of
+stdout:
+
+    {"config": ..., "version": "v5e", "devices": 16, "topology": "4x4"}  ->  the row, or {"error": "..."}
+
+A crash of the compiler, or the end of a child that took too much memory, ends no other compilation.
+"""
 
 import json
 import os
@@ -7,14 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from shmap_tp.config.compose import from_values
 from shmap_tp.config.schema import Config
+from shmap_tp.errors import UserError
+from shmap_tp.plan.predict import predict
 from shmap_tp.plan.report import Row
-from shmap_tp.plan.search.worker import request
-from shmap_tp.plan.targets import Target
+from shmap_tp.plan.targets import Target, find_target
 
 MEMORY_PER_JOB = 5e9
 """Bytes that a compilation of a large step takes; 16b on 256 chips takes about 4 GB."""
@@ -43,7 +53,7 @@ class Job(Protocol):
 
 
 class ChildProcess:
-    """A `Job` of `worker.py`.  What the compiler writes to temporary files is removed with it, also if it is killed."""
+    """A `Job` of this module.  What the compiler writes to temporary files is removed with it, also if it is killed."""
 
     def __init__(self, config: Config, target: Target):
         self.begin, self.files = time.monotonic(), tempfile.TemporaryDirectory()
@@ -51,7 +61,7 @@ class ChildProcess:
         (folder / "in").write_text(request(config, target))
         with (folder / "in").open() as given, (folder / "out").open("w") as out, (folder / "err").open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shmap_tp.plan.search.worker"], stdin=given, stdout=out, stderr=err,
+                [sys.executable, "-m", "shmap_tp.plan.search.jobs"], stdin=given, stdout=out, stderr=err,
                 start_new_session=True,  # Ctrl-C is for the search, which keeps what was found
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": self.files.name},
             )  # fmt: skip
@@ -99,3 +109,27 @@ def _free_memory() -> float:
         return float("inf")
     found = dict(line.split(":", 1) for line in lines)
     return 1024.0 * int(found["MemAvailable"].split()[0])
+
+
+# The child process
+
+
+def request(config: Config, target: Target) -> str:
+    """What the child process reads."""
+    place = {"version": target.version, "devices": target.devices, "topology": getattr(target, "topology", None)}
+    return json.dumps(place | {"config": asdict(config)})
+
+
+def answer(text: str) -> dict:
+    """The row of a request, or its error."""
+    given = json.loads(text)
+    try:
+        config = from_values(given["config"], "the configuration of a candidate")
+        target = find_target(given["version"], given["devices"], given["topology"], config.mesh.slices)
+        return predict(config, target).row.to_json()
+    except UserError as error:
+        return {"error": str(error).splitlines()[0]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(sys.stdin.read())))

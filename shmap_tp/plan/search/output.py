@@ -11,15 +11,12 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GIB
 from shmap_tp.model.flops import flops_per_token
-from shmap_tp.plan.calibration import format_calibration
-from shmap_tp.plan.gpu.targets import Nodes
-from shmap_tp.plan.report import Row
-from shmap_tp.plan.search.fitted import TIME
+from shmap_tp.plan.gpu import Nodes
+from shmap_tp.plan.report import Row, format_calibration
+from shmap_tp.plan.search.candidates import Candidate, Estimated, pareto_front
+from shmap_tp.plan.search.formulas import TIME
 from shmap_tp.plan.search.loop import Found
-from shmap_tp.plan.search.machine import Machine, machine_of
-from shmap_tp.plan.search.prune import Estimated, pareto_front
-from shmap_tp.plan.search.space import Candidate
-from shmap_tp.plan.targets import Target
+from shmap_tp.plan.targets import Machine, Target, machine_of
 
 COMPILED, FORMULAS = "compiled", "formulas"
 NOTABLE = 0.1

@@ -16,7 +16,6 @@ For GPUs its time is an estimate by formulas.  --ledger needs no compiler.
 """
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
@@ -29,7 +28,7 @@ if __name__ == "__main__":
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.benchmark import Parser, append_json, config_from_flags, run_command
+from shmap_tp.plan.benchmark import Parser, append_json, command_line, config_from_flags, run_command
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
@@ -199,7 +198,7 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
 def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
     """Append the rows to the file of --json, if it is given."""
     for row in rows if arguments.json else []:
-        row.command = shlex.join(["python", "-m", "shmap_tp.plan", *sys.argv[1:]])
+        row.command = command_line()
         append_json(row.to_json(), Path(arguments.json))
 
 

@@ -280,7 +280,7 @@ def report(result: Result, arguments: argparse.Namespace, script: str, baseline:
     if jax.process_index():
         return
     for each in [result, baseline] if baseline else [result]:
-        each.row.command = shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]])
+        each.row.command = command_line(script)
         print(format_row(each.row))
         if arguments.json:
             append_json(each.row.to_json(), Path(arguments.json))
@@ -292,6 +292,11 @@ def report(result: Result, arguments: argparse.Namespace, script: str, baseline:
     if arguments.hlo:
         Path(arguments.hlo).write_text(result.text)
         Path(f"{arguments.hlo}.meta.json").write_text(json.dumps(result.meta) + "\n")
+
+
+def command_line(script: str = "") -> str:
+    """The command that this process runs, to be repeated; of the planner, or of a script of benchmarks/."""
+    return shlex.join(["python", *([f"benchmarks/{script}"] if script else ["-m", "shmap_tp.plan"]), *sys.argv[1:]])
 
 
 def append_json(row: dict, file: Path) -> None:

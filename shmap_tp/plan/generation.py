@@ -9,8 +9,6 @@ A decode step reads the weights and the whole cache of its device once, so the m
 
 import argparse
 import importlib.metadata
-import shlex
-import sys
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +31,7 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.parallel.partitioning import sharded_dim
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
-from shmap_tp.plan.benchmark import append_json, config_from_flags
+from shmap_tp.plan.benchmark import append_json, command_line, config_from_flags
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.generation import decode_communication, prefill_communication
 from shmap_tp.plan.communication.ledger import Entry, format_bytes, table, without_trivial_axes
@@ -300,7 +298,7 @@ def generation_command(arguments: argparse.Namespace) -> None:
         raise UserError(f"--decode --version {arguments.version}: generation is planned for TPUs only; choose a TPU")
     print(f"compiling prefill and decode for {target} ...", flush=True)
     prediction = predict_generation(config, target, requests)
-    prediction.row.command = shlex.join(["python", "-m", "shmap_tp.plan", *sys.argv[1:]])
+    prediction.row.command = command_line()
     if arguments.json:
         append_json(prediction.row.to_json(), Path(arguments.json))
     print(format_generation(prediction.row))

@@ -1,10 +1,10 @@
 """The candidates of a search, from the mesh to the activations that are offloaded, and which the formulas keep."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from shmap_tp.config.remat_policies import SAVED_BY_REMAT
 from shmap_tp.config.schema import Config, FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
@@ -12,6 +12,7 @@ from shmap_tp.config.validate import validate
 from shmap_tp.config.validate_model import divisors
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DataParallelGroups, make_mesh
+from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.formulas import Estimate, activation_values, estimates
 from shmap_tp.plan.targets import Target, devices_of, machine_of
 
@@ -151,36 +152,44 @@ TIME_MARGIN = 1.5
 
 
 @dataclass(frozen=True)
-class Estimated:
-    """A candidate and what the formulas say of it."""
+class Result:
+    """What is known of a candidate: by the formulas, and once its compilation has ended, by the compiler."""
 
     candidate: Candidate
     estimate: Estimate
+    row: Row | None = None
+    """Of the compiled step; None until it is compiled."""
+    error: str | None = None
+    """Why there is no row although the compilation has ended."""
+    compile_seconds: float | None = None
+    """None until the compilation has ended."""
+    lacked_memory: bool = False
+    """Whether it was killed as the system does where memory runs out (signal 9)."""
 
     @property
     def seconds(self) -> float:
-        return self.estimate.seconds
+        """Of a step: infinite where the compiled step does not fit; by the formulas as long as nothing is compiled."""
+        if self.compile_seconds is None:
+            return self.estimate.seconds
+        return self.row.step_seconds if self.row is not None and self.row.fits else math.inf
 
     @property
     def peak_bytes(self) -> float:
-        return self.estimate.peak_bytes
+        """Of the compiled step; by the formulas as long as nothing is compiled."""
+        return self.estimate.peak_bytes if self.row is None else float(self.row.peak_bytes_per_device)
+
+    def fits_in(self, limit_bytes: float) -> bool:
+        """What the compiler says, whose peak may include vector memory (`aot_compile.Compiled`), or the formulas."""
+        if self.compile_seconds is None:
+            return self.peak_bytes <= limit_bytes
+        return math.isfinite(self.seconds)
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """What is left, fastest first, and how many were dropped for which reason."""
-
-    kept: list[Estimated]
-    dropped: Counter
-    least_memory: Estimated
-    """The candidate that needs least, of all."""
-
-    @property
-    def total(self) -> int:
-        return len(self.kept) + self.dropped.total()
+Kept = tuple[list[Result], Counter, Result]
+"""(what is left, fastest first; how many were dropped for which reason; of all the one that needs least memory)."""
 
 
-def prune(config: Config, target: Target, choices: list[Candidate]) -> Pruned:
+def prune(config: Config, target: Target, choices: list[Candidate]) -> Kept:
     """Estimate every candidate, and drop those that cannot win."""
     groups: dict[Candidate, list[Candidate]] = {}
     for one in choices:
@@ -188,12 +197,12 @@ def prune(config: Config, target: Target, choices: list[Candidate]) -> Pruned:
     every = []
     for base, group in groups.items():
         made = estimates(base.apply(config), target, [one.offload for one in group])
-        every += [Estimated(one, found) for one, found in zip(group, made, strict=True)]
+        every += [Result(one, found) for one, found in zip(group, made, strict=True)]
     machine = machine_of(target)
     return pruned(every, machine.memory, machine.host_memory)
 
 
-def pruned(every: list[Estimated], limit: float, host_limit: float) -> Pruned:
+def pruned(every: list[Result], limit: float, host_limit: float) -> Kept:
     """Drop what does not fit, what another offload improves in both memory and time, and what is too slow."""
     dropped: Counter = Counter()
     small = [one for one in every if one.peak_bytes <= MEMORY_MARGIN * limit and one.estimate.host_bytes <= host_limit]
@@ -204,24 +213,20 @@ def pruned(every: list[Estimated], limit: float, host_limit: float) -> Pruned:
     fastest = min(surely, default=float("inf"))
     kept = sorted((one for one in useful if one.seconds <= TIME_MARGIN * fastest), key=lambda one: one.seconds)
     dropped["too slow"] = len(useful) - len(kept)
-    return Pruned(kept, dropped, min(every, key=lambda one: one.peak_bytes))
+    return kept, dropped, min(every, key=lambda one: one.peak_bytes)
 
 
-def _without_dominated_offloads(every: list[Estimated]) -> list[Estimated]:
+def _without_dominated_offloads(every: list[Result]) -> list[Result]:
     """Without the candidates that another, which differs in model.offload only, beats in both memory and time."""
-    groups: dict[Candidate, list[Estimated]] = {}
+    groups: dict[Candidate, list[Result]] = {}
     for one in every:
         groups.setdefault(replace(one.candidate, offload=()), []).append(one)
     return [one for group in groups.values() for one in pareto_front(group)]
 
 
-Sized = TypeVar("Sized")
-"""Something with `seconds` and `peak_bytes`."""
-
-
-def pareto_front(every: Iterable[Sized]) -> list[Sized]:
+def pareto_front(every: Iterable[Result]) -> list[Result]:
     """Those that no other equals or beats in both memory and time, fastest first."""
-    front: list[Sized] = []
+    front: list[Result] = []
     for one in sorted(every, key=lambda one: (one.seconds, one.peak_bytes)):
         if not front or one.peak_bytes < front[-1].peak_bytes:
             front.append(one)

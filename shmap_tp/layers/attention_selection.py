@@ -8,18 +8,17 @@
 Decided once, when programs are built, and passed down as a value: no layer asks for a device.
 """
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import AttentionKernel, ModelConfig, Positions, SavedActivation
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import generation
+from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.flash_attention import BLOCKS, SPLASH_HEAD_DIMS, Cudnn, Splash
 
 
-def select_attention(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> AnyAttention:
+def select_attention(model: ModelConfig, device: Device, dtype: DTypeLike) -> AnyAttention:
     """The attention of `model` on devices like `device`, in `dtype`.  Raises UserError where the one that is named
     cannot run there."""
     refusals = {
@@ -49,7 +48,7 @@ def kernel_name(attention: AnyAttention) -> AttentionKernel:
     return kinds[type(attention)]
 
 
-def _no_splash(model: ModelConfig, device: jax.Device) -> str | None:
+def _no_splash(model: ModelConfig, device: Device) -> str | None:
     """Why splash cannot run, or None."""
     made = generation(device.device_kind)
     if made is None or not made.has_kernels:
@@ -63,7 +62,7 @@ def _no_splash(model: ModelConfig, device: jax.Device) -> str | None:
     return None
 
 
-def _no_cudnn(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> str | None:
+def _no_cudnn(model: ModelConfig, device: Device, dtype: DTypeLike) -> str | None:
     """Why cuDNN's flash attention cannot run, or None.  Head dims as jax.nn.dot_product_attention checks them."""
     capability = _capability(device)
     if capability < 8.0:
@@ -78,7 +77,7 @@ def _no_cudnn(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> str |
     return None
 
 
-def _capability(device: jax.Device) -> float:
+def _capability(device: Device) -> float:
     """The compute capability of an NVIDIA GPU; 0 for anything else (for an AMD GPU JAX reports a name, gfx...)."""
     try:
         return float(getattr(device, "compute_capability", 0))

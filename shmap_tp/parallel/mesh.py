@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shmap_tp.config.schema import FsdpGradients, MeshConfig, TensorParallelMode
 from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import Device
 from shmap_tp.hardware.torus import Torus
 
 DP = "dp"
@@ -84,7 +85,7 @@ class DataParallelGroups:
         return ranks.transpose(0, 2, 1).reshape(-1, size).tolist()
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: list[Device] | None = None) -> Mesh:
     """A (dp, mp) mesh over `devices` (by default all of this process group).
 
     On a TPU torus, mp fills tiles of `config.tile` chips and cores, or by default of the shape with the fewest hops
@@ -130,7 +131,7 @@ def abstract_mesh(dp: int, mp: int) -> AbstractMesh:
     return AbstractMesh((dp, mp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _check_slices(config: MeshConfig, devices: list[jax.Device], *, fixed: bool) -> None:
+def _check_slices(config: MeshConfig, devices: list[Device], *, fixed: bool) -> None:
     """Raises UserError where the devices are of another number of slices than mesh.slices says.  Devices that are not
     on a torus (not `fixed`) may be divided into slices at will."""
     there = len({getattr(device, "slice_index", None) or 0 for device in devices})

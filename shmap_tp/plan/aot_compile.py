@@ -21,7 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import DEVICES, GIB
+from shmap_tp.hardware.devices import DEVICES, GIB, Device
 from shmap_tp.hardware.xla_options import compile_with
 
 PLANNING_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
@@ -62,7 +62,7 @@ def coordinates(mesh: Mesh) -> list[list[int]]:
     return [_coordinates_of(device) for device in mesh.devices.flat if getattr(device, "slice_index", 0) == first]
 
 
-def _coordinates_of(device: jax.Device) -> list[int]:
+def _coordinates_of(device: Device) -> list[int]:
     return [*device.coords, device.core_on_chip]
 
 

@@ -42,7 +42,7 @@ import jax
 from jax.experimental import topologies
 
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import DEVICES, GIB, Device
+from shmap_tp.hardware.devices import DEVICES, GIB, DeviceFigures
 from shmap_tp.plan.hlo_parser import ARRAY, Computation, Instruction, Module, bytes_accessed
 
 # Devices
@@ -78,7 +78,7 @@ class Gpu:
     """Rate of a GPU's network card: 400 Gbit/s."""
 
     @property
-    def device(self) -> Device:
+    def device(self) -> DeviceFigures:
         return DEVICES[self.kind]
 
     @property

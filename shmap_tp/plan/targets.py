@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-import jax
 from jax.sharding import Mesh
 
 from shmap_tp.errors import UserError
@@ -64,22 +63,20 @@ CHIPS_OF_ONE_HOST = {"v5e": 8, "v6e": 8}
 
 @dataclass(frozen=True, eq=False)
 class PlannedTpu:
-    """What a mesh and the selection of a kernel read of a TPU device.  It can run nothing."""
+    """A `Device`: a TPU device that is not attached."""
 
     device_kind: str
     coords: tuple[int, int, int]
     core_on_chip: int
     slice_index: int
-    __class__ = jax.Device  # functions that take devices check for this type
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedGpu:
-    """The same of a GPU."""
+    """A `Device`: a GPU that is not attached."""
 
     device_kind: str
     compute_capability: str
-    __class__ = jax.Device
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import DEVICES, GENERATIONS, NETWORK_RATE, Device, Generation
+from shmap_tp.hardware.devices import DEVICES, GENERATIONS, NETWORK_RATE, DeviceFigures, Generation
 from shmap_tp.plan.hlo_parser import ARRAY, KERNEL, Computation, Instruction, bytes_accessed
 
 # Devices
@@ -285,7 +285,7 @@ SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
 returns it, one partial sum per block of keys: an array with one dim more than q."""
 
 
-def compute_seconds(instruction: Instruction, computation: Computation, device: Device) -> tuple[float, float]:
+def compute_seconds(instruction: Instruction, computation: Computation, device: DeviceFigures) -> tuple[float, float]:
     """(seconds, bytes whose time had to be derived from the memory bandwidth) of one instruction."""
     if instruction.estimated_cycles is not None:
         return instruction.estimated_cycles / device.clock, 0.0

@@ -93,11 +93,10 @@ def test_kernel_results_vary_over_the_axes_of_their_arguments():
 
 @dataclass(frozen=True)
 class Gpu:
-    """The attributes of a GPU that selection reads.  It passes for a jax.Device where types are checked."""
+    """The attributes of a GPU that selection reads."""
 
     device_kind: str
     compute_capability: str
-    __class__ = jax.Device
 
 
 DEVICES = {

@@ -3,7 +3,7 @@
 `jax.nn.dot_product_attention(implementation="cudnn")` asks the GPU of this machine for its compute capability, and the
 installed cuDNN for its version, while it is traced, in `jax._src.cudnn.fused_attention_stablehlo`.  A planner has
 neither.  No argument or option of JAX answers instead: the questions come before lowering, so that
-`trace(...).lower(lowering_platforms=("cuda",))` meets them, too, and a described topology is no local device.  To write
+`trace(...).lower(lowering_platforms=("cuda",))` changes nothing, and a described topology is no local device.  To write
 the call with `jax.ffi.ffi_call` would repeat JAX's description of cuDNN's graph, and plan another program than the
 trainer runs.
 """
@@ -17,7 +17,7 @@ from shmap_tp.plan.gpu import CUDNN, Gpu
 
 
 def answered_for(gpu: Gpu) -> Any:
-    """A context in which tracing cuDNN's attention is told the compute capability of `gpu`, and the version CUDNN."""
+    """A context in which tracing cuDNN's attention is given the compute capability of `gpu`, and the version CUDNN."""
     return mock.patch.multiple(
         fused_attention_stablehlo,
         check_compute_capability=lambda wanted: gpu.capability >= tuple(map(int, wanted.split("."))),

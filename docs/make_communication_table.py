@@ -1,9 +1,9 @@
-"""Writes the communication table of docs/parallelism.md, from the planner's analytic rules.
+"""Writes the communication table of docs/parallelism.md, from the planner's ledger.
 
 python docs/make_communication_table.py            rewrites the part between the markers
 python docs/make_communication_table.py --check    exit code 1 if it is not current
 
-tests/plan/test_communication.py checks that the rules are what the programs do.
+tests/plan/test_communication.py checks that the ledger is what the programs do.
 """
 
 import sys

@@ -32,8 +32,8 @@ from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.parallel.partitioning import sharded_dim
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
 from shmap_tp.plan.benchmark import append_json, command_line, config_from_flags
+from shmap_tp.plan.communication.analytic import decode_communication, prefill_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
-from shmap_tp.plan.communication.generation import decode_communication, prefill_communication
 from shmap_tp.plan.communication.ledger import Entry, format_bytes, table, without_trivial_axes
 from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.hlo_parser import parse_hlo

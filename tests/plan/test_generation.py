@@ -11,9 +11,9 @@ from shmap_tp.inference.cache import cache_bytes
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
+from shmap_tp.plan.communication.analytic import decode_communication, prefill_communication
 from shmap_tp.plan.communication.from_hlo import CompiledCollective, communication_in_hlo
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.generation import decode_communication, prefill_communication
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, tally
 from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.generation import GREEDY, Requests, format_generation, predict_generation, read_bytes, trace

@@ -18,7 +18,7 @@ from shmap_tp.plan.communication.analytic import (
     analytic_evaluation_communication,
 )
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import tally
+from shmap_tp.plan.communication.ledger import Direction, tally
 from shmap_tp.plan.report import config_fields
 from shmap_tp.training.step import Components, build_step_functions
 from tests.helpers.communication_checks import by_direction, check_activations, program_config, step_communication
@@ -120,9 +120,25 @@ def test_the_gradient_of_a_replicated_parameter_that_scales_shards_is_planned(mo
     assert sum(entry.count for entry in scalars) == (2 * 3 if mode == "all_reduce" else 0)
 
 
+class NormalisedOverDp(ReGluMlp):
+    """Its output is divided by the mean square of x over all dp ranks: a collective over another axis than mp."""
+
+    def __call__(self, x_BTD, tp):
+        mean = lax.pmean(jnp.mean(jnp.square(x_BTD.astype(jnp.float32))), DP)
+        return super().__call__(x_BTD, tp) / lax.stop_gradient(mean).astype(x_BTD.dtype)
+
+
+def test_what_a_layer_communicates_over_another_axis_is_planned():
+    conf, given = conf_of("model.block=sequential model.remat=full", (2, 4)), Components(mlp=NormalisedOverDp)
+    planned = analytic_communication(conf, "float32", given)
+    assert by_direction(step_communication(conf, "float32", given)) == by_direction(planned)
+    over_dp = [entry for entry in planned if entry.what == "MLP, in a layer" and entry.axis == DP]
+    assert {entry.direction: entry.count for entry in over_dp} == {Direction.forward: 6, Direction.recompute: 6}
+
+
 @dataclass(frozen=True)
 class TwoReductions(AllReduce):
-    """A mode that has no rule: it reduces each half of the width by itself."""
+    """A mode of a user: it reduces each half of the width by itself."""
 
     def reduce(self, y_BTD):
         return jnp.concatenate([lax.psum(half, MP) for half in jnp.split(y_BTD, 2, axis=-1)], axis=-1)
@@ -138,7 +154,7 @@ def test_a_mode_of_ones_own_is_planned_as_it_is_traced():
     )
 
 
-def test_a_given_mode_that_the_configuration_could_name_has_its_rule():
+def test_a_given_mode_communicates_as_the_one_that_the_configuration_names():
     conf, given = conf_of("", (2, 4)), Components(tensor_parallel=SequenceParallel())
     named = conf_of("mesh.tensor_parallel=sequence", (2, 4))
     assert analytic_communication(conf, "float32", given) == analytic_communication(named, "float32")

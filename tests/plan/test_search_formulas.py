@@ -3,7 +3,7 @@
 import pytest
 
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, Remat
 from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DP, DataParallelGroups
 from shmap_tp.plan.communication.analytic import activations
@@ -32,6 +32,15 @@ def test_one_trace_serves_all_meshes_with_the_same_tensor_parallelism():
         one = config("mesh.dp=2", "mesh.mp=2", "train.microbatches=2", "model.norm=rmsnorm", *settings.split())
         assert tally(_activation_entries(one)) == tally(activations(one, "bfloat16"))
     assert len(_TRACED) == 1
+
+
+def test_policies_that_share_a_trace_of_collective_matmul_communicate_the_same():
+    _TRACED.clear()
+    given = ["model.block=sequential", "model.mlp=swiglu", "mesh.tensor_parallel=collective_matmul"]
+    for remat in Remat:
+        one = config("mesh.mp=2", "train.microbatches=1", f"model.remat={remat}", *given)
+        assert tally(_activation_entries(one)) == tally(activations(one, "bfloat16"))
+    assert len(_TRACED) < 3 * len(Remat), "none is shared"
 
 
 def test_the_gradient_of_a_replicated_key_has_one_size_for_any_number_of_sequences():

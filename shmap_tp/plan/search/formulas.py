@@ -50,8 +50,8 @@ from shmap_tp.parallel.fsdp import Fsdp, Zero1
 from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 from shmap_tp.plan.communication.analytic import activations
-from shmap_tp.plan.communication.ledger import Entry, Operation, group_name
-from shmap_tp.plan.communication.model_calls import IN_A_LAYER, gradients_are_partial
+from shmap_tp.plan.communication.from_jaxpr import IN_A_LAYER, gradients_are_partial
+from shmap_tp.plan.communication.ledger import Entry, Operation, group_name, without_trivial_axes
 from shmap_tp.plan.communication.parameters import Parameter, fsdp_uses, gathers_between_slices, parameters, update
 from shmap_tp.plan.targets import Target, devices_of, link_model, machine_of
 from shmap_tp.plan.tpu import KERNEL_EFFICIENCY
@@ -234,7 +234,7 @@ def _attention_flops(model: ModelConfig) -> int | float:
 # Collectives
 
 _TRACED: dict[str, list[Entry]] = {}
-"""What a microbatch of one sequence communicates over mp: a trace takes some tenths of a second."""
+"""What a model communicates in a microbatch of one sequence: a trace takes some tenths of a second."""
 
 
 class Links:
@@ -282,15 +282,15 @@ def links_of(mesh: MeshConfig, target: Target) -> Links:
 def collective_seconds(config: Config, every: list[Parameter], target: Target) -> dict[str, float]:
     """Seconds by how the compiler overlaps them, before any overlap.
 
-    all_reduce, sequence, collective_matmul    over mp, for the mode of this name
+    all_reduce, sequence, collective_matmul    what the model itself communicates, in the mode of this name
     overlapped    gathers of FSDP weights, and reductions of FSDP gradients in rings
     scatters      reduce-scatters of FSDP gradients
     once          after the last microbatch, and between slices
     """
     found = dict.fromkeys([*map(str, TensorParallelMode), "overlapped", "scatters", "once"], 0.0)
     links, mode = links_of(config.mesh, target), str(config.mesh.tensor_parallel)
-    if config.mesh.mp > 1:
-        found[mode] = sum(map(links.seconds, _activation_entries(config)))
+    sizes = {DP: config.mesh.dp, MP: config.mesh.mp}
+    found[mode] = sum(map(links.seconds, without_trivial_axes(_activation_entries(config), sizes)), 0.0)
     for entry in fsdp_uses(config, every, "bfloat16") if config.mesh.dp > 1 else []:
         is_overlapped = entry.operation in (Operation.all_gather, Operation.ppermute)
         found["overlapped" if is_overlapped else "scatters"] += links.seconds(entry)
@@ -310,9 +310,9 @@ def _activation_entries(config: Config) -> list[Entry]:
     train = replace(config.train, batch=1, microbatches=1)
     mesh = replace(config.mesh, dp=1, tile=None, zero=Zero.none, fsdp_gradients=FsdpGradients.reduce_scatter, slices=1)
     one = replace(config, model=replace(config.model, offload=[]), train=train, mesh=mesh)
-    key = repr((one.model, mesh))  # none of what is replaced changes the communication over mp
+    key = repr((one.model, one.mesh))  # none of what is replaced changes what the model communicates
     if key not in _TRACED:
-        _TRACED[key] = activations(one, jnp.bfloat16)
+        _TRACED[key] = _traced_once(one)
     microbatches = config.train.microbatches
     sequences = config.train.batch // (microbatches * config.mesh.dp)
     return [
@@ -322,6 +322,18 @@ def _activation_entries(config: Config) -> list[Entry]:
         )
         for entry in _TRACED[key]
     ]  # fmt: skip
+
+
+def _traced_once(one: Config) -> list[Entry]:
+    """What this model communicates.  A ring of many devices takes seconds to trace, so collective matmul is traced once
+    for all policies of rematerialisation with which sequence parallelism communicates the same."""
+    if one.mesh.tensor_parallel != TensorParallelMode.collective_matmul:
+        return activations(one, jnp.bfloat16)
+    alike = _activation_entries(replace(one, mesh=replace(one.mesh, tensor_parallel=TensorParallelMode.sequence)))
+    key = repr((replace(one.model, remat=Remat.full), one.mesh, alike))
+    if key not in _TRACED:
+        _TRACED[key] = activations(one, jnp.bfloat16)
+    return _TRACED[key]
 
 
 # The constants.  On models that were left out of the fit the time is off by 5 % in the median and 35 % at most, the

@@ -36,13 +36,12 @@ from shmap_tp.plan.benchmark import (
     measure_attached,
     measure_emulated,
     report,
-    run_command,
     step_parser,
 )
-from shmap_tp.plan.gpu.predict import estimate
-from shmap_tp.plan.gpu.targets import GPUS, find_nodes
-from shmap_tp.plan.predict import Prediction
+from shmap_tp.plan.gpu import GPUS, find_nodes
+from shmap_tp.plan.predict import Prediction, predict
 from shmap_tp.plan.report import Row, format_comparison
+from shmap_tp.runtime.command_line import run_command
 from shmap_tp.runtime.distributed import initialize_distributed
 
 DEFAULTS = {"gpu": ("gpt2_1_3b", 8, 1), "emulate": ("test", 1, 2)}
@@ -90,7 +89,7 @@ def estimated(config: Config, arguments: Namespace) -> Prediction:
     given = [flag for flag in ("emulate", "torch", "compare_gspmd", "compare_plan") if getattr(arguments, flag)]
     if given:
         raise UserError(f"--{given[0].replace('_', '-')} needs attached devices; omit it, or omit --version")
-    return estimate(config, find_nodes(arguments.version, config.mesh.dp * config.mesh.mp))
+    return predict(config, find_nodes(arguments.version, config.mesh.dp * config.mesh.mp))
 
 
 def planned_elsewhere(arguments: Namespace) -> tuple[Row, str | None]:

@@ -21,17 +21,10 @@ from gspmd_baseline import build_gspmd_programs
 
 from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import GENERATIONS
-from shmap_tp.plan.benchmark import (
-    Result,
-    config_from_flags,
-    measure_attached,
-    measure_emulated,
-    report,
-    run_command,
-    step_parser,
-)
+from shmap_tp.plan.benchmark import Result, config_from_flags, measure_attached, measure_emulated, report, step_parser
 from shmap_tp.plan.predict import Builder, predict
-from shmap_tp.plan.topologies import find_slice
+from shmap_tp.plan.tpu import find_slice
+from shmap_tp.runtime.command_line import run_command
 from shmap_tp.runtime.distributed import initialize_distributed
 from shmap_tp.training.step import build_step_functions
 

@@ -17,10 +17,10 @@ import numpy as np
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import GENERATIONS
-from shmap_tp.plan.gpu.targets import GPUS
+from shmap_tp.plan.gpu import GPUS
 from shmap_tp.plan.report import ESTIMATED, PREDICTED
-from shmap_tp.plan.search.correction import rank_correlation
 from shmap_tp.plan.search.formulas import Estimate, combined, estimate
+from shmap_tp.plan.search.loop import rank_correlation
 from shmap_tp.plan.targets import Target, find_target
 
 RESULTS = Path(__file__).parent / "results"

@@ -27,6 +27,7 @@ from model_options import refuse_options
 from shmap_tp.config.activation_names import QUERY_KEY_VALUE, SUBLAYER_OUTPUT
 from shmap_tp.config.schema import Config, Remat
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads, checkpoint_per_head
+from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.linear import matmul
 from shmap_tp.layers.mlp import GatedMlp, GeluMlp
 from shmap_tp.layers.positions import Alibi, PositionEncoding, alibi_slopes
@@ -35,10 +36,10 @@ from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
 from shmap_tp.model.remat import checkpointed
 from shmap_tp.model.tokens import input_ids
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.mesh import DP, MP, token_axes
 from shmap_tp.parallel.tensor_parallel import AllReduce
 from shmap_tp.training.bad_steps import StepOutcome, select_tree
-from shmap_tp.training.optimizer import clip_by_global_norm, learning_rate_schedule, make_optimizer, update_norms
+from shmap_tp.training.optimizer import clip_by_global_norm, make_optimizer, update_norms
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
 
 SUPPORTED = (
@@ -56,7 +57,11 @@ class Constraint:
     mesh: Mesh
 
     def __call__(self, x: Array, *axes: str | None) -> Array:
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*axes)))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(*axes)))
+
+    def spec(self, *axes: str | None) -> P:
+        """The PartitionSpec; DP stands for all axes that shard tokens."""
+        return P(*(token_axes(self.mesh.axis_names) if axis == DP else axis for axis in axes))
 
 
 def attention(
@@ -76,21 +81,22 @@ def attention(
     q_BTHK, k_BTNK = positions.rotate(q_BTHK), positions.rotate(k_BTNK)
     q_BTHK, k_BTNK, v_BTNK = (checkpoint_per_head(x, QUERY_KEY_VALUE) for x in (q_BTHK, k_BTNK, v_BTNK))
     slopes_H = jnp.asarray(alibi_slopes(positions.heads)) if isinstance(positions, Alibi) else None
-    mixed_BTHK = constrain(attend(layer, constrain)(q_BTHK, k_BTNK, v_BTNK, slopes_H), DP, None, MP, None)
+    mixed_BTHK = attend(layer, Pattern(slopes_H), constrain)(q_BTHK, k_BTNK, v_BTNK)
+    mixed_BTHK = constrain(mixed_BTHK, DP, None, MP, None)
     return layer.out(mixed_BTHK)
 
 
-def attend(layer: Attention, constrain: Constraint) -> Callable[..., Float[Array, "B T H K"]]:
+def attend(layer: Attention, pattern: Pattern, constrain: Constraint) -> Callable[..., Float[Array, "B T H K"]]:
     """The attention function of all heads.
 
     The compiler cannot shard a kernel: under shard_map each device runs it on its own heads.  Kernels have no ALiBi.
     Residuals are not deferred to the end of the block: the compiler schedules offload copies here.
     """
     if isinstance(layer.attend, Chunked):
-        return lambda *qkv: layer.attend(*qkv)[0]
-    kernel, heads = dataclasses.replace(layer.attend, defer=False), P(DP, None, MP, None)
+        return lambda *qkv: layer.attend(*qkv, pattern)[0]
+    kernel, heads = dataclasses.replace(layer.attend, defer=False), constrain.spec(DP, None, MP, None)
     return jax.shard_map(
-        lambda *qkv: kernel(*qkv)[0], mesh=constrain.mesh, in_specs=(heads, heads, heads, None), out_specs=heads
+        lambda *qkv: kernel(*qkv, pattern)[0], mesh=constrain.mesh, in_specs=(heads, heads, heads), out_specs=heads
     )
 
 
@@ -170,7 +176,7 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
     explicit = build_step_functions(config, mesh, dtype)
     shardings: State = jax.tree.map(lambda x: x.sharding, explicit.shapes)
     replicated, constrain = NamedSharding(mesh, P()), Constraint(mesh)
-    optimizer, schedule = make_optimizer(config.optimizer), learning_rate_schedule(config.optimizer)
+    optimizer = make_optimizer(config.optimizer)
 
     def objective(params: Transformer, tokens_BT: Array, counted: Array) -> tuple[Array, Array]:
         logits_BTV = transformer(params, input_ids(tokens_BT[:, :-1]), dtype, constrain)
@@ -197,7 +203,7 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
         outcome = StepOutcome(loss, norm, *update_norms(state.params, *updated_from(recompute_from(gradients))))
         good, guard = state.guard.update(outcome, config.guard)
         params, optimizer_state = select_tree(good, updated_from(gradients), (state.params, state.optimizer))
-        rate = schedule(state.step - state.guard.skipped)
+        rate = optimizer.schedule(state.step - state.guard.skipped)
         metrics = outcome.metrics() | {"learning_rate": rate} | guard.counts()
         return State(params, optimizer_state, guard, state.step + 1), metrics
 

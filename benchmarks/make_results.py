@@ -34,7 +34,7 @@ HEAD = """# Results
 Generated from `results/*.jsonl` by `python benchmarks/make_results.py`; do not edit by hand.  *Measured*: on the named
 devices.  *Emulated*: run on CPU devices that JAX emulates; says nothing about other hardware.  *Predicted*: the step
 was compiled for the slice by its own compiler (libtpu) on a CPU machine, and its schedule was simulated with the
-compiler's estimates of cycles and the link model of `shmap_tp/plan/link_model.py`.  MFU counts causal attention at half
+compiler's estimates of cycles and the link model of `shmap_tp/plan/tpu.py`.  MFU counts causal attention at half
 and no recomputation; the peaks are those of `shmap_tp/hardware/devices.py` (v3: 123 TFLOP/s per chip).
 """
 
@@ -61,7 +61,7 @@ other models, and gives the difference from the published step.  No constant is 
 
 {markdown_table(CONSTANTS, _constants(rows))}
 
-The planner prints these constants and ranges with each prediction (`shmap_tp/plan/calibration.py`).
+The planner prints these constants and ranges with each prediction (`shmap_tp/plan/report.py`).
 
 Ratios predicted : published range from {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {mean:.2f}.  A ratio
 includes both the difference between the programs and the error of the prediction.  Only the rows of transformer_shmap,
@@ -156,7 +156,7 @@ def gpu_steps() -> str:
 Compiled by XLA for GPU on a CPU machine: memory is the compiler's peak, without NCCL's buffers and CUDA's context, out
 of JAX's default memory pool (75 % of the GPU's memory).  The collectives of 6b and llama3_8b on H100 and H200, three
 meshes each, and of llama3_70b on (64, 1) were compared with the ledger (`python -m shmap_tp.plan` with the same flags):
-as planned.  The time is an estimate by formulas that no GPU has confirmed (`shmap_tp/plan/gpu/costs.py`, `links.py`).
+as planned.  The time is an estimate by formulas that no GPU has confirmed (`shmap_tp/plan/gpu.py`).
 
 Published beside them, none of the same step: Llama-3-70B on 64 H100, 731 TFLOP/s a GPU in FP8 (Megatron-Bridge), 37 %
 of the FP8 peak of 1979, beside the {_bf16_rate(planned)} that (64, 1) is estimated to do in bfloat16; in bfloat16,

@@ -30,15 +30,15 @@ from shmap_tp.config.schema import (
     Mlp,
     ModelConfig,
     Norm,
-    Positions,
+    PositionKind,
     Remat,
     padded_vocabulary,
 )
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak
-from shmap_tp.plan.benchmark import append_json, run_command, step_parser
-from shmap_tp.plan.measure import WARM_UP
+from shmap_tp.plan.benchmark import WARM_UP, append_json, step_parser
 from shmap_tp.plan.report import Row, config_fields, format_row
+from shmap_tp.runtime.command_line import run_command
 
 try:
     import torch
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.width, sum(self.heads) * config.head_dim, bias=False)
         self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=False)
-        self.rotary = Rotary(config) if config.positions == Positions.rotary else nn.Identity()
+        self.rotary = Rotary(config) if config.positions == PositionKind.rotary else nn.Identity()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         heads_BHTK = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -119,12 +119,12 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         refuse_options(config, "the PyTorch baseline")
-        if config.positions == Positions.alibi:
+        if config.positions == PositionKind.alibi:
             raise UserError("the fused attention of PyTorch has no ALiBi; use model.positions=rotary or learned")
         rows = padded_vocabulary(config)
         self.vocabulary = config.vocabulary
         self.embedding = nn.Embedding(rows, config.width)
-        learned = config.positions == Positions.learned
+        learned = config.positions == PositionKind.learned
         self.positions = nn.Embedding(config.context, config.width) if learned else None
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = norm(config)

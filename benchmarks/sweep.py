@@ -27,9 +27,10 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS, GIB
-from shmap_tp.plan.benchmark import append_json, measure_attached, measure_emulated, run_command
+from shmap_tp.plan.benchmark import append_json, measure_attached, measure_emulated
 from shmap_tp.plan.predict import predict
-from shmap_tp.plan.topologies import find_slice
+from shmap_tp.plan.tpu import find_slice
+from shmap_tp.runtime.command_line import run_command
 
 COLUMNS = [
     *("kind", "setting", "dp", "mp", "tile", "global_batch", "microbatches", "remat", "offload", "fits"),

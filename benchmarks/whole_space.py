@@ -12,10 +12,9 @@ from pathlib import Path
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
-from shmap_tp.plan.search.correction import rank_correlation
-from shmap_tp.plan.search.prune import Pruned, prune
-from shmap_tp.plan.search.space import candidates
-from shmap_tp.plan.search.worker import answer, request
+from shmap_tp.plan.search.candidates import Result, candidates, prune
+from shmap_tp.plan.search.jobs import answer, request
+from shmap_tp.plan.search.loop import rank_correlation
 from shmap_tp.plan.targets import Target, find_target
 
 FILE = Path(__file__).parent / "results" / "whole_space.jsonl"
@@ -41,8 +40,9 @@ class Case:
         settings = [f"model={self.model}", f"train.batch={self.batch}", "mesh.dp=1", "mesh.mp=1", "mesh.processes=1"]
         return load(str(CONF / "config.yaml"), settings)
 
-    def pruned(self) -> Pruned:
-        return prune(self.config, self.target, candidates(self.config, self.target, self.fixed))
+    def kept(self) -> list[Result]:
+        """The candidates that the formulas keep, fastest first."""
+        return prune(self.config, self.target, candidates(self.config, self.target, self.fixed))[0]
 
 
 CASES = (
@@ -80,7 +80,7 @@ class Ranks:
 def ranks(case: Case, done: dict[tuple[str, str], float]) -> Ranks:
     """Compare the formulas with the compiled times of every candidate of a case."""
     compiled = {words: seconds for (name, words), seconds in done.items() if name == case.name}
-    kept = case.pruned().kept
+    kept = case.kept()
     order = [" ".join(one.candidate.settings()) for one in kept]
     fastest = min(compiled, key=compiled.__getitem__)
     correlation = rank_correlation([one.seconds for one in kept], [compiled[words] for words in order])

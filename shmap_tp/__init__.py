@@ -29,6 +29,7 @@ Contents
     Transformer, State      the types of the parameters and of a training state
     UserError               raised for input that cannot be used; its message says what to do
     ShmapTpError            the base class of this and the other errors of a run
+    __version__             the version of this package
 
 Importing shmap_tp is fast: JAX is imported with the first of these names that needs it, and no device is used before
 the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `plan`, `generate`,
@@ -39,22 +40,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmap_tp.api import Model, from_pretrained, load_config
-    from shmap_tp.api_training import Trainer, run_training
+    from shmap_tp.api import Model, Trainer, from_pretrained, load_config, run_training
     from shmap_tp.config.schema import Config
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.model.transformer import Transformer
-    from shmap_tp.training.local_mesh import make_mesh
+    from shmap_tp.training.environment import make_mesh
     from shmap_tp.training.optimizer import Optimizer
     from shmap_tp.training.step import Components, State
 
+__version__ = "0.1.0"
+"""The version of this package: the only place that states it, so that it is the same of a wheel and of a clone."""
+
 _MODULES = {
     "load_config": "shmap_tp.api",
-    "make_mesh": "shmap_tp.training.local_mesh",
+    "make_mesh": "shmap_tp.training.environment",
     "Model": "shmap_tp.api",
     "from_pretrained": "shmap_tp.api",
-    "Trainer": "shmap_tp.api_training",
-    "run_training": "shmap_tp.api_training",
+    "Trainer": "shmap_tp.api",
+    "run_training": "shmap_tp.api",
     "Components": "shmap_tp.training.step",
     "Optimizer": "shmap_tp.training.optimizer",
     "Config": "shmap_tp.config.schema",
@@ -79,6 +82,7 @@ __all__ = [  # noqa: RUF022 - in the order of the docstring
     "State",
     "UserError",
     "ShmapTpError",
+    "__version__",
 ]
 
 

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shmap_tp.command_model import add_model_arguments, explained_memory_errors, open_model
-from shmap_tp.errors import ShmapTpError, UserError
-from shmap_tp.runtime.exit_codes import INTERRUPTED
-from shmap_tp.runtime.interrupts import importing
-from shmap_tp.runtime.output import end_without_readers
+from shmap_tp.command_model import add_sampling_arguments, joined, model_parser, open_model, sampling_options
+from shmap_tp.errors import UserError
+from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 
 if TYPE_CHECKING:
     from shmap_tp.inference.conversation import Conversation
@@ -30,39 +28,22 @@ examples
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.chat`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shmap_tp.chat",
-        description=__doc__.splitlines()[0],
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_arguments(parser)
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the model)")
+    parser = model_parser("chat", __doc__, EPILOG, several=False)
     parser.add_argument("--template", metavar="FILE", help="a chat template in Jinja (default: that of the model)")
     parser.add_argument("--system", metavar="TEXT", help="the system's message (default: that of the template)")
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="tokens of each answer (512)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (0)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the k likeliest tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest, of this sum")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
-    parser.add_argument("mesh", nargs="*", metavar="mesh.dp=1 mesh.mp=N", help="the mesh (1, 1)")
-    parser.set_defaults(processes=1)
+    add_sampling_arguments(parser, max_new_tokens=512)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_intermixed_args(argv)
-    try:
-        with explained_memory_errors():
+
+    def chat() -> None:
+        with joined(arguments):
             _chat(_opened(arguments))
-    except ShmapTpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:  # before the chat began
-        return INTERRUPTED
-    return 0
+
+    return run_command(chat)
 
 
 def _opened(arguments: argparse.Namespace) -> "Conversation":
@@ -70,18 +51,9 @@ def _opened(arguments: argparse.Namespace) -> "Conversation":
     with importing():
         from shmap_tp.inference.chat_template import chat_template_of_model
         from shmap_tp.inference.conversation import Conversation
-        from shmap_tp.inference.generator import Options
         from shmap_tp.inference.text import tokenizer_of_model
 
-    options = Options(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-        decode_tokens=4,
-    )
+    options = sampling_options(arguments, decode_tokens=4)
     model = open_model(arguments)
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
     template = chat_template_of_model(model, arguments.template)

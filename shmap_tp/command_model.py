@@ -1,4 +1,5 @@
-"""The model of a command that reads one, on one process or several: `chat`, `generate` and `evaluate`."""
+"""What `chat`, `generate` and `evaluate` share: the arguments that name a model and say how tokens are sampled, and the
+model, on one process or several."""
 
 import argparse
 import math
@@ -12,19 +13,35 @@ from typing import TYPE_CHECKING, Any
 
 from shmap_tp.config.schema import Precision
 from shmap_tp.errors import ShmapTpError, UserError
+from shmap_tp.runtime.command_line import importing
 from shmap_tp.runtime.exit_codes import INTERRUPTED
-from shmap_tp.runtime.interrupts import importing
 
 if TYPE_CHECKING:
     from shmap_tp.api import Model
+    from shmap_tp.inference.generator import Options
 
 MESH_KEYS = "mesh.dp", "mesh.mp"
 NOT_SHARED = {"process_id", "out"}
 """Arguments in which the processes may differ."""
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that name the model, and how it is held."""
+PROCESSES = """
+Several processes: the same command on every host of a TPU, GKE or Slurm job, with --processes N; elsewhere also
+--coordinator HOST:PORT and a different --process-id on each.  Process 0 prints and writes.
+"""
+
+
+def model_parser(command: str, description: str, epilog: str, *, several: bool) -> argparse.ArgumentParser:
+    """A parser of `python -m shmap_tp.COMMAND` with the arguments that name the model, its tokenizer and the mesh.
+
+    If the command can run on `several` processes, also with those that join them, as in training.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m shmap_tp.{command}",
+        description=description,
+        epilog=epilog + PROCESSES if several else epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
     model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
@@ -35,22 +52,33 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=Precision.auto,
         help="of weights and matrix products (auto: as the run; --pretrained: float32 on CPUs, bfloat16 elsewhere)",
     )
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the model)")
+    parser.add_argument("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")
+    parser.set_defaults(processes=1, process_id=None, coordinator=None)
+    if several:
+        parser.add_argument("--processes", type=int, metavar="N", help="number of processes, one per host (1)")
+        parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")
+        parser.add_argument("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")
+    return parser
 
 
-def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a command that several processes may run together, as those of training."""
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="number of processes, one per host (1)")
-    parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")
+def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """The flags of `sampling_options`."""
+    tokens = f"tokens of each answer ({max_new_tokens})"
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=tokens)
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (0)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the k likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest, of this sum")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
 
 
-@contextmanager
-def explained_memory_errors() -> Iterator[None]:
-    """Context in which a device without enough memory is a UserError."""
+def sampling_options(arguments: argparse.Namespace, **others: int) -> "Options":
+    """How answers are sampled; `others` are fields without a flag of `add_sampling_arguments`.  Raises UserError."""
     with importing():
-        from shmap_tp.training import memory
-    with memory.explained_memory_errors(memory.USE):
-        yield
+        from shmap_tp.inference.generator import Options
+    flags = "max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed"
+    return Options(**{name: getattr(arguments, name) for name in flags}, **others)
 
 
 @contextmanager
@@ -59,7 +87,7 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
 
     `inputs` are what the command has read from files; all processes must be started with the same arguments, and have
     read the same.  Only process 0 prints to stdout.  An error, an interrupt or the loss of one process ends all.
-    Raises UserError if the arguments of `add_process_arguments` do not suit each other, or a device lacks memory.
+    Raises UserError if the arguments of several processes do not suit each other, or a device lacks memory.
     """
     from shmap_tp.config.validate import validate_process_arguments
 
@@ -67,7 +95,7 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
         raise UserError(f"--processes {arguments.processes} must be at least 1")
     validate_process_arguments(arguments.coordinator, arguments.process_id, arguments.processes)
     if arguments.processes == 1:
-        with explained_memory_errors():
+        with _explained_memory_errors():
             yield
         return
     mesh = mesh_sizes(arguments.mesh)
@@ -102,10 +130,19 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
         Peers(threading.Event(), config.run.lost_timeout_seconds) as peers,
     ):
         try:
-            with explained_memory_errors():
+            with _explained_memory_errors():
                 yield
         except KeyboardInterrupt:
             peers.exit_all(INTERRUPTED, "interrupted")
+
+
+@contextmanager
+def _explained_memory_errors() -> Iterator[None]:
+    """Context in which a device without enough memory is a UserError."""
+    with importing():
+        from shmap_tp.training import environment
+    with environment.explained_memory_errors(environment.USE):
+        yield
 
 
 def is_first_process() -> bool:

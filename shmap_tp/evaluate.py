@@ -6,20 +6,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shmap_tp.command_model import add_model_arguments, add_process_arguments, joined, open_model
-from shmap_tp.config.bounds import SCHEMES, check_path
-from shmap_tp.errors import ShmapTpError, UserError
-from shmap_tp.runtime.exit_codes import INTERRUPTED
-from shmap_tp.runtime.interrupts import importing
-from shmap_tp.runtime.output import end_without_readers
+from shmap_tp.command_model import joined, model_parser, open_model
+from shmap_tp.config.values import SCHEMES, check_path
+from shmap_tp.errors import UserError
+from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 
+DESCRIPTION = """\
+Loss, perplexity, bits per byte and accuracy of a model on all of validation.bin, or its results in tasks of
+lm-evaluation-harness.
+"""
 EPILOG = """\
 examples
   python -m shmap_tp.evaluate --checkpoint runs/first --data data/mine
   python -m shmap_tp.evaluate --pretrained DIR --tasks arc_easy,hellaswag --limit 100 mesh.mp=4
-
-Several processes: the same command on every host of a TPU, GKE or Slurm job, with --processes N; elsewhere also
---coordinator HOST:PORT and a different --process-id on each.  Process 0 prints the result.
 """
 ONLY_OF_FILES = "data", "split", "sequences"
 ONLY_OF_TASKS = "tasks_dir", "limit", "fewshot", "apply_chat_template"
@@ -27,17 +26,9 @@ ONLY_OF_TASKS = "tasks_dir", "limit", "fewshot", "apply_chat_template"
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.evaluate`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shmap_tp.evaluate",
-        description="Loss, perplexity, bits per byte and accuracy of a model on all of validation.bin, or its results "
-        "in tasks of lm-evaluation-harness.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_arguments(parser)
+    parser = model_parser("evaluate", DESCRIPTION, EPILOG, several=True)
     parser.add_argument("--data", metavar="DIR", help="a directory of shmap_tp.prepare (default: data.dir of the run)")
     parser.add_argument("--split", choices=["validation", "train"], help="which file of it (validation)")
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the run)")
     parser.add_argument("--sequences", type=int, metavar="N", help="only the first N sequences of the file")
     parser.add_argument(
         "--tasks", type=_names, metavar="NAME,...", help="tasks of lm-evaluation-harness instead of a token file"
@@ -53,22 +44,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="sequences that are computed at a time (16)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    add_process_arguments(parser)
-    parser.add_argument("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_intermixed_args(argv)
-    try:
-        _evaluate(arguments)
-    except ShmapTpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
+    return run_command(lambda: _evaluate(arguments))
 
 
 def _names(text: str) -> list[str]:
@@ -133,7 +115,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
 
 def _evaluate_file(arguments: argparse.Namespace) -> dict[str, int | float]:
     with importing():
-        from shmap_tp.inference.evaluation import evaluate_file
+        from shmap_tp.inference.scoring import evaluate_file
         from shmap_tp.inference.text import tokenizer_of_model
 
     model = open_model(arguments)

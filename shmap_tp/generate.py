@@ -7,17 +7,17 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from shmap_tp.command_model import add_model_arguments, add_process_arguments, is_first_process, joined, open_model
-from shmap_tp.config.text import is_unicode, shown
-from shmap_tp.errors import ShmapTpError, StorageError, UserError
-from shmap_tp.runtime.exit_codes import INTERRUPTED
-from shmap_tp.runtime.interrupts import importing
-from shmap_tp.runtime.output import end_without_readers
-
-if TYPE_CHECKING:
-    from shmap_tp.inference.generator import Options
+from shmap_tp.command_model import (
+    add_sampling_arguments,
+    is_first_process,
+    joined,
+    model_parser,
+    open_model,
+    sampling_options,
+)
+from shmap_tp.errors import StorageError, UserError, shown
+from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 
 EPILOG = """\
 examples
@@ -29,61 +29,39 @@ examples
 
 A sampled token is a function of (seed, prompt number, sample number, position), on every mesh, in every batch.
 The mesh is (1, 1) where mesh.dp and mesh.mp are not given; on accelerators dp x mp must be all devices.
-Several processes: the same command on every host of a TPU, GKE or Slurm job, with --processes N; elsewhere also
---coordinator HOST:PORT and a different --process-id on each.  Process 0 prints and writes.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.generate`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shmap_tp.generate",
-        description=__doc__.splitlines()[0],
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_arguments(parser)
+    parser = model_parser("generate", __doc__, EPILOG, several=True)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument(
         "--prompts", metavar="FILE", help="one prompt per line; in .jsonl the field `prompt`; - is stdin"
     )
     parser.add_argument("--out", metavar="FILE", help="write lines of JSON instead of printing the texts")
     parser.add_argument("--overwrite", action="store_true", help="replace the file of --out")
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the run)")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens of each answer (200)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (0)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the k likeliest tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest, of this sum")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    add_sampling_arguments(parser, max_new_tokens=200)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer before this text")
     parser.add_argument("--batch", type=int, default=16, metavar="N", help="prompts that are answered at a time (16)")
-    add_process_arguments(parser)
-    parser.add_argument("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_intermixed_args(argv)
-    try:
-        _generate(arguments)
-    except ShmapTpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
+    return run_command(lambda: _generate(arguments))
 
 
 def _generate(arguments: argparse.Namespace) -> None:
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts) if arguments.prompts else [])]
     if not prompts:
         raise UserError("there is no prompt; give --prompt TEXT or --prompts FILE")
+    with importing():
+        from shmap_tp.data.tokenizer import check_text
     for number, prompt in enumerate(prompts):
-        if not is_unicode(prompt):
-            raise UserError(f"prompt {number} has bytes that are not UTF-8, or half of a surrogate pair; correct it")
+        check_text(prompt, f"prompt {number}")
     if arguments.batch < 1:
         raise UserError(f"--batch {arguments.batch} must be at least 1")
 
@@ -93,10 +71,9 @@ def _generate(arguments: argparse.Namespace) -> None:
     with importing():
         from tqdm import tqdm
 
-        from shmap_tp.inference.answers import answers
-        from shmap_tp.inference.text import tokenizer_of_model
+        from shmap_tp.inference.text import answers, tokenizer_of_model
 
-    options = _options(arguments)
+    options = sampling_options(arguments, samples=arguments.samples, decode_tokens=8)
     with joined(arguments, prompts=prompts):
         out = arguments.out if is_first_process() else None
         if out is not None:
@@ -117,21 +94,6 @@ def _generate(arguments: argparse.Namespace) -> None:
             found = answer(part, requests=range(first, first + len(part)), show=show)
             if out is not None:
                 _append(out, part, found)
-
-
-def _options(arguments: argparse.Namespace) -> "Options":
-    from shmap_tp.inference.generator import Options
-
-    return Options(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-        samples=arguments.samples,
-        decode_tokens=8,
-    )
 
 
 def _say_if_short(context: int, longest: int, new: int) -> None:

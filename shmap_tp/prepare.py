@@ -4,21 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from shmap_tp.runtime.interrupts import end_at_ctrl_c, raise_at_ctrl_c
-from shmap_tp.runtime.output import end_without_readers
-
-if __name__ == "__main__":
-    end_at_ctrl_c()
-
-from shmap_tp.data import text_sources
-from shmap_tp.data.metadata import SPLITS
-from shmap_tp.data.prepare import prepare
-from shmap_tp.data.tokenizer import open_tokenizer
-from shmap_tp.errors import ShmapTpError
-from shmap_tp.runtime.exit_codes import INTERRUPTED
+from shmap_tp.errors import UserError
+from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """The command line of `python -m shmap_tp.prepare`."""
     parser = argparse.ArgumentParser(prog="python -m shmap_tp.prepare", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -47,12 +38,23 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="share of the text that is for validation, by size (0.01)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace data that was prepared in --out before")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, prepare the data and return the exit code."""
-    arguments = _parse(argv)
+    """Run the command and return its exit code."""
+    arguments = parser().parse_args(argv)
+    return run_command(lambda: _prepare(arguments))
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    """Prepare the data, and print what they are.  Raises UserError."""
+    with importing():
+        from shmap_tp.data import text_sources
+        from shmap_tp.data.metadata import SPLITS
+        from shmap_tp.data.prepare import prepare
+        from shmap_tp.data.tokenizer import open_tokenizer
+
     try:
         tokenizer = open_tokenizer(arguments.tokenizer, arguments.end_of_text)
         if arguments.source:
@@ -62,18 +64,15 @@ def main(argv: list[str] | None = None) -> int:
         else:
             source = text_sources.hub_dataset(arguments.dataset, arguments.field, arguments.validation)
         meta = prepare(source, tokenizer, arguments.out, overwrite=arguments.overwrite)
-    except (ShmapTpError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise UserError(str(error)) from error
     except KeyboardInterrupt:
         print(f"interrupted; nothing was written to {arguments.out}", file=sys.stderr)
-        return INTERRUPTED
+        raise
     train, validation = (f"{meta['tokens'][split]:,}" for split in SPLITS)
     size = f"vocabulary {meta['vocabulary']}, {meta['dtype']}"
     print(f"{arguments.out}: {train} training tokens, {validation} validation tokens ({meta['tokenizer']}, {size})")
-    return 0
 
 
 if __name__ == "__main__":
-    raise_at_ctrl_c()
     sys.exit(end_without_readers(main))

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
+from shmap_tp.runtime.command_line import outlive_readers
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
-from shmap_tp.runtime.output import outlive_readers
 
 EPILOG = """\
 examples

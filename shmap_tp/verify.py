@@ -16,10 +16,7 @@ exit codes: 0 all is well, 1 a difference or a damaged file was found, 2 bad inp
 import argparse
 import sys
 
-from shmap_tp.errors import ShmapTpError
-from shmap_tp.runtime.exit_codes import INTERRUPTED
-from shmap_tp.runtime.interrupts import importing
-from shmap_tp.runtime.output import end_without_readers
+from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,14 +44,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
-    try:
-        return 0 if _verify(arguments) else 1
-    except ShmapTpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return run_command(lambda: 0 if _verify(arguments) else 1)
 
 
 def _verify(arguments: argparse.Namespace) -> bool:

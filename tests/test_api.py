@@ -50,7 +50,7 @@ def test_importing_shmap_tp_imports_no_jax_and_the_names_use_no_device():
 
 
 def test_the_docstring_names_everything_public():
-    assert {*shmap_tp.__all__} == {*shmap_tp._MODULES}
+    assert {*shmap_tp.__all__} == {*shmap_tp._MODULES, "__version__"}
     for name in shmap_tp.__all__:
         assert name in shmap_tp.__doc__.split("Contents")[1]
     with pytest.raises(AttributeError, match="no attribute 'load_konfig'; it has load_config"):

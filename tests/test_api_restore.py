@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 import shmap_tp
 from shmap_tp.config.schema import Precision
-from shmap_tp.training.restore_parameters import find_checkpoint, restore_parameters
+from shmap_tp.training.checkpoint_files import find_checkpoint, restore_parameters
 from tests.helpers.assertions import assert_same_bits, by_path
 from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import CONTEXT, VOCABULARY, run_uninterrupted

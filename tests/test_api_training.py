@@ -6,7 +6,6 @@ import pytest
 
 import shmap_tp
 from shmap_tp.data.batches import Batches
-from shmap_tp.training import loop
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import sequences, small
 from tests.helpers.run_fixtures import BATCH, CONTEXT, lines, overrides
@@ -14,7 +13,7 @@ from tests.helpers.run_fixtures import BATCH, CONTEXT, lines, overrides
 
 def test_a_trainer_trains_as_a_run_does(tmp_path, monkeypatch):
     """The same losses and the same evaluation, bit for bit, on the same batches."""
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
+    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
     given = overrides(tmp_path, "train.microbatches=2", "train.steps=4")
     config = shmap_tp.load_config(*given)
     assert shmap_tp.run_training(config)

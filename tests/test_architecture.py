@@ -28,7 +28,7 @@ ORDER = [
 ]
 """Sub-packages from the lowest to the highest; each imports only itself and those before it (`shmap_tp/errors.py` is a
 module that all of them may use)."""
-LIBRARY = {"__init__", "api", "api_training", "command_model"}
+LIBRARY = {"__init__", "api", "command_model"}
 """What `import shmap_tp` offers, above all sub-packages; only the commands may import it."""
 COMMANDS = {"__main__", "cli", "train", "prepare", "verify", "generate", "chat", "evaluate"}
 """Modules that parse, call and exit: nothing but `__main__` and `cli` imports them."""
@@ -36,7 +36,6 @@ UPPER = {
     "__init__": LIBRARY,
     "__main__": {"cli"},
     "cli": {"train"},
-    "api_training": {"api"},
     "command_model": {"api"},
     "generate": {"command_model"},
     "chat": {"command_model"},
@@ -48,7 +47,7 @@ every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.re
 PYTHON = [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *TESTS.rglob("*.py")]
 every_python_file = pytest.mark.parametrize("file", sorted(PYTHON), ids=lambda file: str(file.relative_to(ROOT)))
 
-MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 300, 60, 10
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 10
 """Of a file, of a function with its docstring, and of a function with `self`."""
 CUSTOM_GRADIENTS = {
     "parallel",
@@ -128,7 +127,7 @@ def test_these_modules_do_not_import_jax(name):
 
 
 @every_python_file
-def test_no_file_is_longer_than_300_lines(file):
+def test_no_file_is_longer_than_400_lines(file):
     assert len(file.read_text().splitlines()) <= MAX_LINES
 
 
@@ -156,6 +155,17 @@ def test_gradients_are_defined_by_hand_in_few_places(file):
         assert not [name for name in absolute_imports(file) if "custom_vjp" in name or "custom_jvp" in name]
     elif "custom_vjp" in file.read_text() or "custom_jvp" in file.read_text():
         assert "plain version" in file.read_text(), "say what the code would be without the gradient defined by hand"
+
+
+PRIVATE_NAMES = {"runtime/agreement.py", "plan/cudnn_questions.py"}
+"""Files that import private modules of other libraries, each with its reason."""
+
+
+@every_file
+def test_private_modules_of_other_libraries_are_imported_in_few_files(file):
+    names = {name for name in absolute_imports(file) if not name.startswith("shmap_tp.")}
+    private = [name for name in names if any(part.startswith("_") and part != "__future__" for part in name.split("."))]
+    assert not private or str(file.relative_to(PACKAGE)) in PRIVATE_NAMES, private
 
 
 @every_python_file

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from shmap_tp.config.text import shown
+from shmap_tp.errors import shown
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
 from tests.helpers.commands import call_main

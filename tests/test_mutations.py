@@ -30,8 +30,9 @@ import shmap_tp.training.optimizer
 import shmap_tp.training.step
 from shmap_tp.layers.attention import KeyValueHeads
 from shmap_tp.layers.embedding import VocabParallelEmbedding
-from shmap_tp.layers.linear import ColumnParallelHeads, ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
+from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.ring import RingStep
 from shmap_tp.parallel.tensor_parallel import AllReduce
@@ -85,13 +86,13 @@ def test_gradients_that_are_not_reduced_over_dp_do_not_type_check(monkeypatch):
 
 
 def test_an_fsdp_weight_that_is_not_gathered_has_the_wrong_shape(monkeypatch):
-    monkeypatch.setattr(shmap_tp.parallel.fsdp, "all_gather", lambda x, axis, dim, groups: x)
+    monkeypatch.setattr(shmap_tp.parallel.fsdp, "all_gather", lambda x, axis, dim: x)
     with refused_by_shape:
         trace_step("mesh.zero=fsdp")
 
 
 def test_an_fsdp_weight_gathered_in_another_order_gives_wrong_values(monkeypatch):
-    def gather_flipped(x: Any, axis: str, dim: int, groups: None) -> Any:
+    def gather_flipped(x: Any, axis: Any, dim: int) -> Any:
         return jnp.flip(lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True), dim)
 
     monkeypatch.setattr(shmap_tp.parallel.fsdp, "all_gather", gather_flipped)
@@ -171,7 +172,9 @@ def test_a_custom_gradient_for_reduce_does_not_type_check(monkeypatch):
 
 def test_parameters_that_are_not_marked_as_varying_over_dp_waste_communication(monkeypatch):
     """The values are right, but JAX reduces their gradients over dp in every microbatch."""
-    monkeypatch.setattr(AllReduce, "mark_varying", lambda self, params: params)
+    mark_others = shmap_tp.training.step.mark_varying
+    only_others = lambda tree, axes: tree if isinstance(tree, Transformer) else mark_others(tree, axes)  # noqa: E731
+    monkeypatch.setattr(shmap_tp.training.step, "mark_varying", only_others)
     over_dp = [entry for entry in communication_in_jaxpr(trace_step()) if entry.axis == DP]
     assert any(entry.direction == Direction.backward and entry.count > 1 for entry in over_dp)
 
@@ -276,8 +279,8 @@ def test_using_the_columns_of_the_next_device_gives_wrong_values(monkeypatch, la
     def with_weight_of_next_device(call: Any) -> Any:
         return lambda self, x: call(eqx.tree_at(lambda it: it.weight, self, from_next_device(self.weight)), x)
 
-    for columns in (ColumnParallelLinear, ColumnParallelHeads):
-        monkeypatch.setattr(columns, "__call__", with_weight_of_next_device(columns.__call__))
+    with_another = with_weight_of_next_device(ColumnParallelLinear.__call__)
+    monkeypatch.setattr(ColumnParallelLinear, "__call__", with_another)
     heads = KeyValueHeads.__call__
     # its result and not its weight, which is the same on every device where mp exceeds the number of heads
     monkeypatch.setattr(KeyValueHeads, "__call__", lambda self, x: from_next_device(heads(self, x)))

@@ -10,7 +10,7 @@ import yaml
 from shmap_tp import prepare, train
 from shmap_tp.hardware.devices import GENERATIONS, GIB
 from shmap_tp.plan.predict import predict
-from shmap_tp.plan.topologies import find_slice
+from shmap_tp.plan.tpu import find_slice
 from tests.helpers.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -67,7 +67,7 @@ def test_the_data_of_a_recipe_says_how_it_is_prepared(recipe):
     """By arguments of the command that prepares it."""
     data = recipe.config.data
     assert f"conf/data/{data.name}.yaml" in recipe.file.read_text()
-    prepare._parse([*shlex.split(data.source), "--out", data.dir])
+    prepare.parser().parse_args([*shlex.split(data.source), "--out", data.dir])
 
 
 @EVERY_PLANNED_RECIPE

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import shmap_tp
 from tests.helpers.run_fixtures import ROOT, TINY, write_tokens
 
 pytest.importorskip("setuptools", minversion="70.1", reason="the first that builds wheels by itself")
@@ -47,6 +48,15 @@ def test_the_wheel_holds_every_module_and_the_configuration_and_nothing_else(whe
     assert len(configuration) > 20
     entry_points = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("entry_points.txt"))
     assert b"shmap-tp = shmap_tp.cli:main" in zipfile.ZipFile(wheel).read(entry_points)
+
+
+def test_the_wheel_has_the_version_that_the_package_states(wheel):
+    """It is stated once, so that a clone and an archive without metadata have it, too."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+", shmap_tp.__version__)
+    assert wheel.name.startswith(f"shmap_tp-{shmap_tp.__version__}-")
+    metadata = zipfile.ZipFile(wheel).read(f"shmap_tp-{shmap_tp.__version__}.dist-info/METADATA").decode()
+    assert f"\nVersion: {shmap_tp.__version__}\n" in metadata
+    assert "version" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 DISTRIBUTIONS = {"hydra": "hydra-core", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
@@ -93,6 +103,7 @@ def test_an_installed_wheel_trains_and_restores_from_another_directory(wheel, tm
         return done.stdout
 
     assert str(site) in call("-c", "import shmap_tp.config.compose as c; print(c.CONF)")
+    assert call("-c", "import shmap_tp; print(shmap_tp.__version__)").strip() == shmap_tp.__version__
     command = str(site / "bin" / "shmap-tp")
     given = [*TINY, "data.dir=data", "run.dir=run", "train.steps=4"]
     assert "done at step 4 of 4" in call(command, "train", *given)

@@ -1,9 +1,11 @@
-"""The names under which layers offer activations to rematerialisation policies (`jax.ad_checkpoint.checkpoint_name`).
+"""The names under which layers offer activations to rematerialisation policies (`jax.ad_checkpoint.checkpoint_name`),
+and the activations that each policy saves.
 
-A layer names what a policy may want to save; `model/remat.py` decides which names are saved, and where.
+A layer names what a policy may want to save; `model/remat.py` builds the JAX policies.  Only saved activations can be
+offloaded.
 """
 
-from shmap_tp.config.schema import SavedActivation
+from shmap_tp.config.schema import Remat, SavedActivation
 
 BLOCK_INPUT = "input"
 """x as it enters a block."""
@@ -32,3 +34,16 @@ CHECKPOINT_NAMES = {
 
 ALWAYS_ON_DEVICE = (SOFTMAX_DENOMINATORS, NORM_STATISTICS)
 """Too small to be worth a transfer to the host, even where the activation they belong to is offloaded."""
+
+_EVERY_SUBLAYER = (SavedActivation.input, SavedActivation.sublayer_output)
+_ATTENTION = (SavedActivation.query_key_value, SavedActivation.attention_output)
+
+SAVED_BY_REMAT = {
+    Remat.none: (),
+    Remat.full: (SavedActivation.input,),
+    Remat.attention: (*_EVERY_SUBLAYER, *_ATTENTION),
+    Remat.mlp: (*_EVERY_SUBLAYER, SavedActivation.gate, SavedActivation.up),
+    Remat.attention_and_up: (*_EVERY_SUBLAYER, *_ATTENTION, SavedActivation.up),
+    Remat.all_matmuls: tuple(SavedActivation),
+}
+"""Policy to activations.  `none` saves every intermediate array without a name, so nothing of it can be offloaded."""

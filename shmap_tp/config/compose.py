@@ -8,6 +8,7 @@ import difflib
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -25,13 +26,11 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from shmap_tp.config.atomic_write import write_atomically
 from shmap_tp.config.schema import Config
-from shmap_tp.config.text import has_control_characters, shown
 from shmap_tp.config.validate import validate
-from shmap_tp.config.value_types import SECTIONS, check_sections, check_values, expected_type, keys
-from shmap_tp.config.yaml_source import plain_yaml_only, read_text
-from shmap_tp.errors import UserError
+from shmap_tp.config.values import SECTIONS, check_sections, check_values, expected_type, keys
+from shmap_tp.config.yaml_source import check_files, read_text
+from shmap_tp.errors import UserError, first_line, has_control_characters, shown
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -59,11 +58,19 @@ def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel |
     path, name = _resolved(os.fspath(file)), shown(file)
     search = [] if path.parent == CONF else [f"hydra.searchpath=[{quoted(f'file://{CONF}')}]"]
     given = [_to_hydra(item, path.parent) for item in overrides]
+    groups = (item.partition("=") for item in given if not item.startswith("++"))
     try:
-        with plain_yaml_only(), initialize_config_dir(str(path.parent), version_base="1.3"):
+        check_files(path, [path.parent, CONF], {group: json.loads(option) for group, _, option in groups})
+        with warnings.catch_warnings(), initialize_config_dir(str(path.parent), version_base="1.3"):
+            # without _self_ the file's own values come last, as they should
+            warnings.filterwarnings("ignore", "(?s)In .* Defaults list is missing `_self_`", UserWarning)
             values = compose(path.name, overrides=search + given)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, name, overrides)) from error
+    except UserError:
+        raise
+    except ValueError as error:  # such as of a header "# @package" without a value
+        raise UserError(f"{name}: {shown(first_line(error))}; correct that value") from error
     except RecursionError:
         raise UserError(f"{name}: its defaults list names files that name each other; end the circle") from None
     config = from_values(_with_derived_model(values, derive_model, name), name, overrides)
@@ -126,12 +133,9 @@ def _resolved(file: str) -> Path:
     return path
 
 
-def save(config: Config, file: Path, header: str = "") -> None:
-    """Write `config` with every value resolved, so that `--cfg FILE` loads it again, after `header`, lines of comment.
-
-    The write is atomic.
-    """
-    write_atomically(file, f"{header}{OmegaConf.to_yaml(OmegaConf.structured(config))}")
+def to_yaml(config: Config) -> str:
+    """A configuration as a file that `--cfg FILE` loads again, with every value resolved."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def to_dict(config: object) -> dict:
@@ -186,7 +190,7 @@ def _explain(error: Exception, file: str, overrides: Sequence[str]) -> str:
     if key := getattr(error, "full_key", None):
         given = any(f"{item.partition('=')[0]}.".startswith(f"{key}.") for item in overrides)
         return _explain_key(error) if given else f"{file}: {_explain_key(error)}"
-    message = shown(_first_line(error))
+    message = shown(first_line(error))
     if message.startswith("Cannot merge"):
         return f"{file}: a list cannot be merged with keys; give the whole list, for example train.profile=[10,12]"
     if "No match in the defaults list" in message:
@@ -208,11 +212,7 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     if isinstance(error, ValidationError) and "." in key:
         return f"{key}={shown(error.value)} must be {expected_type(key)}"
     way_out = "; correct its ${...}" if isinstance(error, InterpolationResolutionError | GrammarParseError) else ""
-    return f"{key}: {shown(_first_line(error))}{way_out}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [repr(error)])[0]
+    return f"{key}: {shown(first_line(error))}{way_out}"
 
 
 def _suggest(unknown: str) -> str:

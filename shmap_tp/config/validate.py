@@ -1,93 +1,38 @@
 """The rules that a configuration must satisfy on any machine.
 
-Composition (`compose.py`) has checked names and types; this module checks sizes, divisibility and combinations, and
-`validate_model.py` those of the model alone.  What depends on the devices of the machine is checked where they are
-known: `parallel/mesh.py`, `layers/`.
+Composition (`compose.py`) has checked names and types; this module checks sizes, divisibility and combinations.  What
+depends on the devices of the machine is checked where they are known: `parallel/mesh.py`, `layers/`.
 """
 
 import ipaddress
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
-from shmap_tp.config.bounds import check_bounds, check_paths
+from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import (
     AUTO,
+    Block,
     Config,
     DataConfig,
     FsdpGradients,
     MeshConfig,
+    Mlp,
     ModelConfig,
+    Norm,
     OptimizerConfig,
+    PositionKind,
+    RotaryPairing,
+    RotaryScaling,
     SampleConfig,
+    SavedActivation,
     TensorParallelMode,
     TrainConfig,
     Zero,
     padded_vocabulary,
 )
-from shmap_tp.config.text import shown
-from shmap_tp.config.validate_model import divisors, validate_model
-from shmap_tp.errors import UserError
-
-MINIMUM = {
-    "run.seed": 0,
-    "run.join_timeout_seconds": 1,
-    "run.lost_timeout_seconds": 5,
-    "mesh.dp": 1,
-    "mesh.mp": 1,
-    "mesh.slices": 1,
-    "mesh.processes": 1,
-    "train.steps": 1,
-    "train.batch": 1,
-    "train.microbatches": 1,
-    "train.max_sequences_per_device": 1,
-    "train.loss_chunk": 1,
-    "train.check_replicas_every": 0,
-    "model.width": 1,
-    "model.layers": 1,
-    "model.heads": 1,
-    "model.kv_heads": 1,
-    "model.head_dim": 1,
-    "model.ffn": 1,
-    "model.vocabulary": 1,
-    "model.vocabulary_multiple": 1,
-    "model.context": 1,
-    "model.attention_chunk": 1,
-    "model.rotary_base": 1,
-    "model.rotary_dim": 2,
-    "model.rotary_scaling_factor": 1,
-    "model.rotary_low_frequency_factor": 0,
-    "model.rotary_high_frequency_factor": 0,
-    "model.rotary_original_context": 1,
-    "model.norm_epsilon": 0,
-    "model.embedding_scale": 0,
-    "guard.loss_spike_sigmas": 1,
-    "guard.window": 2,
-    "guard.max_norm_change": 1.1,
-    "guard.max_consecutive": 1,
-    "evaluate.every": 0,
-    "evaluate.batches": 1,
-    "sample.every": 0,
-    "sample.max_new_tokens": 1,
-    "sample.temperature": 0,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 2,
-    "checkpoint.keep_every": 1,
-    "log.every": 1,
-    "optimizer.learning_rate": 0,
-    "optimizer.final_learning_rate": 0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.beta1": 0,
-    "optimizer.beta2": 0,
-    "model.init_std": 0,
-    "train.z_loss": 0,
-}
-"""The smallest value of each numeric key, which must be finite; null and auto satisfy it."""
-BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
-ZERO_IS_NULL = {"train.max_sequences_per_device", "checkpoint.keep_every"}
-"""Keys for which 0 means the same as null."""
+from shmap_tp.config.values import check_bounds, check_paths
+from shmap_tp.errors import UserError, shown
 
 
 def validate(config: Config) -> None:
@@ -97,13 +42,12 @@ def validate(config: Config) -> None:
         raise UserError(f"mesh.dp={mesh.dp} must be an integer or {AUTO}")
     check_paths(config)
     _check_source(config.data)
-    _check_ranges(config)
     check_bounds(config)
     _check_optimizer(config.optimizer)
     _check_prompts(config.sample)
     _check_profile(config.train)
     _check_mp_divides_model(mesh, model)
-    validate_model(model, mesh.mp)
+    _validate_model(model, mesh.mp)
     _check_fsdp_gradients(mesh)
     _check_batch(mesh, config.train)
 
@@ -170,27 +114,6 @@ def _is_address(text: str) -> bool:
         except ValueError:
             return False
     return bool(re.fullmatch("[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?", host))
-
-
-def _check_ranges(config: Config) -> None:
-    for key, value in _numbers(config):
-        if isinstance(value, float) and math.isnan(value):
-            raise UserError(f"{key}={value} is not a number; give one of {MINIMUM[key]} or more")
-        if value < MINIMUM[key]:
-            raise UserError(f"{key}={value} is too small; it must be {MINIMUM[key]} or more")
-        if value == math.inf:
-            raise UserError(f"{key}={value} is not finite; give a number")
-        if key in BELOW_ONE and value >= 1:
-            raise UserError(f"{key}={value} is too large; it must be below 1")
-
-
-def _numbers(config: Config) -> Iterator[tuple[str, float]]:
-    """The keys of MINIMUM that have a numeric value in `config`, with that value."""
-    for key in MINIMUM:
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if value is not None and value != AUTO and not (value == 0 and key in ZERO_IS_NULL):
-            yield key, value
 
 
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
@@ -260,3 +183,94 @@ def _check_divides(key: str, divisor: int, what: str, size: int) -> None:
     if size % divisor:
         fit = ", ".join(map(str, divisors(size)))
         raise UserError(f"{key}={divisor} does not divide {what}; use {key} in {{{fit}}}")
+
+
+def _validate_model(model: ModelConfig, mp: int) -> None:
+    """Check every rule of the model alone.  Raises UserError naming the first that is broken."""
+    _check_heads(model, mp)
+    _check_rotary(model)
+    _check_options(model)
+    _check_offload(model)
+
+
+def divisors(size: int) -> list[int]:
+    """The divisors of `size` up to 1024."""
+    return [n for n in range(1, min(size, 1024) + 1) if size % n == 0]
+
+
+def _check_heads(model: ModelConfig, mp: int) -> None:
+    if model.heads % model.kv_heads:
+        raise UserError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; choose a divisor")
+    if model.kv_heads % mp and mp % model.kv_heads:
+        fit = [n for n in divisors(model.heads) if model.kv_heads % n == 0 or n % model.kv_heads == 0]
+        raise UserError(
+            f"mesh.mp={mp} neither divides kv_heads={model.kv_heads} (model {model.name}) nor is a multiple of it; "
+            f"use mesh.mp in {{{', '.join(map(str, fit))}}}"
+        )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    if model.positions != PositionKind.rotary:
+        given = {
+            f"rotary_dim={model.rotary_dim}": model.rotary_dim is not None,
+            f"rotary_pairing={model.rotary_pairing}": model.rotary_pairing != RotaryPairing.half,
+            f"rotary_scaling={model.rotary_scaling}": model.rotary_scaling != RotaryScaling.none,
+        }
+        for option in [option for option, is_given in given.items() if is_given]:
+            raise UserError(
+                f"model.{option} has no effect with model.positions={model.positions} (model {model.name}); "
+                f"use model.positions=rotary, or remove it"
+            )
+        return
+    rotated = model.head_dim if model.rotary_dim is None else model.rotary_dim
+    if rotated % 2:
+        key = "head_dim" if model.rotary_dim is None else "rotary_dim"
+        raise UserError(
+            f"model.{key}={rotated} must be even for model.positions=rotary, which rotates pairs of elements"
+        )
+    if rotated > model.head_dim:
+        raise UserError(
+            f"model.rotary_dim={rotated} is above model.head_dim={model.head_dim} (model {model.name}); "
+            f"use at most {model.head_dim}, or null for all of it"
+        )
+    low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
+    if model.rotary_scaling == RotaryScaling.llama3 and not 0 < low < high:
+        raise UserError(
+            f"model.rotary_low_frequency_factor={low} must be above 0 and below "
+            f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4"
+        )
+
+
+def _check_options(model: ModelConfig) -> None:
+    if model.norm_bias and model.norm != Norm.layernorm:
+        raise UserError(
+            f"model.norm_bias=true needs model.norm=layernorm, but model.norm={model.norm} (model {model.name}) has no "
+            f"bias; set model.norm_bias=false"
+        )
+    if model.head_bias and model.tie_embeddings:
+        raise UserError(
+            f"model.head_bias=true needs an output head of its own, but model.tie_embeddings=true (model {model.name});"
+            f" set one of them to false"
+        )
+    for key in ("norm_epsilon", "embedding_scale"):
+        if getattr(model, key) == 0:
+            raise UserError(f"model.{key}=0 must be above 0")
+
+
+def _check_offload(model: ModelConfig) -> None:
+    for name in model.offload:
+        if name not in SAVED_BY_REMAT[model.remat]:
+            policies = ", ".join(remat for remat, saved in SAVED_BY_REMAT.items() if name in saved)
+            raise UserError(
+                f"model.offload has {name}, which model.remat={model.remat} does not save; "
+                f"use model.remat in {{{policies}}}"
+            )
+    if SavedActivation.gate in model.offload and model.mlp not in (Mlp.swiglu, Mlp.geglu):
+        raise UserError(f"model.offload has gate, but model.mlp={model.mlp} has no gate; remove it")
+    if SavedActivation.sublayer_output in model.offload and model.block != Block.sequential:
+        raise UserError(
+            f"model.offload has sublayer_output, which the backward pass of model.block={model.block} does not read; "
+            "remove it"
+        )
+    if len(set(model.offload)) < len(model.offload):
+        raise UserError(f"model.offload=[{','.join(model.offload)}] names an activation twice; name each once")

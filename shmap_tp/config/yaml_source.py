@@ -1,24 +1,20 @@
-"""Reads the YAML files of a configuration: plain values only, of a bounded size.
+"""Checks the YAML files of a configuration before Hydra reads them: plain values only, of a bounded size.
 
 Hydra and OmegaConf would read anything: a file of any size, aliases that stand for more values than fit into memory,
 values that contain themselves, tags that create Python objects.
 """
 
+import io
 import os
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-from shmap_tp.config.text import shown
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
@@ -107,50 +103,54 @@ def saved_value(file: Any, key: str) -> Any:
     return saved
 
 
-class PlainYamlSource(FileConfigSource):
-    """Hydra's way to read files, after `check_yaml` has accepted them."""
+def check_files(main: Path, directories: Sequence[Path], chosen: Mapping[str, str]) -> None:
+    """Check the file `main`, and those that its defaults list and theirs name, as Hydra finds them in `directories`.
 
-    def load_config(self, config_path: str) -> Any:
-        file = os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path)))  # as Hydra does
-        name = shown(file)
-        check_yaml(read_text(Path(file), name), name)
+    `chosen` are the options of the command line, by group.  Raises UserError for a file that is not plain YAML, has
+    settings of Hydra, or has a defaults list that does not name one option of each group.
+    """
+    unchecked, checked = [(main, "")], set()
+    while unchecked:
+        file, group = unchecked.pop(0)
+        name = shown(os.path.realpath(file))
+        place = name, *(os.path.realpath(directory / group) for directory in directories)
+        if place in checked:  # files that name each other
+            continue
+        checked.add(place)
+        text = read_text(file, name)
+        check_yaml(text, name)
         with _yaml_errors(name):
-            result = super().load_config(config_path)
-        _check_content(result.config, name)
-        return result
+            content = OmegaConf.load(io.StringIO(text))
+        for option, group_of_option in _defaults(content, group, chosen, name):
+            option = option if option.endswith(".yaml") else f"{option}.yaml"
+            found = (directory / option for directory in directories if (directory / option).is_file())
+            unchecked += [(path, group_of_option) for path in found][:1]  # Hydra explains that there is none
 
 
-def _check_content(content: Any, file: str) -> None:
-    """Raise UserError if a file has settings of Hydra, or its defaults list does not name one option of each group."""
+def _defaults(content: Any, group: str, chosen: Mapping[str, str], file: str) -> Iterator[tuple[str, str]]:
+    """(option, its group) of what the defaults list of `content`, a file of `group`, names: (model/bytes, model).
+
+    Raises UserError if the file has settings of Hydra, or its defaults list does not name one option of each group.
+    """
     if "hydra" in content:
         raise UserError(f"{file}: hydra: settings of Hydra itself have no effect here; remove them")
-    if "defaults" not in content:
-        return
-    defaults = OmegaConf.to_container(content)["defaults"]
+    defaults = OmegaConf.to_container(content).get("defaults", [])
     if not isinstance(defaults, list):
         raise UserError(f"{file}: defaults must be a list, such as [model: bytes, data: stdlib, _self_]")
     for item in defaults:
-        (group, name), *more = item.items() if isinstance(item, dict) and item else [(item, "")]
-        if more or not isinstance(group, str) or not isinstance(name, str) or not group.strip():
+        (key, name), *more = item.items() if isinstance(item, dict) and item else [(item, "")]
+        if more or not isinstance(key, str) or not isinstance(name, str) or not key.strip() or "${" in key + name:
             raise UserError(
                 f"{file}: defaults has {shown(item)}; write each item as GROUP: NAME, for example model: bytes"
             )
-        if "hydra/" in group:
-            raise UserError(f"{file}: defaults has {shown(group)}: settings of Hydra have no effect here; remove it")
-
-
-@contextmanager
-def plain_yaml_only() -> Iterator[None]:
-    """Context in which Hydra reads files through `PlainYamlSource`."""
-    Plugins.instance()  # registers Hydra's own sources on its first call
-    sources = SourcesRegistry.instance().types
-    before, sources["file"] = sources["file"], PlainYamlSource
-    try:
-        with warnings.catch_warnings():  # without _self_ the file's own values come last, as they should
-            warnings.filterwarnings("ignore", "(?s)In .* Defaults list is missing `_self_`", UserWarning)
-            yield
-    finally:
-        sources["file"] = before
+        if "hydra/" in key:
+            raise UserError(f"{file}: defaults has {shown(key)}: settings of Hydra have no effect here; remove it")
+        key = (key.split(" ")[-1] if isinstance(item, dict) else key).partition("@")[0]  # of `optional GROUP@PACKAGE`
+        path = key[1:] if key.startswith("/") else os.path.join(group, key)
+        if isinstance(item, dict):
+            yield f"{path}/{chosen.get(path, name)}", path
+        elif item != "_self_":
+            yield path, os.path.dirname(path)
 
 
 @contextmanager
@@ -167,5 +167,5 @@ def _yaml_errors(name: str) -> Iterator[None]:
         raise UserError(
             f"{name}, line {mark.line + 1}: invalid YAML, {shown(error.problem)}; correct that line or the one before"
         ) from error
-    except ValueError as error:  # a number with thousands of digits, a header such as "# @package" without a value
+    except ValueError as error:  # such as of a number with thousands of digits
         raise UserError(f"{name}: {shown(str(error).splitlines()[0])}; correct that value") from error

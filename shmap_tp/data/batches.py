@@ -18,10 +18,9 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from shmap_tp.config.schema import Config, DataConfig
-from shmap_tp.data.bucket import BucketTokenFile
 from shmap_tp.data.location import copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
-from shmap_tp.data.token_files import AnyTokenFile, data_identity, open_token_file
+from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
 from shmap_tp.data.tokenizer import Tokenizer, text_bytes, tokenizer_of_data
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import print_on_process_0

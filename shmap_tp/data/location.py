@@ -1,4 +1,4 @@
-"""The location of the token files of a run: data.dir, or for a bucket a copy on this host.
+"""The location of the token files of a run: data.dir, which may be a bucket, or a copy of it on this host.
 
 A host copies train.bin, validation.bin, meta.json and tokenizer.json to data.cache once; its processes share the copy,
 and each then reads the rows of its own devices.  With data.cache=null there is no copy, and each process reads these
@@ -8,6 +8,7 @@ rows from the bucket (`BucketTokenFile`).
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -16,13 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shmap_tp.config.schema import DataConfig
-from shmap_tp.data.bucket import Bucket
-from shmap_tp.data.files import file_size, shown
-from shmap_tp.data.metadata import META
-from shmap_tp.errors import UserError
+from shmap_tp.data.metadata import META, SPLITS, TOKENIZER
+from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.console import print_on_process_0
+from shmap_tp.runtime.files import file_size
 
 STDLIB = "stdlib"
+FILES = (META, TOKENIZER, *(f"{split}.bin" for split in SPLITS))
+_CHUNK = 1 << 24  # bytes that a copy reads at a time
 _COPIED = "copied.json"  # which versions of the files were copied
 
 
@@ -52,6 +54,58 @@ def _how_to_prepare(data: DataConfig) -> str:
     local = shlex.quote(f"data/{data.name}")
     copy = f"gcloud storage cp {local}/* {directory}/" if directory.startswith("gs://") else "copy it there"
     return f"{missing} and copy it there{other}:\n{command} --out {local} && {copy}"
+
+
+class Bucket:
+    """The files of data.dir, a URL.  Raises UserError if it cannot be read; so do all methods."""
+
+    files: dict[str, str]
+    """Those of `FILES` that are there: path by name."""
+
+    def __init__(self, data: DataConfig):
+        self._data = data
+        with self._messages():
+            import fsspec
+
+            self._system, root = fsspec.core.url_to_fs(data.dir)
+            library = type(self._system).__module__.partition(".")[0]
+            logging.getLogger(library).addHandler(logging.NullHandler())  # else it prints a traceback, and then raises
+            found = self._system.ls(root, detail=False) if self._system.exists(root) else []
+        paths = {path.rsplit("/", 1)[-1]: path for path in found}
+        self.files = {name: paths[name] for name in FILES if name in paths}
+
+    def versions(self) -> dict[str, str]:
+        """What identifies the present content of each file."""
+        with self._messages():
+            return {name: str(self._system.ukey(path)) for name, path in self.files.items()}
+
+    def size(self, name: str) -> int:
+        """Size of a file in bytes."""
+        with self._messages():
+            return int(self._system.size(self.files[name]))
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The content of a file."""
+        with self._messages(), self._system.open(self.files[name], "rb") as source:
+            while chunk := source.read(_CHUNK):
+                yield chunk
+
+    def ranges(self, name: str, starts: list[int], ends: list[int]) -> list[bytes]:
+        """The bytes from each start to its end, requested at the same time."""
+        with self._messages():
+            return self._system.cat_ranges([self.files[name]] * len(starts), starts, ends, on_error="raise")
+
+    @contextmanager
+    def _messages(self) -> Iterator[None]:
+        """Whatever the bucket's library raises becomes a UserError: each library has exceptions of its own."""
+        url = self._data.dir
+        try:
+            yield
+        except ImportError as error:
+            extra = "gcsfs: pip install -e '.[gcs]'" if url.startswith("gs://") else first_line(error)
+            raise UserError(f"data.dir={shown(url)} needs {extra}") from error
+        except Exception as error:
+            raise UserError(f"data.dir={shown(url)} cannot be read: {shown(first_line(error))}") from error
 
 
 def open_bucket(data: DataConfig) -> Bucket:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from shmap_tp.data.files import file_size, parse_json, reading
 from shmap_tp.errors import UserError
+from shmap_tp.runtime.files import file_size, parse_json, reading
 
 META = "meta.json"
 TOKENIZER = "tokenizer.json"

@@ -15,19 +15,18 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from shmap_tp.config.bounds import check_path
 from shmap_tp.config.schema import DataConfig
+from shmap_tp.config.values import check_path
 from shmap_tp.data import text_sources
-from shmap_tp.data.files import file_size, reading, shown
-from shmap_tp.data.location import STDLIB
+from shmap_tp.data.location import FILES, STDLIB
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
 from shmap_tp.data.staging import remove_stale, staging
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.console import print_on_process_0
+from shmap_tp.runtime.files import file_size, reading
 
 _GROUP = 1 << 22  # characters that are tokenized at a time
-_FILES = {META, TOKENIZER, *(f"{split}.bin" for split in SPLITS)}
 
 
 class TokenWriter:
@@ -55,7 +54,7 @@ class TokenWriter:
 
 
 def prepare(
-    source: text_sources.Source,
+    source: text_sources.TextSource,
     tokenizer: Tokenizer,
     out: Path | str,
     *,
@@ -104,7 +103,7 @@ def prepare_stdlib(out: Path | str) -> dict:
             return json.loads(meta.read_bytes())
 
 
-def _write_splits(source: text_sources.Source, tokenizer: Tokenizer, directory: Path) -> dict:
+def _write_splits(source: text_sources.TextSource, tokenizer: Tokenizer, directory: Path) -> dict:
     """Write both .bin files; return the contents of meta.json."""
     dtype = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
     with ExitStack() as closing, tqdm(total=source.total, desc=source.name, unit=" documents", disable=None) as bar:
@@ -154,10 +153,8 @@ def _check_free(target: Path, overwrite: bool, key: str) -> None:
         kind = "a symlink loop" if target.is_symlink() else "a file"
         raise UserError(f"{target} is {kind}; {key} must name a directory")
     existing = {path.name for path in target.iterdir()} if target.is_dir() else set()
-    if existing - _FILES:
-        raise UserError(
-            f"{target} holds {shown(min(existing - _FILES))}, which is not prepared data; choose another {key}"
-        )
+    if foreign := existing.difference(FILES):
+        raise UserError(f"{target} holds {shown(min(foreign))}, which is not prepared data; choose another {key}")
     if existing and not overwrite:
         raise UserError(
             f"{target} already holds prepared data; choose another {key}, or replace it with "

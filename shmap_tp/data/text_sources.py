@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from shmap_tp.data.files import file_size, first_line, parse_json, reading
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, first_line
+from shmap_tp.runtime.files import file_size, parse_json, reading
 
 TRAIN, VALIDATION = "train", "validation"
 EXTENSIONS = (".txt", ".jsonl")
@@ -31,7 +31,7 @@ _GENERATED = ("config-", "_sysconfigdata")  # written when Python was built, so 
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """A named stream of documents, each assigned to a split."""
 
     name: str
@@ -92,7 +92,7 @@ def _boundary(hashes: np.ndarray, sizes: np.ndarray, validation: float) -> tuple
     return int(boundary), cut
 
 
-def stdlib() -> Source:
+def stdlib() -> TextSource:
     """The .py files of the running Python's standard library without its tests, ordered by relative path.
 
     Files that are not UTF-8 or that contain a NUL are excluded.
@@ -111,10 +111,10 @@ def stdlib() -> Source:
                 yield split_of(path, STDLIB_VALIDATION), text
 
     version = ".".join(map(str, sys.version_info[:3]))
-    return Source(f"standard library of Python {version}", documents(), len(paths))
+    return TextSource(f"standard library of Python {version}", documents(), len(paths))
 
 
-def text_files(given: list[Path], field: str, validation: float) -> Source:
+def text_files(given: list[Path], field: str, validation: float) -> TextSource:
     """Local text: a .txt file is one document, each line of a .jsonl file has one in `field`; directories are searched.
 
     The fraction `validation` of the text, by size, is for validation (`divide`); every file is read twice.
@@ -128,10 +128,10 @@ def text_files(given: list[Path], field: str, validation: float) -> Source:
 
     counted = all(path.suffix == ".txt" for path in paths)
     name = ", ".join(path.name for path in given)
-    return Source(name, divide(documents, validation), len(paths) if counted else None)
+    return TextSource(name, divide(documents, validation), len(paths) if counted else None)
 
 
-def hub_dataset(name: str, field: str, validation: float) -> Source:
+def hub_dataset(name: str, field: str, validation: float) -> TextSource:
     """A data set of the Hugging Face hub, streamed: its own train and validation splits, or a fraction of train.
 
     The fraction is of the number of documents and met on average, since their sizes are not known beforehand.
@@ -154,7 +154,7 @@ def hub_dataset(name: str, field: str, validation: float) -> Source:
                 text = _text_field(row, field, f"--dataset {name}")
                 yield (split if VALIDATION in splits else split_of(text, validation)), text
 
-    return Source(name, documents(), None)
+    return TextSource(name, documents(), None)
 
 
 def _streamed(rows: Iterable[dict], name: str) -> Iterator[dict]:

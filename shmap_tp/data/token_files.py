@@ -1,4 +1,4 @@
-"""Token files: the tokenized text of one split on disk, read as sequences of T + 1 tokens.
+"""Token files: the tokenized text of one split, on disk or in a bucket, read as sequences of T + 1 tokens.
 
 T context, n sequences in a file.
 
@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Int32
 
-from shmap_tp.data.bucket import BucketTokenFile
-from shmap_tp.data.files import file_size, reading
+from shmap_tp.data.location import Bucket
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, Meta, read_meta
 from shmap_tp.errors import UserError
+from shmap_tp.runtime.files import file_size, reading
 
 _CHUNK = 1 << 24  # bytes that the scan reads at a time
 _FIRST = 1 << 20  # tokens at which a guess at another dtype looks
@@ -75,6 +75,56 @@ class TokenFile:
         for row, index in zip(out, indices, strict=True):
             row[:] = self._ids[index * self.context : (index + 1) * self.context + 1]
         return out
+
+
+class BucketTokenFile:
+    """One token file of a bucket as n sequences of T + 1 tokens: only what `read` asks for is transferred.
+
+    The sha256 and the largest id are those that meta.json states; the ids that are read are checked against
+    `vocabulary`.  Raises UserError if meta.json lacks one of them, or the file has another size.
+    """
+
+    path: str
+    context: int
+    tokens: int
+    largest: int
+    sha256: str
+
+    def __init__(self, bucket: Bucket, split: str, meta: Meta, *, context: int, vocabulary: int):
+        self._bucket, self._name, self._dtype = bucket, f"{split}.bin", DTYPES[meta.dtype]
+        self._vocabulary = vocabulary
+        if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
+            raise UserError(
+                f"data.cache=null needs the tokens, sha256 and vocabulary in {META} of {bucket.files[META]}; "
+                f"prepare the data with `python -m shmap_tp.prepare`, or set data.cache"
+            )
+        self.path, self.context = bucket.files[self._name], context
+        self.tokens, self.sha256, self.largest = meta.tokens[split], meta.sha256[split], meta.vocabulary - 1
+        size, stated = bucket.size(self._name), self.tokens * self._dtype.itemsize
+        if size != stated:
+            raise UserError(
+                f"{self.path}: {size} bytes, but {META} says {self.tokens} tokens of {meta.dtype}, {stated} bytes; "
+                "copy or prepare it again"
+            )
+        if self.tokens <= context or self.largest >= vocabulary:
+            raise UserError(
+                f"{self.path}: {self.tokens} tokens of vocabulary {meta.vocabulary}, but model.context={context} needs "
+                f"{context + 1} and model.vocabulary={vocabulary} is the limit; use other data or another model"
+            )
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return (self.tokens - 1) // self.context
+
+    def read(self, indices: Int[np.ndarray, " rows"]) -> Int32[np.ndarray, "rows tokens"]:
+        """The sequences at `indices`, [rows, T + 1]."""
+        starts = (indices * self.context * self._dtype.itemsize).tolist()
+        length = (self.context + 1) * self._dtype.itemsize
+        parts = self._bucket.ranges(self._name, starts, [start + length for start in starts])
+        rows = np.frombuffer(b"".join(parts), self._dtype).reshape(len(indices), self.context + 1)
+        if (largest := int(rows.max(initial=0))) > self.largest:
+            raise UserError(f"{self.path}: id {largest} occurs, but {META} says vocabulary {self.largest + 1}")
+        return rows.astype(np.int32)
 
 
 def open_token_file(directory: Path | str, split: str, *, context: int, vocabulary: int) -> TokenFile:

@@ -6,10 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from shmap_tp.config.text import shown
-from shmap_tp.data.files import file_size, first_line, read_json_file, reading
 from shmap_tp.data.metadata import Meta
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, first_line, shown
+from shmap_tp.runtime.files import file_size, read_json_file, reading
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -182,6 +181,19 @@ def text_bytes(tokenizer: Tokenizer, ids: Iterable[int], end_of_text: int | None
     """UTF-8 bytes of the text of `ids`; the ends of documents have none."""
     ends = {*tokenizer.stop_tokens, tokenizer.end_of_text, end_of_text}
     return tokenizer.byte_length([token for token in ids if token not in ends])
+
+
+def check_text(text: str, name: str = "the text") -> None:
+    """Raise UserError if `text`, called `name` in messages, cannot be encoded: Python reads bytes that are not UTF-8 as
+    surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = ascii(text[max(error.start - 20, 0) : error.end + 20])
+        raise UserError(
+            f"{name} has bytes that are not UTF-8, or half of a surrogate pair: {place} at character {error.start}; "
+            f"correct it"
+        ) from error
 
 
 def special_token(directory: Path, key: str) -> str | None:

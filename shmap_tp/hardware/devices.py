@@ -13,6 +13,7 @@ NVIDIA  data sheets
 
 import time
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,20 @@ import jax.numpy as jnp
 GIB = 2**30
 
 
+@runtime_checkable
+class Device(Protocol):
+    """What a mesh, a torus and the selection of a kernel read of a device: a jax.Device, or the description of one.
+
+    TPUs also have `coords`, `core_on_chip` and `slice_index`, and NVIDIA GPUs `compute_capability`; a device without
+    them is on no torus, in slice 0, and has no kernels of cuDNN.
+    """
+
+    @property
+    def device_kind(self) -> str: ...
+
+
 @dataclass(frozen=True)
-class Device:
+class DeviceFigures:
     """Peak figures of one JAX device; rates are per second."""
 
     flops: float
@@ -78,20 +91,20 @@ NETWORK_RATE = 2.5e10
 """Bytes/s between a host and other slices (DCN) in one direction: two 100 Gbit/s cards (CLOUD, v5e)."""
 
 DEVICES = {
-    "TPU v2": Device(45e12 / 2, 7.48 * GIB, 700e9 / 2, f"{CLOUD}, half of a chip's 45 TFLOP/s", 0.70e9),
-    "TPU v3": Device(
+    "TPU v2": DeviceFigures(45e12 / 2, 7.48 * GIB, 700e9 / 2, f"{CLOUD}, half of a chip's 45 TFLOP/s", 0.70e9),
+    "TPU v3": DeviceFigures(
         123e12 / 2, 15.48 * GIB, 900e9 / 2, f"{CLOUD}, half of a chip's 123 TFLOP/s (others print 140)", 0.94e9
     ),
-    "TPU v4": Device(275e12, 30.75 * GIB, 1200e9, CLOUD, 1.05e9),
-    "TPU v5 lite": Device(197e12, 15.75 * GIB, 819e9, CLOUD, 1.503e9),
-    "TPU v5": Device(459e12, 95.74 * GIB, 2765e9, CLOUD, 1.75e9),
-    "TPU v6 lite": Device(918e12, 31.25 * GIB, 1640e9, CLOUD, 1.75e9),
-    "TPU7x": Device(2307e12 / 2, 94.75 * GIB, 7380e9 / 2, f"{CLOUD}, half of a chip's 2307 TFLOP/s", 2.2e9),
-    "NVIDIA A100-SXM4-40GB": Device(312e12, 40e9, 1555e9, NVIDIA),
-    "NVIDIA A100-SXM4-80GB": Device(312e12, 80e9, 2039e9, NVIDIA),
-    "NVIDIA H100 80GB HBM3": Device(989e12, 80e9, 3350e9, NVIDIA),
-    "NVIDIA H200": Device(989e12, 141e9, 4800e9, NVIDIA),
-    "NVIDIA B200": Device(2250e12, 180e9, 8000e9, NVIDIA),
+    "TPU v4": DeviceFigures(275e12, 30.75 * GIB, 1200e9, CLOUD, 1.05e9),
+    "TPU v5 lite": DeviceFigures(197e12, 15.75 * GIB, 819e9, CLOUD, 1.503e9),
+    "TPU v5": DeviceFigures(459e12, 95.74 * GIB, 2765e9, CLOUD, 1.75e9),
+    "TPU v6 lite": DeviceFigures(918e12, 31.25 * GIB, 1640e9, CLOUD, 1.75e9),
+    "TPU7x": DeviceFigures(2307e12 / 2, 94.75 * GIB, 7380e9 / 2, f"{CLOUD}, half of a chip's 2307 TFLOP/s", 2.2e9),
+    "NVIDIA A100-SXM4-40GB": DeviceFigures(312e12, 40e9, 1555e9, NVIDIA),
+    "NVIDIA A100-SXM4-80GB": DeviceFigures(312e12, 80e9, 2039e9, NVIDIA),
+    "NVIDIA H100 80GB HBM3": DeviceFigures(989e12, 80e9, 3350e9, NVIDIA),
+    "NVIDIA H200": DeviceFigures(989e12, 141e9, 4800e9, NVIDIA),
+    "NVIDIA B200": DeviceFigures(2250e12, 180e9, 8000e9, NVIDIA),
 }
 """Figures by jax.Device.device_kind."""
 DEVICES["TPU v5p"] = DEVICES["TPU v5"]  # the name in some releases of libtpu

@@ -9,11 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import generation
+from shmap_tp.hardware.devices import Device, generation
 
 Tile = tuple[int, ...]
 """(x, y, z, cores): the size of a box of devices along each side of a slice."""
@@ -30,7 +29,7 @@ class Torus:
     """Links between neighbours of the grid along x, y and z: the sides of the tile, if the elements are tiles."""
 
     @classmethod
-    def of(cls, devices: list[jax.Device]) -> "Torus | None":
+    def of(cls, devices: list[Device]) -> "Torus | None":
         """The torus of `devices`; None if they have no coordinates or do not fill a box."""
         version = generation(devices[0].device_kind)
         if version is None or not hasattr(devices[0], "coords"):

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.layers.positions import PositionEncoding
+from shmap_tp.layers.causal_attention import Keys, Queries, attend, map_chunks
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.parallel.tensor_parallel import TensorParallel
+from shmap_tp.parallel.mesh import MP, batch_axes
 
 QUERY_CHUNK = 256
 """Queries whose scores exist at a time while a prompt is read."""
@@ -40,12 +39,9 @@ class KeyValueCache(NamedTuple):
     filled: Int[Array, ""]
     """Number of slots that are written."""
 
-    def add_to_input(
-        self, encoding: PositionEncoding, x_BTD: Float[Array, "B T D"], tp: TensorParallel
-    ) -> Float[Array, "B T D"]:
-        """x of T new tokens, with what the encoding adds at their positions."""
-        add = jax.vmap(lambda x_TD, position_T: encoding.add_to_input(x_TD[None], tp, position_T)[0])
-        return add(x_BTD, _positions(self.start_B, self.filled, x_BTD.shape[1]))
+    def positions(self, time: int) -> Int[Array, "B T"]:
+        """The positions of the tokens in the next `time` slots; 0 for padding."""
+        return jnp.maximum(self.filled + jnp.arange(time)[None] - self.start_B[:, None], 0)
 
     def scan(self, layer: Any, x_BTD: Float[Array, "B T D"], blocks: Any) -> tuple[Array, "KeyValueCache"]:
         """(x after all `blocks`, the cache with the new tokens); `layer(x, block, cache)` returns (x, cache).
@@ -77,35 +73,36 @@ class LayerCache(eqx.Module):
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
-        encoding: PositionEncoding,
+        slopes_H: Float[Array, " H"] | None,
     ) -> tuple[Float[Array, "B T H K"], "LayerCache"]:
         """(attention of T new tokens to all tokens so far, the cache with their keys and values)."""
-        position_BT = _positions(self.start_B, self.filled, q_BTHK.shape[1])
-        rotate = jax.vmap(lambda x_THK, position_T: encoding.rotate(x_THK[None], position_T)[0])
-        keys = self._write(self.keys, rotate(k_BTNK, position_BT))
-        values = self._write(self.values, v_BTNK)
+        keys, values = self._write(self.keys, k_BTNK), self._write(self.values, v_BTNK)
         k_BNSK, v_BNSK = (lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
-        mixed_BTHK = _attend_in_chunks(
-            rotate(q_BTHK, position_BT), k_BNSK, v_BNSK, self.start_B, self.filled, encoding.slopes()
-        )
+        queries = Queries(q_BTHK, self._segments(self.filled + jnp.arange(q_BTHK.shape[1])))
+        written = Keys(k_BNSK, v_BNSK, self._segments(jnp.arange(k_BNSK.shape[2])))
+        mixed_BTHK = _attend_in_chunks(queries, written, slopes_H, self.filled)
         return mixed_BTHK, LayerCache(keys, values, self.start_B, self.filled, self.layer)
+
+    def _segments(self, slot_S: Int[Array, " S"]) -> Int[Array, "B S"]:
+        """1 for slots of a sequence, 0 for those before it: what is padding is attended to by padding alone."""
+        return (slot_S[None] >= self.start_B[:, None]).astype(jnp.int32)
 
     def _write(self, cache: Float[Array, "L B N S K"], new_BTNK: Float[Array, "B T N K"]) -> Array:
         new = new_BTNK.transpose(0, 2, 1, 3)[None].astype(cache.dtype)
         return lax.dynamic_update_slice(cache, new, (self.layer, 0, 0, self.filled, 0))
 
 
-def cache_specs() -> KeyValueCache:
-    """PartitionSpecs of the fields."""
-    heads = P(None, DP, MP, None, None)
-    return KeyValueCache(heads, heads, P(DP), P())
+def cache_specs(batch: tuple[str, ...]) -> KeyValueCache:
+    """PartitionSpecs of the fields; `batch` are the axes whose ranks hold different sequences."""
+    heads = P(None, batch, MP, None, None)
+    return KeyValueCache(heads, heads, P(batch), P())
 
 
 def empty_cache(model: ModelConfig, start_B: Int[Array, " B"], slots: int, dtype: DTypeLike) -> KeyValueCache:
     """A cache without tokens, of this device's shapes, inside shard_map."""
     heads = max(model.kv_heads // lax.axis_size(MP), 1)
     zeros = jnp.zeros((model.layers, start_B.shape[0], heads, slots, model.head_dim), dtype)
-    zeros = mark_varying(mark_varying(zeros, DP), MP)
+    zeros = mark_varying(zeros, (*batch_axes(), MP))
     return KeyValueCache(zeros, zeros, start_B, jnp.zeros((), jnp.int32))
 
 
@@ -115,54 +112,19 @@ def cache_bytes(model: ModelConfig, dp: int, mp: int, batch: int, slots: int, dt
     return 2 * model.layers * (batch // dp) * heads * slots * model.head_dim * jnp.dtype(dtype).itemsize
 
 
-def _positions(start_B: Int[Array, " B"], filled: Int[Array, ""], time: int) -> Int[Array, "B T"]:
-    """Positions of the tokens in the next `time` slots; 0 for padding."""
-    return jnp.maximum(filled + jnp.arange(time)[None] - start_B[:, None], 0)
-
-
 def _attend_in_chunks(
-    q_BTHK: Float[Array, "B T H K"], k_BNSK: Array, v_BNSK: Array, start_B: Array, filled: Array, slopes_H: Array | None
+    queries: Queries, keys: Keys, slopes_H: Array | None, filled: Int[Array, ""]
 ) -> Float[Array, "B T H K"]:
-    """`_attend`, QUERY_CHUNK queries at a time: the scores of all queries of a long prompt would not fit."""
-    batch, time, heads, head_dim = q_BTHK.shape
+    """`attend` of the queries from slot `filled` on, QUERY_CHUNK at a time: the scores of all queries of a long prompt
+    would not fit."""
+    time = queries.q_BTHK.shape[1]
     if time <= QUERY_CHUNK:
-        return _attend(q_BTHK, k_BNSK, v_BNSK, start_B, filled, slopes_H)
+        return attend(queries, keys, slopes_H, filled)
     chunks = -(-time // QUERY_CHUNK)
-    q = jnp.pad(q_BTHK, [(0, 0), (0, chunks * QUERY_CHUNK - time), (0, 0), (0, 0)])
-    q_CBTHK = jnp.moveaxis(q.reshape(batch, chunks, QUERY_CHUNK, heads, head_dim), 1, 0)
+
+    def padded(x_BT: Array) -> Array:
+        return jnp.pad(x_BT, [(0, 0), (0, chunks * QUERY_CHUNK - time), *[(0, 0)] * (x_BT.ndim - 2)])
+
     firsts = filled + QUERY_CHUNK * jnp.arange(chunks)
-    mixed = lax.map(lambda each: _attend(each[0], k_BNSK, v_BNSK, start_B, each[1], slopes_H), (q_CBTHK, firsts))
-    return jnp.moveaxis(mixed, 0, 1).reshape(q.shape)[:, :time]
-
-
-@jax.named_scope("attend")
-def _attend(
-    q_BTHK: Float[Array, "B T H K"],
-    k_BNSK: Float[Array, "B N S K"],
-    v_BNSK: Float[Array, "B N S K"],
-    start_B: Int[Array, " B"],
-    first: Int[Array, ""],
-    slopes_H: Float[Array, " H"] | None,
-) -> Float[Array, "B T H K"]:
-    """Exact softmax attention of the T queries from slot `first` on, in float32 (or wider).
-
-    Each pair of sequence and key/value head is one batch entry of the matrix products; its G query heads are more rows.
-    """
-    (batch, time, heads, head_dim), (_, groups, slots, _) = q_BTHK.shape, k_BNSK.shape
-    shared, wide = heads // groups, jnp.promote_types(q_BTHK.dtype, jnp.float32)
-    q = q_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
-    scores = jnp.einsum("bngtk,bnsk->bngts", q, k_BNSK, preferred_element_type=wide) * head_dim**-0.5
-    past_TS = jnp.arange(slots)[None] - (first + jnp.arange(time))[:, None]
-    if slopes_H is not None:
-        slopes = slopes_H.astype(wide).reshape(1, groups, shared, 1, 1)
-        scores = scores + slopes * past_TS.astype(wide)[None, None, None]
-    scores = jnp.where(_attended(past_TS, start_B)[:, None, None], scores, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BNSK.dtype)
-    mixed = jnp.einsum("bngts,bnsk->bngtk", weights, v_BNSK)
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim)
-
-
-def _attended(past_TS: Int[Array, "T S"], start_B: Int[Array, " B"]) -> Bool[Array, "B T S"]:
-    """Which slots each query attends to: those of its own sequence up to its own."""
-    slot_S = jnp.arange(past_TS.shape[1])
-    return (past_TS <= 0)[None] & (slot_S[None, None] >= start_B[:, None, None])
+    mixed = map_chunks(lambda q, first: attend(q, keys, slopes_H, first), jax.tree.map(padded, queries), firsts)
+    return mixed[:, :time]

@@ -9,9 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shmap_tp.config.text import shown
-from shmap_tp.data.files import file_size, first_line, parse_json, reading
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, first_line, shown
+from shmap_tp.runtime.files import file_size, parse_json, reading
 
 TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"

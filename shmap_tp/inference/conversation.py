@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from shmap_tp.data.tokenizer import Tokenizer
+from shmap_tp.data.tokenizer import Tokenizer, check_text
 from shmap_tp.errors import UserError
-from shmap_tp.inference.answers import answers
 from shmap_tp.inference.chat_template import ChatTemplate, Message
 from shmap_tp.inference.generator import Options
-from shmap_tp.inference.text import check_text
+from shmap_tp.inference.text import answers
 
 LEAST_ROOM = 16
 """Tokens that an answer must have room for."""

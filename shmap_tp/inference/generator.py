@@ -13,12 +13,10 @@ from functools import partial
 import numpy as np
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.config.text import shown
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
 from shmap_tp.inference.sampling import Filters, Sampling
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.mesh import DP
 
 PADDING = -1
 """Id of a slot before the first token of a prompt."""
@@ -120,7 +118,7 @@ def stream(
     limits = [min(options.max_new_tokens, programs.model.context - len(prompt)) for prompt in prompts]
     pending = [_Sequence(limit, options.stop_tokens) for limit in limits for _ in range(options.samples)]
     calls = -(-(max(limits) - 1) // options.decode_tokens)
-    rows, numbers = _padded(prompts, requests, programs.mesh.shape[DP])
+    rows, numbers = _padded(prompts, requests, programs.batch_ranks)
     slots = rows.shape[1] + calls * options.decode_tokens
     shape = PrefillShape(-(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE, options.samples)
     sampling, filters = options.sampling, options.filters

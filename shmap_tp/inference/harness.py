@@ -17,15 +17,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
-from shmap_tp.data.files import first_line
 from shmap_tp.data.tokenizer import Tokenizer
-from shmap_tp.errors import UserError
-from shmap_tp.inference.answers import answers
+from shmap_tp.errors import UserError, first_line
 from shmap_tp.inference.chat_template import ChatTemplate, Message
 from shmap_tp.inference.generator import Options
 from shmap_tp.inference.length_batches import LengthBatch, length_batches
 from shmap_tp.inference.scoring import POSITIONS_MULTIPLE
-from shmap_tp.inference.text import tokenizer_of_model
+from shmap_tp.inference.text import answers, tokenizer_of_model
 
 NEW_TOKENS = 256
 """Tokens of an answer where a task names no other number, as in lm_eval's own models."""

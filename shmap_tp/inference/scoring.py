@@ -1,10 +1,13 @@
-"""Log-likelihood of given tokens, and whether each is the most likely one, over a vocabulary sharded over mp.
+"""Log-likelihood of given tokens, and whether each is the most likely one, over a vocabulary sharded over mp; and from
+both the quality of a model on a token file.
 
 B sequences, T positions, N positions of a chunk, D model width, V vocabulary rows, padded.  V/mp: sharded over mp.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +15,19 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
+from tqdm import tqdm
 
+from shmap_tp.config.schema import DataConfig
+from shmap_tp.data.batches import open_data
+from shmap_tp.data.metadata import Meta, read_meta
+from shmap_tp.data.token_files import AnyTokenFile, open_token_file
+from shmap_tp.data.tokenizer import Tokenizer, text_bytes
+from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.layers.embedding import OutputProjection, score
 from shmap_tp.model.loss import target_statistics
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.fsdp import gather_between_slices
-from shmap_tp.parallel.mesh import DP
+from shmap_tp.parallel.collectives import all_gather_invariant
 
 POSITIONS_MULTIPLE = 128
 """Sequences are padded to a multiple of this, so that similar lengths share one program."""
@@ -33,8 +42,7 @@ class ScoringProgram:
     """Scores the tokens of sequences; compiled at the first call with another number of sequences or positions."""
 
     def __init__(self, programs: GenerationPrograms):
-        self.model, self._mesh = programs.model, programs.mesh
-        self._specs, self._execution = programs.specs, programs.execution
+        self.model, self._programs = programs.model, programs
         self._run = jax.jit(self._mapped())
 
     def __call__(
@@ -43,7 +51,7 @@ class ScoringProgram:
         """tokens[B, T] -> (log-likelihood of tokens[:, 1:] given those before, whether each is the most likely one),
         float32[B, T-1] and bool[B, T-1].  The sequences are padded to a multiple of `multiple` positions."""
         batch, time = tokens.shape[0], tokens.shape[1] - 1
-        rows = -(-batch // self._mesh.shape[DP]) * self._mesh.shape[DP]
+        rows = -(-batch // self._programs.batch_ranks) * self._programs.batch_ranks
         length = min(-(-time // multiple) * multiple, self.model.context)
         padded = np.zeros((rows, length + 1), np.int32)
         padded[:batch, : time + 1] = tokens
@@ -52,14 +60,15 @@ class ScoringProgram:
         return likelihood, greedy
 
     def _mapped(self) -> Callable[[Transformer, Array], tuple[Array, Array]]:
-        def run(params: Transformer, tokens_BT: Int[Array, "B T"]) -> tuple[Array, Array]:
-            params = gather_between_slices(self._execution.placements, params)
-            h_BTD = params(tokens_BT[:, :-1], self._execution)
-            h_BTD, projection = params.output_projection(h_BTD, self._execution)
-            scores = _in_chunks(partial(_scores, projection, self.model.vocabulary), h_BTD, tokens_BT[:, 1:])
-            return jax.tree.map(lambda x: lax.all_gather(x, DP, axis=0, tiled=True, to="invarying"), scores)
+        execution, batch = self._programs.execution, self._programs.batch
 
-        return jax.shard_map(run, mesh=self._mesh, in_specs=(self._specs, P(DP, None)), out_specs=(P(), P()))
+        def run(params: Transformer, tokens_BT: Int[Array, "B T"]) -> tuple[Array, Array]:
+            h_BTD, _ = params(tokens_BT[:, :-1], execution)
+            h_BTD, projection = params.output_projection(h_BTD, execution)
+            scores = _in_chunks(partial(_scores, projection, self.model.vocabulary), h_BTD, tokens_BT[:, 1:])
+            return jax.tree.map(lambda x: all_gather_invariant(x, batch, 0), scores)
+
+        return self._programs.sharded.mapped(run, (P(batch, None),), (P(), P()))
 
 
 def _in_chunks(
@@ -80,3 +89,56 @@ def _scores(
     """One all-gather over mp of three values per position."""
     found = target_statistics(score(h_ND, projection), targets_N, vocabulary)
     return found.target_N - found.max_N - jnp.log(found.z_N), found.target_N == found.max_N
+
+
+def evaluate_file(
+    program: ScoringProgram,
+    parameters: Transformer,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    split: str,
+    limits: tuple[int | None, int],
+) -> dict[str, int | float]:
+    """Loss, perplexity, bits per byte and accuracy of the model on `split` of data.dir, in sequences of model.context
+    tokens.  data.dir may be a bucket, which is read as in training.
+
+    loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the
+    sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
+    (Gao et al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
+
+    `limits` are (the number of sequences, None for all; how many are computed at a time).
+    Raises UserError if the data cannot be read, or has no text.
+    """
+    model = program.model
+    file, meta = _open(data, split, context=model.context, vocabulary=model.vocabulary)
+    wanted, batch = limits
+    count = min(wanted or len(file), len(file))
+    batch = min(batch, count)
+    nats, right, size = 0.0, 0, 0
+    hidden = True if jax.process_index() else None  # None: where stderr is no terminal
+    for first in tqdm(range(0, count, batch), desc=f"{data.dir}/{split}.bin", unit=" batches", disable=hidden):
+        rows = file.read(np.arange(first, min(first + batch, count)))
+        filled = np.concatenate([rows, np.repeat(rows[:1], batch - len(rows), axis=0)])  # one program for all batches
+        likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled))
+        nats -= float(likelihood.sum(dtype=np.float64))
+        right += int(greedy.sum())
+        size += sum(text_bytes(tokenizer, row[1:].tolist(), meta.end_of_text) for row in rows)
+    if not size:
+        raise UserError(f"{data.dir}/{split}.bin: these {count} sequences hold only ends of documents, and no text")
+    tokens = count * model.context
+    return {
+        "sequences": count,
+        "tokens": tokens,
+        "loss": nats / tokens,
+        "perplexity": math.exp(min(nats / tokens, 700)),
+        "bits_per_byte": nats / math.log(2) / size,
+        "accuracy": right / tokens,
+    }
+
+
+def _open(data: DataConfig, split: str, **sizes: int) -> tuple[AnyTokenFile, Meta]:
+    """The token file of `split`, and meta.json."""
+    if "://" in data.dir:
+        (file,), meta, _ = open_data(data, [split], **sizes)
+        return file, meta
+    return open_token_file(Path(data.dir), split, **sizes), read_meta(Path(data.dir))

@@ -1,18 +1,26 @@
-"""The tokenizer of a model, that of its training data or of its Hugging Face directory, and prompts as token ids."""
+"""Text into a model and out of it: its tokenizer, prompts as token ids, and answers as they come."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from shmap_tp.config.text import shown
-from shmap_tp.data.files import parse_json, reading
 from shmap_tp.data.metadata import META, TOKENIZER, read_meta
-from shmap_tp.data.tokenizer import Bytes, Tokenizer, open_tokenizer_file, read_subwords, special_token
-from shmap_tp.errors import UserError
+from shmap_tp.data.tokenizer import Bytes, Tokenizer, check_text, open_tokenizer_file, read_subwords, special_token
+from shmap_tp.errors import UserError, shown
+from shmap_tp.inference.generator import Options, stream
+from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.runtime.files import parse_json, reading
 from shmap_tp.training.checkpoint_files import read_facts
+
+Show = Callable[[int, int, str, str | None], None]
+"""(number of the prompt, number of the sample, the next piece of its text, its whole text once it has ended)."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes the first bytes of a character to."""
 
 
 def tokenizer_of_model(model: Any, file: str | None) -> Tokenizer:
@@ -76,6 +84,11 @@ def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
     return tokenizer
 
 
+def _meta(data_dir: str) -> dict[str, Any]:
+    """What meta.json of the data says; {} if it is not on this machine."""
+    return vars(read_meta(Path(data_dir))) if (Path(data_dir) / META).is_file() else {}
+
+
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
     """The ids of each prompt, text or ids already.  Raises UserError if a text is not Unicode."""
     for prompt in prompts:
@@ -84,15 +97,76 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]])
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def check_text(text: str) -> None:
-    """Raise UserError if `text` has bytes that were not UTF-8, which Python reads as surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        place = ascii(text[max(error.start - 20, 0) : error.end + 20])
-        raise UserError(f"the text is not UTF-8: {place} at character {error.start}; convert it") from error
+def answers(
+    programs: GenerationPrograms,
+    parameters: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[int]],
+    options: Options,
+    *,
+    stop: Sequence[str] = (),
+    requests: Sequence[int] | None = None,
+    show: Show | None = None,
+) -> list[list[str]]:
+    """The answers to each prompt, text or ids, options.samples of them.
+
+    An answer ends before a text in `stop`, before the end of the document, after options.max_new_tokens, or where the
+    context of the model ends.
+
+    `requests` are the numbers of the prompts, on which sampling depends; by default 0, 1, 2 ...
+    Raises UserError as `generator.stream` does, if a text in `stop` is empty, and if a prompt is not Unicode.
+    """
+    if "" in stop:
+        raise UserError("a stop text is empty, so every answer would be; leave it out")
+    options = replace(options, stop_tokens=(*options.stop_tokens, *tokenizer.stop_tokens))
+    ids = encode_prompts(tokenizer, prompts)
+    found = [_Answer(tokenizer, stop) for _ in range(len(ids) * options.samples)]
+    stopped: set[int] = set()
+    for pieces in stream(programs, parameters, ids, options, requests, stopped):
+        for row, (answer, piece) in enumerate(zip(found, pieces, strict=True)):
+            new = answer.add(piece)
+            if show and new:
+                show(*divmod(row, options.samples), new, None)
+            if answer.stopped:
+                stopped.add(row)
+    for row, answer in enumerate(found):
+        rest = answer.end()
+        if show:
+            show(*divmod(row, options.samples), rest, answer.text)
+    return [
+        [answer.text for answer in found[row : row + options.samples]] for row in range(0, len(found), options.samples)
+    ]
 
 
-def _meta(data_dir: str) -> dict[str, Any]:
-    """What meta.json of the data says; {} if it is not on this machine."""
-    return vars(read_meta(Path(data_dir))) if (Path(data_dir) / META).is_file() else {}
+class _Answer:
+    """One answer as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+        self._tokenizer, self._stop = tokenizer, stop
+        self._ids: list[int] = []
+        self.text = ""
+        """What has been shown."""
+        self.stopped = False
+        """Whether it ended before one of the stop texts."""
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The text that can be shown since the last call: none that later tokens may change or cut off."""
+        if self.stopped:
+            return ""
+        self._ids += ids
+        whole = self._tokenizer.decode(self._ids)
+        places = [place for text in self._stop if (place := whole.find(text)) >= 0]
+        if places:
+            self.stopped = True
+            return self._show(whole[: min(places)])
+        sure = whole.rstrip(UNFINISHED)
+        begun = [length for text in self._stop for length in range(1, len(text)) if sure.endswith(text[:length])]
+        return self._show(sure[: len(sure) - max(begun, default=0)])
+
+    def end(self) -> str:
+        """The text that was held back."""
+        return "" if self.stopped else self._show(self._tokenizer.decode(self._ids))
+
+    def _show(self, text: str) -> str:
+        new, self.text = text[len(self.text) :], text
+        return new

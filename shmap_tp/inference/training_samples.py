@@ -7,9 +7,9 @@ from jax.sharding import Mesh
 from shmap_tp.config.schema import Config
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
-from shmap_tp.inference.answers import answers
 from shmap_tp.inference.generator import Options, check_prompts
 from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.inference.text import answers
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.training.environment import compute_dtype
@@ -26,7 +26,7 @@ def make_training_sampler(
     """
     functions = build_model_functions(config, mesh, compute_dtype(config.train.precision), components)
     try:
-        programs = GenerationPrograms(config.model, mesh, functions)
+        programs = GenerationPrograms(config.model, functions.model)
     except UserError as error:
         print_on_process_0(f"no samples: {error}")
         return None
@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 
 class TrainingSampler:
-    """A `training.samples.Sampler`.  The same seed, run.seed, is used each time, so that samples can be compared."""
+    """A `training.run.Sampler`.  The same seed, run.seed, is used each time, so that samples can be compared."""
 
     def __init__(self, config: Config, programs: GenerationPrograms, tokenizer: Tokenizer):
         self._programs, self._tokenizer, self._prompts = programs, tokenizer, list(config.sample.prompts)

@@ -14,7 +14,6 @@ flash_attention.py, selected when the model is built (attention_selection.py).  
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -24,21 +23,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.config.activation_names import ATTENTION_OUTPUT, QUERY_KEY_VALUE
-from shmap_tp.layers.causal_attention import causal_attention
-from shmap_tp.layers.flash_attention import Cudnn, DeferredResiduals, Splash
-from shmap_tp.layers.linear import ColumnParallelHeads, RowParallelHeads
+from shmap_tp.layers.causal_attention import Pattern, causal_attention
+from shmap_tp.layers.context import Context, DeferredResiduals, Extras
+from shmap_tp.layers.flash_attention import Cudnn, Splash
+from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.layers.norm import RMSNorm
-from shmap_tp.layers.positions import PositionEncoding, Positions
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.linear_protocol import Linear
 from shmap_tp.parallel.mesh import MP
-from shmap_tp.parallel.partitioning import param
-from shmap_tp.parallel.tensor_parallel import Activation, TensorParallel
+from shmap_tp.parallel.partitioning import ParameterKind, param
+from shmap_tp.parallel.tensor_parallel import Activation
 
 
 @dataclass(frozen=True)
 class Chunked:
-    """softmax(q k' / sqrt(K) + bias, s <= t) v by `causal_attention`: for any device, shape, dtype and bias."""
+    """softmax(q k' / sqrt(K) + bias, s <= t) v by `causal_attention`: for any device, shape, dtype and
+    pattern."""
 
     chunk: int
     """Queries whose scores exist at a time."""
@@ -48,29 +48,14 @@ class Chunked:
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
-        slopes_H: Float[Array, " H"] | None,
+        pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
         """(mixed, no deferred residuals).  Communication: none."""
-        mixed_BTHK = causal_attention(q_BTHK, k_BTNK, v_BTNK, slopes_H, self.chunk)
+        mixed_BTHK = causal_attention(q_BTHK, k_BTNK, v_BTNK, pattern, self.chunk)
         return checkpoint_per_head(mixed_BTHK, ATTENTION_OUTPUT), ()
 
 
 AnyAttention = Chunked | Splash | Cudnn
-
-
-@runtime_checkable
-class Cache(Protocol):
-    """Keys and values of earlier tokens, which generation keeps for each layer (`inference/cache.py`)."""
-
-    def attend(
-        self,
-        q_BTHK: Float[Array, "B T H K"],
-        k_BTNK: Float[Array, "B T N K"],
-        v_BTNK: Float[Array, "B T N K"],
-        encoding: PositionEncoding,
-    ) -> tuple[Float[Array, "B T H K"], "Cache"]:
-        """(attention of T new tokens, which it gives their positions, to all tokens so far; the cache with them)."""
-        ...
 
 
 def checkpoint_per_head(x_BTHK: Float[Array, "B T H K"], name: str) -> Float[Array, "B T H K"]:
@@ -89,10 +74,9 @@ class KeyValueHeads(eqx.Module):
                    once per step.
     """
 
-    weight: Float[Array, "D N K"] = param(None, MP, None, replicate_if_fewer=True)
-    bias: Float[Array, "N K"] | None = param(MP, None, replicate_if_fewer=True, is_bias=True)
+    weight: Float[Array, "D N K"] = param(None, MP, None, outputs=(1, 2), replicate_if_fewer=True)
+    bias: Float[Array, "N K"] | None = param(MP, None, kind=ParameterKind.vector, replicate_if_fewer=True)
     heads: int = eqx.field(static=True)
-    outputs_first = False
 
     def __init__(self, width: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray, bias: bool = False):
         self.weight = std * jax.random.normal(key, (width, heads, head_dim))
@@ -129,10 +113,10 @@ class Attention(eqx.Module):
                    gradient over mp, unless the tensor-parallel mode marked it as varying before.
     """
 
-    query: ColumnParallelHeads
+    query: ColumnParallelLinear
     key: KeyValueHeads
     value: KeyValueHeads
-    out: RowParallelHeads
+    out: RowParallelLinear
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     attend: AnyAttention = eqx.field(static=True)
@@ -154,52 +138,38 @@ class Attention(eqx.Module):
         `head_norms` are those of (q, k)."""
         key_q, key_k, key_v, key_out = jax.random.split(key, 4)
         in_bias, out_bias = biases
-        self.query = ColumnParallelHeads(width, heads[0], head_dim, std=std, key=key_q, bias=in_bias)
+        features = heads[0] * head_dim
+        self.query = ColumnParallelLinear(width, features, std=std, key=key_q, bias=in_bias, head_dim=head_dim)
         self.key = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_k, bias=in_bias)
         self.value = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_v, bias=in_bias)
-        self.out = RowParallelHeads(heads[0] * head_dim, width, std=std_out, key=key_out, bias=out_bias)
+        self.out = RowParallelLinear(features, width, std=std_out, key=key_out, bias=out_bias)
         self.query_norm, self.key_norm = head_norms or (None, None)
         self.attend = attend
 
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B _ D"],
-        encoding: PositionEncoding,
-        tp: TensorParallel,
-        positions: Positions = None,
-        cache: Cache | None = None,
-    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
-        """(y, residuals that host offload saves at the end of the block, or the cache with the new tokens)."""
-        q_BTHK, k_BTNK, v_BTNK = tp.column_parallel(x_BTD, *self.inputs)
-        mixed_BTHK, residuals = self.mix(q_BTHK, k_BTNK, v_BTNK, encoding, tp, positions, cache)
-        return tp.row_parallel((mixed_BTHK, self.out)), residuals
+    def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
+        q_BTHK, k_BTNK, v_BTNK = context.tp.column_parallel(x_BTD, *self.inputs)
+        mixed_BTHK, extras = self.mix(q_BTHK, k_BTNK, v_BTNK, context)
+        return context.tp.row_parallel((mixed_BTHK, self.out)), extras
 
     @property
     def inputs(self) -> tuple[Linear, Linear, Linear]:
         return self.query, self.key, self.value
 
-    def mix(
-        self,
-        q: Activation,
-        k: Activation,
-        v: Activation,
-        encoding: PositionEncoding,
-        tp: TensorParallel,
-        positions: Positions = None,
-        cache: Cache | None = None,
-    ) -> tuple[Activation, DeferredResiduals | Cache]:
+    def mix(self, q: Activation, k: Activation, v: Activation, context: Context) -> tuple[Activation, Extras]:
         """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these."""
+        tp, encoding = context.tp, context.encoding
         q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
         if self.query_norm is not None:
             q_BTHK, k_BTNK = _normalize_heads(self.query_norm, q_BTHK), _normalize_heads(self.key_norm, k_BTNK)
-        if cache is not None:
-            mixed_BTHK, cache = cache.attend(q_BTHK, k_BTNK, v_BTNK, encoding)
-            return tp.split_time(mixed_BTHK), cache
-        qk = encoding.rotate(q_BTHK, positions), encoding.rotate(k_BTNK, positions)
+        qk = encoding.rotate(q_BTHK, context.positions), encoding.rotate(k_BTNK, context.positions)
+        if context.cache is not None:
+            mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, encoding.slopes())
+            return tp.split_time(mixed_BTHK), Extras(cache=cache)
         if self.query_norm is None:  # else they are saved before their norms
             qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)
-        mixed_BTHK, residuals = self.attend(*qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE), encoding.slopes())
-        return tp.split_time(mixed_BTHK), residuals
+        pattern = Pattern(encoding.slopes(), context.segments)
+        mixed_BTHK, residuals = self.attend(*qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE), pattern)
+        return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
 
 
 def _normalize_heads(norm: RMSNorm, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:

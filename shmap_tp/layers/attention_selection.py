@@ -8,18 +8,17 @@
 Decided once, when programs are built, and passed down as a value: no layer asks for a device.
 """
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import AttentionKernel, ModelConfig, Positions, SavedActivation
+from shmap_tp.config.schema import AttentionKernel, ModelConfig, PositionKind, SavedActivation
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import generation
+from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.flash_attention import BLOCKS, SPLASH_HEAD_DIMS, Cudnn, Splash
 
 
-def select_attention(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> AnyAttention:
+def select_attention(model: ModelConfig, device: Device, dtype: DTypeLike) -> AnyAttention:
     """The attention of `model` on devices like `device`, in `dtype`.  Raises UserError where the one that is named
     cannot run there."""
     refusals = {
@@ -49,12 +48,12 @@ def kernel_name(attention: AnyAttention) -> AttentionKernel:
     return kinds[type(attention)]
 
 
-def _no_splash(model: ModelConfig, device: jax.Device) -> str | None:
+def _no_splash(model: ModelConfig, device: Device) -> str | None:
     """Why splash cannot run, or None."""
     made = generation(device.device_kind)
     if made is None or not made.has_kernels:
         return "it is for TPU v4 and later"
-    if model.positions == Positions.alibi:
+    if model.positions == PositionKind.alibi:
         return "it adds no bias to scores, and model.positions=alibi needs one"
     if model.context % BLOCKS[-1]:
         return f"its blocks have {BLOCKS[-1]} positions, which does not divide model.context={model.context}"
@@ -63,12 +62,12 @@ def _no_splash(model: ModelConfig, device: jax.Device) -> str | None:
     return None
 
 
-def _no_cudnn(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> str | None:
+def _no_cudnn(model: ModelConfig, device: Device, dtype: DTypeLike) -> str | None:
     """Why cuDNN's flash attention cannot run, or None.  Head dims as jax.nn.dot_product_attention checks them."""
     capability = _capability(device)
     if capability < 8.0:
         return "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later"
-    if model.positions == Positions.alibi:
+    if model.positions == PositionKind.alibi:
         return "it is used without a bias, and model.positions=alibi needs one"
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"it computes in bfloat16 or float16, not {jnp.dtype(dtype)}; set train.precision=bfloat16"
@@ -78,7 +77,7 @@ def _no_cudnn(model: ModelConfig, device: jax.Device, dtype: DTypeLike) -> str |
     return None
 
 
-def _capability(device: jax.Device) -> float:
+def _capability(device: Device) -> float:
     """The compute capability of an NVIDIA GPU; 0 for anything else (for an AMD GPU JAX reports a name, gfx...)."""
     try:
         return float(getattr(device, "compute_capability", 0))

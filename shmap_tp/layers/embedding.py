@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from shmap_tp.parallel.mesh import MP
-from shmap_tp.parallel.partitioning import param
+from shmap_tp.parallel.partitioning import ParameterKind, param
 
 
 def _table(vocabulary: int, rows: int, width: int, std: float, key: PRNGKeyArray) -> Float[Array, "V D"]:
@@ -35,7 +35,7 @@ class VocabParallelEmbedding(eqx.Module):
     Communication  none; x is reduced by the tensor-parallel mode.
     """
 
-    weight: Float[Array, "V D"] = param(MP, None)
+    weight: Float[Array, "V D"] = param(MP, None, kind=ParameterKind.embedding)
 
     def __init__(self, vocabulary: int, rows: int, width: int, *, std: float, key: PRNGKeyArray):
         self.weight = _table(vocabulary, rows, width, std, key)
@@ -51,7 +51,7 @@ class VocabParallelEmbedding(eqx.Module):
 class VocabParallelHead(eqx.Module):
     """The weight and bias of the output head, where it is not tied to the embedding; each device has its own rows."""
 
-    weight: Float[Array, "V D"] = param(MP, None)
+    weight: Float[Array, "V D"] = param(MP, None, kind=ParameterKind.embedding)
     bias: Float[Array, " V"] | None = param(MP)
 
     def __init__(self, vocabulary: int, rows: int, width: int, *, std: float, key: PRNGKeyArray, bias: bool = False):

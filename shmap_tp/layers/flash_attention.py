@@ -32,12 +32,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from shmap_tp.config.activation_names import ATTENTION_OUTPUT, SOFTMAX_DENOMINATORS
+from shmap_tp.errors import UserError
+from shmap_tp.layers.causal_attention import Pattern
+from shmap_tp.layers.context import DeferredResiduals
 from shmap_tp.layers.xla_workarounds import sum_by_additions
 from shmap_tp.parallel.collectives import mark_varying, varying_axes
-
-DeferredResiduals = tuple[Float[Array, "..."], ...]
-"""q, k and v of this device in the dtype and layout of a kernel, three dims each, which the caller must pass to
-`save_at_block_end`; or nothing."""
 
 BLOCKS = (512, 256, 128)
 """Positions in a block of queries and of keys: the first that divides T is used.  Larger blocks compute more of the
@@ -65,10 +64,10 @@ class Splash:
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
-        slopes_H: Float[Array, " H"] | None,
+        pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
         """(mixed, deferred residuals).  Communication: none."""
-        assert slopes_H is None, "the kernel adds no bias to scores; select_attention must not choose it"
+        _refuse(self, pattern)
         (batch, time, heads, head_dim), groups = q_BTHK.shape, k_BTNK.shape[2]
         shared = heads // groups
         scaled_BTHK = (q_BTHK.astype(jnp.float32) * head_dim**-0.5).astype(q_BTHK.dtype)
@@ -118,10 +117,10 @@ class Cudnn:
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
-        slopes_H: Float[Array, " H"] | None,
+        pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
         """(mixed, deferred residuals).  Communication: none."""
-        assert slopes_H is None, "the kernel adds no bias to scores; select_attention must not choose it"
+        _refuse(self, pattern)
         return _call_kernel(self, q_BTHK, k_BTNK, v_BTNK)
 
     def run(
@@ -129,6 +128,16 @@ class Cudnn:
     ) -> Float[Array, "B T H K"]:
         """The kernel."""
         return jax.nn.dot_product_attention(q_BTHK, k_BTNK, v_BTNK, is_causal=True, implementation="cudnn")
+
+
+def _refuse(kernel: "Splash | Cudnn", pattern: Pattern) -> None:
+    """Raises UserError for what the kernel cannot do."""
+    if pattern.used:
+        name = type(kernel).__name__.lower()
+        raise UserError(
+            f"model.attention={name} computes no {' and no '.join(sorted(pattern.used))}, which these inputs need; "
+            f"use model.attention=chunked"
+        )
 
 
 def without_vma_check(run: Callable[..., Any], *args: Any) -> Any:
@@ -149,16 +158,13 @@ def without_vma_check(run: Callable[..., Any], *args: Any) -> Any:
 
     axes = sorted(frozenset[str]().union(*[varying_axes(x) for x in jax.tree.leaves(args)]))
     results = jax.shard_map(inner, in_specs=P(), out_specs=P(), check_vma=False)(*args)
-    for axis in axes:
-        results = mark_varying(results, axis)
-    return results
+    return mark_varying(results, tuple(axes))
 
 
 def _call_kernel(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[Array, DeferredResiduals]:
     """kernel.run(q, k, v).  All three are marked as varying over the same axes before: JAX then adds what the gradient
     of one that did not vary needs, and the gradients returned here have the types of the arguments."""
-    for axis in sorted(frozenset[str]().union(*[varying_axes(x) for x in qkv])):
-        qkv = mark_varying(qkv, axis)
+    qkv = mark_varying(qkv, tuple(sorted(frozenset[str]().union(*[varying_axes(x) for x in qkv]))))
     with jax.named_scope("attend"):
         return _attend(kernel, *qkv)
 

@@ -17,8 +17,6 @@ piece of a weight gradient that is reduced in a ring (`parallel/fsdp_overlap.py`
 full.
 """
 
-from typing import ClassVar
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -29,101 +27,64 @@ from shmap_tp.parallel.partitioning import param
 
 
 class ColumnParallelLinear(eqx.Module):
-    """y = x @ w' + b, each device computing its own columns of y.
+    """y = x @ w' + b, each device computing its own columns of y; with `head_dim`, as heads of so many columns.
 
-    Shapes         x[B T D], varying over mp -> y[B T F/mp], in x's dtype; w and b are cast to it.
+    The weight is reshaped to heads and not the result, so that a compiler can write the result head by head, as
+    attention reads it (docs/performance-notes.md).
+
+    Shapes         x[B T D], varying over mp -> y[B T F/mp] or y[B T H/mp K], in x's dtype; w and b are cast to it.
     Communication  none.
     """
 
-    weight: Float[Array, "F D"] = param(MP, None)
+    weight: Float[Array, "F D"] = param(MP, None, outputs=(0,))
     bias: Float[Array, " F"] | None = param(MP)
-    outputs_first: ClassVar[bool] = True
-    """Whether the weight is stored as [outputs, inputs]."""
-
-    def __init__(self, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray, bias: bool = False):
-        self.weight = std * jax.random.normal(key, (features_out, features_in))
-        self.bias = jnp.zeros(features_out) if bias else None
-
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        return matmul(x_BTD, self.weight.T)
-
-    def add_bias(self, y_BTF: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-        return y_BTF if self.bias is None else y_BTF + self.bias.astype(y_BTF.dtype)[None, None]
-
-
-class ColumnParallelHeads(eqx.Module):
-    """y = x @ w' + b, its columns F = H K as heads.
-
-    The weight is reshaped and not the result, so that a compiler can write the result head by head, as attention reads
-    it (docs/performance-notes.md).
-
-    Shapes         x[B T D], varying over mp -> y[B T H/mp K], in x's dtype; w and b are cast to it.
-    Communication  none.
-    """
-
-    weight: Float[Array, "F D"] = param(MP, None)
-    bias: Float[Array, " F"] | None = param(MP)
-    head_dim: int = eqx.field(static=True)
-    outputs_first: ClassVar[bool] = True
+    head_dim: int | None = eqx.field(static=True)
 
     def __init__(
-        self, features_in: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray, bias: bool = False
+        self,
+        features_in: int,
+        features_out: int,
+        *,
+        std: float,
+        key: PRNGKeyArray,
+        bias: bool = False,
+        head_dim: int | None = None,
     ):
-        self.weight = std * jax.random.normal(key, (heads * head_dim, features_in))
-        self.bias = jnp.zeros(heads * head_dim) if bias else None
+        self.weight = std * jax.random.normal(key, (features_out, features_in))
+        self.bias = jnp.zeros(features_out) if bias else None
         self.head_dim = head_dim
 
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T *F"]:
+        if self.head_dim is None:
+            return matmul(x_BTD, self.weight.T)
         weight_HKD = self.weight.astype(x_BTD.dtype).reshape(-1, self.head_dim, x_BTD.shape[2])
         return jnp.einsum("btd,hkd->bthk", x_BTD, weight_HKD)
 
-    def add_bias(self, y_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
-        if self.bias is None:
-            return y_BTHK
-        return y_BTHK + self.bias.astype(y_BTHK.dtype).reshape(-1, self.head_dim)[None, None]
+    def add_bias(self, y: Float[Array, "B T *F"]) -> Float[Array, "B T *F"]:
+        return y if self.bias is None else y + self.bias.astype(y.dtype).reshape(1, 1, *y.shape[2:])
 
 
 class RowParallelLinear(eqx.Module):
     """y = x @ w + b, each device multiplying its own rows of w; b is replicated, and added to the reduced y.
 
-    Shapes         x[B T D/mp] -> y[B T F] {+mp}, in x's dtype; w and b are cast to it.
+    The rows may be heads, D = H K: the counterpart of `head_dim` of ColumnParallelLinear.
+
+    Shapes         x[B T D/mp] or x[B T H/mp K] -> y[B T F] {+mp}, in x's dtype; w and b are cast to it.
     Communication  none; y is reduced once, together with other partial sums.
     """
 
     weight: Float[Array, "D F"] = param(MP, None)
     bias: Float[Array, " F"] | None = param(None)
-    outputs_first: ClassVar[bool] = False
 
     def __init__(self, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray, bias: bool = False):
         self.weight = std * jax.random.normal(key, (features_in, features_out))
         self.bias = jnp.zeros(features_out) if bias else None
 
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        return matmul(x_BTD, self.weight)
-
-    def add_bias(self, y_BTF: Float[Array, "B _ F"]) -> Float[Array, "B _ F"]:
-        """y is reduced: T/mp positions of it, or all."""
-        return y_BTF if self.bias is None else y_BTF + self.bias.astype(y_BTF.dtype)[None, None]
-
-
-class RowParallelHeads(eqx.Module):
-    """y = x @ w + b, its rows D = H K as heads: the counterpart of `ColumnParallelHeads`.
-
-    Shapes         x[B T H/mp K] -> y[B T F] {+mp}, in x's dtype; w and b are cast to it.
-    Communication  none.
-    """
-
-    weight: Float[Array, "D F"] = param(MP, None)
-    bias: Float[Array, " F"] | None = param(None)
-    outputs_first: ClassVar[bool] = False
-
-    def __init__(self, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray, bias: bool = False):
-        self.weight = std * jax.random.normal(key, (features_in, features_out))
-        self.bias = jnp.zeros(features_out) if bias else None
-
-    def __call__(self, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T F"]:
-        weight_HKF = self.weight.astype(x_BTHK.dtype).reshape(*x_BTHK.shape[2:], self.weight.shape[1])
-        return jnp.einsum("bthk,hkf->btf", x_BTHK, weight_HKF)
+    def __call__(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T F"]:
+        if x.ndim == 3:
+            return matmul(x, self.weight)
+        weight_HKF = self.weight.astype(x.dtype).reshape(*x.shape[2:], self.weight.shape[1])
+        return jnp.einsum("bthk,hkf->btf", x, weight_HKF)
 
     def add_bias(self, y_BTF: Float[Array, "B _ F"]) -> Float[Array, "B _ F"]:
         """y is reduced: T/mp positions of it, or all."""

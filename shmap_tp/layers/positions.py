@@ -7,7 +7,7 @@ B batch, T time, D model width, H heads on this device, K head dim.
     Rotary    x                          rotated by position            None
     Learned   x + w[positions]           q, k                           None
 
-`positions` are the positions of the T tokens in their sequences; None stands for 0, 1 ... T - 1.  No communication:
+`positions` [B T] are those of the tokens in their sequences; None stands for 0, 1 ... T - 1.  No communication:
 every device knows all positions, a head's slope is that of its number in the whole model, and which positions of the
 residual stream a device holds is known to the tensor-parallel mode.
 """
@@ -22,15 +22,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.config.schema import ModelConfig
-from shmap_tp.config.schema import Positions as PositionKind
+from shmap_tp.config.schema import ModelConfig, PositionKind
 from shmap_tp.layers.rotation import Rotation, make_rotation
 from shmap_tp.layers.xla_workarounds import rotate_pairs, rotate_pairs_at
 from shmap_tp.parallel.mesh import MP
-from shmap_tp.parallel.partitioning import param
+from shmap_tp.parallel.partitioning import ParameterKind, param
 from shmap_tp.parallel.tensor_parallel import TensorParallel
-
-Positions = Int[Array, " T"] | None
 
 
 @runtime_checkable
@@ -38,12 +35,14 @@ class PositionEncoding(Protocol):
     """What a model needs of its position encoding."""
 
     def add_to_input(
-        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Positions = None
+        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B _ D"]:
         """x of the residual stream before the first block."""
         ...
 
-    def rotate(self, x_BTHK: Float[Array, "B T H K"], positions: Positions = None) -> Float[Array, "B T H K"]:
+    def rotate(
+        self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T H K"]:
         """Queries or keys."""
         ...
 
@@ -62,11 +61,13 @@ class Alibi(eqx.Module):
     heads: int = eqx.field(static=True)
 
     def add_to_input(
-        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Positions = None
+        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B _ D"]:
         return x_BTD
 
-    def rotate(self, x_BTHK: Float[Array, "B T H K"], positions: Positions = None) -> Float[Array, "B T H K"]:
+    def rotate(
+        self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T H K"]:
         return x_BTHK
 
     def slopes(self) -> Float[Array, " H"]:
@@ -94,11 +95,13 @@ class Rotary(eqx.Module):
     rotation: Rotation = eqx.field(static=True)
 
     def add_to_input(
-        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Positions = None
+        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B _ D"]:
         return x_BTD
 
-    def rotate(self, x_BTHK: Float[Array, "B T H K"], positions: Positions = None) -> Float[Array, "B T H K"]:
+    def rotate(
+        self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T H K"]:
         if positions is None:
             return rotate_pairs(self.rotation, 1, x_BTHK)
         return rotate_pairs_at(self.rotation, positions, x_BTHK)
@@ -110,18 +113,20 @@ class Rotary(eqx.Module):
 class Learned(eqx.Module):
     """A vector per position, added to the embedding; replicated.  Radford et al. 2018, GPT, section 3.1"""
 
-    weight: Float[Array, "T D"] = param(None, None)
+    weight: Float[Array, "T D"] = param(None, None, kind=ParameterKind.embedding)
 
     def __init__(self, context: int, width: int, *, std: float, key: PRNGKeyArray):
         self.weight = std * jax.random.normal(key, (context, width))
 
     def add_to_input(
-        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Positions = None
+        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B _ D"]:
-        weight_TD = self.weight if positions is None else self.weight[positions]
-        return x_BTD + tp.local_positions(weight_TD, x_BTD.shape[1]).astype(x_BTD.dtype)[None]
+        weight_BTD = self.weight[None] if positions is None else self.weight[positions]
+        return x_BTD + tp.local_positions(weight_BTD, x_BTD.shape[1]).astype(x_BTD.dtype)
 
-    def rotate(self, x_BTHK: Float[Array, "B T H K"], positions: Positions = None) -> Float[Array, "B T H K"]:
+    def rotate(
+        self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T H K"]:
         return x_BTHK
 
     def slopes(self) -> None:

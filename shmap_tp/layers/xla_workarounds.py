@@ -93,13 +93,13 @@ rotate_pairs.defvjp(
 
 
 def rotate_pairs_at(
-    rotation: Rotation, positions_T: Int[Array, " T"], x_BTHK: Float[Array, "B T H K"]
+    rotation: Rotation, positions_BT: Int[Array, "B T"], x_BTHK: Float[Array, "B T H K"]
 ) -> Float[Array, "B T H K"]:
     """The same at the positions given, by its definition: a pair a, b becomes a cos - b sin, b cos + a sin."""
     head_dim = x_BTHK.shape[3]
     wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
     rates_P = jnp.asarray(rotation.rates(head_dim), wide)
-    angle_BTHP = (positions_T.astype(wide)[:, None] * rates_P[None])[None, :, None]
+    angle_BTHP = (positions_BT.astype(wide)[..., None] * rates_P[None, None])[:, :, None]
     x, rest = jnp.split(x_BTHK.astype(wide), [rotation.size(head_dim)], axis=-1)
     a, b = (x[..., ::2], x[..., 1::2]) if rotation.neighbouring else jnp.split(x, 2, axis=-1)
     cos, sin = jnp.cos(angle_BTHP), jnp.sin(angle_BTHP)

@@ -3,6 +3,7 @@
 B batch, T time (queries), S time (keys), H query heads, N key/value heads, G = H / N, K head dim.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,16 @@ from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.activation_names import ATTENTION_OUTPUT
 from shmap_tp.layers.attention import Chunked
-from shmap_tp.layers.flash_attention import DeferredResiduals
-from shmap_tp.model.transformer import Execution, Transformer
-from shmap_tp.parallel.fsdp import Replicated
-from shmap_tp.parallel.mesh import DP, MP, abstract_mesh
+from shmap_tp.layers.causal_attention import Pattern
+from shmap_tp.layers.context import DeferredResiduals
+from shmap_tp.model.transformer import Carried, Execution, Transformer
+from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.fsdp import Fsdp, Replicated
+from shmap_tp.parallel.mesh import DP, MP, abstract_mesh, token_axes
 from shmap_tp.parallel.partitioning import partition_specs
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 
+ONE_DEVICE = {DP: 1, MP: 1}
 SCORES, VALUES = "attention_scores", "attention_values"
 """Named scopes of the two products of `TracedAttention`."""
 
@@ -41,7 +45,7 @@ class TracedAttention(Chunked):
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N J"],
-        slopes_H: Float[Array, " H"] | None,
+        pattern: Pattern,
     ) -> tuple[Float[Array, "B T H J"], DeferredResiduals]:
         attend = jax.checkpoint(_attend) if self.recomputes_scores else _attend
         return checkpoint_name(attend(q_BTHK, k_BTNK, v_BTNK), ATTENTION_OUTPUT), ()
@@ -61,22 +65,35 @@ def _attend(
 
 
 def trace_gradients(
-    shapes: Transformer, tp: TensorParallel, tokens: tuple[int, int], *, mp: int = 1, dtype: DTypeLike = jnp.float32
+    shapes: Transformer,
+    tp: TensorParallel,
+    tokens: tuple[int, int],
+    *,
+    sizes: Mapping[str, int] = ONE_DEVICE,
+    dtype: DTypeLike = jnp.float32,
+    is_gathered: Any = None,
 ) -> Any:
-    """The jaxpr of one device of mp: from tokens[B T] to the output of the final norm, and its backward pass.
+    """The jaxpr of one device of a mesh of these axis sizes: from its tokens[B T] to the output of the final norm, and
+    the backward pass.
 
     `shapes` are the parameters as `parameter_shapes` gives them, `tokens` is (B, T).  Every rematerialisation policy
-    does what it does in training.  Not part of it: the output projection and the loss, and everything over dp.
+    does what it does in training; `is_gathered`, a tree like the parameters, says which of them FSDP gathers before
+    their use (None: none).  Not part of it: the output projection and the loss, and what gathers parameters and
+    reduces their gradients over token axes.
     """
-    execution = Execution(tp, dtype, jax.tree.map(lambda _: Replicated(), shapes))
+    is_gathered = jax.tree.map(lambda _: False, shapes) if is_gathered is None else is_gathered
+    placements = jax.tree.map(lambda gathered: Fsdp((), 0, None) if gathered else Replicated(()), is_gathered)
+    execution = Execution(tp, dtype, placements)
 
     def gradients(params: Transformer, ids_BT: Int[Array, "B T"]) -> Any:
-        positions = jnp.arange(ids_BT.shape[1])  # given: the rotation is then computed without a matmul
-        h_BTD, pull = jax.vjp(lambda params: params(ids_BT, execution, positions), tp.mark_varying(params))
+        # with positions given, the rotation is computed without a matmul
+        carried = Carried(jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape))
+        marked = mark_varying(params, (*token_axes(), *tp.time_axes))
+        h_BTD, pull = jax.vjp(lambda params: params(ids_BT, execution, carried)[0], marked)
         return jax.tree.map(jnp.ravel, pull(h_BTD)[0])
 
-    mesh = abstract_mesh(1, mp)
-    specs = partition_specs(shapes, dict(mesh.shape))
-    local = jax.tree.map(lambda _: P((DP, MP)), shapes)  # what each device computes, whether it varies or not
+    mesh = abstract_mesh(dict(sizes))
+    specs = partition_specs(shapes, sizes)
+    local = jax.tree.map(lambda _: P(tuple(sizes)), shapes)  # what each device computes, whether it varies or not
     program = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, P()), out_specs=local)
     return jax.make_jaxpr(program)(shapes, jax.ShapeDtypeStruct(tokens, jnp.int32)).jaxpr

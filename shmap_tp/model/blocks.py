@@ -9,9 +9,8 @@ B batch, T time, D model width.
 Which collectives these are, and whether x is [B T D] or [B T/mp D], is decided by the tensor-parallel mode
 (`parallel/tensor_parallel.py`).
 
-A block is any module with the constructor and the call of these.  Its call returns (x, residuals): what its caller
-has to take care of beside x: residuals of attention for host offload, the key/value cache where it is called with one
-(only generation does), else an empty tuple.
+A block is any module with the constructor and the call of these: (x, context) -> (x, extras), both explained in
+layers/context.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +21,12 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.config.schema import Block, ModelConfig
-from shmap_tp.layers.attention import AnyAttention, Attention, Cache
-from shmap_tp.layers.flash_attention import DeferredResiduals
+from shmap_tp.layers.attention import AnyAttention, Attention
+from shmap_tp.layers.context import Context, Extras
 from shmap_tp.layers.mlp import MLPS
 from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_head_norm, make_norm
-from shmap_tp.layers.positions import PositionEncoding, Positions
 from shmap_tp.parallel.linear_protocol import AfterNorm, InScope, Linear
-from shmap_tp.parallel.tensor_parallel import Activation, TensorParallel
+from shmap_tp.parallel.tensor_parallel import Activation
 
 MakeMlp = Callable[..., Any]
 """(width, hidden, *, std, std_out, key) -> an MLP, as the classes of layers/mlp.py; with mlp_bias also `bias=True`."""
@@ -52,19 +50,12 @@ class ParallelBlock(eqx.Module):
         self.attention = _attention(config, attend, key_attention)
         self.mlp = _mlp(config, mlp, key_mlp)
 
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B _ D"],
-        encoding: PositionEncoding,
-        tp: TensorParallel,
-        positions: Positions = None,
-        cache: Cache | None = None,
-    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
-        q, k, v, *hidden = tp.column_parallel(
+    def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
+        q, k, v, *hidden = context.tp.column_parallel(
             self.norm(x_BTD), *_in_scope("attention", self.attention.inputs), *_in_scope("mlp", self.mlp.inputs)
         )
-        y_BTD, residuals = _mix_and_project(self, (q, k, v), hidden, encoding, tp, positions, cache)
-        return x_BTD + y_BTD, residuals
+        y_BTD, extras = _mix_and_project(self, (q, k, v), hidden, context)
+        return x_BTD + y_BTD, extras
 
     @property
     def last_weight(self) -> Any:
@@ -94,21 +85,14 @@ class ParallelBlockTwoNorms(eqx.Module):
         self.mlp_norm = make_norm(config)
         self.mlp = _mlp(config, mlp, key_mlp)
 
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B _ D"],
-        encoding: PositionEncoding,
-        tp: TensorParallel,
-        positions: Positions = None,
-        cache: Cache | None = None,
-    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
-        qkv, hidden = tp.column_parallel(
+    def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
+        qkv, hidden = context.tp.column_parallel(
             self.attention_norm.normalize(x_BTD),
             AfterNorm(self.attention_norm, tuple(_in_scope("attention", self.attention.inputs))),
             AfterNorm(self.mlp_norm, tuple(_in_scope("mlp", self.mlp.inputs))),
         )
-        y_BTD, residuals = _mix_and_project(self, qkv, hidden, encoding, tp, positions, cache)
-        return x_BTD + y_BTD, residuals
+        y_BTD, extras = _mix_and_project(self, qkv, hidden, context)
+        return x_BTD + y_BTD, extras
 
     @property
     def last_weight(self) -> Any:
@@ -135,20 +119,13 @@ class SequentialBlock(eqx.Module):
         self.mlp_norm = make_norm(config)
         self.mlp = _mlp(config, mlp, key_mlp)
 
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B _ D"],
-        encoding: PositionEncoding,
-        tp: TensorParallel,
-        positions: Positions = None,
-        cache: Cache | None = None,
-    ) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
+    def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
         with jax.named_scope("attention"):
-            y_BTD, residuals = self.attention(self.attention_norm(x_BTD), encoding, tp, positions, cache)
+            y_BTD, extras = self.attention(self.attention_norm(x_BTD), context)
             x_BTD = x_BTD + y_BTD
         with jax.named_scope("mlp"):
-            x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), tp)
-        return x_BTD, residuals
+            x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), context.tp)
+        return x_BTD, extras
 
     @property
     def last_weight(self) -> Any:
@@ -182,19 +159,16 @@ def _mix_and_project(
     block: ParallelBlock | ParallelBlockTwoNorms,
     qkv: Sequence[Activation],
     hidden: Sequence[Activation],
-    encoding: PositionEncoding,
-    tp: TensorParallel,
-    positions: Positions,
-    cache: Cache | None,
-) -> tuple[Float[Array, "B _ D"], DeferredResiduals | Cache]:
-    """(the sum of the outputs of attention and MLP, with one reduction; residuals of attention, or the cache), from the
-    column-parallel products of both."""
+    context: Context,
+) -> tuple[Float[Array, "B _ D"], Extras]:
+    """(the sum of the outputs of attention and MLP, with one reduction; attention's extras), from the column-parallel
+    products of both."""
     with jax.named_scope("attention"):
-        mixed_BTHK, residuals = block.attention.mix(*qkv, encoding, tp, positions, cache)
+        mixed_BTHK, extras = block.attention.mix(*qkv, context)
     with jax.named_scope("mlp"):
         hidden_BTF = block.mlp.activate(*hidden)
     (out,), (down,) = _in_scope("attention", [block.attention.out]), _in_scope("mlp", [block.mlp.down])
-    return tp.row_parallel((mixed_BTHK, out), (hidden_BTF, down)), residuals
+    return context.tp.row_parallel((mixed_BTHK, out), (hidden_BTF, down)), extras
 
 
 def _init_std(config: ModelConfig) -> dict[str, float]:

@@ -1,14 +1,31 @@
 """Replacements for parts of a model that the configuration names, and the shapes of its parameters."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, PRNGKeyArray
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.model.blocks import MakeMlp
 from shmap_tp.model.transformer import MakeBlock, Transformer
+from shmap_tp.parallel.key_paths import path_name
+from shmap_tp.parallel.partitioning import ParameterKind, declaration
+from shmap_tp.parallel.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Parameters that are not trained: they have no gradient and no optimizer state."""
+
+    where: Callable[[str], bool]
+    """The name of a parameter's path, such as blocks/attention/query/weight -> whether it is frozen."""
+    dtype: DTypeLike
+    """What frozen matrices and embeddings are held in; vectors (norms, biases) keep their own dtype."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +34,28 @@ class ModelComponents:
 
     block: MakeBlock | None = None
     mlp: MakeMlp | None = None
+    tensor_parallel: TensorParallel | None = None
+    frozen: Frozen | None = None
+    """Without it, every parameter is trained."""
+
+    def make(self, model: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Transformer:
+        """The model with its initial parameters."""
+        return Transformer(model, attend, key=key, block=self.block, mlp=self.mlp)
+
+    def trained(self, params: Transformer) -> Any:
+        """A tree like the parameters (arrays or shapes): whether each is trained."""
+        where = (lambda _: False) if self.frozen is None else self.frozen.where
+        return jax.tree_util.tree_map_with_path(lambda path, _: not where(path_name(path)), params)
+
+    def held(self, params: Transformer) -> Transformer:
+        """The parameters, frozen ones in the dtype that they are held in."""
+
+        def hold(path: tuple, w: Array, is_trained: bool) -> Array:
+            if is_trained or declaration(params, path).kind == ParameterKind.vector:
+                return w
+            return w.astype(self.frozen.dtype)
+
+        return jax.tree_util.tree_map_with_path(hold, params, self.trained(params))
 
 
 CONFIGURED_MODEL = ModelComponents()
@@ -29,8 +68,4 @@ def parameter_shapes(
     """The model with a ShapeDtypeStruct, of the whole array, in the place of every parameter.  No array is made, and no
     device is used."""
     attend = attend or Chunked(model.attention_chunk)
-
-    def make() -> Transformer:
-        return Transformer(model, attend, key=jax.random.key(0), block=components.block, mlp=components.mlp)
-
-    return eqx.filter_eval_shape(make)
+    return eqx.filter_eval_shape(lambda: components.held(components.make(model, attend, jax.random.key(0))))

@@ -13,8 +13,8 @@ Model FLOPs, the basis of MFU: the work that the mathematics requires, without r
 Hardware FLOPs, the basis of HFU: model FLOPs and the recomputation by activation checkpointing.
     Korthikanti et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198
 
-Norms, softmax, activations, position encodings and the optimizer are not counted: they are elementwise work, well under
-one percent of the total for models whose MFU is worth stating.  The embedding is a lookup without a matmul.
+Norms, softmax, activations, position encodings and the optimizer are not counted: with AdamW they are elementwise work,
+well under one percent of the total for models whose MFU is worth stating.  The embedding is a lookup without a matmul.
 
 D width, L layers, H query heads, K head dim, V vocabulary, T context.
 """

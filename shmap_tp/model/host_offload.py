@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shmap_tp.config.activation_names import QUERY_KEY_VALUE
-from shmap_tp.layers.flash_attention import DeferredResiduals
+from shmap_tp.layers.context import DeferredResiduals
 
 
 def save_at_block_end(

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from shmap_tp.layers.embedding import OutputProjection, score
 from shmap_tp.model.tokens import IGNORE
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.mesh import MP, token_axes
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
 """(the objective, the cross entropy) of the positions so far."""
@@ -64,7 +64,7 @@ class LinearCrossEntropy:
 
         h has entered (`TensorParallel.enter`); `counted` is the number of counted targets of the whole step.
         """
-        h_BTD, projection = mark_varying(mark_varying((h_BTD, projection), MP), DP)  # as their gradients vary
+        h_BTD, projection = mark_varying((h_BTD, projection), (*token_axes(), MP))  # as their gradients vary
         h_CND = self._chunked(h_BTD.reshape(-1, h_BTD.shape[-1]), 0)
         targets_CN = self._chunked(targets_BT.reshape(-1), IGNORE)
         share_CN = jnp.where(targets_CN >= 0, 1 / counted, 0.0)
@@ -142,7 +142,7 @@ def _add(how: LinearCrossEntropy, sums: Sums, scores: _Scores, share_N: Float[Ar
 
 
 def _zeros(share_CN: Float[Array, "C N"]) -> Sums:
-    return 2 * (mark_varying(jnp.zeros((), share_CN.dtype), DP),)
+    return 2 * (mark_varying(jnp.zeros((), share_CN.dtype), token_axes()),)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -188,6 +188,4 @@ def _set_layer(stacks: Any, values: Any, i: Int[Array, ""] | int) -> Any:
 def _empty_stack(one: jax.core.ShapedArray, length: int) -> Array:
     """An uninitialised stack of `length` arrays like `one`."""
     stack = lax.empty((length, *one.shape), one.dtype)
-    for axis in sorted(one.manual_axis_type.varying):
-        stack = mark_varying(stack, axis)
-    return stack
+    return mark_varying(stack, tuple(sorted(one.manual_axis_type.varying)))

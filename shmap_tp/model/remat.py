@@ -30,10 +30,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from shmap_tp.config.activation_names import ALWAYS_ON_DEVICE, BLOCK_INPUT, CHECKPOINT_NAMES
-from shmap_tp.config.remat_policies import SAVED_BY_REMAT
+from shmap_tp.config.activation_names import ALWAYS_ON_DEVICE, BLOCK_INPUT, CHECKPOINT_NAMES, SAVED_BY_REMAT
 from shmap_tp.config.schema import Remat, SavedActivation
-from shmap_tp.parallel.mesh import DP
+from shmap_tp.parallel.mesh import token_axes
+from shmap_tp.parallel.partitioning import spec_axes
 
 LAYOUT_PRIMITIVES = {
     *("reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "dynamic_slice", "slice"),
@@ -41,20 +41,20 @@ LAYOUT_PRIMITIVES = {
 }
 """Primitives that compute nothing: their result is another view of their operand, here of a gathered weight."""
 
-Layer = Callable[[Array, Any], tuple[Array, None]]
-"""(x, block) -> (x, None), as lax.scan takes it."""
+Layer = Callable[[Array, Any], tuple[Array, Array | None]]
+"""(x, block) -> (x, its auxiliary loss or None), as lax.scan takes it."""
 
 
 def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy that saves everything but weights gathered over dp and views of arrays."""
-    is_gathered = primitive.name == "all_gather" and DP in params["axis_name"]
+    """A policy that saves everything but weights gathered over token axes and views of arrays."""
+    is_gathered = primitive.name == "all_gather" and not set(token_axes()).isdisjoint(spec_axes(params["axis_name"]))
     return not is_gathered and primitive.name not in LAYOUT_PRIMITIVES
 
 
 def checkpointed(layer: Layer, remat: Remat, offload: Collection[SavedActivation]) -> Layer:
     """`layer`, its backward pass recomputing what `remat` does not save; of what it saves, `offload` is on the host."""
 
-    def named(x: Array, block: Any) -> tuple[Array, None]:
+    def named(x: Array, block: Any) -> tuple[Array, Array | None]:
         return layer(checkpoint_name(x, BLOCK_INPUT), block)
 
     return jax.checkpoint(named, policy=_policy(remat, offload), prevent_cse=False)

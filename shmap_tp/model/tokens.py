@@ -1,19 +1,22 @@
 """Tokens as callers give them, and as they stand in a batch, where the sign says whether a token counts as a target.
 
-B batch, T time.
+A microbatches, B batch, T time.
 
     id >= 0     an input, and a target that counts
     -1 - id     the same input, but no target that counts: the token of a prompt, for example
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Int32
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
+from shmap_tp.parallel.mesh import Role, axes_of, batch_axes
 
 Tokens = np.ndarray | Array | Sequence[Sequence[int]]
 """Token ids [batch, time]."""
@@ -24,7 +27,45 @@ IGNORE = -1
 """Pads the end of a row: not counted, and as an input id 0, which nothing counted depends on."""
 
 
-def input_ids(tokens_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+class Batch(NamedTuple):
+    """What a model is trained on, a microbatch or several of them in a leading dim A."""
+
+    inputs: Int[Array, "*A B T"]
+    targets: Int[Array, "*A B T"]
+    """Those below zero do not count."""
+    positions: Int[Array, "*A B T"] | None
+    """None: 0 to T - 1, where every device has whole rows."""
+
+
+def next_token_batch(tokens_ABT: Int[Array, "*A B T"], axes: Sequence[str]) -> Batch:
+    """tokens[A B T+1] -> the batch whose target at each position is the next token, on a mesh with these axes.
+
+    It is made before anything is sharded, so that each position has its own target and position wherever it goes.
+    """
+    inputs = input_ids(tokens_ABT[..., :-1])
+    return Batch(inputs, tokens_ABT[..., 1:], positions_of(inputs, axes))
+
+
+def positions_of(ids_ABT: Int[Array, "*A B T"], axes: Sequence[str]) -> Int[Array, "*A B T"] | None:
+    """The positions 0 to T - 1 of each row, where the mesh has an axis that shards time; else None."""
+    if not axes_of(Role.time, axes):
+        return None
+    return jnp.broadcast_to(jnp.arange(ids_ABT.shape[-1]), ids_ABT.shape)
+
+
+def batch_specs(axes: Sequence[str]) -> Batch:
+    """PartitionSpecs of the fields of a batch [A B T] on a mesh with these axes."""
+    time = axes_of(Role.time, axes)
+    spec = P(None, batch_axes(axes), time or None)
+    return Batch(spec, spec, spec if time else None)
+
+
+def tokens_spec(axes: Sequence[str]) -> P:
+    """The PartitionSpec of tokens[A B T+1] as they are placed on a mesh with these axes."""
+    return P(None, batch_axes(axes), None)
+
+
+def input_ids(tokens_BT: Int[Array, "*A B T"]) -> Int[Array, "*A B T"]:
     """The ids of a batch's tokens, of both signs."""
     return jnp.where(tokens_BT < 0, ~tokens_BT, tokens_BT)
 

@@ -11,9 +11,9 @@ its FSDP weights are gathered (`fsdp.gather`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -23,10 +23,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from shmap_tp.config.schema import ModelConfig, Remat, SavedActivation, padded_vocabulary
+from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import AnyAttention
+from shmap_tp.layers.context import Cache, Context, Extras
 from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, VocabParallelHead
 from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_norm
-from shmap_tp.layers.positions import Alibi, Learned, PositionEncoding, Positions, Rotary, make_position_encoding
+from shmap_tp.layers.positions import Alibi, Learned, Rotary, make_position_encoding
 from shmap_tp.layers.xla_workarounds import isolate_gradient, join_gradients
 from shmap_tp.model.blocks import BLOCKS, MakeMlp
 from shmap_tp.model.host_offload import save_at_block_end
@@ -49,6 +51,29 @@ class Execution:
     """The dtype of activations and matrix products."""
     placements: Any
     """A tree like the model: how each parameter is placed over dp (`fsdp.py`)."""
+
+
+@runtime_checkable
+class ModelCache(Protocol):
+    """Keys and values of all layers (`inference/cache.py`)."""
+
+    def scan(
+        self, layer: Callable[[Array, Any, Cache], tuple[Array, Cache]], x_BTD: Float[Array, "B T D"], blocks: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """(x after all `blocks`, the cache with the new tokens); `layer(x, block, its cache)` returns (x, cache)."""
+        ...
+
+
+class Carried(eqx.Module):
+    """What the tokens carry beside their ids; the fields are those of `Context`, the cache that of all layers."""
+
+    positions: Int[Array, "B T"] | None = None
+    segments: Int[Array, "B T"] | None = None
+    cache: ModelCache | None = None
+
+
+NOTHING_CARRIED = Carried()
+"""Rows of one document each, at positions 0 to T - 1."""
 
 
 class Transformer(eqx.Module):
@@ -93,45 +118,34 @@ class Transformer(eqx.Module):
         self.remat, self.offload = config.remat, tuple(config.offload)
 
     def __call__(
-        self, ids_BT: Int[Array, "B T"], execution: Execution, positions: Positions = None
-    ) -> Float[Array, "B T D"]:
-        """`positions` are those of the T tokens in their sequences; None: 0 to T - 1."""
-        tp, dtype, placements = execution.tp, execution.dtype, execution.placements
-        with jax.named_scope("embedding"):
-            encoding = gather(placements.positions, self.positions, dtype)
-            embedding = gather(placements.embedding, isolate_gradient(self.embedding), dtype)
-            x_BTD = encoding.add_to_input(self._scaled(tp.reduce(embedding(ids_BT, dtype))), tp, positions)
-        with jax.named_scope("blocks"):
-            x_BTD = self._scan_blocks(x_BTD, encoding, execution, positions)
-        with jax.named_scope("head"):
-            return tp.enter(self.norm(x_BTD))
+        self, ids_BT: Int[Array, "B T"], execution: Execution, carried: Carried = NOTHING_CARRIED
+    ) -> tuple[Float[Array, "B T D"], Extras]:
+        """(h, the sum of the blocks' auxiliary losses and, where one was carried, the cache with the new tokens).
 
-    def with_cache(
-        self, ids_BT: Int[Array, "B T"], execution: Execution, cache: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """(h of T new tokens, the cache with them): what `__call__` gives for the last T of all tokens so far.
-
-        `cache` is an `inference.cache.KeyValueCache`.  The residual stream must be replicated over mp (`AllReduce`).
+        With a cache h is what a call without it gives for the last T of all tokens so far; the residual stream must be
+        replicated over mp (`AllReduce`).
         """
         tp, dtype, placements = execution.tp, execution.dtype, execution.placements
         with jax.named_scope("embedding"):
             encoding = gather(placements.positions, self.positions, dtype)
-            embedding = gather(placements.embedding, self.embedding, dtype)
-            x_BTD = cache.add_to_input(encoding, self._scaled(tp.reduce(embedding(ids_BT, dtype))), tp)
-
-        def layer(x_BTD: Array, block: Any, cache: Any) -> tuple[Array, Any]:
-            return gather(placements.blocks, block, dtype)(x_BTD, encoding, tp, cache=cache)
-
+            table = self.embedding if carried.cache is not None else isolate_gradient(self.embedding)
+            embedding = gather(placements.embedding, table, dtype)
+            x_BTD = self._scaled(tp.reduce(embedding(ids_BT, dtype)))
+            x_BTD = encoding.add_to_input(x_BTD, tp, carried.positions)
+        context = Context(tp, encoding, carried.positions, carried.segments)
         with jax.named_scope("blocks"):
-            x_BTD, cache = cache.scan(layer, x_BTD, self.blocks)
+            if carried.cache is None:
+                x_BTD, extras = self._scan_blocks(x_BTD, context, execution)
+            else:
+                x_BTD, extras = self._scan_with_cache(x_BTD, context, execution, carried.cache)
         with jax.named_scope("head"):
-            return tp.enter(self.norm(x_BTD)), cache
+            return tp.enter(self.norm(x_BTD)), extras
 
     def output_projection(
         self, h_BTD: Float[Array, "B T D"], execution: Execution
     ) -> tuple[Float[Array, "B T D"], OutputProjection]:
         """(h, w[V/mp D] and b[V/mp]) of logits = h @ w' + b: the head's, or the embedding's w where the two are
-        tied."""
+        tied.  h is the one given; its gradient and that of w become available together (`join_gradients`)."""
         placements, dtype = execution.placements, execution.dtype
         placement, table = (placements.embedding, self.embedding) if self.head is None else (placements.head, self.head)
         h_BTD, table = join_gradients(h_BTD, table) if has_gathered(placement) else (h_BTD, isolate_gradient(table))
@@ -142,16 +156,39 @@ class Transformer(eqx.Module):
         """The embedding, multiplied by embedding_scale in its own dtype."""
         return x_BTD if self.embedding_scale == 1 else x_BTD * jnp.asarray(self.embedding_scale, x_BTD.dtype)
 
+    def _scan_with_cache(
+        self, x_BTD: Float[Array, "B T D"], context: Context, execution: Execution, cache: ModelCache
+    ) -> tuple[Float[Array, "B T D"], Extras]:
+        """All blocks, one after the other, each with its part of the cache."""
+
+        def layer(x_BTD: Array, block: Any, cache: Cache) -> tuple[Array, Cache]:
+            gathered = gather(execution.placements.blocks, block, execution.dtype)
+            x_BTD, extras = gathered(x_BTD, replace(context, cache=cache))
+            if extras.cache is None:
+                raise UserError(
+                    f"{type(block).__name__} cannot generate: its extras have no cache although its context has one; "
+                    f"return the extras of its attention, as the blocks of shmap_tp/model/blocks.py do"
+                )
+            return x_BTD, extras.cache
+
+        x_BTD, cache = cache.scan(layer, x_BTD, self.blocks)
+        return x_BTD, Extras(cache=cache)
+
     def _scan_blocks(
-        self, x_BTD: Float[Array, "B _ D"], encoding: PositionEncoding, execution: Execution, positions: Positions
-    ) -> Float[Array, "B _ D"]:
+        self, x_BTD: Float[Array, "B _ D"], context: Context, execution: Execution
+    ) -> tuple[Float[Array, "B _ D"], Extras]:
         """All blocks, one after the other."""
         placements = execution.placements.blocks
 
-        def layer(x_BTD: Array, block: Any, *, placements: Any = placements, copy: bool = True) -> tuple[Array, None]:
+        def layer(x_BTD: Array, block: Any, *, placements: Any = placements, copy: bool = True) -> tuple[Array, Any]:
             gathered = gather(placements, block, execution.dtype)
-            x_BTD, residuals = gathered(x_BTD, encoding, execution.tp, positions)
-            return save_at_block_end(x_BTD, residuals, copy=copy), None
+            x_BTD, extras = gathered(x_BTD, context)
+            if extras.auxiliary_loss is not None and self._has_offloaded_scan(placements):
+                raise UserError(
+                    f"{type(block).__name__} has an auxiliary loss, which model.offload cannot be combined with where "
+                    f"gradients are reduced in rings; use mesh.fsdp_gradients=reduce_scatter, or model.offload=[]"
+                )
+            return save_at_block_end(x_BTD, extras.residuals, copy=copy), extras.auxiliary_loss
 
         rematerialised = layer
         if self.remat != Remat.none or has_gathered(placements):
@@ -159,8 +196,9 @@ class Transformer(eqx.Module):
         if self._has_offloaded_scan(placements):
             last = partial(layer, placements=without_ring(placements), copy=False)
             layers = self._offloaded_layers(rematerialised, last, placements.last_weight, execution.dtype)
-            return scan_with_offload(layers, x_BTD, self.blocks)
-        return lax.scan(rematerialised, x_BTD, self.blocks)[0]
+            return scan_with_offload(layers, x_BTD, self.blocks), Extras()
+        x_BTD, losses = lax.scan(rematerialised, x_BTD, self.blocks)
+        return x_BTD, Extras(None if losses is None else jnp.sum(losses))
 
     def _has_offloaded_scan(self, placements: Any) -> bool:
         """Whether the backward pass of the scan is the hand-written one: with offload and gradients reduced in

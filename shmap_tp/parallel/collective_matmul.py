@@ -36,7 +36,7 @@ from jaxtyping import Array, Float, PyTree
 
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.linear_protocol import AfterNorm, Linear
-from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.mesh import MP, ring_permutation
 from shmap_tp.parallel.ring import RingStep, ring_offsets, ring_reduce_scatter, to_float32
 
 TimeChunks = tuple[PyTree[Float[Array, "B chunk ..."]], ...]
@@ -62,8 +62,7 @@ def matmul_reduce_scatter(products: Sequence[tuple[TimeChunks, Linear]]) -> Floa
 
 def _send(x: Array, by: int) -> Array:
     """x to the device `by` positions further along the ring."""
-    n = lax.axis_size(MP)
-    return lax.ppermute(x, MP, [(i, (i + by) % n) for i in range(n)])
+    return lax.ppermute(x, MP, ring_permutation(lax.axis_size(MP), by))
 
 
 def _all_gather_chunks(x_BTD: Float[Array, "B chunk D"]) -> TimeChunks:

@@ -1,4 +1,4 @@
-"""Primitive collectives over one mesh axis, and the type that says over which axes a value differs between devices.
+"""Primitive collectives over mesh axes, and the type that says over which axes a value differs between devices.
 
 Under `check_vma=True` (the default of `jax.shard_map`) every value has a type that names the mesh axes over which it
 *varies*: over which devices may hold different values.  A value that does not vary over an axis is *replicated*
@@ -14,6 +14,7 @@ explicit.
     all_gather_invariant    all-gather                     not differentiated
     local_shard             nothing                        not differentiated
 
+`axes` is one mesh axis or several, in the order of the mesh; several act as one axis whose last counts fastest.
 {+dp}: a partial sum, not yet reduced over dp.
 """
 
@@ -22,11 +23,11 @@ from typing import Any
 import equinox as eqx
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
-from shmap_tp.parallel.mesh import Groups
 from shmap_tp.parallel.partitioning import spec_axes
+
+Axes = str | tuple[str, ...]
 
 
 def varying_axes(x: Array) -> frozenset[str]:
@@ -34,67 +35,55 @@ def varying_axes(x: Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def mark_varying(tree: Any, axis: str) -> Any:
-    """Every array of `tree`, typed as varying over `axis`; those that vary already stay as they are.
+def mark_varying(tree: Any, axes: Axes) -> Any:
+    """Every array of `tree`, typed as varying over `axes`, where it does not vary already.
 
-    The transpose of the cast is an all-reduce: gradients with respect to the argument are summed over `axis`,
+    The transpose of the cast is an all-reduce: gradients with respect to the argument are summed over `axes`,
     gradients with respect to the result are local partial sums.
     """
-    return jax.tree.map(lambda x: x if axis in varying_axes(x) else lax.pcast(x, axis, to="varying"), tree)
+
+    def mark(x: Array) -> Array:
+        missing = tuple(axis for axis in spec_axes(axes) if axis not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree)
 
 
-def all_reduce(tree: Any, axis: str) -> Any:
-    """Every array of `tree` {+axis}, summed over `axis`.  Communication: one all-reduce, as XLA combines them."""
-    return lax.psum(tree, axis)
+def all_reduce(tree: Any, axes: Axes) -> Any:
+    """Every array of `tree` {+axes}, summed over `axes`.  Communication: one all-reduce, as XLA combines them."""
+    return lax.psum(tree, axes) if axes else tree
 
 
-def reduce_partial_gradients(axis: str, gradients: Any, params: Any) -> Any:
-    """Each gradient that varies over `axis` while its parameter is replicated, summed over it; the rest as they are.
+def reduce_partial_gradients(axes: Axes, gradients: Any, params: Any) -> Any:
+    """Each gradient that varies over `axes` while its parameter is replicated, summed over them; the rest as they are.
 
     Communication: one all-reduce of those gradients.
     """
-    is_partial = jax.tree.map(lambda dw, w: axis in varying_axes(dw) - varying_axes(w), gradients, params)
-    partial, complete = eqx.partition(gradients, is_partial)
-    return eqx.combine(all_reduce(partial, axis), complete)
+
+    def is_partial(dw: Array, w: Array) -> bool:
+        return set(spec_axes(axes)) <= varying_axes(dw) - varying_axes(w)
+
+    partial, complete = eqx.partition(gradients, jax.tree.map(is_partial, gradients, params))
+    return eqx.combine(all_reduce(partial, axes), complete)
 
 
-def reduce_scatter(x: Float[Array, "..."], axis: str, dim: int, groups: Groups | None = None) -> Float[Array, "..."]:
-    """x {+axis} -> this device's shard, along `dim`, of the sum.  Communication: one reduce-scatter of x.
-
-    With `groups`, disjoint sets of ranks along `axis`, each group does so for itself.
-    """
-    return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True, axis_index_groups=groups)
+def reduce_scatter(x: Float[Array, "..."], axes: Axes, dim: int) -> Float[Array, "..."]:
+    """x {+axes} -> this device's shard, along `dim`, of the sum.  Communication: one reduce-scatter of x."""
+    return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
 
 
-def all_gather(x: Float[Array, "..."], axis: str, dim: int, groups: Groups | None = None) -> Float[Array, "..."]:
+def all_gather(x: Float[Array, "..."], axes: Axes, dim: int) -> Float[Array, "..."]:
     """Shards of x along `dim` -> x, typed as varying: devices will use it differently.  Communication: one all-gather
-    of x; backward one reduce-scatter of dx, in x's dtype.  `groups` as in `reduce_scatter`."""
-    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, axis_index_groups=groups)
+    of x; backward one reduce-scatter of dx, in x's dtype."""
+    return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True)
 
 
-def local_shard(x: Float[Array, "..."], axis: str, dim: int) -> Float[Array, "..."]:
-    """x, replicated over `axis` -> this device's shard of it along `dim`.  Communication: none."""
-    size = x.shape[dim] // lax.axis_size(axis)
-    return lax.dynamic_slice_in_dim(mark_varying(x, axis), lax.axis_index(axis) * size, size, dim % x.ndim)
+def local_shard(x: Float[Array, "..."], axes: Axes, dim: int) -> Float[Array, "..."]:
+    """x, replicated over `axes` -> this device's shard of it along `dim`.  Communication: none."""
+    size = x.shape[dim] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(mark_varying(x, axes), lax.axis_index(axes) * size, size, dim % x.ndim)
 
 
-def all_gather_invariant(x: Float[Array, "..."], axis: str, dim: int) -> Float[Array, "..."]:
-    """Shards of x along `dim` -> x, typed as replicated over `axis`.  Communication: one all-gather of x."""
-    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying")
-
-
-def unshard(x: Float[Array, "..."], spec: P) -> Float[Array, "..."]:
-    """This device's shard, partitioned as `spec` says -> the whole array, replicated.  Communication: one all-gather
-    for every axis in `spec`."""
-    for dim, entry in enumerate(spec):
-        for axis in reversed(spec_axes(entry)):
-            x = all_gather_invariant(x, axis, dim)
-    return x
-
-
-def shard(x: Float[Array, "..."], spec: P) -> Float[Array, "..."]:
-    """The inverse of `unshard`.  Communication: none."""
-    for dim, entry in enumerate(spec):
-        for axis in spec_axes(entry):
-            x = local_shard(x, axis, dim)
-    return x
+def all_gather_invariant(x: Shaped[Array, "..."], axes: Axes, dim: int) -> Shaped[Array, "..."]:
+    """Shards of x along `dim` -> x, typed as replicated over `axes`.  Communication: one all-gather of x."""
+    return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True, to="invarying")

@@ -1,8 +1,9 @@
-"""ZeRO-1 and FSDP: how each parameter, its gradient and its optimizer state are placed over dp.
+"""ZeRO-1 and FSDP: how each parameter, its gradient and its optimizer state are placed over the token axes.
 
-A `Placement` is a value; `place_parameters` makes a tree of them, shaped like the parameters.  D: a dim of a matrix
-that dp divides.  D/dp: dim D sharded over dp.  D/slice: sharded over the dp ranks of one slice.  {+dp}: a partial sum,
-not yet reduced over dp.
+A `Placement` is a value; `place_parameters` makes a tree of them, shaped like the parameters.  dp stands for the token
+axes that a parameter does not declare (usually all of them: `mesh.token_axes`).  D: a dim of a matrix that dp divides.
+D/dp: dim D sharded over dp.  D/slice: sharded over the ranks of dp in one slice.  {+dp}: a partial sum, not yet reduced
+over dp.
 
     Replicated   weight and optimizer state on every rank; every rank computes the same update
                      step      dw {+dp}   --all-reduce-->  dw
@@ -12,6 +13,9 @@ not yet reduced over dp.
                      each use  w[D/dp] in the dtype of the activations  --all-gather-->  w[D]
                      backward  dw[D] {+dp} in that dtype  --reduce-scatter or ring-->  dw[D/dp], accumulated in float32
                      step      no further communication: gradient, weight and update are sharded alike
+
+A parameter that declares a token axis itself (experts) has a complete gradient over that axis, and is only reduced and
+sharded over the others.
 
 Where dp spans slices, gradients of matrices cross the network between slices once per step, as shards, and so do FSDP
 weights.  (The update of Zero1 is gathered over all of dp at once, and gradients of Replicated are summed so: how these
@@ -31,20 +35,30 @@ along.  Anything else is Replicated.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shmap_tp.config.schema import Zero
+from shmap_tp.config.schema import MeshConfig, Zero
 from shmap_tp.parallel.collectives import all_gather, all_gather_invariant, all_reduce, local_shard, reduce_scatter
-from shmap_tp.parallel.fsdp_overlap import OverlappedLinear, WeightLayout
-from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups
-from shmap_tp.parallel.partitioning import is_stacked, shard_over, sharded_dim
+from shmap_tp.parallel.fsdp_overlap import OverlappedLinear, RingSide, WeightLayout
+from shmap_tp.parallel.mesh import DP_SLICE, Role, axes_of, axis_sizes, has_rings, token_axes
+from shmap_tp.parallel.partitioning import (
+    Declaration,
+    ParameterKind,
+    axes_in,
+    declaration,
+    declarations,
+    partition_specs,
+    shard_over,
+    sharded_dim,
+)
 
 
 class PrefetchedWeight(eqx.Module):
@@ -56,7 +70,10 @@ class PrefetchedWeight(eqx.Module):
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every dp rank stores and updates the whole parameter."""
+    """Every rank of dp stores and updates the whole parameter."""
+
+    axes: tuple[str, ...]
+    """dp."""
 
     def gather_between_slices(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """The weight as stored -> what this device holds during a step, and has the gradient of."""
@@ -68,7 +85,7 @@ class Replicated:
 
     def reduce_gradient(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
         """The gradient {+dp} of what this device holds -> of what it updates, summed over dp."""
-        return all_reduce(dw, DP)
+        return all_reduce(dw, self.axes)
 
     def local_shard(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """The weight as stored -> what this device updates.  Communication: none."""
@@ -81,11 +98,12 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Zero1:
-    """Every dp rank stores the whole parameter, and updates its shard along `dim`.  Methods as of Replicated."""
+    """Every rank of dp stores the whole parameter, and updates its shard along `dim`.  Methods as of Replicated."""
 
+    axes: tuple[str, ...]
+    """dp."""
     dim: int
     """The sharded dim, counted from the last, so that it is the same for one layer and for a stack of layers."""
-    groups: DataParallelGroups
 
     def gather_between_slices(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         return w
@@ -94,36 +112,42 @@ class Zero1:
         return w
 
     def reduce_gradient(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
-        return _reduce_between_slices(reduce_scatter(dw, DP, self.dim, self.groups.intra_slice), self.dim, self.groups)
+        within = within_slice(self.axes)
+        return _reduce_between_slices(reduce_scatter(dw, within, self.dim) if within else dw, self)
 
     def local_shard(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        return local_shard(w, DP, self.dim)
+        return local_shard(w, self.axes, self.dim)
 
     def all_gather_updated(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        return all_gather_invariant(w, DP, self.dim)
+        return all_gather_invariant(w, self.axes, self.dim)
 
 
 @dataclass(frozen=True)
 class Fsdp:
-    """Every dp rank stores and updates its shard along `dim`, and gathers the rest for each use, in the dtype of the
+    """Every rank of dp stores and updates its shard along `dim`, and gathers the rest for each use, in the dtype of the
     activations.  Methods as of Replicated."""
 
+    axes: tuple[str, ...]
+    """dp."""
     dim: int
     """The sharded dim, counted from the last."""
-    groups: DataParallelGroups
-    ring_sharded_rows: bool | None
-    """None: the gradient is reduced by one reduce-scatter.  Else in a ring (`fsdp_overlap`), and whether dp shards the
-    features that the weight stores first."""
+    ring: RingSide | None
+    """None: the gradient is reduced by one reduce-scatter.  Else in a ring (`fsdp_overlap`), and which features of the
+    weight dp shards."""
 
     def gather_between_slices(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        return w if self.groups.slices == 1 else all_gather(w, DP, self.dim, self.groups.inter_slice)
+        return all_gather(w, DP_SLICE, self.dim) if DP_SLICE in self.axes else w
 
     def gather(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
         """Backward: one reduce-scatter of the gradient, in `dtype`."""
-        return all_gather(w.astype(dtype), DP, self.dim, self.groups.intra_slice)
+        return self._gather_within_slice(w.astype(dtype))
 
     def gather_without_gradient(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-        return all_gather(lax.stop_gradient(w.astype(dtype)), DP, self.dim, self.groups.intra_slice)
+        return self._gather_within_slice(lax.stop_gradient(w.astype(dtype)))
+
+    def _gather_within_slice(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+        within = within_slice(self.axes)
+        return all_gather(w, within, self.dim) if within else w
 
     def overlap(self, layer: Any, dtype: DTypeLike) -> OverlappedLinear:
         """A linear layer with what this device holds of its weight -> the layer to call, its gradient reduced in a
@@ -132,12 +156,12 @@ class Fsdp:
         shard, full = (
             (w.shard, w.full) if isinstance(w, PrefetchedWeight) else (w, self.gather_without_gradient(w, dtype))
         )
-        layout = WeightLayout(layer.outputs_first, self.ring_sharded_rows, self.groups)
         gathered = eqx.tree_at(lambda layer: layer.weight, layer, full, is_leaf=lambda x: x is w)
-        return OverlappedLinear(gathered, shard.astype(dtype), layout)
+        outputs_first = declaration(layer, (GetAttrKey("weight"),)).outputs_first
+        return OverlappedLinear(gathered, shard.astype(dtype), WeightLayout(outputs_first, self.ring))
 
     def reduce_gradient(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
-        return _reduce_between_slices(dw, self.dim, self.groups)
+        return _reduce_between_slices(dw, self)
 
     def local_shard(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         return w
@@ -149,8 +173,13 @@ class Fsdp:
 Placement = Replicated | Zero1 | Fsdp
 
 
-def _reduce_between_slices(dw: Float[Array, "..."], dim: int, groups: DataParallelGroups) -> Float[Array, "..."]:
-    return dw if groups.slices == 1 else reduce_scatter(dw, DP, dim, groups.inter_slice)
+def within_slice(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of dp's axes that do not leave a slice."""
+    return tuple(axis for axis in axes if axis != DP_SLICE)
+
+
+def _reduce_between_slices(dw: Float[Array, "..."], placement: Zero1 | Fsdp) -> Float[Array, "..."]:
+    return reduce_scatter(dw, DP_SLICE, placement.dim) if DP_SLICE in placement.axes else dw
 
 
 def gather_between_slices(placements: Any, params: Any) -> Any:
@@ -181,44 +210,57 @@ def has_gathered(placements: Any) -> bool:
 
 def is_ring_reduced(placement: Any) -> bool:
     """Whether this is the placement of an FSDP weight whose gradient is reduced in a ring."""
-    return isinstance(placement, Fsdp) and placement.ring_sharded_rows is not None
+    return isinstance(placement, Fsdp) and placement.ring is not None
 
 
 def without_ring(placements: Any) -> Any:
     """The same placements, every gradient reduced by one reduce-scatter."""
     return jax.tree.map(
-        lambda placement: replace(placement, ring_sharded_rows=None) if is_ring_reduced(placement) else placement,
+        lambda placement: replace(placement, ring=None) if is_ring_reduced(placement) else placement,
         placements,
     )
 
 
-def place_parameters(
-    zero: Zero, model: Any, specs: Any, axis_sizes: dict[str, int], groups: DataParallelGroups
-) -> tuple[Any, Any, Any]:
-    """(PartitionSpecs of what a device stores of each parameter, of what it updates, the placements).
+class PlacedParameters(NamedTuple):
+    """How the parameters of a model are placed on a mesh: trees shaped like the parameters."""
 
-    `model` are the parameters (arrays or shapes) and `specs` their PartitionSpecs as the layers declare them.
-    """
-    if zero == Zero.none:
-        return specs, specs, jax.tree.map(lambda _: Replicated(), specs)
-    updated = shard_over(model, specs, DP, axis_sizes)
-
-    def place(spec: P, declared: P, in_layer: bool) -> Placement:
-        dim = sharded_dim(spec, DP)
-        if dim is None:
-            return Replicated()
-        if zero == Zero.zero1:
-            return Zero1(dim, groups)
-        is_linear = in_layer and sharded_dim(declared, MP) is not None
-        return Fsdp(dim, groups, _ring_sharded_rows(spec, dim, groups) if is_linear else None)
-
-    placements = jax.tree.map(place, updated, specs, is_stacked(model))
-    return updated if zero == Zero.fsdp else specs, updated, placements
+    stored: Any
+    """PartitionSpecs of what each device stores."""
+    updated: Any
+    """PartitionSpecs of what it updates, and so has the reduced gradient of."""
+    placements: Any
 
 
-def _ring_sharded_rows(spec: P, dim: int, groups: DataParallelGroups) -> bool | None:
-    """Whether the gradient of a linear layer's weight [L rows columns ...] is reduced in a ring, and of what: True the
-    rows, False the columns, which of [rows, heads, head] are the heads.  None where there is no ring."""
-    if groups.ring == 1:
-        return None
-    return {1: True, 2: False}.get(len(spec) + dim)
+def place_parameters(config: MeshConfig, model: Any) -> PlacedParameters:
+    """The placement of every parameter on the mesh of `config`; `model` are the parameters (arrays or shapes)."""
+    sizes = axis_sizes(config)
+    declared, described = partition_specs(model, sizes), declarations(model)
+
+    def undeclared(spec: P) -> tuple[str, ...]:
+        return tuple(axis for axis in token_axes(sizes) if axis not in axes_in(spec))
+
+    def further(leaf: Any, spec: P, about: Declaration) -> P:
+        if config.zero == Zero.none or about.kind == ParameterKind.vector:
+            return spec
+        return shard_over(leaf.shape, spec, undeclared(spec), sizes, first=about.stacked)
+
+    updated = jax.tree.map(further, model, declared, described)
+
+    def place(spec: P, before: P, about: Declaration) -> Placement:
+        axes = undeclared(before)
+        if spec == before:
+            return Replicated(axes)
+        dim = sharded_dim(spec, axes[0])
+        if config.zero == Zero.zero1:
+            return Zero1(axes, dim)
+        is_linear = about.stacked and not set(axes_of(Role.features, sizes)).isdisjoint(axes_in(before))
+        return Fsdp(axes, dim, _ring_side(spec, dim) if is_linear and has_rings(config) else None)
+
+    placements = jax.tree.map(place, updated, declared, described)
+    return PlacedParameters(updated if config.zero == Zero.fsdp else declared, updated, placements)
+
+
+def _ring_side(spec: P, dim: int) -> RingSide | None:
+    """Which features of a linear layer's weight [L rows columns ...] dp shards, where its gradient can be reduced in a
+    ring; the columns of [rows, heads, head] are the heads."""
+    return {1: RingSide.rows, 2: RingSide.columns}.get(len(spec) + dim)

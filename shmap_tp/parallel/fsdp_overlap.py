@@ -3,14 +3,15 @@
 Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
 section 5, https://doi.org/10.1145/3567955.3567959
 
-B batch, T time, I features in, O features out, n ranks of a ring of dp, r the rank in it.  I/dp: dim I sharded over dp.
-{+dp}: a partial sum, not yet reduced over dp.
+B batch, T time, I features in, O features out, n ranks of the ring, the axis dp of the mesh, r the rank in it.  I/dp:
+dim I sharded over dp.  {+dp}: a partial sum, not yet reduced over dp.
 
     forward    y = x[B T I] @ w[I O], w gathered before
     backward   dx = dy @ w'
                dw[I/n O] = x[B T I/n]' @ dy for every rank of the ring in turn, the farthest first, each term added to
                the partial sum received for that rank and passed on (`parallel/ring.py`)
-               where a slice has several rings, one reduce-scatter between them:  dw[I/n O] {+dp} -> dw[I/dp O]
+               where a slice has several rings (the axis dp_ring), one reduce-scatter between them:
+               dw[I/n O] {+dp_ring} -> dw[I/dp/dp_ring O]
 
 The bytes are those of one reduce-scatter of dw[I O], in x's dtype; sums are accumulated in float32.  The plain version
 is `jax.linear_transpose` of the layer followed by the reduce-scatter that is the transpose of the weight's all-gather.
@@ -20,6 +21,7 @@ stored as [O I], or is sharded along its second dim, x and dy change places.
 
 import math
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,11 +32,20 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from shmap_tp.parallel.collectives import reduce_scatter
-from shmap_tp.parallel.mesh import DP, DataParallelGroups, Groups
+from shmap_tp.parallel.mesh import DP, DP_RING, ring_permutation, token_axes
 from shmap_tp.parallel.ring import RingStep, ring_reduce_scatter
 
 MIN_TOKENS_TO_OVERLAP = 16384
 """Below so many tokens per device a term of the ring waits for the sum it is added to (docs/performance-notes.md)."""
+
+
+class RingSide(Enum):
+    """Which features of a weight dp shards."""
+
+    rows = auto()
+    """Those that are stored first."""
+    columns = auto()
+    """Those that are stored second."""
 
 
 class WeightLayout(NamedTuple):
@@ -42,9 +53,7 @@ class WeightLayout(NamedTuple):
 
     outputs_first: bool
     """Stored as [outputs, inputs], else as [inputs, outputs]."""
-    sharded_rows: bool
-    """dp shards the features that are stored first, else those stored second."""
-    groups: DataParallelGroups
+    sharded: RingSide
 
 
 class OverlappedLinear(eqx.Module):
@@ -90,48 +99,44 @@ def _backward(multiply: Any, layout: WeightLayout, saved: tuple, dy: Array) -> t
     pair = (dy, x) if layout.outputs_first else (x, dy)
     if layout.outputs_first:
         dx = lax.optimization_barrier(dx)  # keeps the gradient of the norm before it out of this matmul
-    return dx, None, _ring_reduce_weight_gradient(*pair, layout.sharded_rows, layout.groups).reshape(shard.shape)
+    return dx, None, _ring_reduce_weight_gradient(*pair, layout.sharded).reshape(shard.shape)
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _ring_reduce_weight_gradient(
-    first: Array, second: Array, sharded_rows: bool, groups: DataParallelGroups
-) -> Float[Array, "..."]:
+def _ring_reduce_weight_gradient(first: Array, second: Array, side: RingSide) -> Float[Array, "..."]:
     """This device's rows, or columns, of first' @ second {+dp}, summed over dp."""
-    sharded, full = (first, second) if sharded_rows else (second, first)
+    rows, n = side == RingSide.rows, lax.axis_size(DP)
+    sharded, full = (first, second) if rows else (second, first)
     # heads stay a dim of their own where the ring divides them: flattening would copy them all
-    sharded = _flatten_features(sharded) if sharded.shape[2] % groups.ring else sharded
-    size = sharded.shape[2] // groups.ring
-    rank = lax.axis_index(DP) // (groups.count // groups.ring)
+    sharded = _flatten_features(sharded) if sharded.shape[2] % n else sharded
+    size, rank = sharded.shape[2] // n, lax.axis_index(DP)
     wide = jnp.promote_types(full.dtype, jnp.float32)
 
     def term(step: RingStep) -> Array:
         waiting = sharded.shape[0] * sharded.shape[1] < MIN_TOKENS_TO_OVERLAP
         operand = step.after_receive(sharded) if waiting else sharded
-        piece = lax.dynamic_slice_in_dim(operand, (rank + step.offset) % groups.ring * size, size, axis=2)
-        pair = (piece, full) if sharded_rows else (full, piece)
+        piece = lax.dynamic_slice_in_dim(operand, (rank + step.offset) % n * size, size, axis=2)
+        pair = (piece, full) if rows else (full, piece)
         dw = jnp.tensordot(*pair, axes=((0, 1), (0, 1)), preferred_element_type=wide)
-        return dw.reshape(-1, *full.shape[2:]) if sharded_rows else dw.reshape(*full.shape[2:], -1)
+        return dw.reshape(-1, *full.shape[2:]) if rows else dw.reshape(*full.shape[2:], -1)
 
     def send(partial_sum: Array, by: int) -> Array:
-        return lax.ppermute(partial_sum, DP, groups.ring_permutation(by))
+        return lax.ppermute(partial_sum, DP, ring_permutation(n, by))
 
-    dw = ring_reduce_scatter(term, groups.ring, full.dtype, send)
-    if groups.inter_ring is None:
-        return dw
-    return _reduce_scatter_between_rings(dw, 0 if sharded_rows else dw.ndim - 1, groups.inter_ring)
+    dw = ring_reduce_scatter(term, n, full.dtype, send)
+    return _reduce_scatter_between_rings(dw, 0 if rows else dw.ndim - 1) if DP_RING in token_axes() else dw
 
 
-def _reduce_scatter_between_rings(dw: Float[Array, "..."], dim: int, rings: Groups) -> Float[Array, "..."]:
-    """dw {+dp} -> this device's shard, along `dim`, of the sum over the rings.  The shards get a dim of their own, so
-    that XLA for TPU need not pad them to tiles (docs/performance-notes.md).
+def _reduce_scatter_between_rings(dw: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+    """dw {+dp_ring} -> this device's shard, along `dim`, of the sum over the rings.  The shards get a dim of their own,
+    so that XLA for TPU need not pad them to tiles (docs/performance-notes.md).
 
     Communication: one reduce-scatter of dw between the rings.
     """
-    shards = dw.reshape(*dw.shape[:dim], len(rings[0]), -1, *dw.shape[dim + 1 :])
-    return reduce_scatter(shards, DP, dim, rings).squeeze(dim)
+    shards = dw.reshape(*dw.shape[:dim], lax.axis_size(DP_RING), -1, *dw.shape[dim + 1 :])
+    return reduce_scatter(shards, DP_RING, dim).squeeze(dim)
 
 
 def _flatten_features(x: Float[Array, "B T ..."]) -> Float[Array, "B T features"]:

@@ -1,101 +1,128 @@
-"""The (dp, mp) mesh: which devices form it, in which order, and how dp ranks group into slices and rings."""
+"""The mesh: its axes and what each is for, which devices form it, and in which order.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Code asks for the axes of a role.  It names mp where weights that are sharded over it are declared and used, and by the
+modes of tensor parallelism; dp, dp_ring and dp_slice where gradient rings and slices are meant:
+
+    tokens    ranks hold different tokens: gradients and the loss are summed over these axes, and ZeRO shards over them
+    time      ranks hold different positions of the same sequences; such an axis has the role tokens as well
+    features  ranks share every layer (tensor parallelism)
+
+    axis      roles     its ranks are
+    dp        tokens    neighbours; all data-parallel ranks where there are no rings and slices
+    dp_ring   tokens    the rings of a slice, where weight gradients are reduced in several (`mesh.fsdp_gradients=ring`)
+    dp_slice  tokens    the slices
+    mp        features  the devices that share a model
+
+`mesh.dp` in the configuration is the product of dp, dp_ring and dp_slice.  A mesh has dp and mp, and of the other axes
+those with more than one rank.
+"""
+
+import math
+from collections.abc import Collection, Iterable
+from enum import Enum, auto
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
 
 from shmap_tp.config.schema import FsdpGradients, MeshConfig, TensorParallelMode
 from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import Device
 from shmap_tp.hardware.torus import Torus
 
-DP = "dp"
-"""The data-parallel axis: its ranks process different sequences."""
-MP = "mp"
-"""The model-parallel axis: its ranks share every layer (tensor parallelism)."""
-AXES = (DP, MP)
-"""All mesh axes, the slowest-varying first."""
+
+class Role(Enum):
+    """What a mesh axis is for."""
+
+    tokens = auto()
+    time = auto()
+    features = auto()
+
+
+DP, DP_RING, DP_SLICE, MP = "dp", "dp_ring", "dp_slice", "mp"
+AXES: dict[str, frozenset[Role]] = {
+    DP: frozenset({Role.tokens}),
+    DP_RING: frozenset({Role.tokens}),
+    DP_SLICE: frozenset({Role.tokens}),
+    MP: frozenset({Role.features}),
+}
+"""All mesh axes, the slowest-varying first, and their roles."""
 
 MAX_RING_SIZE = 16
 """Ranks of a gradient ring at most: a weight gradient is computed in as many pieces."""
 
-Groups = Sequence[Sequence[int]]
-"""Disjoint groups of ranks along one axis, as `axis_index_groups` of JAX's collectives."""
+
+def axes_of(role: Role, names: Iterable[str] | None = None) -> tuple[str, ...]:
+    """The axes of a mesh that have a role, in the order of the mesh.
+
+    `names` are the axes of the mesh; by default, inside shard_map, of the one that it maps over.
+    """
+    present = set(get_abstract_mesh().axis_names if names is None else names)
+    return tuple(name for name, roles in AXES.items() if role in roles and name in present)
+
+
+def token_axes(names: Iterable[str] | None = None) -> tuple[str, ...]:
+    """The axes whose ranks hold different tokens; `names` as for `axes_of`."""
+    return axes_of(Role.tokens, names)
+
+
+def batch_axes(names: Iterable[str] | None = None) -> tuple[str, ...]:
+    """The axes whose ranks hold different sequences; `names` as for `axes_of`."""
+    time = axes_of(Role.time, names)
+    return tuple(name for name in token_axes(names) if name not in time)
+
+
+def mesh_order(axes: Collection[str]) -> tuple[str, ...]:
+    """These axes in the order of the mesh."""
+    return tuple(name for name in AXES if name in axes)
 
 
 def axis_sizes(config: MeshConfig) -> dict[str, int]:
-    """The size of every axis of AXES."""
-    return {DP: config.dp, MP: config.mp}
+    """The axes of the mesh of `config`, in the order of AXES, and their sizes.
 
-
-@dataclass(frozen=True)
-class DataParallelGroups:
-    """How dp ranks group into slices, and within a slice into rings of neighbours.
-
-    Rank (r, o, s) is number (r x rings + o) x slices + s: r is the place in a ring, o the ring of a slice, s the slice.
-    So the ranks of a slice are `slices` apart, and a reduce-scatter within a slice leaves its shards in rank order.
+    Raises UserError where mesh.fsdp_gradients=ring and dp / slices has no divisor that a ring could have.
     """
-
-    count: int
-    slices: int = 1
-    ring: int = 1
-
-    @classmethod
-    def of(cls, config: MeshConfig) -> "DataParallelGroups":
-        """Raises UserError where mesh.fsdp_gradients=ring and dp / slices has no divisor that a ring could have."""
-        within = config.dp // config.slices
-        if config.fsdp_gradients == FsdpGradients.reduce_scatter or within == 1:
-            return cls(config.dp, config.slices)
-        ring = max(n for n in range(1, MAX_RING_SIZE + 1) if within % n == 0)
-        if ring == 1:
-            raise UserError(
-                f"mesh.fsdp_gradients=ring: no number from 2 to {MAX_RING_SIZE} divides "
-                f"mesh.dp / mesh.slices = {within}; use mesh.fsdp_gradients=reduce_scatter"
-            )
-        return cls(config.dp, config.slices, ring)
-
-    @property
-    def intra_slice(self) -> Groups | None:
-        """The ranks of each slice; None where that is all of dp."""
-        return self._groups(self.count // self.slices, self.slices)
-
-    @property
-    def inter_slice(self) -> Groups | None:
-        """The ranks with the same place in every slice; None where that is all of dp."""
-        return self._groups(self.slices, 1)
-
-    @property
-    def inter_ring(self) -> Groups | None:
-        """The ranks with the same place in the rings of one slice; None where a slice has one ring."""
-        rings = self.count // self.slices // self.ring
-        return self._groups(rings, self.slices) if rings > 1 else None
-
-    def ring_permutation(self, by: int) -> list[tuple[int, int]]:
-        """(from, to) pairs of a ppermute that passes a value `by` places further along every ring."""
-        each = self.count // self.ring
-        return [(r * each + i, (r + by) % self.ring * each + i) for r in range(self.ring) for i in range(each)]
-
-    def _groups(self, size: int, stride: int) -> Groups | None:
-        if size == self.count:
-            return None
-        ranks = np.arange(self.count).reshape(-1, size, stride)
-        return ranks.transpose(0, 2, 1).reshape(-1, size).tolist()
+    within = config.dp // config.slices
+    ring = _ring_size(within) if has_rings(config) else within
+    data_parallel = {DP: ring, DP_RING: within // ring, DP_SLICE: config.slices}
+    sizes = {name: data_parallel[name] if name in data_parallel else getattr(config, name) for name in AXES}
+    return {name: size for name, size in sizes.items() if size > 1 or name in (DP, MP)}
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """A (dp, mp) mesh over `devices` (by default all of this process group).
+def has_rings(config: MeshConfig) -> bool:
+    """Whether weight gradients are to be reduced in rings, and a slice has more than one data-parallel rank for one."""
+    return config.fsdp_gradients == FsdpGradients.ring and config.dp > config.slices
+
+
+def _ring_size(within: int) -> int:
+    ring = max(n for n in range(1, MAX_RING_SIZE + 1) if within % n == 0)
+    if ring == 1:
+        raise UserError(
+            f"mesh.fsdp_gradients=ring: no number from 2 to {MAX_RING_SIZE} divides "
+            f"mesh.dp / mesh.slices = {within}; use mesh.fsdp_gradients=reduce_scatter"
+        )
+    return ring
+
+
+def ring_permutation(size: int, by: int) -> list[tuple[int, int]]:
+    """(from, to) pairs of a ppermute that passes a value `by` places further along an axis of `size` ranks."""
+    return [(i, (i + by) % size) for i in range(size)]
+
+
+def make_mesh(config: MeshConfig, devices: list[Device] | None = None) -> Mesh:
+    """The mesh of `config` over `devices` (by default all of this process group).
 
     On a TPU torus, mp fills tiles of `config.tile` chips and cores, or by default of the shape with the fewest hops
-    between its devices; with collective matmul in the order of a closed walk round the tile.  dp counts tiles, in the
-    order of `DataParallelGroups`; gradient rings are closed walks round groups of tiles.  Elsewhere mp is consecutive
-    devices, which are those of one host.
+    between its devices; with collective matmul in the order of a closed walk round the tile.  The other axes count
+    tiles; gradient rings are closed walks round groups of tiles.  Elsewhere mp is consecutive devices, which are those
+    of one host.
 
     Raises UserError where the number of devices, the tile or the slices do not fit.
     """
     devices = jax.devices() if devices is None else devices
-    wanted = config.dp * config.mp
+    sizes = axis_sizes(config)
+    wanted = config.dp * math.prod(size for axis, size in sizes.items() if axis not in (DP, DP_RING, DP_SLICE))
     if wanted != len(devices):
         raise UserError(
             f"mesh dp={config.dp} x mp={config.mp} needs {wanted} devices, this machine has {len(devices)} "
@@ -105,7 +132,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     if torus is None and config.tile is not None:
         raise UserError(f"mesh.tile={config.tile}: {devices[0].device_kind} devices are not on a torus; leave it null")
     _check_slices(config, devices, fixed=torus is not None)
-    groups = DataParallelGroups.of(config)
+    ring = sizes[DP] if has_rings(config) else 1
     if torus is None:
         arranged = np.array(devices, object)
     else:
@@ -116,21 +143,25 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
             else list(range(config.mp))
         )
         tiles = torus.group(tile, config.mp)
-        rings = tiles.best_ring_tile(groups.ring)
-        arranged = tiles.arrange(rings, groups.ring)[:, tiles.ring_order(rings)]
+        ring_tile = tiles.best_ring_tile(ring)
+        arranged = tiles.arrange(ring_tile, ring)[:, tiles.ring_order(ring_tile)]
         arranged = np.array([group[i] for group in arranged.flat for i in mp_order], object)
-    by_slice = arranged.reshape(groups.slices, -1, groups.ring, config.mp)
-    return Mesh(
-        by_slice.transpose(2, 1, 0, 3).reshape(config.dp, config.mp), AXES, axis_types=(AxisType.Auto,) * len(AXES)
-    )
+    rings = config.dp // config.slices // ring
+    by_axis = arranged.reshape(config.slices, rings, ring, -1).transpose(2, 1, 0, 3)
+    return Mesh(by_axis.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def abstract_mesh(dp: int, mp: int) -> AbstractMesh:
-    """A (dp, mp) mesh without devices, to trace programs on."""
-    return AbstractMesh((dp, mp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
+    """A mesh without devices, to trace programs on; `sizes` as `axis_sizes` gives them."""
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _check_slices(config: MeshConfig, devices: list[jax.Device], *, fixed: bool) -> None:
+def ranks(axes: tuple[str, ...]) -> int:
+    """Number of ranks along `axes` together, inside shard_map; 1 without axes."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def _check_slices(config: MeshConfig, devices: list[Device], *, fixed: bool) -> None:
     """Raises UserError where the devices are of another number of slices than mesh.slices says.  Devices that are not
     on a torus (not `fixed`) may be divided into slices at will."""
     there = len({getattr(device, "slice_index", None) or 0 for device in devices})

@@ -1,13 +1,16 @@
-"""Partitioning: a parameter declares its PartitionSpec on the line that declares the weight; the rest is derived.
+"""Partitioning: a parameter declares what it is, and its PartitionSpec, on the line that declares the weight.
 
     weight: Float[Array, "F D"] = param(MP, None)      F/mp: dim 0 sharded over mp, dim 1 not sharded
     blocks: ParallelBlock       = stacked()            every array inside has a leading dim of L layers, never sharded
 
-Optimizer state is partitioned like the parameters that it belongs to.
+The rest is derived: the PartitionSpecs of the parameters, over which axes their gradients are summed, over which ZeRO
+shards them (`fsdp.py`), and the partitioning of the optimizer's state.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any
 
 import equinox as eqx
@@ -18,15 +21,59 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.parallel.key_paths import path_name
+from shmap_tp.parallel.mesh import AXES
 
 
-def param(*axes: str | None, replicate_if_fewer: bool = False, is_bias: bool = False) -> Any:
-    """Declare an array field: for each dim the mesh axis that shards it, or None.
+class ParameterKind(Enum):
+    """What the array of one layer is, for an optimizer that treats them differently."""
 
-    `replicate_if_fewer`: every device holds the whole array where a sharded dim is smaller than its mesh axis
-    (key/value heads).  `is_bias`: it is no matrix, whatever its dims.
+    matrix = auto()
+    """Multiplies an activation."""
+    embedding = auto()
+    """A row per token or position: of the embedding, the head, learned positions."""
+    vector = auto()
+    """Scales and biases, whatever their dims."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a parameter declares.  Dims are those of one layer."""
+
+    axes: tuple[str | None, ...]
+    """For each dim the mesh axis that shards it, or None."""
+    kind: ParameterKind
+    outputs: tuple[int, ...]
+    """The dims of a matrix that are features of its result, counted from the last, so that they are the same for one
+    layer and for a stack of layers."""
+    replicate_if_fewer: bool = False
+    """Whether every device holds the whole array where a sharded dim is smaller than its mesh axis."""
+    stacked: bool = False
+    """Whether the array has a leading dim of layers."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The other dims of a matrix: the features that it is multiplied with, counted from the last."""
+        return tuple(dim for dim in range(-len(self.axes), 0) if dim not in self.outputs)
+
+    @property
+    def outputs_first(self) -> bool:
+        """Whether a matrix is stored as [outputs, inputs]."""
+        return -len(self.axes) in self.outputs
+
+
+def param(
+    *axes: str | None,
+    outputs: tuple[int, ...] = (-1,),
+    kind: ParameterKind | None = None,
+    replicate_if_fewer: bool = False,
+) -> Any:
+    """Declare an array field; the arguments are the fields of `Declaration`.
+
+    Without `kind` an array of two or more dims is a matrix, any other a vector.
     """
-    return eqx.field(metadata={"axes": axes, "replicate_if_fewer": replicate_if_fewer, "is_bias": is_bias})
+    kind = kind or (ParameterKind.matrix if len(axes) > 1 else ParameterKind.vector)
+    dims = tuple(dim if dim < 0 else dim - len(axes) for dim in outputs)
+    return eqx.field(metadata={"declaration": Declaration(axes, kind, dims, replicate_if_fewer)})
 
 
 def stacked() -> Any:
@@ -34,8 +81,8 @@ def stacked() -> Any:
     return eqx.field(metadata={"stacked": True})
 
 
-def _declaration(model: eqx.Module, path: tuple) -> tuple[Mapping[str, Any], bool]:
-    """Follow a leaf's path down the modules to the line that declares it: (its metadata, whether it is stacked)."""
+def declaration(model: eqx.Module, path: tuple) -> Declaration:
+    """Follow a leaf's path down the modules to the line that declares it.  Raises TypeError if there is none."""
     node, in_stack = model, False
     metadata: Mapping[str, Any] = {}
     for key in path:
@@ -45,65 +92,85 @@ def _declaration(model: eqx.Module, path: tuple) -> tuple[Mapping[str, Any], boo
         metadata = type(node).__dataclass_fields__[key.name].metadata
         in_stack = in_stack or metadata.get("stacked", False)
         node = getattr(node, key.name)
-    if "axes" not in metadata:
+    if "declaration" not in metadata:
         raise TypeError(f"{path_name(path, '.')} is an array that was not declared with param(...)")
-    return metadata, in_stack
+    return replace(metadata["declaration"], stacked=in_stack)
+
+
+def declarations(model: Any) -> Any:
+    """`model` (arrays or shapes) with every array replaced by its `Declaration`."""
+    return tree_util.tree_map_with_path(lambda path, _: declaration(model, path), model)
 
 
 def partition_specs(model: eqx.Module, axis_sizes: Mapping[str, int]) -> Any:
-    """`model` (arrays or shapes) with every array replaced by its PartitionSpec on a mesh of these axis sizes."""
+    """`model` (arrays or shapes) with every array replaced by its PartitionSpec on a mesh of these axis sizes.
+
+    An axis that the mesh does not have shards nothing.  Raises TypeError for one that no mesh has.
+    """
 
     def spec(path: tuple, leaf: Any) -> P:
-        metadata, in_stack = _declaration(model, path)
-        axes, shape = metadata["axes"], leaf.shape[in_stack:]
+        declared = declaration(model, path)
+        if unknown := set(declared.axes) - {None, *AXES}:
+            raise TypeError(f"{path_name(path, '.')} declares {sorted(unknown)}; the mesh axes are {', '.join(AXES)}")
+        axes = [axis if axis in axis_sizes else None for axis in declared.axes]
+        shape = leaf.shape[declared.stacked :]
         assert len(axes) == len(shape), f"{path_name(path, '.')}: {axes} declared for shape {shape}"
         fewer = any(axis is not None and dim < axis_sizes[axis] for axis, dim in zip(axes, shape, strict=True))
-        if metadata["replicate_if_fewer"] and fewer:
-            axes = (None,) * len(shape)
-        return P(None, *axes) if in_stack else P(*axes)
+        if declared.replicate_if_fewer and fewer:
+            axes = [None] * len(shape)
+        return P(*[None] * declared.stacked, *axes)
 
     return tree_util.tree_map_with_path(spec, model)
 
 
-def is_matrix(model: eqx.Module) -> Any:
-    """`model` with every array replaced by whether, in one layer, it is a matrix: what weight decay applies to."""
-    return tree_util.tree_map_with_path(lambda path, _: _declares_matrix(_declaration(model, path)[0]), model)
-
-
-def _declares_matrix(metadata: Mapping[str, Any]) -> bool:
-    return len(metadata["axes"]) > 1 and not metadata["is_bias"]
+def decayed(model: eqx.Module) -> Any:
+    """`model` with every array replaced by whether weight decay applies to it: all but vectors."""
+    return jax.tree.map(lambda declared: declared.kind != ParameterKind.vector, declarations(model))
 
 
 def is_stacked(model: eqx.Module) -> Any:
     """`model` with every array replaced by whether it is stacked over layers."""
-    return tree_util.tree_map_with_path(lambda path, _: _declaration(model, path)[1], model)
+    return jax.tree.map(lambda declared: declared.stacked, declarations(model))
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation, model: Any, specs: Any) -> Any:
     """PartitionSpecs of the optimizer's state: what is shaped like a parameter is sharded like it, the rest
     replicated."""
     state = jax.eval_shape(optimizer.init, model)
-    return optax.tree_map_params(optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: P())
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    return optax.tree_map_params(
+        optimizer,
+        lambda leaf, spec: leaf if is_masked(leaf) else spec,
+        state,
+        specs,
+        transform_non_params=lambda _: P(),
+        is_leaf=is_masked,
+    )
 
 
-def shard_over(model: eqx.Module, specs: Any, axis: str, axis_sizes: Mapping[str, int]) -> Any:
-    """`specs` of `model` (arrays or shapes), each matrix sharded over `axis` as well: along the first of its dims whose
-    local size `axis` divides, the dim of stacked layers excepted; where there is none, its spec as it is."""
-
-    def further(path: tuple, leaf: Any, spec: P) -> P:
-        metadata, in_stack = _declaration(model, path)
-        for i in range(in_stack, len(leaf.shape) if _declares_matrix(metadata) else 0):
-            axes = spec_axes(spec[i])
-            if leaf.shape[i] // math.prod(axis_sizes[a] for a in axes) % axis_sizes[axis] == 0:
-                return P(*spec[:i], (*axes, axis), *spec[i + 1 :])
-        return spec
-
-    return tree_util.tree_map_with_path(further, model, specs)
+def shard_over(shape: tuple[int, ...], spec: P, axes: Iterable[str], axis_sizes: Mapping[str, int], first: int) -> P:
+    """`spec` of an array, sharded over `axes` as well: along the first of its dims, from `first` on, whose local size
+    they divide; where there is none, `spec` as it is."""
+    axes = tuple(axes)
+    for i in range(first, len(shape) if axes else 0):
+        there = spec_axes(spec[i])
+        local = shape[i] // math.prod(axis_sizes[axis] for axis in there)
+        if local % math.prod(axis_sizes[axis] for axis in axes) == 0:
+            return P(*spec[:i], (*there, *axes), *spec[i + 1 :])
+    return spec
 
 
 def sharded_dim(spec: P, axis: str) -> int | None:
     """The dim that a spec shards over `axis`, counted from the last; None where it does not."""
     return next((i - len(spec) for i, axes in enumerate(spec) if axis in spec_axes(axes)), None)
+
+
+def axes_in(spec: P) -> tuple[str, ...]:
+    """All axes that a spec shards some dim over."""
+    return tuple(axis for entry in spec for axis in spec_axes(entry))
 
 
 def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

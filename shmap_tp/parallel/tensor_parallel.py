@@ -44,9 +44,8 @@ from jaxtyping import Array, Float, PyTree
 from shmap_tp.config.activation_names import SUBLAYER_OUTPUT
 from shmap_tp.config.schema import TensorParallelMode
 from shmap_tp.parallel import collective_matmul
-from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.linear_protocol import Linear
-from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.mesh import MP
 
 Activation = PyTree[Float[Array, "B _ ..."]]
 """y[B T F/mp] or y[B T H/mp K]; in CollectiveMatmul a tuple of its chunks along time.  Functions of single positions
@@ -82,13 +81,14 @@ class TensorParallel(Protocol):
         """y {+mp} -> the residual stream."""
         ...
 
-    def local_positions(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
+    def local_positions(self, w_BTD: Float[Array, "B T D"], time: int) -> Float[Array, "B time D"]:
         """The rows of w, one per position, that belong to this device's `time` positions of the residual stream."""
         ...
 
-    def mark_varying(self, params: Any) -> Any:
-        """Parameters whose gradients stay local partial sums until `reduce_partial_gradients` sums them, once a
-        step."""
+    @property
+    def time_axes(self) -> tuple[str, ...]:
+        """The axes over which the time of the residual stream is sharded.  The gradients of parameters that are
+        replicated over them are partial sums, which the step reduces once."""
         ...
 
 
@@ -118,12 +118,13 @@ class AllReduce:
     def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
         return y
 
-    def local_positions(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
-        return w_TD[:time]
+    def local_positions(self, w_BTD: Float[Array, "B T D"], time: int) -> Float[Array, "B time D"]:
+        return w_BTD[:, :time]
 
-    def mark_varying(self, params: Any) -> Any:
-        """Over dp only: over mp every gradient of a replicated parameter is complete on each device."""
-        return mark_varying(params, DP)
+    @property
+    def time_axes(self) -> tuple[str, ...]:
+        """None: every gradient of a replicated parameter is complete on each device of mp."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,12 @@ class SequenceParallel:
     def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
         return y
 
-    def local_positions(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
-        return lax.dynamic_slice_in_dim(w_TD, lax.axis_index(MP) * time, time)
+    def local_positions(self, w_BTD: Float[Array, "B T D"], time: int) -> Float[Array, "B time D"]:
+        return lax.dynamic_slice_in_dim(w_BTD, lax.axis_index(MP) * time, time, axis=1)
 
-    def mark_varying(self, params: Any) -> Any:
-        return mark_varying(mark_varying(params, MP), DP)
+    @property
+    def time_axes(self) -> tuple[str, ...]:
+        return (MP,)
 
 
 @dataclass(frozen=True)
@@ -194,11 +196,12 @@ class CollectiveMatmul:
     def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
         return collective_matmul.split_time(y)
 
-    def local_positions(self, w_TD: Float[Array, "T D"], time: int) -> Float[Array, "time D"]:
-        return SequenceParallel().local_positions(w_TD, time)
+    def local_positions(self, w_BTD: Float[Array, "B T D"], time: int) -> Float[Array, "B time D"]:
+        return SequenceParallel().local_positions(w_BTD, time)
 
-    def mark_varying(self, params: Any) -> Any:
-        return SequenceParallel().mark_varying(params)
+    @property
+    def time_axes(self) -> tuple[str, ...]:
+        return (MP,)
 
 
 TENSOR_PARALLEL: dict[TensorParallelMode, TensorParallel] = {

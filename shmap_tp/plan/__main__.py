@@ -16,32 +16,30 @@ For GPUs its time is an estimate by formulas.  --ledger needs no compiler.
 """
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
-from shmap_tp.runtime.interrupts import end_at_ctrl_c
-from shmap_tp.runtime.output import end_without_readers
+from shmap_tp.runtime.command_line import end_at_ctrl_c, end_without_readers
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # a compilation would not be interrupted; only the search has something to keep
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
-from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.benchmark import Parser, append_json, config_from_flags, run_command
+from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, axis_sizes
+from shmap_tp.plan.benchmark import Parser, append_json, command_line, config_from_flags
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
 from shmap_tp.plan.communication.ledger import table, without_trivial_axes
 from shmap_tp.plan.communication.reconcile import reconcile
-from shmap_tp.plan.generation_command import generation_command
-from shmap_tp.plan.memory import format_memory, memory_by_kind
+from shmap_tp.plan.generation import generation_command
 from shmap_tp.plan.plot import PlannedMemory, plot_step
-from shmap_tp.plan.predict import Prediction, step_dtype
+from shmap_tp.plan.predict import Prediction, format_memory, memory_by_kind, predict, step_dtype
 from shmap_tp.plan.report import FORMULA, PREDICTED, Row, format_row
 from shmap_tp.plan.search.command import search_command
-from shmap_tp.plan.targets import VERSIONS, devices_of_nodes, find_target, predict_on
+from shmap_tp.plan.targets import VERSIONS, devices_of_nodes, find_target
+from shmap_tp.runtime.command_line import run_command
 
 DEFAULTS = ("6_9b", 1, 16)
 """(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""
@@ -143,7 +141,7 @@ def plan_one_mesh(arguments: argparse.Namespace) -> None:
     config = config_from_flags(arguments, *DEFAULTS)
     target = find_target(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
     print(f"compiling the step for {target} ...", flush=True)
-    prediction = predict_on(config, target, record=arguments.plot is not None)
+    prediction = predict(config, target, record=arguments.plot is not None)
     save_rows([prediction.row], arguments)
     print(format_row(prediction.row))
     print(FORMULA)
@@ -166,7 +164,7 @@ def write_plot(config: Config, prediction: Prediction, file: Path) -> None:
         f"{row.model} on {row.devices} x {row.device_kind}, dp={row.dp}, mp={row.mp}, {row.microbatches} microbatches, "
         f"tensor parallelism {row.tensor_parallel}, zero {row.zero}: {row.kind}"
     )
-    sizes = {DP: config.mesh.dp // config.mesh.slices, MP: config.mesh.mp}  # a module is that of one slice
+    sizes = {axis: size for axis, size in axis_sizes(config.mesh).items() if axis != DP_SLICE}  # those of the module
     plot_step(prediction.schedule, memory, sizes, title, file)
     print(f"\nwritten: {file}")
 
@@ -177,7 +175,7 @@ def print_communication(config: Config) -> None:
 
 
 def planned_communication(config: Config) -> list:
-    sizes = {DP: config.mesh.dp, MP: config.mesh.mp}
+    sizes = axis_sizes(config.mesh)
     return without_trivial_axes(analytic_communication(config, step_dtype(config)), sizes)
 
 
@@ -187,10 +185,10 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
     With several slices the module numbers only the devices of its own slice; then only communication between slices is
     compared.
     """
-    planned, sizes = planned_communication(config), {DP: config.mesh.dp, MP: config.mesh.mp}
+    planned, sizes = planned_communication(config), axis_sizes(config.mesh)
     if config.mesh.slices > 1 and prediction.row.kind == PREDICTED:
         found = inter_slice_communication(prediction.text)
-        print(f"\nCOMPILED COLLECTIVES between slices: {compare_dcn(planned, found, config.mesh.slices)}")
+        print(f"\nCOMPILED COLLECTIVES between slices: {compare_dcn(planned, found)}")
         print(table(found))
         return
     found = reconcile(planned, communication_in_hlo(prediction.text, sizes), sizes)
@@ -200,7 +198,7 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
 def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
     """Append the rows to the file of --json, if it is given."""
     for row in rows if arguments.json else []:
-        row.command = shlex.join(["python", "-m", "shmap_tp.plan", *sys.argv[1:]])
+        row.command = command_line()
         append_json(row.to_json(), Path(arguments.json))
 
 

@@ -1,4 +1,4 @@
-"""Compile a program ahead of time for devices that are not attached, with a cache on disk.
+"""Compile a program ahead of time for devices that are not attached; for TPUs with a cache on disk.
 
 The cache key is a hash of everything that determines the result: the StableHLO text, the kind and coordinates of the
 devices in mesh order, the compiler options (including LIBTPU_INIT_ARGS), and the versions of JAX and libtpu.
@@ -21,8 +21,12 @@ import jax
 from jax.sharding import Mesh
 
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import DEVICES, GIB
+from shmap_tp.hardware.devices import DEVICES, GIB, Device
 from shmap_tp.hardware.xla_options import compile_with
+
+PLANNING_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""XLA options of the planner for GPUs: without a GPU to tune them, Triton's tiles would be 16 x 8.  On a GPU XLA may
+choose Triton for a matmul; the shapes stay the same."""
 
 MEMORY_REPORT = "memory-usage-report.txt"
 """Suffix of the file in which the compiler lists its memory allocations."""
@@ -58,7 +62,7 @@ def coordinates(mesh: Mesh) -> list[list[int]]:
     return [_coordinates_of(device) for device in mesh.devices.flat if getattr(device, "slice_index", 0) == first]
 
 
-def _coordinates_of(device: jax.Device) -> list[int]:
+def _coordinates_of(device: Device) -> list[int]:
     return [*device.coords, device.core_on_chip]
 
 
@@ -105,6 +109,23 @@ def _cache_key(lowered: jax.stages.Lowered, mesh: Mesh, options: dict | None) ->
     places = [_coordinates_of(device) for device in devices]
     inputs = [lowered.as_text(), devices[0].device_kind, places, slices, versions, options or {}, flags, MEMORY_REPORT]
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:24]
+
+
+def compile_for_gpu(lowered: jax.stages.Lowered, kind: str, options: dict, limit: float) -> Compiled:
+    """Compile `lowered` for GPUs of this kind, of which a program can use `limit` bytes.
+
+    XLA compiles a program that does not fit all the same; its text is dropped then, as the TPU compiler does.  Raises
+    UserError where it cannot be compiled.
+    """
+    start = time.perf_counter()
+    try:
+        program = compile_with(lowered, PLANNING_OPTIONS | options)
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"XLA cannot compile this step for {kind}: {str(error).splitlines()[0]}") from error
+    memory, seconds = program.memory_analysis(), time.perf_counter() - start
+    peak, host = memory.peak_memory_in_bytes, memory.host_temp_size_in_bytes
+    text = program.as_text() if peak <= limit else None
+    return Compiled(text, peak, limit, memory.argument_size_in_bytes, seconds, host)
 
 
 _OUT_OF_MEMORY = (

@@ -1,28 +1,153 @@
-"""Shared by the benchmarks: command-line flags, the configuration built from them, and output of rows."""
+"""Shared by the benchmarks: flags and the configuration built from them, timing on attached devices, output of rows."""
 
 import argparse
 import json
 import shlex
+import statistics
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config, Precision
-from shmap_tp.config.text import shown
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.errors import ShmapTpError, UserError
+from shmap_tp.errors import UserError, shown
+from shmap_tp.hardware.devices import DEVICES, machine_peak
+from shmap_tp.hardware.xla_options import compile_with
+from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
-from shmap_tp.plan.measure import Measurement, measure
-from shmap_tp.plan.predict import Builder, Prediction, step_dtype
-from shmap_tp.plan.report import FORMULA, format_comparison, format_row
+from shmap_tp.plan.aot_compile import parse_out_of_memory
+from shmap_tp.plan.predict import Builder, Prediction, build_programs, facts_beside_text, program_name, step_dtype
+from shmap_tp.plan.report import FORMULA, Row, config_fields, format_comparison, format_row, mesh_fields
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.distributed import emulate_cpu_devices
-from shmap_tp.runtime.exit_codes import INTERRUPTED
-from shmap_tp.training.step import build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
+
+# Timing
+
+WARM_UP = 2
+"""Steps that run before the timed ones."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measured row, and the program it was measured on."""
+
+    row: Row
+    text: str | None
+    mesh: Mesh
+
+    @property
+    def meta(self) -> dict:
+        return facts_beside_text(self.row, self.mesh)
+
+
+def measure(
+    config: Config,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    steps: int,
+    build: Builder = build_step_functions,
+    *,
+    components: Components = CONFIGURED,
+) -> Measurement:
+    """Compile the step of `config`, run it WARM_UP times, then time `steps` more.
+
+    `components` replace parts that the configuration names (docs/extending.md).  If it runs out of memory
+    the row says so (`fits`).
+    """
+    devices = list(mesh.devices.flat)
+    first = devices[0]
+    programs = build_programs(build, config, mesh, dtype, components)
+    kernel = kernel_name(programs.attention)
+    fields = config_fields(config, kernel, len(devices), machine_peak(devices), components) | {
+        "program": program_name(build),
+        "kind": "emulated" if first.platform == "cpu" else "measured",
+        "versions": {"jax": jax.__version__},
+        "limit_bytes_per_device": DEVICES[first.device_kind].memory if first.device_kind in DEVICES else None,
+        **mesh_fields(mesh, config),
+    }
+    start, step = time.perf_counter(), None
+    try:
+        step = compile_with(programs.step.lower(programs.shapes, programs.tokens), fields["compiler_options"])
+        compile_seconds = time.perf_counter() - start
+        seconds = time_steps(step_caller(config, programs, step), steps, overlap=first.platform != "cpu")
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needed, _ = parse_out_of_memory(error) or (peak_bytes(step.memory_analysis()) if step else None, None)
+        fields |= {"peak_bytes_per_device": needed, "fits": False, "compile_seconds": time.perf_counter() - start}
+        return Measurement(Row(**fields), None, mesh)
+    stats = (first.memory_stats() or {}) if first.platform != "cpu" else {}
+    fields |= {
+        "step_seconds": statistics.median(seconds),
+        "step_seconds_range": [min(seconds), max(seconds)],
+        "peak_bytes_per_device": stats.get("peak_bytes_in_use", peak_bytes(step.memory_analysis())),
+        "host_bytes_per_device": step.memory_analysis().host_temp_size_in_bytes,
+        "fits": True,
+        "compile_seconds": compile_seconds,
+    }
+    return Measurement(Row(**fields), step.as_text(), mesh)
+
+
+def peak_bytes(memory: Any) -> int:
+    """Peak device memory by the compiler's analysis, for devices that do not report their memory use.
+
+    With host offload the compiler's peak includes host memory; then the sum of all device allocations, an upper bound.
+    """
+    if not memory.host_temp_size_in_bytes:
+        return memory.peak_memory_in_bytes
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+def step_caller(config: Config, programs: StepFunctions, step: jax.stages.Compiled) -> Callable[[], dict]:
+    """A function that dispatches one more step on the same random tokens and returns its metrics without waiting."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, config.model.vocabulary, programs.tokens.shape, np.int32)
+    tokens = jax.make_array_from_callback(ids.shape, programs.tokens.sharding, lambda index: ids[index])
+    state = [programs.init()]
+
+    def dispatch() -> dict:
+        state[0], metrics = step(state[0], tokens)
+        return metrics
+
+    return dispatch
+
+
+def time_steps(dispatch: Callable[[], dict], steps: int, *, overlap: bool = True) -> list[float]:
+    """Seconds of each of `steps` steps, from the completion of one to the completion of the next.
+
+    With `overlap` the next step is dispatched before the current one is awaited.  A CPU may compute a short step while
+    it is dispatched: there each step is awaited before the next.  All outputs of a step come from one program, so they
+    are ready only when all of its work is done.
+    """
+    for _ in range(WARM_UP):
+        jax.block_until_ready(dispatch())
+    if not overlap:
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            jax.block_until_ready(dispatch())
+            times.append(time.perf_counter())
+        return list(np.diff(times))
+    pending, ends = dispatch(), []
+    for i in range(steps + 1):
+        following = dispatch() if i < steps else None
+        jax.block_until_ready(pending)
+        ends.append(time.perf_counter())
+        pending = following
+    return list(np.diff(ends))
+
+
+# Flags, and output
 
 Result = Measurement | Prediction
 
@@ -153,7 +278,7 @@ def report(result: Result, arguments: argparse.Namespace, script: str, baseline:
     if jax.process_index():
         return
     for each in [result, baseline] if baseline else [result]:
-        each.row.command = shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]])
+        each.row.command = command_line(script)
         print(format_row(each.row))
         if arguments.json:
             append_json(each.row.to_json(), Path(arguments.json))
@@ -167,6 +292,11 @@ def report(result: Result, arguments: argparse.Namespace, script: str, baseline:
         Path(f"{arguments.hlo}.meta.json").write_text(json.dumps(result.meta) + "\n")
 
 
+def command_line(script: str = "") -> str:
+    """The command that this process runs, to be repeated; of the planner, or of a script of benchmarks/."""
+    return shlex.join(["python", *([f"benchmarks/{script}"] if script else ["-m", "shmap_tp.plan"]), *sys.argv[1:]])
+
+
 def append_json(row: dict, file: Path) -> None:
     """Append one line to a file of JSON objects."""
     try:
@@ -174,16 +304,3 @@ def append_json(row: dict, file: Path) -> None:
             stream.write(json.dumps(row) + "\n")
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}; choose another --json") from error
-
-
-def run_command(command: Callable[[], None]) -> int:
-    """Call `command` and return the exit code: 2 after an error, which is printed in one or two lines, 130 after
-    Ctrl-C."""
-    try:
-        command()
-    except ShmapTpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0

@@ -1,4 +1,4 @@
-"""Predict generation on a slice that is not attached: compile prefill and decode, and simulate their schedules.
+"""Plan generation on a slice that is not attached: compile prefill and decode, and simulate their schedules.
 
 The programs are those of `inference/programs.py` with greedy choice, computing in bfloat16 with matrices of bfloat16.
 A decode step reads the weights and the whole cache of its device once, so the memory bandwidth bounds it:
@@ -7,6 +7,7 @@ A decode step reads the weights and the whole cache of its device once, so the m
              cache) / memory bandwidth
 """
 
+import argparse
 import importlib.metadata
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,17 +28,20 @@ from shmap_tp.inference.generator import SLOTS_MULTIPLE, Options
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape, progress_specs
 from shmap_tp.model.flops import parameters
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.mesh import DP, MP, make_mesh
+from shmap_tp.parallel.mesh import MP, axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import sharded_dim
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
-from shmap_tp.plan.communication.ledger import format_bytes
+from shmap_tp.plan.benchmark import append_json, command_line, config_from_flags
+from shmap_tp.plan.communication.analytic import decode_communication, prefill_communication
+from shmap_tp.plan.communication.from_hlo import communication_in_hlo
+from shmap_tp.plan.communication.ledger import Entry, format_bytes, table, without_trivial_axes
+from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.hlo_parser import parse_hlo
-from shmap_tp.plan.link_model import LinkModel
-from shmap_tp.plan.memory import shard_bytes
-from shmap_tp.plan.predict import CACHE
+from shmap_tp.plan.predict import CACHE, shard_bytes
 from shmap_tp.plan.report import PREDICTED, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
-from shmap_tp.plan.topologies import Slice, topology_devices
+from shmap_tp.plan.targets import find_target
+from shmap_tp.plan.tpu import LinkModel, Slice, topology_devices
 from shmap_tp.pretrained.reading import held_in
 from shmap_tp.training.model_functions import build_model_functions
 
@@ -137,7 +141,7 @@ def predict_generation(
     mesh = make_mesh(config.mesh, devices)
     kind = devices[0].device_kind
     functions = build_model_functions(config, mesh, DTYPE)
-    programs, shapes = GenerationPrograms(config.model, mesh, functions), held_in(functions.shapes, DTYPE)
+    programs, shapes = GenerationPrograms(config.model, functions.model), held_in(functions.shapes, DTYPE)
     options = compiler_options(kind, config)
     traced = trace(programs, shapes, mesh, requests)
     compiled = [compile_ahead_of_time(program.lower(), mesh, cache, options) for program in traced]
@@ -176,14 +180,14 @@ def trace(
     programs: GenerationPrograms, shapes: Transformer, mesh: Mesh, requests: Requests
 ) -> tuple[jax.stages.Traced, jax.stages.Traced]:
     """(prefill, decode of GREEDY.decode_tokens tokens) for parameters of these shapes."""
-    prompts = _integers(mesh, (requests.batch, requests.padded_prompt), P(DP, None))
-    numbers = _integers(mesh, (requests.batch,), P(DP))
+    prompts = _integers(mesh, (requests.batch, requests.padded_prompt), P(programs.batch, None))
+    numbers = _integers(mesh, (requests.batch,), P(programs.batch))
     settings = {"filters": GREEDY.filters, "shape": PrefillShape(requests.slots, samples=1)}
     _, progress = jax.eval_shape(partial(programs.prefill, **settings), shapes, GREEDY.sampling, prompts, numbers)
     placed = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
         progress,
-        progress_specs(GREEDY.filters),
+        progress_specs(GREEDY.filters, programs.batch),
     )
     static = {"filters": GREEDY.filters}
     return (
@@ -271,3 +275,47 @@ def format_generation(row: GenerationRow) -> str:
     if row.decode_seconds:
         bound += f"; decode takes {row.decode_seconds / row.bound_seconds:.1f} times that"
     return "\n".join([*lines, bound])
+
+
+# The command: python -m shmap_tp.plan --decode
+
+PROMPT_TOKENS, NEW_TOKENS, PROMPTS = 1024, 256, 8
+"""Where the flags say nothing else: tokens of a prompt and of its continuation, prompts on each dp rank."""
+
+
+def generation_command(arguments: argparse.Namespace) -> None:
+    """Print the predicted row, and the communication of a decode call as planned and as compiled.  Raises UserError."""
+    batch, arguments.batch = arguments.batch, None  # config.train.batch does not matter
+    config = config_from_flags(arguments, "llama3_8b", 1, 1)
+    context = config.model.context
+    requests = Requests(
+        batch=PROMPTS * config.mesh.dp if batch is None else batch,
+        prompt=min(PROMPT_TOKENS, context // 2) if arguments.prompt_tokens is None else arguments.prompt_tokens,
+        new=min(NEW_TOKENS, context // 4) if arguments.new_tokens is None else arguments.new_tokens,
+    )
+    target = find_target(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
+    if not isinstance(target, Slice):
+        raise UserError(f"--decode --version {arguments.version}: generation is planned for TPUs only; choose a TPU")
+    print(f"compiling prefill and decode for {target} ...", flush=True)
+    prediction = predict_generation(config, target, requests)
+    prediction.row.command = command_line()
+    if arguments.json:
+        append_json(prediction.row.to_json(), Path(arguments.json))
+    print(format_generation(prediction.row))
+    print_communication(config, requests, prediction)
+
+
+def print_communication(config: Config, requests: Requests, prediction: GenerationPrediction) -> None:
+    sizes = axis_sizes(config.mesh)
+
+    def compare(name: str, planned: list[Entry], text: str | None) -> None:
+        if text is not None:
+            found = reconcile(planned, communication_in_hlo(text, sizes), sizes)
+            print(f"\nCOMPILED COLLECTIVES of {name}: {found.report}")
+
+    decode = decode_communication(config, requests.batch, GREEDY.decode_tokens, DTYPE)
+    print(f"\nCOMMUNICATION of decoding {GREEDY.decode_tokens} tokens of each sequence (analytic)")
+    print(table(without_trivial_axes(decode, sizes), total="together"))
+    prefill = prefill_communication(config, requests.batch, requests.padded_prompt, DTYPE)
+    compare("prefill", prefill, prediction.prefill.text)
+    compare("decode", decode, prediction.decode.text)

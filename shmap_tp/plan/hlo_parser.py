@@ -22,6 +22,10 @@ CALLED = re.compile(r"\b(calls|to_apply|body|condition|called_computations|[a-z]
 METADATA = re.compile(r"(kernel_metadata=\{)\n\s*([^\n]*)\n\s*(\}\})")
 """The metadata of a Pallas kernel, the only part of an instruction that is printed over several lines."""
 
+KERNEL = "tpu_custom_call"
+GPU_LIBRARIES = ("__cublas", "__cudnn")
+"""Prefixes of the calls of a library in a module for GPUs; their times are in gpu.py."""
+
 BRANCHES = {"branch_computations", "true_computation", "false_computation"}
 
 ENDS_OF_ASYNC = ("-done", "-update")
@@ -150,6 +154,17 @@ def array_bytes(shape: str) -> list[int]:
     """Bytes of each array of a printed shape (of each element of a tuple), without the padding of layouts."""
     bits = [(8 if kind == "pred" else int(width or 0), dims) for kind, width, dims in ARRAY.findall(shape)]
     return [size * math.prod(int(n) for n in dims.split(",") if n) // 8 for size, dims in bits]
+
+
+def bytes_accessed(instruction: Instruction, computation: Computation) -> float:
+    """Bytes read and written.  A gather or slice reads what it returns; an in-place update reads what it writes."""
+    word = f"{instruction.opcode} {instruction.name}"
+    operands = [sum(array_bytes(computation.instructions[name].shape)) for name in instruction.operands]
+    if "update" in word or "scatter" in word:
+        return 2.0 * sum(sorted(operands)[:-1])
+    if "gather" in word or "slice" in word:
+        return 2.0 * sum(array_bytes(instruction.shape))
+    return sum(operands) + float(sum(array_bytes(instruction.shape)))
 
 
 def parse_hlo(text: str) -> Module:

@@ -16,8 +16,7 @@ from matplotlib.ticker import FuncFormatter
 
 from shmap_tp.plan.communication.from_hlo import axis_of_groups
 from shmap_tp.plan.communication.ledger import format_bytes
-from shmap_tp.plan.schedule_simulator import Interval, SimulatedSchedule
-from shmap_tp.plan.transfers import LINKS, NETWORK
+from shmap_tp.plan.schedule_simulator import LINKS, NETWORK, Interval, SimulatedSchedule
 
 COMPUTE_COLORS = {
     "attention": "#4878cf",

@@ -1,9 +1,16 @@
-"""Predict a training step on a slice that is not attached: compile the trainer's step and simulate its schedule."""
+"""Predict a training step on devices that are not attached: compile the trainer's step and simulate its schedule.
+
+For TPUs the time is that of the compiled schedule.  For GPUs memory and collectives are those of the compiled program,
+and the time is an estimate, not calibrated: no GPU has confirmed it.
+"""
 
 import importlib.metadata
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +22,19 @@ from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
+from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, compile_for_gpu, coordinates
+from shmap_tp.plan.communication.ledger import format_bytes
+from shmap_tp.plan.cudnn_questions import answered_for
+from shmap_tp.plan.gpu import COMPILER, Nodes, node_devices, usable_bytes
 from shmap_tp.plan.hlo_parser import parse_hlo
-from shmap_tp.plan.link_model import LinkModel
-from shmap_tp.plan.memory import state_bytes
-from shmap_tp.plan.report import EXPLICIT, GSPMD, PREDICTED, Row, config_fields, mesh_fields
+from shmap_tp.plan.report import ESTIMATED, EXPLICIT, GSPMD, PREDICTED, Row, config_fields, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
-from shmap_tp.plan.topologies import Slice, topology_devices
-from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
+from shmap_tp.plan.targets import Target, link_model
+from shmap_tp.plan.tpu import topology_devices
+from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 CACHE = Path(".cache/tpu")
-"""Compiled programs, kept between runs."""
+"""Compiled programs for TPUs, kept between runs."""
 
 Builder = Callable[..., StepFunctions]
 """(config, mesh, dtype) -> the programs of a step; `build_step_functions` also takes components."""
@@ -82,46 +91,50 @@ class Prediction:
 
 def predict(
     config: Config,
-    target: Slice,
+    target: Target,
     build: Builder = build_step_functions,
     cache: Path | None = CACHE,
     *,
     record: bool = False,
     components: Components = CONFIGURED,
 ) -> Prediction:
-    """Compile the step of `config` for a slice and simulate its schedule if it fits.
+    """Compile the step of `config` for devices that are not attached, and simulate its schedule if it fits.
 
     The step computes in bfloat16 if train.precision is auto.  A configuration whose parameters, optimizer state and
     gradients alone exceed the memory is not compiled.  With `record` the schedule has a timeline.  `components` replace
-    parts that the configuration names (docs/extending.md).
-    Raises UserError where the mesh does not cover the slice, or the compiler is missing.
+    parts that the configuration names (docs/extending.md).  Programs for TPUs are kept in `cache`.
+    Raises UserError where the mesh does not cover the devices, the compiler is missing, or it cannot compile the step.
     """
-    devices = topology_devices(target)
-    mesh = make_mesh(config.mesh, devices)
-    programs = build_programs(build, config, mesh, step_dtype(config), components)
-    kind = devices[0].device_kind
-    minimum = state_bytes(programs.shapes)
-    if minimum > DEVICES[kind].memory:
-        compiled = Compiled(None, minimum, DEVICES[kind].memory, None, 0.0)
-    else:
-        lowered = programs.step.lower(programs.shapes, programs.tokens)
-        compiled = compile_ahead_of_time(lowered, mesh, cache, compiler_options(kind, config))
+    gpu = target.gpu if isinstance(target, Nodes) else None
+    devices = node_devices(target) if gpu else topology_devices(target)
+    mesh, kind = make_mesh(config.mesh, devices), devices[0].device_kind
+    options, limit = compiler_options(kind, config), usable_bytes(gpu) if gpu else DEVICES[kind].memory
+    with answered_for(gpu) if gpu else nullcontext():
+        programs = build_programs(build, config, mesh, step_dtype(config), components)
+        if (minimum := state_bytes(programs.shapes)) > limit:
+            compiled = Compiled(None, minimum, limit, None, 0.0)
+        else:
+            lowered = programs.step.lower(programs.shapes, programs.tokens)
+            compiled = (
+                compile_for_gpu(lowered, kind, options, limit)
+                if gpu
+                else compile_ahead_of_time(lowered, mesh, cache, options)
+            )
     schedule = None
     if compiled.text is not None:
-        link_model = LinkModel.of(target.generation, coordinates(mesh))
-        schedule = simulate(parse_hlo(compiled.text), link_model, record=record)
+        schedule = simulate(parse_hlo(compiled.text), link_model(target, mesh), record=record)
+    compiler = COMPILER if gpu else "libtpu"
+    peak = table_peak(kind, len(devices))
     row = Row(
-        kind=PREDICTED,
+        kind=ESTIMATED if gpu else PREDICTED,
         program=program_name(build),
         peak_bytes_per_device=compiled.peak_bytes,
         limit_bytes_per_device=compiled.limit_bytes,
         host_bytes_per_device=compiled.host_bytes,
         fits=compiled.fits,
         compile_seconds=compiled.seconds,
-        versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
-        **config_fields(
-            config, kernel_name(programs.attention), len(devices), table_peak(kind, len(devices)), components
-        ),
+        versions={name: importlib.metadata.version(name) for name in ("jax", compiler)},
+        **config_fields(config, kernel_name(programs.attention), len(devices), peak, components),
         **mesh_fields(mesh, config),
         **schedule_fields(schedule),
     )
@@ -138,3 +151,42 @@ def schedule_fields(schedule: SimulatedSchedule | None) -> dict:
         "exposed_comm_seconds": schedule.exposed_comm_seconds,
         "scopes": dict(schedule.scopes),
     }
+
+
+# Memory, by kind
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes of one device's shard of every ShapeDtypeStruct of a tree, without the padding of layouts."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def state_bytes(shapes: State) -> int:
+    """The least that a step needs: parameters, optimizer state, and gradients of the size of the parameters."""
+    return 2 * shard_bytes(shapes.params) + shard_bytes(shapes.optimizer)
+
+
+def memory_by_kind(programs: StepFunctions, compiled: Compiled) -> dict[str, float]:
+    """Bytes per device by kind; the last kind is the remainder of the peak.
+
+    parameters, optimizer state   exact, from shapes and shardings
+    gradients                     one float32 accumulator per parameter
+    activations, temporaries      the remainder: saved activations, bfloat16 copies of weights, temporaries, padding
+    """
+    params = shard_bytes(programs.shapes.params)
+    kinds = {
+        "parameters": params,
+        "optimizer state": shard_bytes(programs.shapes.optimizer),
+        "gradients": params,
+    }
+    return kinds | {"activations, temporaries": max(0, compiled.peak_bytes - sum(kinds.values()))}
+
+
+def format_memory(kinds: dict[str, float], compiled: Compiled) -> str:
+    """An aligned table: bytes, and percent of the device's memory."""
+    rows = [*kinds.items(), ("total (peak)", compiled.peak_bytes), ("available", compiled.limit_bytes)]
+    lines = [f"  {name:<26}{format_bytes(int(size)):>10} {size / compiled.limit_bytes:>6.1%}" for name, size in rows]
+    if compiled.host_bytes:
+        lines.append(f"  {'offloaded to host memory':<26}{format_bytes(compiled.host_bytes):>10}")
+    return "\n".join(lines)

@@ -12,7 +12,6 @@ from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.model.flops import flops_per_token, hardware_flops_per_token, parameters
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.calibration import format_calibration
 from shmap_tp.plan.communication.ledger import format_bytes
 
 EXPLICIT, GSPMD = "explicit", "gspmd"
@@ -254,3 +253,39 @@ def _format_time(row: Row) -> list[str]:
             "  scopes         " + ", ".join(f"{name} {s / row.step_seconds:.1%}" for name, s in scopes if s > 0)
         )
     return lines
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Published seconds / seconds predicted for our step, over the runs that shard the same work the same way."""
+
+    constant: float
+    """Geometric mean of the ratios."""
+    lowest: float
+    highest: float
+    runs: int
+
+
+CALIBRATIONS = {
+    "TPU v2": Calibration(1.10, 1.10, 1.10, 1),
+    "TPU v3": Calibration(1.19, 1.08, 1.24, 3),
+    "TPU v4": Calibration(1.11, 1.11, 1.11, 1),
+    "TPU v5 lite": Calibration(1.24, 1.18, 1.30, 8),
+    "TPU v5": Calibration(1.12, 1.08, 1.16, 4),
+    "TPU v6 lite": Calibration(1.12, 1.05, 1.18, 10),
+    "TPU7x": Calibration(1.14, 1.13, 1.14, 2),
+}
+"""By jax.Device.device_kind."""
+
+
+def format_calibration(device_kind: str, step_seconds: float) -> str:
+    """One line: what a step predicted to take `step_seconds` takes if published runs are a guide."""
+    found = CALIBRATIONS.get(device_kind)
+    if found is None:
+        return f"not calibrated: no published run on {device_kind} was compared"
+    spread = f"{found.lowest:.2f} to {found.highest:.2f}" if found.runs > 1 else f"{found.constant:.2f}"
+    runs = f"{found.runs} published runs" if found.runs > 1 else "the one published run"
+    return (
+        f"{runs} on {device_kind} took {spread} times the predicted step; "
+        f"times {found.constant:.2f} this is {found.constant * step_seconds:.3f} s"
+    )

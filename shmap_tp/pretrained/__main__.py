@@ -12,21 +12,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from shmap_tp.runtime.interrupts import end_at_ctrl_c, raise_at_ctrl_c
-from shmap_tp.runtime.output import end_without_readers
-
-if __name__ == "__main__":
-    end_at_ctrl_c()
-
-from shmap_tp.errors import ShmapTpError
-from shmap_tp.pretrained.export import export_checkpoint
-from shmap_tp.pretrained.inspection import inspect
-from shmap_tp.pretrained.writing import OUTPUT_DTYPES
-from shmap_tp.runtime.exit_codes import INTERRUPTED
+from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.pretrained`."""
+    with importing():
+        from shmap_tp.pretrained.writing import OUTPUT_DTYPES
+
     top = argparse.ArgumentParser(
         prog="python -m shmap_tp.pretrained",
         description=__doc__,
@@ -45,20 +38,20 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
-    try:
-        if arguments.command == "inspect":
-            print(inspect(arguments.directory))
-        else:
-            checkpoint, family = export_checkpoint(arguments.directory, arguments.out, arguments.step, arguments.dtype)
-            print(f"{arguments.out}: {checkpoint} as {family}, {arguments.dtype}")
-    except ShmapTpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
+    return run_command(lambda: _pretrained(arguments))
+
+
+def _pretrained(arguments: argparse.Namespace) -> None:
+    with importing():
+        from shmap_tp.pretrained.inspection import inspect
+        from shmap_tp.pretrained.writing import export_checkpoint
+
+    if arguments.command == "inspect":
+        print(inspect(arguments.directory))
+    else:
+        checkpoint, family = export_checkpoint(arguments.directory, arguments.out, arguments.step, arguments.dtype)
+        print(f"{arguments.out}: {checkpoint} as {family}, {arguments.dtype}")
 
 
 if __name__ == "__main__":
-    raise_at_ctrl_c()
     sys.exit(end_without_readers(main))

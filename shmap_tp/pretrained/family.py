@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from shmap_tp.config.model_schema import ModelConfig
-from shmap_tp.config.text import shown
-from shmap_tp.errors import UserError
-from shmap_tp.pretrained.config_values import size, value_for
+from shmap_tp.config.schema import ModelConfig
+from shmap_tp.errors import UserError, shown
+from shmap_tp.pretrained.config_json import RotaryKeys, size, value_for
 from shmap_tp.pretrained.layout import Layout, sizes_of
-from shmap_tp.pretrained.rotary_keys import RotaryKeys
 
 REQUIRED = object()
 """The default of a key that every config.json of the family has."""

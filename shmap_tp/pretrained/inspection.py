@@ -10,7 +10,6 @@ import jax
 from shmap_tp.config import compose
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
-from shmap_tp.data.files import read_json_file
 from shmap_tp.errors import UserError
 from shmap_tp.model.flops import parameter_terms
 from shmap_tp.parallel.mesh import make_mesh
@@ -19,6 +18,7 @@ from shmap_tp.pretrained.configuration import load
 from shmap_tp.pretrained.family import NEUTRAL, plain
 from shmap_tp.pretrained.reading import find_tensors, paths_of
 from shmap_tp.pretrained.source import Source, open_source
+from shmap_tp.runtime.files import read_json_file
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import build_model_functions
 

@@ -10,13 +10,14 @@ Left of the arrow stand the dims of the file's tensor, right of it those of our 
 of `sizes_of`, and letters in brackets are one dim in which the last varies fastest.  i/n selects one of n parts.
 
 A slice of our array is a list of `Part`s: boxes of the file's tensor with all letters as dims of their own.  The same
-parts serve reading and writing, so that what is written is the inverse of what is read.
+parts serve reading and writing, so that what is written is the inverse of what is read.  A parameter is read
+and written one piece of bounded size at a time.
 """
 
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +29,23 @@ from shmap_tp.pretrained.tensor_files import Box, StoredTensor
 
 Ranges = tuple[tuple[int, int], ...]
 """The range [start, stop) of each dim of our array."""
+PIECE_BYTES = 128 * 2**20
+"""About how much of a parameter a process reads or writes at a time.  Beside its shards it holds a few times as much:
+in the file's order, in ours, and on its way to the devices."""
+
+
+def pieces_of_array(
+    shape: Sequence[int], itemsize: int, limit: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(the first index, the size) along each dim of pieces of at most `limit` bytes, in row-major order, that together
+    make up an array.  The first dims are divided first: those are layers, or rows of a file."""
+    piece = list(shape)
+    for dim, size in enumerate(shape):
+        whole = math.prod(piece) * itemsize
+        if whole > limit:
+            piece[dim] = max(1, size * limit // whole)
+    for first in itertools.product(*(range(0, size, step) for size, step in zip(shape, piece, strict=True))):
+        yield first, tuple(min(step, size - at) for at, step, size in zip(first, piece, shape, strict=True))
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
@@ -114,7 +132,7 @@ class Layout:
     def parts(self, ranges: Ranges) -> list[Part]:
         """The parts of a slice of our array."""
         left, right = self._sides
-        per_dim = [_pieces([self._size(letter) for letter in dim], *r) for dim, r in zip(right, ranges, strict=True)]
+        per_dim = [_boxes([self._size(letter) for letter in dim], *r) for dim, r in zip(right, ranges, strict=True)]
         parts = []
         for combination in itertools.product(*per_dim):
             letters = dict(zip(itertools.chain(*right), itertools.chain(*[p for p, _ in combination]), strict=True))
@@ -125,19 +143,19 @@ class Layout:
         return parts
 
 
-def _pieces(sizes: list[int], start: int, stop: int) -> list[tuple[list[tuple[int, int]], slice]]:
+def _boxes(sizes: list[int], start: int, stop: int) -> list[tuple[list[tuple[int, int]], slice]]:
     """[start, stop) of a dim that is one letter, or two of which the second varies faster: (ranges of the letters,
-    the place in the slice) of each rectangular piece; nothing beyond the dim."""
+    the place in the slice) of each rectangular box; nothing beyond the dim."""
     end = min(stop, math.prod(sizes))
     if len(sizes) == 1:
         return [([(start, end)], slice(0, end - start))] if start < end else []
     _, inner = sizes
-    pieces, at = [], start
+    boxes, at = [], start
     while at < end:
         row, within = divmod(at, inner)
         rows = (end - at) // inner if within == 0 else 0
         upto = at + rows * inner if rows else min(end, (row + 1) * inner)
         ranges = [(row, row + rows), (0, inner)] if rows else [(row, row + 1), (within, within + upto - at)]
-        pieces.append((ranges, slice(at - start, upto - start)))
+        boxes.append((ranges, slice(at - start, upto - start)))
         at = upto
-    return pieces
+    return boxes

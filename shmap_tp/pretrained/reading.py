@@ -1,6 +1,6 @@
 """Parameters of a Hugging Face directory, each device's shard read from the byte ranges that it needs.
 
-A parameter is read in blocks of about BLOCK_BYTES per process, so that beside its shards a process holds little.  A
+A parameter is read in pieces of about PIECE_BYTES per process, so that beside its shards a process holds little.  A
 shard that several devices of a process have (replicas over dp) is read once for all of them.
 """
 
@@ -24,8 +24,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.partitioning import is_stacked
-from shmap_tp.pretrained.blocks import BLOCK_BYTES, blocks
-from shmap_tp.pretrained.layout import Layout
+from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, pieces_of_array
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.tensor_files import StoredTensor
 
@@ -133,32 +132,32 @@ def _reader(layout: Layout, tensors: list[StoredTensor], stacked: bool, dtype: n
 
 
 def _read_parameter(leaf: jax.ShapeDtypeStruct, read: Reader) -> Array:
-    """The whole parameter, read block by block of every shard."""
+    """The whole parameter, read piece by piece of every shard."""
     shard = leaf.sharding.shard_shape(leaf.shape)
     local = {str(index) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
-    parts = list(blocks(shard, leaf.dtype.itemsize, BLOCK_BYTES // len(local)))
+    parts = list(pieces_of_array(shard, leaf.dtype.itemsize, PIECE_BYTES // len(local)))
     if len(parts) == 1:
-        return _read_block(leaf, read, *parts[0])
+        return _read_piece(leaf, read, *parts[0])
     whole = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
     insert = _inserting(leaf.sharding)
     for first, size in parts:
-        whole = jax.block_until_ready(insert(whole, _read_block(leaf, read, first, size), first))
+        whole = jax.block_until_ready(insert(whole, _read_piece(leaf, read, first, size), first))
     return whole
 
 
 def _inserting(sharding: NamedSharding) -> Callable[[Array, Array, tuple[int, ...]], Array]:
-    """(whole, block, first) -> `whole`, which is donated, with the block of every shard in its place."""
+    """(whole, piece, first) -> `whole`, which is donated, with the piece of every shard in its place."""
 
-    def insert(whole: Array, block: Array, first: tuple[Array, ...]) -> Array:
-        return lax.dynamic_update_slice(whole, block, first)
+    def insert(whole: Array, piece: Array, first: tuple[Array, ...]) -> Array:
+        return lax.dynamic_update_slice(whole, piece, first)
 
     specs = (sharding.spec, sharding.spec, P())
     sharded = jax.shard_map(insert, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec)
     return jax.jit(sharded, donate_argnums=0)
 
 
-def _read_block(leaf: jax.ShapeDtypeStruct, read: Reader, first: tuple[int, ...], size: tuple[int, ...]) -> Array:
-    """The block [first, first + size) of every shard of `leaf`, one shard's after the other's."""
+def _read_piece(leaf: jax.ShapeDtypeStruct, read: Reader, first: tuple[int, ...], size: tuple[int, ...]) -> Array:
+    """The piece [first, first + size) of every shard of `leaf`, one shard's after the other's."""
     shard = leaf.sharding.shard_shape(leaf.shape)
     shape = tuple(n * whole // part for n, whole, part in zip(size, leaf.shape, shard, strict=True))
     done: dict[tuple[int, ...], np.ndarray] = {}

@@ -10,12 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shmap_tp.config.text import shown
-from shmap_tp.data.files import read_json_file, reading
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.family import Family
 from shmap_tp.pretrained.tensor_files import StoredTensor, read_header
+from shmap_tp.runtime.files import read_json_file, reading
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
@@ -139,5 +138,5 @@ def _download(name: str, patterns: Sequence[str], revision: str | None) -> Path:
         files = {"allow_patterns": list(patterns), "ignore_patterns": list(NOT_DOWNLOADED)}
         return Path(huggingface_hub.snapshot_download(name, revision=revision, **files))
     except Exception as error:  # the library raises those of several HTTP clients
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"{name} is not a directory, and cannot be read from the Hugging Face hub: {reason}") from error

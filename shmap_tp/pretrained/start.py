@@ -15,8 +15,7 @@ from shmap_tp.pretrained.reading import held_in, load_parameters
 from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
-from shmap_tp.training.environment import compute_dtype
-from shmap_tp.training.memory import USE, require_host_memory
+from shmap_tp.training.environment import USE, compute_dtype, require_host_memory
 from shmap_tp.training.step import CONFIGURED, Components
 
 RECORD = "pretrained"

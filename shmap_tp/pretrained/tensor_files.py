@@ -19,8 +19,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
-from shmap_tp.config.text import shown
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 
 DTYPES = {
     "F64": np.dtype(np.float64),

@@ -1,7 +1,7 @@
-"""A Hugging Face directory written from parameters on any mesh, or from those of a checkpoint, block by block.
+"""A Hugging Face directory written from parameters on any mesh, or from those of a checkpoint, piece by piece.
 
-The space of the files is reserved first, with a place for every tensor.  Then each process writes the blocks that it
-has into their byte ranges: nothing is gathered, and beside its shards a process holds a few blocks (blocks.py).  The
+The space of the files is reserved first, with a place for every tensor.  Then each process writes the pieces that it
+has into their byte ranges: nothing is gathered, and beside its shards a process holds a few pieces.  The
 headers of the files and config.json are written last, and until then the directory has another name: what an export
 that was killed leaves cannot be read as a model.
 """
@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,22 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jaxtyping import Float
 
-from shmap_tp.config.schema import ModelConfig
-from shmap_tp.config.text import shown
-from shmap_tp.errors import StorageError, UserError
+from shmap_tp.config.schema import Config, ModelConfig, Zero
+from shmap_tp.errors import StorageError, UserError, shown
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.pretrained.blocks import BLOCK_BYTES, blocks
+from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.parallel.partitioning import is_stacked
 from shmap_tp.pretrained.families import FAMILIES
 from shmap_tp.pretrained.family import Family
-from shmap_tp.pretrained.layout import Layout, Ranges
+from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, Ranges, pieces_of_array
 from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import INDEX, Source
+from shmap_tp.pretrained.start import recorded_source
 from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, place_tensors, reserve, write_header
 from shmap_tp.runtime.run_lock import LOCK, lock_directories
+from shmap_tp.training.checkpoint_files import find_checkpoint, read_chunks, saved_config
+from shmap_tp.training.environment import compute_dtype
+from shmap_tp.training.model_functions import build_model_functions
 
 MAX_SHARD_BYTES = 5 * 10**9
 """The largest file that is written, unless a single tensor is larger: the default of transformers 4."""
@@ -79,6 +83,41 @@ def target_of(model: ModelConfig, source: Source | None) -> Target:
 
 Piece = tuple[str, Ranges, Float[np.ndarray, "..."]]
 """(path of a parameter, a box of it, its values)."""
+
+
+def save_model(
+    out: Path,
+    config: Config,
+    parameters: Transformer,
+    source: Source | None,
+    dtype: str,
+    shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `parameters` to the new directory `out`; `source` is what they were read from, if they were.
+
+    Every process of a mesh calls it and writes what it has, to a file system that all share.
+    """
+    target, stacked = target_of(config.model, source), paths_of(is_stacked(parameters))
+    save_parameters(out, target, config.model, stacked, pieces_of(parameters), dtype, shard_bytes=shard_bytes)
+
+
+def export_checkpoint(directory: str, out: Path, step: int | None, dtype: str) -> tuple[Path, str]:
+    """Write a checkpoint of a run to the new directory `out`, one chunk of its files at a time.
+
+    Returns (the checkpoint, the architecture of what was written).
+    Raises UserError if there is no such checkpoint or its model cannot be expressed, StorageError if the disk is full.
+    """
+    checkpoint = find_checkpoint(directory, step)
+    config = saved_config(checkpoint)
+    one_device = replace(config.mesh, dp=1, mp=1, tile=None, slices=1, processes=1, zero=Zero.none)
+    config = replace(config, mesh=one_device)
+    shapes = build_model_functions(
+        config, make_mesh(config.mesh, jax.devices()[:1]), compute_dtype(config.train.precision)
+    ).shapes
+    target, stacked = target_of(config.model, recorded_source(checkpoint, config)), paths_of(is_stacked(shapes))
+    chunks = read_chunks(checkpoint, shapes)
+    save_parameters(out, target, config.model, stacked, chunks, dtype, shard_bytes=MAX_SHARD_BYTES)
+    return Path(str(checkpoint)), target.family.architecture
 
 
 def save_parameters(
@@ -144,7 +183,7 @@ def pieces_of(parameters: Transformer) -> Iterator[Piece]:
             if shard.replica_id:
                 continue
             corner = [part.indices(size)[0] for part, size in zip(shard.index, array.shape, strict=True)]
-            for first, size in blocks(shard.data.shape, array.dtype.itemsize, BLOCK_BYTES):
+            for first, size in pieces_of_array(shard.data.shape, array.dtype.itemsize, PIECE_BYTES):
                 whole = size == shard.data.shape
                 values = np.asarray(shard.data if whole else lax.dynamic_slice(shard.data, first, size))
                 starts = [a + b for a, b in zip(corner, first, strict=True)]

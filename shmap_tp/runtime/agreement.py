@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src.distributed import global_state  # its client has no public name
+
+# The client of the store, the number of this process before a device is used and the address of process 0 have no
+# public name.  The other modules take `global_state` from here.
+from jax._src.distributed import global_state
 
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config

@@ -7,11 +7,10 @@ import threading
 from dataclasses import dataclass
 
 import jax
-from jax._src.distributed import global_state
 
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.errors import LostProcessError, UserError
-from shmap_tp.runtime.agreement import launch_facts, require_agreement
+from shmap_tp.runtime.agreement import global_state, launch_facts, require_agreement
 from shmap_tp.runtime.exit_codes import exit_with_error
 
 MAX_EMULATED_DEVICES = 1024

@@ -1,18 +1,22 @@
-"""Writing files: errors of the file system become errors with a message for the user."""
+"""Reading and writing files: errors of the file system become errors with a message for the user."""
 
 import errno
+import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
-from shmap_tp.errors import ShmapTpError, StorageError, UserError
+from shmap_tp.errors import ShmapTpError, StorageError, UserError, first_line, shown
 
 BUCKETS = ("gs://", "s3://", "az://")
 """Kinds of URLs that name a directory in a bucket."""
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
 def make_directory(key: str, directory: str) -> None:
@@ -64,3 +68,58 @@ def writing(what: object) -> Iterator[None]:
             f"{what} could not be written: {reason}; all complete checkpoints are intact;\n"
             f"free some space, then continue with checkpoint.resume=if_present (without a checkpoint it starts anew)"
         ) from error
+
+
+def write_atomically(file: Any, text: str) -> None:
+    """Write `text` to `file`, a pathlib or epath Path, which has either its old or its new content whenever the process
+    ends.  Raises OSError."""
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
+
+
+@contextmanager
+def reading(path: object) -> Iterator[None]:
+    """Context in which `path` is read.  Raises UserError if the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(
+            f"{shown(path)} cannot be read: {reason}; correct its permissions or its place, or name another"
+        ) from error
+
+
+def file_size(path: Path) -> int | None:
+    """Size of a regular file in bytes, None if it does not exist.
+
+    Raises UserError if it cannot be reached, or is of another kind: reading a FIFO would wait for ever.
+    """
+    with reading(path):
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError:  # a NUL in the path
+            raise UserError(f"{str(path)!r} contains a NUL, which no file name has; correct the name") from None
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
+        raise UserError(f"{shown(path)} is {kind}, but a file is needed; remove it or name another")
+    return status.st_size
+
+
+def parse_json(text: bytes | str, place: object) -> Any:
+    """The value of JSON text that was read at `place`.  Raises UserError if it is not JSON or too deeply nested."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:  # also of bytes that are not UTF-8
+        reason = first_line(error)
+    raise UserError(f"{place}: not JSON: {reason}; correct it, or write it again") from None
+
+
+def read_json_file(file: Path) -> Any:
+    """The content of a JSON file.  Raises UserError if it cannot be read or is not JSON."""
+    with reading(file):
+        return parse_json(file.read_bytes(), file)

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import jax
-from jax._src.distributed import global_state  # its client has no public name; Orbax takes it from here, too
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import LostProcessError, ShmapTpError
+from shmap_tp.runtime.agreement import global_state
 from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
 from shmap_tp.runtime.exit_codes import (
     STOPPED_EARLY,

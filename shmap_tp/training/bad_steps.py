@@ -10,7 +10,7 @@ gradient that differ between devices are a hardware fault that a norm cannot det
 
 Consecutive skipped steps form a streak.  After guard.max_consecutive of them the run is saved and stops with exit code
 2.  No checkpoint from before a streak is deleted during it (`checkpoint`), a checkpoint from within a streak that is
-too long is not resumed (`resume`), and a run whose last step was skipped does not end with exit code 0 (`loop`).
+too long is not resumed (`resume`), and a run whose last step was skipped does not end with exit code 0 (`run`).
 """
 
 import math

@@ -6,14 +6,13 @@ Nothing is written, no device is used and no token is read.  What depends on the
 import os
 from pathlib import Path
 
-from shmap_tp.config.bounds import SCHEMES, value_of
 from shmap_tp.config.schema import AUTO, Config
-from shmap_tp.config.text import shown
+from shmap_tp.config.values import SCHEMES, value_of
 from shmap_tp.data.location import STDLIB
 from shmap_tp.data.metadata import SPLITS
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.model.flops import parameters
-from shmap_tp.parallel.mesh import DataParallelGroups
+from shmap_tp.parallel.mesh import axis_sizes
 from shmap_tp.training.optimizer import describe_schedule
 
 
@@ -64,7 +63,7 @@ def _mesh(config: Config) -> str:
     modes = f"tensor_parallel={mesh.tensor_parallel}, zero={mesh.zero}, processes={mesh.processes}"
     if mesh.dp == AUTO:
         return f"dp={AUTO} (all devices / mp) x mp={mesh.mp}; {modes}"
-    DataParallelGroups.of(mesh)
+    axis_sizes(mesh)
     return f"dp={mesh.dp} x mp={mesh.mp} = {mesh.dp * mesh.mp} devices; {modes}"
 
 

@@ -21,19 +21,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from shmap_tp.config.atomic_write import write_atomically
 from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.parallel.key_paths import types_by_path
-from shmap_tp.runtime.files import make_directory, writing
+from shmap_tp.runtime.files import make_directory, write_atomically, writing
 from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.checkpoint_files import (
     MANIFEST,
     SKIPPED,
+    absolute,
     checkpoint_steps,
     find_faults,
     first_line,
@@ -60,7 +59,7 @@ class Checkpoints:
         With `writes`, which needs the lock on the directory (`runtime/run_lock.py`), unfinished saves are removed.
         Without it nothing is changed, so a run may write there meanwhile.
         """
-        self._dir = _directory(config.dir)
+        self._dir = absolute(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
         self._report = report
         self._saving: Future | None = None
@@ -105,13 +104,11 @@ class Checkpoints:
     def newest_intact(self) -> int | None:
         """Step of the newest checkpoint whose files all match their hashes, the same on all processes; None if none."""
         found = -1
-        if jax.process_index() == 0:
-            for step in self.steps():
-                fault = self._fault(step)
-                if fault is None:
-                    found = step
-                    break
-                self._report(f"checkpoint {self._dir / str(step)} is skipped: {fault}")
+        for step in self.steps() if jax.process_index() == 0 else ():
+            if (fault := self._fault(step)) is None:
+                found = step
+                break
+            self._report(f"checkpoint {self._dir / str(step)} is skipped: {fault}")
         found = broadcast_from_process_0(found)
         return None if found < 0 else found
 
@@ -210,8 +207,3 @@ def _saving_options() -> ocp.Context:
 def broadcast_from_process_0(value: int) -> int:
     """The value of process 0, on every process."""
     return int(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
-
-
-def _directory(name: str) -> epath.Path:
-    """The absolute path that Orbax needs.  The URL of a bucket (gs://) stays as it is."""
-    return epath.Path(name) if "://" in name else epath.Path(name).resolve()

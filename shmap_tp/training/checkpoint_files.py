@@ -1,20 +1,34 @@
-"""The files of checkpoints: which steps have one, whether it is as it was saved, and the facts stored with it.
+"""What is in checkpoints, for every reader: which there are, whether one is as it was saved, its configuration and its
+parameters without the optimizer state.
 
-Only reads.  A read error says nothing about a checkpoint, and is raised; only a proven difference is a fault.
+Only reads, so the run may be under way.  A read error says nothing about a checkpoint, and is raised; only a proven
+difference is a fault.
 """
 
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
 import stat
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+import tensorstore
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from shmap_tp.errors import StorageError
+from shmap_tp.config.compose import from_values
+from shmap_tp.config.schema import Config
+from shmap_tp.config.yaml_source import saved_value
+from shmap_tp.errors import StorageError, UserError
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.key_paths import types_by_path
 
 SAID_ELSEWHERE = "_SignalingThread.run() raised", "Failed to get metadata for checkpointable"
 logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in SAID_ELSEWHERE))
@@ -29,6 +43,14 @@ ORBAX_METADATA = "_CHECKPOINT_METADATA"
 NO_FILE = "not a file: "
 """What `hashes` has in place of a hash for something that cannot be read to an end, followed by what it is."""
 KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+Chunk = tuple[str, tuple[tuple[int, int], ...], np.ndarray]
+"""(path of a parameter, the range of each dim, its values)."""
+
+
+def absolute(directory: str) -> epath.Path:
+    """The absolute path that Orbax needs.  The URL of a bucket (gs://) stays as it is."""
+    return epath.Path(directory) if "://" in directory else epath.Path(directory).resolve()
 
 
 def checkpoint_steps(directory: epath.Path) -> list[int]:
@@ -167,3 +189,131 @@ def _sha256(file: epath.Path) -> str:
         while block := stream.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
+
+
+def find_checkpoint(directory: str, step: int | None) -> epath.Path:
+    """The checkpoint of `step`, or the newest intact one, of a run directory or a directory of checkpoints.
+
+    `directory` may also be one checkpoint.  A damaged or unfinished checkpoint is skipped with a warning.
+    Raises UserError if there is no checkpoint, or the one of `step` is missing or damaged.
+    """
+    try:
+        return _find_checkpoint(directory, step)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be read: {error.strerror or error}; name another directory") from error
+
+
+def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
+    root = absolute(directory)
+    if step is None and root.name.isdecimal() and root.is_dir():
+        root, step = root.parent, int(root.name)
+    root = directory_of_checkpoints(root)
+    steps = sorted(checkpoint_steps(root)) if root.is_dir() else []
+    if not steps:
+        raise UserError(
+            f"{directory} holds no checkpoint; name the run.dir or the checkpoint.dir of a run that has saved one"
+        )
+    if step is not None and step not in steps:
+        raise UserError(f"{root} holds no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    for candidate in [step] if step is not None else reversed(steps):
+        faults = find_faults(root / str(candidate))
+        if not faults:
+            return root / str(candidate)
+        if step is not None:
+            raise UserError(f"checkpoint {root / str(step)} cannot be used: {faults[0]}")
+        warnings.warn(f"checkpoint {root / str(candidate)} is skipped: {faults[0]}", stacklevel=5)
+    raise UserError(f"no checkpoint in {root} is intact (there: {', '.join(map(str, steps))})")
+
+
+def directory_of_checkpoints(root: epath.Path) -> epath.Path:
+    """`root`, or if it is a run directory the checkpoint.dir that its config.yaml names."""
+    if (root / "checkpoints").is_dir():
+        return root / "checkpoints"
+    file = root / "config.yaml"
+    saved = saved_value(file if "://" in str(root) else Path(file), "checkpoint.dir")
+    if not isinstance(saved, str) or not saved:
+        return root
+    return absolute(saved)
+
+
+def saved_config(checkpoint: epath.Path) -> Config:
+    """The configuration that was saved with a checkpoint.
+
+    Raises UserError if it has none, or if its keys are those of another version.
+    """
+    facts = read_facts(checkpoint)
+    saved = facts.get("config") if isinstance(facts, dict) else None
+    if not isinstance(saved, dict):
+        raise UserError(f"checkpoint {checkpoint} holds no configuration: it was not saved by a training run")
+    try:
+        return from_values(saved, f"checkpoint {checkpoint}")
+    except UserError as error:
+        raise UserError(
+            f"checkpoint {checkpoint} was saved by a version of shmap_tp with another configuration ({error});\n"
+            f"use that version to read it"
+        ) from error
+
+
+def restore_parameters(checkpoint: epath.Path, shapes: Transformer, held: Transformer | None = None) -> Transformer:
+    """The parameters in `checkpoint`, with the shardings of `shapes`: bit for bit, or rounded to the dtypes of `held`.
+
+    Raises UserError if the checkpoint's parameters have other names, shapes or dtypes than `shapes` (Orbax would cast a
+    dtype silently), or cannot be read.
+    """
+    saved = _saved(checkpoint, shapes)
+    others = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, part) for name, part in saved.items() if name != "params"}
+    return _load(checkpoint, others | {"params": shapes if held is None else held})
+
+
+def read_chunks(checkpoint: epath.Path, shapes: Transformer) -> Iterator[Chunk]:
+    """The parameters in `checkpoint`, one chunk of its files after the other, so that only a few are in memory.
+
+    A chunk is at most `checkpoint.CHUNK_BYTES`; before that limit was introduced, it was a shard of the mesh that saved
+    the checkpoint.  Raises UserError as `restore_parameters` does.
+    """
+    _saved(checkpoint, shapes)
+    for path in types_by_path(shapes):
+        name = path.replace("/", ".")
+        try:
+            array = _open_array(checkpoint, f"params.{name}")
+            size = array.chunk_layout.read_chunk.shape
+            for corner in itertools.product(*(range(0, n, step) for n, step in zip(array.shape, size, strict=True))):
+                ends = [min(a + step, n) for a, step, n in zip(corner, size, array.shape, strict=True)]
+                ranges = tuple(zip(corner, ends, strict=True))
+                yield name, ranges, array[tuple(slice(*one) for one in ranges)].read().result()
+        except ValueError as error:  # TensorStore's
+            raise UserError(f"checkpoint {checkpoint} cannot be read: {first_line(error)}") from error
+
+
+def _open_array(checkpoint: epath.Path, name: str) -> tensorstore.TensorStore:
+    """The array `name` as Orbax stores it: zarr 3, in an OCDBT database over the files of the directory.
+
+    https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
+    """
+    directory = f"{checkpoint}/state/"
+    base = directory if "://" in directory else {"driver": "file", "path": directory}
+    store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    return tensorstore.open({"driver": "zarr3", "kvstore": store}, open=True, read=True).result()
+
+
+def _saved(checkpoint: epath.Path, shapes: Transformer) -> dict[str, Any]:
+    """What is saved in `checkpoint`, described.  Raises UserError if its parameters are not those of `shapes`."""
+    saved = dict(saved_state(checkpoint))
+    found, wanted = types_by_path(saved["params"]), types_by_path(shapes)
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise UserError(
+                f"checkpoint {checkpoint} holds params/{name} as {found.get(name)}, needed is {wanted.get(name)};\n"
+                f"read it with the version of shmap_tp that saved it"
+            )
+    return saved
+
+
+def _load(checkpoint: epath.Path, state: dict[str, Any]) -> Transformer:
+    """The parameters of `state`, the others of which are placeholders."""
+    try:
+        return ocp.load_checkpointables(checkpoint, {"state": state})["state"]["params"]
+    except Exception as error:
+        raise UserError(
+            f"checkpoint {checkpoint} cannot be restored: {first_line(error.__cause__ or error)}"
+        ) from error

@@ -1,14 +1,31 @@
-"""The set-up of a run on a machine before its functions are built: directories, data, compilation cache, dtype."""
+"""The machine of a run or of a library call: directories, data and compilation cache, dtype, mesh and memory.
 
+The devices of a library call are emulated CPU devices, those of this process, or those of all processes.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import Config, Precision
+from shmap_tp.config.schema import AUTO, Config, Precision
+from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.prepare import prepare_missing
+from shmap_tp.errors import UserError
+from shmap_tp.parallel import mesh as meshes
+from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices, joined_processes
 from shmap_tp.runtime.files import make_directory
+
+EMULATED_DEVICES = 8
+"""How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
 
 
 def prepare_environment(config: Config) -> None:
@@ -28,3 +45,102 @@ def compute_dtype(precision: Precision) -> DTypeLike:
     if precision == Precision.auto:
         precision = Precision.float32 if jax.devices()[0].platform == "cpu" else Precision.bfloat16
     return jnp.dtype(str(precision))
+
+
+def make_mesh(config: Config) -> Mesh:
+    """The (dp, mp) mesh of `config`.  Initialises JAX's backend.
+
+    On a CPU the devices are emulated if no backend has been used before, and a mesh may use the first dp x mp of them;
+    on accelerators it must use all.  Raises UserError if the devices do not make the mesh.
+    """
+    return resolve(config)[1]
+
+
+def resolve(config: Config) -> tuple[Config, Mesh]:
+    """(`config` with mesh.dp=auto replaced by a number, its mesh)."""
+    if config.mesh.processes != 1:
+        return _over_processes(config)
+    emulate_devices(config.mesh.mp * (1 if config.mesh.dp == AUTO else config.mesh.dp))
+    devices = jax.devices()
+    config = resolve_auto(config, len(devices))
+    wanted = config.mesh.dp * config.mesh.mp
+    if devices[0].platform != "cpu":
+        return config, meshes.make_mesh(config.mesh)
+    if wanted > len(devices):
+        raise UserError(
+            f"mesh.dp={config.mesh.dp} x mesh.mp={config.mesh.mp} needs {wanted} devices, but JAX already runs with "
+            f"{len(devices)};\nrestart Python with JAX_NUM_CPU_DEVICES={wanted}, build this mesh first, or choose a "
+            f"smaller one (dp, mp)"
+        )
+    return config, meshes.make_mesh(config.mesh, devices[:wanted])
+
+
+def _over_processes(config: Config) -> tuple[Config, Mesh]:
+    """The same for several processes, which `initialize_distributed` has joined."""
+    if joined_processes() != config.mesh.processes:
+        raise UserError(
+            f"mesh.processes={config.mesh.processes}: the library is for one process; start several with shmap-tp "
+            f"train, generate or evaluate"
+        )
+    config = resolve_auto(config, len(jax.devices()))
+    return config, meshes.make_mesh(config.mesh)
+
+
+def emulate_devices(wanted: int) -> None:
+    """Emulate at least `wanted` CPU devices, unless JAX already runs with some: then their number is fixed."""
+    if wanted > MAX_EMULATED_DEVICES:  # make_mesh refuses them
+        wanted = EMULATED_DEVICES
+    with suppress(UserError):
+        emulate_cpu_devices(max(EMULATED_DEVICES, wanted, jax.config.jax_num_cpu_devices))
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What the memory is for, and what needs less of it."""
+
+    arrays: str
+    way_out: str
+
+
+TRAINING = Purpose(
+    "parameters and optimizer state",
+    "choose a smaller model or more devices, or shard and recompute more: mesh.zero=fsdp, model.remat=full, more "
+    "train.microbatches; python -m shmap_tp.plan predicts the memory",
+)
+USE = Purpose(
+    "parameters",
+    "choose a smaller model, more devices (mp shards the weights), bfloat16 (dtype), or fewer or shorter texts",
+)
+"""Generation, scores and evaluation."""
+
+
+def require_host_memory(shapes: Any, host_bytes: int | None = None, purpose: Purpose = TRAINING) -> None:
+    """Raise UserError if the arrays of `shapes`, which have shardings, do not fit into the memory of this machine.
+
+    Only for the CPU, whose emulated devices share that memory: Linux would end the process without a word.
+    `host_bytes` is the size of that memory, by default what the system says.
+    """
+    if jax.devices()[0].platform != "cpu":
+        return
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if host_bytes is None else host_bytes
+    needed = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * len(leaf.sharding.addressable_devices)
+        for leaf in jax.tree.leaves(shapes)
+    )
+    if needed > there:
+        raise UserError(
+            f"{purpose.arrays} take {needed / 1e9:,.1f} GB on the emulated devices, but this machine has "
+            f"{there / 1e9:,.1f} GB;\n{purpose.way_out}"
+        )
+
+
+@contextmanager
+def explained_memory_errors(purpose: Purpose = TRAINING) -> Iterator[None]:
+    """Context in which a device without enough memory is a UserError."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        first_line = str(error).strip().splitlines()[0]
+        if "RESOURCE_EXHAUSTED" not in first_line:
+            raise
+        raise UserError(f"a device has not enough memory: {first_line};\n{purpose.way_out}") from error

@@ -27,38 +27,28 @@ from shmap_tp.training.metrics import is_metric
 
 
 class TimeCategory(StrEnum):
-    """Categories of wall time, in the order of the table."""
+    """Categories of wall time with their labels, in the order of the table."""
 
-    steps = "steps"
-    skipped = "skipped"
-    lost = "lost"
-    start = "start"
-    compile = "compile"
-    data = "data"
-    evaluation = "evaluation"
-    samples = "samples"
-    checkpoint = "checkpoint"
-    replicas = "replicas"
-    profile = "profile"
-    drawing = "drawing"
-    down = "down"
+    label: str
 
+    def __new__(cls, value: str, label: str) -> "TimeCategory":
+        member = str.__new__(cls, value)
+        member._value_, member.label = value, label
+        return member
 
-LABELS = {
-    TimeCategory.steps: "steps that count: goodput",
-    TimeCategory.skipped: "skipped steps",
-    TimeCategory.lost: "steps lost by a restart",
-    TimeCategory.start: "start-up",
-    TimeCategory.compile: "compiling the step",
-    TimeCategory.data: "waiting for data",
-    TimeCategory.evaluation: "evaluation",
-    TimeCategory.samples: "samples of text",
-    TimeCategory.checkpoint: "checkpoints",
-    TimeCategory.replicas: "comparing replicas",
-    TimeCategory.profile: "writing the profile",
-    TimeCategory.drawing: "drawing the loss curve",
-    TimeCategory.down: "down between runs",
-}
+    steps = "steps", "steps that count: goodput"
+    skipped = "skipped", "skipped steps"
+    lost = "lost", "steps lost by a restart"
+    start = "start", "start-up"
+    compile = "compile", "compiling the step"
+    data = "data", "waiting for data"
+    evaluation = "evaluation", "evaluation"
+    samples = "samples", "samples of text"
+    checkpoint = "checkpoint", "checkpoints"
+    replicas = "replicas", "comparing replicas"
+    profile = "profile", "writing the profile"
+    drawing = "drawing", "drawing the loss curve"
+    down = "down", "down between runs"
 
 
 class TimeBreakdown:
@@ -100,7 +90,7 @@ class TimeBreakdown:
     def table(self) -> str:
         """The categories of a tenth of a second or more, as aligned lines."""
         rows = [
-            (LABELS[category], self.seconds(category))
+            (category.label, self.seconds(category))
             for category in TimeCategory
             if self.seconds(category) >= 0.1 or category == TimeCategory.steps
         ]

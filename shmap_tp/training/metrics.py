@@ -1,9 +1,12 @@
-"""Metrics of a run: the meter that reads and times steps, and the recorder that writes metrics.jsonl and prints."""
+"""Metrics of a run: timed by a meter; recorded in metrics.jsonl, TensorBoard and W&B; printed; drawn as loss.png."""
 
 import json
 import math
+import os
 import textwrap
 import time
+import uuid
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,14 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import Float64
 from tqdm import tqdm
 
+from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config
+from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Peak
 from shmap_tp.runtime.console import write_line
-from shmap_tp.runtime.files import writing
+from shmap_tp.runtime.files import write_atomically, writing
 from shmap_tp.training.json_lines import drop_lost, read_lines
-from shmap_tp.training.metric_writers import TensorBoardWriter, WeightsAndBiasesWriter
+
+LOG_IN = "log in with `wandb login`, log locally with WANDB_MODE=offline"
 
 
 class Recorder:
@@ -147,24 +155,23 @@ class Meter:
     def record(self, step: int, metrics: Any) -> None:
         """Take the metrics of the step just dispatched, and record those of the step before, waiting for it if it is
         still running."""
-        previous, self._pending = self._pending, (step, metrics)
-        self._read(previous)
+        self._read_pending()
+        self._pending = step, metrics
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Wait for the last step and record it; the time inside the context belongs to no step."""
-        previous, self._pending = self._pending, None
-        self._read(previous)
+        self._read_pending()
         yield
         self._restart()
 
     def _restart(self) -> None:
         self._ends = deque([time.perf_counter()], maxlen=11)
 
-    def _read(self, pending: tuple[int, Any] | None) -> None:
-        if pending is None:
+    def _read_pending(self) -> None:
+        if self._pending is None:
             return
-        step, metrics = pending
+        (step, metrics), self._pending = self._pending, None
         jax.block_until_ready(metrics)  # on all devices: device_get waits for one, and a profile would lack the others
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         self._ends.append(time.perf_counter())
@@ -215,3 +222,175 @@ def _printable(text: str) -> str:
 def _is_json_value(value: Any) -> bool:
     """JSON has no infinities and no NaN."""
     return not isinstance(value, float) or math.isfinite(value)
+
+
+class TensorBoardWriter:
+    """Writes a TensorBoard event file in the calling thread.
+
+    tensorboardX.SummaryWriter is not used: a full disk kills its background thread, and it then waits forever.
+    """
+
+    def __init__(self, directory: Path):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar, text
+
+        self._event, self._scalar, self._text = Event, scalar, text
+        self._directory, self._flushed = directory, time.monotonic()
+        with writing(directory):
+            directory.mkdir(exist_ok=True)
+            self._writer = EventsWriter(str(directory / "events"))
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write every float of a line of metrics.jsonl as a scalar."""
+        with writing(self._directory):
+            for name, value in _floats(line).items():
+                self._write(line["step"], self._scalar(name, value))
+            if time.monotonic() - self._flushed > 30:
+                self._writer.flush()
+                self._flushed = time.monotonic()
+
+    def write_samples(self, step: int, texts: dict[str, str]) -> None:
+        """Write the samples of a step as texts, in a code block each."""
+        with writing(self._directory):
+            for number, (prompt, text) in enumerate(texts.items()):
+                self._write(step, self._text(f"sample/{number}", textwrap.indent(prompt + text, "    ")))
+
+    def close(self) -> None:
+        with writing(self._directory):
+            self._writer.close()
+
+    def _write(self, step: int, summary: Any) -> None:
+        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+
+class WeightsAndBiasesWriter:
+    """Logs to Weights & Biases, to the same W&B run after each restart.
+
+    The id of the W&B run is in the file wandb_id of the run directory; WANDB_RUN_ID, where it is set, overrides it.
+    Raises `UserError` if W&B does not start the run.
+    """
+
+    def __init__(self, config: Config):
+        wandb = _import_wandb()
+        settings = {"project": config.log.wandb_project, "name": config.run.name, "dir": config.run.dir}
+        settings |= {"id": _wandb_id(Path(config.run.dir)), "resume": "allow"}
+        self._wandb = wandb
+        with _wandb_errors(wandb):
+            self._run = wandb.init(**settings, config=to_dict(config))
+        self._run.define_metric("*", step_metric="step")  # the default axis counts lines, including those of validation
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Log every float of a line of metrics.jsonl."""
+        self._run.log(_floats(line) | {"step": line["step"]})
+
+    def write_samples(self, step: int, texts: dict[str, str]) -> None:
+        """Log the samples of a step as a table."""
+        table = self._wandb.Table(columns=["prompt", "text"], data=[list(item) for item in texts.items()])
+        self._run.log({"samples": table, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_weights_and_biases(config: Config) -> None:
+    """Check, before anything is compiled, what logging to W&B needs if log.wandb asks for it.
+
+    Raises `UserError` if wandb is not installed, if log.wandb_project cannot be the name of a project, or if nobody is
+    logged in although W&B is not offline.
+    """
+    if not config.log.wandb:
+        return
+    wandb = _import_wandb()
+    with _wandb_errors(wandb, "choose another log.wandb_project"):
+        wandb.Settings(project=config.log.wandb_project)
+    with _wandb_errors(wandb):
+        if os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+            wandb.login(verify=True)  # asks for a key on a terminal; raises without one; does nothing if W&B is offline
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError("log.wandb=true needs wandb: pip install -e '.[wandb]'") from error
+    return wandb
+
+
+@contextmanager
+def _wandb_errors(wandb: Any, way_out: str = LOG_IN) -> Iterator[None]:
+    """Raise errors of wandb as `UserError`, with a way out."""
+    try:
+        yield
+    except (wandb.Error, ValueError) as error:  # its settings raise ValueError
+        raise UserError(
+            f"log.wandb=true, but W&B cannot start: {str(error).splitlines()[0]}\n{way_out}, or set log.wandb=false"
+        ) from error
+
+
+def _wandb_id(directory: Path) -> str:
+    """The id of the W&B run of a run directory, which is made and stored at its first start."""
+    if given := os.environ.get("WANDB_RUN_ID"):
+        return given
+    file = directory / "wandb_id"
+    if file.is_file() and (stored := file.read_text().strip()):
+        return stored
+    made = uuid.uuid4().hex[:16]
+    with writing(file):
+        write_atomically(file, made + "\n")
+    return made
+
+
+def _floats(line: dict[str, Any]) -> dict[str, float]:
+    """The floats of a line of metrics.jsonl, by split/name."""
+    return {f"{line['split']}/{name}": value for name, value in line.items() if isinstance(value, float)}
+
+
+def plot_losses(directory: Path) -> Path:
+    """Draw loss.png from metrics.jsonl and return its path.
+
+    It shows training and validation loss by step: one colour per mesh shape, a dashed line at each restart.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves, validation, scale = _read_losses(directory / "metrics.jsonl")
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    colours: dict[tuple[int, int], str] = {}
+    for segment, (mesh, losses) in sorted(curves.items()):
+        label = None if mesh in colours else f"mesh dp={mesh[0]}, mp={mesh[1]}"
+        colour = colours.setdefault(mesh, f"C{len(colours) % 10}")
+        axes.plot(*_pairs(losses).T, color=colour, linewidth=1, label=label)
+        if segment and len(losses):
+            axes.axvline(losses[0] - 1, color="0.6", linewidth=0.8, linestyle="--")
+    axes.plot(*_pairs(validation).T, "o", color="black", markersize=4, label="validation")
+    if scale is not None:
+        right = axes.secondary_yaxis("right", functions=(lambda nats: nats * scale, lambda bits: bits / scale))
+        right.set_ylabel("validation, bits per byte")
+    axes.set(xlabel="step", ylabel="cross entropy, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(directory / "loss.png", dpi=130)
+    plt.close(figure)
+    return directory / "loss.png"
+
+
+def _read_losses(file: Path) -> tuple[dict[int, tuple[tuple[int, int], array]], array, float | None]:
+    """(by segment its mesh and its training losses, the validation losses, bits per byte of one nat per token if it is
+    known), losses as step, loss, step, loss, ..."""
+    curves: dict[int, tuple[tuple[int, int], array]] = {}
+    validation, scale = array("d"), None
+    for line in read_metrics(file):
+        losses = curves.setdefault(line["segment"], (tuple(line["mesh"]), array("d")))[1]
+        loss = math.nan if line["loss"] is None else line["loss"]
+        (losses if line["split"] == "train" else validation).extend((line["step"], loss))
+        if line["loss"] and isinstance(bits := line.get("bits_per_byte"), float):
+            scale = bits / line["loss"]
+    return curves, validation, scale
+
+
+def _pairs(values: array) -> Float64[np.ndarray, "lines 2"]:
+    """(step, loss) of each line."""
+    return np.frombuffer(values, np.float64).reshape(-1, 2) if values else np.empty((0, 2))

@@ -4,7 +4,6 @@ B batch, T time, V vocabulary rows, padded.  B/dp: dim B sharded over dp.  V/mp:
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -14,16 +13,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import Config
-from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.layers.embedding import score
-from shmap_tp.model.loss import LinearCrossEntropy
-from shmap_tp.model.transformer import Execution, Transformer
+from shmap_tp.model.sharded_model import ShardedModel, shard_model
+from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch, positions_of
+from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_reduce
-from shmap_tp.parallel.fsdp import gather_between_slices, place_parameters
-from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
-from shmap_tp.parallel.partitioning import named_shardings, partition_specs
-from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
-from shmap_tp.training.step import CONFIGURED, TOKENS, Components, Objective, counted_tokens, loss_and_gradients
+from shmap_tp.parallel.mesh import Role, axes_of, token_axes
+from shmap_tp.training.step import (
+    CONFIGURED,
+    Components,
+    all_tokens,
+    counted_targets,
+    loss_and_gradients,
+    make_objective,
+    microbatch,
+)
 
 
 class ModelFunctions(eqx.Module):
@@ -36,11 +40,12 @@ class ModelFunctions(eqx.Module):
     loss: Callable[[Transformer, Array], Array]
     """(params, tokens[1 B T+1]) -> mean cross entropy of the targets that are 0 or more."""
     loss_and_gradients: Callable[[Transformer, Array], tuple[Array, Transformer]]
-    """(params, tokens[1 B T+1]) -> (mean cross entropy, gradients of the objective: z_loss is included)."""
+    """(params, tokens[1 B T+1]) -> (mean cross entropy, gradients of the objective: z_loss and auxiliary losses are
+    included; None for what is frozen)."""
     shapes: Transformer
     """ShapeDtypeStructs of the parameters, each with its sharding."""
-    execution: Execution
-    """How the functions compute the model."""
+    model: ShardedModel = eqx.field(static=True)
+    """The model on the mesh, for programs of other kinds (generation, scoring)."""
 
 
 def build_model_functions(
@@ -50,44 +55,39 @@ def build_model_functions(
 
     Raises UserError if model.attention names a kernel that these devices cannot run.
     """
-    attend = select_attention(config.model, mesh.devices.flat[0], dtype)
+    model, axes = shard_model(config, mesh, dtype, components), mesh.axis_names
+    objective, specs = make_objective(config, model.execution), batch_specs(axes)
+    updated, _ = model.split(model.placed.updated)
 
-    def initialize() -> Transformer:
-        key = jax.random.key(config.run.seed)
-        return Transformer(config.model, attend, key=key, block=components.block, mlp=components.mlp)
+    def logits(
+        params: Transformer, ids_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"] | None
+    ) -> Float[Array, "B T V"]:
+        h_BTD, _ = params(ids_BT, model.execution, Carried(positions_BT))
+        h_BTD, projection = params.output_projection(h_BTD, model.execution)
+        return score(h_BTD.reshape(-1, h_BTD.shape[-1]), projection).reshape(*h_BTD.shape[:2], -1)
 
-    shapes = jax.eval_shape(initialize)
-    sizes = axis_sizes(config.mesh)
-    specs, gradient_specs, placements = place_parameters(
-        config.mesh.zero, shapes, partition_specs(shapes, sizes), sizes, DataParallelGroups.of(config.mesh)
+    def loss(params: Transformer, batch: Batch) -> Float[Array, ""]:
+        cross_entropy = objective.cross_entropy()
+        share, _ = cross_entropy(params, microbatch(batch, 0), counted_targets(batch), all_tokens(batch))
+        return all_reduce(share, token_axes())
+
+    def gradients(params: Transformer, batch: Batch) -> tuple[Float[Array, ""], Transformer]:
+        trained, frozen = model.split(params)
+        return loss_and_gradients(objective, trained, batch, frozen)
+
+    in_time = P(*specs.inputs[1:])
+    mapped_logits = model.mapped(
+        logits, (in_time, in_time if specs.positions else None), P(*in_time, axes_of(Role.features, axes))
     )
-    execution = Execution(components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel], dtype, placements)
-    cross_entropy = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
-    objective = Objective(cross_entropy, execution)
-
-    def logits(params: Transformer, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        params = gather_between_slices(placements, params)
-        h_BTD, table_VD = params.output_projection(params(tokens_BT, execution), execution)
-        return score(h_BTD.reshape(-1, h_BTD.shape[-1]), table_VD).reshape(*h_BTD.shape[:2], -1)
-
-    def loss(params: Transformer, tokens_ABT: Int[Array, "1 B T"]) -> Float[Array, ""]:
-        without_z_loss = replace(objective, loss=replace(cross_entropy, z_loss=0.0))  # differentiable
-        loss, _ = without_z_loss(gather_between_slices(placements, params), tokens_ABT[0], counted_tokens(tokens_ABT))
-        return all_reduce(loss, DP)
-
-    def gradients(params: Transformer, tokens_ABT: Int[Array, "1 B T"]) -> tuple[Float[Array, ""], Transformer]:
-        return loss_and_gradients(objective, params, tokens_ABT)
-
-    shardings = named_shardings(mesh, specs)
-
-    def compiled(function: Callable, tokens: P, out_specs: P | tuple[P, Transformer]) -> Callable:
-        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(specs, tokens), out_specs=out_specs))
-
+    mapped_loss = model.mapped(loss, (specs,), P())
+    mapped_gradients = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(model.placed.stored, specs), out_specs=(P(), updated)
+    )
     return ModelFunctions(
-        initialize=jax.jit(initialize, out_shardings=shardings),
-        logits=compiled(logits, P(DP, None), P(DP, None, MP)),
-        loss=compiled(loss, TOKENS, P()),
-        loss_and_gradients=compiled(gradients, TOKENS, (P(), gradient_specs)),
-        shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
-        execution=execution,
+        initialize=jax.jit(model.make, out_shardings=jax.tree.map(lambda shape: shape.sharding, model.shapes)),
+        logits=jax.jit(lambda params, ids: mapped_logits(params, ids, positions_of(ids, axes))),
+        loss=jax.jit(lambda params, tokens: mapped_loss(params, next_token_batch(tokens, axes))),
+        loss_and_gradients=jax.jit(lambda params, tokens: mapped_gradients(params, next_token_batch(tokens, axes))),
+        shapes=model.shapes,
+        model=model,
     )

@@ -4,6 +4,7 @@ whose shards are on many devices.
 Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (AdamW), https://arxiv.org/abs/1711.05101
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,45 +13,53 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from shmap_tp.config.schema import OptimizerConfig
-from shmap_tp.parallel.collectives import shard, unshard, varying_axes
-from shmap_tp.parallel.partitioning import is_matrix, optimizer_specs
+from shmap_tp.parallel.collectives import varying_axes
+from shmap_tp.parallel.mesh import mesh_order
+from shmap_tp.parallel.partitioning import ParameterKind, decayed, optimizer_specs
+from shmap_tp.parallel.whole_layers import from_whole_layers, to_whole_layers, whole_layer_specs
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optax transformation, and whether its update of one element depends on that element alone.
+    """An optax transformation, the schedule of its learning rate, and which arrays it must see whole.
 
-    An elementwise update (AdamW, Lion) is computed shard by shard.  One that is not (Muon, Shampoo, anything that takes
-    the norm of a matrix) is given whole matrices: gradients and parameters are gathered over all axes that shard them,
-    every device computes the whole update and keeps its shard, and the optimizer's state is replicated.
+    Where the update of an element depends on that element alone (AdamW, Lion) it is computed shard by shard.
+    Parameters whose kind is in `whole` (for Muon, matrices) are passed to the transformation as whole arrays instead:
+    each device has those of some layers, and stores their state alike (`parallel/whole_layers.py`).  The transformation
+    can read from `partitioning.declarations` what each parameter is.
     """
 
     transformation: optax.GradientTransformation
-    elementwise: bool
+    schedule: optax.Schedule
+    """The learning rate by the number of updates so far, which the step reports."""
+    whole: frozenset[ParameterKind] = frozenset()
 
     def init(self, params: Any) -> optax.OptState:
         return self.transformation.init(params)
 
+    def specs(self, params: Any, updated: Any, axis_sizes: Mapping[str, int]) -> Any:
+        """PartitionSpecs of the parameters (arrays or shapes) as the transformation is given them; `updated` are those
+        of what each device updates."""
+        return whole_layer_specs(params, updated, self.whole, axis_sizes)
+
     def state_specs(self, params: Any, specs: Any) -> Any:
-        """PartitionSpecs of the state, from those of the parameters (arrays or shapes) that a device updates."""
-        if self.elementwise:
-            return optimizer_specs(self.transformation, params, specs)
-        return jax.tree.map(lambda _: P(), jax.eval_shape(self.init, params))
+        """PartitionSpecs of the state, from those of the parameters (arrays or shapes) that `specs` gives."""
+        return optimizer_specs(self.transformation, params, specs)
 
-    def update(self, gradients: Any, state: optax.OptState, params: Any, specs: Any) -> tuple[Any, optax.OptState]:
-        """(updates, new state) of this device's shards, whose PartitionSpecs are `specs`.
+    def update(
+        self, gradients: Any, state: optax.OptState, params: Any, updated: Any, specs: Any
+    ) -> tuple[Any, optax.OptState]:
+        """(updates, new state) of this device's shards, whose PartitionSpecs are `updated`.
 
-        Communication  none if elementwise; else one all-gather of every sharded gradient and parameter.
+        Communication  what brings gradients and parameters from `updated` to `specs`, and the updates back; none for
+                       parameters that need not be whole.
         """
-        if self.elementwise:
-            return self.transformation.update(gradients, state, params)
-        whole_gradients, whole_params = (jax.tree.map(unshard, tree, specs) for tree in (gradients, params))
-        updates, state = self.transformation.update(whole_gradients, state, whole_params)
-        return jax.tree.map(shard, updates, specs), state
+        gradients, params = (jax.tree.map(to_whole_layers, tree, updated, specs) for tree in (gradients, params))
+        updates, state = self.transformation.update(gradients, state, params)
+        return jax.tree.map(from_whole_layers, updates, updated, specs), state
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -76,13 +85,14 @@ def describe_schedule(config: OptimizerConfig, steps: int) -> str:
 
 
 def make_optimizer(config: OptimizerConfig) -> Optimizer:
-    """AdamW, its weight decay on matrices only.  Gradient clipping is not part of it: see `clip_by_global_norm`."""
+    """AdamW, its weight decay on matrices and embeddings only.  Gradients are clipped apart: `clip_by_global_norm`."""
+    schedule = learning_rate_schedule(config)
     transformation = optax.chain(
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
-        optax.add_decayed_weights(config.weight_decay, mask=is_matrix),
-        optax.scale_by_learning_rate(learning_rate_schedule(config)),
+        optax.add_decayed_weights(config.weight_decay, mask=decayed),
+        optax.scale_by_learning_rate(schedule),
     )
-    return Optimizer(transformation, elementwise=True)
+    return Optimizer(transformation, schedule)
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
@@ -124,7 +134,7 @@ def _add(totals: dict[frozenset[str], Array], leaf: Array, value: Float[Array, "
 
 def _total(totals: dict[frozenset[str], Array]) -> Array:
     """The sum of the totals, each first summed over its axes.  Communication: one all-reduce per set of axes."""
-    return sum(lax.psum(total, tuple(sorted(axes))) if axes else total for axes, total in totals.items())
+    return sum(lax.psum(total, mesh_order(axes)) if axes else total for axes, total in totals.items())
 
 
 def clip_by_global_norm(gradients: Any, limit: float) -> tuple[Any, Float[Array, ""]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from shmap_tp.config.schema import Config
 from shmap_tp.errors import StorageError
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
@@ -20,23 +21,18 @@ class Profile:
     error: StorageError | None = None
     """Why the profile could not be written."""
 
-    def __init__(
-        self,
-        steps: list[int] | None,
-        directory: Path,
-        done: int,
-        pause: Callable[[], AbstractContextManager[None]],
-    ):
-        """`steps` is [first, last], counted from 1, or None for no profile; there is none either, and a line that says
-        so, if the first of them is among the `done` steps before this process.  No step is in flight within `pause()`.
+    def __init__(self, config: Config, done: int, pause: Callable[[], AbstractContextManager[None]]):
+        """train.profile is [first, last], counted from 1, or None for no profile; there is none either, and a line that
+        says so, if the first of them is among the `done` steps before this process.  No step is in flight in `pause()`.
         """
+        steps = config.train.profile
         if steps and steps[0] <= done:
             print_on_process_0(
                 f"no profile: train.profile={steps} begins before step {done + 1}, the first step of this process"
             )
             steps = None
         self._first, self._last = steps or (None, None)
-        self._directory, self._pause = directory, pause
+        self._directory, self._pause = Path(config.run.dir) / "profile", pause
         self._running = False
 
     @contextmanager

@@ -19,14 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
 from shmap_tp.errors import HardwareError
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.key_paths import leaves_by_path
-from shmap_tp.parallel.mesh import AXES
 
 
 class ReplicaCheck:
@@ -39,7 +38,7 @@ class ReplicaCheck:
         self._mesh = leaves[0].sharding.mesh
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)
         self._fingerprints = jax.jit(
-            jax.shard_map(_local_fingerprints, mesh=self._mesh, in_specs=(specs,), out_specs=P(AXES))
+            jax.shard_map(_local_fingerprints, mesh=self._mesh, in_specs=(specs,), out_specs=P(self._mesh.axis_names))
         )
         # A separate program: within one, the compiler could treat replicas as equal because their types say so.
         self._all_gather = jax.jit(lambda table: table, out_shardings=NamedSharding(self._mesh, P()))
@@ -83,8 +82,7 @@ class ReplicaCheck:
 def _local_fingerprints(state: Any) -> UInt32[Array, "1 leaves"]:
     """The fingerprints of this device's shards.  No communication."""
     fingerprints = [fingerprint(leaf) for leaf in jax.tree.leaves(state)]
-    for axis in AXES:
-        fingerprints = mark_varying(fingerprints, axis)
+    fingerprints = mark_varying(fingerprints, get_abstract_mesh().axis_names)
     return jnp.stack(fingerprints)[None]
 
 

@@ -1,10 +1,11 @@
 """One optimizer step, and one evaluation, as every device runs them under shard_map.
 
-A microbatches, B sequences of a microbatch on this device, T time.  B/dp: dim B sharded over dp.
+A microbatches, B sequences of a microbatch on this device, T time.
 
-The step in four sentences: mark the parameters as varying over dp (and, in modes with a time-sharded residual stream,
-over mp), so that gradients stay local partial sums; accumulate them over the microbatches, communicating over mp only;
-reduce them once over dp; update, each rank its own shard where ZeRO shards the update.
+The step in four sentences: mark the parameters as varying over the token axes (and, in modes with a time-sharded
+residual stream, over mp), so that gradients stay local partial sums; accumulate them over the microbatches,
+communicating over mp only; reduce them once over the token axes; update, each rank its own shard where ZeRO shards the
+update.
 """
 
 from collections.abc import Callable
@@ -21,30 +22,20 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shmap_tp.config.schema import Config, MeshConfig
+from shmap_tp.config.schema import Config
 from shmap_tp.layers.attention import AnyAttention
-from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.loss import LinearCrossEntropy
-from shmap_tp.model.tokens import input_ids
-from shmap_tp.model.transformer import Execution, Transformer
-from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
-from shmap_tp.parallel.fsdp import gather_between_slices, place_parameters
-from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
-from shmap_tp.parallel.partitioning import named_shardings, partition_specs
-from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, TensorParallel
+from shmap_tp.model.sharded_model import ShardedModel, shard_model
+from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch, tokens_spec
+from shmap_tp.model.transformer import Carried, Execution, Transformer
+from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients, varying_axes
+from shmap_tp.parallel.fsdp import gather_between_slices
+from shmap_tp.parallel.mesh import Role, axes_of, ranks, token_axes
+from shmap_tp.parallel.partitioning import named_shardings
 from shmap_tp.training.bad_steps import BadStepState, StepOutcome, initial_bad_step_state, select_tree
-from shmap_tp.training.optimizer import (
-    Optimizer,
-    clip_by_global_norm,
-    learning_rate_schedule,
-    make_optimizer,
-    update_norms,
-)
-
-TOKENS = P(None, DP, None)
-"""tokens[A B/dp T+1]: the layout of a step's batch.  A token below zero is the input -1 - token, and no target."""
+from shmap_tp.training.optimizer import Optimizer, clip_by_global_norm, make_optimizer, update_norms
 
 
 class State(eqx.Module):
@@ -68,13 +59,13 @@ class Components(ModelComponents):
 
     block, mlp        constructors of a block, as those of model/blocks.py, and of an MLP, as those of layers/mlp.py
     tensor_parallel   a `TensorParallel` mode
+    frozen            which parameters are not trained, and their dtype: a `Frozen` of model/components.py
     make_optimizer    the `optimizer` section of the configuration -> an `Optimizer`
     load_parameters   (config, shapes with shardings) -> the parameters that a new run starts from
 
     Examples: docs/extending.md.
     """
 
-    tensor_parallel: TensorParallel | None = None
     make_optimizer: Callable[[Any], Optimizer] | None = None
     load_parameters: LoadParameters | None = None
 
@@ -89,57 +80,92 @@ class Objective:
 
     loss: LinearCrossEntropy
     execution: Execution
+    auxiliary: bool = True
+    """Whether the auxiliary losses of the blocks are part of it."""
 
     def __call__(
-        self, params: Transformer, tokens_BT: Int[Array, "B T"], counted: Array
+        self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """This device's share of (the objective, the cross entropy); `counted` is the number of targets of the step."""
-        h_BTD = params(input_ids(tokens_BT[:, :-1]), self.execution)
-        h_BTD, table_VD = params.output_projection(h_BTD, self.execution)
-        return self.loss(h_BTD, table_VD, tokens_BT[:, 1:], counted)
+        """This device's share of (the objective, the cross entropy), for a microbatch[B T].
+
+        `counted` is the number of counted targets of the whole step, and `tokens` that of all its tokens.
+        """
+        h_BTD, extras = params(batch.inputs, self.execution, Carried(batch.positions))
+        h_BTD, projection = params.output_projection(h_BTD, self.execution)
+        objective, loss = self.loss(h_BTD, projection, batch.targets, counted)
+        if extras.auxiliary_loss is None or not self.auxiliary:
+            return objective, loss
+        # in a mode that shards time, each device of mp has a sum over its positions
+        over = tuple(axis for axis in self.execution.tp.time_axes if axis in varying_axes(extras.auxiliary_loss))
+        return objective + mark_varying(all_reduce(extras.auxiliary_loss, over), token_axes()) / tokens, loss
+
+    def cross_entropy(self) -> "Objective":
+        """The objective that is the cross entropy alone; it can be differentiated, too."""
+        return replace(self, loss=replace(self.loss, z_loss=0.0), auxiliary=False)
 
 
-def counted_tokens(tokens_ABT: Int[Array, "A B T"]) -> Float[Array, ""]:
-    """How many targets of the whole step count, at least 1.  Communication: one all-reduce of a scalar over dp."""
-    return jnp.maximum(1, all_reduce(jnp.sum(tokens_ABT[..., 1:] >= 0), DP)).astype(float)
+def counted_targets(batch: Batch) -> Float[Array, ""]:
+    """How many targets of the whole step count, at least 1.  Communication: one all-reduce of a scalar over the token
+    axes."""
+    return jnp.maximum(1, all_reduce(jnp.sum(batch.targets >= 0), token_axes())).astype(float)
+
+
+def all_tokens(batch: Batch) -> int:
+    """The number of inputs of the whole step, on all devices."""
+    return batch.inputs.size * ranks(token_axes())
+
+
+def microbatch(batch: Batch, i: int) -> Batch:
+    """Microbatch i of batch[A B T]."""
+    return jax.tree.map(lambda x: x[i], batch)
 
 
 def loss_and_gradients(
-    objective: Objective, params: Transformer, tokens_ABT: Int[Array, "A B T"]
+    objective: Objective, params: Transformer, batch: Batch, frozen: Any = None
 ) -> tuple[Float[Array, ""], Transformer]:
     """(cross entropy, gradients) of the whole step, in the parameters' dtype; of each parameter the gradient of what
-    this device updates.
+    this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params` lacks.
 
     Communication  over mp that of the model and the loss, per microbatch, and where the residual stream is sharded over
-                   time one all-reduce of the gradients of replicated parameters, once.  Over dp once: an all-reduce of
-                   every gradient, or with ZeRO-1 a reduce-scatter.  With FSDP, per microbatch, an all-gather and a
-                   reduce-scatter for each use of a weight, within a slice, and once between slices.
+                   time one all-reduce of the gradients of replicated parameters, once.  Over the token axes once: an
+                   all-reduce of every gradient, or with ZeRO-1 a reduce-scatter.  With FSDP, per microbatch, an
+                   all-gather and a reduce-scatter for each use of a weight, within a slice, and once between slices.
     """
     tp, placements = objective.execution.tp, objective.execution.placements
-    local = gather_between_slices(placements, tp.mark_varying(params))
-    counted = counted_tokens(tokens_ABT)
+    everything = params if frozen is None else eqx.combine(params, frozen)
+    whole = gather_between_slices(placements, mark_varying(everything, (*token_axes(), *tp.time_axes)))
+    is_trained = jax.tree.map(lambda _, w: w is not None, everything, params, is_leaf=lambda x: x is None)
+    local, untrained = eqx.partition(whole, is_trained)
+    counted = counted_targets(batch)
+    tokens = all_tokens(batch)
 
-    def forward(tokens_BT: Array) -> tuple[Array, Any, Array]:
-        return jax.vjp(lambda params: objective(params, tokens_BT, counted), local, has_aux=True)
+    def forward(batch: Batch) -> tuple[Array, Any, Array]:
+        def of_trained(trained: Transformer) -> tuple[Array, Array]:
+            return objective(eqx.combine(trained, untrained), batch, counted, tokens)
 
-    if tokens_ABT.shape[0] == 1:  # no accumulation: it would read zeros
-        value, pull, loss = forward(tokens_ABT[0])
+        return jax.vjp(of_trained, local, has_aux=True)
+
+    if batch.inputs.shape[0] == 1:  # no accumulation: it would read zeros
+        value, pull, loss = forward(microbatch(batch, 0))
         (gradients,) = pull(jnp.ones_like(value))
     else:
         # The transpose of the layer scan adds each layer's gradient to its total in place, without a stack of gradients
         # beside the totals (except in `offloaded_scan`).
         totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), local)
 
-        def microbatch(total: Array, tokens_BT: Array) -> tuple[Array, None]:
-            value, pull, loss = forward(tokens_BT)
+        def accumulate(total: Array, batch: Batch) -> tuple[Array, None]:
+            value, pull, loss = forward(batch)
             pull.with_refs(totals)(jnp.ones_like(value))
             return total + loss, None
 
-        loss, _ = lax.scan(microbatch, mark_varying(jnp.zeros(()), DP), tokens_ABT)
+        loss, _ = lax.scan(accumulate, mark_varying(jnp.zeros(()), token_axes()), batch)
         gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_gradient_reduction"):
-        reduced = jax.tree.map(lambda placement, dw: placement.reduce_gradient(dw), placements, gradients)
-        return all_reduce(loss, DP), reduce_partial_gradients(MP, reduced, params)
+        of_trained, _ = eqx.partition(placements, is_trained)
+        reduced = jax.tree.map(lambda placement, dw: placement.reduce_gradient(dw), of_trained, gradients)
+        for axis in axes_of(Role.features):
+            reduced = reduce_partial_gradients(axis, reduced, params)
+        return all_reduce(loss, token_axes()), reduced
 
 
 class StepFunctions(eqx.Module):
@@ -168,28 +194,42 @@ def build_step_functions(
 
     Raises UserError where model.attention names a kernel that these devices cannot run.
     """
-    attend = select_attention(config.model, mesh.devices.flat[0], dtype)
+    model = shard_model(config, mesh, dtype, components)
     optimizer = (components.make_optimizer or make_optimizer)(config.optimizer)
-    make = {"block": components.block, "mlp": components.mlp}
 
     def init_from(params: Transformer) -> State:
-        return State(params, optimizer.init(params), initial_bad_step_state(), jnp.zeros((), jnp.int32))
+        trained, _ = model.split(params)
+        return State(params, optimizer.init(trained), initial_bad_step_state(), jnp.zeros((), jnp.int32))
 
     def init() -> State:
-        return init_from(Transformer(config.model, attend, key=jax.random.key(config.run.seed), **make))
+        return init_from(model.make())
 
     shapes = jax.eval_shape(init)
-    specs, updated, placements = state_specs(shapes, optimizer, config.mesh)
-    tp = components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel]
-    loss = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
-    objective = Objective(loss, Execution(tp, dtype, placements))
-    cross_entropy = replace(objective, loss=replace(loss, z_loss=0.0))  # the objective without z-loss, differentiable
-    step = _make_step(config, objective, optimizer, updated)
+    trained_shapes, updated = model.split(shapes.params)[0], model.split(model.placed.updated)[0]
+    optimizer_layout = optimizer.specs(trained_shapes, updated, mesh.shape)
+    replicated = jax.tree.map(lambda _: P(), shapes)
+    specs = eqx.tree_at(
+        lambda state: (state.params, state.optimizer),
+        replicated,
+        (model.placed.stored, optimizer.state_specs(trained_shapes, optimizer_layout)),
+    )
+    objective = make_objective(config, model.execution)
+    axes = mesh.axis_names
+    local_step = _make_step(config, objective, optimizer, model, (updated, optimizer_layout))
+    sharded_step = jax.shard_map(local_step, mesh=mesh, in_specs=(specs, batch_specs(axes)), out_specs=(specs, P()))
+
+    def local_evaluate(params: Transformer, batch: Batch) -> Array:
+        counted, tokens = counted_targets(batch), all_tokens(batch)
+        losses = lax.map(lambda batch: objective.cross_entropy()(params, batch, counted, tokens)[0], batch)
+        return all_reduce(jnp.sum(losses), token_axes())
+
+    sharded_evaluate = model.mapped(local_evaluate, (batch_specs(axes),), P())
+
+    def step(state: State, tokens_ABT: Array) -> tuple[State, dict[str, Array]]:
+        return sharded_step(state, next_token_batch(tokens_ABT, axes))
 
     def evaluate(params: Transformer, tokens_ABT: Array) -> Array:
-        params, counted = gather_between_slices(placements, params), counted_tokens(tokens_ABT)
-        losses = lax.map(lambda tokens_BT: cross_entropy(params, tokens_BT, counted)[0], tokens_ABT)
-        return all_reduce(jnp.sum(losses), DP)
+        return sharded_evaluate(params, next_token_batch(tokens_ABT, axes))
 
     shardings = named_shardings(mesh, specs)
     microbatches = config.train.microbatches
@@ -197,56 +237,52 @@ def build_step_functions(
     return StepFunctions(
         init=jax.jit(init, out_shardings=shardings),
         init_from=jax.jit(init_from, out_shardings=shardings, donate_argnums=0),
-        step=jax.jit(
-            jax.shard_map(step, mesh=mesh, in_specs=(specs, TOKENS), out_specs=(specs, P())),
-            donate_argnums=0,
-        ),
-        evaluate=jax.jit(jax.shard_map(evaluate, mesh=mesh, in_specs=(specs.params, TOKENS), out_specs=P())),
+        step=jax.jit(step, donate_argnums=0),
+        evaluate=jax.jit(evaluate),
         shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
-        tokens=jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, TOKENS)),
-        attention=attend,
+        tokens=jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, tokens_spec(axes))),
+        attention=model.attention,
     )
 
 
-def _make_step(config: Config, objective: Objective, optimizer: Optimizer, updated: Any) -> Callable[..., Any]:
-    """The step of one device.  `updated` are the PartitionSpecs of what each device updates."""
-    schedule = learning_rate_schedule(config.optimizer)
-    placements = objective.execution.placements
+def make_objective(config: Config, execution: Execution) -> Objective:
+    """The objective of `config`."""
+    return Objective(
+        LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk), execution
+    )
 
-    def step(state: State, tokens_ABT: Array) -> tuple[State, dict[str, Array]]:
-        loss, gradients = loss_and_gradients(objective, state.params, tokens_ABT)
+
+def _make_step(
+    config: Config, objective: Objective, optimizer: Optimizer, model: ShardedModel, layouts: tuple[Any, Any]
+) -> Callable[..., Any]:
+    """The step of one device.  `layouts` are the PartitionSpecs of what each device updates, and of that as the
+    optimizer is given it."""
+    placements, _ = model.split(model.placed.placements)
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+        params, frozen = model.split(state.params)
+        loss, gradients = loss_and_gradients(objective, params, batch, frozen)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
-            old = jax.tree.map(lambda placement, w: placement.local_shard(w), placements, state.params)
+            old = jax.tree.map(lambda placement, w: placement.local_shard(w), placements, params)
 
             def updated_from(gradients: Any) -> tuple[Any, Any]:
-                updates, optimizer_state = optimizer.update(gradients, state.optimizer, old, updated)
+                updates, optimizer_state = optimizer.update(gradients, state.optimizer, old, *layouts)
                 return optax.apply_updates(old, updates), optimizer_state
 
             new = updated_from(gradients)
-            # The outcome has an update of its own, on accelerators computed again, so that `new` is not in memory
-            # beside `old`.
-            again = updated_from(recompute_from(gradients)) if optimizer.elementwise else new
+            # Whether the step is good is decided by norms of the updated parameters.  On accelerators the update is
+            # computed a second time for them, so that `new` need not be held in memory beside `old` until then; but not
+            # by an optimizer that communicates.
+            again = new if optimizer.whole else updated_from(recompute_from(gradients))
             outcome = StepOutcome(loss, norm, *update_norms(old, *again))
             good, guard = state.guard.update(outcome, config.guard)
             new, optimizer_state = select_tree(good, new, (old, state.optimizer))
             params = jax.tree.map(lambda placement, w: placement.all_gather_updated(w), placements, new)
-        rate = schedule(state.step - state.guard.skipped)
-        metrics = outcome.metrics() | {"learning_rate": rate} | guard.counts()
+        rate = optimizer.schedule(state.step - state.guard.skipped)
+        metrics = outcome.metrics() | {"learning_rate": jnp.asarray(rate, jnp.float32)} | guard.counts()
         if config.guard.loss_spike_sigmas is not None:
             metrics["loss_limit"] = state.guard.limit(config.guard)
-        return State(params, optimizer_state, guard, state.step + 1), metrics
+        return State(eqx.combine(params, frozen), optimizer_state, guard, state.step + 1), metrics
 
     return step
-
-
-def state_specs(shapes: State, optimizer: Optimizer, mesh: MeshConfig) -> tuple[Any, Any, Any]:
-    """(PartitionSpecs of a State, those of the parameters that each device updates, the placement of each
-    parameter)."""
-    sizes, groups = axis_sizes(mesh), DataParallelGroups.of(mesh)
-    declared = partition_specs(shapes.params, sizes)
-    stored, updated, placements = place_parameters(mesh.zero, shapes.params, declared, sizes, groups)
-    replicated = jax.tree.map(lambda _: P(), shapes)
-    partitioned = (stored, optimizer.state_specs(shapes.params, updated))
-    specs = eqx.tree_at(lambda state: (state.params, state.optimizer), replicated, partitioned)
-    return specs, updated, placements

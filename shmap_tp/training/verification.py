@@ -14,21 +14,20 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from shmap_tp.config.bounds import SCHEMES, check_path
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
+from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.data.batches import Batches
-from shmap_tp.data.files import reading
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.console import print_on_process_0
+from shmap_tp.runtime.files import reading
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import checkpoint_steps, find_faults
+from shmap_tp.training.checkpoint_files import checkpoint_steps, directory_of_checkpoints, find_faults
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.replica_check import ReplicaCheck
-from shmap_tp.training.restore_parameters import directory_of_checkpoints
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
 
 

@@ -7,7 +7,7 @@ from calibration import TABLE, Published, as_counted_here, config_of
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.plan.__main__ import planned_communication
-from shmap_tp.plan.topologies import Slice, find_slice
+from shmap_tp.plan.tpu import Slice, find_slice
 from tests.helpers.commands import BENCHMARK_GPU, call
 
 PLAN = ["-m", "shmap_tp.plan", "--model", "test"]

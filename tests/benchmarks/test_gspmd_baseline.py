@@ -12,7 +12,7 @@ from shmap_tp.model.tokens import IGNORE
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import assert_close
 from tests.helpers.flops import matmul_flops
-from tests.helpers.model_fixtures import config, mesh
+from tests.helpers.model_fixtures import config, mesh, mesh_of
 
 STEPS, RELATIVE = 3, 1e-5
 CASES = {
@@ -83,7 +83,7 @@ def test_the_gspmd_baseline_takes_the_same_training_steps(case):
 def test_the_gspmd_baseline_recomputes_as_much(remat, block):
     """Compared by the matmul FLOPs of a step: a baseline that saves less would be slower for that reason alone."""
     conf = config("mesh.dp=1", "mesh.mp=1", "model.mlp=swiglu", f"model.remat={remat}", f"model.block={block}")
-    ours, baseline = (build(conf, mesh((1, 1)), jnp.float32) for build in (build_step_functions, build_gspmd_programs))
+    ours, baseline = (build(conf, mesh_of(conf), jnp.float32) for build in (build_step_functions, build_gspmd_programs))
     assert matmul_flops(jax.make_jaxpr(baseline.step)(baseline.shapes, baseline.tokens).jaxpr) == matmul_flops(
         jax.make_jaxpr(ours.step)(ours.shapes, ours.tokens).jaxpr
     )

@@ -10,7 +10,7 @@ from plan_comparison import compare_plan, compare_programs
 from result_format import read_rows
 
 from shmap_tp.errors import UserError
-from shmap_tp.plan.measure import Measurement
+from shmap_tp.plan.benchmark import Measurement
 from shmap_tp.plan.report import Row
 
 PLANNED = Row(**read_rows("gpu_plan")[0])

@@ -16,10 +16,10 @@ from result_format import read_rows
 from shmap_tp.config.compose import load
 from shmap_tp.errors import UserError
 from shmap_tp.plan import __main__ as planner
-from shmap_tp.plan.benchmark import run_command
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search import command
-from shmap_tp.plan.search.jobs import Outcome
+from shmap_tp.plan.search.candidates import Result
+from shmap_tp.runtime.command_line import run_command
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED
 from tests.helpers.paths import ROOT
 
@@ -37,11 +37,12 @@ def without_compiler(monkeypatch):
 class CompiledAtOnce:
     """Stands in for a compilation of any candidate: a recorded row, at once."""
 
-    def __init__(self, config, target):
+    def __init__(self, estimated, config, target):
+        self.estimated = estimated
         self.row = Row(**next(row for row in read_rows("tpu") if row["kind"] == "predicted"))
 
-    def poll(self) -> Outcome:
-        return Outcome(self.row, None, 1.0)
+    def poll(self) -> Result:
+        return replace(self.estimated, row=self.row, compile_seconds=1.0)
 
     def stop(self) -> None:
         pass
@@ -189,8 +190,8 @@ def test_a_file_that_cannot_be_written_any_more_keeps_what_was_found(monkeypatch
 
 def test_where_no_compiled_step_fits_the_smallest_of_them_is_named(monkeypatch, capsys):
     class TooLarge(CompiledAtOnce):
-        def __init__(self, config, target):
-            super().__init__(config, target)
+        def __init__(self, estimated, config, target):
+            super().__init__(estimated, config, target)
             self.row = replace(self.row, fits=False, step_seconds=None, peak_bytes_per_device=20 * 2**30)
 
     monkeypatch.chdir(ROOT)

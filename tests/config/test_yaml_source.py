@@ -98,6 +98,7 @@ CONTENTS = {
     "defaults that are no list": ("defaults: {model: bytes}\n", "defaults must be a list, such as [model: bytes"),
     "no model": ("defaults:\n  - model: null\n", "defaults has {'model': None}; write each item as GROUP: NAME"),
     "two models": ("defaults:\n  - model: [bytes, test]\n", "defaults has {'model': ['bytes', 'test']}; write each"),
+    "an interpolated default": ("defaults: [model: '${x}']\n", "defaults has {'model': '${x}'}; write each item as"),
     "an empty group": ("defaults: [{'': x}]\n", "defaults has {'': 'x'}; write each item as GROUP: NAME"),
     "defaults of Hydra": ("defaults: [{hydra/launcher: x}]\n", "settings of Hydra have no effect here"),
     "an unknown default": ("defaults: [nope]\n", "its defaults list names nope.yaml, which is neither"),
@@ -145,12 +146,27 @@ def test_a_file_can_have_any_name(tmp_path, name):
     assert load(str(written(tmp_path, BASE, f"{name}.yaml")), ["model=test"]).model.name == "test"
 
 
-def test_hydra_reads_its_files_as_before_outside_of_load(tmp_path):
-    from hydra._internal.sources_registry import SourcesRegistry
+NAMED = ["{model: bad}", "{optional model: bad}", "{/model: bad}", "{model@model: bad}", "{model: ../model/bad}"]
 
-    load(str(written(tmp_path, BASE)), [])
-    error_message(written(tmp_path, "5"))
-    assert SourcesRegistry.instance().types["file"].__name__ == "FileConfigSource"
+
+@pytest.mark.parametrize("item", [*NAMED, "model/bad", "../b/model/bad", "model/bad.yaml"])
+def test_the_files_that_a_defaults_list_names_are_checked_however_it_names_them(tmp_path, item):
+    """Hydra would read, for hours or without an end, what is not checked."""
+    written(tmp_path, f"a: &a [1]\n{LAUGHS}", "b/model/bad.yaml")
+    assert "bad.yaml, line" in error_message(written(tmp_path, f"defaults: [{item}]\n", "b/mine.yaml"))
+
+
+def test_the_files_that_the_files_of_a_group_name_are_checked(tmp_path):
+    written(tmp_path, f"a: &a [1]\n{LAUGHS}", "model/kinds/bad.yaml")
+    written(tmp_path, "defaults: [kinds: bad]\n", "model/mine.yaml")
+    assert "bad.yaml, line" in error_message(written(tmp_path, BASE), "model=mine")
+
+
+def test_a_file_that_another_option_replaces_is_not_read(tmp_path):
+    written(tmp_path, f"a: &a [1]\n{LAUGHS}", "model/bad.yaml")
+    file = written(tmp_path, BASE.replace("model: bytes", "model: bad"))
+    assert "bad.yaml, line" in error_message(file)
+    assert load(str(file), ["model=test"]).model.name == "test"
 
 
 # The config.yaml of an earlier run

@@ -35,7 +35,7 @@ def test_missing_data_is_prepared_by_the_command_that_the_message_prints(tmp_pat
         prepared_directory(load(FIRST, overrides).data)
     printed = re.search("`python -m shmap_tp.prepare (.*)`", str(error.value))
     assert printed[1] == expected and "\n" not in str(error.value)
-    command._parse(shlex.split(printed[1]))
+    command.parser().parse_args(shlex.split(printed[1]))
 
 
 def test_a_file_of_the_users_own_has_its_own_command(tmp_path):
@@ -57,7 +57,7 @@ def test_a_file_of_the_users_own_has_its_own_command(tmp_path):
 @pytest.mark.parametrize("file", sorted((CONF / "data").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_data_source_is_prepared_by_the_run_or_by_a_command(file):
     source = load(FIRST, [f"data={file.stem}"]).data.source
-    assert source == location.STDLIB or command._parse([*shlex.split(source), "--out", "x"])
+    assert source == location.STDLIB or command.parser().parse_args([*shlex.split(source), "--out", "x"])
 
 
 # Unreadable data

@@ -174,7 +174,7 @@ def test_documents_survive_a_subword_tokenizer_file(tmp_path, capsys, subwords):
 def test_a_vocabulary_above_16_bits_is_written_as_uint32(tmp_path):
     tokenizer = Bytes()
     tokenizer.vocabulary, tokenizer.end_of_text = 65537, 65536
-    source = text_sources.Source("two", iter([("train", "abc"), ("validation", "d")]), 2)
+    source = text_sources.TextSource("two", iter([("train", "abc"), ("validation", "d")]), 2)
     assert preparation.prepare(source, tokenizer, tmp_path / "out")["dtype"] == "uint32"
     file = open_token_file(tmp_path / "out", "train", context=3, vocabulary=65537)
     assert file.read(np.arange(1)).tolist() == [[97, 98, 99, 65536]]
@@ -199,7 +199,7 @@ def test_a_hub_data_set_keeps_its_splits_or_is_split(tmp_path, capsys, monkeypat
 def test_a_tokenizer_that_is_not_that_of_the_data_is_refused(tmp_path):
     tokenizer = Bytes()
     tokenizer.json, tokenizer.name = b'{"a": 1}', "words.json"
-    out, source = tmp_path / "out", text_sources.Source("two", iter([("train", "ab"), ("validation", "c")]), 2)
+    out, source = tmp_path / "out", text_sources.TextSource("two", iter([("train", "ab"), ("validation", "c")]), 2)
     meta = preparation.prepare(source, tokenizer, out)
     assert read_tokenizer(out, read_meta(out)) == b'{"a": 1}'
     (out / TOKENIZER).write_bytes(b"{}")

@@ -23,7 +23,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path, capsys, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(preparation, "_GROUP", 100)
-    monkeypatch.setattr(text_sources, "stdlib", lambda: text_sources.Source("cut", some(), None))
+    monkeypatch.setattr(text_sources, "stdlib", lambda: text_sources.TextSource("cut", some(), None))
     code, _, err = run(capsys, "--source", "stdlib", "--out", tmp_path / "out")
     assert code == 130 and "nothing was written" in err
     assert list(tmp_path.iterdir()) == []
@@ -49,7 +49,7 @@ def test_only_overwrite_replaces_data_and_only_when_complete(tmp_path, capsys):
 
 def test_a_failed_rename_restores_the_old_data(tmp_path, monkeypatch):
     def make(text, **more):
-        source = text_sources.Source("two", iter([("train", text), ("validation", "d")]), 2)
+        source = text_sources.TextSource("two", iter([("train", text), ("validation", "d")]), 2)
         return preparation.prepare(source, Bytes(), tmp_path / "out", **more)
 
     def rename(path, target, real=Path.rename):
@@ -91,8 +91,8 @@ def preparing(target: Path, *more: str) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
-def source_of_two(text: str = "ab") -> text_sources.Source:
-    return text_sources.Source("two", iter([("train", text), ("validation", "c")]), 2)
+def source_of_two(text: str = "ab") -> text_sources.TextSource:
+    return text_sources.TextSource("two", iter([("train", text), ("validation", "c")]), 2)
 
 
 def test_what_a_killed_preparation_left_is_removed_and_a_live_one_is_not_touched(tmp_path):

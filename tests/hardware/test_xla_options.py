@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shmap_tp.hardware.devices import GENERATIONS
 from shmap_tp.hardware.xla_options import ASYNC_FULL_ALL_GATHER, COMPILER_OPTIONS
 from shmap_tp.parallel.mesh import DP
-from shmap_tp.plan.topologies import Slice, topology_devices
+from shmap_tp.plan.tpu import Slice, topology_devices
 
 pytest.importorskip("libtpu")
 

@@ -99,7 +99,7 @@ def check(words: tuple[str, ...]) -> None:
             if arguments.command != "checkpoint":
                 load(str(ROOT / arguments.cfg), arguments.overrides)
         case ["python", "-m", "shmap_tp.prepare", *rest]:
-            prepare._parse(rest)
+            prepare.parser().parse_args(rest)
         case ["python", "-m", "shmap_tp.plan", *rest]:
             check_plan(rest)
         case ["python", "benchmarks/benchmark_tpu.py", *rest]:

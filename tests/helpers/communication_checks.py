@@ -21,7 +21,7 @@ from shmap_tp.training.step import CONFIGURED, Components, build_step_functions
 from tests.helpers import communication_rules
 from tests.helpers.communication_rules import attention, block, entering, key_value, reducing, sublayer
 from tests.helpers.layer_cases import LAYERS, RESIDUAL_STREAM
-from tests.helpers.model_fixtures import config, mesh, mesh_config, shapes_of
+from tests.helpers.model_fixtures import config, mesh, mesh_config, mesh_of, shapes_of
 from tests.helpers.sharded_harness import ALL_REDUCE, COLLECTIVE_MATMUL, SEQUENCE, Case, on_mesh
 
 
@@ -147,7 +147,7 @@ def by_direction(entries: list[Entry]) -> dict[Direction, Counter[Any]]:
 
 def step_communication(conf: Config, precision: str, components: Components = CONFIGURED) -> list[Entry]:
     """The collectives of a step of `conf` as it is traced."""
-    made = build_step_functions(conf, mesh((conf.mesh.dp, conf.mesh.mp)), jnp.dtype(precision), components)
+    made = build_step_functions(conf, mesh_of(conf), jnp.dtype(precision), components)
     return communication_in_jaxpr(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
 
 

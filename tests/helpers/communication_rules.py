@@ -1,9 +1,10 @@
-"""What blocks, attention and their parts communicate over mp, written down by hand: an independent reference for what
-`plan/communication` derives from the modules.
+"""What tensor-parallel modes, blocks and their parts communicate over mp, written down by hand: a reference for what
+`plan/communication` finds by tracing the modules.
 
 x[B T D] is the residual stream with all of its positions, N the number of key/value heads, K a head's dim.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -11,31 +12,94 @@ from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import Block, Config, MeshConfig, ModelConfig, Remat, TensorParallelMode, Zero
 from shmap_tp.parallel.mesh import MP
-from shmap_tp.plan.communication import analytic
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
 
 FORWARD, RECOMPUTE, BACKWARD = Direction.forward, Direction.recompute, Direction.backward
 
 
-def _passes(rule: analytic.Rule, mesh: MeshConfig, what: str, x: ArrayTraffic, *, recomputed: bool) -> list[Entry]:
+# Tensor-parallel modes: what a call communicates in one pass, x[B T D] being all positions
+
+Rule = Callable[[TensorParallelMode, int, str, ArrayTraffic, Direction], list[Entry]]
+"""(mode, mp, the part of the model, x, direction) -> entries."""
+
+
+def enter_rule(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
+    """`enter` with x[B T D] as a result.
+
+    all_reduce   forward nothing; backward one all-reduce of dx over mp
+    the others   forward one all-gather over mp of the shards of x; backward one reduce-scatter of dx
+    """
+    what, is_backward = f"{what} enter", direction == Direction.backward
+    if mode == TensorParallelMode.all_reduce:
+        return [x.over(MP, what, Operation.all_reduce, direction)] if is_backward else []
+    if is_backward:
+        return [x.over(MP, what, Operation.reduce_scatter, direction)]
+    return [replace(x, values=x.values // mp).over(MP, what, Operation.all_gather, direction)]
+
+
+def reduce_rule(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
+    """`reduce` of x[B T D] {+mp}.
+
+    all_reduce   forward one all-reduce of x over mp; backward nothing
+    the others   forward one reduce-scatter of x over mp; backward one all-gather of the shards of dx
+    """
+    what, is_backward = f"{what} reduce", direction == Direction.backward
+    if mode == TensorParallelMode.all_reduce:
+        return [] if is_backward else [x.over(MP, what, Operation.all_reduce, direction)]
+    if is_backward:
+        return [replace(x, values=x.values // mp).over(MP, what, Operation.all_gather, direction)]
+    return [x.over(MP, what, Operation.reduce_scatter, direction)]
+
+
+def column_rule(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
+    """`column_parallel` on x[B T D].
+
+    collective_matmul   forward mp - 1 ppermutes over mp of a chunk of x; backward as many of a chunk of dx
+    the others          `enter_rule`
+    """
+    if mode != TensorParallelMode.collective_matmul:
+        return enter_rule(mode, mp, what, x, direction)
+    return _ring(mp, f"{what} column-parallel", x, direction)
+
+
+def row_rule(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
+    """`row_parallel` to x[B T D].
+
+    collective_matmul   forward mp - 1 ppermutes over mp of a chunk of the sum; backward as many of its gradient
+    the others          `reduce_rule`
+    """
+    if mode != TensorParallelMode.collective_matmul:
+        return reduce_rule(mode, mp, what, x, direction)
+    return _ring(mp, f"{what} row-parallel", x, direction)
+
+
+def _ring(mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
+    chunk = replace(x, values=x.values // mp, count=x.count * (mp - 1))
+    return [chunk.over(MP, what, Operation.ppermute, direction)] if chunk.count else []
+
+
+# The parts of a model
+
+
+def _passes(rule: Rule, mesh: MeshConfig, what: str, x: ArrayTraffic, *, recomputed: bool) -> list[Entry]:
     directions = [FORWARD, RECOMPUTE, BACKWARD] if recomputed else [FORWARD, BACKWARD]
     return [entry for one in directions for entry in rule(mesh.tensor_parallel, mesh.mp, what, x, one)]
 
 
 def entering(mesh: MeshConfig, what: str, x: ArrayTraffic) -> list[Entry]:
-    return _passes(analytic.entering, mesh, what, x, recomputed=False)
+    return _passes(enter_rule, mesh, what, x, recomputed=False)
 
 
 def reducing(mesh: MeshConfig, what: str, x: ArrayTraffic) -> list[Entry]:
-    return _passes(analytic.reducing, mesh, what, x, recomputed=False)
+    return _passes(reduce_rule, mesh, what, x, recomputed=False)
 
 
 def column_parallel(mesh: MeshConfig, what: str, x: ArrayTraffic, *, recomputed: bool = False) -> list[Entry]:
-    return _passes(analytic.column_parallel, mesh, what, x, recomputed=recomputed)
+    return _passes(column_rule, mesh, what, x, recomputed=recomputed)
 
 
 def row_parallel(mesh: MeshConfig, what: str, x: ArrayTraffic, *, recomputed: bool = False) -> list[Entry]:
-    return _passes(analytic.row_parallel, mesh, what, x, recomputed=recomputed)
+    return _passes(row_rule, mesh, what, x, recomputed=recomputed)
 
 
 def sublayer(x: ArrayTraffic, mesh: MeshConfig) -> list[Entry]:

@@ -73,13 +73,13 @@ class AdapterBlock(eqx.Module):
         self.adapter_in = ColumnParallelLinear(config.width, ADAPTER, std=config.init_std, key=keys[2])
         self.adapter_out = RowParallelLinear(ADAPTER, config.width, std=config.init_std, key=keys[3])
 
-    def __call__(self, x_BTD, encoding, tp, positions=None):
+    def __call__(self, x_BTD, context):
         before_attention, after_attention, before_mlp, after_mlp = self.norms
-        y_BTD, residuals = self.attention(before_attention(x_BTD), encoding, tp, positions)
+        y_BTD, extras = self.attention(before_attention(x_BTD), context)
         x_BTD = x_BTD + after_attention(y_BTD)
-        x_BTD = x_BTD + after_mlp(self.mlp(before_mlp(x_BTD), tp))
-        (hidden,) = tp.column_parallel(x_BTD, self.adapter_in)
-        return x_BTD + tp.row_parallel((jax.tree.map(jax.nn.relu, hidden), self.adapter_out)), residuals
+        x_BTD = x_BTD + after_mlp(self.mlp(before_mlp(x_BTD), context.tp))
+        (hidden,) = context.tp.column_parallel(x_BTD, self.adapter_in)
+        return x_BTD + context.tp.row_parallel((jax.tree.map(jax.nn.relu, hidden), self.adapter_out)), extras
 
 
 COMPONENTS = {

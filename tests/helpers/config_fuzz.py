@@ -10,8 +10,8 @@ import time
 import traceback
 from pathlib import Path
 
-from shmap_tp.config.compose import CONF, load, save
-from shmap_tp.config.value_types import SECTIONS, keys
+from shmap_tp.config.compose import CONF, load, to_yaml
+from shmap_tp.config.values import SECTIONS, keys
 from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.errors import ShmapTpError
 
@@ -73,7 +73,7 @@ def outcome(seed: int, directory: Path) -> str:
     elif kind == "overrides":
         file.write_text(BASE)
     else:
-        save(load(CONF / "config.yaml", []), file)
+        file.write_text(to_yaml(load(CONF / "config.yaml", [])))
         content = damaged(file.read_text(), random_).encode(errors="surrogateescape")
         file.write_bytes(content if random_.random() < 0.8 else bytes(b ^ 1 << random_.randrange(8) for b in content))
         saved_value(file, "checkpoint.dir")
@@ -85,7 +85,7 @@ def outcome(seed: int, directory: Path) -> str:
         message = str(error)
         assert 1 <= len(message.splitlines()) <= 2 and len(message) < 1500, message
         return message
-    save(config, directory / "again.yaml")  # what is accepted can be saved
+    (directory / "again.yaml").write_text(to_yaml(config))  # what is accepted can be saved
     return "loaded"
 
 

@@ -4,7 +4,7 @@
 D width, L layers, H query heads, N key/value heads, K head dim, F ffn, V vocabulary, T context.
 """
 
-from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Positions, Remat, padded_vocabulary
+from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, PositionKind, Remat, padded_vocabulary
 
 
 def projection_weights(model: ModelConfig) -> int:
@@ -30,7 +30,7 @@ def parameters(model: ModelConfig, *, padded: bool) -> int:
     norm = (2 if model.norm_bias else 1) * model.width
     return (
         (1 if model.tie_embeddings else 2) * vocabulary * model.width
-        + (model.context * model.width if model.positions == Positions.learned else 0)
+        + (model.context * model.width if model.positions == PositionKind.learned else 0)
         + model.layers * (projection_weights(model) + mlp_weights(model) + biases(model) + norms_per_block * norm)
         + norm
     )

@@ -8,8 +8,8 @@ import pytest
 
 from shmap_tp.hardware.devices import DEVICES, GENERATIONS
 from shmap_tp.plan.hlo_parser import parse_hlo
-from shmap_tp.plan.link_model import LinkModel
 from shmap_tp.plan.schedule_simulator import WAITING_FOR_COLLECTIVES, SimulatedSchedule, simulate
+from shmap_tp.plan.tpu import LinkModel
 
 LINK_MODEL = LinkModel.of(GENERATIONS["v5e"], [[x, y, 0, 0] for x in range(4) for y in range(4)])
 CLOCK = DEVICES["TPU v5 lite"].clock

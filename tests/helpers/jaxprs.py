@@ -12,11 +12,12 @@ from shmap_tp.config.schema import ModelConfig
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.model.jaxprs import bodies
 from shmap_tp.model.loss import LinearCrossEntropy
+from shmap_tp.model.tokens import batch_specs, next_token_batch
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.fsdp import Replicated
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.training.step import TOKENS, Objective, loss_and_gradients
+from shmap_tp.training.step import Objective, loss_and_gradients
 from tests.helpers.model_fixtures import mesh, shapes_of
 from tests.helpers.sharded_harness import ALL_REDUCE
 
@@ -67,11 +68,12 @@ def trace_loss_and_gradients(model: ModelConfig, attend: AnyAttention, dtype: st
 
 def loss_and_gradients_on_mesh(model: ModelConfig, params: Transformer, dtype: str = "float32") -> Callable[..., Any]:
     """(params, tokens[A B T+1]) -> (loss, gradients), on a (2, 4) mesh, computed in `dtype`."""
-    specs = partition_specs(params, {DP: 2, MP: 4})
-    placements = jax.tree.map(lambda _: Replicated(), specs)
+    specs, on = partition_specs(params, {DP: 2, MP: 4}), mesh((2, 4))
+    placements = jax.tree.map(lambda _: Replicated((DP,)), specs)
     loss = LinearCrossEntropy(model.vocabulary, 0.0, 2048)
     objective = Objective(loss, Execution(ALL_REDUCE, jnp.dtype(dtype), placements))
-    return jax.shard_map(
-        lambda params, tokens: loss_and_gradients(objective, params, tokens),
-        mesh=mesh((2, 4)), in_specs=(specs, TOKENS), out_specs=(P(), specs),
+    run = jax.shard_map(
+        lambda params, batch: loss_and_gradients(objective, params, batch),
+        mesh=on, in_specs=(specs, batch_specs(on.axis_names)), out_specs=(P(), specs),
     )  # fmt: skip
+    return lambda params, tokens: run(params, next_token_batch(tokens, on.axis_names))

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
+from shmap_tp.layers.context import Context
 from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, VocabParallelHead, score
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.layers.mlp import GatedMlp, GeluMlp
@@ -47,7 +48,7 @@ def attention(kv_heads: int, positions: str, chunk: int, heads: int = H, tp: Ten
     encoding = Alibi(heads) if positions == "alibi" else ENCODINGS[positions]
     return Case(
         partial(Attention, D, (heads, kv_heads), K, Chunked(chunk), std=1.0, std_out=1.0),
-        lambda layer, x: layer(x, encoding, tp)[0],
+        lambda layer, x: layer(x, Context(tp, encoding))[0],
         partial(reference.attention, positions=positions),
         (RESIDUAL_STREAM[tp],),
         RESIDUAL_STREAM[tp][1],
@@ -84,7 +85,7 @@ def block(make, *settings: str, tp: TensorParallel = ALL_REDUCE) -> Case:
     model = config(*[f"model.{setting}" for setting in settings]).model
     return Case(
         partial(make, model, Chunked(model.attention_chunk)),
-        lambda layer, x: layer(x, ENCODINGS[model.positions], tp)[0],
+        lambda layer, x: layer(x, Context(tp, ENCODINGS[model.positions]))[0],
         partial(reference.block, config=model),
         (RESIDUAL_STREAM[tp],),
         RESIDUAL_STREAM[tp][1],

@@ -12,18 +12,17 @@ from jax.sharding import PartitionSpec as P
 from shmap_tp.config.schema import Config
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.embedding import score
-from shmap_tp.model.loss import LinearCrossEntropy
-from shmap_tp.model.transformer import Execution, Transformer
-from shmap_tp.parallel.fsdp import gather_between_slices, place_parameters
-from shmap_tp.parallel.mesh import DataParallelGroups
-from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
-from shmap_tp.training.step import TOKENS, Objective, loss_and_gradients
+from shmap_tp.model.sharded_model import shard_model
+from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.fsdp import gather_between_slices
+from shmap_tp.parallel.mesh import MP, make_mesh, token_axes
+from shmap_tp.training.step import loss_and_gradients, make_objective
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, by_path
 from tests.helpers.families import FAMILIES
-from tests.helpers.model_fixtures import config, mesh, random_like, shapes_of
-from tests.helpers.sharded_harness import FEATURES_SHARDED, to_float64
+from tests.helpers.model_fixtures import config, random_like, shapes_of
+from tests.helpers.sharded_harness import to_float64
 
 FSDP = "fsdp: sequential rmsnorm gelu learned, 2 kv heads of 8, chunks of 3, remat mlp, z-loss"
 FSDP_RING_TWO_SLICES = "fsdp ring, two slices: parallel rmsnorm swiglu rotary, 2 kv heads of 8, remat attention"
@@ -96,7 +95,6 @@ MODELS[FSDP_RING_FEW_HEADS] = [
 """On (8, 1) the heads are fewer than the devices of the ring, and 8 divides only the columns of an MLP's weights."""
 MODELS[FSDP_RING_OFFLOAD_DEEP] = [*MODELS[FSDP_RING_OFFLOAD], "model.layers=4"]
 SETTINGS = MODELS | FAMILIES
-TIME_SHARDED_MODELS = [model for model in MODELS if model.startswith(("sequence", "collective_matmul"))]
 
 
 KEY_BIAS, QUERY_BIAS = "blocks.attention.key.bias", "blocks.attention.query.bias"
@@ -125,26 +123,26 @@ def parameter_shapes(config: Config) -> Transformer:
 
 def model_on_mesh(config: Config, shape: tuple[int, int], precision: str, *, logits: bool = True) -> Any:
     """The compiled function (params, tokens[A B T+1]) -> {loss, gradients, logits of the first microbatch}."""
-    model, sizes = parameter_shapes(config), dict(mesh(shape).shape)
-    slices = min(config.mesh.slices, shape[0])
-    groups = DataParallelGroups.of(replace(config.mesh, dp=shape[0], mp=shape[1], slices=slices))
-    specs, _, placements = place_parameters(config.mesh.zero, model, partition_specs(model, sizes), sizes, groups)
-    loss = LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk)
-    execution = Execution(TENSOR_PARALLEL[config.mesh.tensor_parallel], jnp.dtype(precision), placements)
-    objective = Objective(loss, execution)
+    settings = replace(config.mesh, dp=shape[0], mp=shape[1], slices=min(config.mesh.slices, shape[0]))
+    on = make_mesh(settings, jax.devices()[: shape[0] * shape[1]])
+    model = shard_model(replace(config, mesh=settings), on, jnp.dtype(precision))
+    objective = make_objective(config, model.execution)
 
-    def local(params: Transformer, tokens_ABT: Any) -> dict[str, Any]:
-        loss, gradients = loss_and_gradients(objective, params, tokens_ABT)
+    def local(params: Transformer, batch: Batch) -> dict[str, Any]:
+        loss, gradients = loss_and_gradients(objective, params, batch)
         if not logits:
             return {"loss": loss, "gradients": gradients}
-        params = gather_between_slices(placements, params)
-        h_BTD = params(tokens_ABT[0, :, :-1], execution)
-        h_BTD, table_VD = params.output_projection(h_BTD, execution)
-        logits_BTV = jax.vmap(score, (0, None))(h_BTD, table_VD)
+        params = gather_between_slices(model.placed.placements, params)
+        h_BTD, _ = params(batch.inputs[0], model.execution)
+        h_BTD, projection = params.output_projection(h_BTD, model.execution)
+        logits_BTV = jax.vmap(score, (0, None))(h_BTD, projection)
         return {"logits": logits_BTV, "loss": loss, "gradients": gradients}
 
-    outs = ({"logits": FEATURES_SHARDED} if logits else {}) | {"loss": P(), "gradients": specs}
-    return jax.jit(jax.shard_map(local, mesh=mesh(shape), in_specs=(specs, TOKENS), out_specs=outs))
+    axes, specs = on.axis_names, model.placed.updated
+    features = {"logits": P(token_axes(axes), None, MP)} if logits else {}
+    outs = features | {"loss": P(), "gradients": specs}
+    run = jax.shard_map(local, mesh=on, in_specs=(model.placed.stored, batch_specs(axes)), out_specs=outs)
+    return jax.jit(lambda params, tokens: run(params, next_token_batch(tokens, axes)))
 
 
 @cache

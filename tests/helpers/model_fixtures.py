@@ -1,5 +1,6 @@
 """Five meshes, a configuration whose model compiles in a second, and random parameters."""
 
+from itertools import cycle
 from typing import Any
 
 import equinox as eqx
@@ -16,6 +17,11 @@ from shmap_tp.parallel.mesh import make_mesh
 MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
 every_mesh = pytest.mark.parametrize("shape", MESHES, ids=str)
 every_precision = pytest.mark.parametrize("precision", ["float32", "float64"])
+every_place = pytest.mark.parametrize(
+    ("shape", "precision"), [*zip(MESHES, cycle(["float32", "float64"]), strict=False)], ids=str
+)
+"""Every mesh in one precision, each precision on meshes with and without mp: the program is the same in both, and each
+compiles for a second."""
 
 MODEL = (
     "width=24 layers=2 heads=8 kv_heads=8 head_dim=4 ffn=40 vocabulary=50 vocabulary_multiple=32 context=7 "
@@ -45,6 +51,11 @@ def mesh(shape: tuple[int, int]) -> Mesh:
     """A (dp, mp) mesh over the first dp x mp of the eight devices."""
     dp, mp = shape
     return make_mesh(mesh_config(dp, mp), jax.devices()[: dp * mp])
+
+
+def mesh_of(config: Config) -> Mesh:
+    """The mesh of a configuration over the first of the eight devices."""
+    return make_mesh(config.mesh, jax.devices()[: config.mesh.dp * config.mesh.mp])
 
 
 def random_like(shapes: Any, dtype: str, *, spread: float = 0.25) -> Any:

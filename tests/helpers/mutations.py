@@ -5,6 +5,7 @@ wrong     it runs, and the comparison with the dense reference fails
 wasteful  its values are right, and the check of its collectives fails
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training.step import build_step_functions
 from tests.helpers import sharded_harness
 from tests.helpers.layer_cases import LAYERS
 from tests.helpers.loss_cases import LOSSES, PADDED
-from tests.helpers.model_fixtures import config, mesh
+from tests.helpers.model_fixtures import config
 
 refused_by_type = pytest.raises(
     (TypeError, ValueError),
@@ -41,7 +43,7 @@ def compare_loss() -> None:
 def trace_step(*settings: str) -> Any:
     """The jaxpr of a step; nothing is compiled."""
     conf = config("mesh.dp=2", "mesh.mp=4", "train.batch=16", "train.microbatches=2", *settings)
-    made = build_step_functions(conf, mesh((conf.mesh.dp, conf.mesh.mp)), jnp.float32)
+    made = build_step_functions(conf, make_mesh(conf.mesh), jnp.float32)
     return jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr
 
 
@@ -52,5 +54,6 @@ def with_lax(monkeypatch: pytest.MonkeyPatch, module: Any, **replacements: Any) 
 
 def declare(monkeypatch: pytest.MonkeyPatch, layer: type, *axes: str | None) -> None:
     """Let `layer` declare its first parameter with these axes."""
-    field = next(field for field in layer.__dataclass_fields__.values() if "axes" in field.metadata)
-    monkeypatch.setattr(field, "metadata", {**field.metadata, "axes": axes, "replicate_if_fewer": False})
+    field = next(field for field in layer.__dataclass_fields__.values() if "declaration" in field.metadata)
+    declared = replace(field.metadata["declaration"], axes=axes, replicate_if_fewer=False)
+    monkeypatch.setattr(field, "metadata", {**field.metadata, "declaration": declared})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Norm, Positions, Remat
+from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Norm, PositionKind, Remat
 
 ZOO = Path(__file__).parents[2] / "conf" / "model"
 DEFAULTS = OmegaConf.load(ZOO.parent / "model_defaults.yaml")
@@ -20,7 +20,7 @@ def load(name: str) -> ModelConfig:
 TINY = replace(
     load("test"), name="tiny", width=8, layers=2, heads=6, kv_heads=3, head_dim=5, ffn=7, vocabulary=11,
     vocabulary_multiple=4, context=4, block=Block.sequential, norm=Norm.rmsnorm, mlp=Mlp.swiglu,
-    positions=Positions.learned,
+    positions=PositionKind.learned,
     tie_embeddings=False, init_std=0.02, remat=Remat.none, offload=[],
     attention=AttentionKernel.chunked, attention_chunk=4,
 )  # fmt: skip

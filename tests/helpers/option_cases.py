@@ -8,6 +8,7 @@ from functools import partial
 import jax
 
 from shmap_tp.layers.attention import Chunked
+from shmap_tp.layers.context import Context
 from shmap_tp.layers.positions import Rotary, make_position_encoding
 from shmap_tp.layers.rotation import Llama3Scaling, Rotation
 from shmap_tp.model.blocks import BLOCKS
@@ -39,7 +40,7 @@ def block(options: str, tp: TensorParallel) -> Case:
     encoding = make_position_encoding(model, jax.random.key(0))
     return Case(
         partial(BLOCKS[model.block], model, Chunked(model.attention_chunk)),
-        lambda layer, x: layer(x, encoding, tp)[0],
+        lambda layer, x: layer(x, Context(tp, encoding))[0],
         partial(reference.block, config=model),
         (RESIDUAL_STREAM[tp],),
         RESIDUAL_STREAM[tp][1],

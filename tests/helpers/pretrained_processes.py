@@ -29,9 +29,9 @@ import shmap_tp
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.pretrained.export import save_model
 from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
+from shmap_tp.pretrained.writing import save_model
 from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.model_functions import build_model_functions

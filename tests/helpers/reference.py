@@ -164,8 +164,8 @@ def block(p: dict, x, config):
 
 
 def embedding(p: dict, ids_BT):
-    """Rows of the table; zeros for ids below zero, which mark ignored positions."""
-    return jnp.where((ids_BT >= 0)[..., None], p["weight"][jnp.maximum(ids_BT, 0)], 0)
+    """Rows of the table; -1 - id, which does not count as a target, is the same input as id."""
+    return p["weight"][jnp.where(ids_BT < 0, ~ids_BT, ids_BT)]
 
 
 def transformer(p: dict, ids_BT, config):

@@ -9,22 +9,27 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.data.metadata import META, TOKENIZER
+from shmap_tp.model.tokens import tokens_spec
 from shmap_tp.parallel.key_paths import path_name
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.training import loop
+from shmap_tp.training import loop, step
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.metrics import read_metrics
-from shmap_tp.training.step import TOKENS, State, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 ROOT = Path(__file__).parents[2]
 FIRST = str(CONF / "config.yaml")
@@ -72,11 +77,36 @@ def tiny(directory: Path, *more: str) -> Config:
     return load(FIRST, overrides(directory, *more))
 
 
+BUILT: dict[Any, StepFunctions] = {}
+
+
+def shared_step_functions(
+    config: Config, mesh: Mesh, dtype: DTypeLike, components: Components = CONFIGURED
+) -> StepFunctions:
+    """`build_step_functions`, or what it made before of equal settings: the runs of a test share their programs.
+
+    What a test replaces in the step is part of the key, so that it gets programs of its own.
+    """
+    train = replace(config.train, steps=0, profile=None, check_replicas_every=0)
+    settings = repr((config.model, config.mesh, config.optimizer, config.guard, train, config.run.seed))
+    replaced = *filter(callable, vars(step).values()), step.Objective.__call__
+    key = settings, mesh, dtype, components, replaced
+    if key not in BUILT:
+        BUILT[key] = build_step_functions(config, mesh, dtype, components)
+    return BUILT[key]
+
+
+def make_runs_quick(patch: pytest.MonkeyPatch) -> None:
+    """Runs share their programs, and do not measure the peak FLOP/s, which takes a second."""
+    patch.setattr("shmap_tp.training.run.build_step_functions", shared_step_functions)
+    patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
+
+
 def run_uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run the tiny run to its end and return its directory.  The peak FLOP/s is not measured, to save a second."""
+    """Run the tiny run to its end and return its directory."""
     directory = tmp_path_factory.mktemp("uninterrupted")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "machine_peak", lambda devices: None)
+        make_runs_quick(patch)
         assert loop.train(tiny(directory)) == 0
     return directory
 
@@ -84,7 +114,7 @@ def run_uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def state_at(directory: Path, step: int) -> list[bytes]:
     """The bytes of every leaf of the checkpoint of `step`, each as a full array."""
     config = tiny(directory)
-    shapes = build_step_functions(config, make_mesh(config.mesh), jnp.float32).shapes
+    shapes = shared_step_functions(config, make_mesh(config.mesh), jnp.float32).shapes
     with Checkpoints(config.checkpoint, print) as checkpoints:
         assert checkpoints._fault(step) is None
         return bits(checkpoints.restore(step, shapes))
@@ -130,12 +160,12 @@ def start_python(*arguments: str, **environment: str) -> subprocess.Popen:
 
 
 def trained_on_bytes(directory: Path) -> Path:
-    """A run directory: two steps of the tiny run on bytes.  The peak FLOP/s is not measured, to save a second."""
+    """A run directory: two steps of the tiny run on bytes."""
     data = write_tokens(directory / "data")
     (data / "meta.json").write_text(json.dumps({"dtype": "uint16", "tokenizer": "bytes", "end_of_text": 0}))
     settings = ["model.vocabulary=256", "train.steps=2", "optimizer.warmup_steps=1", "optimizer.decay_steps=2"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "machine_peak", lambda devices: None)
+        make_runs_quick(patch)
         assert loop.train(tiny(directory, *settings)) == 0
     return directory / "run"
 
@@ -222,5 +252,6 @@ def flip_bit(state: State, name: str, device: int) -> State:
 
 def tokens_of(config: Config) -> jax.ShapeDtypeStruct:
     """The tokens of a step with one microbatch, with their sharding."""
-    sharding = jax.NamedSharding(make_mesh(config.mesh), TOKENS)
+    on = make_mesh(config.mesh)
+    sharding = jax.NamedSharding(on, tokens_spec(on.axis_names))
     return jax.ShapeDtypeStruct((1, BATCH, CONTEXT + 1), jnp.int32, sharding=sharding)

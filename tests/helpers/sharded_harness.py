@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.parallel.collectives import reduce_partial_gradients
-from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.collectives import mark_varying, reduce_partial_gradients
+from shmap_tp.parallel.mesh import DP, MP, token_axes
 from shmap_tp.parallel.partitioning import partition_specs
 from shmap_tp.parallel.tensor_parallel import AllReduce, CollectiveMatmul, SequenceParallel, TensorParallel
 from tests.helpers.assertions import RELATIVE, assert_close, by_path
@@ -76,7 +76,8 @@ def on_mesh(case: Case, mesh: Mesh) -> Callable[[Any, list[Any], Any], dict[str,
     floats = {i: spec for i, (x, spec) in enumerate(case.inputs) if not isinstance(x, np.ndarray)}
 
     def local(params: Any, inputs: list[Any], cotangent: Any) -> dict[str, Any]:
-        found = value_and_gradients(case.call, case.tp.mark_varying(params), inputs, cotangent)
+        marked = mark_varying(params, (*token_axes(), *case.tp.time_axes))
+        found = value_and_gradients(case.call, marked, inputs, cotangent)
         over_mp = reduce_partial_gradients(MP, found["d_params"], params)
         return found | {"d_params": reduce_partial_gradients(DP, over_mp, params)}
 

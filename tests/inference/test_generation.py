@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from shmap_tp.inference.cache import cache_bytes, empty_cache
 from shmap_tp.inference.generator import Options, check_prompts, stream
 from shmap_tp.inference.programs import PrefillShape
 from shmap_tp.layers.embedding import score
+from shmap_tp.model.transformer import Carried
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Operation
@@ -38,8 +39,9 @@ VARIANTS = {
 MESHES = [(1, 1), (2, 2), (1, 4), (8, 1), (1, 8)]
 
 
+@cache
 def model(dp: int, mp: int, *more: str) -> shmap_tp.Model:
-    """Weights so large that the logits spread widely; 50 ids in 64 rows."""
+    """Weights so large that the logits spread widely; 50 ids in 64 rows.  Its compiled programs serve several tests."""
     settings = [f"model.{setting}" for setting in MODEL.split()]
     given = ["model=test", *settings, "model.context=24", "model.init_std=0.5", "train.batch=8", "train.microbatches=1"]
     return shmap_tp.Model.initialize(
@@ -47,25 +49,28 @@ def model(dp: int, mp: int, *more: str) -> shmap_tp.Model:
     )
 
 
-def greedy_by_full_forward(model: shmap_tp.Model, prompt: list[int], count: int) -> tuple[list[int], float]:
-    """(the most likely tokens one after the other, the smallest margin between the two most likely)."""
-    ids, margin = list(prompt), np.inf
-    for _ in range(count):
-        ordered = np.sort(last := np.asarray(model.logits([ids]))[0, -1])
-        margin = min(margin, ordered[-1] - ordered[-2])
-        ids.append(int(last.argmax()))
-    return ids[len(prompt) :], margin
+def greedy_by_full_forward(model: shmap_tp.Model, count: int) -> tuple[list[list[int]], float]:
+    """(the most likely tokens after each of PROMPTS, the smallest margin between the two most likely).  The forward
+    pass is that of the whole context: tokens after a position do not change its logits (test_model)."""
+    ids, margin = np.zeros((len(PROMPTS), 24), np.int32), np.inf
+    rows, ends = np.arange(len(PROMPTS)), np.array([len(prompt) for prompt in PROMPTS])
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, : len(prompt)] = prompt
+    for new in range(count):
+        last = np.asarray(model.logits(ids))[rows, ends + new - 1]
+        ordered = np.sort(last, axis=-1)
+        margin = min(margin, (ordered[:, -1] - ordered[:, -2]).min())
+        ids[rows, ends + new] = last.argmax(-1)
+    return [ids[row, end : end + count].tolist() for row, end in enumerate(ends)], margin
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_tokens_are_those_of_the_full_forward_pass_on_every_mesh(variant):
-    first = model(1, 1, *VARIANTS[variant])
-    expected = [greedy_by_full_forward(first, prompt, 10) for prompt in PROMPTS]
-    assert min(margin for _, margin in expected) > 1e-4
-    meshes = MESHES if variant.startswith("rotary, two") else [(2, 4), (1, 2)]
-    for shape in meshes:
-        found = model(*shape, *VARIANTS[variant]).generate(PROMPTS, max_new_tokens=10)
-        assert found == [tokens for tokens, _ in expected], shape
+    """One variant on every mesh; the others on one whose mp and dp both exceed 1."""
+    expected, margin = greedy_by_full_forward(model(1, 1, *VARIANTS[variant]), 10)
+    assert margin > 1e-4
+    for shape in MESHES if variant.startswith("rotary, two") else [(2, 4)]:
+        assert model(*shape, *VARIANTS[variant]).generate(PROMPTS, max_new_tokens=10) == expected, shape
 
 
 CACHED = {
@@ -86,25 +91,32 @@ CACHED = {
 }
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("variant", CACHED)
+ROTARY, LEARNED = "rotary, sequential, two key/value heads", "learned, parallel with two norms, tied, FSDP"
+
+
+@pytest.mark.parametrize(
+    ("variant", "shape"),
+    [*((ROTARY, shape) for shape in MESHES), ("ALiBi, parallel", (1, 8)), (LEARNED, (2, 2)), (LEARNED, (8, 1))],
+    ids=str,
+)
 def test_logits_with_a_cache_equal_those_of_the_full_forward_pass_at_every_position(variant, shape):
     """A prompt of 5 tokens read at once behind 3 slots of padding, then token by token."""
     here = model(*shape, *CACHED[variant])
     programs = here.generation_programs
+    sharded, execution = programs.sharded, programs.execution
     ids = np.random.default_rng(0).integers(0, 50, (8, 14)).astype(np.int32)
 
     def run(params, ids_BT):
         cache = empty_cache(programs.model, jnp.full(len(ids_BT), 3, jnp.int32), 20, jnp.float32)
         found = []
         for part in [jnp.pad(ids_BT[:, :5], [(0, 0), (3, 0)]), *jnp.split(ids_BT[:, 5:], 9, axis=1)]:
-            h_BTD, cache = params.with_cache(part, programs.execution, cache)
-            h_BTD, projection = params.output_projection(h_BTD, programs.execution)
+            h_BTD, extras = params(part, execution, Carried(cache.positions(part.shape[1]), cache=cache))
+            h_BTD, projection = params.output_projection(h_BTD, execution)
+            cache = extras.cache
             found += [score(h_BTD[:, time], projection) for time in range(part.shape[1])]
         return jnp.stack(found[3:], axis=1)
 
-    specs = (programs.specs, jax.P(DP))
-    mapped = jax.shard_map(run, mesh=here.mesh, in_specs=specs, out_specs=jax.P(DP, None, MP))
+    mapped = sharded.mapped(run, (jax.P(DP),), jax.P(DP, None, MP))
     cached, full = jax.jit(mapped)(here.parameters, ids)[..., :50], here.logits(ids)
     assert np.abs(full).max() > 1
     np.testing.assert_allclose(cached, full, atol=1e-5 * float(np.abs(full).max()), rtol=0)

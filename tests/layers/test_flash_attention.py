@@ -13,11 +13,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import AttentionKernel, ModelConfig, Positions
+from shmap_tp.config.schema import AttentionKernel, ModelConfig, PositionKind
 from shmap_tp.errors import UserError
 from shmap_tp.layers import flash_attention
 from shmap_tp.layers.attention import AnyAttention, Attention, Chunked
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
+from shmap_tp.layers.causal_attention import Pattern
+from shmap_tp.layers.context import Context
 from shmap_tp.layers.flash_attention import Cudnn, Splash
 from shmap_tp.layers.positions import Rotary
 from shmap_tp.layers.rotation import Rotation
@@ -47,7 +49,8 @@ def splash_attention(kv_heads: int, head_dim: int, batch: int, defer: bool) -> C
     0.9e-6 in XLA's own operations."""
 
     def call(layer, x):
-        return save_at_block_end(*layer(0.5 * x, Rotary(Rotation(10_000.0)), ALL_REDUCE))
+        y, extras = layer(0.5 * x, Context(ALL_REDUCE, Rotary(Rotation(10_000.0))))
+        return save_at_block_end(y, extras.residuals)
 
     return Case(
         partial(Attention, D, (H, kv_heads), head_dim, Splash(defer, interpret=True), std=1.0, std_out=1.0),
@@ -61,8 +64,7 @@ def splash_attention(kv_heads: int, head_dim: int, batch: int, defer: bool) -> C
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "shape", "defer"),
     [
-        (4, 64, (1, 1), False), (4, 64, (4, 2), False), (1, 64, (4, 2), False), (2, 64, (2, 4), False),
-        (4, 128, (2, 4), False), (2, 256, (1, 1), False), (1, 64, (4, 2), True), (2, 64, (2, 4), True),
+        (4, 64, (4, 2), False), (2, 128, (2, 4), False), (2, 256, (1, 1), False), (1, 64, (4, 2), True),
     ],
 )  # fmt: skip
 def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head_dim, shape, defer):
@@ -77,7 +79,7 @@ def test_kernel_results_vary_over_the_axes_of_their_arguments():
     heads_sharded, replicated_heads = P(DP, None, MP, None), P(DP, None, None, None)
 
     def local(q, k, v):
-        mixed, pull = jax.vjp(lambda *qkv: Splash(interpret=True)(*qkv, None)[0], q, k, v)
+        mixed, pull = jax.vjp(lambda *qkv: Splash(interpret=True)(*qkv, Pattern())[0], q, k, v)
         gradients = pull(mixed)
         assert varying_axes(mixed) == varying_axes(gradients[0]) == {DP, MP}
         assert varying_axes(gradients[1]) == varying_axes(gradients[2]) == {DP}
@@ -93,11 +95,10 @@ def test_kernel_results_vary_over_the_axes_of_their_arguments():
 
 @dataclass(frozen=True)
 class Gpu:
-    """The attributes of a GPU that selection reads.  It passes for a jax.Device where types are checked."""
+    """The attributes of a GPU that selection reads."""
 
     device_kind: str
     compute_capability: str
-    __class__ = jax.Device
 
 
 DEVICES = {
@@ -208,8 +209,10 @@ FORWARD_KERNELS = {
 }
 
 
-@pytest.mark.parametrize("block", ["parallel", "sequential"])
-@pytest.mark.parametrize("remat", FORWARD_KERNELS)
+@pytest.mark.parametrize(
+    ("block", "remat"),
+    [*(("parallel", remat) for remat in FORWARD_KERNELS), ("sequential", "attention"), ("sequential", "full")],
+)
 def test_the_forward_kernel_runs_once_if_its_output_is_saved(remat, block):
     """Counted in the forward and the backward scan over layers."""
     model = config("model.context=128", "model.positions=rotary", f"model.remat={remat}", f"model.block={block}").model
@@ -231,8 +234,9 @@ def without_cudnn(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
 
-@pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("remat", ["none", "attention_and_up", "attention"])
+@pytest.mark.parametrize(
+    ("remat", "defer"), [("none", False), ("attention_and_up", True), ("attention", False), ("attention", True)]
+)
 @pytest.mark.parametrize(("kernel", "dtype"), [(Splash, "float32"), (Cudnn, "bfloat16")])
 def test_inputs_and_output_of_the_kernel_are_saved_once(monkeypatch, without_cudnn, kernel, dtype, remat, defer):
     """Of the arrays that the forward scan stacks, exactly four are as large as q: q, k, v and the output.  The output
@@ -291,7 +295,16 @@ def test_cudnn_attention_is_lowered_to_cudnn_calls(without_cudnn, remat, forward
 
 
 def test_a_kernel_refuses_alibi_slopes():
-    model = replace(config("model.context=128").model, positions=Positions.alibi, attention=AttentionKernel.splash)
+    model = replace(config("model.context=128").model, positions=PositionKind.alibi, attention=AttentionKernel.splash)
     for attend in (Splash(), Cudnn()):
-        with pytest.raises(AssertionError, match="adds no bias"):
+        with pytest.raises(
+            UserError, match=r"computes no slopes, which these inputs need; use model\.attention=chunked"
+        ):
             trace_loss_and_gradients(model, attend)
+
+
+def test_a_kernel_refuses_segments():
+    q, segments = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.float32), jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    for attend in (Splash(), Cudnn()):
+        with pytest.raises(UserError, match="computes no segments"):
+            jax.eval_shape(lambda q, segments, attend=attend: attend(q, q, q, Pattern(None, segments)), q, segments)

@@ -17,8 +17,8 @@ from shmap_tp.layers.rotation import Rotation, make_rotation
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import Fsdp, Replicated, place_parameters
 from shmap_tp.parallel.key_paths import leaves_by_path
-from shmap_tp.parallel.mesh import MP, DataParallelGroups, axis_sizes
-from shmap_tp.parallel.partitioning import is_matrix, partition_specs
+from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.partitioning import decayed
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, tally
 from tests.helpers import reference
 from tests.helpers.assertions import by_path
@@ -36,8 +36,11 @@ ALL_BIASES = [
 ]
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=str)
-@pytest.mark.parametrize("name", OPTION_BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, (2, 4)) for name in OPTION_BLOCKS] + [(name, (4, 2)) for name in OPTION_BLOCKS if "all_reduce" in name],
+    ids=str,
+)
 def test_block_with_options_equals_its_dense_reference(name, shape):
     """On (2, 4) two key/value heads are fewer than the devices of mp."""
     compare(OPTION_BLOCKS[name], shape, "float64")
@@ -70,14 +73,12 @@ def test_norms_of_heads_sum_the_gradients_of_their_scales_over_mp():
 def test_weight_decay_and_fsdp_apply_to_matrices_but_not_to_biases_and_norms():
     """A bias of key/value heads has two dims, and stacked ones have a dim of layers."""
     conf = config(*ALL_BIASES, "mesh.zero=fsdp", "mesh.dp=2", "mesh.mp=2")
-    shapes, sizes = parameter_shapes(conf), axis_sizes(conf.mesh)
-    _, _, placements = place_parameters(
-        conf.mesh.zero, shapes, partition_specs(shapes, sizes), sizes, DataParallelGroups.of(conf.mesh)
-    )
-    decayed, placed = leaves_by_path(is_matrix(shapes), "."), leaves_by_path(placements, ".")
-    biases = [name for name in decayed if name.endswith("bias")]
+    shapes = parameter_shapes(conf)
+    placements = place_parameters(conf.mesh, shapes).placements
+    found, placed = leaves_by_path(decayed(shapes), "."), leaves_by_path(placements, ".")
+    biases = [name for name in found if name.endswith("bias")]
     assert len(biases) == 10
-    for name, is_decayed in decayed.items():
+    for name, is_decayed in found.items():
         assert is_decayed == name.endswith("weight"), name
         assert isinstance(placed[name], Fsdp if is_decayed else Replicated), name
 

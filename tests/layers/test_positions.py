@@ -33,7 +33,7 @@ def rotated(rotary: Rotary, x: np.ndarray, positions: Any = None) -> dict[str, n
     spec = P(DP, None, MP, None)
 
     def local(x):
-        at = None if positions is None else jnp.asarray(positions)
+        at = None if positions is None else jnp.broadcast_to(positions, x.shape[:2])
         y, pull = jax.vjp(lambda x: rotary.rotate(x, at), x)
         return {"y": y, "dx": pull(2 * x)[0]}
 
@@ -65,7 +65,8 @@ def with_learned_positions(x: np.ndarray, layer: Learned, tp: TensorParallel, po
     spec = BATCH_SHARDED if tp == ALL_REDUCE else TIME_SHARDED
 
     def local(layer, x):
-        return layer.add_to_input(x, tp, None if positions is None else jnp.asarray(positions))
+        at = None if positions is None else jnp.broadcast_to(positions, (x.shape[0], len(positions)))
+        return layer.add_to_input(x, tp, at)
 
     run = jax.shard_map(local, mesh=mesh((2, 4)), in_specs=(P(), spec), out_specs=spec)
     return np.asarray(jax.jit(run)(layer, x))
@@ -87,7 +88,7 @@ def test_learned_positions_at_shifted_positions_equal_a_slice_of_the_longer_sequ
 
 def test_alibi_changes_neither_the_input_nor_the_heads():
     """It depends on distances only, which a shift does not change."""
-    x, positions = jnp.ones((B, T, D)), jnp.arange(3, 3 + T)
+    x, positions = jnp.ones((B, T, D)), jnp.broadcast_to(jnp.arange(3, 3 + T), (B, T))
     assert Alibi(H).add_to_input(x, ALL_REDUCE, positions) is x
     q = jnp.ones((B, T, H, K))
     assert Alibi(H).rotate(q, positions) is q

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.flash_attention import Splash
 from shmap_tp.layers.xla_workarounds import MAX_ADDITIONS, exact_gelu, recompute_from, sum_by_additions
 from tests.helpers.jaxprs import equations_named
@@ -64,7 +65,7 @@ def test_splash_attention_adds_the_partial_dq_of_its_blocks():
     q, k = jnp.ones((2, 1, 1024, 128), jnp.bfloat16), jnp.ones((2, 1024, 128), jnp.bfloat16)
 
     def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        return jax.vjp(lambda *qkv: Splash(interpret=True)(*qkv, None)[0], q, k, v)[1](q)
+        return jax.vjp(lambda *qkv: Splash(interpret=True)(*qkv, Pattern())[0], q, k, v)[1](q)
 
     qkv = [x.reshape(1, 2, 1024, 128).transpose(0, 2, 1, 3) for x in (q, k, k)]
     one_device = jax.shard_map(gradients, mesh=jax.make_mesh((1,), ("dp",)), in_specs=jax.P(), out_specs=jax.P())

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 from omegaconf import OmegaConf
 
-from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Positions, Remat, padded_vocabulary
+from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, PositionKind, Remat, padded_vocabulary
 from shmap_tp.model.flops import (
     flops_per_token,
     forward_terms,
@@ -130,7 +130,7 @@ def test_parameters_equal_a_hand_computation():
     assert parameters(replace(TINY, tie_embeddings=True), padded=True) == parameters(TINY) - 88 + 8
     assert parameters(replace(TINY, block=Block.parallel)) == parameters(TINY) - 2 * 8
     assert parameters(replace(TINY, mlp=Mlp.gelu)) == parameters(TINY) - 2 * 8 * 7
-    assert parameters(replace(TINY, positions=Positions.alibi)) == parameters(TINY) - 4 * 8
+    assert parameters(replace(TINY, positions=PositionKind.alibi)) == parameters(TINY) - 4 * 8
 
 
 def test_forward_flops_equal_a_hand_computation():
@@ -199,7 +199,9 @@ def test_every_policy_is_counted_as_by_formulas(remat, chunk):
     """Chunks of 2: the scores are recomputed; of 4, the whole context: they are saved without rematerialisation."""
     sequential = replace(TINY, remat=remat, attention_chunk=chunk)
     assert_as_formulas(sequential)
-    assert_as_formulas(replace(sequential, block=Block.parallel, mlp=Mlp.gelu, positions=Positions.rotary, head_dim=6))
+    assert_as_formulas(
+        replace(sequential, block=Block.parallel, mlp=Mlp.gelu, positions=PositionKind.rotary, head_dim=6)
+    )
 
 
 def test_recomputed_flops_are_undefined_for_attention_auto():

@@ -21,12 +21,11 @@ from shmap_tp.training.step import build_step_functions
 from tests.helpers import reference
 from tests.helpers.jaxprs import equations_named, repeated_equations
 from tests.helpers.loss_cases import LOSSES, TARGETS_SPEC, Z_LOSS, B, D, T, V, random_targets
-from tests.helpers.model_fixtures import config, every_mesh, every_precision, mesh
+from tests.helpers.model_fixtures import config, every_place, mesh, mesh_of
 from tests.helpers.sharded_harness import BATCH_SHARDED, compare
 
 
-@every_precision
-@every_mesh
+@every_place
 @pytest.mark.parametrize("case", LOSSES)
 def test_loss_equals_its_dense_reference(case, shape, precision):
     compare(LOSSES[case], shape, precision)
@@ -120,7 +119,7 @@ def head_products_and_largest_logits(chunk: int, *overrides: str) -> dict[str, t
     conf = config(
         "mesh.dp=2", "mesh.mp=4", "train.batch=16", "train.microbatches=2", f"train.loss_chunk={chunk}", *overrides
     )
-    made = build_step_functions(conf, mesh((2, 4)), jnp.bfloat16)
+    made = build_step_functions(conf, mesh_of(conf), jnp.bfloat16)
     programs = {
         "step": jax.make_jaxpr(made.step)(made.shapes, made.tokens),
         "evaluate": jax.make_jaxpr(made.evaluate)(made.shapes.params, made.tokens),

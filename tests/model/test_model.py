@@ -16,29 +16,41 @@ from tests.helpers.model_cases import (
     FSDP_RING_SEQUENCE,
     FSDP_RING_TWO_SLICES,
     MODELS,
-    TIME_SHARDED_MODELS,
     compare_model,
     model_on_mesh,
     random_parameters,
     random_tokens,
 )
-from tests.helpers.model_fixtures import config, every_mesh, every_precision
+from tests.helpers.model_fixtures import MESHES, config
 
 ON_SOME_MESHES = (FSDP_RING_FEW_HEADS, FSDP_RING_OFFLOAD_DEEP)
+EVERYWHERE = [model for model in MODELS if model not in ON_SOME_MESHES]
+PLACES = [*zip((m for m in EVERYWHERE for _ in MESHES), cycle(MESHES), cycle(["float32", "float64"]))]
+QUICK = [place for i, place in enumerate(PLACES) if (i % 5 - i // 5) % 5 in (0, 1, 3)]
+"""Three meshes of each model; other models have the other meshes."""
 
 
-@every_precision
-@every_mesh
-@pytest.mark.parametrize("model", [name for name in MODELS if name not in (*ON_SOME_MESHES, *TIME_SHARDED_MODELS)])
+@pytest.mark.parametrize(
+    ("model", "shape", "precision"),
+    [pytest.param(*place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES],
+    ids=str,
+)
 def test_model_equals_its_dense_reference(model, shape, precision):
+    """In one precision each, because compiling takes seconds; test_layers compares the blocks on every mesh."""
     compare_model(model, shape, precision)
 
 
-@every_mesh
-@pytest.mark.parametrize(("model", "precision"), [*zip(TIME_SHARDED_MODELS, cycle(["float32", "float64"]))])
-def test_model_with_sharded_time_equals_its_dense_reference(model, shape, precision):
-    """In one precision each, because compiling takes seconds; test_layers compares the blocks in both."""
-    compare_model(model, shape, precision)
+def mode_of(model: str) -> str:
+    return next((mode for mode in ("sequence", "collective_matmul") if model.startswith(mode)), "all_reduce")
+
+
+def test_quick_places_cover_every_mesh_in_every_mode_and_with_fsdp():
+    found = {(mode_of(model), shape) for model, shape, _ in QUICK}
+    assert found == {(mode, shape) for mode in {mode for mode, _ in found} for shape in MESHES}
+    assert {mode for mode, _ in found} == {"all_reduce", "sequence", "collective_matmul"}
+    sharded = {("mesh.zero=fsdp" in MODELS[model], shape) for model, shape, _ in QUICK}
+    assert sharded == {(fsdp, shape) for fsdp in (False, True) for shape in MESHES}
+    assert {precision for _, _, precision in QUICK} == {"float32", "float64"}
 
 
 @pytest.mark.parametrize(

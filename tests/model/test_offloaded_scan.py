@@ -14,7 +14,7 @@ import pytest
 from shmap_tp.layers.flash_attention import Splash
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers.jaxprs import equations_named, is_on_host
-from tests.helpers.model_fixtures import config, mesh
+from tests.helpers.model_fixtures import config, mesh_of
 from tests.helpers.paths import ROOT
 
 LAYERS, B, T, D, F = 3, 2, 8, 24, 40
@@ -29,7 +29,7 @@ def step_functions(*overrides: str) -> StepFunctions:
         f"model.layers={LAYERS}", "model.block=sequential", "model.mlp=swiglu", "model.remat=attention_and_up",
         *overrides,
     )  # fmt: skip
-    return build_step_functions(conf, mesh((4, 1)), jnp.float32)
+    return build_step_functions(conf, mesh_of(conf), jnp.float32)
 
 
 @cache
@@ -111,7 +111,7 @@ def test_other_configurations_use_lax_scan(overrides):
 def test_the_last_block_copies_no_deferred_residuals(monkeypatch):
     """Each of the other blocks makes three copies in the forward pass and two in the backward pass
     (`save_at_block_end`)."""
-    monkeypatch.setattr("shmap_tp.training.step.select_attention", lambda *_: Splash(defer=True))
+    monkeypatch.setattr("shmap_tp.model.sharded_model.select_attention", lambda *_: Splash(defer=True))
     kernel = ("model.context=128", "model.head_dim=64", "model.positions=rotary")
     barriers = equations_named(step(*OFFLOADED, *kernel), "optimization_barrier")
     assert len([one for one in barriers if any(var.aval.dtype == bool for var in one.outvars)]) == 5

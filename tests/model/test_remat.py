@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shmap_tp.config.remat_policies import SAVED_BY_REMAT
+from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import Remat, SavedActivation
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.flash_attention import Splash
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.jaxprs import equations_named, is_on_host, trace_loss_and_gradients
-from tests.helpers.model_fixtures import config, mesh
+from tests.helpers.model_fixtures import config, mesh_of
 
 B, T, D, H, K, F = 2, 8, 24, 2, 4, 10
 """On one device: 8 sequences in 2 microbatches over 2 dp ranks; 8 heads and 40 hidden columns over 4 mp ranks."""
@@ -40,7 +40,7 @@ def host_writes_of_a_step(remat: Remat, offload: list[SavedActivation]) -> Count
         "mesh.dp=2", "mesh.mp=4", "model.context=8", "model.block=sequential", "model.mlp=swiglu",
         f"model.remat={remat}", f"model.offload=[{','.join(offload)}]",
     )  # fmt: skip
-    made = build_step_functions(conf, mesh((2, 4)), jnp.float32)
+    made = build_step_functions(conf, mesh_of(conf), jnp.float32)
     return host_writes(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
 
 

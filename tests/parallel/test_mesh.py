@@ -6,12 +6,27 @@ The tiles of the torus that mp fills are tested in tests/hardware/test_torus.py.
 import itertools
 
 import jax
+import numpy as np
 import pytest
 
 from shmap_tp.config.schema import FsdpGradients, MeshConfig, TensorParallelMode, Zero
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.torus import Torus
-from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, make_mesh
+from shmap_tp.parallel.mesh import (
+    DP,
+    DP_RING,
+    DP_SLICE,
+    MP,
+    Role,
+    abstract_mesh,
+    axes_of,
+    axis_sizes,
+    batch_axes,
+    make_mesh,
+    ranks,
+    ring_permutation,
+    token_axes,
+)
 from shmap_tp.plan.aot_compile import coordinates
 from tests.helpers.fake_tpu_devices import fake_slice
 from tests.helpers.model_fixtures import mesh_config
@@ -39,48 +54,65 @@ DP_MESHES = {
 }
 
 
-def gradient_rings(name: str) -> tuple[list[list], DataParallelGroups, int]:
-    """(the devices of every dp rank, the groups of dp ranks, the number of chips along a side of an mp tile)."""
+def gradient_rings(name: str) -> tuple[np.ndarray, int]:
+    """(the devices [ring, rings of a slice, slices, mp], the number of chips along a side of an mp tile)."""
     devices, (dp, mp), slices, ring = DP_MESHES[name]
     config = mesh_config(dp, mp, zero=Zero.fsdp, fsdp_gradients=FsdpGradients.ring, slices=slices)
-    groups = DataParallelGroups.of(config)
-    assert (groups.count, groups.slices, groups.ring) == (dp, slices, ring)
-    made = make_mesh(config, devices).devices
-    assert set(made.flat) == set(devices) and len(set(made.flat)) == dp * mp
-    return made.tolist(), groups, 1 if mp == 1 else 2
+    sizes, made = axis_sizes(config), make_mesh(config, devices)
+    shape = tuple(sizes.get(axis, 1) for axis in (DP, DP_RING, DP_SLICE, MP))
+    assert shape == (ring, dp // slices // ring, slices, mp)
+    assert dict(made.shape) == sizes and 1 not in {sizes.get(DP_RING), sizes.get(DP_SLICE)}
+    assert set(made.devices.flat) == set(devices) and len(set(made.devices.flat)) == dp * mp
+    return made.devices.reshape(shape), 1 if mp == 1 else 2
 
 
 @pytest.mark.parametrize("name", DP_MESHES)
 def test_gradient_rings_connect_neighbours(name):
     """Every hop crosses one link, or with mp tiles of two chips per side two; and a ring ends where it started."""
-    ranks, groups, links = gradient_rings(name)
+    devices, links = gradient_rings(name)
     sides = Torus.of(DP_MESHES[name][0]).sides
     wraps = Torus.of(DP_MESHES[name][0]).wraps
-    for here, there in groups.ring_permutation(1):
-        for a, b in zip(ranks[here], ranks[there], strict=True):
+    successor = dict(ring_permutation(len(devices), 1))
+    for here, there in successor.items():
+        for a, b in zip(devices[here].flat, devices[there].flat, strict=True):
             apart = [abs(x - y) for x, y in zip(a.coords, b.coords, strict=True)]
             assert a.slice_index == b.slice_index
             assert sum(min(d, n - d) if w else d for d, n, w in zip(apart, sides, wraps, strict=False)) <= links
-    successor = {here: there for here, there in groups.ring_permutation(1)}
-    assert groups.ring_permutation(-1) == sorted((there, here) for here, there in successor.items())
+    assert ring_permutation(len(devices), -1) == sorted((there, here) for here, there in successor.items())
     ring = [0]
     while (following := successor[ring[-1]]) != 0:
         ring.append(following)
-    assert len(ring) == groups.ring
+    assert len(ring) == len(devices)
 
 
 @pytest.mark.parametrize("name", DP_MESHES)
-def test_dp_groups_lie_in_one_slice_or_contain_one_rank_of_every_slice(name):
-    ranks, groups, _ = gradient_rings(name)
-    slices = [devices[0].slice_index for devices in ranks]
-    intra_slice = groups.intra_slice or [list(range(groups.count))]
-    assert all(len({slices[i] for i in group}) == 1 for group in intra_slice)
-    assert sorted(itertools.chain(*intra_slice)) == list(range(groups.count))
-    if groups.slices > 1:
-        assert all(sorted(slices[i] for i in group) == list(range(groups.slices)) for group in groups.inter_slice)
-    successor = dict(groups.ring_permutation(1))
-    for group in groups.inter_ring or []:
-        assert len({slices[i] for i in group}) == 1 and not {successor[i] for i in group} & set(group)
+def test_the_axis_of_slices_and_no_other_leaves_a_slice(name):
+    devices, _ = gradient_rings(name)
+    for number in range(devices.shape[2]):
+        assert {device.slice_index for device in devices[:, :, number].flat} == {number}
+
+
+def test_axes_are_found_by_their_roles():
+    config = mesh_config(64, 2, zero=Zero.fsdp, fsdp_gradients=FsdpGradients.ring, slices=2)
+    assert token_axes(axis_sizes(config)) == batch_axes(axis_sizes(config)) == (DP, DP_RING, DP_SLICE)
+    assert axes_of(Role.features, axis_sizes(config)) == (MP,) and axes_of(Role.time, axis_sizes(config)) == ()
+
+    def inside():
+        assert token_axes() == (DP, DP_RING, DP_SLICE) and ranks(token_axes()) == 64 and ranks(()) == 1
+
+    jax.make_jaxpr(jax.shard_map(inside, mesh=abstract_mesh(axis_sizes(config)), in_specs=(), out_specs=None))()
+
+
+def test_an_axis_of_several_slices_counts_slices_fastest():
+    """So that a gather between slices and then within one leaves shards in order."""
+    made = make_mesh(mesh_config(4, 2, slices=2))
+    assert made.axis_names == (DP, DP_SLICE, MP)
+    assert [[device.id for device in pair] for rank in made.devices for pair in rank] == [
+        [0, 1],
+        [4, 5],
+        [2, 3],
+        [6, 7],
+    ]
 
 
 def test_gradient_rings_connect_neighbours_in_the_program_of_one_slice():
@@ -88,7 +120,7 @@ def test_gradient_rings_connect_neighbours_in_the_program_of_one_slice():
     config = mesh_config(64, 1, zero=Zero.fsdp, fsdp_gradients=FsdpGradients.ring, slices=2)
     one_slice = coordinates(make_mesh(config, fake_slice("v5e", 4, 8, slices=2)))
     assert sorted(one_slice) == sorted([*device.coords, 0] for device in fake_slice("v5e", 4, 8))
-    ring = [one_slice[2 * r] for r in range(16)]  # the other ranks belong to the other ring
+    ring = [one_slice[2 * r] for r in range(16)]  # the others belong to the other ring
     assert all(sum(abs(x - y) for x, y in zip(a, b, strict=True)) == 1 for a, b in itertools.pairwise(ring))
 
 
@@ -103,8 +135,6 @@ def test_slices_must_be_those_of_the_devices():
     assert message == "mesh.slices=1, but these devices form 2 slices; set mesh.slices=2"
     message = error_message(mesh_config(16, 1, slices=2), fake_slice("v5e", 4, 4))
     assert message == "mesh.slices=2, but these devices form 1 slices; set mesh.slices=1"
-    made = make_mesh(mesh_config(4, 2, slices=2))
-    assert [[device.id for device in rank] for rank in made.devices] == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
 # Errors

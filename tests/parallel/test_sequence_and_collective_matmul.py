@@ -21,7 +21,7 @@ from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction, Operation
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers.communication_checks import check_activations, check_layer
-from tests.helpers.model_fixtures import mesh
+from tests.helpers.model_fixtures import mesh_of
 from tests.helpers.mutations import (
     compare_layer,
     refused_by_shape,
@@ -49,7 +49,7 @@ def step_functions(mode: str) -> StepFunctions:
         "model.remat=all_matmuls",
     ]
     conf = step_config((2, 4), f"mesh.tensor_parallel={mode}", *overrides)
-    return build_step_functions(conf, mesh((2, 4)), jnp.dtype("float32"))
+    return build_step_functions(conf, mesh_of(conf), jnp.dtype("float32"))
 
 
 def test_all_modes_have_the_same_state():
@@ -129,7 +129,7 @@ def test_an_all_gather_typed_as_replicated_wastes_communication(monkeypatch, lay
 
 def test_norm_scales_that_are_not_marked_as_varying_over_mp_waste_communication(monkeypatch):
     """JAX reduces their gradients over mp in every layer of every microbatch."""
-    monkeypatch.setattr(SequenceParallel, "mark_varying", AllReduce.mark_varying)
+    monkeypatch.setattr(SequenceParallel, "time_axes", AllReduce.time_axes)
     for block in SEQUENCE_BLOCKS:
         compare_layer(block)
     all_reduces = [

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GIB
+from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan import aot_compile
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time
 from tests.helpers.fake_tpu_devices import fake_slice
@@ -52,17 +53,10 @@ class FakeLowered:
         return SimpleNamespace(as_text=lambda: f"compiled {self.text}", memory_analysis=lambda: memory)
 
 
-@dataclass
-class FakeMesh:
+def mesh(version: str = "v5e", *sides: int, slices: int = 1, order: int = 1) -> Mesh:
     """A mesh of fake TPU devices."""
-
-    devices: np.ndarray
-    __class__ = Mesh
-
-
-def mesh(version: str = "v5e", *sides: int, slices: int = 1, order: int = 1) -> FakeMesh:
     devices = sorted(fake_slice(version, *(sides or (2, 2)), slices=slices), key=lambda d: (d.slice_index, *d.place))
-    return FakeMesh(np.array(devices[::order], object).reshape(2, -1))
+    return Mesh(np.array(devices[::order], object).reshape(2, -1), (DP, MP))
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 from calibration import DIFFERS, TABLE, comparable, constant_without, constants
 from result_format import read_rows
 
-from shmap_tp.plan.calibration import CALIBRATIONS, format_calibration
+from shmap_tp.plan.report import CALIBRATIONS, format_calibration
 
 ROWS = read_rows("published")
 

@@ -15,7 +15,8 @@ from jax import lax
 
 import shmap_tp.training.optimizer
 from shmap_tp.config.schema import Config
-from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.mesh import DP, DP_RING, MP, axis_sizes
 from shmap_tp.parallel.tensor_parallel import AllReduce
 from shmap_tp.plan.communication.analytic import (
     analytic_communication,
@@ -24,8 +25,9 @@ from shmap_tp.plan.communication.analytic import (
 )
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, table, tally
+from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation, table, tally
 from shmap_tp.plan.communication.reconcile import Reconciliation, reconcile
+from shmap_tp.training import step
 from shmap_tp.training.step import build_step_functions
 from tests.helpers import loss_cases
 from tests.helpers.communication_checks import (
@@ -39,7 +41,7 @@ from tests.helpers.communication_checks import (
 )
 from tests.helpers.communication_rules import entering
 from tests.helpers.layer_cases import LAYERS
-from tests.helpers.model_fixtures import MESHES, every_mesh, mesh, mesh_config
+from tests.helpers.model_fixtures import MESHES, every_mesh, mesh_config, mesh_of
 
 
 @every_mesh
@@ -84,7 +86,7 @@ def test_traced_step_communicates_as_the_analytic_model_says(program, shape, pre
 @pytest.mark.parametrize("program", ["fsdp ring", "2 slices, fsdp ring"])
 def test_several_rings_per_slice_need_one_more_reduce_scatter(monkeypatch, program):
     monkeypatch.setattr("shmap_tp.parallel.mesh.MAX_RING_SIZE", 2)
-    assert DataParallelGroups.of(program_config(program, (8, 1)).mesh).inter_ring is not None
+    assert axis_sizes(program_config(program, (8, 1)).mesh)[DP_RING] == (4 if program == "fsdp ring" else 2)
     check_step(program, (8, 1), "bfloat16")
 
 
@@ -99,7 +101,7 @@ def test_several_rings_per_slice_need_one_more_reduce_scatter(monkeypatch, progr
 )
 def test_evaluation_communicates_as_the_analytic_model_says_and_initialisation_not_at_all(program, shape):
     conf = program_config(program, shape)
-    made = build_step_functions(conf, mesh(shape), jnp.bfloat16)
+    made = build_step_functions(conf, mesh_of(conf), jnp.bfloat16)
     found = communication_in_jaxpr(jax.make_jaxpr(made.evaluate)(made.shapes.params, made.tokens).jaxpr)
     assert by_direction(found) == by_direction(analytic_evaluation_communication(conf, "bfloat16"))
     assert not communication_in_jaxpr(jax.make_jaxpr(made.init)().jaxpr)
@@ -117,14 +119,13 @@ def test_only_activations_are_communicated_in_bfloat16():
 # The compiled step
 
 
-def reconciled(conf: Config, precision: str) -> Reconciliation:
-    """The compiled step compared with the analytic model, in float32: XLA for CPU reduces bfloat16 in float32."""
-    on = mesh((conf.mesh.dp, conf.mesh.mp))
+def reconciled(conf: Config, precision: str, planned: list[Entry] | None = None) -> Reconciliation:
+    """The compiled step compared with the plan, in float32: XLA for CPU reduces bfloat16 in float32."""
+    planned = planned or analytic_communication(conf, "float32")
+    on = mesh_of(conf)
     made = build_step_functions(conf, on, jnp.dtype(precision))
     text = made.step.lower(made.shapes, made.tokens).compile().as_text()
-    return reconcile(
-        analytic_communication(conf, "float32"), communication_in_hlo(text, dict(on.shape)), dict(on.shape)
-    )
+    return reconcile(planned, communication_in_hlo(text, dict(on.shape)), dict(on.shape))
 
 
 @pytest.mark.parametrize(
@@ -151,18 +152,23 @@ def test_compiler_merges_collectives_and_adds_none(program, shape, precision, me
 def test_an_extra_all_reduce_is_reported(monkeypatch):
     """As traced and as compiled: one more wherever a partial sum is reduced, and one for its gradient."""
     conf = program_config("parallel", (2, 4))
+    planned = analytic_communication(conf, "float32")  # with the mode as it is: the plan traces it
     reduce = AllReduce.reduce
     monkeypatch.setattr(AllReduce, "reduce", lambda self, x: lax.psum(reduce(self, x), MP))
     extra = {(Operation.all_reduce, MP, "float32", 4 * 4 * 7 * 24): 2 * 2 * (3 + 1)}
-    assert tally(step_communication(conf, "float32")) - tally(analytic_communication(conf, "float32")) == extra
-    found = reconciled(conf, "float32")
+    assert tally(step_communication(conf, "float32")) - tally(planned) == extra
+    found = reconciled(conf, "float32", planned)
     assert tally(found.unplanned) == extra and not found.missing
 
 
 def test_reducing_gradients_over_dp_in_every_microbatch_is_reported(monkeypatch):
     """JAX sums the gradients of parameters that were not marked as varying over dp where they arise."""
-    monkeypatch.setattr(AllReduce, "mark_varying", lambda self, params: params)
-    found = reconciled(program_config("parallel", (2, 4)), "float32")
+    conf = program_config("parallel", (2, 4))
+    planned = analytic_communication(conf, "float32")
+    mark_others = step.mark_varying
+    only_others = lambda tree, axes: tree if isinstance(tree, Transformer) else mark_others(tree, axes)  # noqa: E731
+    monkeypatch.setattr(step, "mark_varying", only_others)
+    found = reconciled(conf, "float32", planned)
     assert {entry.axis for entry in found.unplanned} == {DP}
     assert max(entry.count for entry in found.unplanned) == 4 * 3 * 2  # projections, layers, microbatches
 

@@ -91,11 +91,10 @@ GROUPS = {
     "{}": f"{DP} {MP}",
     "mesh['dp'=4,'mp'=4] {'mp'}": MP,
     "mesh['dp'=4,'mp'=4] {'dp','mp'}": f"{DP} {MP}",
-    "[8,2]<=[16]": "mp:2/1",  # pairs of adjacent mp ranks
-    "[8,2]<=[2,8]T(1,0)": "dp:2/2",  # pairs of dp ranks, two apart
+    "[8,2]<=[16]": str([[i, i + 1] for i in range(0, 16, 2)]),  # pairs of adjacent mp ranks, which are no axis
     "{{0,5},{1,4},{2,7},{3,6},{8,13},{9,12},{10,15},{11,14}}": str(
         [[0, 5], [1, 4], [2, 7], [3, 6], [8, 13], [9, 12], [10, 15], [11, 14]]
-    ),  # neither an axis of this mesh nor a subgroup of one
+    ),  # no axis of this mesh
 }
 
 

@@ -11,13 +11,13 @@ from shmap_tp.inference.cache import cache_bytes
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
+from shmap_tp.plan.communication.analytic import decode_communication, prefill_communication
 from shmap_tp.plan.communication.from_hlo import CompiledCollective, communication_in_hlo
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.generation import decode_communication, prefill_communication
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, tally
 from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.generation import GREEDY, Requests, format_generation, predict_generation, read_bytes, trace
-from shmap_tp.plan.topologies import find_slice
+from shmap_tp.plan.tpu import find_slice
 from shmap_tp.training.model_functions import build_model_functions
 from tests.helpers.commands import call
 
@@ -42,7 +42,7 @@ def traced(config: Config, dtype: type):
     """(prefill, decode) for SMALL on emulated devices."""
     mesh = make_mesh(config.mesh)
     functions = build_model_functions(config, mesh, dtype)
-    return trace(GenerationPrograms(config.model, mesh, functions), functions.shapes, mesh, SMALL)
+    return trace(GenerationPrograms(config.model, functions.model), functions.shapes, mesh, SMALL)
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)

@@ -9,17 +9,29 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GIB
 from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.plan import gpu
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import CompiledCollective, communication_in_hlo
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
 from shmap_tp.plan.communication.reconcile import reconcile
-from shmap_tp.plan.gpu import predict
-from shmap_tp.plan.gpu.costs import ATTENTION_EFFICIENCY, GEMM_EFFICIENCY, MEMORY_EFFICIENCY, GpuCosts
-from shmap_tp.plan.gpu.links import LATENCY, NETWORK_LATENCY, GpuLinks
-from shmap_tp.plan.gpu.targets import COMPILER, GPUS, Nodes, find_nodes, is_installed, node_devices
+from shmap_tp.plan.gpu import (
+    ATTENTION_EFFICIENCY,
+    COMPILER,
+    GEMM_EFFICIENCY,
+    GPUS,
+    LATENCY,
+    MEMORY_EFFICIENCY,
+    NETWORK_LATENCY,
+    GpuCosts,
+    GpuLinks,
+    Nodes,
+    find_nodes,
+    is_installed,
+    node_devices,
+)
 from shmap_tp.plan.hlo_parser import parse_hlo
-from shmap_tp.plan.search.machine import compiler_missing
-from shmap_tp.plan.targets import devices_of_nodes, find_target
+from shmap_tp.plan.predict import predict
+from shmap_tp.plan.targets import compiler_missing, devices_of_nodes, find_target
 
 H100 = GPUS["h100"]
 NVLINK = H100.nvlink_rate * H100.nvlink_efficiency
@@ -91,10 +103,10 @@ def test_collectives_within_a_node_are_bound_by_nvlink_and_across_nodes_by_the_n
 
 
 def test_a_program_may_use_jax_s_memory_pool_but_not_what_cuda_and_nccl_need(monkeypatch):
-    monkeypatch.delenv(predict.POOL, raising=False)
-    assert predict.usable_bytes(H100) == 0.75 * 80e9
-    monkeypatch.setenv(predict.POOL, "0.99")
-    assert predict.usable_bytes(H100) == 80e9 - 3 * GIB
+    monkeypatch.delenv(gpu.POOL, raising=False)
+    assert gpu.usable_bytes(H100) == 0.75 * 80e9
+    monkeypatch.setenv(gpu.POOL, "0.99")
+    assert gpu.usable_bytes(H100) == 80e9 - 3 * GIB
 
 
 def test_small_arrays_that_are_sent_as_one_are_no_fault():
@@ -151,7 +163,7 @@ def test_compiled_collectives_are_as_planned_and_memory_is_the_compiler_s(versio
         pytest.skip("one program of A100 is enough")
     given = [f"mesh.dp={dp}", f"mesh.mp={mp}", f"mesh.zero={zero}", f"mesh.tensor_parallel={mode}", "train.batch=16"]
     config = load(CONF / "config.yaml", ["model=test", "train.microbatches=1", *given])
-    found = predict.estimate(config, find_nodes(version, 8))
+    found = predict(config, find_nodes(version, 8))
     assert found.row.fits and 0 < found.row.peak_bytes_per_device < GIB and found.row.step_seconds > 0
     sizes = {DP: int(dp), MP: int(mp)}
     planned = analytic_communication(config, jnp.bfloat16)
@@ -160,13 +172,13 @@ def test_compiled_collectives_are_as_planned_and_memory_is_the_compiler_s(versio
 
 @pytest.mark.skipif(not is_installed(), reason="needs XLA for CUDA: pip install -e '.[plan-gpu]'")
 def test_a_program_that_does_not_fit_is_said_not_to_fit(monkeypatch):
-    monkeypatch.setenv(predict.POOL, "0.0001")
+    monkeypatch.setenv(gpu.POOL, "0.0001")
     config = load(CONF / "config.yaml", ["model=test", "train.batch=16", "mesh.dp=8", "mesh.mp=1"])
-    row = predict.estimate(config, find_nodes("h100", 8)).row
+    row = predict(config, find_nodes("h100", 8)).row
     assert not row.fits and row.step_seconds is None and row.peak_bytes_per_device > row.limit_bytes_per_device
 
 
 def test_a_memory_pool_that_is_no_fraction_is_explained(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
     with pytest.raises(UserError, match=r"^XLA_PYTHON_CLIENT_MEM_FRACTION=most is no number; give a fraction"):
-        predict.usable_bytes(GPUS["h100"])
+        gpu.usable_bytes(GPUS["h100"])

@@ -3,7 +3,7 @@
 import pytest
 
 from shmap_tp.hardware.devices import DEVICES
-from shmap_tp.plan.instruction_costs import KERNEL_EFFICIENCY
+from shmap_tp.plan.tpu import KERNEL_EFFICIENCY
 from tests.helpers.hlo_text import BYTES, MEMORY_RATE, US, X, run
 
 

@@ -5,12 +5,12 @@ from math import prod
 import jax.numpy as jnp
 import pytest
 
-from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.mesh import DP_SLICE, axis_sizes
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
 from shmap_tp.plan.communication.ledger import Direction, Operation, tally, without_trivial_axes
 from shmap_tp.plan.predict import predict
-from shmap_tp.plan.topologies import Slice
+from shmap_tp.plan.tpu import Slice
 from tests.helpers.model_fixtures import config
 
 TWO_SLICES = ["mesh.dp=8", "mesh.mp=1", "mesh.slices=2", "train.batch=16", "train.microbatches=2"]
@@ -34,14 +34,14 @@ def test_arrays_sent_to_other_slices_are_read():
     assert (scattered.operation, scattered.dtype, scattered.bytes) == (Operation.reduce_scatter, "bfloat16", 64)
     assert (summed.operation, summed.dtype, summed.bytes) == (Operation.all_reduce, "int32", 512)
     assert {(entry.axis, entry.count, entry.direction) for entry in inter_slice_communication(MODULE)} == {
-        ("dp:2/1", 1, Direction.once)
+        (DP_SLICE, 1, Direction.once)
     }
     assert (
-        compare_dcn([gathered, scattered], inter_slice_communication(MODULE), 2)
+        compare_dcn([gathered, scattered], inter_slice_communication(MODULE))
         == "as planned; all-reduces over all of dp: 512 B"
     )
-    assert compare_dcn([gathered], inter_slice_communication(MODULE), 2).startswith("differ from the plan")
-    assert compare_dcn([gathered], [], 2).startswith("differ from the plan"), "nothing is sent"
+    assert compare_dcn([gathered], inter_slice_communication(MODULE)).startswith("differ from the plan")
+    assert compare_dcn([gathered], []).startswith("differ from the plan"), "nothing is sent"
 
 
 def test_a_send_of_an_unknown_collective_is_rejected():
@@ -60,7 +60,7 @@ def test_each_shard_is_planned_to_be_sent_between_slices_once_per_step(zero):
         "train.microbatches=2",
         *f"mesh.zero={zero}".split(),
     )
-    entries = [entry for entry in analytic_communication(conf, jnp.bfloat16) if entry.axis == "dp:2/1"]
+    entries = [entry for entry in analytic_communication(conf, jnp.bfloat16) if entry.axis == DP_SLICE]
     assert {entry.count for entry in entries} == {1} and {entry.direction for entry in entries} == {Direction.once}
     gradients = sum(entry.bytes for entry in entries if entry.operation == Operation.reduce_scatter)
     matrices = 2 * (4 * 24 * 32 + 2 * 24 * 40) + 2 * 64 * 24
@@ -77,8 +77,8 @@ def test_the_compiled_step_sends_what_is_planned(gradients):
         f"mesh.fsdp_gradients={gradients}", *TWO_SLICES,
     )  # fmt: skip
     prediction = predict(conf, Slice("v5e", (2, 2), 2), cache=None)
-    planned = without_trivial_axes(analytic_communication(conf, jnp.bfloat16), {DP: 8, MP: 1})
+    planned = without_trivial_axes(analytic_communication(conf, jnp.bfloat16), axis_sizes(conf.mesh))
     found = inter_slice_communication(prediction.text)
-    assert compare_dcn(planned, found, 2).startswith("as planned"), f"{tally(found)} {tally(planned)}"
+    assert compare_dcn(planned, found).startswith("as planned"), f"{tally(found)} {tally(planned)}"
     full_weight = prod((2, 256, 512)) * 4
     assert max(entry.bytes for entry in found) <= full_weight / 4

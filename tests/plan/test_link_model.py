@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.hardware.devices import GENERATIONS
-from shmap_tp.plan.link_model import HOP_LATENCY, NETWORK_LATENCY, LinkModel
+from shmap_tp.plan.tpu import HOP_LATENCY, NETWORK_LATENCY, LinkModel
 
 V = 1e9
 """Bytes of the full array."""

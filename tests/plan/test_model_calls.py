@@ -18,12 +18,12 @@ from shmap_tp.plan.communication.analytic import (
     analytic_evaluation_communication,
 )
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import tally
+from shmap_tp.plan.communication.ledger import Direction, tally
 from shmap_tp.plan.report import config_fields
 from shmap_tp.training.step import Components, build_step_functions
 from tests.helpers.communication_checks import by_direction, check_activations, program_config, step_communication
 from tests.helpers.components import ADAPTER, COMPONENTS, AdapterBlock, ReGluMlp
-from tests.helpers.model_fixtures import config, mesh
+from tests.helpers.model_fixtures import config, mesh_of
 
 BY_HAND = [
     "parallel", "parallel, remat full", "sequential, remat attention", "sequential, remat full", "2 kv heads", "fsdp",
@@ -58,11 +58,11 @@ class WithoutAdapter(AdapterBlock):
         super().__init__(config, attend, key=key, mlp=mlp)
         self.adapter_in = self.adapter_out = None
 
-    def __call__(self, x_BTD, encoding, tp, positions=None):
+    def __call__(self, x_BTD, context):
         before_attention, after_attention, before_mlp, after_mlp = self.norms
-        y_BTD, residuals = self.attention(before_attention(x_BTD), encoding, tp, positions)
+        y_BTD, extras = self.attention(before_attention(x_BTD), context)
         x_BTD = x_BTD + after_attention(y_BTD)
-        return x_BTD + after_mlp(self.mlp(before_mlp(x_BTD), tp)), residuals
+        return x_BTD + after_mlp(self.mlp(before_mlp(x_BTD), context.tp)), extras
 
 
 def conf_of(settings: str, shape: tuple[int, int]):
@@ -91,7 +91,7 @@ def test_a_step_with_components_communicates_as_the_planner_says(components, set
 
 def test_an_evaluation_with_components_communicates_as_the_planner_says():
     conf, given = conf_of("mesh.zero=fsdp", (2, 4)), COMPONENTS["block and mlp"]
-    made = build_step_functions(conf, mesh((2, 4)), jnp.bfloat16, given)
+    made = build_step_functions(conf, mesh_of(conf), jnp.bfloat16, given)
     found = communication_in_jaxpr(jax.make_jaxpr(made.evaluate)(made.shapes.params, made.tokens).jaxpr)
     assert by_direction(found) == by_direction(analytic_evaluation_communication(conf, "bfloat16", given))
 
@@ -120,9 +120,25 @@ def test_the_gradient_of_a_replicated_parameter_that_scales_shards_is_planned(mo
     assert sum(entry.count for entry in scalars) == (2 * 3 if mode == "all_reduce" else 0)
 
 
+class NormalisedOverDp(ReGluMlp):
+    """Its output is divided by the mean square of x over all dp ranks: a collective over another axis than mp."""
+
+    def __call__(self, x_BTD, tp):
+        mean = lax.pmean(jnp.mean(jnp.square(x_BTD.astype(jnp.float32))), DP)
+        return super().__call__(x_BTD, tp) / lax.stop_gradient(mean).astype(x_BTD.dtype)
+
+
+def test_what_a_layer_communicates_over_another_axis_is_planned():
+    conf, given = conf_of("model.block=sequential model.remat=full", (2, 4)), Components(mlp=NormalisedOverDp)
+    planned = analytic_communication(conf, "float32", given)
+    assert by_direction(step_communication(conf, "float32", given)) == by_direction(planned)
+    over_dp = [entry for entry in planned if entry.what == "MLP, in a layer" and entry.axis == DP]
+    assert {entry.direction: entry.count for entry in over_dp} == {Direction.forward: 6, Direction.recompute: 6}
+
+
 @dataclass(frozen=True)
 class TwoReductions(AllReduce):
-    """A mode that has no rule: it reduces each half of the width by itself."""
+    """A mode of a user: it reduces each half of the width by itself."""
 
     def reduce(self, y_BTD):
         return jnp.concatenate([lax.psum(half, MP) for half in jnp.split(y_BTD, 2, axis=-1)], axis=-1)
@@ -138,7 +154,7 @@ def test_a_mode_of_ones_own_is_planned_as_it_is_traced():
     )
 
 
-def test_a_given_mode_that_the_configuration_could_name_has_its_rule():
+def test_a_given_mode_communicates_as_the_one_that_the_configuration_names():
     conf, given = conf_of("", (2, 4)), Components(tensor_parallel=SequenceParallel())
     named = conf_of("mesh.tensor_parallel=sequence", (2, 4))
     assert analytic_communication(conf, "float32", given) == analytic_communication(named, "float32")

@@ -16,8 +16,8 @@ from shmap_tp.config.schema import AttentionKernel, Block, Config, Remat, padded
 from shmap_tp.hardware.devices import GIB, Peak, table_peak
 from shmap_tp.model.flops import forward_terms, parameters, recomputed_terms
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.plan import measure
-from shmap_tp.plan.measure import WARM_UP, time_steps
+from shmap_tp.plan import benchmark
+from shmap_tp.plan.benchmark import WARM_UP, time_steps
 from shmap_tp.plan.report import Row, config_fields, format_row
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers.flops import matmul_flops
@@ -206,7 +206,7 @@ def test_host_memory_is_not_counted_in_the_peak_of_a_measured_step():
     facts = {"argument_size_in_bytes": 5, "output_size_in_bytes": 4, "alias_size_in_bytes": 3, "temp_size_in_bytes": 2}
     for host, peak in [(0, 7), (100, 5 + (4 - 3) + 2)]:
         facts |= {"host_temp_size_in_bytes": host, "peak_memory_in_bytes": 7 + host}
-        assert measure.peak_bytes(SimpleNamespace(**facts)) == peak
+        assert benchmark.peak_bytes(SimpleNamespace(**facts)) == peak
 
 
 # Seconds
@@ -250,7 +250,7 @@ def test_a_step_is_timed_from_completion_to_completion(monkeypatch, steps, dispa
     """Dispatch overlaps the step before; warm-up steps and the first step after them are not timed."""
     durations = [float(2**i) for i in range(steps)]
     device = FakeDevice([100.0] * WARM_UP + [7.0] + durations, dispatch)
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: device.now)
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: device.now)
     assert time_steps(device.dispatch_step, steps) == pytest.approx(durations)
     assert len(device.dispatched) == WARM_UP + 1 + steps and device.waited == 2 * len(device.dispatched)
     assert device.most_in_flight <= 2, "emulated devices deadlock with many steps in flight"
@@ -258,14 +258,14 @@ def test_a_step_is_timed_from_completion_to_completion(monkeypatch, steps, dispa
 
 def test_steps_shorter_than_their_dispatch_take_the_dispatch_time(monkeypatch):
     device = FakeDevice([0.25] * 9, dispatch=1.0)
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: device.now)
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: device.now)
     assert time_steps(device.dispatch_step, 4)[:-1] == pytest.approx([1.0] * 3)
 
 
 def test_without_overlap_each_step_is_awaited_before_the_next(monkeypatch):
     """Where dispatching computes the step, two are done before the first is awaited, and the second took no time."""
     device = FakeDevice([0.0] * 9, dispatch=1.0)
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: device.now)
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: device.now)
     assert time_steps(device.dispatch_step, 3, overlap=False) == pytest.approx([1.0] * 3)
     assert device.most_in_flight <= 1
 
@@ -273,7 +273,7 @@ def test_without_overlap_each_step_is_awaited_before_the_next(monkeypatch):
 def test_an_emulated_step_is_measured():
     conf = config("mesh.mp=2")
     mesh = make_mesh(mesh_config(2, 2), jax.devices()[:4])
-    found = measure.measure(conf, mesh, jnp.dtype(jnp.float32), 3)
+    found = benchmark.measure(conf, mesh, jnp.dtype(jnp.float32), 3)
     row = found.row
     assert (row.kind, row.device_kind, row.devices, row.chips, row.tile) == ("emulated", "cpu", 4, 4, None)
     assert 0 < row.mfu <= row.hfu <= 1

@@ -9,8 +9,8 @@ import pytest
 from shmap_tp.hardware.devices import DEVICES, GENERATIONS
 from shmap_tp.plan.communication.from_hlo import replica_groups
 from shmap_tp.plan.hlo_parser import parse_hlo
-from shmap_tp.plan.link_model import HOP_LATENCY, LinkModel
 from shmap_tp.plan.schedule_simulator import simulate
+from shmap_tp.plan.tpu import HOP_LATENCY, LinkModel
 
 RING = [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0]]
 LINK_MODEL = LinkModel.of(GENERATIONS["v4"], RING)

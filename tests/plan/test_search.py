@@ -1,5 +1,6 @@
 """The search of the planner: its candidates, what the formulas drop, and which candidates are compiled."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,13 +9,22 @@ from result_format import read_rows
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
 from shmap_tp.plan.report import Row
+from shmap_tp.plan.search.candidates import (
+    KEYS,
+    MEMORY_MARGIN,
+    SURE,
+    TIME_MARGIN,
+    Candidate,
+    Result,
+    candidates,
+    pareto_front,
+    pruned,
+)
 from shmap_tp.plan.search.formulas import Estimate
-from shmap_tp.plan.search.jobs import Outcome, outcome
-from shmap_tp.plan.search.loop import WORTH_TRYING, Found, Search
-from shmap_tp.plan.search.output import COMPILED, FORMULAS, Cost, Line, limited_by, table
-from shmap_tp.plan.search.prune import MEMORY_MARGIN, SURE, TIME_MARGIN, Estimated, pareto_front, pruned
-from shmap_tp.plan.search.space import KEYS, Candidate, candidates
-from shmap_tp.plan.targets import find_target
+from shmap_tp.plan.search.jobs import ended
+from shmap_tp.plan.search.loop import WORTH_TRYING, Search
+from shmap_tp.plan.search.output import Cost, Task, largest_share, limited_by, table
+from shmap_tp.plan.targets import find_target, machine_of
 
 FILE = str(CONF / "config.yaml")
 BASE = Candidate(4, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
@@ -71,9 +81,9 @@ def test_nothing_is_offloaded_where_no_step_with_offload_has_been_compiled(versi
 # Pruning
 
 
-def made(name: int, seconds: float, gigabytes: float, offload: tuple = (), host: float = 0.0) -> Estimated:
+def made(name: int, seconds: float, gigabytes: float, offload: tuple = (), host: float = 0.0) -> Result:
     """A candidate with `name` microbatches."""
-    return Estimated(
+    return Result(
         replace(BASE, microbatches=name, offload=offload), Estimate(seconds, gigabytes * 1e9, host, {}, {"state": 1e9})
     )
 
@@ -84,15 +94,14 @@ def test_a_candidate_is_dropped_for_one_of_three_reasons():
     large, slow = made(3, 0.5, MEMORY_MARGIN * limit * 1.01), made(4, TIME_MARGIN * 1.01, 1.0)
     offload = (SavedActivation.input,)
     useless, useful = made(1, 1.1, 0.95 * limit, offload), made(2, 1.0, 5.0, offload)
-    found = pruned([fits, full, large, slow, useless, useful], limit * 1e9, 1e9)
-    assert found.kept == [full, fits, useful] and found.total == 6
-    assert found.dropped == {"too large": 1, "another offload is better": 1, "too slow": 1}
-    assert found.least_memory == slow
+    kept, dropped, smallest = pruned([fits, full, large, slow, useless, useful], limit * 1e9, 1e9)
+    assert kept == [full, fits, useful] and smallest == slow
+    assert dropped == {"too large": 1, "another offload is better": 1, "too slow": 1}
 
 
 def test_a_candidate_that_needs_more_host_memory_than_there_is_is_dropped():
-    found = pruned([made(1, 1.0, 5.0, (SavedActivation.input,), host=2e9), made(2, 1.0, 5.0)], 10e9, 1e9)
-    assert [one.candidate.microbatches for one in found.kept] == [2]
+    kept, *_ = pruned([made(1, 1.0, 5.0, (SavedActivation.input,), host=2e9), made(2, 1.0, 5.0)], 10e9, 1e9)
+    assert [one.candidate.microbatches for one in kept] == [2]
 
 
 # Which candidates are compiled
@@ -101,27 +110,27 @@ def test_a_candidate_that_needs_more_host_memory_than_there_is_is_dropped():
 class FakeJob:
     """A compilation that takes `seconds` of the clock of `Compiler`."""
 
-    def __init__(self, compiler: "Compiler", candidate: Candidate):
-        self.compiler, self.end, self.candidate = compiler, compiler.now + compiler.takes, candidate
+    def __init__(self, compiler: "Compiler", estimated: Result):
+        self.compiler, self.end, self.estimated = compiler, compiler.now + compiler.takes, estimated
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> Result | None:
         if self.compiler.now < self.end:
             return None
-        truth = self.compiler.truth.get(self.candidate.microbatches)
-        return Outcome(truth and row(*truth), None if truth else "exit code 1: crash", self.compiler.takes)
+        truth = self.compiler.truth.get(self.estimated.candidate.microbatches)
+        return compiled(self.estimated, truth and row(*truth), self.compiler.takes)
 
     def stop(self) -> None:
-        self.compiler.ended.append(self.candidate)
+        self.compiler.ended.append(self.estimated)
 
 
 @dataclass(frozen=True)
 class Ended:
     """A compilation that has ended."""
 
-    outcome: Outcome
+    result: Result
 
-    def poll(self) -> Outcome:
-        return self.outcome
+    def poll(self) -> Result:
+        return self.result
 
     def stop(self) -> None:
         pass
@@ -134,14 +143,14 @@ class Compiler:
         self.truth, self.takes, self.now = truth, takes, 0.0
         self.started, self.ended, self.lines, self.saved, self.states = [], [], [], [], []
 
-    def start(self, candidate: Candidate) -> FakeJob:
-        self.started.append(candidate.microbatches)
-        return FakeJob(self, candidate)
+    def start(self, estimated: Result) -> FakeJob:
+        self.started.append(estimated.candidate.microbatches)
+        return FakeJob(self, estimated)
 
     def sleep(self, _: float) -> None:
         self.now += 1.0
 
-    def search(self, estimates: list[Estimated], jobs: int = 1, seconds: float = 3600.0) -> Search:
+    def search(self, estimates: list[Result], jobs: int = 1, seconds: float = 3600.0) -> Search:
         return Search(
             estimates, 10e9, self.start, self.lines.append, jobs, seconds, save=self.saved.append,
             progress=self.states.append, clock=lambda: self.now, sleep=self.sleep,
@@ -149,6 +158,10 @@ class Compiler:
 
 
 RECORDED = Row(**next(row for row in read_rows("tpu") if row["kind"] == "predicted"))
+
+
+def compiled(estimated: Result, row: Row | None, takes: float = 60.0) -> Result:
+    return replace(estimated, row=row, error=None if row else "exit code 1: crash", compile_seconds=takes)
 
 
 def row(seconds: float, gigabytes: float) -> Row:
@@ -184,7 +197,7 @@ def test_what_does_not_fit_or_cannot_be_compiled_is_reported_and_others_are_trie
     search.run()
     reported = "\n".join(compiler.lines)
     assert "does not fit: needs 11.18 of 9.31 GiB" in reported and "not compiled: exit code 1: crash" in reported
-    assert search.best().estimated.candidate.microbatches == 3
+    assert search.best().candidate.microbatches == 3
 
 
 def test_a_peak_that_was_estimated_too_low_teaches_that_others_do_not_fit_either():
@@ -232,19 +245,19 @@ def test_a_candidate_that_is_like_one_being_compiled_waits_for_what_it_teaches()
     found, running, alike = (
         made(1, 1.0, 5, offload) for offload in ((), (SavedActivation.up,), (SavedActivation.input,))
     )
-    other = Estimated(replace(BASE, dp=1, mp=4, zero=Zero.none, microbatches=2), made(2, 1.05, 5).estimate)
+    other = Result(replace(BASE, dp=1, mp=4, zero=Zero.none, microbatches=2), made(2, 1.05, 5).estimate)
     search = Compiler({}).search([alike, other])
-    search.found = [Found(found, Outcome(row(1.3, 5), None, 60.0))]
-    search.running = {running.candidate: (running, Ended(search.found[0].outcome))}
+    search.found = [compiled(found, row(1.3, 5))]
+    search.running = {running.candidate: (running, Ended(search.found[0]))}
     assert search.next() is other
 
 
 def test_a_compilation_that_lacked_memory_is_repeated_with_fewer_at_a_time():
     compiler = Compiler({1: (1.0, 5), 2: (1.01, 5)})
     search = compiler.search([made(1, 1.0, 5), made(2, 1.01, 5)], jobs=2)
-    lacking = [outcome(-9, "", "", 1.0)]
+    lacking = [-9]
     real = search.start
-    search.start = lambda one: Ended(lacking.pop()) if lacking else real(one)
+    search.start = lambda one: Ended(ended(one, lacking.pop(), "", "", 1.0)) if lacking else real(one)
     search.run()
     assert search.jobs == 1 and compiler.started == [2, 1] and search.best().seconds == 1.0
     assert "from here on 1 at a time; this one is compiled again" in compiler.lines
@@ -252,28 +265,51 @@ def test_a_compilation_that_lacked_memory_is_repeated_with_fewer_at_a_time():
 
 # Output
 
+TARGET = find_target("v5e", 16, None, 1)
+LIMIT = machine_of(TARGET).memory / 1e9
+"""Gigabytes of a device."""
 
-def line(seconds: float, gigabytes: float, basis: str = FORMULAS) -> Line:
-    return Line(BASE, seconds, 1000 / seconds, 0.5, gigabytes * 1e9, 10e9, "matmuls and kernels", basis)
+
+def in_table(seconds: float, part: float, *, is_compiled: bool = False) -> Result:
+    """A candidate whose peak is this part of the memory of a device."""
+    by_formulas = made(1, seconds, part * LIMIT)
+    if not is_compiled:
+        return replace(by_formulas, estimate=replace(by_formulas.estimate, time_terms={"update": seconds}))
+    fits = math.isfinite(seconds)
+    peak = {"peak_bytes_per_device": part * LIMIT * 1e9, "step_seconds": seconds if fits else None}
+    return compiled(by_formulas, replace(RECORDED, tokens_per_step=1000, fits=fits, **peak))
 
 
-def test_a_line_fits_if_the_compiler_says_so_or_the_formulas_stay_within_the_memory():
-    assert line(1.0, 10.1, COMPILED).fits and not line(float("inf"), 12, COMPILED).fits
-    assert line(1.0, 9.9).fits and not line(1.0, 10.1).fits
+def test_a_candidate_fits_if_the_compiler_says_so_or_the_formulas_stay_within_the_memory():
+    fits = [
+        one.fits_in(LIMIT * 1e9)
+        for one in (
+            in_table(1.0, 1.01, is_compiled=True),
+            in_table(math.inf, 1.2, is_compiled=True),
+            in_table(1.0, 0.99),
+            in_table(1.0, 1.01),
+            compiled(in_table(1.0, 0.99), None),
+        )
+    ]
+    assert fits == [True, False, True, False, False]
 
 
 def test_the_pareto_front_has_what_no_other_beats_in_both():
-    fast, small, both, slow = line(1.0, 9), line(2.0, 3), line(1.5, 9.5), line(2.0, 4)
+    fast, small, both, slow = made(1, 1.0, 9), made(2, 2.0, 3), made(3, 1.5, 9.5), made(4, 2.0, 4)
     assert pareto_front([slow, both, small, fast]) == [fast, small]
 
 
 def test_waiting_for_the_host_is_named_where_it_limits_a_step():
     scopes = {"mlp": 7.0, "waiting for the host, reads": 1.0, "waiting for the host, writes": 2.0}
-    assert limited_by(replace(RECORDED, step_seconds=10.0, scopes=scopes)) == "waiting for the host 30%"
+    assert largest_share(replace(RECORDED, step_seconds=10.0, scopes=scopes)) == "waiting for the host 30%"
+    assert limited_by(in_table(math.inf, 1.2, is_compiled=True), LIMIT * 1e9) == "memory: does not fit"
+    assert limited_by(in_table(1.0, 1.2), LIMIT * 1e9) == "memory: may not fit"
 
 
 def test_the_table_marks_the_front_and_adds_time_and_cost():
-    text = table([line(0.9, 11), line(1.0, 9), line(float("inf"), 12), line(1.5, 9.5)], Cost(8.64e10, 2.0, 16))
+    task = Task(config("train.batch=125", "train.microbatches=1", "model.context=8"), TARGET, Cost(8.64e10, 2.0, 16))
+    too_small = in_table(math.inf, 1.2, is_compiled=True)
+    text = table(task, [in_table(0.9, 1.1), in_table(1.0, 0.9), too_small, in_table(1.5, 0.95)])
     head, first, second, too_large, unfit = text.splitlines()
     assert head.split()[-3:] == ["days", "dollars", "candidate"]
     assert first.startswith("*") and second.startswith(" ") and unfit.startswith(" ")

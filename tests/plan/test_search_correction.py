@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
-from shmap_tp.plan.search.correction import Correction, Errors, rank_correlation
-from shmap_tp.plan.search.loop import expected_improvement
-from shmap_tp.plan.search.space import Candidate
+from shmap_tp.plan.search.candidates import Candidate
+from shmap_tp.plan.search.loop import Correction, Errors, expected_improvement, rank_correlation
 
 BASE = Candidate(4, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
 

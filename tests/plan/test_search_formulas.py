@@ -1,17 +1,17 @@
 """The formulas of the search: memory, the figures of a machine, and what is communicated over which links."""
 
+from dataclasses import replace
+
 import pytest
 
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, Remat
 from shmap_tp.model.flops import parameters
-from shmap_tp.parallel.mesh import DP, DataParallelGroups
+from shmap_tp.parallel.mesh import DP, DP_SLICE
 from shmap_tp.plan.communication.analytic import activations
-from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, group_name, tally
-from shmap_tp.plan.search.collective_time import _TRACED, _activation_entries, links_of
-from shmap_tp.plan.search.formulas import estimate
-from shmap_tp.plan.search.machine import machine_of
-from shmap_tp.plan.targets import VERSIONS, find_target
+from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, tally
+from shmap_tp.plan.search.formulas import _TRACED, _activation_entries, estimate, links_of
+from shmap_tp.plan.targets import VERSIONS, find_target, machine_of
 
 
 def config(*settings: str) -> Config:
@@ -34,6 +34,15 @@ def test_one_trace_serves_all_meshes_with_the_same_tensor_parallelism():
         one = config("mesh.dp=2", "mesh.mp=2", "train.microbatches=2", "model.norm=rmsnorm", *settings.split())
         assert tally(_activation_entries(one)) == tally(activations(one, "bfloat16"))
     assert len(_TRACED) == 1
+
+
+def test_policies_that_share_a_trace_of_collective_matmul_communicate_the_same():
+    _TRACED.clear()
+    given = ["model.block=sequential", "model.mlp=swiglu", "mesh.tensor_parallel=collective_matmul"]
+    for remat in Remat:
+        one = config("mesh.mp=2", "train.microbatches=1", f"model.remat={remat}", *given)
+        assert tally(_activation_entries(one)) == tally(activations(one, "bfloat16"))
+    assert len(_TRACED) < 3 * len(Remat), "none is shared"
 
 
 def test_the_gradient_of_a_replicated_key_has_one_size_for_any_number_of_sequences():
@@ -60,35 +69,34 @@ def test_a_machine_has_the_figures_of_its_devices(version, kind):
 # Links
 
 
-def seconds_of(groups: str, operation: Operation, *settings: str, size: int = 10**9) -> float:
-    """Seconds of a collective over these groups of 32 dp ranks, on two slices of 16 chips."""
+def seconds_of(axes: list[str], operation: Operation, *settings: str, size: int = 10**9) -> float:
+    """Seconds of a collective over these axes of 32 dp ranks, on two slices of 16 chips."""
     mesh = config("mesh.dp=32", "mesh.slices=2", "train.batch=64", "mesh.zero=fsdp", *settings).mesh
-    axis = group_name(DP, getattr(DataParallelGroups.of(mesh), groups))
-    entry = ArrayTraffic(size, "int8", 1).over(axis, "x", operation, Direction.backward)
+    entry = ArrayTraffic(size, "int8", 1).over(" ".join(axes), "x", operation, Direction.backward)
     return links_of(mesh, find_target("v5e", 32, None, 2)).seconds(entry)
 
 
 def test_a_reduce_scatter_within_a_slice_takes_as_long_with_gradient_rings():
     plain, ring = (
-        seconds_of("intra_slice", Operation.reduce_scatter, f"mesh.fsdp_gradients={name}")
-        for name in ("reduce_scatter", "ring")
+        seconds_of(axes, Operation.reduce_scatter, f"mesh.fsdp_gradients={name}")
+        for name, axes in (("reduce_scatter", [DP]), ("ring", [DP]))
     )
     assert plain == pytest.approx(ring, rel=0.01) and plain > 15 / 16 * 1e9 / (4 * 4.5e10)
 
 
 def test_a_shard_gathered_from_two_slices_crosses_the_network_once():
     """Each device receives the shard of the other slice over its quarter of the network of its host."""
-    gather = seconds_of("inter_slice", Operation.all_gather)
+    gather = seconds_of([DP_SLICE], Operation.all_gather)
     assert gather == pytest.approx(1e9 / (2.5e10 / 4), rel=0.01)
-    assert seconds_of("inter_slice", Operation.reduce_scatter) == pytest.approx(gather / 2, rel=0.01)
+    assert seconds_of([DP_SLICE], Operation.reduce_scatter) == pytest.approx(gather / 2, rel=0.01)
 
 
 def test_a_gradient_summed_over_all_slices_also_crosses_the_network():
     """Each device as its shard of a slice: a sixteenth."""
-    entry = ArrayTraffic(10**9, "int8", 1).over(DP, "x", Operation.all_reduce, Direction.once)
+    entry = ArrayTraffic(10**9, "int8", 1).over(f"{DP} {DP_SLICE}", "x", Operation.all_reduce, Direction.once)
     mesh, one_slice = (config(f"mesh.dp={dp}", f"mesh.slices={dp // 16}", "train.batch=64").mesh for dp in (32, 16))
     found = links_of(mesh, find_target("v5e", 32, None, 2)).seconds(entry)
-    within = links_of(one_slice, find_target("v5e", 16, None, 1)).seconds(entry)
+    within = links_of(one_slice, find_target("v5e", 16, None, 1)).seconds(replace(entry, axis=DP))
     assert found == pytest.approx(within + 2 * 1e9 / 16 / 2 / (2.5e10 / 4), rel=0.01)
 
 

@@ -8,13 +8,18 @@ import pytest
 from result_format import read_rows
 
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, FsdpGradients, TensorParallelMode, Zero
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search import jobs
-from shmap_tp.plan.search.jobs import outcome
-from shmap_tp.plan.search.worker import answer, request
+from shmap_tp.plan.search.candidates import Candidate, Result
+from shmap_tp.plan.search.formulas import Estimate
+from shmap_tp.plan.search.jobs import answer, ended, request
 from shmap_tp.plan.targets import find_target
 
+ESTIMATED = Result(
+    Candidate(4, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1),
+    Estimate(1.0, 1e9, 0.0, {}, {}),
+)
 RECORDED = Row(**next(row for row in read_rows("tpu") if row["kind"] == "predicted"))
 
 
@@ -24,10 +29,10 @@ def config(*settings: str) -> Config:
 
 
 def test_the_end_of_a_child_process_is_explained():
-    assert outcome(-9, "", "", 1.0).error == "killed by signal 9 (out of memory?)"
-    assert outcome(1, "", "Traceback\nValueError: x\n", 1.0).error == "exit code 1: ValueError: x"
-    assert outcome(0, 'noise\n{"error": "mesh.dp=3"}\n', "", 1.0).error == "mesh.dp=3"
-    assert outcome(0, json.dumps(RECORDED.to_json()), "", 1.0).row == RECORDED
+    assert ended(ESTIMATED, -9, "", "", 1.0).error == "killed by signal 9 (out of memory?)"
+    assert ended(ESTIMATED, 1, "", "Traceback\nValueError: x\n", 1.0).error == "exit code 1: ValueError: x"
+    assert ended(ESTIMATED, 0, 'noise\n{"error": "mesh.dp=3"}\n', "", 1.0).error == "mesh.dp=3"
+    assert ended(ESTIMATED, 0, json.dumps(RECORDED.to_json()), "", 1.0).row == RECORDED
 
 
 def test_a_child_process_that_is_stopped_leaves_no_temporary_files(monkeypatch):
@@ -35,7 +40,7 @@ def test_a_child_process_that_is_stopped_leaves_no_temporary_files(monkeypatch):
     writes = "import pathlib, tempfile, time; pathlib.Path(tempfile.mkdtemp(), 'dump').touch(); time.sleep(60)"
     start = jobs.subprocess.Popen
     monkeypatch.setattr(jobs.subprocess, "Popen", lambda command, **given: start([command[0], "-c", writes], **given))
-    job = jobs.ChildProcess(config(), find_target("v5e", 4, None, 1))
+    job = jobs.ChildProcess(ESTIMATED, config(), find_target("v5e", 4, None, 1))
     folder = Path(job.files.name)
     end = time.monotonic() + 10
     while not list(folder.rglob("dump")):

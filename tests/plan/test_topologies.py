@@ -9,7 +9,7 @@ import pytest
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS
 from shmap_tp.hardware.torus import Torus
-from shmap_tp.plan.topologies import Slice, find_slice, slice_shapes, topology_devices
+from shmap_tp.plan.tpu import Slice, find_slice, slice_shapes, topology_devices
 
 every_version = pytest.mark.parametrize("version", GENERATIONS)
 

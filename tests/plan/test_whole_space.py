@@ -3,7 +3,7 @@
 import pytest
 from whole_space import CASES, ranks, recorded
 
-from shmap_tp.plan.search.space import candidates
+from shmap_tp.plan.search.candidates import candidates
 
 DONE = recorded()
 

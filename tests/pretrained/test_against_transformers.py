@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import shmap_tp
-from shmap_tp.pretrained.export import save_model
 from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
+from shmap_tp.pretrained.writing import save_model
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import assert_same_bits, distances

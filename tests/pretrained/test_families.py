@@ -243,7 +243,7 @@ def test_the_configuration_of_a_run_does_not_need_the_directory(tmp_path):
     """`--resume` reads RUN/config.yaml, which names every key."""
     config = config_of(tmp_path / "model", "llama")
     saved = tmp_path / "config.yaml"
-    shmap_tp.config.compose.save(config, saved)
+    saved.write_text(shmap_tp.config.compose.to_yaml(config))
     (tmp_path / "model" / "config.json").unlink()
     (tmp_path / "model").rmdir()
     assert shmap_tp.load_config(file=str(saved)) == config

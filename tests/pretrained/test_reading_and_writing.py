@@ -12,7 +12,7 @@ import pytest
 import shmap_tp
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.pretrained import reading, tensor_files
-from shmap_tp.pretrained.export import save_model
+from shmap_tp.pretrained.writing import save_model
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.pretrained_models import (
     CASES,
@@ -77,7 +77,7 @@ def test_a_parameter_is_read_in_pieces_and_each_piece_once_for_all_replicas(tmp_
         return read(self, view, box)
 
     monkeypatch.setattr(tensor_files.StoredTensor, "read", spy)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
     pieces = shmap_tp.from_pretrained(directory, dp=2, mp=4).parameters
     assert_same_bits(pieces, whole)
     assert sum(requested) == sum(values.size for values in read_tensors(directory).values())

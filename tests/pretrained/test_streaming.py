@@ -14,11 +14,11 @@ from etils import epath
 import shmap_tp
 from shmap_tp.config.compose import to_dict
 from shmap_tp.errors import StorageError, UserError
-from shmap_tp.pretrained import blocks
 from shmap_tp.pretrained.__main__ import main
+from shmap_tp.pretrained.layout import pieces_of_array
 from shmap_tp.training import checkpoint
 from shmap_tp.training.bad_steps import initial_bad_step_state
-from shmap_tp.training.restore_parameters import read_chunks
+from shmap_tp.training.checkpoint_files import read_chunks
 from shmap_tp.training.step import State
 from tests.helpers.fresh_process import python
 from tests.helpers.paths import ROOT
@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, monkeypatch, capsys):
     saved(tmp_path / "run", f"model.from_pretrained={directory}", "mesh.mp=1", "train.batch=2")
     files = [file for file in (tmp_path / "run" / "1" / "state").rglob("*") if file.is_file()]
     file = max(files, key=lambda file: file.stat().st_size)
-    monkeypatch.setattr("shmap_tp.training.restore_parameters.find_faults", lambda directory: [])
+    monkeypatch.setattr("shmap_tp.training.checkpoint_files.find_faults", lambda directory: [])
     file.write_bytes(bytes(file.stat().st_size))
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_memory_of_an_export_and_of_a_load_is_bounded(tmp_path, monkeypatch):
-    """A model of 448 MiB, chunks and blocks of 8 MiB: beside its shards 150 MiB, of which imports and compilation take
+    """A model of 448 MiB, chunks and pieces of 8 MiB: beside its shards 150 MiB, of which imports and compilation take
     about 90.  Its embedding alone has 128 MiB."""
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 8 * 2**20)
     saved(tmp_path / "run", *(f"model.{one}" for one in LARGE), "model=test", "mesh.dp=1", "mesh.mp=1", "train.batch=1")
@@ -92,12 +92,12 @@ def test_memory_of_an_export_and_of_a_load_is_bounded(tmp_path, monkeypatch):
         f"""
         import jax, json
         from pathlib import Path
-        from shmap_tp.pretrained import blocks, reading, writing
+        from shmap_tp.pretrained import reading, writing
         from shmap_tp.pretrained.__main__ import main
         import shmap_tp
         from tests.helpers.pretrained_processes import measuring
 
-        reading.BLOCK_BYTES = writing.BLOCK_BYTES = 8 * 2**20
+        reading.PIECE_BYTES = writing.PIECE_BYTES = 8 * 2**20
         jax.devices()
         measured = {{}}
         with measuring(measured, "export"):
@@ -151,9 +151,9 @@ def test_an_export_that_is_killed_leaves_no_directory_and_no_file_that_can_be_re
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (3, 4, 5)])
 @pytest.mark.parametrize("limit", [1, 8, 12, 40, 10_000])
-def test_blocks_make_up_the_array_and_are_not_too_large(shape, limit):
+def test_pieces_make_up_the_array_and_are_not_too_large(shape, limit):
     count = np.zeros(shape, int)
-    for first, size in blocks.blocks(shape, 4, limit):
+    for first, size in pieces_of_array(shape, 4, limit):
         assert np.prod(size) * 4 <= max(4, limit)
         count[tuple(slice(a, a + n) for a, n in zip(first, size, strict=True))] += 1
     assert (count == 1).all()

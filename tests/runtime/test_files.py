@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shmap_tp.config import compose
+from shmap_tp.config.compose import to_yaml
 from shmap_tp.errors import StorageError
-from shmap_tp.runtime.files import writing
+from shmap_tp.runtime.files import write_atomically, writing
 from shmap_tp.training import loop
 from shmap_tp.training.metrics import Recorder, read_metrics
 from tests.helpers.run_fixtures import lines, tiny
@@ -31,7 +31,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 def test_a_full_disk_is_reported_when_saving_a_checkpoint_and_the_run_resumes_with_more_space(
     small_disk, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
+    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
     with pytest.raises(StorageError) as caught:
         loop.train(tiny(tmp_path))
     message = str(caught.value).splitlines()
@@ -65,7 +65,7 @@ def test_a_full_disk_is_reported_when_writing_metrics(tmp_path):
 
 def test_a_full_disk_leaves_the_saved_configuration_as_it_was(tmp_path, monkeypatch):
     config, file = tiny(tmp_path), tmp_path / "config.yaml"
-    compose.save(config, file)
+    write_atomically(file, to_yaml(config))
     saved = file.read_text()
 
     def write_half(path: Path, text: str, encoding: str) -> None:
@@ -75,7 +75,7 @@ def test_a_full_disk_leaves_the_saved_configuration_as_it_was(tmp_path, monkeypa
 
     monkeypatch.setattr(Path, "write_text", write_half)
     with pytest.raises(StorageError, match="No space left"), writing(file):
-        compose.save(config, file)
+        write_atomically(file, to_yaml(config))
     assert file.read_text() == saved
 
 

@@ -80,7 +80,7 @@ def alone(tmp_path_factory) -> Path:
     """Directory of a run of 9 steps by one process with eight devices."""
     directory = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "machine_peak", lambda devices: None)
+        patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
         assert loop.train(tiny(directory, *GIVEN, "train.steps=9")) == 0
     return directory
 
@@ -98,7 +98,7 @@ def test_two_processes_train_to_the_same_losses_as_one_which_continues_their_che
     assert output.count("step 6/6") == 1 and "done at step 6 of 6" in output
     assert_same_losses(tmp_path, alone, 6)
 
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
+    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
     one = ["mesh.dp=1", "mesh.mp=8", "train.steps=9", "checkpoint.resume=must"]
     assert loop.train(tiny(tmp_path, *GIVEN, *one)) == 0
     assert [line["mesh"] for line in lines(tmp_path)] == [[2, 4]] * 6 + [[1, 8]] * 3

@@ -9,7 +9,7 @@ import pytest
 
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import watch_preemption
-from shmap_tp.training import loop
+from shmap_tp.training import loop, run
 from tests.helpers.run_fixtures import lines, tiny
 
 
@@ -70,12 +70,12 @@ def test_the_metadata_server_is_not_polled_without_a_tpu(monkeypatch):
 
 
 def test_a_preempted_run_saves_and_exits_with_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
+    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
     values = {"preempted": "FALSE", "maintenance-event": "NONE"}
     with metadata_server(values) as server:
         monkeypatch.setenv("GCE_METADATA_HOST", server)
         monkeypatch.setattr(
-            loop, "watch_preemption", lambda stop_event: watch_preemption(stop_event, interval_seconds=0.01)
+            run, "watch_preemption", lambda stop_event: watch_preemption(stop_event, interval_seconds=0.01)
         )
         due = loop._is_due
 

@@ -10,13 +10,14 @@ import pytest
 from shmap_tp.runtime import shutdown
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import StopRequest
-from shmap_tp.training import loop
-from tests.helpers.run_fixtures import lines, run_uninterrupted, state_at, tiny, values
+from shmap_tp.training import loop, run
+from shmap_tp.training.checkpoint import Checkpoints
+from tests.helpers.run_fixtures import lines, make_runs_quick, run_uninterrupted, state_at, tiny, values
 
 
 @pytest.fixture(autouse=True)
 def no_peak(monkeypatch):
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
+    make_runs_quick(monkeypatch)
 
 
 def send_sigterm() -> None:
@@ -43,7 +44,7 @@ def sigterm_before(monkeypatch, where: object, name: str, *, time: int = 1) -> N
 def test_a_run_stopped_before_the_first_step_saves_nothing(tmp_path, monkeypatch, capsys, name):
     """`named` is called just before the step is compiled."""
     former = signal.getsignal(signal.SIGTERM)
-    sigterm_before(monkeypatch, loop, name)
+    sigterm_before(monkeypatch, run, name)
     assert loop.train(tiny(tmp_path)) == STOPPED
     assert "stopped before the first training step; there is nothing to save" in capsys.readouterr().out
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -109,8 +110,8 @@ def test_an_interrupted_evaluation_is_repeated_after_the_resume(straight, tmp_pa
 def test_a_second_sigterm_during_the_save_has_no_effect(straight, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         sigterm_before(patch, StopRequest, "requested", time=4)
-        sigterm_before(patch, loop.Checkpoints, "save", time=2)
-        sigterm_before(patch, loop.Checkpoints, "wait", time=3)
+        sigterm_before(patch, Checkpoints, "save", time=2)
+        sigterm_before(patch, Checkpoints, "wait", time=3)
         assert loop.train(tiny(tmp_path)) == STOPPED
     saved = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == [2, 3]

@@ -9,17 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.step import State, StepFunctions, build_step_functions
+from shmap_tp.training.step import State, StepFunctions
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, random_state
-from tests.helpers.run_fixtures import run_uninterrupted, tiny
+from tests.helpers.run_fixtures import make_runs_quick, run_uninterrupted, shared_step_functions, tiny
 
 
 @pytest.fixture(autouse=True)
-def no_peak(monkeypatch):
-    """Do not measure the peak FLOP/s: it takes a second, and no test here uses it."""
-    monkeypatch.setattr(loop, "machine_peak", lambda devices: None)
+def quick_runs(monkeypatch):
+    make_runs_quick(monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +40,7 @@ def functions(tmp_path_factory):
     @cache
     def build(dp: int, mp: int) -> StepFunctions:
         config = tiny(directory, f"mesh.dp={dp}", f"mesh.mp={mp}")
-        return build_step_functions(config, make_mesh(config.mesh, jax.devices()[: dp * mp]), jnp.float32)
+        return shared_step_functions(config, make_mesh(config.mesh, jax.devices()[: dp * mp]), jnp.float32)
 
     return build
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ from shmap_tp.config.schema import GuardConfig
 from shmap_tp.data.batches import Batches
 from shmap_tp.errors import DivergedError
 from shmap_tp.parallel.collectives import all_reduce, varying_axes
-from shmap_tp.parallel.mesh import DP, make_mesh
+from shmap_tp.parallel.mesh import DP
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop, step
 from shmap_tp.training.bad_steps import BadStepMonitor, BadStepState, StepOutcome, initial_bad_step_state
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.step import Objective, State, build_step_functions
 from tests.helpers.assertions import assert_replicas_agree, assert_same_bits, by_path
-from tests.helpers.model_fixtures import config, mesh
-from tests.helpers.run_fixtures import STEPS, checkpoint_steps, lines, signal_during, state_at, tiny, values
+from tests.helpers.checkpoint_fixtures import checkpoint_config
+from tests.helpers.model_fixtures import config, mesh_of
+from tests.helpers.run_fixtures import STEPS, checkpoint_steps, lines, signal_during, state_at, tiny, tokens_of, values
 from tests.helpers.step_fixtures import learnable_batch
 
 GUARD = GuardConfig(loss_spike_sigmas=6.0, window=8, max_norm_change=10.0, max_consecutive=3)
@@ -111,23 +113,26 @@ def test_the_monitor_reports_why_a_step_was_skipped_and_stops_after_too_many():
 # In the compiled step
 
 IN_A_MICROBATCH, IN_A_SHARD = 48, 49
-SETTINGS = ["mesh.zero=none", "mesh.zero=zero1", "mesh.zero=fsdp mesh.tensor_parallel=sequence model.context=8"]
+SETTINGS = ["mesh.zero=none", "mesh.zero=fsdp mesh.tensor_parallel=sequence model.context=8"]
 
 
 def put_nan_in_gradient(monkeypatch, is_bad: Callable[[Any], Any]) -> None:
     """Put one NaN into one device's shard of one gradient if `is_bad(tokens)`, of the tokens of a device."""
-    original = step.loss_and_gradients
+    monkeypatch.setattr(step, "loss_and_gradients", with_nan_in_gradient(step.loss_and_gradients, is_bad))
 
-    def with_nan(objective: Any, params: Any, tokens_ABT: Any) -> Any:
-        loss, gradients = original(objective, params, tokens_ABT)
+
+@cache
+def with_nan_in_gradient(original: Callable[..., Any], is_bad: Callable[[Any], Any]) -> Callable[..., Any]:
+    def with_nan(objective: Any, params: Any, batch: Any, frozen: Any) -> Any:
+        loss, gradients = original(objective, params, batch, frozen)
         dw = gradients.blocks.attention.query.weight
-        here = is_bad(tokens_ABT)
+        here = is_bad(batch.inputs)
         for axis in varying_axes(dw):
             here &= lax.axis_index(axis) == 1
         nan = jnp.where(here, jnp.nan, dw[0, 0, 0])
         return loss, eqx.tree_at(lambda g: g.blocks.attention.query.weight, gradients, dw.at[0, 0, 0].set(nan))
 
-    monkeypatch.setattr(step, "loss_and_gradients", with_nan)
+    return with_nan
 
 
 @pytest.mark.parametrize("given", SETTINGS)
@@ -136,14 +141,14 @@ def test_a_nan_on_one_device_changes_no_weight_on_any_device(monkeypatch, given)
     to one that never saw that batch."""
     objective = Objective.__call__
 
-    def with_nan(self: Any, params: Any, tokens_BT: Any, counted: Any) -> Any:
-        objected, loss = objective(self, params, tokens_BT, counted)
-        return objected * jnp.where(jnp.any(tokens_BT[:, 0] == IN_A_MICROBATCH), jnp.nan, 1.0), loss
+    def with_nan(self: Any, params: Any, batch: Any, *counts: Any) -> Any:
+        objected, loss = objective(self, params, batch, *counts)
+        return objected * jnp.where(jnp.any(batch.inputs[:, 0] == IN_A_MICROBATCH), jnp.nan, 1.0), loss
 
     monkeypatch.setattr(Objective, "__call__", with_nan)
     put_nan_in_gradient(monkeypatch, lambda tokens: all_reduce(jnp.sum(tokens[..., 0] == IN_A_SHARD), DP) > 0)
     conf = config("mesh.dp=2", "mesh.mp=4", "train.batch=16", "train.microbatches=2", *given.split())
-    made = build_step_functions(conf, mesh((2, 4)), jnp.float32)
+    made = build_step_functions(conf, mesh_of(conf), jnp.float32)
     program = made.step.lower(made.shapes, made.tokens).compile()
 
     def trained(firsts: list[int | None]) -> list[tuple[State, dict[str, Any]]]:
@@ -175,9 +180,9 @@ def test_a_spike_in_one_microbatch_changes_no_weight_on_any_device(monkeypatch):
     """A finite spike in the second microbatch, on one dp rank, raises the loss of the whole step."""
     objective = Objective.__call__
 
-    def raised(self: Any, params: Any, tokens_BT: Any, counted: Any) -> Any:
-        times = jnp.where(jnp.any(tokens_BT[:, 0] == IN_A_MICROBATCH), 100.0, 1.0)
-        return tuple(times * each for each in objective(self, params, tokens_BT, counted))
+    def raised(self: Any, params: Any, batch: Any, *counts: Any) -> Any:
+        times = jnp.where(jnp.any(batch.inputs[:, 0] == IN_A_MICROBATCH), 100.0, 1.0)
+        return tuple(times * each for each in objective(self, params, batch, *counts))
 
     monkeypatch.setattr(Objective, "__call__", raised)
     conf = config(
@@ -188,7 +193,7 @@ def test_a_spike_in_one_microbatch_changes_no_weight_on_any_device(monkeypatch):
         "guard.loss_spike_sigmas=6",
         "guard.window=2",
     )
-    made = build_step_functions(conf, mesh((2, 4)), jnp.float32)
+    made = build_step_functions(conf, mesh_of(conf), jnp.float32)
     state, states, seen = made.init(), [], []
     for i in range(4):
         tokens = learnable_batch(i, made.tokens.shape) % 40
@@ -213,18 +218,27 @@ def weights_and_optimizer(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 BAD = [4, 5]  # a checkpoint is due after 4
 
 
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory) -> Batches:
+    """The batches of every run here."""
+    conf = tiny(tmp_path_factory.mktemp("batches"))
+    return Batches(conf, tokens_of(conf))
+
+
+@pytest.fixture(scope="module")
+def is_bad(batches) -> Callable[[Any], Any]:
+    sums = np.array([np.sum(np.asarray(batches.training(number - 1))[..., :-1]) for number in BAD])
+    return lambda tokens: jnp.any(all_reduce(jnp.sum(tokens), DP) == sums)
+
+
 @pytest.fixture
-def with_bad_steps(tmp_path, monkeypatch) -> Path:
+def with_bad_steps(tmp_path, monkeypatch, is_bad) -> Path:
     """A directory in which the batches of the steps BAD cause a NaN."""
-    conf = tiny(tmp_path)
-    made = build_step_functions(conf, make_mesh(conf.mesh), jnp.float32)
-    batches = Batches(conf, made.tokens)
-    sums = np.array([np.sum(np.asarray(batches.training(number - 1))) for number in BAD])
-    put_nan_in_gradient(monkeypatch, lambda tokens: jnp.any(all_reduce(jnp.sum(tokens), DP) == sums))
+    put_nan_in_gradient(monkeypatch, is_bad)
     return tmp_path
 
 
-def test_skipped_steps_are_counted_and_reported_and_leave_the_weights_unchanged(with_bad_steps, capsys):
+def test_skipped_steps_are_counted_and_reported_and_leave_the_weights_unchanged(with_bad_steps, batches, capsys):
     assert loop.train(tiny(with_bad_steps, "evaluate.every=1")) == 0
     assert [line["skipped"] for line in lines(with_bad_steps)] == [0, 0, 0, 1, 2, 2, 2, 2]
     assert [line["skipped_in_a_row"] for line in lines(with_bad_steps)] == [0, 0, 0, 1, 2, 0, 0, 0]
@@ -235,10 +249,6 @@ def test_skipped_steps_are_counted_and_reported_and_leave_the_weights_unchanged(
     assert held_out[2] == held_out[3] == held_out[4] and len(set(held_out)) == STEPS - len(BAD)
     printed = capsys.readouterr().out
     assert re.findall(r"step (\d) is skipped, the weights are unchanged: .* gradient norm nan", printed) == ["4", "5"]
-    batches = Batches(
-        tiny(with_bad_steps),
-        build_step_functions(tiny(with_bad_steps), make_mesh(tiny(with_bad_steps).mesh), jnp.float32).tokens,
-    )
     for line in lines(with_bad_steps):
         assert line.get("sequences") == (
             batches.sequence_indices(line["step"] - 1).tolist() if line["step"] in BAD else None
@@ -282,15 +292,13 @@ def test_too_many_consecutive_skipped_steps_stop_the_run_which_can_be_resumed(wi
     assert state_at(with_bad_steps, STEPS) == state_at(uninterrupted, STEPS)
 
 
-def test_a_checkpoint_without_a_bad_step_state_can_be_resumed(with_bad_steps):
-    conf = tiny(with_bad_steps)
-    made = build_step_functions(conf, make_mesh(conf.mesh), jnp.float32)
+def test_a_checkpoint_without_a_bad_step_state_can_be_resumed(functions, tmp_path, batches):
+    made = functions(2, 4)
     state = made.init()
     older = {field: value for field, value in vars(state).items() if field != "guard"}
-    ocp.save_checkpointables(with_bad_steps / "3", {"state": older})
-    with Checkpoints(dataclasses.replace(conf.checkpoint, dir=str(with_bad_steps)), print) as checkpoints:
+    ocp.save_checkpointables(tmp_path / "3", {"state": older})
+    with Checkpoints(checkpoint_config(tmp_path), print) as checkpoints:
         restored = checkpoints.restore(3, made.shapes)
     assert_same_bits(restored, state)
-    train_on = made.step.lower(made.shapes, made.tokens).compile()
-    train_on(restored, Batches(conf, made.tokens).training(0))
     assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, made.shapes)
+    made.step(restored, batches.training(0))

@@ -138,8 +138,8 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
 
 def test_a_bucket_url_does_not_create_a_local_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert str(checkpoint._directory("gs://bucket/run")) == "gs://bucket/run"
-    assert str(checkpoint._directory("run")) == str(tmp_path / "run")
+    assert str(checkpoint.absolute("gs://bucket/run")) == "gs://bucket/run"
+    assert str(checkpoint.absolute("run")) == str(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(UserError, match=r"^checkpoint\.dir=gs://bucket/run needs gcsfs: pip install -e '\.\[gcs\]'$"):
         Checkpoints(replace(checkpoint_config(tmp_path), dir="gs://bucket/run"), print)

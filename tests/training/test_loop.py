@@ -5,21 +5,18 @@ import shutil
 import signal
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from shmap_tp.config.compose import load
 from shmap_tp.data.batches import Batches
-from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import MANIFEST
-from shmap_tp.training.step import State, build_step_functions
+from shmap_tp.training.step import State
 from tests.helpers.run_fixtures import (
     STEPS,
-    bits,
     checkpoint_steps,
     file_contents,
     lines,
@@ -32,14 +29,13 @@ from tests.helpers.run_fixtures import (
 MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
-    "owner, name, when, stops_at",
+    "number, owner, name, when, stops_at",
     [
-        (Batches, "training", lambda step: step == 4, 5),  # during step 5, which is finished and saved
-        (Batches, "validation", lambda index: index == 1, 4),  # in the evaluation after step 4
-        (Checkpoints, "save", lambda step, *_: step == 2, 2),  # while step 2 is being saved
-        (Batches, "training", lambda step: step == 7, 8),  # during the last step, before its evaluation
+        (signal.SIGTERM, Batches, "training", lambda step: step == 4, 5),  # in step 5, which is finished and saved
+        (signal.SIGINT, Batches, "validation", lambda index: index == 1, 4),  # in the evaluation after step 4
+        (signal.SIGTERM, Checkpoints, "save", lambda step, *_: step == 2, 2),  # while step 2 is being saved
+        (signal.SIGINT, Batches, "training", lambda step: step == 7, 8),  # in the last step, before its evaluation
     ],
     ids=["in a step", "in an evaluation", "in a save", "in the last step"],
 )
@@ -61,16 +57,12 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
 
 
 @pytest.mark.parametrize("name", ["newest_intact", "restore", "facts"])
-def test_a_stop_during_resume_changes_nothing(uninterrupted, copied, monkeypatch, name):
+def test_a_stop_during_resume_changes_nothing(copied, monkeypatch, name):
     shutil.rmtree(copied / "run" / "checkpoints" / "8")
     before = file_contents(copied)
-    with monkeypatch.context() as patch:
-        signal_during(patch, Checkpoints, name, signal.SIGTERM, lambda *_: True)
-        assert loop.train(tiny(copied, "checkpoint.resume=must")) == STOPPED
+    signal_during(monkeypatch, Checkpoints, name, signal.SIGTERM, lambda *_: True)
+    assert loop.train(tiny(copied, "checkpoint.resume=must")) == STOPPED
     assert file_contents(copied) == before
-    assert loop.train(tiny(copied, "checkpoint.resume=must")) == 0
-    assert state_at(copied, STEPS) == state_at(uninterrupted, STEPS)
-    assert values(copied) == values(uninterrupted)
 
 
 def test_a_finished_run_can_be_extended(uninterrupted, tmp_path):
@@ -96,68 +88,58 @@ def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(uninterrupted,
     assert [line["segment"] for line in lines(copied)] == [0] * 4 + [1] * 4
 
 
-def test_a_checkpoint_of_any_mesh_resumes_on_every_other_mesh(tmp_path):
-    """All ordered pairs: the restored state is bitwise equal, and the losses that follow agree to 1e-6."""
+def test_a_checkpoint_of_any_mesh_continues_on_another_mesh(functions, tmp_path):
+    """Each mesh saves for itself and for the next one: the losses that follow agree to 1e-6, on its own mesh exactly.
+
+    That a state is restored bit for bit on every mesh: test_checkpoint.py.
+    """
     trained, more = 3, 3
     config = tiny(tmp_path, "checkpoint.keep=9")
-    functions, steps = {}, {}
-    for dp, mp in MESHES:
-        here = tiny(tmp_path, f"mesh.dp={dp}", f"mesh.mp={mp}")
-        functions[dp, mp] = build_step_functions(here, make_mesh(here.mesh, jax.devices()[: dp * mp]), jnp.float32)
-        steps[dp, mp] = functions[dp, mp].step.lower(functions[dp, mp].shapes, functions[dp, mp].tokens).compile()
 
     def train_on(mesh: tuple[int, int], state: State, first: int, last: int) -> tuple[State, list[float]]:
-        batches, losses = Batches(config, functions[mesh].tokens), []
+        batches, losses = Batches(config, functions(*mesh).tokens), []
         for step in range(first, last):
-            state, measured = steps[mesh](state, batches.training(step))
+            state, measured = functions(*mesh).step(state, batches.training(step))
             losses.append(float(measured["loss"]))
         return state, losses
 
-    initial = functions[2, 4].init()
+    initial = functions(2, 4).init()
     with Checkpoints(config.checkpoint, print) as checkpoints:
         checkpoints.save(0, initial, {})
         checkpoints.wait()
-        compared = 0
         for number, source in enumerate(MESHES, start=1):
-            state, _ = train_on(source, checkpoints.restore(0, functions[source].shapes), 0, trained)
-            saved = bits(state)
+            state, _ = train_on(source, checkpoints.restore(0, functions(*source).shapes), 0, trained)
             checkpoints.save(number, state, {})
             checkpoints.wait()
             _, expected = train_on(source, state, trained, trained + more)
-            for target in MESHES:
-                restored = checkpoints.restore(number, functions[target].shapes)
-                assert bits(restored) == saved, (source, target)
+            for target in (source, MESHES[number % len(MESHES)]):
+                restored = checkpoints.restore(number, functions(*target).shapes)
                 _, losses = train_on(target, restored, trained, trained + more)
                 assert losses == pytest.approx(expected, rel=1e-6, abs=0), (source, target)
                 assert target != source or losses == expected
-                compared += 1
-            if number == 1:  # otherwise the comparison would be empty
-                assert len(set(expected)) == more
-    assert compared == 25
+            assert len(set(expected)) == more, "otherwise the comparison would be empty"
 
 
-@pytest.mark.parametrize("override", ["mesh.dp=8 mesh.mp=1", "mesh.tensor_parallel=sequence"])
-def test_a_run_resumes_on_another_mesh_or_tensor_parallel_mode(uninterrupted, copied, override):
+def test_a_run_resumes_on_another_mesh_in_another_tensor_parallel_mode(uninterrupted, copied):
     run = copied / "run"
     for step in (6, 8):
         shutil.rmtree(run / "checkpoints" / str(step))
-    assert loop.train(tiny(copied, "checkpoint.resume=must", *override.split())) == 0
-    assert [line["mesh"] for line in lines(copied)] == [[2, 4]] * 4 + [
-        [2, 4] if "tensor_parallel" in override else [8, 1]
-    ] * 4
+    other = ["mesh.dp=4", "mesh.mp=2", "mesh.tensor_parallel=sequence"]
+    assert loop.train(tiny(copied, "checkpoint.resume=must", *other)) == 0
+    assert [line["mesh"] for line in lines(copied)] == [[2, 4]] * 4 + [[4, 2]] * 4
     assert [line["loss"] for line in lines(copied)] == pytest.approx(
         [line["loss"] for line in lines(uninterrupted)], rel=1e-6
     )
 
 
 def test_dp_auto_resumes_on_the_remaining_devices(uninterrupted, tmp_path, monkeypatch):
-    """Two steps each on 8, 4, 2 and 1 devices, with the same command; a device computes one sequence at a time."""
+    """Four steps each on 8 and 2 devices, with the same command; a device computes one sequence at a time."""
     every = jax.devices()
-    for steps, devices in zip((2, 4, 6, 8), (8, 4, 2, 1), strict=True):
+    for steps, devices in ((4, 8), (8, 2)):
         monkeypatch.setattr(jax, "devices", lambda count=devices: every[:count])
         given = ["mesh.dp=auto", "mesh.mp=1", "train.max_sequences_per_device=1", f"train.steps={steps}"]
         assert loop.train(tiny(tmp_path, *given, "evaluate.every=0", "checkpoint.resume=if_present")) == 0
-    assert [line["mesh"] for line in lines(tmp_path)] == [[dp, 1] for dp in (8, 8, 4, 4, 2, 2, 1, 1)]
+    assert [line["mesh"] for line in lines(tmp_path)] == [[8, 1]] * 4 + [[2, 1]] * 4
     assert [line["loss"] for line in lines(tmp_path)] == pytest.approx(
         [line["loss"] for line in lines(uninterrupted)], rel=1e-6, abs=0
     )
@@ -165,12 +147,11 @@ def test_dp_auto_resumes_on_the_remaining_devices(uninterrupted, tmp_path, monke
 
 
 def test_evaluation_does_not_change_the_training(uninterrupted, tmp_path):
-    for every in (0, 1):
-        assert loop.train(tiny(tmp_path / str(every), f"evaluate.every={every}", "checkpoint.every=0")) == 0
-        assert values(tmp_path / str(every)) == values(uninterrupted)
-        assert state_at(tmp_path / str(every), STEPS) == state_at(uninterrupted, STEPS)
-    assert [line["step"] for line in lines(tmp_path / "0", "validation")] == [STEPS]
-    assert [line["step"] for line in lines(tmp_path / "1", "validation")] == list(range(1, STEPS + 1))
+    assert loop.train(tiny(tmp_path, "evaluate.every=0", "checkpoint.every=0")) == 0
+    assert values(tmp_path) == values(uninterrupted)
+    assert state_at(tmp_path, STEPS) == state_at(uninterrupted, STEPS)
+    assert [line["step"] for line in lines(tmp_path, "validation")] == [STEPS]
+    assert [line["step"] for line in lines(uninterrupted, "validation")] == [4, STEPS]
 
 
 def test_the_first_signal_requests_a_stop_and_a_second_ctrl_c_interrupts():

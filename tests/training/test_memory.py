@@ -7,8 +7,8 @@ import shmap_tp
 from shmap_tp import chat, evaluate, generate
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.training import loop, memory
-from shmap_tp.training.memory import explained_memory_errors, require_host_memory
+from shmap_tp.training import environment, loop
+from shmap_tp.training.environment import explained_memory_errors, require_host_memory
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.pretrained_models import write_directory
 from tests.helpers.run_fixtures import run_uninterrupted, tiny
@@ -26,7 +26,7 @@ def test_the_state_of_all_emulated_devices_must_fit_into_the_machine(tmp_path, d
 
 
 def test_a_run_that_does_not_fit_is_refused_before_its_state_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "require_host_memory", lambda shapes: require_host_memory(shapes, 1000))
+    monkeypatch.setattr("shmap_tp.training.run.require_host_memory", lambda shapes: require_host_memory(shapes, 1000))
     with pytest.raises(UserError, match=r"but this machine has 0\.0 GB"):
         loop.train(tiny(tmp_path))
 
@@ -35,7 +35,7 @@ def test_a_device_that_is_out_of_memory_is_explained(tmp_path, monkeypatch):
     def compile_with(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\nmany more lines")
 
-    monkeypatch.setattr(loop, "compile_with", compile_with)
+    monkeypatch.setattr("shmap_tp.training.run.compile_with", compile_with)
     with pytest.raises(UserError) as raised:
         loop.train(tiny(tmp_path))
     first, second = str(raised.value).splitlines()
@@ -49,7 +49,7 @@ def test_a_model_that_does_not_fit_into_the_machine_is_refused_before_it_is_read
     """Initial, restored and pretrained parameters."""
     directory = write_directory(tmp_path / "m", "llama")
     trained = run_uninterrupted(tmp_path_factory) / "run"
-    monkeypatch.setattr(memory.os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(environment.os, "sysconf", lambda _: 100)
     made = (
         lambda: shmap_tp.Model.initialize(shmap_tp.load_config("model=test", "mesh.dp=1", "mesh.mp=1")),
         lambda: shmap_tp.Model.restore(trained, dp=1, mp=1),

@@ -10,8 +10,7 @@ import pytest
 from shmap_tp.config.compose import load
 from shmap_tp.errors import UserError
 from shmap_tp.training import metrics
-from shmap_tp.training.loss_plot import plot_losses
-from shmap_tp.training.metrics import Meter, Recorder, read_metrics
+from shmap_tp.training.metrics import Meter, Recorder, plot_losses, read_metrics
 from tests.helpers.run_fixtures import (
     BATCH,
     CONTEXT,

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from shmap_tp.api import load_config
 from shmap_tp.config.schema import OptimizerConfig
-from shmap_tp.training.optimizer import Optimizer, describe_schedule
-from shmap_tp.training.step import Components, build_step_functions
+from shmap_tp.parallel.mesh import DP, make_mesh
+from shmap_tp.parallel.partitioning import Declaration, ParameterKind, declarations
+from shmap_tp.training.optimizer import Optimizer, describe_schedule, learning_rate_schedule
+from shmap_tp.training.step import Components, State, StepFunctions, build_step_functions
 from tests.helpers.assertions import assert_close, by_path, distances
-from tests.helpers.model_fixtures import MESHES, mesh
 from tests.helpers.step_fixtures import learnable_batch, step_config
 
 STEPS = 3
@@ -38,35 +41,111 @@ def test_a_schedule_is_described_up_to_the_last_step(steps, rest):
     assert described.startswith("up to 0.003 at step 30, then a cosine ") and described.endswith(rest)
 
 
-def normalised_descent(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Momentum, divided by its Frobenius norm: a minimal optimizer that needs full matrices (as Muon does)."""
+ALL_KINDS = frozenset(ParameterKind)
+
+
+def normalised_descent(whole: frozenset[ParameterKind]) -> Optimizer:
+    """Momentum of each layer, divided by its Frobenius norm: a minimal optimizer that needs whole arrays."""
+
+    def normalised(update: jax.Array, declared: Declaration) -> jax.Array:
+        dims = tuple(range(declared.stacked, update.ndim))
+        return update / (jnp.sqrt(jnp.sum(jnp.square(update), axis=dims, keepdims=True)) + 1e-6)
 
     def normalise(updates: Any, params: Any) -> Any:
-        return jax.tree.map(lambda u: u / (jnp.sqrt(jnp.sum(jnp.square(u))) + 1e-6), updates)
+        return jax.tree.map(normalised, updates, declarations(updates))
 
-    return optax.chain(optax.trace(0.9), optax.stateless(normalise), optax.add_decayed_weights(0.01), optax.scale(-0.1))
+    chain = optax.chain(
+        optax.trace(0.9), optax.stateless(normalise), optax.add_decayed_weights(0.01), optax.scale(-0.1)
+    )
+    return Optimizer(chain, optax.constant_schedule(0.1), whole)
 
 
-@cache
-def parameters_after_training(shape: tuple[int, int], zero: str, elementwise: bool = False) -> dict[str, np.ndarray]:
+def muon(config: OptimizerConfig) -> Optimizer:
+    """As in docs/extending.md."""
+    schedule = learning_rate_schedule(config)
+
+    def dims(params: Any) -> Any:
+        def of(declared: Declaration) -> Any:
+            is_matrix = declared.kind == ParameterKind.matrix
+            return optax.contrib.MuonDimensionNumbers(declared.inputs, declared.outputs) if is_matrix else None
+
+        return jax.tree.map(of, declarations(params))
+
+    return Optimizer(
+        optax.contrib.muon(schedule, muon_weight_dimension_numbers=dims), schedule, frozenset({ParameterKind.matrix})
+    )
+
+
+def functions_of(make: Any, shape: tuple[int, int], *settings: str) -> StepFunctions:
+    conf = step_config(shape, *settings)
+    on = make_mesh(conf.mesh, jax.devices()[: shape[0] * shape[1]])
+    return build_step_functions(conf, on, jnp.float32, Components(make_optimizer=make))
+
+
+def train(made: StepFunctions) -> State:
     """After 3 steps in float32."""
-    components = Components(make_optimizer=lambda config: Optimizer(normalised_descent(config), elementwise))
-    made = build_step_functions(step_config(shape, f"mesh.zero={zero}"), mesh(shape), jnp.float32, components)
     state = made.init()
     for i in range(STEPS):
         tokens = jax.device_put(learnable_batch(i, made.tokens.shape), made.tokens.sharding)
         state, _ = made.step(state, tokens)
-    return by_path(state.params)
+    return state
 
 
-@pytest.mark.parametrize("zero", ZEROS)
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_a_matrix_wise_optimizer_gives_the_parameters_of_one_device(shape, zero):
-    assert_close(parameters_after_training(shape, zero), parameters_after_training((1, 1), "none"), RELATIVE)
+@cache
+def parameters_after_training(name: str, shape: tuple[int, int], *settings: str) -> dict[str, np.ndarray]:
+    return by_path(train(functions_of(OPTIMIZERS[name], shape, *settings)).params)
 
 
-@pytest.mark.parametrize(("shape", "zero"), [((1, 8), "none"), ((2, 4), "none"), ((8, 1), "zero1"), ((8, 1), "fsdp")])
-def test_a_matrix_wise_optimizer_declared_as_elementwise_gives_other_parameters(shape, zero):
+OPTIMIZERS = {
+    "normalised": lambda config: normalised_descent(ALL_KINDS),
+    "normalised by shard": lambda config: normalised_descent(frozenset()),
+    "muon": muon,
+}
+PLACED = [
+    *[((2, 4), (f"mesh.zero={zero}",)) for zero in ZEROS],
+    ((8, 1), ("mesh.zero=fsdp",)),
+    ((1, 8), ("mesh.zero=none", "mesh.tensor_parallel=sequence", "model.context=8")),
+    ((4, 2), ("mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "mesh.slices=2", "model.layers=3")),
+]
+
+
+@pytest.mark.parametrize("name", ["normalised", "muon"])
+@pytest.mark.parametrize(("shape", "settings"), PLACED, ids=str)
+def test_an_optimizer_on_whole_matrices_gives_the_parameters_of_one_device(name, shape, settings):
+    of_model = [setting for setting in settings if setting.startswith("model")]
+    expected = parameters_after_training(name, (1, 1), *of_model)
+    assert_close(parameters_after_training(name, shape, *settings), expected, RELATIVE)
+
+
+@pytest.mark.parametrize(("shape", "zero"), [((2, 4), "none"), ((8, 1), "zero1"), ((8, 1), "fsdp")])
+def test_an_optimizer_on_whole_matrices_that_is_given_shards_gives_other_parameters(shape, zero):
     """It then divides by the norm of one device's shard."""
-    found = parameters_after_training(shape, zero, elementwise=True)
-    assert max(distances(found, parameters_after_training((1, 1), "none")).values()) > 1e-2
+    found = parameters_after_training("normalised by shard", shape, f"mesh.zero={zero}")
+    assert max(distances(found, parameters_after_training("normalised", (1, 1))).values()) > 1e-2
+
+
+def test_muon_updates_the_matrices_of_blocks_and_adam_the_rest():
+    momenta = functions_of(muon, (2, 4)).shapes.optimizer.inner_states
+    of_muon, of_adam = (set(by_path(momenta[name].inner_state[0].mu)) for name in ("muon", "adam"))
+    assert of_muon == {f"blocks.{name}.weight" for name in (
+        "attention.query", "attention.key", "attention.value", "attention.out", "mlp.up", "mlp.down"
+    )}  # fmt: skip
+    assert of_adam == {"embedding.weight", "head.weight", "norm.scale", "blocks.norm.scale"}
+
+
+def test_the_state_of_muon_is_sharded_along_layers():
+    """And not replicated: two layers, divided by dp; the other axis of the mesh does not divide one layer."""
+    made = functions_of(muon, (2, 4), "mesh.zero=fsdp")
+    momentum = made.shapes.optimizer.inner_states["muon"].inner_state[0].mu.blocks.mlp.up.weight
+    assert momentum.sharding.spec == P((DP,), None, None)
+    shard = momentum.sharding.shard_shape(momentum.shape)
+    assert shard == (momentum.shape[0] // 2, *momentum.shape[1:])
+
+
+def test_the_learning_rate_that_a_step_reports_is_that_of_its_optimizer():
+    made = functions_of(lambda config: normalised_descent(ALL_KINDS), (2, 1))
+    tokens = jax.device_put(learnable_batch(0, made.tokens.shape), made.tokens.sharding)
+    _, metrics = made.step(made.init(), tokens)
+    assert float(metrics["learning_rate"]) == np.float32(
+        0.1
+    )  # optimizer.learning_rate is 1e-2, and 0 at the first step

@@ -7,7 +7,7 @@ import pytest
 from shmap_tp.config.compose import load
 from shmap_tp.errors import UserError
 from shmap_tp.training import loop
-from shmap_tp.training.run_config import HEADER, refuse_foreign_config, write_run_config
+from shmap_tp.training.resume import HEADER, refuse_foreign_config, write_run_config
 from tests.helpers.run_fixtures import FIRST, file_contents, overrides, tiny
 
 

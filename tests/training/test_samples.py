@@ -21,6 +21,7 @@ from tests.helpers.run_fixtures import (
     BATCH,
     CONTEXT,
     lines,
+    make_runs_quick,
     overrides,
     signal_during,
     tiny,
@@ -55,8 +56,8 @@ def sampled(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sampled")
     with pytest.MonkeyPatch.context() as patch:
         printed = []
-        patch.setattr(loop, "print_on_process_0", printed.append)
-        patch.setattr(loop, "machine_peak", lambda devices: None)
+        patch.setattr("shmap_tp.training.run.print_on_process_0", printed.append)
+        make_runs_quick(patch)
         assert train(bytes_run(directory)) == 0
     return directory, printed
 
@@ -143,11 +144,10 @@ def test_an_empty_prompt_is_refused(tmp_path):
         validate(tiny(tmp_path, "sample.prompts=['']"))
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_several_processes_write_the_samples_of_one(sampled, tmp_path, count):
+def test_two_processes_write_the_samples_of_one(sampled, tmp_path):
     bytes_run(tmp_path)
-    with together(count, *overrides(tmp_path, *SAMPLED)) as processes:
+    with together(2, *overrides(tmp_path, *SAMPLED)) as processes:
         output = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0] * count, output
+    assert [process.returncode for process in processes] == [0, 0], output
     assert samples(tmp_path) == samples(sampled[0])
     assert "step 3  the model writes:" in output[0][0] and not any(out for out, _ in output[1:])

@@ -11,7 +11,7 @@ from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.step import State
-from tests.helpers.run_fixtures import FIRST, file_contents, flip_bit, overrides, tiny
+from tests.helpers.run_fixtures import FIRST, file_contents, flip_bit, make_runs_quick, overrides, tiny
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def trained(tmp_path_factory) -> Path:
     """The tiny run with checkpoints of steps 2 and 4; this directory has `run` and `data`."""
     directory = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "machine_peak", lambda devices: None)
+        make_runs_quick(patch)
         assert loop.train(tiny(directory, "train.steps=4", "evaluate.every=0")) == 0
     return directory
 

@@ -10,7 +10,7 @@ import pytest
 
 from shmap_tp.errors import UserError
 from shmap_tp.training import loop
-from shmap_tp.training.metric_writers import WeightsAndBiasesWriter
+from shmap_tp.training.metrics import WeightsAndBiasesWriter
 from tests.helpers.run_fixtures import tiny
 
 
@@ -60,7 +60,7 @@ def nothing_is_built(monkeypatch):
     def build(*arguments):
         raise Built
 
-    monkeypatch.setattr(loop, "build_step_functions", build)
+    monkeypatch.setattr("shmap_tp.training.run.build_step_functions", build)
     return Built
 
 

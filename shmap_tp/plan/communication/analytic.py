@@ -1,13 +1,13 @@
-"""The communication of a step, derived from its configuration and its modules before the step is traced.
+"""The communication of a step, and of generation, derived from the configuration and the modules of the model.
 
-Nothing here looks at the program: what is traced (`from_jaxpr.py`) and what is compiled (`from_hlo.py`) are compared
-with this.  Which products a model has, and which of them rematerialisation repeats, is found by tracing its modules
-with a recording tensor-parallel mode (`model_calls.py`); its parameters are those of its tree (`parameters.py`).  The
-rules here say what a product communicates in a mode.
+Nothing here looks at the program that runs: the traced step (`from_jaxpr.py`) and the compiled one (`from_hlo.py`) are
+compared with this.  What the model itself communicates is found by tracing its modules (`model_communication`), in any
+tensor-parallel mode; its parameters are those of its tree (`parameters.py`).  The tests compare both with rules that
+are written down by hand (`tests/helpers/communication_rules.py`).
 
 A microbatches, B sequences of a microbatch on this device, T time, D model width, N key/value heads, K head dim, L
-layers.  `enter` and `reduce` are those of the tensor-parallel mode (`entering`, `reducing`), as are `column_parallel`
-and `row_parallel`.  For the blocks of model/blocks.py this comes to:
+layers.  `enter` and `reduce` are those of the tensor-parallel mode, as are `column_parallel` and `row_parallel`.  For
+the blocks of model/blocks.py this comes to:
 
     embedding          reduce x[B T D]                                                                 A times
     parallel block     column_parallel on h[B T D], row_parallel to y[B T D]                           A L times
@@ -32,130 +32,68 @@ and `row_parallel`.  For the blocks of model/blocks.py this comes to:
 
 Where the residual stream is sharded over time, the gradients of parameters replicated over mp (norms, learned
 positions, key and value where mp > N) are summed over mp, once per step; key and value then not A L times.
+
+Generation reads T positions together (a prompt, or one new token) of each of B/dp sequences of a device, and makes N
+tokens a call.  The residual stream is replicated over mp, whatever the mode of training:
+
+    embedding          all-reduce of x[B/dp T D] over mp                                               N times
+    parallel block     all-reduce of y[B/dp T D] over mp                                               N L times
+    sequential block   the same twice                                                                  N L times
+    next token         all-gather over mp of [B/dp], float32, and of [B/dp], int32                     N times
+    new tokens         all-gather over dp of [B/dp N], int32                                           once
+    zero: fsdp         a matrix is all-gathered over dp, in the dtype of the activations               N times a layer
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import Config, TensorParallelMode
-from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, AllReduce, SequenceParallel, TensorParallel
+from shmap_tp.config.schema import Config
+from shmap_tp.parallel.fsdp import Fsdp
+from shmap_tp.parallel.mesh import MP, axis_sizes, batch_axes, token_axes
+from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, AllReduce, TensorParallel
+from shmap_tp.plan.communication.from_jaxpr import model_communication
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
-from shmap_tp.plan.communication.model_calls import gradients_are_partial, model_calls, traced_communication
 from shmap_tp.plan.communication.parameters import (
     all_reduce_once,
     fsdp_uses,
     gathers_between_slices,
     parameters,
+    placed_shapes,
     shapes_in_use,
     update,
 )
 from shmap_tp.training.step import CONFIGURED, Components
 
-# Tensor-parallel modes: what a call communicates in one pass, x[B T D] being all positions
-
-Rule = Callable[[TensorParallelMode, int, str, ArrayTraffic, Direction], list[Entry]]
-"""(mode, mp, the part of the model, x, direction) -> entries."""
-
-
-def entering(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
-    """`enter` with x[B T D] as a result.
-
-    all_reduce   forward nothing; backward one all-reduce of dx over mp
-    the others   forward one all-gather over mp of the shards of x; backward one reduce-scatter of dx
-    """
-    what, is_backward = f"{what} enter", direction == Direction.backward
-    if mode == TensorParallelMode.all_reduce:
-        return [x.over(MP, what, Operation.all_reduce, direction)] if is_backward else []
-    if is_backward:
-        return [x.over(MP, what, Operation.reduce_scatter, direction)]
-    return [replace(x, values=x.values // mp).over(MP, what, Operation.all_gather, direction)]
-
-
-def reducing(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
-    """`reduce` of x[B T D] {+mp}.
-
-    all_reduce   forward one all-reduce of x over mp; backward nothing
-    the others   forward one reduce-scatter of x over mp; backward one all-gather of the shards of dx
-    """
-    what, is_backward = f"{what} reduce", direction == Direction.backward
-    if mode == TensorParallelMode.all_reduce:
-        return [] if is_backward else [x.over(MP, what, Operation.all_reduce, direction)]
-    if is_backward:
-        return [replace(x, values=x.values // mp).over(MP, what, Operation.all_gather, direction)]
-    return [x.over(MP, what, Operation.reduce_scatter, direction)]
-
-
-def column_parallel(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
-    """`column_parallel` on x[B T D].
-
-    collective_matmul   forward mp - 1 ppermutes over mp of a chunk of x; backward as many of a chunk of dx
-    the others          `entering`
-    """
-    if mode != TensorParallelMode.collective_matmul:
-        return entering(mode, mp, what, x, direction)
-    return _ring(mp, f"{what} column-parallel", x, direction)
-
-
-def row_parallel(mode: TensorParallelMode, mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
-    """`row_parallel` to x[B T D].
-
-    collective_matmul   forward mp - 1 ppermutes over mp of a chunk of the sum; backward as many of its gradient
-    the others          `reducing`
-    """
-    if mode != TensorParallelMode.collective_matmul:
-        return reducing(mode, mp, what, x, direction)
-    return _ring(mp, f"{what} row-parallel", x, direction)
-
-
-def _ring(mp: int, what: str, x: ArrayTraffic, direction: Direction) -> list[Entry]:
-    chunk = replace(x, values=x.values // mp, count=x.count * (mp - 1))
-    return [chunk.over(MP, what, Operation.ppermute, direction)] if chunk.count else []
-
-
-RULES: dict[str, Rule] = {
-    "column_parallel": column_parallel,
-    "row_parallel": row_parallel,
-    "enter": entering,
-    "reduce": reducing,
-}
-"""The rule of each method of `TensorParallel` that communicates."""
-
-
 # The parts of a step
 
 
 def activations(config: Config, dtype: DTypeLike, components: Components = CONFIGURED) -> list[Entry]:
-    """What the model itself, from the embedding to the final norm, communicates over mp in all microbatches.
-
-    For a tensor-parallel mode of the user's own there is no rule: its collectives are listed as they are traced.
-    Raises ValueError where it is unknown how often something runs.
-    """
+    """What the model itself, from the embedding to the final norm, communicates in all microbatches, as its modules are
+    traced.  Raises ValueError where it is unknown how often something runs."""
     mesh, microbatches = config.mesh, config.train.microbatches
-    model = replace(config.model, offload=[])  # changes where activations are saved, not what is communicated over mp
+    model = replace(config.model, offload=[])  # changes where activations are saved, not what is communicated
     used = shapes_in_use(model, mesh, dtype, components)
-    tokens = config.train.batch // (microbatches * mesh.dp), model.context
-    tp = components.tensor_parallel or TENSOR_PARALLEL[mesh.tensor_parallel]
-    mode = _name(tp)
-    if mode is None:
-        own = traced_communication(used, tp, tokens, mesh.mp, dtype)
-        return [replace(entry, count=entry.count * microbatches) for entry in own]
-    simple = AllReduce() if mode == TensorParallelMode.all_reduce else SequenceParallel()
-    calls, own = model_calls(used, simple, tokens, mesh.mp, dtype)
-    entries = [replace(entry, count=entry.count * microbatches) for entry in own]
-    for traced in calls:
-        x = ArrayTraffic(traced.call.values, traced.call.dtype, traced.count * microbatches)
-        entries += RULES[traced.call.method](mode, mesh.mp, traced.what, x, traced.direction)
-    return entries
+    sizes = axis_sizes(mesh)
+    is_gathered = jax.tree.map(lambda it: isinstance(it, Fsdp), placed_shapes(model, mesh, components)[2])
+    tokens, tp = microbatch_shape(config), _mode(config, components)
+    found = model_communication(used, tp, tokens, sizes, dtype, is_gathered)
+    return [replace(entry, count=entry.count * microbatches) for entry in found]
 
 
-def _name(tp: TensorParallel) -> TensorParallelMode | None:
-    """The name that mesh.tensor_parallel has for a mode; None for one of the user's own."""
-    return next((name for name, mode in TENSOR_PARALLEL.items() if mode == tp), None)
+def microbatch_shape(config: Config) -> tuple[int, int]:
+    """[B, T] of a microbatch on one device."""
+    sizes = axis_sizes(config.mesh)
+    sequences = math.prod(sizes[axis] for axis in batch_axes(sizes))
+    time = math.prod(sizes[axis] for axis in token_axes(sizes)) // sequences
+    return config.train.batch // config.train.microbatches // sequences, config.model.context // time
+
+
+def _mode(config: Config, components: Components) -> TensorParallel:
+    return components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel]
 
 
 def cross_entropy(positions: ArrayTraffic, chunk: int) -> list[Entry]:
@@ -166,9 +104,10 @@ def cross_entropy(positions: ArrayTraffic, chunk: int) -> list[Entry]:
     return [each.over(MP, "loss", Operation.all_gather, Direction.forward)]
 
 
-def _counts() -> list[Entry]:
+def _counts(config: Config) -> list[Entry]:
     targets, loss = ArrayTraffic(1, "int32", 1), ArrayTraffic(1, "float32", 1)
-    return [*all_reduce_once(DP, "number of targets", targets), *all_reduce_once(DP, "loss", loss)]
+    axes = " ".join(token_axes(axis_sizes(config.mesh)))
+    return [*all_reduce_once(axes, "number of targets", targets), *all_reduce_once(axes, "loss", loss)]
 
 
 # The programs
@@ -181,12 +120,11 @@ def analytic_communication(config: Config, dtype: DTypeLike, components: Compone
     Raises ValueError where it is unknown how often something runs.
     """
     every = parameters(config.model, config.mesh, components)
-    tp = components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel]
     return [
         *gathers_between_slices(config, every),
         *_forward_and_backward(config, dtype, components),
-        *_counts(),
-        *update(config, every, partial_over_mp=gradients_are_partial(tp)),
+        *_counts(config),
+        *update(config, every, partial_over=_mode(config, components).time_axes),
     ]
 
 
@@ -197,16 +135,51 @@ def analytic_evaluation_communication(
     both = _forward_and_backward(config, dtype, components)
     forward = [entry for entry in both if entry.direction == Direction.forward]
     every = parameters(config.model, config.mesh, components)
-    return [*gathers_between_slices(config, every), *forward, *_counts()]
+    return [*gathers_between_slices(config, every), *forward, *_counts(config)]
 
 
 def _forward_and_backward(config: Config, dtype: DTypeLike, components: Components) -> list[Entry]:
     """The communication of all microbatches of a step."""
     model, microbatches = config.model, config.train.microbatches
-    positions = config.train.batch // (microbatches * config.mesh.dp) * model.context
+    positions = math.prod(microbatch_shape(config))
     wide = jnp.promote_types(dtype, jnp.float32).name
     return [
         *fsdp_uses(config, parameters(model, config.mesh, components), jnp.dtype(dtype).name),
         *activations(config, dtype, components),
         *cross_entropy(ArrayTraffic(positions, wide, microbatches), config.train.loss_chunk),
+    ]
+
+
+# Generation
+
+
+def prefill_communication(config: Config, batch: int, prompt: int, dtype: DTypeLike) -> list[Entry]:
+    """What reading `batch` prompts of `prompt` tokens communicates, and choosing a token for each, without noise.
+
+    `batch` is that of all devices of one slice; the model computes in `dtype`.  Entries over a mesh axis of size 1 are
+    included.
+    """
+    return _generation(config, batch // config.mesh.dp, prompt, 1, dtype)
+
+
+def decode_communication(config: Config, batch: int, tokens: int, dtype: DTypeLike) -> list[Entry]:
+    """What one call that decodes `tokens` tokens of each of `batch` sequences communicates; as above."""
+    return _generation(config, batch // config.mesh.dp, 1, tokens, dtype)
+
+
+def _generation(config: Config, batch: int, positions: int, steps: int, dtype: DTypeLike) -> list[Entry]:
+    """`batch` sequences of a device; `steps` times `positions` positions of each."""
+    model = replace(config.model, offload=[])
+    used = shapes_in_use(model, config.mesh, dtype)
+    found = model_communication(used, AllReduce(), (batch, positions), axis_sizes(config.mesh), dtype)
+    once = replace(config, train=replace(config.train, microbatches=1))
+    found += fsdp_uses(once, parameters(model, config.mesh), jnp.dtype(dtype).name)
+    repeated = [replace(e, count=e.count * steps) for e in found if e.direction == Direction.forward]
+    wide = jnp.promote_types(dtype, jnp.float32).name
+    chosen = [ArrayTraffic(batch, of, steps) for of in (wide, "int32")]
+    prompts = " ".join(batch_axes(axis_sizes(config.mesh)))
+    return [
+        *repeated,
+        *(x.over(MP, "next token", Operation.all_gather, Direction.forward) for x in chosen),
+        ArrayTraffic(batch * steps, "int32", 1).over(prompts, "new tokens", Operation.all_gather, Direction.once),
     ]

@@ -6,20 +6,21 @@ fused with a slice.
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 from jax import numpy as jnp
 
-from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, subgroup_name
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
 from shmap_tp.plan.hlo_parser import Computation, Instruction, Module, parse_hlo
 
 OPCODES = {
     "all-reduce": Operation.all_reduce,
     "all-gather": Operation.all_gather,
     "reduce-scatter": Operation.reduce_scatter,
+    "all-to-all": Operation.all_to_all,
     "collective-permute": Operation.ppermute,
 }
 
@@ -130,7 +131,7 @@ def _direction(attributes: str, *, in_loop: bool) -> Direction:
 
 
 def axis_of_groups(attributes: str, sizes: dict[str, int]) -> str:
-    """The mesh axes, or the subgroups of one axis, over which a collective communicates.
+    """The mesh axes over which a collective communicates.
 
     "" if every device is in a group of its own; the groups as a list if they match no axis.  Devices are numbered by
     their position in the mesh, whatever their ids.
@@ -146,20 +147,7 @@ def axis_of_groups(attributes: str, sizes: dict[str, int]) -> str:
     else:
         groups = replica_groups(attributes, math.prod(sizes.values()))
         fits = [axes for axes in choices if _groups(sizes, axes) == groups]
-        fits = fits or [(name,) for name, split in _subgroups(sizes) if _groups(split, (name,)) == groups]
     return " ".join(fits[0]) if fits else str(sorted(sorted(group) for group in groups))
-
-
-def _subgroups(sizes: dict[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
-    """Every way to split an axis into equal subgroups: (`subgroup_name`, axis sizes with that axis split in three)."""
-    for axis, size in sizes.items():
-        splits = [
-            (count, stride) for count in range(2, size) for stride in range(1, size) if size % (count * stride) == 0
-        ]
-        for count, stride in splits:
-            name = subgroup_name(axis, count, stride)
-            split = {f"{axis} outside": size // count // stride, name: count, f"{axis} inside": stride}
-            yield name, {key: n for a in sizes for key, n in (split if a == axis else {a: sizes[a]}).items()}
 
 
 def _groups(sizes: dict[str, int], axes: tuple[str, ...]) -> set[frozenset[int]]:

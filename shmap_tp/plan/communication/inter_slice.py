@@ -9,9 +9,9 @@ import math
 import re
 from collections.abc import Collection, Iterable
 
-from shmap_tp.parallel.mesh import DP
+from shmap_tp.parallel.mesh import DP_SLICE
 from shmap_tp.plan.communication.from_hlo import DTYPES
-from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, format_bytes, subgroup_name, tally
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, format_bytes, tally
 from shmap_tp.plan.hlo_parser import ARRAY, array_bytes, parse_hlo
 
 KINDS = {
@@ -37,19 +37,18 @@ def inter_slice_communication(text: str) -> list[Entry]:
             if not kind or kind[1] not in KINDS or math.isnan(runs):
                 raise ValueError(f"{instruction.name}: its collective, or how often it runs, is unknown")
             dtype, size = DTYPES[ARRAY.search(instruction.shape)[1]], array_bytes(instruction.shape)[0]
-            axis = subgroup_name(DP, len(target[1].split(",")), 1)
             direction = Direction.once if runs <= 1 else Direction.backward
-            found.append(Entry(instruction.name, KINDS[kind[1]], axis, dtype, size, int(runs), direction))
+            found.append(Entry(instruction.name, KINDS[kind[1]], DP_SLICE, dtype, size, int(runs), direction))
     return found
 
 
-def compare_dcn(planned: Iterable[Entry], found: Collection[Entry], slices: int) -> str:
-    """Whether the compiled communication between `slices` slices is as planned, in words.
+def compare_dcn(planned: Iterable[Entry], found: Collection[Entry]) -> str:
+    """Whether the compiled communication between slices is as planned, in words.
 
     Only the total is given for all-reduces, because the compiler splits them freely.
     """
     sums = [entry for entry in found if entry.operation == Operation.all_reduce]
     others = tally(entry for entry in found if entry.operation != Operation.all_reduce)
-    expected = tally(entry for entry in planned if entry.axis == subgroup_name(DP, slices, 1))
+    expected = tally(entry for entry in planned if entry.axis == DP_SLICE)
     verdict = "as planned" if others == expected else "differ from the plan"
     return f"{verdict}; all-reduces over all of dp: {format_bytes(sum(entry.total for entry in sums))}"

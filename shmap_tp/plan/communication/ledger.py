@@ -12,8 +12,6 @@ from enum import StrEnum
 
 import jax.numpy as jnp
 
-from shmap_tp.parallel.mesh import Groups
-
 
 class Operation(StrEnum):
     """A collective operation."""
@@ -22,6 +20,7 @@ class Operation(StrEnum):
     max = "max"
     all_gather = "all-gather"
     reduce_scatter = "reduce-scatter"
+    all_to_all = "all-to-all"
     ppermute = "ppermute"
 
 
@@ -43,7 +42,7 @@ class Entry:
     what: str
     operation: Operation
     axis: str
-    """A mesh axis; two axes that form one group are separated by a space; for subgroups of an axis: `subgroup_name`."""
+    """A mesh axis, or several that form one group, separated by spaces."""
     dtype: str
     bytes: int
     """Size of one device's operand.  The bytes on its links differ: in a ring of n devices each sends 2 (n - 1) / n of
@@ -87,23 +86,9 @@ def tally(entries: Iterable[Entry]) -> Counter[Key]:
     return +total
 
 
-def group_name(axis: str, groups: Groups | None) -> str:
-    """The name of these groups of an axis (of equal size and stride), or of the axis itself where there are none."""
-    if groups is None:
-        return axis
-    stride = groups[0][1] - groups[0][0] if len(groups[0]) > 1 else 1
-    return subgroup_name(axis, len(groups[0]), stride)
-
-
-def subgroup_name(axis: str, count: int, stride: int) -> str:
-    """dp:16/2: subgroups of 16 dp ranks, each 2 apart from the next."""
-    return f"{axis}:{count}/{stride}"
-
-
 def axis_size(axes: str, sizes: dict[str, int]) -> int:
     """Devices in a group over `axes` (as in `Entry.axis`), on a mesh with these axis sizes."""
-    names = (axis.partition(":") for axis in axes.split())
-    return math.prod(int(subgroup.partition("/")[0]) if subgroup else sizes[axis] for axis, _, subgroup in names)
+    return math.prod(sizes[axis] for axis in axes.split())
 
 
 def without_trivial_axes(entries: Iterable[Entry], sizes: dict[str, int]) -> list[Entry]:

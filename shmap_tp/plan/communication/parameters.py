@@ -1,11 +1,12 @@
 """The communication of parameters in a step: FSDP gathers, gradient reductions, updates.  Analytic, from declarations.
 
-What the parameters are, how mp shards each and how dp places it, is read from the model's own declarations
+What the parameters are, which axes shard each and how the others place it, is read from the model's own declarations
 (`partitioning.partition_specs`, `fsdp.place_parameters`): nothing here names a layer.  The rules for what a placement
 communicates are those of `fsdp.py`; `analytic.py` lists them beside those of activations.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,21 +16,21 @@ from jax.typing import DTypeLike
 from shmap_tp.config.schema import Config, MeshConfig, ModelConfig
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.fsdp import Fsdp, Placement, Replicated, Zero1, is_ring_reduced, place_parameters
+from shmap_tp.parallel.fsdp import Fsdp, Placement, Replicated, Zero1, is_ring_reduced, place_parameters, within_slice
 from shmap_tp.parallel.key_paths import path_name
-from shmap_tp.parallel.mesh import DP, MP, DataParallelGroups, axis_sizes
-from shmap_tp.parallel.partitioning import is_stacked, partition_specs, sharded_dim
-from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation, group_name
+from shmap_tp.parallel.mesh import DP, DP_RING, DP_SLICE, axis_sizes, mesh_order
+from shmap_tp.parallel.partitioning import axes_in, is_stacked, partition_specs
+from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
 
 
 def all_reduce_once(axis: str, what: str, x: ArrayTraffic) -> list[Entry]:
-    """One all-reduce of x over `axis` after the last microbatch."""
+    """One all-reduce of x over `axis` (as in `Entry.axis`), after the last microbatch."""
     return [x.over(axis, what, Operation.all_reduce, Direction.once)]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, as mp leaves it to one device."""
+    """A parameter, as the axes that it declares leave it to one device."""
 
     name: str
     values: int
@@ -37,8 +38,11 @@ class Parameter:
     layers: int
     """How many are stacked; 1 outside the blocks."""
     in_block: bool
-    sharded_over_mp: bool
+    declared: tuple[str, ...]
+    """The axes that its declaration shards it over."""
     placement: Placement
+    shards: int
+    """Over how many ranks its placement shards the update, and the optimizer state."""
     prefetched: bool
     """Whether its gather in the backward pass is prefetched (`model/offloaded_scan.py`)."""
     uses: int
@@ -55,9 +59,8 @@ def placed_shapes(
     model: ModelConfig, mesh: MeshConfig, components: ModelComponents = CONFIGURED_MODEL
 ) -> tuple[Transformer, Transformer, Transformer]:
     """(the shapes of the parameters, their PartitionSpecs as declared, their placements), three trees alike."""
-    sizes, shapes = axis_sizes(mesh), parameter_shapes(model, components)
-    declared = partition_specs(shapes, sizes)
-    return shapes, declared, place_parameters(mesh.zero, shapes, declared, sizes, DataParallelGroups.of(mesh))[2]
+    shapes = parameter_shapes(model, components)
+    return shapes, partition_specs(shapes, axis_sizes(mesh)), place_parameters(mesh, shapes).placements
 
 
 def shapes_in_use(
@@ -75,19 +78,20 @@ def shapes_in_use(
 def parameters(model: ModelConfig, mesh: MeshConfig, components: ModelComponents = CONFIGURED_MODEL) -> list[Parameter]:
     """Every parameter of the model on a mesh, in the order of its tree."""
     shapes, declared, placements = placed_shapes(model, mesh, components)
-    prefetched = _prefetched(model, placements)
+    prefetched, sizes = _prefetched(model, placements), axis_sizes(mesh)
 
     def describe(path: tuple, leaf: jax.ShapeDtypeStruct, spec: Any, placement: Placement, stacked: bool) -> Parameter:
-        over_mp = sharded_dim(spec, MP) is not None
+        shards = math.prod(sizes[axis] for axis in axes_in(spec))
         layers = leaf.shape[0] if stacked else 1
         is_head_too = shapes.head is None and leaf is shapes.embedding.weight
         return Parameter(
             name=path_name(path, ".").removesuffix(".weight"),
-            values=math.prod(leaf.shape) // layers // (mesh.mp if over_mp else 1),
+            values=math.prod(leaf.shape) // layers // shards,
             layers=layers,
             in_block=stacked,
-            sharded_over_mp=over_mp,
+            declared=axes_in(spec),
             placement=placement,
+            shards=1 if isinstance(placement, Replicated) else math.prod(sizes[axis] for axis in placement.axes),
             prefetched=placement is prefetched,
             uses=1 + is_head_too,
         )
@@ -107,7 +111,7 @@ def _prefetched(model: ModelConfig, placements: Transformer) -> Placement | None
 def fsdp_uses(config: Config, every: list[Parameter], dtype: str) -> list[Entry]:
     """FSDP weights gathered within a slice for each use, in a block once more in the backward pass; a tied embedding
     also as the head; and the reduction of their gradients."""
-    entries, groups = [], DataParallelGroups.of(config.mesh)
+    entries, sizes = [], axis_sizes(config.mesh)
     offloaded_scan = any(parameter.prefetched for parameter in every)
     for parameter in [each for each in every for _ in range(each.uses)]:
         if not isinstance(parameter.placement, Fsdp):
@@ -118,80 +122,83 @@ def fsdp_uses(config: Config, every: list[Parameter], dtype: str) -> list[Entry]
             split = [(parameter.layers - 1, True), (1, False)]
         for layers, in_ring in split:
             full = replace(parameter.traffic(dtype, stacked=False), count=layers * config.train.microbatches)
-            entries += _gathers(config, parameter, full, groups, prefetched=parameter.prefetched and in_ring)
-            entries += _reduction(full, f"gradient of {parameter.name}", groups, in_ring=in_ring)
+            entries += _gathers(config, parameter, full, sizes, prefetched=parameter.prefetched and in_ring)
+            entries += _reduction(full, parameter, sizes, in_ring=in_ring)
     return entries
 
 
+def _part(x: ArrayTraffic, axes: Iterable[str], sizes: Mapping[str, int]) -> ArrayTraffic:
+    """The shard of x over these axes."""
+    return replace(x, values=x.values // math.prod(sizes[axis] for axis in axes))
+
+
 def _gathers(
-    config: Config, parameter: Parameter, full: ArrayTraffic, groups: DataParallelGroups, *, prefetched: bool
+    config: Config, parameter: Parameter, full: ArrayTraffic, sizes: Mapping[str, int], *, prefetched: bool
 ) -> list[Entry]:
-    shard = replace(full, values=full.values // config.mesh.dp * groups.slices)
-    within = group_name(DP, groups.intra_slice)
+    within = within_slice(parameter.placement.axes)
+    shard, axis = _part(full, within, sizes), " ".join(within)
     if not prefetched:
         directions = [Direction.forward, Direction.recompute] if parameter.in_block else [Direction.forward]
-        return [shard.over(within, parameter.name, Operation.all_gather, direction) for direction in directions]
+        return [shard.over(axis, parameter.name, Operation.all_gather, direction) for direction in directions]
     # prefetched: once before the backward scan and once in each of its iterations, the last of which is unused
     ahead = replace(shard, count=parameter.layers * config.train.microbatches)
     return [
-        shard.over(within, parameter.name, Operation.all_gather, Direction.forward),
-        ahead.over(within, parameter.name, Operation.all_gather, Direction.backward),
+        shard.over(axis, parameter.name, Operation.all_gather, Direction.forward),
+        ahead.over(axis, parameter.name, Operation.all_gather, Direction.backward),
     ]
 
 
-def _reduction(full: ArrayTraffic, what: str, groups: DataParallelGroups, *, in_ring: bool) -> list[Entry]:
+def _reduction(full: ArrayTraffic, parameter: Parameter, sizes: Mapping[str, int], *, in_ring: bool) -> list[Entry]:
     """One reduce-scatter within the slice; or ring - 1 ppermutes of a piece, then one reduce-scatter of it between
     rings."""
+    what, within = f"gradient of {parameter.name}", within_slice(parameter.placement.axes)
     if not in_ring:
-        return [full.over(group_name(DP, groups.intra_slice), what, Operation.reduce_scatter, Direction.backward)]
-    piece = replace(full, values=full.values // groups.ring)
-    hops = replace(piece, count=piece.count * (groups.ring - 1))
+        return [full.over(" ".join(within), what, Operation.reduce_scatter, Direction.backward)]
+    piece = _part(full, [DP], sizes)
+    hops = replace(piece, count=piece.count * (sizes[DP] - 1))
     entries = [hops.over(DP, what, Operation.ppermute, Direction.backward)]
-    if groups.inter_ring is not None:
-        between = group_name(DP, groups.inter_ring)
-        entries.append(piece.over(between, what, Operation.reduce_scatter, Direction.backward))
+    if DP_RING in sizes:
+        entries.append(piece.over(DP_RING, what, Operation.reduce_scatter, Direction.backward))
     return entries
 
 
 def gathers_between_slices(config: Config, every: list[Parameter]) -> list[Entry]:
     """FSDP weights gathered between slices, once per step."""
-    groups = DataParallelGroups.of(config.mesh)
-    if groups.slices == 1:
-        return []
-    between, entries = group_name(DP, groups.inter_slice), []
+    sizes, entries = axis_sizes(config.mesh), []
     for parameter in every:
-        if isinstance(parameter.placement, Fsdp):
-            full = parameter.traffic("float32", stacked=True)
-            shard = replace(full, values=full.values // groups.count)
-            entries.append(shard.over(between, parameter.name, Operation.all_gather, Direction.once))
+        if isinstance(parameter.placement, Fsdp) and DP_SLICE in parameter.placement.axes:
+            shard = _part(parameter.traffic("float32", stacked=True), parameter.placement.axes, sizes)
+            entries.append(shard.over(DP_SLICE, parameter.name, Operation.all_gather, Direction.once))
     return entries
 
 
-def update(config: Config, every: list[Parameter], *, partial_over_mp: bool) -> list[Entry]:
-    """After the last microbatch: gradients reduced over dp and, where they are `partial_over_mp`, those of parameters
-    replicated over mp reduced over mp; the gradient norm; the norms of the parameters before and after the update; the
-    updates of ZeRO-1 gathered.
+def update(config: Config, every: list[Parameter], *, partial_over: tuple[str, ...]) -> list[Entry]:
+    """After the last microbatch: gradients reduced over the token axes and, where they are partial sums over other axes
+    (`partial_over`), those of parameters replicated over these reduced over them, too; the gradient norm; the norms of
+    the parameters before and after the update; the updates of ZeRO-1 gathered.
 
     The squares of a norm are summed over the axes that shard a gradient: one all-reduce for each set of axes.
     """
-    entries, axes, groups = [], set(), DataParallelGroups.of(config.mesh)
+    entries, shardings, sizes = [], set(), axis_sizes(config.mesh)
     for parameter in every:
-        sharded = not isinstance(parameter.placement, Replicated)
-        axes.add((DP,) * sharded + (MP,) * parameter.sharded_over_mp)
+        placement, axes = parameter.placement, parameter.placement.axes
+        sharded = not isinstance(placement, Replicated)
+        shardings.add(mesh_order({*parameter.declared, *(axes if sharded else ())}))
         full, what = parameter.traffic("float32", stacked=True), f"gradient of {parameter.name}"
-        shard = replace(full, values=full.values // groups.count) if sharded else full
-        if sharded and groups.slices > 1:
-            of_slice = replace(full, values=full.values // groups.count * groups.slices)
-            between = group_name(DP, groups.inter_slice)
-            entries.append(of_slice.over(between, what, Operation.reduce_scatter, Direction.once))
-        if isinstance(parameter.placement, Zero1):
-            within = group_name(DP, groups.intra_slice)
+        shard = _part(full, axes, sizes) if sharded else full
+        if sharded and DP_SLICE in axes:
+            of_slice = _part(full, within_slice(axes), sizes)
+            entries.append(of_slice.over(DP_SLICE, what, Operation.reduce_scatter, Direction.once))
+        if isinstance(placement, Zero1):
+            within = " ".join(within_slice(axes))
             entries.append(full.over(within, what, Operation.reduce_scatter, Direction.once))
-            entries.append(shard.over(DP, f"update of {parameter.name}", Operation.all_gather, Direction.once))
-        if not sharded:
-            entries += all_reduce_once(DP, what, full)
-        if partial_over_mp and not parameter.sharded_over_mp:
-            entries += all_reduce_once(MP, what, shard)
+            entries.append(
+                shard.over(" ".join(axes), f"update of {parameter.name}", Operation.all_gather, Direction.once)
+            )
+        if not sharded and axes:
+            entries += all_reduce_once(" ".join(axes), what, full)
+        for axis in partial_over:
+            entries += [] if axis in parameter.declared else all_reduce_once(axis, what, shard)
     scalars = {"gradient norm": ArrayTraffic(1, "float32", 1), "parameter norms": ArrayTraffic(2, "float32", 1)}
-    norms = [all_reduce_once(" ".join(each), *norm) for norm in scalars.items() for each in sorted(axes) if each]
+    norms = [all_reduce_once(" ".join(axes), *norm) for norm in scalars.items() for axes in sorted(shardings) if axes]
     return entries + [entry for norm in norms for entry in norm]

@@ -2,9 +2,7 @@
 
 import argparse
 import math
-import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -13,30 +11,28 @@ from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
-from shmap_tp.plan.benchmark import append_json, check_flags, check_outputs
+from shmap_tp.plan.benchmark import append_json, check_flags, check_outputs, command_line
+from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune
 from shmap_tp.plan.search.jobs import ChildProcess, jobs_at_a_time
-from shmap_tp.plan.search.loop import Found, Search
-from shmap_tp.plan.search.machine import compiler_missing, machine_of
+from shmap_tp.plan.search.loop import Search
 from shmap_tp.plan.search.output import (
     LEGEND,
     Cost,
-    Line,
+    Task,
+    basis,
     command,
-    compiled_line,
     fits_nowhere,
-    formula_line,
+    place,
     slices_table,
     table,
     trust,
     write_recipe,
 )
-from shmap_tp.plan.search.prune import Pruned, prune
-from shmap_tp.plan.search.space import KEYS, candidates
-from shmap_tp.plan.targets import Target, find_target
+from shmap_tp.plan.targets import Target, compiler_missing, find_target, machine_of
 from shmap_tp.pretrained.configuration import load
+from shmap_tp.runtime.command_line import raising
 from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.exit_codes import STOPPED
-from shmap_tp.runtime.interrupts import raising
 
 OF_COMMAND = ("train.batch", "model.context")
 """Keys that the printed command sets beside those that are searched."""
@@ -44,18 +40,6 @@ SHOWN = 20
 """Candidates in the table at most, where none was compiled; else it has all that were."""
 SEQUENCES_PER_DEVICE = 16
 """Sequences of a step on each device, where --batch is not given."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """The search of one target: what was asked, and what the formulas leave."""
-
-    arguments: argparse.Namespace
-    target: Target
-    config: Config
-    """What candidates are applied to."""
-    pruned: Pruned
-    cost: Cost | None
 
 
 def search_command(arguments: argparse.Namespace) -> None:
@@ -73,20 +57,21 @@ def search_command(arguments: argparse.Namespace) -> None:
         )
     for reason in missing - {None}:
         print(f"{reason}: candidates are ranked by formulas only")
-    fastest: list[tuple[Target, Line, Cost | None]] = []
+    fastest: list[tuple[Task, Result]] = []
     for target in targets:
         chips = machine_of(target).chips
         cost = Cost(arguments.tokens, prices.get(target.version), chips) if arguments.tokens else None
         try:
-            task = make_task(arguments, target, cost)
+            task = Task(base_config(arguments, target), target, cost)
+            kept, smallest = find_candidates(task, fixed_keys(arguments))
             with raising():
-                line = search_target(task, arguments.minutes / len(targets))
+                winner = search_target(task, arguments, kept, smallest, arguments.minutes / len(targets))
         except UserError as error:
             if len(targets) == 1:
                 raise
             print(f"{target}: {error}", flush=True)
             continue
-        fastest += [(target, line, cost)] if line else []
+        fastest += [(task, winner)] if winner else []
     if not fastest:
         raise UserError("nothing that was searched fits; see above what each needs")
     if len(targets) > 1:
@@ -134,16 +119,15 @@ def check_recipe(file: str | None, targets: list[Target]) -> None:
         raise UserError(f"--recipe {file} exists; delete it, or choose another file")
 
 
-def make_task(arguments: argparse.Namespace, target: Target, cost: Cost | None) -> Task:
-    """Print how many candidates there are, and which the formulas drop.  Raises UserError where none is left."""
-    config, memory = base_config(arguments, target), machine_of(target).memory
-    tokens = config.train.batch * config.model.context
+def find_candidates(task: Task, fixed: dict[str, str]) -> tuple[list[Result], Result]:
+    """(the candidates that the formulas keep, the one that needs least memory of all); prints how many there are, and
+    how many are dropped.  Raises UserError where none is left."""
+    config, target = task.config, task.target
     print(
         f"\n{config.model.name} on {target}: {config.train.batch} sequences of {config.model.context} "
-        f"= {tokens:,} tokens a step",
+        f"= {task.tokens:,} tokens a step",
         flush=True,
     )
-    fixed = fixed_keys(arguments)
     choices = candidates(config, target, fixed)
     if not choices:
         keys = " and ".join(f"{key}={value}" for key, value in {"train.batch": config.train.batch, **fixed}.items())
@@ -153,12 +137,12 @@ def make_task(arguments: argparse.Namespace, target: Target, cost: Cost | None) 
             f"choose a --batch that more devices divide{fewer}"
         )
     print(f"estimating {len(choices):,} candidates by formulas ...", flush=True)
-    found = prune(config, target, choices)
-    reasons = ", ".join(f"{count:,} {why}" for why, count in found.dropped.items() if count)
-    print(f"{found.total:,} candidates; the formulas drop {found.dropped.total():,} ({reasons})", flush=True)
-    if not found.kept:
-        raise UserError(fits_nowhere(found.least_memory, memory))
-    return Task(arguments, target, config, found, cost)
+    kept, dropped, smallest = prune(config, target, choices)
+    reasons = ", ".join(f"{count:,} {why}" for why, count in dropped.items() if count)
+    print(f"{len(choices):,} candidates; the formulas drop {dropped.total():,} ({reasons})", flush=True)
+    if not kept:
+        raise UserError(fits_nowhere(smallest, machine_of(target).memory))
+    return kept, smallest
 
 
 def base_config(arguments: argparse.Namespace, target: Target) -> Config:
@@ -203,13 +187,14 @@ def fixed_keys(arguments: argparse.Namespace) -> dict[str, str]:
 # From a task to a report
 
 
-def search_target(task: Task, minutes: float) -> Line | None:
+def search_target(
+    task: Task, arguments: argparse.Namespace, kept: list[Result], smallest: Result, minutes: float
+) -> Result | None:
     """Compile for some minutes, print what was found, and return the fastest; None where nothing fits."""
-    arguments, target = task.arguments, task.target
+    target, memory = task.target, machine_of(task.target).memory
     status = tqdm(bar_format="{desc}", disable=None, leave=False)  # a line on terminals only
     search = Search(
-        list(task.pruned.kept), machine_of(target).memory,
-        lambda one: ChildProcess(one.apply(task.config), target), write_line,
+        list(kept), memory, lambda one: ChildProcess(one, task.config, target), write_line,
         min(jobs_at_a_time(), arguments.jobs or sys.maxsize), 60 * minutes,
         save=lambda one: save(one, arguments), progress=status.set_description_str,
     )  # fmt: skip
@@ -219,24 +204,23 @@ def search_target(task: Task, minutes: float) -> Line | None:
             with status:
                 search.run()
     except UserError:  # --json cannot be written any more
-        finish(task, search)
+        finish(task, arguments, search, smallest)
         raise
     except KeyboardInterrupt:
-        finish(task, search)
+        finish(task, arguments, search, smallest)
         print(f"stopped; what was found so far is above (exit code {STOPPED})", file=sys.stderr, flush=True)
         raise SystemExit(STOPPED) from None
-    return finish(task, search)
+    return finish(task, arguments, search, smallest)
 
 
-def finish(task: Task, search: Search) -> Line | None:
+def finish(task: Task, arguments: argparse.Namespace, search: Search, smallest: Result) -> Result | None:
     """Print the table, the command and the recipe of the fastest, which is returned."""
-    machine = machine_of(task.target)
-    compiled = [compiled_line(one) for one in search.found if one.outcome.row is not None]
-    lines = compiled or [formula_line(one, task.config, machine) for one in search.remaining]
-    lines = sorted(lines, key=lambda line: line.place)
-    print(f"\n{table(lines if compiled else lines[:SHOWN], task.cost)}\n{LEGEND}")
+    memory = machine_of(task.target).memory
+    compiled = [one for one in search.found if one.row is not None]
+    shown = compiled or sorted(search.remaining, key=lambda one: place(one, memory))[:SHOWN]
+    print(f"\n{table(task, shown)}\n{LEGEND}")
     if search.found:
-        fitting, failed = sum(one.fits for one in search.found), len(search.found) - len(compiled)
+        fitting, failed = sum(one.fits_in(memory) for one in compiled), len(search.found) - len(compiled)
         failures = f"{failed} failed to compile, " if failed else ""
         correlation = search.correlation()
         ranked = f"; rank correlation of the formulas with compiled times {correlation:.2f}"
@@ -244,39 +228,30 @@ def finish(task: Task, search: Search) -> Line | None:
             f"{len(compiled)} compiled, {fitting} of them fit; {failures}{len(search.remaining):,} were not compiled "
             f"({search.stopped}){'' if math.isnan(correlation) else ranked}"
         )
-    winner = next((line for line in lines if line.fits), None)
-    if winner is None:
-        print(nothing_fits(task, search))
-    else:
-        report_winner(task, winner)
+    winner = min(shown, key=lambda one: place(one, memory), default=None)
+    if winner is None or not winner.fits_in(memory):
+        how = "that was compiled fits" if compiled else "fits by formulas"
+        least = min(compiled, key=lambda one: one.peak_bytes, default=smallest)
+        print(f"nothing {how}; {fits_nowhere(least, memory)}")
+        return None
+    report_winner(task, arguments, winner)
     return winner
 
 
-def nothing_fits(task: Task, search: Search) -> str:
-    """What is said where no candidate of the table fits."""
-    memory, rows = machine_of(task.target).memory, [one for one in search.found if one.outcome.row is not None]
-    if not rows:
-        return f"nothing fits by formulas; {fits_nowhere(task.pruned.least_memory, memory)}"
-    least = min(rows, key=lambda one: one.outcome.row.peak_bytes_per_device)
-    peak = least.outcome.row.peak_bytes_per_device
-    return f"nothing that was compiled fits; {fits_nowhere(least.estimated, memory, peak)}"
-
-
-def report_winner(task: Task, winner: Line) -> None:
+def report_winner(task: Task, arguments: argparse.Namespace, winner: Result) -> None:
     """The command, how far to trust its figures, and the recipe if it was asked for."""
-    arguments, config, hosts = task.arguments, task.config, machine_of(task.target).hosts
-    print(f"\nfastest ({winner.basis}): {winner.candidate}")
+    config, hosts = task.config, machine_of(task.target).hosts
+    print(f"\nfastest ({basis(winner)}): {winner.candidate}")
     print(f"  {command(winner.candidate, config, base_words(arguments), hosts)}")
     print(trust(winner, task.target))
     if arguments.recipe:
-        made_by = shlex.join(["python", "-m", "shmap_tp.plan", *sys.argv[1:]])
-        note = f"{config.model.name} on {task.target}, {winner.basis}: {made_by}"
+        note = f"{config.model.name} on {task.target}, {basis(winner)}: {command_line()}"
         write_recipe(Path(arguments.recipe), winner.candidate, config, note, hosts)
         print(f"written: {arguments.recipe}")
 
 
-def save(one: Found, arguments: argparse.Namespace) -> None:
+def save(one: Result, arguments: argparse.Namespace) -> None:
     """Append a compiled row to the file of --json as soon as it is there."""
-    if one.outcome.row is not None and arguments.json:
-        one.outcome.row.command = shlex.join(["python", "-m", "shmap_tp.plan", *sys.argv[1:]])
-        append_json(one.outcome.row.to_json(), Path(arguments.json))
+    if one.row is not None and arguments.json:
+        one.row.command = command_line()
+        append_json(one.row.to_json(), Path(arguments.json))

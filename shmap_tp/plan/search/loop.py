@@ -8,14 +8,83 @@ is compiled before the one that may not.
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from statistics import NormalDist
 
-from shmap_tp.plan.search.correction import Correction, Errors, rank_correlation
-from shmap_tp.plan.search.jobs import Job, Outcome
-from shmap_tp.plan.search.prune import Estimated
-from shmap_tp.plan.search.space import Candidate
+import numpy as np
+
+from shmap_tp.parallel.mesh import MP
+from shmap_tp.plan.search.candidates import Candidate, Result
+from shmap_tp.plan.search.jobs import Job
+
+# What compiled candidates teach about the formulas' errors for others
+
+
+def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Spearman's rank correlation, from -1 to 1 (ties share their mean rank); nan for fewer than two values."""
+    if len(xs) < 2:
+        return float("nan")
+    a, b = _ranks(xs), _ranks(ys)
+    mean = (len(xs) - 1) / 2
+    covariance = sum((p - mean) * (q - mean) for p, q in zip(a, b, strict=True))
+    spread = (sum((p - mean) ** 2 for p in a) * sum((q - mean) ** 2 for q in b)) ** 0.5
+    return covariance / spread if spread else float("nan")
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far formulas are off, as standard deviations of the logarithm of (compiled / formulas).
+
+    The error of a candidate is a Gaussian process (Rasmussen and Williams 2006, equations 2.25 and 2.26,
+    https://gaussianprocess.org/gpml), a sum of independent parts (section 4.2.4): one is common to all candidates of a
+    search, as that of the model and the device; one belongs to each choice, and is shared by the candidates that make
+    it; and one is the candidate's own.
+    """
+
+    common: float
+    choice: float
+    own: float
+
+    @property
+    def total(self) -> float:
+        return math.sqrt(self.common**2 + len(CHOICES) * self.choice**2 + self.own**2)
+
+    def covariance(self, a: Candidate, b: Candidate) -> float:
+        shared = sum(getattr(a, name) == getattr(b, name) for name in CHOICES)
+        return self.common**2 + shared * self.choice**2 + (self.own**2 if a == b else 0.0)
+
+
+CHOICES = tuple(field.name for field in fields(Candidate) if field.name != MP)
+"""Of a candidate, each with an error of its own; dp and mp are one."""
+NOISE = 0.01
+"""Standard deviation of what two compilations of the same step may differ by."""
+
+
+class Correction:
+    """What compiled candidates teach about the errors of others."""
+
+    def __init__(self, errors: Errors, compiled: Sequence[tuple[Candidate, float]]):
+        """`compiled`: candidates, and compiled / formulas of each."""
+        self._errors, self._known = errors, [candidate for candidate, _ in compiled]
+        matrix = np.array([[errors.covariance(a, b) for b in self._known] for a in self._known])
+        matrix = matrix.reshape(len(compiled), len(compiled)) + NOISE**2 * np.eye(len(compiled))
+        self._inverse = np.linalg.inv(matrix)
+        self._weights = self._inverse @ np.log([ratio for _, ratio in compiled])
+
+    def of(self, candidate: Candidate) -> tuple[float, float]:
+        """The expected logarithm of (compiled / formulas) of a candidate, and its standard deviation."""
+        shared = np.array([self._errors.covariance(candidate, known) for known in self._known])
+        variance = self._errors.total**2 - shared @ self._inverse @ shared
+        return float(shared @ self._weights), math.sqrt(max(float(variance), 0.0))
+
+
+# The search
 
 WORTH_TRYING = 1.1
 """A candidate is compiled while it is expected to take less than this times the fastest that was found: after what the
@@ -30,33 +99,17 @@ WHILE_RUNNING = 1.1
 alike wait for what it teaches."""
 POLL_SECONDS = 0.2
 
-Start = Callable[[Candidate], Job]
+Start = Callable[[Result], Job]
 Tell = Callable[[str], None]
-Save = Callable[["Found"], None]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A candidate, what the formulas said, and how its compilation ended."""
-
-    estimated: Estimated
-    outcome: Outcome
-
-    @property
-    def fits(self) -> bool:
-        return self.outcome.row is not None and self.outcome.row.fits
-
-    @property
-    def seconds(self) -> float:
-        """Of a step; infinite where it does not fit or was not compiled."""
-        return self.outcome.row.step_seconds if self.fits else float("inf")
+Save = Callable[[Result], None]
 
 
 @dataclass
 class Search:
     """What is known so far.  `start` begins a compilation; `clock` and `sleep` are replaced in tests."""
 
-    remaining: list[Estimated]
+    remaining: list[Result]
+    """Those that were not compiled."""
     limit_bytes: float
     start: Start
     tell: Tell
@@ -69,8 +122,9 @@ class Search:
     """Is called with the state of the search, again and again."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    found: list[Found] = field(default_factory=list)
-    running: dict[Candidate, tuple[Estimated, Job]] = field(default_factory=dict)
+    found: list[Result] = field(default_factory=list)
+    """Those whose compilation has ended."""
+    running: dict[Candidate, tuple[Result, Job]] = field(default_factory=dict)
     stopped: str = ""
     """Why the search ended."""
 
@@ -97,26 +151,29 @@ class Search:
         if not self.stopped:
             self.stopped = "too little time for another" if self.next() else "nothing faster is expected"
 
-    def best(self) -> Found | None:
+    def _fitting(self) -> list[Result]:
+        """The compiled candidates that fit."""
+        return [one for one in self.found if one.fits_in(self.limit_bytes)]
+
+    def best(self) -> Result | None:
         """The fastest that fits."""
-        return min((one for one in self.found if one.fits), key=lambda one: one.seconds, default=None)
+        return min(self._fitting(), key=lambda one: one.seconds, default=None)
 
     def _time_correction(self, *more: tuple[Candidate, float]) -> Correction:
-        fitting = [each for each in self.found if each.fits]
-        ratios = [(each.estimated.candidate, each.seconds / each.estimated.seconds) for each in fitting]
+        ratios = [(each.candidate, each.seconds / each.estimate.seconds) for each in self._fitting()]
         return Correction(TIME_ERRORS, [*ratios, *more])
 
     def _memory_correction(self) -> Correction:
         """By those that do not fit, too."""
-        rows = [(each.estimated, each.outcome.row) for each in self.found if each.outcome.row is not None]
-        ratios = [(each.candidate, row.peak_bytes_per_device / each.peak_bytes) for each, row in rows]
+        compiled = [each for each in self.found if each.row is not None]
+        ratios = [(each.candidate, each.peak_bytes / each.estimate.peak_bytes) for each in compiled]
         return Correction(MEMORY_ERRORS, ratios)
 
-    def expected_seconds(self, one: Estimated) -> float:
+    def expected_seconds(self, one: Result) -> float:
         """Of a step: the formulas, corrected by the compiled candidates."""
         return one.seconds * math.exp(self._time_correction().of(one.candidate)[0])
 
-    def next(self) -> Estimated | None:
+    def next(self) -> Result | None:
         """The most promising candidate of those that may fit and are worth trying."""
         time_taught, memory_taught = self._time_correction(), self._memory_correction()
         fits: dict[Candidate, float] = {}
@@ -132,7 +189,7 @@ class Search:
         running = [(one, WHILE_RUNNING * math.exp(time_taught.of(one)[0])) for one in self.running]
         with_running = self._time_correction(*running)
 
-        def promise(one: Estimated) -> float:
+        def promise(one: Result) -> float:
             log, deviation = with_running.of(one.candidate)
             improvement = math.log(fastest / one.seconds) - log
             return fits[one.candidate] * expected_improvement(improvement, max(deviation, SMALLEST_DEVIATION))
@@ -142,30 +199,29 @@ class Search:
 
     def correlation(self) -> float:
         """Rank correlation of the formulas' time with the compiled time."""
-        fitting = [one for one in self.found if one.fits]
-        return rank_correlation([one.estimated.seconds for one in fitting], [one.seconds for one in fitting])
+        fitting = self._fitting()
+        return rank_correlation([one.estimate.seconds for one in fitting], [one.seconds for one in fitting])
 
     def _fill(self) -> bool:
         """Start compilations where there is room.  Whether any runs."""
         while len(self.running) < self.jobs and not self._too_late() and (chosen := self.next()):
             self.remaining.remove(chosen)
-            self.running[chosen.candidate] = chosen, self.start(chosen.candidate)
+            self.running[chosen.candidate] = chosen, self.start(chosen)
             self.tell(f"compiling  {chosen.candidate}: expected {self.expected_seconds(chosen):.3g} s a step")
         return bool(self.running)
 
     def _too_late(self) -> bool:
         """Whether a compilation as long as the shortest so far would not end in time."""
-        shortest = min((one.outcome.seconds for one in self.found if one.outcome.row), default=0.0)
+        shortest = min((one.compile_seconds for one in self.found if one.row), default=0.0)
         return bool(self.found) and self.deadline - self.clock() < shortest
 
     def _collect(self) -> None:
         for candidate, (estimated, job) in list(self.running.items()):
-            outcome = job.poll()
-            if outcome is not None:
+            one = job.poll()
+            if one is not None:
                 del self.running[candidate]
-                one = Found(estimated, outcome)
                 self.tell(self._line(one))
-                if outcome.lacked_memory and self.jobs > 1:  # it may have enough where fewer run beside it
+                if one.lacked_memory and self.jobs > 1:  # it may have enough where fewer run beside it
                     self.jobs -= 1
                     self.remaining.append(estimated)
                     self.tell(f"from here on {self.jobs} at a time; this one is compiled again")
@@ -178,8 +234,8 @@ class Search:
         fastest = f"fastest {best.seconds:.3f} s" if best else "none fits yet"
         return f"{len(self.running)} compiling, {len(self.found)} compiled, {fastest}, {self._left()}"
 
-    def _line(self, one: Found) -> str:
-        return f"{one.outcome.seconds:6.0f} s    {one.estimated.candidate}: {verdict(one)}; {self._left()}"
+    def _line(self, one: Result) -> str:
+        return f"{one.compile_seconds:6.0f} s    {one.candidate}: {verdict(one)}; {self._left()}"
 
     def _left(self) -> str:
         return f"{max(0.0, self.deadline - self.clock()) / 60:.0f} min left"
@@ -191,11 +247,11 @@ def expected_improvement(mean: float, deviation: float) -> float:
     return mean * standard.cdf(ratio) + deviation * standard.pdf(ratio)
 
 
-def verdict(one: Found) -> str:
+def verdict(one: Result) -> str:
     """How a compilation ended, in a few words."""
-    row = one.outcome.row
+    row = one.row
     if row is None:
-        return f"not compiled: {one.outcome.error}"
+        return f"not compiled: {one.error}"
     memory = f"{row.peak_bytes_per_device / 2**30:.2f} of {row.limit_bytes_per_device / 2**30:.2f} GiB"
     if not row.fits:
         return f"does not fit: needs {memory}"

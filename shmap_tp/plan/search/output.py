@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,15 +12,11 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GIB
 from shmap_tp.model.flops import flops_per_token
-from shmap_tp.plan.calibration import format_calibration
-from shmap_tp.plan.gpu.targets import Nodes
-from shmap_tp.plan.report import Row
-from shmap_tp.plan.search.fitted import TIME
-from shmap_tp.plan.search.loop import Found
-from shmap_tp.plan.search.machine import Machine, machine_of
-from shmap_tp.plan.search.prune import Estimated, pareto_front
-from shmap_tp.plan.search.space import Candidate
-from shmap_tp.plan.targets import Target
+from shmap_tp.plan.gpu import Nodes
+from shmap_tp.plan.report import Row, format_calibration
+from shmap_tp.plan.search.candidates import Candidate, Result, pareto_front
+from shmap_tp.plan.search.formulas import TIME, Estimate
+from shmap_tp.plan.targets import Target, machine_of
 
 COMPILED, FORMULAS = "compiled", "formulas"
 NOTABLE = 0.1
@@ -27,49 +24,56 @@ NOTABLE = 0.1
 
 
 @dataclass(frozen=True)
-class Line:
-    """A candidate in the table, compiled or by formulas."""
+class Cost:
+    """A token budget, and what a chip costs for an hour."""
 
-    candidate: Candidate
-    seconds: float
-    tokens_per_second: float
-    mfu: float
-    peak_bytes: float
-    limit_bytes: float
-    limited_by: str
-    basis: str
-    """compiled, or formulas."""
+    tokens: float
+    price: float | None
+    chips: int
 
     @property
-    def fits(self) -> bool:
-        """What the compiler says of a compiled step, whose peak may include vector memory (`aot_compile.Compiled`)."""
-        return math.isfinite(self.seconds) and (self.basis == COMPILED or self.peak_bytes <= self.limit_bytes)
+    def head(self) -> list[str]:
+        return ["days", *(["dollars"] if self.price is not None else [])]
+
+    def cells(self, tokens_per_second: float) -> list[str]:
+        hours = self.tokens / tokens_per_second / 3600
+        dollars = [f"{hours * self.chips * self.price:,.0f}"] if self.price is not None else []
+        return [f"{hours / 24:,.1f}", *dollars]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The search of one target: what was asked."""
+
+    config: Config
+    """What candidates are applied to."""
+    target: Target
+    cost: Cost | None = None
 
     @property
-    def place(self) -> tuple[bool, float, float]:
-        """What lines are sorted by: those that fit come first, fastest first, of equally fast ones the smaller."""
-        return not self.fits, self.seconds, self.peak_bytes
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.config.train.batch * self.config.model.context
+
+    def mfu(self, seconds: float) -> float:
+        """Of a step that takes so long."""
+        machine = machine_of(self.target)
+        return self.tokens * flops_per_token(self.config.model) / machine.devices / seconds / machine.flops
 
 
-def compiled_line(one: Found) -> Line:
-    """What the compiled step says of a candidate."""
-    row = one.outcome.row
-    return Line(
-        one.estimated.candidate, one.seconds, row.tokens_per_second or 0.0, row.mfu or 0.0,
-        float(row.peak_bytes_per_device), row.limit_bytes_per_device,
-        limited_by(row) if row.fits else "memory: does not fit", COMPILED,
-    )  # fmt: skip
+def basis(one: Result) -> str:
+    """What the figures of a candidate come from: compiled, or formulas."""
+    return FORMULAS if one.row is None else COMPILED
 
 
-def formula_line(one: Estimated, config: Config, machine: Machine) -> Line:
-    """What the formulas say of it."""
-    tokens = config.train.batch * config.model.context
-    mfu = tokens * flops_per_token(config.model) / machine.devices / one.seconds / machine.flops
-    fits = "memory: may not fit" if one.peak_bytes > machine.memory else largest_term(one)
-    return Line(one.candidate, one.seconds, tokens / one.seconds, mfu, one.peak_bytes, machine.memory, fits, FORMULAS)
+def limited_by(one: Result, memory: float) -> str:
+    """What keeps a candidate from its peak: that it does not fit, or the largest share of its step."""
+    if not one.fits_in(memory):
+        return "memory: may not fit" if one.row is None else "memory: does not fit"
+    return largest_term(one.estimate) if one.row is None else largest_share(one.row)
 
 
-def limited_by(row: Row) -> str:
+def largest_share(row: Row) -> str:
     """The largest of what keeps a compiled step from its peak, with its share of the step."""
     scopes, step = row.scopes or {}, row.step_seconds
     shares = {
@@ -91,25 +95,31 @@ TERMS = {
 """What a term of the formulas is called in the table, where its name does not say it."""
 
 
-def largest_term(one: Estimated) -> str:
+def largest_term(estimate: Estimate) -> str:
     """The largest term of the formulas beside matmuls and attention."""
-    terms = {name: TIME[name] * value for name, value in one.estimate.time_terms.items()}
+    terms = {name: TIME[name] * value for name, value in estimate.time_terms.items()}
     name, value = max(((k, v) for k, v in terms.items() if k not in ("matmuls", "kernel")), key=lambda item: item[1])
-    return f"{TERMS.get(name, name)} {value / one.seconds:.0%}"
+    return f"{TERMS.get(name, name)} {value / estimate.seconds:.0%}"
 
 
-def table(lines: list[Line], cost: "Cost | None") -> str:
-    """The candidates as an aligned table, by `Line.place`; * marks the Pareto front of memory and speed."""
-    front = pareto_front(line for line in lines if line.fits)
+def place(one: Result, memory: float) -> tuple[bool, float, float]:
+    """What candidates are sorted by: those that fit come first, fastest first, of equally fast ones the smaller."""
+    return not one.fits_in(memory), one.seconds, one.peak_bytes
+
+
+def table(task: Task, results: Iterable[Result]) -> str:
+    """The candidates as an aligned table, by `place`; * marks the Pareto front of memory and speed."""
+    memory, cost = machine_of(task.target).memory, task.cost
+    results = sorted(results, key=lambda one: place(one, memory))
+    front = pareto_front(one for one in results if one.fits_in(memory))
     head = ["", "step s", "tokens/s", "MFU", "GiB", "basis", "limited by", *(cost.head if cost else ()), "candidate"]
     rows = [head]
-    for line in sorted(lines, key=lambda each: each.place):
-        fits = math.isfinite(line.seconds)
-        figures = [f"{line.seconds:.3f}", f"{line.tokens_per_second:,.0f}", f"{line.mfu:.1%}"] if fits else ["-"] * 3
-        money = (cost.cells(line.tokens_per_second) if fits else ["-"] * len(cost.head)) if cost else []
-        memory = f"{line.peak_bytes / GIB:.2f} of {line.limit_bytes / GIB:.2f}"
-        mark = "*" if line in front else ""
-        rows.append([mark, *figures, memory, line.basis, line.limited_by, *money, str(line.candidate)])
+    for one in results:
+        has_time, speed = math.isfinite(one.seconds), task.tokens / one.seconds
+        figures = [f"{one.seconds:.3f}", f"{speed:,.0f}", f"{task.mfu(one.seconds):.1%}"] if has_time else ["-"] * 3
+        money = (cost.cells(speed) if has_time else ["-"] * len(cost.head)) if cost else []
+        size, mark = f"{one.peak_bytes / GIB:.2f} of {memory / GIB:.2f}", "*" if one in front else ""
+        rows.append([mark, *figures, size, basis(one), limited_by(one, memory), *money, str(one.candidate)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return "\n".join("  ".join(row).rstrip() for row in cells)
@@ -125,54 +135,33 @@ FORMULA_ERRORS = (
 )
 
 
-def trust(line: Line, target: Target) -> str:
+def trust(one: Result, target: Target) -> str:
     """How far the figures of a candidate can be trusted, in one line."""
-    if line.basis == FORMULAS:
+    if one.row is None:
         return FORMULA_ERRORS
     if isinstance(target, Nodes):
         return "estimated, not calibrated: no GPU has confirmed it"
-    return f"calibration: {format_calibration(machine_of(target).kind, line.seconds)}"
+    return f"calibration: {format_calibration(machine_of(target).kind, one.seconds)}"
 
 
-@dataclass(frozen=True)
-class Cost:
-    """A token budget, and what a chip costs for an hour."""
-
-    tokens: float
-    price: float | None
-    chips: int
-
-    @property
-    def head(self) -> list[str]:
-        return ["days", *(["dollars"] if self.price is not None else [])]
-
-    def cells(self, tokens_per_second: float) -> list[str]:
-        hours = self.tokens / tokens_per_second / 3600
-        dollars = [f"{hours * self.chips * self.price:,.0f}"] if self.price is not None else []
-        return [f"{hours / 24:,.1f}", *dollars]
-
-
-def slices_table(fastest: list[tuple[Target, Line, Cost | None]]) -> str:
+def slices_table(fastest: list[tuple[Task, Result]]) -> str:
     """A line for the fastest candidate of each target."""
     lines = []
-    for target, line, cost in fastest:
-        cells = zip(cost.head, cost.cells(line.tokens_per_second), strict=True) if cost else ()
-        figures = [f"{line.tokens_per_second:,.0f} tokens/s", f"MFU {line.mfu:.1%}"]
+    for task, one in fastest:
+        speed, cost = task.tokens / one.seconds, task.cost
+        cells = zip(cost.head, cost.cells(speed), strict=True) if cost else ()
+        figures = [f"{speed:,.0f} tokens/s", f"MFU {task.mfu(one.seconds):.1%}"]
         figures += [f"{cell} {name}" for name, cell in cells]
-        lines.append(f"  {target}: {', '.join(figures)}; {line.candidate} ({line.basis})")
+        lines.append(f"  {task.target}: {', '.join(figures)}; {one.candidate} ({basis(one)})")
     return "\n".join(lines)
 
 
-def fits_nowhere(least: Estimated, memory: float, peak_bytes: int | float | None = None) -> str:
-    """By how much the smallest candidate exceeds the memory of a device, and what would make it fit.
-
-    `peak_bytes` is its compiled peak; without it the formulas' is printed.
-    """
-    peak = least.peak_bytes if peak_bytes is None else peak_bytes
+def fits_nowhere(least: Result, memory: float) -> str:
+    """By how much the smallest candidate exceeds the memory of a device, and what would make it fit."""
     state = least.estimate.memory_terms["state"]
     advice = "more devices (--devices)" if state > memory / 2 else "a shorter --context or a smaller --batch"
     return (
-        f"the smallest, {least.candidate}, needs about {peak / GIB:.1f} of {memory / GIB:.1f} GiB per "
+        f"the smallest, {least.candidate}, needs about {least.peak_bytes / GIB:.1f} of {memory / GIB:.1f} GiB per "
         f"device ({state / GIB:.1f} GiB of it for parameters, optimizer state and gradients);\n"
         f"use {advice}, or devices with more memory"
     )

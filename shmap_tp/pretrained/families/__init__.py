@@ -1,7 +1,6 @@
 """The model families that can be read and written.  A new one is a file of tables, and an entry here."""
 
-from shmap_tp.config.text import shown
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.pretrained.families.gemma import GEMMA
 from shmap_tp.pretrained.families.gpt2 import GPT2
 from shmap_tp.pretrained.families.gpt_neox import GPT_NEOX

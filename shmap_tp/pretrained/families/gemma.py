@@ -2,9 +2,9 @@
 
 import math
 
+from shmap_tp.pretrained.config_json import RotaryKeys
 from shmap_tp.pretrained.families.llama import ROWS, SHAPE
 from shmap_tp.pretrained.family import Family, Key
-from shmap_tp.pretrained.rotary_keys import RotaryKeys
 
 _TANH = "gelu_pytorch_tanh"
 _OTHER_DEFAULTS = {

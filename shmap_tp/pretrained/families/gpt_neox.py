@@ -1,7 +1,7 @@
 """GPT-NeoX: Pythia, GPT-NeoX-20B and others.  Its fused matrix has q, k and v of the first head, then of the second."""
 
+from shmap_tp.pretrained.config_json import RotaryKeys
 from shmap_tp.pretrained.family import GELUS, Family, Key, Row
-from shmap_tp.pretrained.rotary_keys import RotaryKeys
 
 _BLOCK = "gpt_neox.layers.{layer}."
 _FUSED = _BLOCK + "attention.query_key_value."

@@ -1,7 +1,7 @@
 """Llama 1, 2 and 3, SmolLM2, and whatever else is a LlamaForCausalLM."""
 
+from shmap_tp.pretrained.config_json import RotaryKeys
 from shmap_tp.pretrained.family import Family, Key, Row
-from shmap_tp.pretrained.rotary_keys import RotaryKeys
 
 SHAPE = (
     Key("hidden_size", ("width",)),

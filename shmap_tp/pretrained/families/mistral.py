@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from shmap_tp.pretrained.config_json import RotaryKeys
 from shmap_tp.pretrained.families.llama import FIXED, ROWS, SHAPE, SWIGLU
 from shmap_tp.pretrained.family import ContextLimit, Family
-from shmap_tp.pretrained.rotary_keys import RotaryKeys
 
 
 def _window(config: Mapping[str, Any]) -> ContextLimit | None:

@@ -1,18 +1,21 @@
-"""The candidates of a search: mesh, ZeRO stage, tensor-parallel mode, microbatches, remat and offload."""
+"""The candidates of a search, from the mesh to the activations that are offloaded, and which the formulas keep."""
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from shmap_tp.config.remat_policies import SAVED_BY_REMAT
+from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import Config, FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
-from shmap_tp.config.validate import validate
-from shmap_tp.config.validate_model import divisors
+from shmap_tp.config.validate import divisors, validate
 from shmap_tp.errors import UserError
-from shmap_tp.parallel.mesh import DataParallelGroups, make_mesh
-from shmap_tp.plan.search.formulas import activation_values
-from shmap_tp.plan.search.machine import devices_of, machine_of
-from shmap_tp.plan.targets import Target
+from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.plan.report import Row
+from shmap_tp.plan.search.formulas import Estimate, activation_values, estimates
+from shmap_tp.plan.targets import Target, devices_of, machine_of
+
+# What can be chosen
 
 KEYS = (
     "mesh.dp", "mesh.mp", "mesh.tensor_parallel", "mesh.zero", "mesh.fsdp_gradients", "train.microbatches",
@@ -123,7 +126,6 @@ def _meshes(config: Config, target: Target, fixed: dict[str, str]) -> Iterator[C
 def _is_valid(config: Config, target: Target) -> bool:
     try:
         validate(config)
-        DataParallelGroups.of(config.mesh)
         make_mesh(config.mesh, devices_of(target))
     except UserError:
         return False
@@ -134,3 +136,96 @@ def _offloads(values: dict[SavedActivation, float], remat: Remat, target: Target
     """Every set of saved activations that this model has, the empty one first; only that where no host has memory."""
     saved = [name for name in SAVED_BY_REMAT[remat] if values[name] and machine_of(target).host_memory]
     return [chosen for count in range(len(saved) + 1) for chosen in itertools.combinations(saved, count)]
+
+
+# Which the formulas keep, with a margin for their error
+
+MEMORY_MARGIN = 1.2
+"""A candidate is dropped if the formulas say that it needs more than this times the memory: on models that were left
+out of the fit they say 0.86 to 1.13 times the compiled peak."""
+SURE = 0.9
+"""A candidate surely fits if the formulas say that it needs less than this times the memory."""
+TIME_MARGIN = 1.5
+"""A candidate is dropped if the formulas say that it takes more than this times the fastest that surely fits."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is known of a candidate: by the formulas, and once its compilation has ended, by the compiler."""
+
+    candidate: Candidate
+    estimate: Estimate
+    row: Row | None = None
+    """Of the compiled step; None until it is compiled."""
+    error: str | None = None
+    """Why there is no row although the compilation has ended."""
+    compile_seconds: float | None = None
+    """None until the compilation has ended."""
+    lacked_memory: bool = False
+    """Whether it was killed as the system does where memory runs out (signal 9)."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: infinite where the compiled step does not fit; by the formulas as long as nothing is compiled."""
+        if self.compile_seconds is None:
+            return self.estimate.seconds
+        return self.row.step_seconds if self.row is not None and self.row.fits else math.inf
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the compiled step; by the formulas as long as nothing is compiled."""
+        return self.estimate.peak_bytes if self.row is None else float(self.row.peak_bytes_per_device)
+
+    def fits_in(self, limit_bytes: float) -> bool:
+        """What the compiler says, whose peak may include vector memory (`aot_compile.Compiled`), or the formulas."""
+        if self.compile_seconds is None:
+            return self.peak_bytes <= limit_bytes
+        return math.isfinite(self.seconds)
+
+
+Kept = tuple[list[Result], Counter, Result]
+"""(what is left, fastest first; how many were dropped for which reason; of all the one that needs least memory)."""
+
+
+def prune(config: Config, target: Target, choices: list[Candidate]) -> Kept:
+    """Estimate every candidate, and drop those that cannot win."""
+    groups: dict[Candidate, list[Candidate]] = {}
+    for one in choices:
+        groups.setdefault(replace(one, offload=()), []).append(one)
+    every = []
+    for base, group in groups.items():
+        made = estimates(base.apply(config), target, [one.offload for one in group])
+        every += [Result(one, found) for one, found in zip(group, made, strict=True)]
+    machine = machine_of(target)
+    return pruned(every, machine.memory, machine.host_memory)
+
+
+def pruned(every: list[Result], limit: float, host_limit: float) -> Kept:
+    """Drop what does not fit, what another offload improves in both memory and time, and what is too slow."""
+    dropped: Counter = Counter()
+    small = [one for one in every if one.peak_bytes <= MEMORY_MARGIN * limit and one.estimate.host_bytes <= host_limit]
+    dropped["too large"] = len(every) - len(small)
+    useful = _without_dominated_offloads(small)
+    dropped["another offload is better"] = len(small) - len(useful)
+    surely = [one.seconds for one in useful if one.peak_bytes <= SURE * limit]
+    fastest = min(surely, default=float("inf"))
+    kept = sorted((one for one in useful if one.seconds <= TIME_MARGIN * fastest), key=lambda one: one.seconds)
+    dropped["too slow"] = len(useful) - len(kept)
+    return kept, dropped, min(every, key=lambda one: one.peak_bytes)
+
+
+def _without_dominated_offloads(every: list[Result]) -> list[Result]:
+    """Without the candidates that another, which differs in model.offload only, beats in both memory and time."""
+    groups: dict[Candidate, list[Result]] = {}
+    for one in every:
+        groups.setdefault(replace(one.candidate, offload=()), []).append(one)
+    return [one for group in groups.values() for one in pareto_front(group)]
+
+
+def pareto_front(every: Iterable[Result]) -> list[Result]:
+    """Those that no other equals or beats in both memory and time, fastest first."""
+    front: list[Result] = []
+    for one in sorted(every, key=lambda one: (one.seconds, one.peak_bytes)):
+        if not front or one.peak_bytes < front[-1].peak_bytes:
+            front.append(one)
+    return front

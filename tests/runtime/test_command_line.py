@@ -42,7 +42,7 @@ def test_a_command_whose_output_fills_the_disk_takes_one_line():
 def test_text_that_the_terminal_has_no_characters_for_is_printed_as_escapes(tmp_path):
     """A sample that a training run prints must not end it."""
     program = """
-from shmap_tp.runtime.output import end_without_readers, outlive_readers
+from shmap_tp.runtime.command_line import end_without_readers, outlive_readers
 end_without_readers(lambda: print("\\N{SNOWMAN}", ascii(input())))
 outlive_readers()
 print("\\N{SNOWMAN}")

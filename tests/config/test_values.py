@@ -5,11 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from shmap_tp.config.bounds import BOUND, INT32, SCHEMES, value_of
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import Config
-from shmap_tp.config.validate import MINIMUM, validate
-from shmap_tp.config.value_types import SECTIONS, keys, kinds_of
+from shmap_tp.config.validate import validate
+from shmap_tp.config.values import (
+    BOUND,
+    INT32,
+    MINIMUM,
+    OTHER_RULES,
+    SCHEMES,
+    SECTIONS,
+    ZERO_IS_NULL,
+    keys,
+    kinds_of,
+    value_of,
+)
 from shmap_tp.errors import UserError
 from tests.helpers.config_errors import error_message
 from tests.helpers.run_fixtures import FIRST
@@ -49,9 +59,12 @@ def test_every_float_is_finite_in_float32(refusal, key, value):
         assert refusal(key, value).startswith(f"{key}=")
 
 
-def test_every_number_has_a_smallest_value():
-    own_rule = {"optimizer.decay_steps", "optimizer.epsilon", "optimizer.clip_norm", "train.profile", "mesh.tile"}
-    assert {*INTEGERS, *FLOATS} - own_rule == MINIMUM.keys()
+@pytest.mark.parametrize("key", sorted({*INTEGERS, *FLOATS} - OTHER_RULES))
+def test_every_number_has_a_smallest_value(refusal, key):
+    least = MINIMUM.get(key, 1)
+    below = -1 if key in ZERO_IS_NULL else least - 1 if key in INTEGERS else least - 0.01
+    assert refusal(key, below) == f"{key}={below} is too small; it must be {least} or more"
+    assert {*MINIMUM, *OTHER_RULES, *ZERO_IS_NULL} <= {*INTEGERS, *FLOATS}
 
 
 @pytest.mark.parametrize("key", ["optimizer.beta1", "optimizer.beta2"])

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from shmap_tp.runtime import interrupts
+from shmap_tp.runtime import command_line
 from tests.helpers.paths import ROOT
 
 STARTING = """
@@ -64,7 +64,7 @@ def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(comm
     ("flags", "where"),
     [
         ("--version v5e --devices 4", "shmap_tp.plan.search.command.candidates"),
-        ("--version v5e --dp 2 --mp 2", "shmap_tp.plan.targets.predict_on"),
+        ("--version v5e --dp 2 --mp 2", "shmap_tp.plan.predict.predict"),
     ],
     ids=["search", "one mesh"],
 )
@@ -95,9 +95,9 @@ with patch({where!r}, interrupted):
 def test_the_end_of_the_terminal_stops_a_search_as_ctrl_c_does_but_not_under_nohup(monkeypatch, at_start):
     before = {signal.SIGINT: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: at_start}
     handlers = dict(before)
-    monkeypatch.setattr(interrupts.signal, "getsignal", handlers.__getitem__)
-    monkeypatch.setattr(interrupts.signal, "signal", handlers.__setitem__)
-    with interrupts.raising():
+    monkeypatch.setattr(command_line.signal, "getsignal", handlers.__getitem__)
+    monkeypatch.setattr(command_line.signal, "signal", handlers.__setitem__)
+    with command_line.raising():
         assert handlers[signal.SIGINT] is handlers[signal.SIGTERM] is signal.default_int_handler
         assert handlers[signal.SIGHUP] == (at_start or signal.default_int_handler)
     assert handlers == before

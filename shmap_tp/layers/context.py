@@ -1,0 +1,63 @@
+"""What reaches every block and its attention beside the residual stream, and what a block returns beside it.
+
+B batch, T time, H query heads, N key/value heads, K head dim.
+
+Something else that tokens carry is a field of `Context`; something else that a block has to hand on is one of `Extras`.
+A block that needs neither ignores the one and returns `Extras()`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import equinox as eqx
+from jaxtyping import Array, Float, Int
+
+from shmap_tp.layers.positions import PositionEncoding
+from shmap_tp.parallel.tensor_parallel import TensorParallel
+
+DeferredResiduals = tuple[Float[Array, "..."], ...]
+"""q, k and v of this device in the dtype and layout of a kernel, three dims each, which the caller must pass to
+`save_at_block_end`; or nothing."""
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """Keys and values of earlier tokens, which generation keeps for each layer (`inference/cache.py`)."""
+
+    def attend(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BTNK: Float[Array, "B T N K"],
+        v_BTNK: Float[Array, "B T N K"],
+        slopes_H: Float[Array, " H"] | None,
+    ) -> tuple[Float[Array, "B T H K"], "Cache"]:
+        """(attention of T new tokens to all tokens so far, the cache with them); q and k are rotated."""
+        ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """The same for all blocks, but for the cache, of which each has its own."""
+
+    tp: TensorParallel
+    encoding: PositionEncoding
+    positions: Int[Array, "B T"] | None = None
+    """The position of each token in its sequence; None: 0 to T - 1 in every row."""
+    segments: Int[Array, "B T"] | None = None
+    """The document of each token: a token attends to earlier ones of its own.  None: every row is one document."""
+    cache: Cache | None = None
+    """Only in generation."""
+
+
+class Extras(eqx.Module):
+    """What the caller of a block takes care of."""
+
+    auxiliary_loss: Float[Array, ""] | None = None
+    """A loss of this block, summed over the tokens for which this device computed it: all of its own, or T/mp positions
+    of them where the mode of tensor parallelism shards time.  The objective adds the sum over blocks and devices,
+    divided by the number of tokens of the step."""
+    cache: Any = None
+    """The cache with the new tokens, where the context had one: of this block, or where a model returns its extras, of
+    all blocks."""
+    residuals: DeferredResiduals = ()
+    """What host offload saves at the end of the block."""

@@ -1,0 +1,84 @@
+"""A model on a mesh: what each device stores of it, how it is computed, and programs that call it.
+
+Training, evaluation and generation are built from the same value, so that parameters are placed, gathered and
+initialised in one way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from shmap_tp.config.schema import Config
+from shmap_tp.layers.attention import AnyAttention
+from shmap_tp.layers.attention_selection import select_attention
+from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
+from shmap_tp.model.transformer import Execution, Transformer
+from shmap_tp.parallel.fsdp import PlacedParameters, gather_between_slices, place_parameters
+from shmap_tp.parallel.mesh import axis_sizes
+from shmap_tp.parallel.partitioning import named_shardings
+from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """See `shard_model`."""
+
+    mesh: Mesh
+    make: Callable[[], Transformer]
+    """() -> the initial parameters, to be called under jit; the same bits on every mesh."""
+    shapes: Transformer
+    """ShapeDtypeStructs of the parameters, each with its sharding."""
+    placed: PlacedParameters
+    execution: Execution
+    attention: AnyAttention
+    """How the attention of each head is computed, on this mesh."""
+    trained: Any
+    """A tree like the parameters: whether each is trained, or frozen."""
+
+    def mapped(self, function: Callable[..., Any], in_specs: tuple, out_specs: Any) -> Callable[..., Any]:
+        """(params, *arguments) -> function(params, *arguments) as every device runs it, to be called under jit; FSDP
+        weights are gathered between slices before, once."""
+
+        def run(params: Transformer, *arguments: Any) -> Any:
+            return function(gather_between_slices(self.placed.placements, params), *arguments)
+
+        return jax.shard_map(run, mesh=self.mesh, in_specs=(self.placed.stored, *in_specs), out_specs=out_specs)
+
+    def split(self, tree: Any) -> tuple[Any, Any]:
+        """(the part of a tree like the parameters that belongs to trained ones, the part of frozen ones); the rest of
+        each is None."""
+        return eqx.partition(tree, self.trained)
+
+
+def shard_model(
+    config: Config, mesh: Mesh, dtype: DTypeLike, components: ModelComponents = CONFIGURED_MODEL
+) -> ShardedModel:
+    """The model of `config` on `mesh`, computing in `dtype`.
+
+    Raises UserError where model.attention names a kernel that these devices cannot run.
+    """
+    assert dict(mesh.shape) == axis_sizes(config.mesh), f"{mesh.shape} is not a mesh of {config.mesh}"
+    attend = select_attention(config.model, mesh.devices.flat[0], dtype)
+
+    def make() -> Transformer:
+        return components.held(components.make(config.model, attend, jax.random.key(config.run.seed)))
+
+    shapes = jax.eval_shape(make)
+    placed = place_parameters(config.mesh, shapes)
+    shardings = named_shardings(mesh, placed.stored)
+    return ShardedModel(
+        mesh=mesh,
+        make=make,
+        shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
+        placed=placed,
+        execution=Execution(
+            components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel], dtype, placed.placements
+        ),
+        attention=attend,
+        trained=components.trained(shapes),
+    )

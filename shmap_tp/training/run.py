@@ -1,0 +1,223 @@
+"""A run around its loop: what it is made of, how it is set up, and what process 0 reports at its end."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jax.sharding import Mesh
+
+from shmap_tp.config.compose import to_dict
+from shmap_tp.config.schema import Config, Resume
+from shmap_tp.config.validate import resolve_auto
+from shmap_tp.data.batches import Batches
+from shmap_tp.data.metadata import TOKENIZER
+from shmap_tp.data.tokenizer import Tokenizer
+from shmap_tp.errors import DivergedError, UserError
+from shmap_tp.hardware.devices import machine_peak
+from shmap_tp.hardware.xla_options import compile_with, compiler_options
+from shmap_tp.layers.attention_selection import kernel_name
+from shmap_tp.model.flops import flops_per_token, parameters
+from shmap_tp.model.matmul_count import UncountedError
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.runtime.agreement import data_facts, on_process_0, require_agreement
+from shmap_tp.runtime.console import print_on_process_0
+from shmap_tp.runtime.distributed import Coordinator
+from shmap_tp.runtime.exit_codes import STOPPED
+from shmap_tp.runtime.files import writing
+from shmap_tp.runtime.peers import distributed_session
+from shmap_tp.runtime.run_lock import lock_directories
+from shmap_tp.runtime.shutdown import StopRequest, watch_preemption
+from shmap_tp.training.bad_steps import BadStepMonitor
+from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.environment import (
+    compute_dtype,
+    explained_memory_errors,
+    prepare_environment,
+    require_host_memory,
+)
+from shmap_tp.training.goodput import TimeCategory, WallClock
+from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_samples, plot_losses
+from shmap_tp.training.optimizer import describe_schedule
+from shmap_tp.training.profiler import Profile
+from shmap_tp.training.replica_check import ReplicaCheck
+from shmap_tp.training.resume import refuse_foreign_config, restore_or_initialize, write_run_config
+from shmap_tp.training.step import Components, State, StepFunctions, build_step_functions
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Continues the prompts of sample.prompts with the parameters of a step.
+
+    It is made by the command (`inference/training_samples.py`), since generation is above training, and has programs of
+    its own: the step's program is the same with and without it.
+    """
+
+    def __call__(self, params: Transformer, stopped: Callable[[], bool]) -> dict[str, str] | None:
+        """{prompt: what the model writes after it}, the same in every process; None if `stopped` came true."""
+        ...
+
+
+MakeSampler = Callable[[Config, Mesh, Components, Tokenizer], Sampler | None]
+"""Returns None, and says why, if the model cannot generate; raises UserError if a prompt does not suit it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run that stay the same from its first step to its last."""
+
+    requested: Config
+    """The configuration as the user gave it (mesh.dp=auto is not resolved), for config.yaml of the run directory."""
+    config: Config
+    functions: StepFunctions
+    batches: Batches
+    checkpoints: Checkpoints
+    replicas: ReplicaCheck
+    stop: StopRequest
+    clock: WallClock
+    components: Components
+    sampler: Sampler | None
+    validation_bytes: int | None
+    """UTF-8 bytes of the text of an evaluation, on process 0; None where the tokenizer is not known."""
+
+    def restore_or_initialize(self) -> tuple[State, int | None]:
+        """(state, step) of the newest intact checkpoint, or (new state, None); see `resume`."""
+        load = self.components.load_parameters
+        return restore_or_initialize(self.config, self.functions, self.batches, self.checkpoints, load)
+
+    def compile_step(self, first_step: int) -> Any:
+        """The compiled step.  Writes config.yaml and tokenizer.json, opens time.jsonl: the run has started."""
+        config, functions, is_main = self.config, self.functions, jax.process_index() == 0
+        directory = Path(config.run.dir)
+        if is_main:
+            write_run_config(self.requested, directory)
+            if self.batches.tokenizer is not None:
+                with writing(file := directory / TOKENIZER):
+                    file.write_bytes(self.batches.tokenizer)
+        self.clock.open(directory if is_main else None, first_step, new_run=config.checkpoint.resume == Resume.never)
+        print_on_process_0(
+            f"compiling the training step of {config.model.name}, "
+            f"{parameters(config.model, components=self.components) / 1e6:,.1f}M parameters, "
+            f"attention {kernel_name(functions.attention)} ..."
+        )
+        if config.train.steps > config.optimizer.decay_steps:
+            print_on_process_0(f"learning rate {describe_schedule(config.optimizer, config.train.steps)}")
+        options = compiler_options(jax.devices()[0].device_kind, config)
+        return compile_with(functions.step.lower(functions.shapes, functions.tokens), options)
+
+    def make_meter(self, record: Callable[[dict[str, Any]], None]) -> Meter:
+        """A meter that computes MFU from this machine's peak; prints the formula, or why there is none."""
+        model, peak, flops = self.config.model, machine_peak(jax.devices()), 0
+        why = f"shmap_tp/hardware/devices.py does not list the peak of {jax.devices()[0].device_kind}"
+        try:
+            flops = flops_per_token(model, components=self.components)
+        except UncountedError as error:
+            peak, why = None, str(error)
+        print_on_process_0(
+            f"MFU = tokens/s x model FLOPs per token (causal attention at half, recomputation not counted) / "
+            f"{peak.flops / 1e12:.3g} TFLOP/s ({peak.source})"
+            if peak
+            else f"no MFU: {why}"
+        )
+        return Meter(record, self.config.train.batch * model.context, flops, peak)
+
+    def save(self, step: int, state: State, skipped_in_a_row: int) -> None:
+        """Start to save the checkpoint of `step`."""
+        mesh = [self.config.mesh.dp, self.config.mesh.mp]
+        facts = {"config": to_dict(self.config), "data": self.batches.identity, "mesh": mesh}
+        self.checkpoints.save(step, state, facts, skipped_in_a_row)
+
+
+@contextmanager
+def open_run(
+    requested: Config,
+    stop: StopRequest,
+    coordinator: Coordinator | None,
+    components: Components,
+    make_sampler: MakeSampler | None,
+) -> Iterator[Run]:
+    """A run as `requested`, joined with its other processes; its directories are locked, and nothing is trained yet.
+
+    Raises `UserError` if it cannot be one.
+    """
+    with (
+        WallClock() as clock,
+        distributed_session(requested, coordinator, stop.stop_event) as stop.peers,
+        explained_memory_errors(),
+    ):
+        config = resolve_auto(requested, len(jax.devices()))
+        mesh = make_mesh(config.mesh)
+        with lock_directories({"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}, stop.peers):
+            on_process_0("log.wandb", lambda: check_weights_and_biases(config))
+            on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))
+            prepare_environment(config)
+            functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
+            require_host_memory(functions.shapes)
+            batches = Batches(config, functions.tokens)
+            require_agreement("data", data_facts(batches.identity))
+            with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, print_on_process_0) as checkpoints:
+                text = _text_tools(config, mesh, batches, components, make_sampler)
+                replicas = ReplicaCheck(functions.shapes)
+                yield Run(requested, config, functions, batches, checkpoints, replicas, stop, clock, components, *text)
+
+
+def _text_tools(
+    config: Config, mesh: Mesh, batches: Batches, components: Components, make_sampler: MakeSampler | None
+) -> tuple[Sampler | None, int | None]:
+    """(the sampler, the UTF-8 bytes of the text of an evaluation, on process 0); None, and a line that says why, where
+    the data's tokenizer is not known."""
+    try:
+        tokenizer = batches.text_tokenizer()
+    except UserError as error:
+        print_on_process_0(f"no samples and no bits per byte: {error}")
+        return None, None
+    counted = batches.validation_bytes(tokenizer) if jax.process_index() == 0 else None
+    if make_sampler is None or not config.sample.prompts:
+        return None, counted
+    return make_sampler(config, mesh, components, tokenizer), counted
+
+
+def end_run(
+    run: Run, step: int, evaluated: bool, monitor: BadStepMonitor, profile: Profile, texts: dict[str, str] | None
+) -> int:
+    """Report a run that ended after `step`: the loss curve, where the time went, the last samples, how to resume.
+
+    Returns the exit code.  Raises DivergedError if the last steps were skipped, or why the profile was not written.
+    """
+    config = run.config
+    all_steps = evaluated and step >= config.train.steps
+    if jax.process_index() == 0:
+        _report(run, step, finished=all_steps and not monitor.in_a_row)
+        if all_steps and texts:
+            print_on_process_0(format_samples(step, texts))
+    if verdict := monitor.verdict or (all_steps and monitor.last_steps_skipped(step)):
+        more = f"train.steps={2 * config.train.steps} --resume" if step >= config.train.steps else "--resume"
+        raise DivergedError(
+            f"{verdict};\ncheckpoint {config.checkpoint.dir}/{step} has the weights of step {step - monitor.in_a_row}: "
+            f"{more} continues with the next batches; if those fail too, remove it and resume from an older one with a "
+            f"lower optimizer.learning_rate"
+        )
+    if all_steps and profile.error and jax.process_index() == 0:
+        raise profile.error
+    return 0 if all_steps else STOPPED
+
+
+def _report(run: Run, step: int, finished: bool) -> None:
+    """Draw the loss curve; print where the time went, where the outputs are and how to resume."""
+    config, directory = run.config, Path(run.config.run.dir)
+    with run.clock.on(TimeCategory.drawing), writing(directory / "loss.png"):
+        plot = plot_losses(directory)
+    more_steps = f"train.steps={2 * config.train.steps} " if finished else ""
+    lines = [
+        run.clock.breakdown.table(),
+        f"{'done' if finished else 'stopped and saved'} at step {step} of {config.train.steps}",
+        f"  metrics     {directory / 'metrics.jsonl'}",
+        f"  loss curve  {plot}",
+        f"  checkpoint  {config.checkpoint.dir}/{step}",
+        f"  to resume   python main.py --cfg {directory / 'config.yaml'} {more_steps}--resume",
+        "              (on any mesh.dp=... mesh.mp=...)",
+    ]
+    print_on_process_0("\n".join(lines))

@@ -1,9 +1,9 @@
-"""Writes the communication table of docs/parallelism.md, from the planner's analytic rules.
+"""Writes the communication table of docs/parallelism.md, from the planner's ledger.
 
 python docs/make_communication_table.py            rewrites the part between the markers
 python docs/make_communication_table.py --check    exit code 1 if it is not current
 
-tests/plan/test_communication.py checks that the rules are what the programs do.
+tests/plan/test_communication.py checks that the ledger is what the programs do.
 """
 
 import sys
@@ -135,7 +135,7 @@ def data_parallel_rows() -> list[list[str]]:
         entries = [
             *parameters.gathers_between_slices(chosen, every),
             *parameters.fsdp_uses(chosen, every, "bfloat16"),
-            *parameters.update(chosen, every, partial_over_mp=False),
+            *parameters.update(chosen, every, partial_over=()),
         ]
         own = [entry for entry in entries if WEIGHT in entry.what and MP not in entry.axis]
         forward = [entry for entry in own if entry.direction == Direction.forward]
@@ -152,10 +152,9 @@ def weights(entries: list[Entry]) -> str:
         itemsize = {"bfloat16": 2, "float32": 4}[entry.dtype]
         part = 56 * 16 * itemsize // entry.bytes
         size = {1: "w", DP_SIZE: "w/dp", DP_SIZE // 2: "w slices/dp", 2: "w/slices"}[part]
-        where = {"dp": "dp", f"dp:{DP_SIZE // 2}/2": "the dp ranks of a slice", "dp:2/1": "slices"}[entry.axis]
         count = f"{entry.count} " if entry.operation != Operation.ppermute else "dp - 1 "
         plural = "s" if entry.operation == Operation.ppermute else ""
-        found.append(f"{count}{entry.operation}{plural} of {size} over {where}, {entry.dtype}")
+        found.append(f"{count}{entry.operation}{plural} of {size} over `{entry.axis}`, {entry.dtype}")
     return "; ".join(found) or "-"
 
 
@@ -170,13 +169,14 @@ BESIDE = """In every mode the cross entropy adds one all-gather over mp of three
 positions; logits are never gathered.  With `all_reduce` the weight gradients of key and value are all-reduced over mp
 where mp exceeds the number of key/value heads; in the other modes the gradients of all parameters that are replicated
 over mp (norms, learned positions, such key and value weights) are all-reduced over mp once per step."""
-OVER_DP = """Over dp, for one weight w of a block (w is what a device of mp holds of it).  Forward and backward are per
-microbatch, the last column once per step.  Gradients of vectors are all-reduced, whatever `zero` says."""
+OVER_DP = """Over the token axes, for one weight w of a block (w is what a device of mp holds of it).  Forward and
+backward are per microbatch, the last column once per step.  In sizes dp is `mesh.dp`; `dp` and `dp_slice` are axes as
+the ledger names them.  Gradients of vectors are all-reduced over all token axes, whatever `zero` says."""
 
 
 def table() -> str:
     over_mp = markdown(["over mp", "forward", "recomputed", "backward"], tensor_parallel_rows())
-    over_dp = markdown(["over dp", "forward", "backward", "once per step"], data_parallel_rows())
+    over_dp = markdown(["over token axes", "forward", "backward", "once per step"], data_parallel_rows())
     return "\n\n".join([OVER_MP, over_mp, BESIDE, OVER_DP, over_dp])
 
 

@@ -44,8 +44,10 @@ def is_public(node: ast.AST) -> bool:
 
 def section(name: str) -> list[str]:
     """A heading, the docstring, and the public methods of one name."""
-    node = definition(name)
     lines = [f"### `{name}`", ""]
+    if name == "__version__":
+        return [*lines, f"The version of this package, a text: `{shmap_tp.__version__!r}`.", ""]
+    node = definition(name)
     if isinstance(node, Function):
         return [*lines, f"**`{signature(node)}`**", "", ast.get_docstring(node), ""]
     lines += [ast.get_docstring(node), ""]

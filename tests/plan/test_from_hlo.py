@@ -25,7 +25,7 @@ SIZES = {DP: 4, MP: 4}
 
 
 def all_collectives(x):
-    """Every kind of collective, three times in a loop, over either axis or both."""
+    """Every kind of collective but all-to-all, three times in a loop, over either axis or both."""
 
     def body(total, _):
         gathered = lax.all_gather(total, DP, axis=0, tiled=True)
@@ -44,7 +44,7 @@ def test_the_compiled_collectives_are_the_traced_ones(order):
     run = jax.jit(jax.shard_map(all_collectives, mesh=mesh, in_specs=P(DP, MP), out_specs=P()))
     x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
     planned = communication_in_jaxpr(jax.make_jaxpr(run)(x).jaxpr)
-    assert {entry.operation for entry in planned} == set(Operation)
+    assert {entry.operation for entry in planned} == set(Operation) - {Operation.all_to_all}  # which no program plans
     assert {(entry.axis, entry.count) for entry in planned} == {(DP, 3), (MP, 3), (f"{DP} {MP}", 3), (f"{DP} {MP}", 1)}
     found = reconcile(
         planned, communication_in_hlo(run.lower(x).compile().as_text(), dict(mesh.shape)), dict(mesh.shape)
@@ -252,9 +252,7 @@ def test_a_trace_with_a_collective_in_a_while_loop_or_an_unknown_one_is_rejected
             )
         )
     with pytest.raises(ValueError, match="unknown collective"):
-        communication_in_jaxpr(
-            over(lambda x: lax.psum(x + lax.all_to_all(mark_varying(jnp.ones((4, 1)), MP), MP, 0, 0)[0], MP))
-        )
+        communication_in_jaxpr(over(lambda x: lax.pmin(x, MP)))
 
 
 def test_a_named_grid_may_renumber_its_positions():

@@ -20,7 +20,6 @@ OPCODES = {
     "all-reduce": Operation.all_reduce,
     "all-gather": Operation.all_gather,
     "reduce-scatter": Operation.reduce_scatter,
-    "all-to-all": Operation.all_to_all,
     "collective-permute": Operation.ppermute,
 }
 

@@ -1,4 +1,9 @@
 """What makes XLA's compiler for CPU quick, in these processes and in those that they start."""
 
-QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-"""For XLA_FLAGS.  Fusions are emitted without MLIR, in one LLVM module; the collectives do not depend on it."""
+import jax
+
+QUICK_TO_COMPILE = "--xla_cpu_parallel_codegen_split_count=1"
+"""For XLA_FLAGS.  One LLVM module and, up to jax 0.10, fusions that are emitted without MLIR: later versions end at a
+flag that they do not know.  The collectives do not depend on it."""
+if jax.__version_info__ < (0, 11):
+    QUICK_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"

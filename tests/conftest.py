@@ -1,8 +1,8 @@
 """Eight emulated CPU devices, shapes and types checked at every call: all set before shmap_tp or a backend is touched.
 
 Programs are compiled as in a run up to the machine code, which LLVM leaves unoptimised here and which XLA emits loop by
-loop, without MLIR and in one module: the collectives are the same, and compiling takes a fraction of the time.  Compiled
-programs are kept between test runs.
+loop, without MLIR and in one module (jax 0.10): the collectives are the same, and compiling takes a fraction of the
+time.  Compiled programs are kept between test runs.
 
 The whole suite runs in as many processes as there are cores, up to four, where pytest-xdist is installed: a test keeps
 little more than one core busy.  A file or a test that is named runs in one, as does all of it with `-n 0`.

@@ -5,8 +5,8 @@ over that axis.  Where mp exceeds the key/value heads of the model, every device
 share, and N counts these copies.
 
 The sequences of a batch have their last tokens in the same slot: a shorter prompt is padded on its left.  The position
-of slot s in sequence b is s - start[b]; slots before start[b] are never attended to.  So every sequence writes to the
-same slots, whatever its length.
+of slot s in sequence b is s - start[b]; padding, the slots before start[b], is attended to by padding alone.  So every
+sequence writes to the same slots, whatever its length.
 """
 
 from typing import Any, NamedTuple

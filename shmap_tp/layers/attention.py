@@ -30,7 +30,7 @@ from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.layers.norm import RMSNorm
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.linear_protocol import Linear
-from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.mesh import MP, Role, axes_of
 from shmap_tp.parallel.partitioning import ParameterKind, param
 from shmap_tp.parallel.tensor_parallel import Activation
 
@@ -156,7 +156,12 @@ class Attention(eqx.Module):
         return self.query, self.key, self.value
 
     def mix(self, q: Activation, k: Activation, v: Activation, context: Context) -> tuple[Activation, Extras]:
-        """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these."""
+        """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these.
+
+        Raises TypeError on a mesh with an axis that shards time: keys of other ranks would be left out.
+        """
+        if over := axes_of(Role.time):
+            raise TypeError(f"attention sees the keys of its own rank alone, and the mesh axis {over[0]} shards time")
         tp, encoding = context.tp, context.encoding
         q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
         if self.query_norm is not None:

@@ -170,6 +170,14 @@ def test_an_axis_of_time_cuts_inputs_targets_and_positions_alike(added_axis, zer
     assert_close(train(made), expected, RELATIVE)
 
 
+def test_attention_over_an_axis_of_time_is_refused(added_axis):
+    """It would leave out the keys of other ranks."""
+    added_axis("cp", Role.tokens, Role.time)
+    made = functions_of(with_axis(step_config((2, 2), "model.context=8"), cp=2), Components())
+    with pytest.raises(TypeError, match="the mesh axis cp shards time"):
+        jax.make_jaxpr(made.step)(made.shapes, made.tokens)
+
+
 class Penalised(SequentialBlock):
     """A SequentialBlock with an auxiliary loss: the mean square of its output, summed over tokens."""
 

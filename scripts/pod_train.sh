@@ -59,8 +59,8 @@ failure_code() { # print 75 if the slices are gone, else 1
     case "$(state 2>/dev/null)" in READY | ACTIVE) echo 1 ;; *) echo 75 ;; esac
 }
 
-watch() { # wait until main.py has ended on one host; then stop it on all, so that they start again together
-    local output misses=0 code
+watch() { # wait until main.py has ended on all hosts; if it failed on one, stop it on all: they start again together
+    local output misses=0 code done_at=""
     while true; do
         sleep "$poll"
         if ! output=$(on_all_hosts status); then
@@ -70,8 +70,15 @@ watch() { # wait until main.py has ended on one host; then stop it on all, so th
         fi
         misses=0
         [[ $output == *ended* || $output == *never* ]] || continue
-        [[ $output == *running* ]] && on_all_hosts stop "$seconds" && output=$(on_all_hosts status)
         code=$(grep -Eo 'ended [0-9]+' <<<"$output" | sort -u)
+        if [[ $output == *running* ]]; then
+            if [[ $code == "ended 0" ]]; then # done on one host: the others are about to end, too
+                done_at=${done_at:-$SECONDS}
+                ((SECONDS - done_at >= seconds)) || continue
+            fi
+            on_all_hosts stop "$seconds" && output=$(on_all_hosts status)
+            code=$(grep -Eo 'ended [0-9]+' <<<"$output" | sort -u)
+        fi
         echo "$name: $(tr '\n' ' ' <<<"$code")"
         case "$code" in
         "ended 0") return 0 ;;

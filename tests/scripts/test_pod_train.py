@@ -3,14 +3,16 @@
 from tests.helpers.gcloud_stand_in import HOST, Cloud
 
 
-def train(cloud: Cloud, *, hosts: list[str], states: list[str], code: int, more: list[tuple] = ()) -> tuple[str, list]:
+def train(
+    cloud: Cloud, *, hosts: list[str], states: list[str], code: int, more: list[tuple] = (), options: list[str] = ()
+) -> tuple[str, list]:
     """(its output, its commands but `describe` and `scp`); `hosts` are the answers to `status`."""
     cloud.answer(
         *more,
         *[("on_host.sh status", answer, "", 0) for answer in hosts],
         *[("value(state)", f"{state}\n" if state else "", "", 0 if state else 1) for state in states],
     )
-    given = ["--type", "v4-8", "--spot", "--poll", "0", "--", "checkpoint.dir=gs://b/c"]
+    given = ["--type", "v4-8", "--spot", "--poll", "0", *options, "--", "checkpoint.dir=gs://b/c"]
     done = cloud.pod("train", "p", *given, code=code)
     words = []
     for verb, what, _, *rest in cloud.calls():
@@ -57,6 +59,28 @@ def test_train_stops_when_main_py_refuses_its_input(cloud):
         code=2,
     )
     assert calls == [*ONCE, "stop", "status"] and "main.py refused its input" in output
+
+
+def test_train_waits_for_the_other_hosts_when_one_is_done(cloud):
+    """The hosts end within seconds of each other, and a host that is about to end with 0 is not stopped."""
+    output, calls = train(
+        cloud,
+        hosts=["ended 0\nrunning 6\n", "ended 0\nrunning 6\n", "ended 0\nended 0\n"],
+        states=["READY"],
+        code=0,
+    )
+    assert calls == [*ONCE, "status", "status"] and "failure" not in output
+
+
+def test_train_stops_a_host_that_does_not_end_after_the_others(cloud):
+    output, calls = train(
+        cloud,
+        hosts=["ended 0\nrunning 6\n", "ended 0\nended 137\n", "ended 0\n"],
+        states=["READY"],
+        code=0,
+        options=["--seconds", "0"],
+    )
+    assert calls == [*ONCE, "stop", "status", *ONCE] and "failure 1 of 5" in output
 
 
 def test_train_gives_up_after_five_failures_in_a_row(cloud):

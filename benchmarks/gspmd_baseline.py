@@ -207,9 +207,9 @@ def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFu
         metrics = outcome.metrics() | {"learning_rate": rate} | guard.counts()
         return State(params, optimizer_state, guard, state.step + 1), metrics
 
-    def evaluate(params: Transformer, tokens_ABT: Array) -> Array:
+    def evaluate(params: Transformer, tokens_ABT: Array) -> tuple[Array, Array]:
         counted = counted_tokens(tokens_ABT)
-        return jnp.sum(lax.map(lambda tokens_BT: objective(params, tokens_BT, counted)[1], tokens_ABT))
+        return jnp.sum(lax.map(lambda tokens_BT: objective(params, tokens_BT, counted)[1], tokens_ABT)), counted
 
     return dataclasses.replace(
         explicit,

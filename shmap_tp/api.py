@@ -28,7 +28,16 @@ from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.inference.text import encode_prompts, tokenizer_of_model
 from shmap_tp.inference.training_samples import make_training_sampler
-from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marked_tokens, rectangular
+from shmap_tp.model.tokens import (
+    IGNORE,
+    Counted,
+    Segments,
+    Tokens,
+    checked_segments,
+    checked_tokens,
+    marked_tokens,
+    rectangular,
+)
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained import configuration
 from shmap_tp.pretrained.reading import held_in
@@ -57,6 +66,8 @@ class Model:
 
     Methods take token ids as integers [batch, time].  The batch may have any size: it is padded to a multiple of dp.
     The time is padded to the model's context, so that one program serves every length; what was padded is removed.
+    `segments`, integers of the shape of the tokens, number the documents of each row: a token sees the earlier tokens
+    of its own, and positions begin at 0 in each.  None: each row is one document.
     A method of an emulated mesh returns when its result is computed.
     """
 
@@ -181,7 +192,7 @@ class Model:
         settings = Options(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         return generate(self.generation_programs, self.parameters, prompts, settings)
 
-    def score(self, tokens: Tokens, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    def score(self, tokens: Tokens, mask: Any, segments: Segments | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(summed log-likelihood in nats, whether each was the most likely token) of the tokens of each row where
         `mask` is true, each given the tokens before it: tokens[B, T], mask[B, T] -> float32[B], bool[B].
 
@@ -193,7 +204,8 @@ class Model:
             raise UserError(
                 f"mask must be booleans {list(tokens.shape)}, as the tokens, and false for the first token of a row"
             )
-        likelihood, greedy = self.scoring_program(self.parameters, tokens)
+        segments = None if segments is None else checked_segments(segments, tokens)
+        likelihood, greedy = self.scoring_program(self.parameters, tokens, segments)
         return np.where(mask[:, 1:], likelihood, 0).sum(axis=1), np.where(mask[:, 1:], greedy, True).all(axis=1)
 
     def with_parameters(self, parameters: Transformer) -> "Model":
@@ -209,40 +221,50 @@ class Model:
         """
         save_model(Path(directory), self.config, self.parameters, self.source, dtype)
 
-    def logits(self, tokens: Tokens) -> Float[Array, "B T V"]:
+    def logits(self, tokens: Tokens, segments: Segments | None = None) -> Float[Array, "B T V"]:
         """Logits of the next token at every position: tokens[B, T] -> float32[B, T, vocabulary].
 
         Raises UserError if T exceeds model.context, or an id is not below model.vocabulary.
         """
         tokens = checked_tokens(tokens, self.config.model, longest=self.config.model.context, least=0)
-        padded = self._padded(tokens, self.config.model.context, filling=0)
-        found = self._finished(self.functions.logits(self.parameters, padded))
+        segments = None if segments is None else checked_segments(segments, tokens)
+        padded = [self._padded(x, self.config.model.context) for x in (tokens, segments)]
+        found = self._finished(self.functions.logits(self.parameters, *padded))
         return found[: tokens.shape[0], : tokens.shape[1], : self.config.model.vocabulary]
 
-    def loss(self, tokens: Tokens, counted: Counted | None = None) -> Float[Array, ""]:
+    def loss(
+        self, tokens: Tokens, counted: Counted | None = None, segments: Segments | None = None
+    ) -> Float[Array, ""]:
         """Mean cross entropy, in nats per token, of tokens[B, T+1]: T inputs and their targets, one place later.
 
-        The mean is over the targets that `counted`[B, T+1] selects, or over all.  A row may be padded with -1 at its
-        end, which is never counted.  Raises UserError as `logits` does, or if `counted` has another shape.
+        The mean is over the targets that `counted`[B, T+1] selects, or over all; but for targets of another segment
+        than their input.  A row may be padded with -1 at its end, which is never counted.  Raises UserError as `logits`
+        does, or if `counted` or `segments` has another shape.
         """
-        return self._finished(self.functions.loss(self.parameters, self._sequences(tokens, counted)))
+        return self._finished(self.functions.loss(self.parameters, *self._sequences(tokens, counted, segments)))
 
     def loss_and_gradients(
-        self, tokens: Tokens, counted: Counted | None = None
+        self, tokens: Tokens, counted: Counted | None = None, segments: Segments | None = None
     ) -> tuple[Float[Array, ""], Transformer]:
         """(mean cross entropy, gradients) of tokens[B, T+1]; the gradients are a pytree like `parameters`.
 
         The gradients are those of the training objective: if train.z_loss is not 0, its term is included.
-        `counted` is that of `loss`.
+        `counted` and `segments` are those of `loss`.
         """
-        return self._finished(self.functions.loss_and_gradients(self.parameters, self._sequences(tokens, counted)))
+        batch = self._sequences(tokens, counted, segments)
+        return self._finished(self.functions.loss_and_gradients(self.parameters, *batch))
 
-    def _sequences(self, tokens: Tokens, counted: Counted | None) -> np.ndarray:
-        """tokens[B, T+1] -> int32[1, B', context+1], filled up with targets that are not counted."""
-        length = self.config.model.context + 1
-        return self._padded(marked_tokens(tokens, counted, self.config.model), length, filling=IGNORE)[None]
+    def _sequences(
+        self, tokens: Tokens, counted: Counted | None, segments: Segments | None
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """(tokens[B, T+1] -> int32[1, B', context+1], filled up with targets that are not counted; the segments)."""
+        tokens, length = marked_tokens(tokens, counted, self.config.model), self.config.model.context + 1
+        segments = None if segments is None else self._padded(checked_segments(segments, tokens), length)[None]
+        return self._padded(tokens, length, filling=IGNORE)[None], segments
 
-    def _padded(self, tokens: np.ndarray, length: int, filling: int) -> np.ndarray:
+    def _padded(self, tokens: np.ndarray | None, length: int, filling: int = 0) -> np.ndarray | None:
+        if tokens is None:
+            return None
         missing = -tokens.shape[0] % self.config.mesh.dp, length - tokens.shape[1]
         return np.pad(tokens, [(0, missing[0]), (0, missing[1])], constant_values=filling)
 
@@ -308,8 +330,15 @@ class Trainer:
         self.state: State = self.functions.init() if start is None else self.functions.init_from(start)
         """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
         finished(self.mesh, self.state)
+        self._compiled = self._compile(self.functions.tokens)
+
+    def _compile(self, *batch: jax.ShapeDtypeStruct) -> Any:
         options = compiler_options(self.mesh.devices.flat[0].device_kind, self.config)
-        self._compiled = compile_with(self.functions.step.lower(self.functions.shapes, self.functions.tokens), options)
+        return compile_with(self.functions.step.lower(self.functions.shapes, *batch), options)
+
+    @cached_property
+    def _compiled_with_segments(self) -> Any:
+        return self._compile(self.functions.tokens, self.functions.tokens)
 
     def _start(self, model: Model | None) -> tuple[Transformer | None, Source | None]:
         """(parameters other than the random ones, where they are from)."""
@@ -318,21 +347,28 @@ class Trainer:
             return _copies(model.parameters, shapes), model.source
         return (None, None) if self.config.model.from_pretrained is None else pretrained_parameters(self.config, shapes)
 
-    def step(self, tokens: Tokens, counted: Counted | None = None) -> dict[str, Array]:
+    def step(
+        self, tokens: Tokens, counted: Counted | None = None, segments: Segments | None = None
+    ) -> dict[str, Array]:
         """One optimizer step on tokens[train.batch, context+1]; its metrics, such as "loss" and "grad_norm".
 
-        `counted`, of the same shape, selects the tokens that count as targets; None: all (`Model.loss`).
+        `counted`, of the same shape, selects the tokens that count as targets, and `segments` numbers the documents of
+        each row (`Model.loss`); None: all, and one.  `data.documents` is about token files, which are not read here.
 
         On an accelerator it returns before the step is computed; converting a metric, as in float(metrics["loss"]),
         waits for it.  A step whose loss or gradient is not finite changes no parameter.
         Raises UserError if the tokens have another shape, or an id is not below model.vocabulary.
         """
-        self.state, metrics = self._compiled(self.state, self._batch(tokens, counted))
+        compiled = self._compiled if segments is None else self._compiled_with_segments
+        self.state, metrics = compiled(self.state, *self._batch(tokens, counted, segments))
         return finished(self.mesh, metrics)
 
-    def evaluate(self, tokens: Tokens, counted: Counted | None = None) -> Float[Array, ""]:
-        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters; `counted` as in `step`."""
-        return finished(self.mesh, self.functions.evaluate(self.state.params, self._batch(tokens, counted)))
+    def evaluate(
+        self, tokens: Tokens, counted: Counted | None = None, segments: Segments | None = None
+    ) -> Float[Array, ""]:
+        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters; the others as in `step`."""
+        batch = self._batch(tokens, counted, segments)
+        return finished(self.mesh, self.functions.evaluate(self.state.params, *batch))[0]
 
     def model(self) -> Model:
         """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
@@ -340,15 +376,18 @@ class Trainer:
         parameters = finished(mesh, _copies(self.state.params, functions.shapes))
         return Model(config, mesh, parameters, functions, self._source)
 
-    def _batch(self, tokens: Tokens, counted: Counted | None) -> Array:
-        """tokens[batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the devices."""
+    def _batch(self, tokens: Tokens, counted: Counted | None, segments: Segments | None) -> list[Array]:
+        """[tokens, segments if there are any], [batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the
+        devices."""
         expected = (self.config.train.batch, self.config.model.context + 1)
         if (shape := rectangular(tokens).shape) != expected:
             raise UserError(
                 f"tokens have the shape {list(shape)}, a step takes {list(expected)}: [train.batch, model.context + 1]"
             )
-        rows = marked_tokens(tokens, counted, self.config.model)
-        return jax.device_put(rows.reshape(self.functions.tokens.shape), self.functions.tokens.sharding)
+        rows = [marked_tokens(tokens, counted, self.config.model)]
+        rows += [] if segments is None else [checked_segments(segments, rows[0])]
+        to = self.functions.tokens
+        return [jax.device_put(each.reshape(to.shape), to.sharding) for each in rows]
 
 
 def run_training(config: Config, components: Components = CONFIGURED) -> bool:

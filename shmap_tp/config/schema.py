@@ -22,6 +22,7 @@ SavedActivation = StrEnum(
     "SavedActivation", ["input", "sublayer_output", "query_key_value", "attention_output", "gate", "up"]
 )
 """Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
+Documents = StrEnum("Documents", ["isolated", "joined"])
 Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
 Resume = StrEnum("Resume", ["never", "if_present", "must"])
 
@@ -169,6 +170,9 @@ class DataConfig:
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None
     """stdlib: the run prepares it.  Else arguments of shmap_tp.prepare, printed if `dir` is empty; null: not known."""
+    documents: Documents
+    """isolated: a token sees earlier tokens of its own document, its positions begin at 0, and the first token of the
+    next document is no target.  joined: a sequence is read as one text."""
 
 
 @dataclass

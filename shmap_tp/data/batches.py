@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jaxtyping import Int, Int32
 
-from shmap_tp.config.schema import Config, DataConfig
-from shmap_tp.data.location import copy_files, open_bucket, prepared_directory
+from shmap_tp.config.schema import Config, DataConfig, Documents
+from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
 from shmap_tp.data.tokenizer import Tokenizer, text_bytes, tokenizer_of_data
@@ -108,17 +108,39 @@ def device_batch(
 
 def open_data(data: DataConfig, splits: Sequence[str], **sizes: int) -> tuple[list[AnyTokenFile], Meta, bytes | None]:
     """(the token files of `splits`, meta.json, tokenizer.json if there is one); `sizes` are context and vocabulary."""
+    place, meta, tokenizer = _open_meta(data)
+    if isinstance(place, Bucket):
+        return [BucketTokenFile(place, split, meta, **sizes) for split in splits], meta, tokenizer
+    return [open_token_file(place, split, **sizes) for split in splits], meta, tokenizer
+
+
+def _open_meta(data: DataConfig) -> tuple[Path | Bucket, Meta, bytes | None]:
+    """(where the token files are, meta.json, tokenizer.json if there is one)."""
     if "://" in data.dir and data.cache is None:
         bucket = open_bucket(data)
         with TemporaryDirectory() as small:
             copy_files(bucket, Path(small), bucket.files.keys() & {META, TOKENIZER})
             meta = read_meta(Path(small))
-            tokenizer = read_tokenizer(Path(small), meta)
-        return [BucketTokenFile(bucket, split, meta, **sizes) for split in splits], meta, tokenizer
+            return bucket, meta, read_tokenizer(Path(small), meta)
     directory = prepared_directory(data)
-    files = [open_token_file(directory, split, **sizes) for split in splits]
     meta = read_meta(directory)
-    return files, meta, read_tokenizer(directory, meta)
+    return directory, meta, read_tokenizer(directory, meta)
+
+
+def isolating_token(data: DataConfig) -> int | None:
+    """The id that ends each document of data.dir, where documents are isolated; None where they are joined.
+
+    Raises UserError if there is no data, or meta.json does not state the id.
+    """
+    if data.documents == Documents.joined:
+        return None
+    _, meta, _ = _open_meta(data)
+    if meta.end_of_text is None:
+        raise UserError(
+            f"data.documents=isolated needs to know where documents end, and {data.dir}/{META} has no end_of_text; "
+            f"add the id of that token there, or use data.documents=joined"
+        )
+    return meta.end_of_text
 
 
 def _warn_of_unused_rows(config: Config, meta: Meta, largest: int) -> None:

@@ -1,7 +1,7 @@
 """meta.json: what a directory of prepared data holds.
 
-`shmap_tp.prepare` writes all of it.  For token files of another program `{"dtype": "uint16"}` is enough: what is not
-stated is not checked.
+`shmap_tp.prepare` writes all of it.  For token files of another program `{"dtype": "uint16"}` is enough, and
+`"end_of_text"` where documents are isolated: what is not stated is not checked.
 """
 
 import hashlib
@@ -49,7 +49,8 @@ def read_meta(directory: Path) -> Meta:
     if file_size(path) is None:
         raise UserError(
             f"{path} does not exist, so the dtype of the tokens is not known; for files of another program write it:\n"
-            f"""echo '{{"dtype": "uint16"}}' > {path}  (little-endian uint16 as of nanoGPT, or uint32)"""
+            f"""echo '{{"dtype": "uint16", "end_of_text": 50256}}' > {path}\n"""
+            "(little-endian uint16 as of nanoGPT, or uint32; the id that ends each document, here that of GPT-2)"
         )
     with reading(path):
         content = path.read_bytes()

@@ -26,7 +26,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.layers.embedding import OutputProjection, score
 from shmap_tp.model.loss import target_statistics
-from shmap_tp.model.transformer import Transformer
+from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_gather_invariant
 
 POSITIONS_MULTIPLE = 128
@@ -46,29 +46,42 @@ class ScoringProgram:
         self._run = jax.jit(self._mapped())
 
     def __call__(
-        self, params: Transformer, tokens: np.ndarray, *, multiple: int = POSITIONS_MULTIPLE
+        self,
+        params: Transformer,
+        tokens: np.ndarray,
+        segments: np.ndarray | None = None,
+        *,
+        multiple: int = POSITIONS_MULTIPLE,
     ) -> tuple[np.ndarray, np.ndarray]:
         """tokens[B, T] -> (log-likelihood of tokens[:, 1:] given those before, whether each is the most likely one),
-        float32[B, T-1] and bool[B, T-1].  The sequences are padded to a multiple of `multiple` positions."""
+        float32[B, T-1] and bool[B, T-1].  The sequences are padded to a multiple of `multiple` positions.  With
+        segments[B, T] those before of the same segment as the token before it."""
         batch, time = tokens.shape[0], tokens.shape[1] - 1
         rows = -(-batch // self._programs.batch_ranks) * self._programs.batch_ranks
         length = min(-(-time // multiple) * multiple, self.model.context)
-        padded = np.zeros((rows, length + 1), np.int32)
-        padded[:batch, : time + 1] = tokens
-        found = self._run(params, padded)
+        more = [(0, rows - batch), (0, length - time)]
+        padded = [None if x is None else np.pad(np.asarray(x, np.int32), more) for x in (tokens, segments)]
+        found = self._run(params, *padded)
         likelihood, greedy = (np.asarray(x)[:batch, :time] for x in found)
         return likelihood, greedy
 
     def _mapped(self) -> Callable[[Transformer, Array], tuple[Array, Array]]:
         execution, batch = self._programs.execution, self._programs.batch
 
-        def run(params: Transformer, tokens_BT: Int[Array, "B T"]) -> tuple[Array, Array]:
-            h_BTD, _ = params(tokens_BT[:, :-1], execution)
+        def run(
+            params: Transformer, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None
+        ) -> tuple[Array, Array]:
+            segments_BT = None if segments_BT is None else segments_BT[:, :-1]
+            h_BTD, _ = params(tokens_BT[:, :-1], execution, Carried(segments=segments_BT))
             h_BTD, projection = params.output_projection(h_BTD, execution)
             scores = _in_chunks(partial(_scores, projection, self.model.vocabulary), h_BTD, tokens_BT[:, 1:])
             return jax.tree.map(lambda x: all_gather_invariant(x, batch, 0), scores)
 
-        return self._programs.sharded.mapped(run, (P(batch, None),), (P(), P()))
+        def mapped(params: Transformer, *arrays: Array | None) -> tuple[Array, Array]:
+            specs = jax.tree.map(lambda _: P(batch, None), arrays)
+            return self._programs.sharded.mapped(run, specs, (P(), P()))(params, *arrays)
+
+        return mapped
 
 
 def _in_chunks(

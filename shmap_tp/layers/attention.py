@@ -158,7 +158,8 @@ class Attention(eqx.Module):
     def mix(self, q: Activation, k: Activation, v: Activation, context: Context) -> tuple[Activation, Extras]:
         """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these.
 
-        Raises TypeError on a mesh with an axis that shards time: keys of other ranks would be left out.
+        Raises TypeError for a cache with segments, and on a mesh with an axis that shards time: keys of other ranks
+        would be left out.
         """
         if over := axes_of(Role.time):
             raise TypeError(f"attention sees the keys of its own rank alone, and the mesh axis {over[0]} shards time")
@@ -168,6 +169,8 @@ class Attention(eqx.Module):
             q_BTHK, k_BTNK = _normalize_heads(self.query_norm, q_BTHK), _normalize_heads(self.key_norm, k_BTNK)
         qk = encoding.rotate(q_BTHK, context.positions), encoding.rotate(k_BTNK, context.positions)
         if context.cache is not None:
+            if context.segments is not None:
+                raise TypeError("a cache holds one document a row: attention with a cache takes no segments")
             mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, encoding.slopes())
             return tp.split_time(mixed_BTHK), Extras(cache=cache)
         if self.query_norm is None:  # else they are saved before their norms

@@ -2,7 +2,8 @@
 
     TPU v4 and later   splash, where the positions are not ALiBi, 128 divides the context and the head dim is 64, 128
                        or 256; on v2 and v3 Pallas cannot multiply bfloat16 matrices
-    NVIDIA             cudnn, where the positions are not ALiBi, the dtype has 16 bits and the head dim suits cuDNN
+    NVIDIA             cudnn, where the positions are not ALiBi, documents are joined, the dtype has 16 bits and the
+                       head dim suits cuDNN
     all else           chunked
 
 Decided once, when programs are built, and passed down as a value: no layer asks for a device.
@@ -18,12 +19,13 @@ from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.flash_attention import BLOCKS, SPLASH_HEAD_DIMS, Cudnn, Splash
 
 
-def select_attention(model: ModelConfig, device: Device, dtype: DTypeLike) -> AnyAttention:
-    """The attention of `model` on devices like `device`, in `dtype`.  Raises UserError where the one that is named
-    cannot run there."""
+def select_attention(model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bool = False) -> AnyAttention:
+    """The attention of `model` on devices like `device`, in `dtype`, for rows whose documents are `isolated` or not.
+
+    Raises UserError where the one that is named cannot run there."""
     refusals = {
         AttentionKernel.splash: _no_splash(model, device),
-        AttentionKernel.cudnn: _no_cudnn(model, device, dtype),
+        AttentionKernel.cudnn: _no_cudnn(model, device, dtype, isolated),
     }
     defer = SavedActivation.query_key_value in model.offload
     made = {
@@ -62,13 +64,15 @@ def _no_splash(model: ModelConfig, device: Device) -> str | None:
     return None
 
 
-def _no_cudnn(model: ModelConfig, device: Device, dtype: DTypeLike) -> str | None:
+def _no_cudnn(model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bool) -> str | None:
     """Why cuDNN's flash attention cannot run, or None.  Head dims as jax.nn.dot_product_attention checks them."""
     capability = _capability(device)
     if capability < 8.0:
         return "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later"
     if model.positions == PositionKind.alibi:
         return "it is used without a bias, and model.positions=alibi needs one"
+    if isolated:
+        return "it knows no documents within a row; with data.documents=joined it needs to know none"
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"it computes in bfloat16 or float16, not {jnp.dtype(dtype)}; set train.precision=bfloat16"
     largest = 256 if capability >= 9.0 else 128

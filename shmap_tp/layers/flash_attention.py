@@ -19,7 +19,7 @@ receives them from `model/host_offload.py`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.activation_names import ATTENTION_OUTPUT, SOFTMAX_DENOMINATORS
 from shmap_tp.errors import UserError
@@ -58,6 +58,8 @@ class Splash:
     """Whether q, k and v are returned as deferred residuals, and read in the backward pass from `save_at_block_end`."""
     interpret: bool = False
     """Interpret the kernel on any device instead of compiling it: for tests."""
+    patterns: ClassVar[frozenset[str]] = frozenset({"segments"})
+    """The fields of a `Pattern` that it computes."""
 
     def __call__(
         self,
@@ -73,19 +75,28 @@ class Splash:
         scaled_BTHK = (q_BTHK.astype(jnp.float32) * head_dim**-0.5).astype(q_BTHK.dtype)
         q = scaled_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
         k, v = [x.transpose(0, 2, 1, 3).reshape(batch * groups, time, head_dim) for x in (k_BTNK, v_BTNK)]
-        mixed, residuals = _call_kernel(self, q.reshape(batch * groups, shared, time, head_dim), k, v)
+        q = q.reshape(batch * groups, shared, time, head_dim)
+        mixed, residuals = _call_kernel(self, (q, k, v), pattern.segments_BT)
         mixed = mixed.reshape(batch, groups, shared, time, head_dim)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim), residuals
 
     def run(
-        self, q_CGTK: Float[Array, "C G T K"], k_CTK: Float[Array, "C T K"], v_CTK: Float[Array, "C T K"]
+        self,
+        segments_BT: Int[Array, "B T"] | None,
+        q_CGTK: Float[Array, "C G T K"],
+        k_CTK: Float[Array, "C T K"],
+        v_CTK: Float[Array, "C T K"],
     ) -> Float[Array, "C G T K"]:
         """The kernel, for C = B N pairs of sequence and key/value head.  The two cores of a v4 or v5p chip share a
         mapped dim; none of the backward kernel's own dims can be shared so."""
-        return jax.vmap(_splash(*q_CGTK.shape[1:3], self.interpret))(q_CGTK, k_CTK, v_CTK)
+        kernel = _splash(*q_CGTK.shape[1:3], self.interpret)
+        if segments_BT is None:
+            return jax.vmap(kernel)(q_CGTK, k_CTK, v_CTK)
+        segments_CT = jnp.repeat(segments_BT, q_CGTK.shape[0] // segments_BT.shape[0], axis=0)
+        return jax.vmap(kernel)(q_CGTK, k_CTK, v_CTK, splash_kernel.SegmentIds(segments_CT, segments_CT))
 
 
-def _splash(shared: int, time: int, interpret: bool) -> Callable[[Array, Array, Array], Array]:
+def _splash(shared: int, time: int, interpret: bool) -> Callable[..., Array]:
     """q[G T K], k[T K], v[T K] -> [G T K]: the kernel for the query heads of one key/value head, causal."""
     size = next(size for size in BLOCKS if time % size == 0)
     blocks = splash_kernel.BlockSizes(
@@ -111,6 +122,7 @@ class Cudnn:
 
     defer: bool = False
     """Whether q, k and v are returned as deferred residuals, and read in the backward pass from `save_at_block_end`."""
+    patterns: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(
         self,
@@ -121,10 +133,14 @@ class Cudnn:
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
         """(mixed, deferred residuals).  Communication: none."""
         _refuse(self, pattern)
-        return _call_kernel(self, q_BTHK, k_BTNK, v_BTNK)
+        return _call_kernel(self, (q_BTHK, k_BTNK, v_BTNK), None)
 
     def run(
-        self, q_BTHK: Float[Array, "B T H K"], k_BTNK: Float[Array, "B T N K"], v_BTNK: Float[Array, "B T N K"]
+        self,
+        segments_BT: None,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BTNK: Float[Array, "B T N K"],
+        v_BTNK: Float[Array, "B T N K"],
     ) -> Float[Array, "B T H K"]:
         """The kernel."""
         return jax.nn.dot_product_attention(q_BTHK, k_BTNK, v_BTNK, is_causal=True, implementation="cudnn")
@@ -132,10 +148,10 @@ class Cudnn:
 
 def _refuse(kernel: "Splash | Cudnn", pattern: Pattern) -> None:
     """Raises UserError for what the kernel cannot do."""
-    if pattern.used:
+    if unknown := pattern.used - kernel.patterns:
         name = type(kernel).__name__.lower()
         raise UserError(
-            f"model.attention={name} computes no {' and no '.join(sorted(pattern.used))}, which these inputs need; "
+            f"model.attention={name} computes no {' and no '.join(sorted(unknown))}, which these inputs need; "
             f"use model.attention=chunked"
         )
 
@@ -161,17 +177,19 @@ def without_vma_check(run: Callable[..., Any], *args: Any) -> Any:
     return mark_varying(results, tuple(axes))
 
 
-def _call_kernel(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[Array, DeferredResiduals]:
-    """kernel.run(q, k, v).  All three are marked as varying over the same axes before: JAX then adds what the gradient
-    of one that did not vary needs, and the gradients returned here have the types of the arguments."""
+def _call_kernel(
+    kernel: "Splash | Cudnn", qkv: tuple[Array, Array, Array], segments_BT: Int[Array, "B T"] | None
+) -> tuple[Array, DeferredResiduals]:
+    """kernel.run(segments, q, k, v).  q, k and v are marked as varying over the same axes before: JAX then adds what
+    the gradient of one that did not vary needs, and the gradients returned here have the types of the arguments."""
     qkv = mark_varying(qkv, tuple(sorted(frozenset[str]().union(*[varying_axes(x) for x in qkv]))))
     with jax.named_scope("attend"):
-        return _attend(kernel, *qkv)
+        return _attend(kernel, segments_BT, *qkv)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[Array, DeferredResiduals]:
-    return without_vma_check(kernel.run, *qkv), _residuals(kernel, qkv)
+def _attend(kernel: "Splash | Cudnn", segments_BT: Array | None, *qkv: Array) -> tuple[Array, DeferredResiduals]:
+    return without_vma_check(kernel.run, segments_BT, *qkv), _residuals(kernel, qkv)
 
 
 class Placeholder(eqx.Module):
@@ -181,12 +199,14 @@ class Placeholder(eqx.Module):
     shape: tuple[int, ...] = eqx.field(static=True)
 
 
-def _forward(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[tuple[Array, DeferredResiduals], Any]:
+def _forward(
+    kernel: "Splash | Cudnn", segments_BT: Array | None, *qkv: Array
+) -> tuple[tuple[Array, DeferredResiduals], Any]:
     """((output, deferred residuals), residuals of the backward kernel).  The output, q, k and v are placeholders in
     there: an array that leaves `without_vma_check` twice would be saved twice by a rematerialisation policy."""
 
-    def run(*qkv: Array) -> tuple[Array, Any]:
-        mixed, pull = jax.vjp(kernel.run, *qkv)
+    def run(segments_BT: Array | None, *qkv: Array) -> tuple[Array, Any]:
+        mixed, pull = jax.vjp(partial(kernel.run, segments_BT), *qkv)
         known: dict[int, Any] = {id(x): Placeholder(of, x.shape) for of, x in enumerate((mixed, *qkv))}
 
         def named(x: Array) -> Any:
@@ -197,7 +217,7 @@ def _forward(kernel: "Splash | Cudnn", *qkv: Array) -> tuple[tuple[Array, Deferr
 
         return _checkpoint_as_bits(mixed, ATTENTION_OUTPUT), jax.tree.map(named, pull)
 
-    mixed, pull = without_vma_check(run, *qkv)
+    mixed, pull = without_vma_check(run, segments_BT, *qkv)
     residuals = _residuals(kernel, qkv)
     return (mixed, residuals), (pull, mixed, None if residuals else qkv)
 
@@ -214,7 +234,9 @@ def _checkpoint_as_bits(x: Array, name: str) -> Array:
     return lax.bitcast_convert_type(checkpoint_name(lax.bitcast_convert_type(x, bits), name), x.dtype)
 
 
-def _backward(kernel: "Splash | Cudnn", saved: Any, cotangents: tuple[Array, DeferredResiduals]) -> tuple[Array, ...]:
+def _backward(
+    kernel: "Splash | Cudnn", saved: Any, cotangents: tuple[Array, DeferredResiduals]
+) -> tuple[Array | None, ...]:
     """`cotangents` are those of the output and, where q, k and v are deferred, q, k and v themselves
     (`host_offload`)."""
     pull, mixed, qkv = saved
@@ -226,7 +248,7 @@ def _backward(kernel: "Splash | Cudnn", saved: Any, cotangents: tuple[Array, Def
 
         return sum_by_additions(jax.tree.map(filled, pull, is_leaf=lambda x: isinstance(x, Placeholder)))(d_mixed)
 
-    return without_vma_check(run, pull, d_mixed, mixed, *(deferred or qkv))
+    return None, *without_vma_check(run, pull, d_mixed, mixed, *(deferred or qkv))
 
 
 _attend.defvjp(_forward, _backward)

@@ -34,6 +34,10 @@ from shmap_tp.parallel.tensor_parallel import TensorParallel
 class PositionEncoding(Protocol):
     """What a model needs of its position encoding."""
 
+    is_absolute: bool
+    """Whether it depends on the positions themselves.  One that depends on distances alone is the same in a document
+    of a row, whether or not its positions begin at 0."""
+
     def add_to_input(
         self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B _ D"]:
@@ -59,6 +63,7 @@ class Alibi(eqx.Module):
     """
 
     heads: int = eqx.field(static=True)
+    is_absolute = False
 
     def add_to_input(
         self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
@@ -93,6 +98,7 @@ class Rotary(eqx.Module):
     """
 
     rotation: Rotation = eqx.field(static=True)
+    is_absolute = False
 
     def add_to_input(
         self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
@@ -114,6 +120,7 @@ class Learned(eqx.Module):
     """A vector per position, added to the embedding; replicated.  Radford et al. 2018, GPT, section 3.1"""
 
     weight: Float[Array, "T D"] = param(None, None, kind=ParameterKind.embedding)
+    is_absolute = True
 
     def __init__(self, context: int, width: int, *, std: float, key: PRNGKeyArray):
         self.weight = std * jax.random.normal(key, (context, width))

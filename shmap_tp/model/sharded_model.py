@@ -56,14 +56,19 @@ class ShardedModel:
 
 
 def shard_model(
-    config: Config, mesh: Mesh, dtype: DTypeLike, components: ModelComponents = CONFIGURED_MODEL
+    config: Config,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    components: ModelComponents = CONFIGURED_MODEL,
+    *,
+    isolated: bool = False,
 ) -> ShardedModel:
-    """The model of `config` on `mesh`, computing in `dtype`.
+    """The model of `config` on `mesh`, computing in `dtype`; its rows have several documents if these are `isolated`.
 
     Raises UserError where model.attention names a kernel that these devices cannot run.
     """
     assert dict(mesh.shape) == axis_sizes(config.mesh), f"{mesh.shape} is not a mesh of {config.mesh}"
-    attend = select_attention(config.model, mesh.devices.flat[0], dtype)
+    attend = select_attention(config.model, mesh.devices.flat[0], dtype, isolated)
 
     def make() -> Transformer:
         return components.held(components.make(config.model, attend, jax.random.key(config.run.seed)))

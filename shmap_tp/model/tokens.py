@@ -7,10 +7,12 @@ A microbatches, B batch, T time.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Int32
 
@@ -23,6 +25,8 @@ Tokens = np.ndarray | Array | Sequence[Sequence[int]]
 Counted = np.ndarray | Array | Sequence[Sequence[bool]]
 """For each token of [batch, time], whether it counts as a target.  Either way it is an input: with False for the tokens
 of a prompt, the model reads the prompt and learns only what follows it."""
+Segments = np.ndarray | Array | Sequence[Sequence[int]]
+"""For each token of [batch, time], the number of its document in the row."""
 IGNORE = -1
 """Pads the end of a row: not counted, and as an input id 0, which nothing counted depends on."""
 
@@ -35,15 +39,42 @@ class Batch(NamedTuple):
     """Those below zero do not count."""
     positions: Int[Array, "*A B T"] | None
     """None: 0 to T - 1, where every device has whole rows."""
+    segments: Int[Array, "*A B T"] | None = None
+    """None: each row is one document."""
 
 
-def next_token_batch(tokens_ABT: Int[Array, "*A B T"], axes: Sequence[str]) -> Batch:
+def next_token_batch(
+    tokens_ABT: Int[Array, "*A B T"],
+    axes: Sequence[str],
+    segments_ABT: Int[Array, "*A B T"] | None = None,
+    end_of_text: int | None = None,
+) -> Batch:
     """tokens[A B T+1] -> the batch whose target at each position is the next token, on a mesh with these axes.
 
+    With segments[A B T+1], or with `end_of_text` those of `document_segments`, a target of another document than its
+    input does not count: nothing that the model may see says what the next document is.
     It is made before anything is sharded, so that each position has its own target and position wherever it goes.
     """
-    inputs = input_ids(tokens_ABT[..., :-1])
-    return Batch(inputs, tokens_ABT[..., 1:], positions_of(inputs, axes))
+    inputs, targets = input_ids(tokens_ABT[..., :-1]), tokens_ABT[..., 1:]
+    if segments_ABT is None and end_of_text is not None:
+        segments_ABT = document_segments(tokens_ABT, end_of_text)
+    if segments_ABT is not None:
+        same = segments_ABT[..., 1:] == segments_ABT[..., :-1]
+        targets, segments_ABT = jnp.where(same | (targets < 0), targets, ~targets), segments_ABT[..., :-1]
+    return Batch(inputs, targets, positions_of(inputs, axes), segments_ABT)
+
+
+def document_segments(tokens_ABT: Int[Array, "*A B T"], end_of_text: int) -> Int[Array, "*A B T"]:
+    """The number of the document of each token in its row; `end_of_text` ends one, and belongs to it."""
+    ends = (input_ids(tokens_ABT) == end_of_text).astype(jnp.int32)
+    return jnp.cumsum(ends, axis=-1) - ends
+
+
+def positions_within(segments_BT: Int[Array, "*B T"]) -> Int[Array, "*B T"]:
+    """The position of each token in its segment, whose tokens stand together."""
+    place = jnp.broadcast_to(jnp.arange(segments_BT.shape[-1]), segments_BT.shape)
+    begins = jnp.diff(segments_BT, axis=-1, prepend=segments_BT[..., :1]) != 0
+    return place - lax.cummax(jnp.where(begins, place, 0), axis=place.ndim - 1)
 
 
 def positions_of(ids_ABT: Int[Array, "*A B T"], axes: Sequence[str]) -> Int[Array, "*A B T"] | None:
@@ -53,11 +84,10 @@ def positions_of(ids_ABT: Int[Array, "*A B T"], axes: Sequence[str]) -> Int[Arra
     return jnp.broadcast_to(jnp.arange(ids_ABT.shape[-1]), ids_ABT.shape)
 
 
-def batch_specs(axes: Sequence[str]) -> Batch:
-    """PartitionSpecs of the fields of a batch [A B T] on a mesh with these axes."""
-    time = axes_of(Role.time, axes)
-    spec = P(None, batch_axes(axes), time or None)
-    return Batch(spec, spec, spec if time else None)
+def batch_specs(axes: Sequence[str], batch: Any) -> Any:
+    """PartitionSpecs of the fields of a batch, or of another tree of arrays [A B T], on a mesh with these axes."""
+    spec = P(None, batch_axes(axes), axes_of(Role.time, axes) or None)
+    return jax.tree.map(lambda _: spec, batch)
 
 
 def tokens_spec(axes: Sequence[str]) -> P:
@@ -98,6 +128,25 @@ def checked_tokens(tokens: Tokens, model: ModelConfig, *, longest: int, least: i
         wrong = lowest if lowest < least else highest
         raise UserError(f"token id {wrong} is not in {least} to {vocabulary - 1} (model.vocabulary={vocabulary})")
     return tokens.astype(np.int32)
+
+
+def checked_segments(segments: Segments, tokens: Int[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T"]:
+    """`segments` on the host.  Raises UserError unless they are integers, one for each token, and the tokens of each
+    document stand together."""
+    segments = np.asarray(segments)
+    if segments.shape != tokens.shape or not np.issubdtype(segments.dtype, np.integer):
+        raise UserError(
+            f"segments must be integers {list(tokens.shape)}, one for each token, not "
+            f"{segments.dtype}{list(segments.shape)}"
+        )
+    for row, numbers in enumerate(segments.astype(np.int64)):
+        begins = numbers[np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))]
+        if len(set(begins.tolist())) != len(begins):
+            raise UserError(
+                f"segments[{row}] returns to a number that it left: the tokens of a document must stand together; "
+                f"number the documents of a row 0, 1, 2, ..."
+            )
+    return segments.astype(np.int32)
 
 
 def marked_tokens(tokens: Tokens, counted: Counted | None, model: ModelConfig) -> Int32[np.ndarray, "B T"]:

@@ -34,6 +34,7 @@ from shmap_tp.model.blocks import BLOCKS, MakeMlp
 from shmap_tp.model.host_offload import save_at_block_end
 from shmap_tp.model.offloaded_scan import OffloadedLayers, PrefetchSpec, scan_with_offload
 from shmap_tp.model.remat import Layer, checkpointed
+from shmap_tp.model.tokens import positions_within
 from shmap_tp.parallel.fsdp import gather, has_gathered, is_ring_reduced, without_ring
 from shmap_tp.parallel.partitioning import stacked
 from shmap_tp.parallel.tensor_parallel import TensorParallel
@@ -68,6 +69,7 @@ class Carried(eqx.Module):
     """What the tokens carry beside their ids; the fields are those of `Context`, the cache that of all layers."""
 
     positions: Int[Array, "B T"] | None = None
+    """None: from the segments, where the encoding needs them."""
     segments: Int[Array, "B T"] | None = None
     cache: ModelCache | None = None
 
@@ -126,13 +128,16 @@ class Transformer(eqx.Module):
         replicated over mp (`AllReduce`).
         """
         tp, dtype, placements = execution.tp, execution.dtype, execution.placements
+        positions = carried.positions
+        if positions is None and carried.segments is not None and self.positions.is_absolute:
+            positions = positions_within(carried.segments)
         with jax.named_scope("embedding"):
             encoding = gather(placements.positions, self.positions, dtype)
             table = self.embedding if carried.cache is not None else isolate_gradient(self.embedding)
             embedding = gather(placements.embedding, table, dtype)
             x_BTD = self._scaled(tp.reduce(embedding(ids_BT, dtype)))
-            x_BTD = encoding.add_to_input(x_BTD, tp, carried.positions)
-        context = Context(tp, encoding, carried.positions, carried.segments)
+            x_BTD = encoding.add_to_input(x_BTD, tp, positions)
+        context = Context(tp, encoding, positions, carried.segments)
         with jax.named_scope("blocks"):
             if carried.cache is None:
                 x_BTD, extras = self._scan_blocks(x_BTD, context, execution)

@@ -186,7 +186,8 @@ def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int,
     """The file of --cfg, or else conf/config.yaml, with the flags applied.
 
     Without --cfg, defaults where flags are missing: this model, `microbatches` microbatches of `sequences` sequences on
-    each dp rank, sequence parallelism, ZeRO-1.  With --cfg, its own values.  Raises UserError.
+    each dp rank, sequence parallelism, ZeRO-1, and joined documents, as in published figures.  With --cfg, its own
+    values.  Raises UserError.
     """
     check_flags(arguments)
     if arguments.cfg:
@@ -207,6 +208,7 @@ def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int,
         f"train.microbatches={microbatches}",
         "mesh.tensor_parallel=sequence",
         "mesh.zero=zero1",
+        "data.documents=joined",
         f"mesh.slices={_slices(arguments)}",
     ]
     settings += [f"model.context={arguments.context}"] if arguments.context is not None else []

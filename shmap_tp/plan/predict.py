@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import Config, Precision
+from shmap_tp.config.schema import Config, Documents, Precision
 from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
@@ -53,10 +53,18 @@ def step_dtype(config: Config, auto: Precision = Precision.bfloat16) -> DTypeLik
 def build_programs(
     build: Builder, config: Config, mesh: Mesh, dtype: DTypeLike, components: Components
 ) -> StepFunctions:
-    """The programs of a step.  Only `build_step_functions` can be given components: the GSPMD baseline is written for
-    the blocks of this project."""
-    assert components == CONFIGURED or build is build_step_functions, "the GSPMD baseline takes no components"
-    return build(config, mesh, dtype, components) if build is build_step_functions else build(config, mesh, dtype)
+    """The programs of a step; where documents are isolated, id 0 ends one.
+
+    Only `build_step_functions` can be given components or isolates documents: the GSPMD baseline is written for the
+    blocks of this project, and rows of one document.  Raises UserError.
+    """
+    isolated = config.data.documents == Documents.isolated
+    if build is build_step_functions:
+        return build(config, mesh, dtype, components, 0 if isolated else None)
+    assert components == CONFIGURED, "the GSPMD baseline takes no components"
+    if isolated:
+        raise UserError("the GSPMD baseline isolates no documents; compare with data.documents=joined")
+    return build(config, mesh, dtype)
 
 
 def facts_beside_text(row: Row, mesh: Mesh) -> dict:

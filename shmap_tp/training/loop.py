@@ -112,17 +112,17 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 
 def _evaluate(run: Run, step: int, state: State, recorder: Recorder) -> bool:
-    """Record the mean cross entropy over the validation batches, all of which have the same number of tokens.
+    """Record the mean cross entropy over the targets of the validation batches that count.
 
     Returns False if a stop request interrupted it; the resumed run then evaluates this step.
     """
-    losses: list[Any] = []
+    found: list[tuple[Any, Any]] = []
     for i in range(run.batches.validation_count):
         if run.stop.requested():
             return False
-        losses.append(run.functions.evaluate(state.params, run.batches.validation(i)))
-        jax.block_until_ready(losses[-2:-1])  # at most one batch in flight, so that a stop request is noticed soon
-    loss, size = float(np.mean(jax.device_get(losses))), run.validation_bytes
-    tokens = run.config.train.batch * run.config.model.context * len(losses)
-    recorder.validation(step, loss, loss * tokens / math.log(2) / size if size else None)
+        found.append(run.functions.evaluate(state.params, run.batches.validation(i)))
+        jax.block_until_ready(found[-2:-1])  # at most one batch in flight, so that a stop request is noticed soon
+    losses, counted = np.array(jax.device_get(found), np.float64).T
+    nats, size = float(losses @ counted), run.validation_bytes
+    recorder.validation(step, nats / float(counted.sum()), nats / math.log(2) / size if size else None)
     return True

@@ -4,6 +4,7 @@ B batch, T time, V vocabulary rows, padded.  B/dp: dim B sharded over dp.  V/mp:
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -35,11 +36,12 @@ class ModelFunctions(eqx.Module):
 
     initialize: Callable[[], Transformer]
     """() -> parameters, each made where it is stored; the same bits on every mesh."""
-    logits: Callable[[Transformer, Array], Array]
-    """(params, tokens[B T]) -> logits[B T V], float32 or wider, sharded P(dp, None, mp)."""
-    loss: Callable[[Transformer, Array], Array]
+    logits: Callable[..., Array]
+    """(params, tokens[B T]) -> logits[B T V], float32 or wider, sharded P(dp, None, mp).  Here and below segments of
+    the shape of the tokens may follow: the document of each token, which sees only earlier ones of its own."""
+    loss: Callable[..., Array]
     """(params, tokens[1 B T+1]) -> mean cross entropy of the targets that are 0 or more."""
-    loss_and_gradients: Callable[[Transformer, Array], tuple[Array, Transformer]]
+    loss_and_gradients: Callable[..., tuple[Array, Transformer]]
     """(params, tokens[1 B T+1]) -> (mean cross entropy, gradients of the objective: z_loss and auxiliary losses are
     included; None for what is frozen)."""
     shapes: Transformer
@@ -56,38 +58,42 @@ def build_model_functions(
     Raises UserError if model.attention names a kernel that these devices cannot run.
     """
     model, axes = shard_model(config, mesh, dtype, components), mesh.axis_names
-    objective, specs = make_objective(config, model.execution), batch_specs(axes)
+    objective = make_objective(config, model.execution)
     updated, _ = model.split(model.placed.updated)
 
-    def logits(
-        params: Transformer, ids_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"] | None
-    ) -> Float[Array, "B T V"]:
-        h_BTD, _ = params(ids_BT, model.execution, Carried(positions_BT))
+    def local_logits(params: Transformer, ids_BT: Int[Array, "B T"], carried: Carried) -> Float[Array, "B T V"]:
+        h_BTD, _ = params(ids_BT, model.execution, carried)
         h_BTD, projection = params.output_projection(h_BTD, model.execution)
         return score(h_BTD.reshape(-1, h_BTD.shape[-1]), projection).reshape(*h_BTD.shape[:2], -1)
 
-    def loss(params: Transformer, batch: Batch) -> Float[Array, ""]:
+    def local_loss(params: Transformer, batch: Batch) -> Float[Array, ""]:
         cross_entropy = objective.cross_entropy()
         share, _ = cross_entropy(params, microbatch(batch, 0), counted_targets(batch), all_tokens(batch))
         return all_reduce(share, token_axes())
 
-    def gradients(params: Transformer, batch: Batch) -> tuple[Float[Array, ""], Transformer]:
+    def local_gradients(params: Transformer, batch: Batch) -> tuple[Float[Array, ""], Transformer]:
         trained, frozen = model.split(params)
         return loss_and_gradients(objective, trained, batch, frozen)
 
-    in_time = P(*specs.inputs[1:])
-    mapped_logits = model.mapped(
-        logits, (in_time, in_time if specs.positions else None), P(*in_time, axes_of(Role.features, axes))
-    )
-    mapped_loss = model.mapped(loss, (specs,), P())
-    mapped_gradients = jax.shard_map(
-        gradients, mesh=mesh, in_specs=(model.placed.stored, specs), out_specs=(P(), updated)
-    )
+    def logits(params: Transformer, ids_BT: Array, segments_BT: Array | None = None) -> Array:
+        carried, spec = Carried(positions_of(ids_BT, axes), segments_BT), P(*batch_specs(axes, ids_BT)[1:])
+        in_specs = (spec, jax.tree.map(lambda _: spec, carried))
+        return model.mapped(local_logits, in_specs, P(*spec, axes_of(Role.features, axes)))(params, ids_BT, carried)
+
+    def loss(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> Array:
+        batch = next_token_batch(tokens_ABT, axes, segments_ABT)
+        return model.mapped(local_loss, (batch_specs(axes, batch),), P())(params, batch)
+
+    def gradients(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[Array, Any]:
+        batch = next_token_batch(tokens_ABT, axes, segments_ABT)
+        in_specs, out_specs = (model.placed.stored, batch_specs(axes, batch)), (P(), updated)
+        return jax.shard_map(local_gradients, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(params, batch)
+
     return ModelFunctions(
         initialize=jax.jit(model.make, out_shardings=jax.tree.map(lambda shape: shape.sharding, model.shapes)),
-        logits=jax.jit(lambda params, ids: mapped_logits(params, ids, positions_of(ids, axes))),
-        loss=jax.jit(lambda params, tokens: mapped_loss(params, next_token_batch(tokens, axes))),
-        loss_and_gradients=jax.jit(lambda params, tokens: mapped_gradients(params, next_token_batch(tokens, axes))),
+        logits=jax.jit(logits),
+        loss=jax.jit(loss),
+        loss_and_gradients=jax.jit(gradients),
         shapes=model.shapes,
         model=model,
     )

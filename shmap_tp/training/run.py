@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.data.batches import Batches
+from shmap_tp.data.batches import Batches, isolating_token
 from shmap_tp.data.metadata import TOKENIZER
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import DivergedError, UserError
@@ -154,7 +154,8 @@ def open_run(
             on_process_0("log.wandb", lambda: check_weights_and_biases(config))
             on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))
             prepare_environment(config)
-            functions = build_step_functions(config, mesh, compute_dtype(config.train.precision), components)
+            dtype, end_of_text = compute_dtype(config.train.precision), isolating_token(config.data)
+            functions = build_step_functions(config, mesh, dtype, components, end_of_text)
             require_host_memory(functions.shapes)
             batches = Batches(config, functions.tokens)
             require_agreement("data", data_facts(batches.identity))

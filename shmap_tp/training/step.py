@@ -10,6 +10,7 @@ update.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -90,7 +91,7 @@ class Objective:
 
         `counted` is the number of counted targets of the whole step, and `tokens` that of all its tokens.
         """
-        h_BTD, extras = params(batch.inputs, self.execution, Carried(batch.positions))
+        h_BTD, extras = params(batch.inputs, self.execution, Carried(batch.positions, batch.segments))
         h_BTD, projection = params.output_projection(h_BTD, self.execution)
         objective, loss = self.loss(h_BTD, projection, batch.targets, counted)
         if extras.auxiliary_loss is None or not self.auxiliary:
@@ -175,10 +176,11 @@ class StepFunctions(eqx.Module):
     """() -> State, each device initialising its own shards."""
     init_from: Callable[[Transformer], State]
     """(params) -> the State of a new run with these parameters, which are donated."""
-    step: Callable[[State, Array], tuple[State, dict[str, Array]]]
-    """(State, tokens[A B T+1]) -> (State, metrics); the argument state is donated."""
-    evaluate: Callable[[Transformer, Array], Array]
-    """(params, tokens[A B T+1]) -> mean cross entropy; differentiable."""
+    step: Callable[..., tuple[State, dict[str, Array]]]
+    """(State, tokens[A B T+1]) -> (State, metrics); the argument state is donated.  Here and in `evaluate` segments
+    [A B T+1] may follow, which say where documents are in place of their ends."""
+    evaluate: Callable[..., tuple[Array, Array]]
+    """(params, tokens[A B T+1]) -> (mean cross entropy of the targets that count, their number); differentiable."""
     shapes: State
     """ShapeDtypeStructs of the whole state, each with its sharding."""
     tokens: jax.ShapeDtypeStruct
@@ -188,13 +190,18 @@ class StepFunctions(eqx.Module):
 
 
 def build_step_functions(
-    config: Config, mesh: Mesh, dtype: DTypeLike, components: Components = CONFIGURED
+    config: Config,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    components: Components = CONFIGURED,
+    end_of_text: int | None = None,
 ) -> StepFunctions:
     """The programs of `config` on `mesh`, computing in `dtype`; each is compiled when first called.
 
+    With `end_of_text`, the id that ends each document of a row, no document sees another.
     Raises UserError where model.attention names a kernel that these devices cannot run.
     """
-    model = shard_model(config, mesh, dtype, components)
+    model = shard_model(config, mesh, dtype, components, isolated=end_of_text is not None)
     optimizer = (components.make_optimizer or make_optimizer)(config.optimizer)
 
     def init_from(params: Transformer) -> State:
@@ -216,20 +223,16 @@ def build_step_functions(
     objective = make_objective(config, model.execution)
     axes = mesh.axis_names
     local_step = _make_step(config, objective, optimizer, model, (updated, optimizer_layout))
-    sharded_step = jax.shard_map(local_step, mesh=mesh, in_specs=(specs, batch_specs(axes)), out_specs=(specs, P()))
 
-    def local_evaluate(params: Transformer, batch: Batch) -> Array:
-        counted, tokens = counted_targets(batch), all_tokens(batch)
-        losses = lax.map(lambda batch: objective.cross_entropy()(params, batch, counted, tokens)[0], batch)
-        return all_reduce(jnp.sum(losses), token_axes())
+    def step(state: State, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[State, dict[str, Array]]:
+        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text)
+        in_specs = specs, batch_specs(axes, batch)
+        return jax.shard_map(local_step, mesh=mesh, in_specs=in_specs, out_specs=(specs, P()))(state, batch)
 
-    sharded_evaluate = model.mapped(local_evaluate, (batch_specs(axes),), P())
-
-    def step(state: State, tokens_ABT: Array) -> tuple[State, dict[str, Array]]:
-        return sharded_step(state, next_token_batch(tokens_ABT, axes))
-
-    def evaluate(params: Transformer, tokens_ABT: Array) -> Array:
-        return sharded_evaluate(params, next_token_batch(tokens_ABT, axes))
+    def evaluate(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[Array, Array]:
+        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text)
+        local_evaluate = partial(_evaluate, objective.cross_entropy())
+        return model.mapped(local_evaluate, (batch_specs(axes, batch),), (P(), P()))(params, batch)
 
     shardings = named_shardings(mesh, specs)
     microbatches = config.train.microbatches
@@ -243,6 +246,13 @@ def build_step_functions(
         tokens=jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, tokens_spec(axes))),
         attention=model.attention,
     )
+
+
+def _evaluate(cross_entropy: Objective, params: Transformer, batch: Batch) -> tuple[Array, Array]:
+    """(the mean cross entropy of the counted targets of the whole batch[A B T], their number), on every device."""
+    counted, tokens = counted_targets(batch), all_tokens(batch)
+    losses = lax.map(lambda batch: cross_entropy(params, batch, counted, tokens)[0], batch)
+    return all_reduce(jnp.sum(losses), token_axes()), counted
 
 
 def make_objective(config: Config, execution: Execution) -> Objective:

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SCHEMES, check_path
-from shmap_tp.data.batches import Batches
+from shmap_tp.data.batches import Batches, isolating_token
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import make_mesh
@@ -37,7 +37,10 @@ class Trainer:
     def __init__(self, config: Config):
         self.mesh = config.mesh
         self.functions: StepFunctions = build_step_functions(
-            config, make_mesh(config.mesh), compute_dtype(config.train.precision)
+            config,
+            make_mesh(config.mesh),
+            compute_dtype(config.train.precision),
+            end_of_text=isolating_token(config.data),
         )
         self._batches = Batches(config, self.functions.tokens)
 

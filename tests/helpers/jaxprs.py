@@ -72,8 +72,13 @@ def loss_and_gradients_on_mesh(model: ModelConfig, params: Transformer, dtype: s
     placements = jax.tree.map(lambda _: Replicated((DP,)), specs)
     loss = LinearCrossEntropy(model.vocabulary, 0.0, 2048)
     objective = Objective(loss, Execution(ALL_REDUCE, jnp.dtype(dtype), placements))
-    run = jax.shard_map(
-        lambda params, batch: loss_and_gradients(objective, params, batch),
-        mesh=on, in_specs=(specs, batch_specs(on.axis_names)), out_specs=(P(), specs),
-    )  # fmt: skip
-    return lambda params, tokens: run(params, next_token_batch(tokens, on.axis_names))
+
+    def run(params: Transformer, tokens: jax.Array) -> tuple[jax.Array, Transformer]:
+        batch = next_token_batch(tokens, on.axis_names)
+        mapped = jax.shard_map(
+            lambda params, batch: loss_and_gradients(objective, params, batch),
+            mesh=on, in_specs=(specs, batch_specs(on.axis_names, batch)), out_specs=(P(), specs),
+        )  # fmt: skip
+        return mapped(params, batch)
+
+    return run

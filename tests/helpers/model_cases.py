@@ -14,10 +14,10 @@ from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.embedding import score
 from shmap_tp.model.sharded_model import shard_model
 from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch
-from shmap_tp.model.transformer import Transformer
+from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import MP, make_mesh, token_axes
-from shmap_tp.training.step import loss_and_gradients, make_objective
+from shmap_tp.training.step import loss_and_gradients, make_objective, microbatch
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, by_path
 from tests.helpers.families import FAMILIES
@@ -122,7 +122,8 @@ def parameter_shapes(config: Config) -> Transformer:
 
 
 def model_on_mesh(config: Config, shape: tuple[int, int], precision: str, *, logits: bool = True) -> Any:
-    """The compiled function (params, tokens[A B T+1]) -> {loss, gradients, logits of the first microbatch}."""
+    """The compiled function (params, tokens[A B T+1], segments of that shape or None) -> {loss, gradients, logits of
+    the first microbatch}."""
     settings = replace(config.mesh, dp=shape[0], mp=shape[1], slices=min(config.mesh.slices, shape[0]))
     on = make_mesh(settings, jax.devices()[: shape[0] * shape[1]])
     model = shard_model(replace(config, mesh=settings), on, jnp.dtype(precision))
@@ -133,7 +134,7 @@ def model_on_mesh(config: Config, shape: tuple[int, int], precision: str, *, log
         if not logits:
             return {"loss": loss, "gradients": gradients}
         params = gather_between_slices(model.placed.placements, params)
-        h_BTD, _ = params(batch.inputs[0], model.execution)
+        h_BTD, _ = params(batch.inputs[0], model.execution, Carried(segments=microbatch(batch, 0).segments))
         h_BTD, projection = params.output_projection(h_BTD, model.execution)
         logits_BTV = jax.vmap(score, (0, None))(h_BTD, projection)
         return {"logits": logits_BTV, "loss": loss, "gradients": gradients}
@@ -141,8 +142,13 @@ def model_on_mesh(config: Config, shape: tuple[int, int], precision: str, *, log
     axes, specs = on.axis_names, model.placed.updated
     features = {"logits": P(token_axes(axes), None, MP)} if logits else {}
     outs = features | {"loss": P(), "gradients": specs}
-    run = jax.shard_map(local, mesh=on, in_specs=(model.placed.stored, batch_specs(axes)), out_specs=outs)
-    return jax.jit(lambda params, tokens: run(params, next_token_batch(tokens, axes)))
+
+    def run(params: Transformer, tokens: jax.Array, segments: jax.Array | None = None) -> dict[str, Any]:
+        batch = next_token_batch(tokens, axes, segments)
+        in_specs = (model.placed.stored, batch_specs(axes, batch))
+        return jax.shard_map(local, mesh=on, in_specs=in_specs, out_specs=outs)(params, batch)
+
+    return jax.jit(run)
 
 
 @cache

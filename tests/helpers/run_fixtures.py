@@ -50,11 +50,12 @@ TINY = [
 
 
 def write_tokens(directory: Path, *, train: int = 3000, validation: int = 600, seed: int = 0) -> Path:
-    """Write train.bin and validation.bin with random ids, a tokenizer.json that is none, and meta.json with the dtype
-    and the tokenizer's hash; return the directory."""
+    """Write train.bin and validation.bin with random ids, of which 0 ends a document, a tokenizer.json that is none,
+    and meta.json; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / TOKENIZER).write_bytes(b"{}")
-    meta = {"dtype": "uint16", "tokenizer": "none.json", "tokenizer_sha256": hashlib.sha256(b"{}").hexdigest()}
+    sha256 = hashlib.sha256(b"{}").hexdigest()
+    meta = {"dtype": "uint16", "tokenizer": "none.json", "tokenizer_sha256": sha256, "end_of_text": 0}
     (directory / META).write_text(json.dumps(meta))
     generator = np.random.default_rng(seed)
     for name, count in [("train", train), ("validation", validation)]:
@@ -81,7 +82,11 @@ BUILT: dict[Any, StepFunctions] = {}
 
 
 def shared_step_functions(
-    config: Config, mesh: Mesh, dtype: DTypeLike, components: Components = CONFIGURED
+    config: Config,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    components: Components = CONFIGURED,
+    end_of_text: int | None = None,
 ) -> StepFunctions:
     """`build_step_functions`, or what it made before of equal settings: the runs of a test share their programs.
 
@@ -90,9 +95,9 @@ def shared_step_functions(
     train = replace(config.train, steps=0, profile=None, check_replicas_every=0)
     settings = repr((config.model, config.mesh, config.optimizer, config.guard, train, config.run.seed))
     replaced = *filter(callable, vars(step).values()), step.Objective.__call__
-    key = settings, mesh, dtype, components, replaced
+    key = settings, mesh, dtype, components, end_of_text, replaced
     if key not in BUILT:
-        BUILT[key] = build_step_functions(config, mesh, dtype, components)
+        BUILT[key] = build_step_functions(config, mesh, dtype, components, end_of_text)
     return BUILT[key]
 
 

@@ -29,6 +29,7 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import DP, MP
 from tests.helpers import reference
+from tests.helpers.assertions import RELATIVE, assert_close
 from tests.helpers.fake_tpu_devices import FakeTpuDevice
 from tests.helpers.jaxprs import (
     equations,
@@ -72,6 +73,30 @@ def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head
     deferred residuals."""
     monkeypatch.setattr(flash_attention, "BLOCKS", (128,))
     compare(splash_attention(kv_heads, head_dim, shape[0], defer), shape, "float32")
+
+
+def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypatch):
+    """Output and gradients, with segments that end within and between blocks, others in each row."""
+    monkeypatch.setattr(flash_attention, "BLOCKS", (128,))
+    rng, lengths = np.random.default_rng(0), ([100, 28, 60, 68], [256])
+    segments = jnp.array([np.repeat(np.arange(len(row)), row) for row in lengths], jnp.int32)
+    q, k, v, cotangent = (jnp.array(rng.normal(size=(2, T, heads, 64)), jnp.float32) for heads in (4, 2, 2, 4))
+
+    heads = P(DP, None, MP, None)
+
+    def run(attend, with_segments):
+        def local(q, k, v, cotangent, segments):
+            pattern = Pattern(None, segments if with_segments else None)
+            mixed, pull = jax.vjp(lambda *qkv: attend(*qkv, pattern)[0], q, k, v)
+            return mixed, *pull(cotangent)
+
+        specs = (*[heads] * 4, P(DP, None))
+        mapped = jax.shard_map(local, mesh=mesh((2, 2)), in_specs=specs, out_specs=(heads,) * 4)
+        return jax.jit(mapped)(q, k, v, cotangent, segments)
+
+    splash, chunked = Splash(interpret=True), Chunked(64)
+    assert_close(run(splash, True), run(chunked, True), RELATIVE["float32"])
+    assert np.abs(run(splash, False)[0] - run(splash, True)[0]).max() > 0.1
 
 
 def test_kernel_results_vary_over_the_axes_of_their_arguments():
@@ -303,8 +328,12 @@ def test_a_kernel_refuses_alibi_slopes():
             trace_loss_and_gradients(model, attend)
 
 
-def test_a_kernel_refuses_segments():
+def test_cudnn_refuses_segments_and_is_not_selected_for_isolated_documents():
     q, segments = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.float32), jax.ShapeDtypeStruct((1, 128), jnp.int32)
-    for attend in (Splash(), Cudnn()):
-        with pytest.raises(UserError, match="computes no segments"):
-            jax.eval_shape(lambda q, segments, attend=attend: attend(q, q, q, Pattern(None, segments)), q, segments)
+    with pytest.raises(UserError, match="computes no segments"):
+        jax.eval_shape(lambda q, segments: Cudnn()(q, q, q, Pattern(None, segments)), q, segments)
+    model, bfloat16 = model_config(), jnp.dtype("bfloat16")
+    assert kernel_name(select_attention(model, DEVICES["H100"], bfloat16)) == "cudnn"
+    assert kernel_name(select_attention(model, DEVICES["H100"], bfloat16, isolated=True)) == "chunked"
+    with pytest.raises(UserError, match=r"data\.documents=joined"):
+        select_attention(replace(model, attention=AttentionKernel.cudnn), DEVICES["H100"], bfloat16, isolated=True)

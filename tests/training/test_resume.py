@@ -123,7 +123,7 @@ def test_another_tokenizer_of_the_same_name_is_refused(copied):
 
 def test_settings_that_do_not_change_the_result_may_change_on_resume(copied):
     """So may data that states no hash of its tokenizer, which was prepared before the hash was recorded."""
-    (copied / "data" / META).write_text('{"dtype": "uint16"}')
+    (copied / "data" / META).write_text('{"dtype": "uint16", "end_of_text": 0}')
     free = ["model.name=other", "model.remat=full", "model.offload=[input]", "model.attention_chunk=8"]
     free += ["train.microbatches=2", "train.steps=9"]
     assert loop.train(tiny(copied, "checkpoint.resume=must", *free)) == 0

@@ -38,7 +38,7 @@ def bytes_run(directory, *more):
     """The tiny run on data of bytes, all below 64."""
     write_tokens(directory / "data")
     (directory / "data" / "tokenizer.json").unlink()
-    (directory / "data" / "meta.json").write_text('{"dtype": "uint16", "tokenizer": "bytes"}')
+    (directory / "data" / "meta.json").write_text('{"dtype": "uint16", "tokenizer": "bytes", "end_of_text": 0}')
     return tiny(directory, *SAMPLED, *more)
 
 
@@ -120,7 +120,7 @@ def test_the_time_of_samples_has_a_category_of_its_own(sampled):
 
 def test_without_a_known_tokenizer_there_are_none_and_the_run_says_so(tmp_path, capsys):
     write_tokens(tmp_path / "data")
-    (tmp_path / "data" / "meta.json").write_text('{"dtype": "uint16"}')
+    (tmp_path / "data" / "meta.json").write_text('{"dtype": "uint16", "end_of_text": 0}')
     assert train(tiny(tmp_path, *SAMPLED, "train.steps=1")) == 0
     printed = capsys.readouterr().out
     assert f"no samples and no bits per byte: {tmp_path}/data has no tokenizer.json" in printed

@@ -168,7 +168,7 @@ def base_words(arguments: argparse.Namespace) -> list[str]:
     if arguments.from_pretrained:
         words = ["model=pretrained", f"model.from_pretrained={quoted(arguments.from_pretrained)}"]
     else:
-        words = [f"model={arguments.model or '6_9b'}"]
+        words = [f"model={arguments.model or '6_9b'}", "data.documents=joined"]
     return ["--cfg", "conf/config.yaml", *words, *free]
 
 

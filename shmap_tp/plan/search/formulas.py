@@ -35,6 +35,7 @@ from shmap_tp.config.schema import (
     AttentionKernel,
     Block,
     Config,
+    Documents,
     FsdpGradients,
     MeshConfig,
     Mlp,
@@ -117,7 +118,8 @@ def combined(constants: Mapping[str, float], terms: Mapping[str, float]) -> floa
 
 
 def _kernel(config: Config, target: Target) -> AttentionKernel:
-    return kernel_name(select_attention(config.model, devices_of(target)[0], jnp.dtype("bfloat16")))
+    isolated = config.data.documents == Documents.isolated
+    return kernel_name(select_attention(config.model, devices_of(target)[0], jnp.dtype("bfloat16"), isolated))
 
 
 # Memory

@@ -1,0 +1,89 @@
+"""Several documents in a row: each is computed as if it were alone, and no bit of it depends on the others.
+
+A microbatches, B rows, T context.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shmap_tp.model.tokens import IGNORE, document_segments, next_token_batch, positions_within
+from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
+from tests.helpers.model_cases import (
+    FSDP,
+    FSDP_RING_OFFLOAD_DEEP,
+    FSDP_RING_SEQUENCE,
+    MODELS,
+    model_on_mesh,
+    random_parameters,
+)
+from tests.helpers.model_fixtures import config
+
+NAMES = list(MODELS)
+CASES = {
+    "all_reduce, alibi": (NAMES[0], (2, 4)),
+    "sequence, rotary, offload": (NAMES[3], (4, 2)),
+    "collective_matmul, rotary": (next(name for name in NAMES if name.startswith("collective_matmul:")), (2, 4)),
+    "fsdp, learned": (FSDP, (8, 1)),
+    "fsdp ring, sequence, learned": (FSDP_RING_SEQUENCE, (2, 4)),
+    "fsdp ring, offload, rotary": (FSDP_RING_OFFLOAD_DEEP, (4, 2)),
+}
+ROWS = {0: [4, 3], 1: [1, 2, 4], 9: [7], 15: [2, 5]}
+"""Lengths of the documents in the rows that have any: most ranks of dp have none in a microbatch."""
+
+
+def packed(vocabulary: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, segments) [2 8 length]: the documents of ROWS in rows, the rest padding."""
+    rng = np.random.default_rng(0)
+    tokens, segments = np.full((16, length), IGNORE, np.int32), np.zeros((16, length), np.int32)
+    for row, lengths in ROWS.items():
+        end = sum(lengths)
+        tokens[row, :end] = rng.integers(0, vocabulary, end)
+        segments[row, :end] = np.repeat(np.arange(len(lengths)), lengths)
+        segments[row, end:] = len(lengths)
+    tokens[9, 2:4] = ~tokens[9, 2:4]  # targets that do not count
+    return tokens.reshape(2, 8, length), segments.reshape(2, 8, length)
+
+
+def apart(tokens: np.ndarray) -> np.ndarray:
+    """The same documents, one in a row, in other microbatches and on other ranks."""
+    rows = tokens.reshape(16, -1)
+    found, at = np.full_like(rows, IGNORE), 0
+    for row, lengths in ROWS.items():
+        for start, end in zip(np.cumsum([0, *lengths[:-1]]), np.cumsum(lengths), strict=True):
+            found[at, : end - start] = rows[row, start:end]
+            at += 1
+    return found.reshape(tokens.shape)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_documents_are_computed_as_if_each_were_alone(case):
+    name, shape = CASES[case]
+    conf = config(*MODELS[name])
+    params, run = random_parameters(conf, "float32"), model_on_mesh(conf, shape, "float32")
+    tokens, segments = packed(conf.model.vocabulary, conf.model.context + 1)
+    found = run(params, tokens, segments)
+    alone = run(params, apart(tokens), np.zeros_like(segments))
+    assert_close(found["loss"], alone["loss"], RELATIVE["float32"])
+    assert_close(by_path(found["gradients"]), by_path(alone["gradients"]), RELATIVE["float32"])
+
+    changed, second = np.array(tokens), np.full_like(tokens, False, bool)
+    changed[0, 0, :4] = (tokens[0, 0, :4] + 1) % conf.model.vocabulary
+    second[0, 0, 4:7] = True
+    only_second = [np.where(second | (each < 0), each, ~each) for each in (tokens, changed)]
+    before, after = (run(params, each, segments) for each in only_second)
+    assert_same_bits(by_path(before["gradients"]), by_path(after["gradients"]))
+    assert_same_bits(before["loss"], after["loss"])
+    assert_same_bits(before["logits"][0, 4:7], after["logits"][0, 4:7])
+    joined = [run(params, each, np.zeros_like(segments)) for each in only_second]
+    assert np.abs(joined[0]["logits"][0, 4:7] - joined[1]["logits"][0, 4:7]).max() > 1e-4
+
+
+def test_documents_end_with_their_end_of_text_token_and_no_target_is_across_a_border():
+    """7 is the end of text; -1 - 7 is the same token, which does not count as a target."""
+    tokens = jnp.array([[[3, 7, 4, 5, -8, 6, 7], [7, 1, 2, 3, -1, -1, -1]]])
+    segments = document_segments(tokens, 7)
+    assert segments.tolist() == [[[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]]
+    assert positions_within(segments).tolist() == [[[0, 1, 0, 1, 2, 0, 1], [0, 0, 1, 2, 3, 4, 5]]]
+    batch = next_token_batch(tokens, ("dp", "mp"), segments)
+    assert batch.targets.tolist() == [[[7, ~4, 5, -8, ~6, 7], [~1, 2, 3, -1, -1, -1]]]

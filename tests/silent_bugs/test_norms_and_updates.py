@@ -59,8 +59,6 @@ def test_a_norm_counts_sharded_parameters_on_one_device_alone(monkeypatch):
     monkeypatch.setattr(shmap_tp.training.optimizer, "_total", lambda totals: sum(totals.values()))
     with refused_by_type:
         compare_norm()
-    with refused_by_type:
-        trace_step()
 
 
 def test_the_spread_of_initial_weights_is_that_of_a_shard():

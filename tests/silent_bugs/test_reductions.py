@@ -6,18 +6,21 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import shmap_tp.layers.attention
 import shmap_tp.model.loss
 import shmap_tp.parallel.fsdp
 import shmap_tp.training.step
-from shmap_tp.layers.linear import RowParallelLinear
+from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import DP, MP, token_axes
 from shmap_tp.parallel.tensor_parallel import AllReduce
 from tests.helpers import sharded_harness
+from tests.helpers.layer_cases import LAYERS
 from tests.helpers.model_cases import compare_model
 from tests.helpers.mutations import (
     compare_layer,
     compare_loss,
+    declare,
     refused_by_shape,
     refused_by_type,
     trace_step,
@@ -27,6 +30,7 @@ from tests.helpers.mutations import (
 from tests.helpers.option_cases import MODES, OPTION_BLOCKS
 
 BIASES = "parallel, biases, partial rotary in neighbouring pairs"
+HEAD_NORMS = "sequential, head norms with 2 kv heads, scaled rotary"
 BLOCK = "parallel_block_2_of_8"
 
 
@@ -44,6 +48,16 @@ def test_a_partial_gradient_is_labelled_as_complete_where_sharded_layers_begin(m
     monkeypatch.setattr(AllReduce, "enter", lambda self, x: enter(x))
     with refused_by_type:
         compare_layer(BLOCK)
+
+
+@pytest.mark.parametrize("case", ["key_value_2_of_8", f"{HEAD_NORMS}; all_reduce"])
+def test_weights_that_all_heads_share_keep_the_gradient_of_the_heads_of_one_device(monkeypatch, case):
+    """Key/value heads that several devices hold, and norms of q and k."""
+    share = jax.custom_vjp(lambda w: lax.pcast(w, MP, to="varying"))
+    share.defvjp(lambda w: (lax.pcast(w, MP, to="varying"), None), lambda _, dw: (dw,))
+    monkeypatch.setattr(shmap_tp.layers.attention, "mark_varying", lambda tree, axes: jax.tree.map(share, tree))
+    with refused_by_type:
+        sharded_harness.compare((LAYERS | OPTION_BLOCKS)[case], (2, 4), "float64")
 
 
 def test_the_gradient_of_a_chunked_loss_is_labelled_like_its_input(monkeypatch):
@@ -81,6 +95,13 @@ def test_a_gradient_is_reduced_twice(monkeypatch):
     monkeypatch.setattr(shmap_tp.parallel.fsdp, "all_reduce", lambda dw, axes: lax.psum(lax.psum(dw, axes), axes))
     with wrong:
         compare_model("parallel layernorm gelu alibi", (2, 4), "float32")
+
+
+def test_an_mlp_that_every_device_computes_in_full_is_summed(monkeypatch):
+    for layer in (ColumnParallelLinear, RowParallelLinear):
+        declare(monkeypatch, layer, None, None)
+    with wrong:
+        compare_layer("gelu")
 
 
 @pytest.mark.parametrize("mode", MODES)

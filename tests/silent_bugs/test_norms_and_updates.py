@@ -27,8 +27,7 @@ from tests.helpers.model_fixtures import mesh, random_like, shapes_of
 from tests.helpers.mutations import refused_by_type, trace_step, wrong
 
 IN, OUT = 40, 24
-make = partial(RowParallelLinear, IN, OUT, std=1.0, bias=True)
-SHAPES = shapes_of(make)
+SHAPES = shapes_of(partial(RowParallelLinear, IN, OUT, std=1.0, bias=True))
 SPECS = partition_specs(SHAPES, {MP: 4})
 """The weight is sharded over mp, the bias replicated."""
 PARAMS = random_like(SHAPES, "float64")

@@ -71,14 +71,6 @@ def test_a_missing_all_reduce_after_a_row_parallel_product_does_not_type_check(m
         compare_layer(BLOCKS[block])
 
 
-def test_a_loss_without_its_all_gather_does_not_type_check(monkeypatch):
-    with_lax(monkeypatch, shmap_tp.model.loss, all_gather=lambda x, axis, to: x[None])
-    with refused_by_type:
-        compare_loss()
-    with refused_by_type:
-        trace_step()
-
-
 def test_gradients_that_are_not_reduced_over_dp_do_not_type_check(monkeypatch):
     monkeypatch.setattr(shmap_tp.parallel.fsdp, "all_reduce", lambda tree, axis: tree)
     with refused_by_type:

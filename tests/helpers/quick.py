@@ -20,6 +20,7 @@ QUICK = {
     "pretrained": ["test_tensor_files"],
     "runtime": ["test_files"],
     "scripts": ["test_on_host", "test_slurm"],
+    "silent_bugs": ["test_document", "test_norms_and_updates"],
     "tests": ["test_architecture", "test_console_command", "test_quick", "test_recipes", "test_vocabulary"],
     "training": ["test_goodput", "test_optimizer", "test_weights_and_biases"],
 }

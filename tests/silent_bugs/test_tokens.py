@@ -1,0 +1,119 @@
+"""Tokens that other frameworks counted, cut, mixed or read wrongly, each written as the mistake would be made here.
+docs/silent-bugs.md names the published threads, test by test."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shmap_tp.layers.attention
+import shmap_tp.training.step
+from shmap_tp.data import batches
+from shmap_tp.layers.attention import Attention, Chunked
+from shmap_tp.layers.causal_attention import Pattern
+from shmap_tp.layers.context import Context
+from shmap_tp.layers.positions import Alibi
+from shmap_tp.model.loss import LinearCrossEntropy
+from shmap_tp.model.tokens import Batch, batch_specs, input_ids, next_token_batch
+from shmap_tp.parallel.mesh import AXES, DP, Role, ranks, token_axes
+from tests.helpers import reference, sharded_harness
+from tests.helpers.assertions import assert_close
+from tests.helpers.layer_cases import RESIDUAL_STREAM, D, H, K, T
+from tests.helpers.model_cases import compare_model
+from tests.helpers.model_fixtures import mesh
+from tests.helpers.mutations import compare_layer, compare_loss, wrong
+from tests.helpers.sharded_harness import ALL_REDUCE, Case
+
+FIRST = 3
+"""Tokens of the first document in a row of two."""
+
+
+def attend_within_documents(layer: Attention, x_BTD: Any) -> Any:
+    segments_BT = jnp.broadcast_to(jnp.arange(T) >= FIRST, x_BTD.shape[:2]).astype(jnp.int32)
+    return layer(x_BTD, Context(ALL_REDUCE, Alibi(H), segments=segments_BT))[0]
+
+
+def each_document_alone(p: dict, x_BTD: Any) -> Any:
+    attention = partial(reference.attention, positions="alibi")
+    return jnp.concatenate([attention(p, x_BTD[:, :FIRST]), attention(p, x_BTD[:, FIRST:])], axis=1)
+
+
+PACKED = Case(
+    partial(Attention, D, (H, H), K, Chunked(T), std=1.0, std_out=1.0),
+    attend_within_documents,
+    each_document_alone,
+    (RESIDUAL_STREAM[ALL_REDUCE],),
+    RESIDUAL_STREAM[ALL_REDUCE][1],
+)
+
+
+def test_attention_ignores_the_documents_of_a_packed_row(monkeypatch):
+    sharded_harness.compare(PACKED, (2, 4), "float64")
+    monkeypatch.setattr(shmap_tp.layers.attention, "Pattern", lambda slopes, segments: Pattern(slopes))
+    with wrong:
+        sharded_harness.compare(PACKED, (2, 4), "float64")
+
+
+@pytest.fixture
+def dp_shards_time(monkeypatch):
+    """Ranks of dp hold different positions of the same rows."""
+    monkeypatch.setitem(AXES, DP, frozenset({Role.tokens, Role.time}))
+
+
+def test_attention_of_a_rank_leaves_out_the_positions_of_others(dp_shards_time):
+    with pytest.raises(TypeError, match="the mesh axis dp shards time"):
+        compare_layer("attention_alibi")
+
+
+def test_targets_are_shifted_within_each_shard_of_time(dp_shards_time):
+    """The last target of every rank is then the first input of the same rank."""
+
+    def targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return batch.targets, jnp.roll(batch.inputs, -1, axis=-1)
+
+    specs, tokens_ABT = batch_specs((DP,)), jnp.arange(2 * 9).reshape(1, 2, 9)
+    run = jax.shard_map(targets, mesh=mesh((4, 1)), in_specs=(specs,), out_specs=(specs.targets, specs.targets))
+    before_sharding, on_each_shard = run(next_token_batch(tokens_ABT, (DP,)))
+    assert_close(before_sharding, tokens_ABT[..., 1:], 0.0)
+    with wrong:
+        assert_close(on_each_shard, tokens_ABT[..., 1:], 0.0)
+
+
+def test_each_rank_divides_by_its_own_number_of_targets(monkeypatch):
+    """A mean of means: targets of ranks that have few of them count more."""
+
+    def own(batch: Batch) -> jax.Array:
+        return (ranks(token_axes()) * jnp.maximum(1, jnp.sum(batch.targets >= 0))).astype(float)
+
+    monkeypatch.setattr(shmap_tp.training.step, "counted_targets", own)
+    with wrong:
+        compare_model("parallel layernorm gelu alibi", (2, 4), "float32")
+
+
+def test_tokens_of_prompts_count_as_targets(monkeypatch):
+    """The mark that a token does not count gets lost on its way to the loss."""
+    call = LinearCrossEntropy.__call__
+
+    def count_all(self: LinearCrossEntropy, h: Any, projection: Any, targets: Any, counted: Any) -> Any:
+        return call(self, h, projection, input_ids(targets), counted)
+
+    monkeypatch.setattr(LinearCrossEntropy, "__call__", count_all)
+    with wrong:
+        compare_loss()
+
+
+def test_a_resumed_run_shuffles_from_its_first_epoch_again(monkeypatch):
+    order = partial(batches.training_order, 10, 0)  # of 10 sequences, with seed 0
+    uninterrupted, shuffled, read = order(0, 50), batches.permutation, []
+
+    def counting_from_the_start(count: int, seed: int, epoch: int) -> np.ndarray:
+        read.append(epoch)
+        return shuffled(count, seed, epoch - read[0])
+
+    np.testing.assert_array_equal(order(25, 50), uninterrupted[25:])
+    monkeypatch.setattr(batches, "permutation", counting_from_the_start)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        np.testing.assert_array_equal(order(25, 50), uninterrupted[25:])

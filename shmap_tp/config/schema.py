@@ -201,7 +201,7 @@ class OptimizerConfig:
     final_learning_rate: float
     """Learning rate at the end of the cosine decay, and from then on."""
     warmup_steps: int
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly; step n of them has n / warmup_steps of the peak."""
     decay_steps: int
     """Step at which the cosine decay ends; separate from train.steps, so that extending a run keeps its schedule."""
     weight_decay: float

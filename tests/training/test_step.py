@@ -124,7 +124,7 @@ def test_replicas_are_bitwise_equal_on_every_device_after_50_steps(shape):
 def test_a_step_equals_adamw_on_the_gradients_of_the_dense_reference():
     """Three steps with warm-up, clipping to the global norm where it is exceeded, and decay of matrices only."""
     clipped = []
-    conf = step_config((2, 4), "optimizer.warmup_steps=2", "optimizer.clip_norm=1.75")
+    conf = step_config((2, 4), "optimizer.warmup_steps=3", "optimizer.clip_norm=1.7")
     objective = partial(reference.objective, config=conf.model, z_loss=conf.train.z_loss)
     with jax.enable_x64(True):
         made = build_step_functions(conf, mesh_of(conf), jnp.float64)
@@ -138,7 +138,7 @@ def test_a_step_equals_adamw_on_the_gradients_of_the_dense_reference():
             (_, loss), gradients = dense(p, tokens.reshape(-1, tokens.shape[-1]))
             gradients = by_path(gradients)
             rate = float(metrics["learning_rate"])  # computed by optax, always in float32
-            assert rate == pytest.approx([0, 0.5, 1][i] * conf.optimizer.learning_rate, rel=RELATIVE["float32"])
+            assert rate == pytest.approx((i + 1) / 3 * conf.optimizer.learning_rate, rel=RELATIVE["float32"])
             p, moments, norm = reference.adamw(p, gradients, moments, i + 1, rate, conf.optimizer)
             clipped.append(norm > conf.optimizer.clip_norm)
             assert_close([metrics["loss"], metrics["grad_norm"]], [loss, norm], RELATIVE["float64"])

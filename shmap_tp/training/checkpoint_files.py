@@ -24,8 +24,8 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.compose import from_values
+from shmap_tp.config.run_directory import saved_checkpoint_dir
 from shmap_tp.config.schema import Config
-from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import types_by_path
@@ -226,14 +226,12 @@ def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
 
 
 def directory_of_checkpoints(root: epath.Path) -> epath.Path:
-    """`root`, or if it is a run directory the checkpoint.dir that its config.yaml names."""
+    """`root`, or if it is a run directory the checkpoint.dir that its config.yaml names, where that is now."""
     if (root / "checkpoints").is_dir():
         return root / "checkpoints"
     file = root / "config.yaml"
-    saved = saved_value(file if "://" in str(root) else Path(file), "checkpoint.dir")
-    if not isinstance(saved, str) or not saved:
-        return root
-    return absolute(saved)
+    saved = saved_checkpoint_dir(file if "://" in str(root) else Path(file))
+    return root if saved is None else absolute(saved)
 
 
 def saved_config(checkpoint: epath.Path) -> Config:

@@ -14,8 +14,8 @@ import jax
 import yaml
 
 from shmap_tp.config.compose import to_dict, to_yaml
+from shmap_tp.config.run_directory import HEADER, saved_checkpoint_dir
 from shmap_tp.config.schema import Config, Resume
-from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError
@@ -26,8 +26,6 @@ from shmap_tp.training.json_lines import read_lines_backwards, reading
 from shmap_tp.training.metrics import is_metric
 from shmap_tp.training.step import LoadParameters, State, StepFunctions
 
-HEADER = "# Written by shmap_tp at the start of the run in this directory, which will overwrite it."
-"""First line of a config.yaml of this program."""
 NOT_OF_THE_RUN = {"checkpoint.resume"}
 """Keys that say how to start, not what to train; a change of them alone is not reported."""
 MAX_LISTED = 10
@@ -161,7 +159,7 @@ def _refuse_to_overwrite_metrics(config: Config) -> None:
     newest = next(read_lines_backwards(file, is_metric), None) if jax.process_index() == 0 else None
     last = newest["step"] if newest else -1
     if last >= 0 and config.checkpoint.resume == Resume.if_present:
-        last = -1 if saved_value(file.with_name("config.yaml"), "checkpoint.dir") == directory else last
+        last = -1 if saved_checkpoint_dir(file.with_name("config.yaml")) == directory else last
     if (last := broadcast_from_process_0(last)) >= 0:
         raise UserError(
             f"{file} has the metrics of a run up to step {last}, which a new run would delete: {directory} has no "

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from shmap_tp.config.run_directory import HEADER
 from shmap_tp.data.metadata import META, TOKENIZER
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint_files import MANIFEST, ORBAX_METADATA
-from shmap_tp.training.resume import HEADER
 from tests.helpers.run_fixtures import (
     STEPS,
     file_contents,

@@ -54,14 +54,28 @@ def absolute(directory: str) -> epath.Path:
 
 
 def checkpoint_steps(directory: epath.Path) -> list[int]:
-    """The steps whose checkpoints this program saved in `directory`, newest first.  Anything else there is ignored."""
+    """The steps whose checkpoints this program saved in `directory`, newest first.  Anything else there is ignored.
+
+    Raises `StorageError` if a directory that may be a checkpoint cannot be read: an older one would be taken for the
+    newest.
+    """
 
     def is_checkpoint(child: epath.Path) -> bool:
         is_step = child.name.isascii() and child.name.isdecimal() and child.name == str(int(child.name))
-        return is_step and ((child / MANIFEST).exists() or (child / ORBAX_METADATA).exists())
+        return is_step and not _names(child).isdisjoint((MANIFEST, ORBAX_METADATA))
 
     children = directory.iterdir() if directory.is_dir() else ()
     return sorted((int(child.name) for child in children if is_checkpoint(child)), reverse=True)
+
+
+def _names(directory: epath.Path) -> set[str]:
+    """The names in `directory`; none if it is no directory.  Raises `StorageError` if it cannot be read."""
+    try:
+        return {child.name for child in directory.iterdir()} if directory.is_dir() else set()
+    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+        return set()
+    except OSError as error:
+        raise StorageError(_unreadable(directory, error)) from error
 
 
 def find_faults(directory: epath.Path) -> list[str]:
@@ -79,11 +93,7 @@ def find_faults(directory: epath.Path) -> list[str]:
     except (ValueError, RecursionError) as error:
         return [f"{MANIFEST} is damaged ({error})"]
     except Exception as error:  # buckets raise errors of many types
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise StorageError(
-            f"checkpoint {directory} cannot be read: {reason}; nothing was changed.\n"
-            f"Make it readable and start again, or name another checkpoint.dir"
-        ) from error
+        raise StorageError(_unreadable(directory, error)) from error
     if not isinstance(expected, dict):
         return [f"{MANIFEST} is damaged (it lists no files)"]
     faults = []
@@ -120,6 +130,14 @@ def _metadata(directory: epath.Path) -> Any:
         return ocp.checkpointables_metadata(directory)
     except Exception as error:  # Orbax does not check what it reads
         raise StorageError(_unusable(directory, f"{type(error).__name__}: {first_line(error)}")) from error
+
+
+def _unreadable(directory: epath.Path, error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or first_line(error)
+    return (
+        f"checkpoint {directory} cannot be read: {reason}; nothing was changed.\n"
+        f"Make it readable and start again, or name another checkpoint.dir"
+    )
 
 
 def _unusable(directory: epath.Path, why: str) -> str:

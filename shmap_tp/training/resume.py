@@ -90,6 +90,12 @@ def restore_or_initialize(
 def _restore(step: int, config: Config, functions: StepFunctions, batches: Batches, checkpoints: Checkpoints) -> State:
     """The state of the checkpoint of `step`; newer ones, which are damaged, are renamed."""
     directory = config.checkpoint.dir
+    if step > config.train.steps:
+        raise UserError(
+            f"train.steps={config.train.steps} is below step {step}, which checkpoint {directory}/{step} has done; "
+            f"nothing was changed.\nGive train.steps={step} or more, or move newer checkpoints elsewhere to resume an "
+            f"earlier one"
+        )
     facts = _check_facts(checkpoints.facts(step), f"checkpoint {directory}/{step}")
     _refuse_differences(facts, config, batches.identity, f"checkpoint {directory}/{step}")
     state = checkpoints.restore(step, functions.shapes)

@@ -42,6 +42,13 @@ def test_a_new_run_in_the_directory_of_another_run_is_refused(copied):
     assert "--resume" in message and "run.dir=" in message
 
 
+@pytest.mark.parametrize("resume", ["must", "if_present"])
+def test_a_resume_to_fewer_steps_than_the_checkpoint_has_is_refused(copied, resume):
+    message = refused(copied, "train.steps=7", f"checkpoint.resume={resume}")
+    assert message.startswith(f"train.steps=7 is below step 8, which checkpoint {copied}/run/checkpoints/8 has done")
+    assert "Give train.steps=8 or more" in message
+
+
 @pytest.mark.parametrize("resume", ["never", "if_present"])
 def test_metrics_of_a_run_with_checkpoints_elsewhere_are_not_deleted(copied, resume):
     elsewhere = copied / "elsewhere"

@@ -67,9 +67,10 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
         config = load(CONF / "config.yaml" if arguments.cfg is None else arguments.cfg, overrides)
         validate_process_arguments(arguments.coordinator, arguments.process_id, config.mesh.processes)
         if arguments.check:
+            from shmap_tp.pretrained.target import describe_target
             from shmap_tp.training.check import check
 
-            print(check(config))
+            print(check(config, export=describe_target(config.model)))
             return 0
         from shmap_tp.inference.training_samples import make_training_sampler
         from shmap_tp.pretrained.start import with_pretrained

@@ -16,8 +16,9 @@ from shmap_tp.parallel.mesh import axis_sizes
 from shmap_tp.training.optimizer import describe_schedule
 
 
-def check(config: Config) -> str:
-    """The summary, in lines, of a `config` that `compose.load` has returned.  Raises UserError if its mesh cannot be
+def check(config: Config, export: str) -> str:
+    """The summary, in lines, of a `config` that `compose.load` has returned; `export` says as what its model can be
+    exported.  Raises UserError if its mesh cannot be
     formed on any devices, or a directory cannot be written."""
     try:
         _check_directories(config)
@@ -34,6 +35,7 @@ def check(config: Config) -> str:
         "steps": f"{train.steps:,}, together {train.steps * tokens:,} tokens",
         "learning rate": describe_schedule(config.optimizer, train.steps),
         "data": f"{config.data.dir}: {data}",
+        "export": export,
         "run.dir": run.dir,
         "checkpoint.dir": f"{config.checkpoint.dir}, checkpoint.resume={config.checkpoint.resume}",
     }

@@ -183,7 +183,9 @@ class TrainConfig:
     """Upper limit of the sequences that a device computes at a time; `microbatches` is raised for it, and the batch
     stays the same.  null: batch / microbatches / dp."""
     precision: Precision
-    """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16."""
+    """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16.  float32
+    matmuls of accelerators have their default precision (TPUs: bfloat16 passes, GPUs: TF32) unless the environment has
+    JAX_DEFAULT_MATMUL_PRECISION=highest."""
     z_loss: float
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int

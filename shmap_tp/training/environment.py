@@ -47,6 +47,17 @@ def compute_dtype(precision: Precision) -> DTypeLike:
     return jnp.dtype(str(precision))
 
 
+def precision_note(dtype: DTypeLike) -> str | None:
+    """What a run in `dtype` should know of the precision of its matmuls on these devices; None: they are of `dtype`."""
+    default = {"tpu": "bfloat16 passes", "gpu": "TF32"}.get(jax.devices()[0].platform)
+    if default is None or dtype != jnp.float32 or jax.config.jax_default_matmul_precision is not None:
+        return None
+    return (
+        f"float32 matmuls have the default precision of these devices, {default}; "
+        f"JAX_DEFAULT_MATMUL_PRECISION=highest in the environment makes them float32, and slower"
+    )
+
+
 def make_mesh(config: Config) -> Mesh:
     """The (dp, mp) mesh of `config`.  Initialises JAX's backend.
 

@@ -36,6 +36,7 @@ from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.environment import (
     compute_dtype,
     explained_memory_errors,
+    precision_note,
     prepare_environment,
     require_host_memory,
 )
@@ -103,6 +104,8 @@ class Run:
             f"{parameters(config.model, components=self.components) / 1e6:,.1f}M parameters, "
             f"attention {kernel_name(functions.attention)} ..."
         )
+        if note := precision_note(compute_dtype(config.train.precision)):
+            print_on_process_0(note)
         if config.train.steps > config.optimizer.decay_steps:
             print_on_process_0(f"learning rate {describe_schedule(config.optimizer, config.train.steps)}")
         options = compiler_options(jax.devices()[0].device_kind, config)

@@ -1,6 +1,7 @@
 """50 AdamW steps: one loss curve on every mesh, reproducible bits, equal replicas, one gradient reduction over dp."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.ledger import tally
 from shmap_tp.plan.predict import shard_bytes
+from shmap_tp.training.environment import precision_note
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, assert_replicas_agree, assert_same_bits, by_path
@@ -144,6 +146,23 @@ def test_a_step_equals_adamw_on_the_gradients_of_the_dense_reference():
             assert_close([metrics["loss"], metrics["grad_norm"]], [loss, norm], RELATIVE["float64"])
             assert_close(by_path(state.params), p, RELATIVE["float64"])
     assert clipped == [False, True, False]
+
+
+def test_the_environments_matmul_precision_is_that_of_every_float32_matmul_of_the_step(monkeypatch):
+    """As docs/configuration.md says of JAX_DEFAULT_MATMUL_PRECISION; without it a run on an accelerator says so."""
+    dots = []
+    for precision in (None, "highest"):
+        with jax.default_matmul_precision(precision):
+            conf = step_config((2, 4))
+            made = build_step_functions(conf, mesh_of(conf), jnp.float32)
+            text = made.step.lower(made.shapes, made.tokens).as_text()
+            dots.append([line for line in text.splitlines() if "dot_general" in line])
+            monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+            note, bfloat16 = precision_note(jnp.dtype("float32")), precision_note(jnp.dtype("bfloat16"))
+            monkeypatch.undo()
+            assert bool(note) == (precision is None) and bfloat16 is None
+    assert dots[0] and not any("HIGHEST" in line for line in dots[0])
+    assert dots[1] and all("HIGHEST" in line for line in dots[1])
 
 
 def test_the_compiled_step_reduces_gradients_over_dp_once():

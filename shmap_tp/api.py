@@ -1,4 +1,4 @@
-"""What `import shmap_tp` offers: configuration, model, training step and training run.
+"""What `import shmap_tp` offers: configuration, model and training run; `trainer.py` has the training step.
 
 B batch, T time, V vocabulary.
 """
@@ -20,15 +20,14 @@ from shmap_tp.config import compose
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SCHEMES, check_path
-from shmap_tp.data.tokenizer import Tokenizer
+from shmap_tp.data.tokenizer import Tokenizer, open_tokenizer_file
 from shmap_tp.errors import UserError, shown
-from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.inference.generator import Options, generate
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.inference.text import encode_prompts, tokenizer_of_model
 from shmap_tp.inference.training_samples import make_training_sampler
-from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marked_tokens, rectangular
+from shmap_tp.model.tokens import IGNORE, Counted, Tokens, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained import configuration
 from shmap_tp.pretrained.reading import held_in
@@ -38,7 +37,7 @@ from shmap_tp.pretrained.writing import save_model
 from shmap_tp.training.checkpoint_files import find_checkpoint, restore_parameters, saved_config
 from shmap_tp.training.environment import USE, compute_dtype, emulate_devices, require_host_memory, resolve
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
-from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components
 
 
 def load_config(*overrides: str, file: str | PathLike | None = None) -> Config:
@@ -70,6 +69,8 @@ class Model:
     """The Hugging Face directory that the model was read from, or that the run it is of started from."""
     checkpoint: str | None = None
     """The checkpoint that it was restored from."""
+    given_tokenizer: Tokenizer | None = None
+    """That of `with_tokenizer`."""
 
     def __repr__(self) -> str:
         """One line; `config` and `parameters` have the rest."""
@@ -148,8 +149,11 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """That of its checkpoint or Hugging Face directory.  Raises UserError if there is none."""
-        return tokenizer_of_model(self, None)
+        """That of `with_tokenizer`, of its checkpoint or of its Hugging Face directory.
+
+        Raises UserError if there is none.
+        """
+        return self.given_tokenizer or tokenizer_of_model(self, None)
 
     @cached_property
     def scoring_program(self) -> ScoringProgram:
@@ -199,6 +203,13 @@ class Model:
     def with_parameters(self, parameters: Transformer) -> "Model":
         """The same model with other parameters, such as those that an update of your own returns."""
         return replace(self, parameters=parameters)
+
+    def with_tokenizer(self, name: str | PathLike) -> "Model":
+        """The same model with a tokenizer for texts: `name` is "bytes" or a tokenizer.json.
+
+        Raises UserError if there is no such file, or it is no tokenizer.
+        """
+        return replace(self, given_tokenizer=open_tokenizer_file(str(name)))
 
     def save_pretrained(self, directory: str | PathLike, *, dtype: str = "float32") -> None:
         """Write a new Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` of transformers reads.
@@ -279,78 +290,6 @@ def from_pretrained(
     return Model.initialize(config, pretrained_dtype=dtype)
 
 
-class Trainer:
-    """The training step of a configuration, with its state: for a loop of your own.
-
-        trainer = shmap_tp.Trainer(config)
-        metrics = trainer.step(tokens)
-
-    The loop takes care of data, evaluation, checkpoints and signals; `run_training` is a loop that has them.
-    """
-
-    def __init__(self, config: Config, model: Model | None = None, components: Components = CONFIGURED):
-        """Starts from a copy of the parameters of `model`, which has the same shape, or those of `Model.initialize`.
-
-        `components` replace parts that the configuration names (docs/extending.md).
-        Raises UserError if the devices do not make the mesh, or mesh.processes is not 1.
-        """
-        if config.mesh.processes != 1:
-            raise UserError(
-                f"mesh.processes={config.mesh.processes}: Trainer is for one process; start several with shmap-tp train"
-            )
-        self.config, self.mesh = resolve(config)
-        self.components = components
-        self.functions: StepFunctions = build_step_functions(
-            self.config, self.mesh, compute_dtype(config.train.precision), components
-        )
-        require_host_memory(self.functions.shapes)
-        start, self._source = self._start(model)
-        self.state: State = self.functions.init() if start is None else self.functions.init_from(start)
-        """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
-        finished(self.mesh, self.state)
-        options = compiler_options(self.mesh.devices.flat[0].device_kind, self.config)
-        self._compiled = compile_with(self.functions.step.lower(self.functions.shapes, self.functions.tokens), options)
-
-    def _start(self, model: Model | None) -> tuple[Transformer | None, Source | None]:
-        """(parameters other than the random ones, where they are from)."""
-        shapes = self.functions.shapes.params
-        if model is not None:
-            return _copies(model.parameters, shapes), model.source
-        return (None, None) if self.config.model.from_pretrained is None else pretrained_parameters(self.config, shapes)
-
-    def step(self, tokens: Tokens, counted: Counted | None = None) -> dict[str, Array]:
-        """One optimizer step on tokens[train.batch, context+1]; its metrics, such as "loss" and "grad_norm".
-
-        `counted`, of the same shape, selects the tokens that count as targets; None: all (`Model.loss`).
-
-        On an accelerator it returns before the step is computed; converting a metric, as in float(metrics["loss"]),
-        waits for it.  A step whose loss or gradient is not finite changes no parameter.
-        Raises UserError if the tokens have another shape, or an id is not below model.vocabulary.
-        """
-        self.state, metrics = self._compiled(self.state, self._batch(tokens, counted))
-        return finished(self.mesh, metrics)
-
-    def evaluate(self, tokens: Tokens, counted: Counted | None = None) -> Float[Array, ""]:
-        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters; `counted` as in `step`."""
-        return finished(self.mesh, self.functions.evaluate(self.state.params, self._batch(tokens, counted)))
-
-    def model(self) -> Model:
-        """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
-        config, mesh, functions = build(self.config, self.components)
-        parameters = finished(mesh, _copies(self.state.params, functions.shapes))
-        return Model(config, mesh, parameters, functions, self._source)
-
-    def _batch(self, tokens: Tokens, counted: Counted | None) -> Array:
-        """tokens[batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the devices."""
-        expected = (self.config.train.batch, self.config.model.context + 1)
-        if (shape := rectangular(tokens).shape) != expected:
-            raise UserError(
-                f"tokens have the shape {list(shape)}, a step takes {list(expected)}: [train.batch, model.context + 1]"
-            )
-        rows = marked_tokens(tokens, counted, self.config.model)
-        return jax.device_put(rows.reshape(self.functions.tokens.shape), self.functions.tokens.sharding)
-
-
 def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     """A whole run as `shmap-tp train` makes it: data, evaluation, checkpoints, metrics and a loss curve in run.dir.
 
@@ -364,7 +303,7 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     return loop.train(config, components=components, make_sampler=make_training_sampler) == 0
 
 
-def _copies(parameters: Transformer, shapes: Transformer) -> Transformer:
+def copies(parameters: Transformer, shapes: Transformer) -> Transformer:
     """A copy of the parameters with the dtypes and the shardings of `shapes`."""
     return jax.tree.map(lambda w, to: jax.device_put(jnp.array(w, to.dtype), to.sharding), parameters, shapes)
 

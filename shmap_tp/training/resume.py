@@ -96,7 +96,13 @@ def _restore(step: int, config: Config, functions: StepFunctions, batches: Batch
             f"nothing was changed.\nGive train.steps={step} or more, or move newer checkpoints elsewhere to resume an "
             f"earlier one"
         )
-    facts = _check_facts(checkpoints.facts(step), f"checkpoint {directory}/{step}")
+    facts = checkpoints.facts(step)
+    if isinstance(facts, dict) and "config" in facts and "data" not in facts:
+        raise UserError(
+            f"checkpoint {directory}/{step} was saved by Trainer.save, which does not know the data, so a run cannot "
+            f"resume from it.\nContinue with Trainer.restore, or name another checkpoint.dir"
+        )
+    facts = _check_facts(facts, f"checkpoint {directory}/{step}")
     _refuse_differences(facts, config, batches.identity, f"checkpoint {directory}/{step}")
     state = checkpoints.restore(step, functions.shapes)
     if int(state.step) != step:

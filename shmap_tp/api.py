@@ -294,7 +294,8 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     """A whole run as `shmap-tp train` makes it: data, evaluation, checkpoints, metrics and a loss curve in run.dir.
 
     True if all steps were trained, False if the run was asked to stop and has saved; then checkpoint.resume=must
-    continues it.  The mesh must use all devices; on a CPU they are emulated if no backend has been used before.
+    continues it.  On accelerators the mesh must use all devices; on a CPU they are emulated, and the run may use the
+    first dp x mp of those that there are, as after a `Trainer` in the same process.
     Raises UserError if the input cannot be used, and other errors of `shmap_tp.errors` as the command prints them.
     """
     from shmap_tp.training import loop  # imports Matplotlib, which nothing else here needs

@@ -18,9 +18,11 @@ from tests.helpers.run_fixtures import BATCH, CONTEXT, lines, overrides
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, shmap_tp.Config]:
-    """A run of four steps, which has saved steps 2 and 4: the directory of `run` and `data`, its configuration."""
+    """A run of four steps on four of eight devices, which has saved steps 2 and 4: the directory of `run` and `data`,
+    its configuration."""
+    assert len(jax.devices()) == 8  # from here on their number is fixed, as after a Trainer
     directory = tmp_path_factory.mktemp("run")
-    config = shmap_tp.load_config(*overrides(directory, "train.microbatches=2", "train.steps=4"))
+    config = shmap_tp.load_config(*overrides(directory, "mesh.mp=2", "train.microbatches=2", "train.steps=4"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
         assert shmap_tp.run_training(config)
@@ -40,6 +42,11 @@ def steps(config: shmap_tp.Config, trainer: shmap_tp.Trainer, first: int, last: 
 
 def rows(batch: jax.Array) -> np.ndarray:
     return np.asarray(batch).reshape(BATCH, CONTEXT + 1)
+
+
+def test_a_run_may_use_some_of_the_emulated_devices_that_there_are(run):
+    directory, _ = run
+    assert len(jax.devices()) == 8 and {tuple(line["mesh"]) for line in lines(directory)} == {(2, 2)}
 
 
 def test_a_trainer_trains_as_a_run_does(run, trainer):

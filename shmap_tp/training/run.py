@@ -22,7 +22,6 @@ from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.model.flops import flops_per_token, parameters
 from shmap_tp.model.matmul_count import UncountedError
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.agreement import data_facts, on_process_0, require_agreement
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import Coordinator
@@ -36,6 +35,7 @@ from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.environment import (
     compute_dtype,
     explained_memory_errors,
+    mesh_of_devices,
     precision_note,
     prepare_environment,
     require_host_memory,
@@ -152,7 +152,7 @@ def open_run(
         explained_memory_errors(),
     ):
         config = resolve_auto(requested, len(jax.devices()))
-        mesh = make_mesh(config.mesh)
+        mesh = mesh_of_devices(config)
         with lock_directories({"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}, stop.peers):
             on_process_0("log.wandb", lambda: check_weights_and_biases(config))
             on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))

@@ -1,5 +1,6 @@
 """A run around its loop: what it is made of, how it is set up, and what process 0 reports at its end."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,6 +214,8 @@ def _report(run: Run, step: int, finished: bool) -> None:
     config, directory = run.config, Path(run.config.run.dir)
     with run.clock.on(TimeCategory.drawing), writing(directory / "loss.png"):
         plot = plot_losses(directory)
+    given = run.components.given_as
+    own = f"--components {shlex.quote(given)} " if given else ""
     more_steps = f"train.steps={2 * config.train.steps} " if finished else ""
     lines = [
         run.clock.breakdown.table(),
@@ -220,7 +223,7 @@ def _report(run: Run, step: int, finished: bool) -> None:
         f"  metrics     {directory / 'metrics.jsonl'}",
         f"  loss curve  {plot}",
         f"  checkpoint  {config.checkpoint.dir}/{step}",
-        f"  to resume   python main.py --cfg {directory / 'config.yaml'} {more_steps}--resume",
+        f"  to resume   python main.py --cfg {directory / 'config.yaml'} {own}{more_steps}--resume",
         "              (on any mesh.dp=... mesh.mp=...)",
     ]
     print_on_process_0("\n".join(lines))

@@ -22,7 +22,7 @@ Contents
     make_mesh               the (dp, mp) mesh of a configuration
     Model                   parameters on a mesh: logits, loss, gradients, generation, scores; initialised or restored
     from_pretrained         the model in a Hugging Face directory, on a mesh; Model.save_pretrained writes one
-    Trainer                 a training step to be called in a loop of your own
+    Trainer                 a training step to be called in a loop of your own, with checkpoints
     run_training            a whole run: data, evaluation, checkpoints, resuming
     Components, Optimizer   parts of a model or a step of your own (docs/extending.md)
     Config                  the type of a configuration; `shmap_tp.config.schema` documents every key
@@ -40,10 +40,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmap_tp.api import Model, Trainer, from_pretrained, load_config, run_training
+    from shmap_tp.api import Model, from_pretrained, load_config, run_training
     from shmap_tp.config.schema import Config
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.model.transformer import Transformer
+    from shmap_tp.trainer import Trainer
     from shmap_tp.training.environment import make_mesh
     from shmap_tp.training.optimizer import Optimizer
     from shmap_tp.training.step import Components, State
@@ -56,7 +57,7 @@ _MODULES = {
     "make_mesh": "shmap_tp.training.environment",
     "Model": "shmap_tp.api",
     "from_pretrained": "shmap_tp.api",
-    "Trainer": "shmap_tp.api",
+    "Trainer": "shmap_tp.trainer",
     "run_training": "shmap_tp.api",
     "Components": "shmap_tp.training.step",
     "Optimizer": "shmap_tp.training.optimizer",

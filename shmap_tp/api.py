@@ -1,4 +1,4 @@
-"""What `import shmap_tp` offers: configuration, model, training step and training run.
+"""What `import shmap_tp` offers: configuration, model and training run; `trainer.py` has the training step.
 
 B batch, T time, V vocabulary.
 """
@@ -20,24 +20,14 @@ from shmap_tp.config import compose
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SCHEMES, check_path
-from shmap_tp.data.tokenizer import Tokenizer
+from shmap_tp.data.tokenizer import Tokenizer, open_tokenizer_file
 from shmap_tp.errors import UserError, shown
-from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.inference.generator import Options, generate
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.inference.text import encode_prompts, tokenizer_of_model
 from shmap_tp.inference.training_samples import make_training_sampler
-from shmap_tp.model.tokens import (
-    IGNORE,
-    Counted,
-    Segments,
-    Tokens,
-    checked_segments,
-    checked_tokens,
-    marked_tokens,
-    rectangular,
-)
+from shmap_tp.model.tokens import IGNORE, Counted, Segments, Tokens, checked_segments, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained import configuration
 from shmap_tp.pretrained.reading import held_in
@@ -47,7 +37,7 @@ from shmap_tp.pretrained.writing import save_model
 from shmap_tp.training.checkpoint_files import find_checkpoint, restore_parameters, saved_config
 from shmap_tp.training.environment import USE, compute_dtype, emulate_devices, require_host_memory, resolve
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
-from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components
 
 
 def load_config(*overrides: str, file: str | PathLike | None = None) -> Config:
@@ -81,6 +71,8 @@ class Model:
     """The Hugging Face directory that the model was read from, or that the run it is of started from."""
     checkpoint: str | None = None
     """The checkpoint that it was restored from."""
+    given_tokenizer: Tokenizer | None = None
+    """That of `with_tokenizer`."""
 
     def __repr__(self) -> str:
         """One line; `config` and `parameters` have the rest."""
@@ -159,8 +151,11 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """That of its checkpoint or Hugging Face directory.  Raises UserError if there is none."""
-        return tokenizer_of_model(self, None)
+        """That of `with_tokenizer`, of its checkpoint or of its Hugging Face directory.
+
+        Raises UserError if there is none.
+        """
+        return self.given_tokenizer or tokenizer_of_model(self, None)
 
     @cached_property
     def scoring_program(self) -> ScoringProgram:
@@ -211,6 +206,13 @@ class Model:
     def with_parameters(self, parameters: Transformer) -> "Model":
         """The same model with other parameters, such as those that an update of your own returns."""
         return replace(self, parameters=parameters)
+
+    def with_tokenizer(self, name: str | PathLike) -> "Model":
+        """The same model with a tokenizer for texts: `name` is "bytes" or a tokenizer.json.
+
+        Raises UserError if there is no such file, or it is no tokenizer.
+        """
+        return replace(self, given_tokenizer=open_tokenizer_file(str(name)))
 
     def save_pretrained(self, directory: str | PathLike, *, dtype: str = "float32") -> None:
         """Write a new Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` of transformers reads.
@@ -301,100 +303,12 @@ def from_pretrained(
     return Model.initialize(config, pretrained_dtype=dtype)
 
 
-class Trainer:
-    """The training step of a configuration, with its state: for a loop of your own.
-
-        trainer = shmap_tp.Trainer(config)
-        metrics = trainer.step(tokens)
-
-    The loop takes care of data, evaluation, checkpoints and signals; `run_training` is a loop that has them.
-    """
-
-    def __init__(self, config: Config, model: Model | None = None, components: Components = CONFIGURED):
-        """Starts from a copy of the parameters of `model`, which has the same shape, or those of `Model.initialize`.
-
-        `components` replace parts that the configuration names (docs/extending.md).
-        Raises UserError if the devices do not make the mesh, or mesh.processes is not 1.
-        """
-        if config.mesh.processes != 1:
-            raise UserError(
-                f"mesh.processes={config.mesh.processes}: Trainer is for one process; start several with shmap-tp train"
-            )
-        self.config, self.mesh = resolve(config)
-        self.components = components
-        self.functions: StepFunctions = build_step_functions(
-            self.config, self.mesh, compute_dtype(config.train.precision), components
-        )
-        require_host_memory(self.functions.shapes)
-        start, self._source = self._start(model)
-        self.state: State = self.functions.init() if start is None else self.functions.init_from(start)
-        """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
-        finished(self.mesh, self.state)
-        self._compiled = self._compile(self.functions.tokens)
-
-    def _compile(self, *batch: jax.ShapeDtypeStruct) -> Any:
-        options = compiler_options(self.mesh.devices.flat[0].device_kind, self.config)
-        return compile_with(self.functions.step.lower(self.functions.shapes, *batch), options)
-
-    @cached_property
-    def _compiled_with_segments(self) -> Any:
-        return self._compile(self.functions.tokens, self.functions.tokens)
-
-    def _start(self, model: Model | None) -> tuple[Transformer | None, Source | None]:
-        """(parameters other than the random ones, where they are from)."""
-        shapes = self.functions.shapes.params
-        if model is not None:
-            return _copies(model.parameters, shapes), model.source
-        return (None, None) if self.config.model.from_pretrained is None else pretrained_parameters(self.config, shapes)
-
-    def step(
-        self, tokens: Tokens, counted: Counted | None = None, segments: Segments | None = None
-    ) -> dict[str, Array]:
-        """One optimizer step on tokens[train.batch, context+1]; its metrics, such as "loss" and "grad_norm".
-
-        `counted`, of the same shape, selects the tokens that count as targets, and `segments` numbers the documents of
-        each row (`Model.loss`); None: all, and one.  `data.documents` is about token files, which are not read here.
-
-        On an accelerator it returns before the step is computed; converting a metric, as in float(metrics["loss"]),
-        waits for it.  A step whose loss or gradient is not finite changes no parameter.
-        Raises UserError if the tokens have another shape, or an id is not below model.vocabulary.
-        """
-        compiled = self._compiled if segments is None else self._compiled_with_segments
-        self.state, metrics = compiled(self.state, *self._batch(tokens, counted, segments))
-        return finished(self.mesh, metrics)
-
-    def evaluate(
-        self, tokens: Tokens, counted: Counted | None = None, segments: Segments | None = None
-    ) -> Float[Array, ""]:
-        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters; the others as in `step`."""
-        batch = self._batch(tokens, counted, segments)
-        return finished(self.mesh, self.functions.evaluate(self.state.params, *batch))[0]
-
-    def model(self) -> Model:
-        """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
-        config, mesh, functions = build(self.config, self.components)
-        parameters = finished(mesh, _copies(self.state.params, functions.shapes))
-        return Model(config, mesh, parameters, functions, self._source)
-
-    def _batch(self, tokens: Tokens, counted: Counted | None, segments: Segments | None) -> list[Array]:
-        """[tokens, segments if there are any], [batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the
-        devices."""
-        expected = (self.config.train.batch, self.config.model.context + 1)
-        if (shape := rectangular(tokens).shape) != expected:
-            raise UserError(
-                f"tokens have the shape {list(shape)}, a step takes {list(expected)}: [train.batch, model.context + 1]"
-            )
-        rows = [marked_tokens(tokens, counted, self.config.model)]
-        rows += [] if segments is None else [checked_segments(segments, rows[0])]
-        to = self.functions.tokens
-        return [jax.device_put(each.reshape(to.shape), to.sharding) for each in rows]
-
-
 def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     """A whole run as `shmap-tp train` makes it: data, evaluation, checkpoints, metrics and a loss curve in run.dir.
 
     True if all steps were trained, False if the run was asked to stop and has saved; then checkpoint.resume=must
-    continues it.  The mesh must use all devices; on a CPU they are emulated if no backend has been used before.
+    continues it.  On accelerators the mesh must use all devices; on a CPU they are emulated, and the run may use the
+    first dp x mp of those that there are, as after a `Trainer` in the same process.
     Raises UserError if the input cannot be used, and other errors of `shmap_tp.errors` as the command prints them.
     """
     from shmap_tp.training import loop  # imports Matplotlib, which nothing else here needs
@@ -403,7 +317,7 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     return loop.train(config, components=components, make_sampler=make_training_sampler) == 0
 
 
-def _copies(parameters: Transformer, shapes: Transformer) -> Transformer:
+def copies(parameters: Transformer, shapes: Transformer) -> Transformer:
     """A copy of the parameters with the dtypes and the shardings of `shapes`."""
     return jax.tree.map(lambda w, to: jax.device_put(jnp.array(w, to.dtype), to.sharding), parameters, shapes)
 

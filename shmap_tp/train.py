@@ -6,10 +6,13 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shmap_tp.runtime.command_line import outlive_readers
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
+
+if TYPE_CHECKING:
+    from shmap_tp.training.step import Components
 
 EPILOG = """\
 examples
@@ -66,10 +69,13 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
     try:
         config = load(CONF / "config.yaml" if arguments.cfg is None else arguments.cfg, overrides)
         validate_process_arguments(arguments.coordinator, arguments.process_id, config.mesh.processes)
+        components = _components(arguments.components)
         if arguments.check:
+            from shmap_tp.pretrained.target import describe_target
             from shmap_tp.training.check import check
 
-            print(check(config))
+            export = describe_target(config.model) if arguments.components is None else "as --components allow"
+            print(check(config, export, components))
             return 0
         from shmap_tp.inference.training_samples import make_training_sampler
         from shmap_tp.pretrained.start import with_pretrained
@@ -77,10 +83,18 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
         from shmap_tp.training import loop
 
         coordinator = Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
-        return loop.train(config, coordinator, with_pretrained(config), make_training_sampler)
+        return loop.train(config, coordinator, with_pretrained(config, components), make_training_sampler)
     except ShmapTpError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _components(given: str | None) -> "Components":
+    """Those of --components, or else all as the configuration names them."""
+    from shmap_tp.training.components_file import load_components
+    from shmap_tp.training.step import CONFIGURED
+
+    return CONFIGURED if given is None else load_components(given)
 
 
 def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> NoReturn:
@@ -115,7 +129,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     recipes = textwrap.fill(recipes, 120, initial_indent=4 * " ", subsequent_indent=4 * " ")
     parser = argparse.ArgumentParser(
         prog=command,
-        usage="%(prog)s [--cfg FILE] [--resume] [--check] "
+        usage="%(prog)s [--cfg FILE] [--resume] [--check] [--components FILE.py:NAME] "
         "[--processes N [--coordinator HOST:PORT --process-id I]] [key=value ...]",
         description="Tensor-parallel transformer training over a (dp, mp) mesh, with every collective written by hand.",
         epilog=EPILOG.format(command=command, default=CONF / "config.yaml", models=models, data=data, recipes=recipes),
@@ -124,6 +138,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--cfg", metavar="FILE", help="configuration file, for example conf/config.yaml")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
     parser.add_argument("--check", action="store_true", help="check the configuration, print a summary, and end")
+    parser.add_argument("--components", metavar="FILE.py:NAME", help="blocks, optimizer, ... of your own: a Components")
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes; sets mesh.processes")
     parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 import shmap_tp
-from shmap_tp import Components
+from shmap_tp import Components, train
 from shmap_tp.layers.mlp import GatedMlp
 from shmap_tp.model.flops import parameters
+from shmap_tp.training.components_file import load_components
 from tests.helpers.assertions import assert_close, assert_same_bits
 from tests.helpers.components import LoopMlp, ReGluMlp
-from tests.helpers.run_fixtures import lines, tiny
+from tests.helpers.run_fixtures import FIRST, lines, overrides, tiny
 
 TINY = ["model=test", "mesh.dp=2", "mesh.mp=4", "train.batch=4", "train.microbatches=1", "model.context=8"]
 
@@ -37,6 +38,53 @@ def test_the_gradient_of_the_loss_is_that_of_loss_and_gradients():
     batch = tokens(config).astype(np.int32)
     gradients = jax.grad(model.functions.loss)(model.parameters, batch[None])
     assert_close(gradients, model.loss_and_gradients(batch)[1], 1e-6)
+
+
+COMPONENTS = """
+import shmap_tp
+from shmap_tp.layers.mlp import GatedMlp
+from beside import NAME
+
+components = shmap_tp.Components(mlp=GatedMlp)
+"""
+
+
+def test_components_in_a_file_train_as_those_given_to_run_training(tmp_path, monkeypatch, capsys):
+    """`--components FILE:NAME`, in a run that says how it is resumed with them."""
+    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
+    (tmp_path / "own.py").write_text(COMPONENTS)
+    (tmp_path / "beside.py").write_text("NAME = 'a module of the user'")
+    given = [f"--components={tmp_path}/own.py:components", "--cfg", FIRST]
+    short = ["train.steps=2", "evaluate.every=0", "checkpoint.every=0"]
+    assert train.main([*given, *overrides(tmp_path, *short)]) == 0
+    printed = capsys.readouterr().out
+    assert f"--components {tmp_path}/own.py:components train.steps=4 --resume" in printed
+    losses = [line["loss"] for line in lines(tmp_path)]
+    assert shmap_tp.run_training(
+        tiny(tmp_path, *short, f"run.dir={tmp_path / 'other' / 'run'}"), Components(mlp=GatedMlp)
+    )
+    assert losses == [line["loss"] for line in lines(tmp_path / "other")]
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ("own.py", "must be FILE.py:NAME, for example my_file.py:components"),
+        ("none.py:components", "there is no file none.py; correct its path"),
+        ("own.py:other", "other in own.py is nothing; write\nother = shmap_tp.Components(...) there"),
+        ("own.py:config", "config in own.py is of type int; write"),
+        ("broken.py:x", "broken.py, line 2: ZeroDivisionError: division by zero;\ncorrect the file"),
+        ("unread.py:x", "unread.py, line 1: SyntaxError: "),
+    ],
+)
+def test_a_file_of_components_that_cannot_be_used_is_explained(tmp_path, monkeypatch, given, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("config = 5")
+    (tmp_path / "broken.py").write_text("x = 5\ny = x / 0")
+    (tmp_path / "unread.py").write_text("x = (")
+    with pytest.raises(shmap_tp.UserError) as raised:
+        load_components(given)
+    assert words in str(raised.value) and len(str(raised.value).splitlines()) <= 2
 
 
 @pytest.mark.parametrize("mlp, has_mfu", [(ReGluMlp, True), (LoopMlp, False)])

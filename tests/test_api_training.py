@@ -1,32 +1,110 @@
 """The training step of `import shmap_tp` is that of a run."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
 import shmap_tp
+from shmap_tp.config.schema import Resume
 from shmap_tp.data.batches import Batches
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import sequences, small
 from tests.helpers.run_fixtures import BATCH, CONTEXT, lines, overrides
 
 
-def test_a_trainer_trains_as_a_run_does(tmp_path, monkeypatch):
-    """The same losses and the same evaluation, bit for bit, on the same batches."""
-    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
-    given = overrides(tmp_path, "train.microbatches=2", "train.steps=4")
-    config = shmap_tp.load_config(*given)
-    assert shmap_tp.run_training(config)
-    trainer = shmap_tp.Trainer(config)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, shmap_tp.Config]:
+    """A run of four steps on four of eight devices, which has saved steps 2 and 4: the directory of `run` and `data`,
+    its configuration."""
+    assert len(jax.devices()) == 8  # from here on their number is fixed, as after a Trainer
+    directory = tmp_path_factory.mktemp("run")
+    config = shmap_tp.load_config(*overrides(directory, "mesh.mp=2", "train.microbatches=2", "train.steps=4"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
+        assert shmap_tp.run_training(config)
+    return directory, config
+
+
+@pytest.fixture(scope="module")
+def trainer(run) -> shmap_tp.Trainer:
+    return shmap_tp.Trainer(run[1])
+
+
+def steps(config: shmap_tp.Config, trainer: shmap_tp.Trainer, first: int, last: int) -> list[float]:
+    """The losses of training on the batches of the run."""
     batches = Batches(config, trainer.functions.tokens)
+    return [float(trainer.step(rows(batches.training(step)))["loss"]) for step in range(first, last)]
 
-    def rows(batch: jax.Array) -> np.ndarray:
-        return np.asarray(batch).reshape(BATCH, CONTEXT + 1)
 
-    losses = [float(trainer.step(rows(batches.training(step)))["loss"]) for step in range(4)]
-    assert losses == [line["loss"] for line in lines(tmp_path)]
+def rows(batch: jax.Array) -> np.ndarray:
+    return np.asarray(batch).reshape(BATCH, CONTEXT + 1)
+
+
+def test_a_run_may_use_some_of_the_emulated_devices_that_there_are(run):
+    directory, _ = run
+    assert len(jax.devices()) == 8 and {tuple(line["mesh"]) for line in lines(directory)} == {(2, 2)}
+
+
+def test_a_trainer_trains_as_a_run_does(run, trainer):
+    """The same losses and the same evaluation, bit for bit, on the same batches; also from a checkpoint of the run."""
+    directory, config = run
+    expected = [line["loss"] for line in lines(directory)]
+    assert steps(config, trainer, 0, 4) == expected
+    batches = Batches(config, trainer.functions.tokens)
     validated = [float(trainer.evaluate(rows(batches.validation(i)))) for i in range(batches.validation_count)]
-    assert float(np.mean(np.float32(validated))) == lines(tmp_path, "validation")[-1]["loss"]
+    assert float(np.mean(np.float32(validated))) == lines(directory, "validation")[-1]["loss"]
+    assert trainer.restore(directory / "run", step=2) == 2
+    assert steps(config, trainer, 2, 4) == expected[2:]
+
+
+def test_a_trainer_continues_from_what_it_saved_on_any_mesh_and_a_run_does_not(run, trainer, tmp_path):
+    """A run cannot: it would read other data."""
+    directory, config = run
+    trainer.restore(directory / "run", step=4)
+    saved = trainer.save(tmp_path / "own")
+    assert saved == f"{tmp_path}/own/4"
+    other = shmap_tp.Trainer(
+        replace(config, mesh=replace(config.mesh, dp=8, mp=1), train=replace(config.train, microbatches=1))
+    )
+    assert other.restore(saved) == 4
+    assert_same_bits(by_path(other.state), by_path(trainer.state))
+    assert_same_bits(shmap_tp.Model.restore(tmp_path / "own").parameters, trainer.model().parameters)
+    with pytest.raises(shmap_tp.UserError, match="has a checkpoint of step 4"):
+        trainer.save(tmp_path / "own")
+    with pytest.raises(shmap_tp.UserError, match="has the checkpoints of a run; save in another directory"):
+        trainer.save(directory / "run" / "checkpoints")
+    resumed = replace(config, checkpoint=replace(config.checkpoint, dir=str(tmp_path / "own"), resume=Resume.must))
+    with pytest.raises(shmap_tp.UserError, match=r"own/4 was saved by Trainer.save, .* a run cannot resume from it"):
+        shmap_tp.run_training(resumed)
+
+
+def test_the_model_of_a_trainer_writes_texts_with_a_tokenizer_that_it_is_given(monkeypatch):
+    model = shmap_tp.Model.initialize(shmap_tp.load_config("model=test", "mesh.mp=1", "mesh.dp=1"))
+    with pytest.raises(shmap_tp.UserError, match=r"model.with_tokenizer\('bytes'\)"):
+        model.generate(["a"])
+    model = model.with_tokenizer("bytes")
+    assert model.generate(["ab"], 2, stop_tokens=()) == model.generate([list(b"ab")], 2)
+
+
+def test_two_threads_may_share_a_trainer(trainer):
+    """One step donates the state that the other would read."""
+    tokens = np.zeros((BATCH, CONTEXT + 1), int)
+    before = int(trainer.state.step)
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(call, tokens) for _ in range(4) for call in (trainer.step, trainer.evaluate)]
+    assert all(np.isfinite(float(call.result()["loss"])) for call in calls[::2])
+    assert all(np.isfinite(float(call.result())) for call in calls[1::2]) and int(trainer.state.step) == before + 4
+
+
+def test_a_model_of_another_shape_is_refused_by_a_trainer():
+    model = shmap_tp.Model.initialize(small(2, 4))
+    wider = small(2, 4, "model.ffn=48")
+    with pytest.raises(shmap_tp.UserError, match="shape than its configuration: blocks/mlp/down/weight is "):
+        shmap_tp.Trainer(wider, model)
 
 
 def test_the_model_of_a_trainer_stays_as_it_is_and_another_trainer_can_start_from_it():

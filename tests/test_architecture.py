@@ -28,7 +28,7 @@ ORDER = [
 ]
 """Sub-packages from the lowest to the highest; each imports only itself and those before it (`shmap_tp/errors.py` is a
 module that all of them may use)."""
-LIBRARY = {"__init__", "api", "command_model"}
+LIBRARY = {"__init__", "api", "trainer", "command_model"}
 """What `import shmap_tp` offers, above all sub-packages; only the commands may import it."""
 COMMANDS = {"__main__", "cli", "train", "prepare", "verify", "generate", "chat", "evaluate"}
 """Modules that parse, call and exit: nothing but `__main__` and `cli` imports them."""
@@ -36,6 +36,7 @@ UPPER = {
     "__init__": LIBRARY,
     "__main__": {"cli"},
     "cli": {"train"},
+    "trainer": {"api"},
     "command_model": {"api"},
     "generate": {"command_model"},
     "chat": {"command_model"},

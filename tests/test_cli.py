@@ -57,7 +57,7 @@ BAD = {
     "mp and vocabulary": (["model.vocabulary_multiple=66"], ["mesh.mp=4", "padded vocabulary=66", "use mesh.mp in"]),
     "dp and microbatch": (["train.microbatches=8"], ["mesh.dp=2", "microbatch of 1 sequences", "use mesh.dp in {1}"]),
     "microbatches and batch": (["train.microbatches=3"], ["train.microbatches=3", "train.batch=8", "{1, 2, 4, 8}"]),
-    "the mesh and the devices": (["mesh.mp=2"], ["dp=2 x mp=2 needs 4 devices", "has 8", "dp x mp = 8"]),
+    "the mesh and the devices": (["mesh.dp=4"], ["dp=4 x mp=4 needs 16 devices", "has 8", "dp x mp = 8"]),
     "a file of odd length": (truncate_file, ["train.bin: 5999 bytes", "multiple of the 2 bytes", "prepare it again"]),
     "an id beyond the vocabulary": (
         add_id_beyond_vocabulary, ["validation.bin: token 64 is id 64", "ends at 63", "model.vocabulary=65"],

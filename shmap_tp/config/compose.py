@@ -27,6 +27,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from shmap_tp.config.run_directory import in_its_place
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SECTIONS, check_sections, check_values, expected_type, keys
@@ -52,7 +53,8 @@ DeriveModel = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel | None = None) -> Config:
     """Load the configuration in `file`, apply `overrides` and validate the result.
 
-    `derive_model` (pretrained/configuration.py) is for commands that support model.from_pretrained.
+    `derive_model` (pretrained/configuration.py) is for commands that support model.from_pretrained.  The config.yaml of
+    a run that was moved or copied is that of its new place (`run_directory`).
     Raises UserError: the file cannot be read, a key or option is unknown, a value has the wrong type or is missing, or
     a rule of `validate` is broken.
     """
@@ -75,6 +77,7 @@ def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel |
     except RecursionError:
         raise UserError(f"{name}: its defaults list names files that name each other; end the circle") from None
     config = from_values(_with_derived_model(values, derive_model, name), name, overrides)
+    config = in_its_place(config, Path(file), overrides)
     validate(config)
     return config
 

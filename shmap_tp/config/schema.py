@@ -187,7 +187,9 @@ class TrainConfig:
     """Upper limit of the sequences that a device computes at a time; `microbatches` is raised for it, and the batch
     stays the same.  null: batch / microbatches / dp."""
     precision: Precision
-    """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16."""
+    """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16.  float32
+    matmuls of accelerators have their default precision (TPUs: bfloat16 passes, GPUs: TF32) unless the environment has
+    JAX_DEFAULT_MATMUL_PRECISION=highest."""
     z_loss: float
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int
@@ -205,7 +207,7 @@ class OptimizerConfig:
     final_learning_rate: float
     """Learning rate at the end of the cosine decay, and from then on."""
     warmup_steps: int
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly; step n of them has n / warmup_steps of the peak."""
     decay_steps: int
     """Step at which the cosine decay ends; separate from train.steps, so that extending a run keeps its schedule."""
     weight_decay: float

@@ -33,7 +33,10 @@ def tokenizer_of_model(model: Any, file: str | None) -> Tokenizer:
     if model.checkpoint is not None:
         return tokenizer_of_checkpoint(model.checkpoint, model.config.data.dir)
     if model.source is None:
-        raise UserError("a model that was neither restored nor read from a Hugging Face directory has no tokenizer")
+        raise UserError(
+            "a model that was neither restored nor read from a Hugging Face directory has no tokenizer;\n"
+            "give it one: model.with_tokenizer('bytes'), or the name of a tokenizer.json"
+        )
     return tokenizer_of_pretrained(model.source.directory)
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,11 @@ from shmap_tp.errors import StorageError, UserError, shown
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked
-from shmap_tp.pretrained.families import FAMILIES
-from shmap_tp.pretrained.family import Family
 from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, Ranges, pieces_of_array
 from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import INDEX, Source
 from shmap_tp.pretrained.start import recorded_source
+from shmap_tp.pretrained.target import Target, target_of
 from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, place_tensors, reserve, write_header
 from shmap_tp.runtime.run_lock import LOCK, lock_directories
 from shmap_tp.training.checkpoint_files import find_checkpoint, read_chunks, saved_config
@@ -44,41 +43,6 @@ from shmap_tp.training.model_functions import build_model_functions
 MAX_SHARD_BYTES = 5 * 10**9
 """The largest file that is written, unless a single tensor is larger: the default of transformers 4."""
 OUTPUT_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a directory will contain besides the weights."""
-
-    family: Family
-    config: Mapping[str, Any]
-    companions: tuple[Path, ...] = ()
-    """Files that are copied: those of the tokenizer, and generation_config.json."""
-
-
-def target_of(model: ModelConfig, source: Source | None) -> Target:
-    """The family and config.json of `model`: those of `source`, if it was read from one.
-
-    Raises UserError if no family can express the model.
-    """
-    if source is not None:
-        config = dict(source.config)
-        if model.positions == "learned":
-            config[source.family.context_key] = model.context
-        differences = source.family.differences(model, config)
-        if not differences:
-            return Target(source.family, config, tuple(source.companions()))
-    candidates = [(family, family.config_of(model)) for family in FAMILIES]
-    differing = [(family, config, family.differences(model, config)) for family, config in candidates]
-    for family, config, differences in differing:
-        if not differences:
-            return Target(family, config, tuple(source.companions()) if source else ())
-    family, _, differences = min(differing, key=lambda one: len(one[2]))
-    listed = ", ".join(f"model.{key}={mine} (there {theirs})" for key, (mine, theirs) in differences.items())
-    raise UserError(
-        f"no supported architecture can express model {model.name}; the closest, {family.architecture}, differs in "
-        f"{listed}"
-    )
 
 
 Piece = tuple[str, Ranges, Float[np.ndarray, "..."]]

@@ -21,7 +21,7 @@ def emulate_cpu_devices(count: int) -> None:
     """Make this process's CPU appear as `count` JAX devices.  Must be called before JAX first uses a backend.
 
     It does no harm on a machine with accelerators: JAX prefers those, and the CPU devices stay unused.
-    Raises UserError if that are more than MAX_EMULATED_DEVICES, or JAX already uses the CPU with another number.
+    Raises UserError if that are more than MAX_EMULATED_DEVICES, or JAX already uses the CPU with fewer devices.
     """
     if count > MAX_EMULATED_DEVICES:
         raise UserError(
@@ -32,10 +32,10 @@ def emulate_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:  # a backend has been initialised
         devices = jax.devices()
-        if devices[0].platform == "cpu" and len(devices) != count:
+        if devices[0].platform == "cpu" and len(devices) < count:
             raise UserError(
                 f"the mesh needs {count} emulated devices, but JAX already runs with {len(devices)} in this process;\n"
-                f"restart Python and start with this mesh, or use a mesh with dp x mp = {len(devices)}"
+                f"restart Python and start with this mesh, or use a mesh of at most {len(devices)} (dp x mp)"
             ) from error
 
 

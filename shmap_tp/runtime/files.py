@@ -16,6 +16,7 @@ from shmap_tp.errors import ShmapTpError, StorageError, UserError, first_line, s
 
 BUCKETS = ("gs://", "s3://", "az://")
 """Kinds of URLs that name a directory in a bucket."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
@@ -62,12 +63,22 @@ def writing(what: object) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if "Gloo" in str(error):  # another process was lost during a collective write; storage is not at fault
             raise
-        number = re.search(r"os_error_code='(\d+)'", str(error))
-        reason = os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)[:200]
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        number = int(found[1]) if found else getattr(error, "errno", None)
+        reason = os.strerror(number) if number else str(error)[:200].rstrip(".")
         raise StorageError(
-            f"{what} could not be written: {reason}; all complete checkpoints are intact;\n"
-            f"free some space, then continue with checkpoint.resume=if_present (without a checkpoint it starts anew)"
+            f"{what} could not be written: {reason}; {_way_out(number, reason)}, then continue with "
+            f"checkpoint.resume=if_present (without a checkpoint it starts anew)"
         ) from error
+
+
+def _way_out(number: int | None, reason: str) -> str:
+    """What to do about an error of the system, of this errno."""
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        return "its directory was removed or replaced while the run was under way;\nend what did that"
+    if number in (errno.EEXIST, errno.ENOTEMPTY) or "already exists" in reason:
+        return "this run did not write what is there;\nmove it elsewhere"
+    return f"all complete checkpoints are intact;\n{'free some space' if number in FULL else 'correct that'}"
 
 
 def write_atomically(file: Any, text: str) -> None:

@@ -11,14 +11,18 @@ from shmap_tp.config.values import SCHEMES, value_of
 from shmap_tp.data.location import STDLIB
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import UserError, shown
+from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import axis_sizes
 from shmap_tp.training.optimizer import describe_schedule
 
 
-def check(config: Config) -> str:
-    """The summary, in lines, of a `config` that `compose.load` has returned.  Raises UserError if its mesh cannot be
-    formed on any devices, or a directory cannot be written."""
+def check(config: Config, export: str, components: ModelComponents) -> str:
+    """The summary, in lines, of a `config` that `compose.load` has returned; `export` says as what its model can be
+    exported.
+
+    Raises UserError if its mesh cannot be formed on any devices, or a directory cannot be written.
+    """
     try:
         _check_directories(config)
         data = _data(config)
@@ -27,13 +31,15 @@ def check(config: Config) -> str:
     model, train, run = config.model, config.train, config.run
     tokens = train.batch * model.context
     lines = {
-        "model": f"{model.name}: {parameters(model):,} parameters, {model.layers} layers of width {model.width}",
+        "model": f"{model.name}: {parameters(model, components=components):,} parameters, {model.layers} layers of "
+        f"width {model.width}",
         "mesh": _mesh(config),
         "batch": f"{train.batch} sequences x {model.context} tokens = {tokens:,} tokens per step, "
         f"in {train.microbatches} microbatches",
         "steps": f"{train.steps:,}, together {train.steps * tokens:,} tokens",
         "learning rate": describe_schedule(config.optimizer, train.steps),
         "data": f"{config.data.dir}: {data}",
+        "export": export,
         "run.dir": run.dir,
         "checkpoint.dir": f"{config.checkpoint.dir}, checkpoint.resume={config.checkpoint.resume}",
     }

@@ -24,8 +24,8 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.compose import from_values
+from shmap_tp.config.run_directory import saved_checkpoint_dir
 from shmap_tp.config.schema import Config
-from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import types_by_path
@@ -54,14 +54,28 @@ def absolute(directory: str) -> epath.Path:
 
 
 def checkpoint_steps(directory: epath.Path) -> list[int]:
-    """The steps whose checkpoints this program saved in `directory`, newest first.  Anything else there is ignored."""
+    """The steps whose checkpoints this program saved in `directory`, newest first.  Anything else there is ignored.
+
+    Raises `StorageError` if a directory that may be a checkpoint cannot be read: an older one would be taken for the
+    newest.
+    """
 
     def is_checkpoint(child: epath.Path) -> bool:
         is_step = child.name.isascii() and child.name.isdecimal() and child.name == str(int(child.name))
-        return is_step and ((child / MANIFEST).exists() or (child / ORBAX_METADATA).exists())
+        return is_step and not _names(child).isdisjoint((MANIFEST, ORBAX_METADATA))
 
     children = directory.iterdir() if directory.is_dir() else ()
     return sorted((int(child.name) for child in children if is_checkpoint(child)), reverse=True)
+
+
+def _names(directory: epath.Path) -> set[str]:
+    """The names in `directory`; none if it is no directory.  Raises `StorageError` if it cannot be read."""
+    try:
+        return {child.name for child in directory.iterdir()} if directory.is_dir() else set()
+    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+        return set()
+    except OSError as error:
+        raise StorageError(_unreadable(directory, error)) from error
 
 
 def find_faults(directory: epath.Path) -> list[str]:
@@ -79,11 +93,7 @@ def find_faults(directory: epath.Path) -> list[str]:
     except (ValueError, RecursionError) as error:
         return [f"{MANIFEST} is damaged ({error})"]
     except Exception as error:  # buckets raise errors of many types
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise StorageError(
-            f"checkpoint {directory} cannot be read: {reason}; nothing was changed.\n"
-            f"Make it readable and start again, or name another checkpoint.dir"
-        ) from error
+        raise StorageError(_unreadable(directory, error)) from error
     if not isinstance(expected, dict):
         return [f"{MANIFEST} is damaged (it lists no files)"]
     faults = []
@@ -120,6 +130,14 @@ def _metadata(directory: epath.Path) -> Any:
         return ocp.checkpointables_metadata(directory)
     except Exception as error:  # Orbax does not check what it reads
         raise StorageError(_unusable(directory, f"{type(error).__name__}: {first_line(error)}")) from error
+
+
+def _unreadable(directory: epath.Path, error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or first_line(error)
+    return (
+        f"checkpoint {directory} cannot be read: {reason}; nothing was changed.\n"
+        f"Make it readable and start again, or name another checkpoint.dir"
+    )
 
 
 def _unusable(directory: epath.Path, why: str) -> str:
@@ -226,14 +244,12 @@ def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
 
 
 def directory_of_checkpoints(root: epath.Path) -> epath.Path:
-    """`root`, or if it is a run directory the checkpoint.dir that its config.yaml names."""
+    """`root`, or if it is a run directory the checkpoint.dir that its config.yaml names, where that is now."""
     if (root / "checkpoints").is_dir():
         return root / "checkpoints"
     file = root / "config.yaml"
-    saved = saved_value(file if "://" in str(root) else Path(file), "checkpoint.dir")
-    if not isinstance(saved, str) or not saved:
-        return root
-    return absolute(saved)
+    saved = saved_checkpoint_dir(file if "://" in str(root) else Path(file))
+    return root if saved is None else absolute(saved)
 
 
 def saved_config(checkpoint: epath.Path) -> Config:

@@ -47,6 +47,17 @@ def compute_dtype(precision: Precision) -> DTypeLike:
     return jnp.dtype(str(precision))
 
 
+def precision_note(dtype: DTypeLike) -> str | None:
+    """What a run in `dtype` should know of the precision of its matmuls on these devices; None: they are of `dtype`."""
+    default = {"tpu": "bfloat16 passes", "gpu": "TF32"}.get(jax.devices()[0].platform)
+    if default is None or dtype != jnp.float32 or jax.config.jax_default_matmul_precision is not None:
+        return None
+    return (
+        f"float32 matmuls have the default precision of these devices, {default}; "
+        f"JAX_DEFAULT_MATMUL_PRECISION=highest in the environment makes them float32, and slower"
+    )
+
+
 def make_mesh(config: Config) -> Mesh:
     """The (dp, mp) mesh of `config`.  Initialises JAX's backend.
 
@@ -64,15 +75,23 @@ def resolve(config: Config) -> tuple[Config, Mesh]:
     devices = jax.devices()
     config = resolve_auto(config, len(devices))
     wanted = config.mesh.dp * config.mesh.mp
-    if devices[0].platform != "cpu":
-        return config, meshes.make_mesh(config.mesh)
-    if wanted > len(devices):
+    if devices[0].platform == "cpu" and wanted > len(devices):
         raise UserError(
             f"mesh.dp={config.mesh.dp} x mesh.mp={config.mesh.mp} needs {wanted} devices, but JAX already runs with "
             f"{len(devices)};\nrestart Python with JAX_NUM_CPU_DEVICES={wanted}, build this mesh first, or choose a "
             f"smaller one (dp, mp)"
         )
-    return config, meshes.make_mesh(config.mesh, devices[:wanted])
+    return config, mesh_of_devices(config)
+
+
+def mesh_of_devices(config: Config) -> Mesh:
+    """The mesh of `config`, whose mesh.dp is a number, on all devices, or on the first of one process's emulated ones.
+
+    Raises UserError if the devices do not make the mesh.
+    """
+    devices, wanted = jax.devices(), config.mesh.dp * config.mesh.mp
+    some = config.mesh.processes == 1 and devices[0].platform == "cpu" and wanted < len(devices)
+    return meshes.make_mesh(config.mesh, devices[:wanted] if some else devices)
 
 
 def _over_processes(config: Config) -> tuple[Config, Mesh]:

@@ -63,12 +63,17 @@ class Optimizer:
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Linear from 0 to the peak during the warm-up, a cosine down to the final rate at decay_steps, then constant."""
+    """The learning rate of step n, counted from 1; the schedule is given n - 1.
+
+    n / warmup_steps of the peak during the warm-up, so that no step has the rate 0 (without one, the first step has the
+    peak); a cosine down to the final rate at step decay_steps; then constant.
+    """
+    first = max(config.warmup_steps, 1)
     return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
+        init_value=config.learning_rate / first,
         peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.decay_steps,
+        warmup_steps=first - 1,
+        decay_steps=max(config.decay_steps - 1, first),
         end_value=config.final_learning_rate,
     )
 

@@ -14,8 +14,8 @@ import jax
 import yaml
 
 from shmap_tp.config.compose import to_dict, to_yaml
+from shmap_tp.config.run_directory import HEADER, saved_checkpoint_dir
 from shmap_tp.config.schema import Config, Resume
-from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError
@@ -26,8 +26,6 @@ from shmap_tp.training.json_lines import read_lines_backwards, reading
 from shmap_tp.training.metrics import is_metric
 from shmap_tp.training.step import LoadParameters, State, StepFunctions
 
-HEADER = "# Written by shmap_tp at the start of the run in this directory, which will overwrite it."
-"""First line of a config.yaml of this program."""
 NOT_OF_THE_RUN = {"checkpoint.resume"}
 """Keys that say how to start, not what to train; a change of them alone is not reported."""
 MAX_LISTED = 10
@@ -92,7 +90,19 @@ def restore_or_initialize(
 def _restore(step: int, config: Config, functions: StepFunctions, batches: Batches, checkpoints: Checkpoints) -> State:
     """The state of the checkpoint of `step`; newer ones, which are damaged, are renamed."""
     directory = config.checkpoint.dir
-    facts = _check_facts(checkpoints.facts(step), f"checkpoint {directory}/{step}")
+    if step > config.train.steps:
+        raise UserError(
+            f"train.steps={config.train.steps} is below step {step}, which checkpoint {directory}/{step} has done; "
+            f"nothing was changed.\nGive train.steps={step} or more, or move newer checkpoints elsewhere to resume an "
+            f"earlier one"
+        )
+    facts = checkpoints.facts(step)
+    if isinstance(facts, dict) and "config" in facts and "data" not in facts:
+        raise UserError(
+            f"checkpoint {directory}/{step} was saved by Trainer.save, which does not know the data, so a run cannot "
+            f"resume from it.\nContinue with Trainer.restore, or name another checkpoint.dir"
+        )
+    facts = _check_facts(facts, f"checkpoint {directory}/{step}")
     _refuse_differences(facts, config, batches.identity, f"checkpoint {directory}/{step}")
     state = checkpoints.restore(step, functions.shapes)
     if int(state.step) != step:
@@ -161,7 +171,7 @@ def _refuse_to_overwrite_metrics(config: Config) -> None:
     newest = next(read_lines_backwards(file, is_metric), None) if jax.process_index() == 0 else None
     last = newest["step"] if newest else -1
     if last >= 0 and config.checkpoint.resume == Resume.if_present:
-        last = -1 if saved_value(file.with_name("config.yaml"), "checkpoint.dir") == directory else last
+        last = -1 if saved_checkpoint_dir(file.with_name("config.yaml")) == directory else last
     if (last := broadcast_from_process_0(last)) >= 0:
         raise UserError(
             f"{file} has the metrics of a run up to step {last}, which a new run would delete: {directory} has no "

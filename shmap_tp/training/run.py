@@ -1,5 +1,6 @@
 """A run around its loop: what it is made of, how it is set up, and what process 0 reports at its end."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.model.flops import flops_per_token, parameters
 from shmap_tp.model.matmul_count import UncountedError
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.agreement import data_facts, on_process_0, require_agreement
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import Coordinator
@@ -36,6 +36,8 @@ from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.environment import (
     compute_dtype,
     explained_memory_errors,
+    mesh_of_devices,
+    precision_note,
     prepare_environment,
     require_host_memory,
 )
@@ -103,6 +105,8 @@ class Run:
             f"{parameters(config.model, components=self.components) / 1e6:,.1f}M parameters, "
             f"attention {kernel_name(functions.attention)} ..."
         )
+        if note := precision_note(compute_dtype(config.train.precision)):
+            print_on_process_0(note)
         if config.train.steps > config.optimizer.decay_steps:
             print_on_process_0(f"learning rate {describe_schedule(config.optimizer, config.train.steps)}")
         options = compiler_options(jax.devices()[0].device_kind, config)
@@ -149,7 +153,7 @@ def open_run(
         explained_memory_errors(),
     ):
         config = resolve_auto(requested, len(jax.devices()))
-        mesh = make_mesh(config.mesh)
+        mesh = mesh_of_devices(config)
         with lock_directories({"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}, stop.peers):
             on_process_0("log.wandb", lambda: check_weights_and_biases(config))
             on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))
@@ -211,6 +215,8 @@ def _report(run: Run, step: int, finished: bool) -> None:
     config, directory = run.config, Path(run.config.run.dir)
     with run.clock.on(TimeCategory.drawing), writing(directory / "loss.png"):
         plot = plot_losses(directory)
+    given = run.components.given_as
+    own = f"--components {shlex.quote(given)} " if given else ""
     more_steps = f"train.steps={2 * config.train.steps} " if finished else ""
     lines = [
         run.clock.breakdown.table(),
@@ -218,7 +224,7 @@ def _report(run: Run, step: int, finished: bool) -> None:
         f"  metrics     {directory / 'metrics.jsonl'}",
         f"  loss curve  {plot}",
         f"  checkpoint  {config.checkpoint.dir}/{step}",
-        f"  to resume   python main.py --cfg {directory / 'config.yaml'} {more_steps}--resume",
+        f"  to resume   python main.py --cfg {directory / 'config.yaml'} {own}{more_steps}--resume",
         "              (on any mesh.dp=... mesh.mp=...)",
     ]
     print_on_process_0("\n".join(lines))

@@ -20,6 +20,7 @@ from tests.helpers.named_models import DEFAULTS, TINY, ZOO, load
 # name: (exact parameters, the figure in the file's comment or published, largest mp)
 EXPECTED = {
     "bytes": (852_608, "0.85M", 8),
+    "bytes_llama": (869_504, "0.87M", 8),
     "cpu_33m": (33_559_040, "33.56M", 8),
     "test": (229_696, "0.23M", 16),
     "test_remat": (131_264, "0.13M", 8),

@@ -10,7 +10,7 @@ import shmap_tp
 from shmap_tp.errors import UserError
 from shmap_tp.model.flops import parameter_terms
 from shmap_tp.pretrained.families import find_family
-from shmap_tp.pretrained.writing import target_of
+from shmap_tp.pretrained.target import EXPORTABLE, describe_target, target_of
 from tests.helpers.paths import ROOT
 from tests.helpers.pretrained_models import CASES, reference
 
@@ -228,6 +228,14 @@ def test_a_model_that_no_architecture_expresses_is_refused(changes, message):
     model = shmap_tp.load_config("model=test", "mesh.mp=1", *(f"model.{one}" for one in changes.split())).model
     with pytest.raises(UserError, match=f"no supported architecture can express model test; .*{message}"):
         target_of(model, None)
+
+
+def test_the_models_that_are_named_as_exportable_are_and_the_default_one_is_not():
+    """And each is said to be where it is chosen: in the summary of --check."""
+    models = {name: shmap_tp.load_config(f"model={name}", "mesh.mp=1").model for name in (*EXPORTABLE, "bytes")}
+    found = {name: describe_target(model) for name, model in models.items()}
+    assert found["bytes_llama"] == "as LlamaForCausalLM" and all(found[name].startswith("as ") for name in EXPORTABLE)
+    assert found["bytes"].startswith("not possible") and "model=bytes_llama, " in found["bytes"]
 
 
 def test_defaults_are_written_out():

@@ -8,14 +8,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etils import epath
 
 from shmap_tp.errors import StorageError
+from shmap_tp.runtime.files import writing
 from shmap_tp.training import checkpoint_files
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import MANIFEST, find_faults
+from shmap_tp.training.checkpoint_files import MANIFEST, checkpoint_steps, find_faults
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, files, random_state
 
 
@@ -35,6 +37,38 @@ def test_a_file_that_cannot_be_read_ends_the_run_and_changes_nothing(pair_copy, 
         checkpoints.newest_intact()
     assert len(str(error.value).splitlines()) <= 2
     assert contents(pair_copy) == before and messages == []
+
+
+def test_a_newest_checkpoint_directory_that_cannot_be_read_is_not_taken_for_none(pair_copy, monkeypatch):
+    """An older one would be resumed, and every save of that step would fail."""
+
+    def refusing(path: str, real: Any = os.listdir) -> list[str]:
+        if Path(path).name == "2":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path)
+
+    before = contents(pair_copy)
+    monkeypatch.setattr(os, "listdir", refusing)  # by root every directory can be read
+    with pytest.raises(StorageError, match=r"checkpoint .*/2 cannot be read: Permission denied; nothing was changed"):
+        checkpoint_steps(epath.Path(pair_copy))
+    monkeypatch.undo()
+    assert contents(pair_copy) == before
+
+
+@pytest.mark.parametrize(
+    "error, advice",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "all complete checkpoints are intact;\nfree some space"),
+        (ValueError("NOT_FOUND [os_error_code='2']"), "No such file or directory; its directory was removed"),
+        (ValueError("Destination x/2 already exists."), "this run did not write what is there;\nmove it elsewhere"),
+        (PermissionError(errno.EACCES, "Permission denied"), "all complete checkpoints are intact;\ncorrect that"),
+    ],
+    ids=["a full disk", "a removed directory", "a name that is taken", "no permission"],
+)
+def test_the_way_out_of_a_failed_save_depends_on_its_cause(error, advice):
+    with pytest.raises(StorageError) as raised, writing("checkpoint x/2"):
+        raise error
+    assert advice in str(raised.value)
 
 
 def test_a_damaged_checkpoint_is_renamed_and_keeps_its_files(pair_copy, messages):

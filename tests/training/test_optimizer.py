@@ -41,6 +41,16 @@ def test_a_schedule_is_described_up_to_the_last_step(steps, rest):
     assert described.startswith("up to 0.003 at step 30, then a cosine ") and described.endswith(rest)
 
 
+@pytest.mark.parametrize("warmup, decay", [(4, 10), (1, 3), (0, 3), (0, 1)], ids=str)
+def test_the_warm_up_begins_at_its_first_fraction_and_ends_at_the_peak(warmup, decay):
+    """Of step n, counted from 1: a first step of rate 0 would train nothing."""
+    given = [f"optimizer.warmup_steps={warmup}", f"optimizer.decay_steps={decay}", "optimizer.learning_rate=1"]
+    schedule = learning_rate_schedule(load_config(*given, "optimizer.final_learning_rate=0.5").optimizer)
+    first = max(warmup, 1)
+    np.testing.assert_allclose([schedule(n) for n in range(first)], np.arange(1, first + 1) / first, rtol=1e-6)
+    assert schedule(first) < 1 and [schedule(max(decay - 1, first)), schedule(99)] == [0.5, 0.5]
+
+
 ALL_KINDS = frozenset(ParameterKind)
 
 
@@ -146,6 +156,4 @@ def test_the_learning_rate_that_a_step_reports_is_that_of_its_optimizer():
     made = functions_of(lambda config: normalised_descent(ALL_KINDS), (2, 1))
     tokens = jax.device_put(learnable_batch(0, made.tokens.shape), made.tokens.sharding)
     _, metrics = made.step(made.init(), tokens)
-    assert float(metrics["learning_rate"]) == np.float32(
-        0.1
-    )  # optimizer.learning_rate is 1e-2, and 0 at the first step
+    assert float(metrics["learning_rate"]) == np.float32(0.1)  # optimizer.learning_rate is 1e-2

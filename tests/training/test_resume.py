@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from shmap_tp.config.run_directory import HEADER
 from shmap_tp.data.metadata import META, TOKENIZER
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint_files import MANIFEST, ORBAX_METADATA
-from shmap_tp.training.resume import HEADER
 from tests.helpers.run_fixtures import (
     STEPS,
     file_contents,
@@ -40,6 +40,13 @@ def test_a_new_run_in_the_directory_of_another_run_is_refused(copied):
     message = refused(copied)
     assert f"{copied}/run/checkpoints has checkpoints of this run up to step 8" in message
     assert "--resume" in message and "run.dir=" in message
+
+
+@pytest.mark.parametrize("resume", ["must", "if_present"])
+def test_a_resume_to_fewer_steps_than_the_checkpoint_has_is_refused(copied, resume):
+    message = refused(copied, "train.steps=7", f"checkpoint.resume={resume}")
+    assert message.startswith(f"train.steps=7 is below step 8, which checkpoint {copied}/run/checkpoints/8 has done")
+    assert "Give train.steps=8 or more" in message
 
 
 @pytest.mark.parametrize("resume", ["never", "if_present"])

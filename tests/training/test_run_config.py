@@ -1,13 +1,17 @@
 """config.yaml of the run directory never replaces a file of the user's, nor other values without a word."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 from shmap_tp.config.compose import load
+from shmap_tp.config.run_directory import HEADER
 from shmap_tp.errors import UserError
 from shmap_tp.training import loop
-from shmap_tp.training.resume import HEADER, refuse_foreign_config, write_run_config
+from shmap_tp.training.checkpoint_files import directory_of_checkpoints
+from shmap_tp.training.resume import refuse_foreign_config, write_run_config
 from tests.helpers.run_fixtures import FIRST, file_contents, overrides, tiny
 
 
@@ -59,6 +63,43 @@ def test_a_start_with_other_values_prints_them_and_keeps_the_earlier_file(tmp_pa
     _, *printed, more = capsys.readouterr().out.splitlines()
     assert len(printed) == 10 and more == "  and 4 more"
     assert load(str(tmp_path / "config.2.yaml"), []).train.steps == 9
+
+
+def test_a_copied_run_resumes_in_its_own_directory(uninterrupted, tmp_path):
+    copy, original = shutil.copytree(uninterrupted / "run", tmp_path / "copy"), file_contents(uninterrupted)
+    assert loop.train(load(str(copy / "config.yaml"), ["train.steps=10", "checkpoint.resume=must"])) == 0
+    assert (copy / "checkpoints" / "10").is_dir() and file_contents(uninterrupted) == original
+
+
+def written_run(directory: Path, *more: str) -> Path:
+    """A run directory that has started; returns its config.yaml."""
+    config = tiny(directory, *more)
+    (run := Path(config.run.dir)).mkdir()
+    write_run_config(config, run)
+    (run / "time.jsonl").touch()
+    return run / "config.yaml"
+
+
+def test_a_moved_run_and_one_whose_run_dir_is_given_have_their_checkpoints_there(tmp_path, monkeypatch):
+    file = written_run(tmp_path, f"checkpoint.dir={tmp_path / 'run' / 'saved'}")
+    other = load(str(file), ["run.dir=other"])
+    assert (other.run.dir, other.checkpoint.dir) == ("other", "other/saved")
+    assert load(str(file), ["run.dir=other", "checkpoint.dir=saved"]).checkpoint.dir == "saved"
+    moved = file.parent.rename(tmp_path / "moved")
+    monkeypatch.chdir(moved)
+    here = load("config.yaml", [])
+    assert (here.run.dir, here.checkpoint.dir) == (".", "./saved")
+    assert directory_of_checkpoints(epath.Path(moved)) == epath.Path(moved / "saved")
+
+
+def test_a_copy_that_would_share_the_checkpoints_of_the_original_is_refused(tmp_path):
+    file = written_run(tmp_path, f"checkpoint.dir={tmp_path / 'saved'}")
+    copy = shutil.copytree(file.parent, tmp_path / "copy") / "config.yaml"
+    with pytest.raises(UserError, match=f"copy is a copy of the run {file.parent}, and both would save to"):
+        load(str(copy), [])
+    assert load(str(copy), ["checkpoint.dir=own"]).run.dir == str(copy.parent)
+    file.parent.rename(tmp_path / "gone")
+    assert load(str(copy), []).checkpoint.dir == str(tmp_path / "saved")
 
 
 def test_a_damaged_earlier_file_is_kept(tmp_path, capsys):

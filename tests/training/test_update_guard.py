@@ -33,7 +33,7 @@ OFF = GuardConfig(loss_spike_sigmas=None, window=8, max_norm_change=None, max_co
         (2.0, 0.0, False, True),
         (2.0, np.inf, False, False),
         (2.0, np.nan, False, False),
-        (0.0, 0.0, True, True),  # the first step of a warm-up leaves zeros
+        (0.0, 0.0, True, True),  # an update of zero leaves zeros
         (0.0, 5.0, True, True),
         (0.0, np.nan, False, False),
     ],

@@ -1,0 +1,65 @@
+"""A run directory knows where it is: the config.yaml of a run that was moved or copied is that of its new place.
+
+config.yaml holds run.dir and checkpoint.dir as they were at the start of the run.  Read in another place, they would
+name the directory that was copied, and a resume of the copy would save there.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shmap_tp.config.schema import Config
+from shmap_tp.config.yaml_source import saved_value
+from shmap_tp.errors import UserError
+
+HEADER = "# Written by shmap_tp at the start of the run in this directory, which will overwrite it."
+"""First line of a config.yaml of this program."""
+OF_A_RUN = "time.jsonl", "metrics.jsonl", "checkpoints"
+"""One of these is beside the config.yaml of a run that has started."""
+
+
+def saved_checkpoint_dir(file: Any) -> str | None:
+    """checkpoint.dir of the run whose config.yaml is `file`, where it is now; None if there is no such file."""
+    saved, run = saved_value(file, "checkpoint.dir"), saved_value(file, "run.dir")
+    return _moved(saved, run, str(file.parent)) if isinstance(saved, str) and saved else None
+
+
+def in_its_place(config: Config, file: Path, overrides: list[str]) -> Config:
+    """`config`, read from `file`; if that is the config.yaml of a run, with run.dir, and a checkpoint.dir in it, where
+    the file is, or in the run.dir of `overrides`.
+
+    Raises UserError if the run is a copy, and the original and the copy would save to the same checkpoint.dir.
+    """
+    old = saved_value(file, "run.dir") if _is_of_a_run(file) else None
+    if not isinstance(old, str):
+        return config
+    given = {item.partition("=")[0] for item in overrides}
+    new = config.run.dir if "run.dir" in given or _same(old, file.parent) else str(file.parent)
+    saved = config.checkpoint.dir
+    checkpoints = saved if "checkpoint.dir" in given else _moved(saved, old, new)
+    is_copy = new != old and "run.dir" not in given and Path(old, "config.yaml").is_file()
+    if is_copy and checkpoints == saved and "checkpoint.dir" not in given:
+        raise UserError(
+            f"{file.parent} is a copy of the run {old}, and both would save to checkpoint.dir={saved};\n"
+            f"name another checkpoint.dir=... with a copy of the checkpoints, or that one to let this copy go on there"
+        )
+    return replace(config, run=replace(config.run, dir=new), checkpoint=replace(config.checkpoint, dir=checkpoints))
+
+
+def _is_of_a_run(file: Path) -> bool:
+    with file.open("rb") as stream:
+        written_here = stream.readline().rstrip() == HEADER.encode()
+    return written_here and any((file.parent / name).exists() for name in OF_A_RUN)
+
+
+def _moved(path: str, old: Any, new: str) -> str:
+    """`path`, under `new` instead of `old` if it is inside `old`."""
+    if not isinstance(old, str) or _same(old, new) or not path.startswith(old.rstrip("/") + "/"):
+        return path
+    return new.rstrip("/") + path[len(old.rstrip("/")) :]
+
+
+def _same(one: str | Path, other: str | Path) -> bool:
+    """Whether two names are of one directory."""
+    return os.path.realpath(one) == os.path.realpath(other)

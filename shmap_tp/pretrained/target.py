@@ -1,0 +1,58 @@
+"""What a model becomes in a Hugging Face directory: its architecture and its config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shmap_tp.config.schema import ModelConfig
+from shmap_tp.errors import UserError
+from shmap_tp.pretrained.families import FAMILIES
+from shmap_tp.pretrained.family import Family
+from shmap_tp.pretrained.source import Source
+
+EXPORTABLE = ("bytes_llama", "gpt2", "llama3_8b")
+"""Some models of conf/model that can be exported, the smallest first."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a directory will contain besides the weights."""
+
+    family: Family
+    config: Mapping[str, Any]
+    companions: tuple[Path, ...] = ()
+    """Files that are copied: those of the tokenizer, and generation_config.json."""
+
+
+def target_of(model: ModelConfig, source: Source | None) -> Target:
+    """The family and config.json of `model`: those of `source`, if it was read from one.
+
+    Raises UserError if no family can express the model.
+    """
+    if source is not None:
+        config = dict(source.config)
+        if model.positions == "learned":
+            config[source.family.context_key] = model.context
+        differences = source.family.differences(model, config)
+        if not differences:
+            return Target(source.family, config, tuple(source.companions()))
+    candidates = [(family, family.config_of(model)) for family in FAMILIES]
+    differing = [(family, config, family.differences(model, config)) for family, config in candidates]
+    for family, config, differences in differing:
+        if not differences:
+            return Target(family, config, tuple(source.companions()) if source else ())
+    family, _, differences = min(differing, key=lambda one: len(one[2]))
+    listed = ", ".join(f"model.{key}={mine} (there {theirs})" for key, (mine, theirs) in differences.items())
+    raise UserError(
+        f"no supported architecture can express model {model.name}; the closest, {family.architecture}, differs in "
+        f"{listed};\ntrain one that can be exported, such as model={', '.join(EXPORTABLE)}"
+    )
+
+
+def describe_target(model: ModelConfig) -> str:
+    """Whether `model` can be exported, and as what, as a sentence for users."""
+    try:
+        return f"as {target_of(model, None).family.architecture}"
+    except UserError:
+        return f"not possible (no architecture of transformers expresses it); of model={', '.join(EXPORTABLE)} it is"

@@ -1,0 +1,172 @@
+"""The training step with its state, for a loop of the user's own: `shmap_tp.Trainer`."""
+
+import threading
+from dataclasses import replace
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from shmap_tp.api import Model, build, copies, finished
+from shmap_tp.config.compose import to_dict
+from shmap_tp.config.schema import Config
+from shmap_tp.config.values import SCHEMES, check_path
+from shmap_tp.errors import UserError
+from shmap_tp.hardware.xla_options import compile_with, compiler_options
+from shmap_tp.model.tokens import Counted, Segments, Tokens, checked_segments, marked_tokens, rectangular
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.key_paths import leaves_by_path
+from shmap_tp.pretrained.source import Source
+from shmap_tp.pretrained.start import pretrained_parameters, recorded_source
+from shmap_tp.runtime.run_lock import lock_directories
+from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.checkpoint_files import find_checkpoint, saved_config
+from shmap_tp.training.environment import compute_dtype, require_host_memory, resolve
+from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
+
+
+class Trainer:
+    """The training step of a configuration, with its state: for a loop of your own.
+
+        trainer = shmap_tp.Trainer(config)
+        metrics = trainer.step(tokens)
+
+    The loop takes care of data, evaluation and signals, and says when to save; `run_training` is a loop that has them.
+    Threads may share a Trainer: one call is computed at a time.
+    """
+
+    def __init__(self, config: Config, model: Model | None = None, components: Components = CONFIGURED):
+        """Starts from a copy of the parameters of `model`, which has the same shape, or those of `Model.initialize`.
+
+        `components` replace parts that the configuration names (docs/extending.md).
+        Raises UserError if the devices do not make the mesh, `model` has another shape, or mesh.processes is not 1.
+        """
+        if config.mesh.processes != 1:
+            raise UserError(
+                f"mesh.processes={config.mesh.processes}: Trainer is for one process; start several with shmap-tp train"
+            )
+        self.config, self.mesh = resolve(config)
+        self.components = components
+        self._lock = threading.Lock()
+        self.functions: StepFunctions = build_step_functions(
+            self.config, self.mesh, compute_dtype(config.train.precision), components
+        )
+        require_host_memory(self.functions.shapes)
+        start, self._source = self._start(model)
+        self.state: State = self.functions.init() if start is None else self.functions.init_from(start)
+        """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
+        finished(self.mesh, self.state)
+        self._compiled = self._compile(self.functions.tokens)
+
+    def _compile(self, *batch: jax.ShapeDtypeStruct) -> Any:
+        options = compiler_options(self.mesh.devices.flat[0].device_kind, self.config)
+        return compile_with(self.functions.step.lower(self.functions.shapes, *batch), options)
+
+    @cached_property
+    def _compiled_with_segments(self) -> Any:
+        return self._compile(self.functions.tokens, self.functions.tokens)
+
+    def _start(self, model: Model | None) -> tuple[Transformer | None, Source | None]:
+        """(parameters other than the random ones, where they are from)."""
+        shapes = self.functions.shapes.params
+        if model is not None:
+            _require_same_shapes(model, shapes)
+            return copies(model.parameters, shapes), model.source
+        return (None, None) if self.config.model.from_pretrained is None else pretrained_parameters(self.config, shapes)
+
+    def step(
+        self, tokens: Tokens, counted: Counted | None = None, segments: Segments | None = None
+    ) -> dict[str, Array]:
+        """One optimizer step on tokens[train.batch, context+1]; its metrics, such as "loss" and "grad_norm".
+
+        `counted`, of the same shape, selects the tokens that count as targets, and `segments` numbers the documents of
+        each row (`Model.loss`); None: all, and one.  `data.documents` is about token files, which are not read here.
+
+        On an accelerator it returns before the step is computed; converting a metric, as in float(metrics["loss"]),
+        waits for it.  A step whose loss or gradient is not finite changes no parameter.
+        Raises UserError if the tokens have another shape, or an id is not below model.vocabulary.
+        """
+        batch = self._batch(tokens, counted, segments)
+        with self._lock:
+            compiled = self._compiled if segments is None else self._compiled_with_segments
+            self.state, metrics = compiled(self.state, *batch)
+            return finished(self.mesh, metrics)
+
+    def evaluate(
+        self, tokens: Tokens, counted: Counted | None = None, segments: Segments | None = None
+    ) -> Float[Array, ""]:
+        """Mean cross entropy of tokens[train.batch, context+1] with the current parameters; the others as in `step`."""
+        batch = self._batch(tokens, counted, segments)
+        with self._lock:
+            return finished(self.mesh, self.functions.evaluate(self.state.params, *batch))[0]
+
+    def model(self) -> Model:
+        """A `Model` with a copy of the current parameters: it stays as it is while training goes on."""
+        config, mesh, functions = build(self.config, self.components)
+        with self._lock:
+            parameters = finished(mesh, copies(self.state.params, functions.shapes))
+        return Model(config, mesh, parameters, functions, self._source)
+
+    def save(self, directory: str | PathLike) -> str:
+        """Save the state as the checkpoint `directory`/STEP, and return its path.
+
+        It is a checkpoint as those of runs, without the identity of the data, which a Trainer does not know: `restore`,
+        `Model.restore` and the commands that take a checkpoint read it, and a run does not resume from it.
+        checkpoint.keep and checkpoint.keep_every say which older ones are deleted.
+        Raises UserError if `directory` has the checkpoints of a run, this step, or another process that saves there;
+        StorageError if the disk is full.
+        """
+        check_path("directory", name := str(directory), SCHEMES["checkpoint.dir"])
+        given = replace(self.config.checkpoint, dir=name)
+        facts = {"config": to_dict(self.config), "mesh": [self.config.mesh.dp, self.config.mesh.mp]}
+        with self._lock, lock_directories({"directory": name}, None), Checkpoints(given, print) as checkpoints:
+            step, there = int(self.state.step), checkpoints.steps()
+            if there and "data" in (checkpoints.facts(there[0]) or {}):
+                raise UserError(f"{name} has the checkpoints of a run; save in another directory")
+            if step in there:
+                raise UserError(f"{name} has a checkpoint of step {step}; save it in another directory, or remove that")
+            checkpoints.save(step, self.state, facts, int(self.state.guard.in_a_row))
+        return f"{name}/{step}"
+
+    def restore(self, directory: str | PathLike, *, step: int | None = None) -> int:
+        """Continue from a checkpoint of `save` or of a run: parameters, optimizer state and step, bit for bit, whatever
+        the mesh that saved them.  Returns the step.
+
+        `directory` and `step` are those of `Model.restore`.  Raises UserError if there is no such checkpoint, or it is
+        of another model or optimizer.
+        """
+        check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
+        checkpoint = find_checkpoint(str(directory), step)
+        given = replace(self.config.checkpoint, dir=str(checkpoint.parent))
+        with self._lock, Checkpoints(given, print, writes=False) as checkpoints:
+            state = checkpoints.restore(int(checkpoint.name), self.functions.shapes)
+            self.state = finished(self.mesh, state)
+            self._source = recorded_source(checkpoint, saved_config(checkpoint))
+            return int(self.state.step)
+
+    def _batch(self, tokens: Tokens, counted: Counted | None, segments: Segments | None) -> list[Array]:
+        """[tokens, segments if there are any], [batch, T+1] -> int32[microbatches, batch / microbatches, T+1] on the
+        devices."""
+        expected = (self.config.train.batch, self.config.model.context + 1)
+        if (shape := rectangular(tokens).shape) != expected:
+            raise UserError(
+                f"tokens have the shape {list(shape)}, a step takes {list(expected)}: [train.batch, model.context + 1]"
+            )
+        rows = [marked_tokens(tokens, counted, self.config.model)]
+        rows += [] if segments is None else [checked_segments(segments, rows[0])]
+        to = self.functions.tokens
+        return [jax.device_put(each.reshape(to.shape), to.sharding) for each in rows]
+
+
+def _require_same_shapes(model: Model, shapes: Transformer) -> None:
+    """Raise UserError if a parameter of `model` has another shape than the Trainer's."""
+    found, wanted = leaves_by_path(model.parameters), leaves_by_path(shapes)
+    for name in sorted(found.keys() | wanted.keys()):
+        has, needs = (list(tree[name].shape) if name in tree else None for tree in (found, wanted))
+        if has != needs:
+            raise UserError(
+                f"the model given to Trainer is of another shape than its configuration: {name} is {has}, needed is "
+                f"{needs};\ngive both the same model=... and model.* settings"
+            )

@@ -1,0 +1,51 @@
+"""Components of the user's own, from a file: `--components my_file.py:components` of the training command."""
+
+import importlib.util
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from shmap_tp.errors import UserError, first_line, shown
+from shmap_tp.runtime.files import file_size
+from shmap_tp.training.step import Components
+
+
+def load_components(given: str) -> Components:
+    """The `Components` that FILE.py:NAME names.  FILE.py is executed; it may import files beside it.
+
+    Raises UserError if there is no such file or name, its execution fails, or NAME is something else.
+    """
+    name, _, attribute = given.rpartition(":")
+    if not (name.endswith(".py") and attribute.isidentifier()):
+        raise UserError(f"--components {shown(given)} must be FILE.py:NAME, for example my_file.py:components")
+    file = Path(name)
+    if file_size(file) is None:
+        raise UserError(f"--components {shown(given)}: there is no file {shown(name)}; correct its path")
+    found = getattr(_executed(file, given), attribute, None)
+    if not isinstance(found, Components):
+        what = "nothing" if found is None else f"of type {type(found).__name__}"
+        raise UserError(
+            f"--components {shown(given)}: {attribute} in {shown(name)} is {what}; write\n"
+            f"{attribute} = shmap_tp.Components(...) there, as docs/extending.md shows"
+        )
+    return replace(found, given_as=given)
+
+
+def _executed(file: Path, given: str) -> object:
+    """The module in `file`."""
+    specification = importlib.util.spec_from_file_location(f"components_{file.stem}", file)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module  # dataclasses look it up
+    sys.path.append(str(file.resolve().parent))
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == specification.origin]
+        line = getattr(error, "lineno", None) or (lines[-1] if lines else "?")
+        raise UserError(
+            f"--components {shown(given)}: {shown(file)}, line {line}: {type(error).__name__}: {first_line(error)};\n"
+            f"correct the file: `python {shown(file)}` shows where it fails"
+        ) from error
+    return module

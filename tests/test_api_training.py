@@ -37,11 +37,13 @@ def trainer(run) -> shmap_tp.Trainer:
 def steps(config: shmap_tp.Config, trainer: shmap_tp.Trainer, first: int, last: int) -> list[float]:
     """The losses of training on the batches of the run."""
     batches = Batches(config, trainer.functions.tokens)
-    return [float(trainer.step(rows(batches.training(step)))["loss"]) for step in range(first, last)]
+    return [float(trainer.step(*rows(batches.training(step)))["loss"]) for step in range(first, last)]
 
 
-def rows(batch: jax.Array) -> np.ndarray:
-    return np.asarray(batch).reshape(BATCH, CONTEXT + 1)
+def rows(batch: jax.Array) -> tuple[np.ndarray, None, np.ndarray]:
+    """(tokens, all of them count, the documents that the run isolates: 0 ends one)."""
+    tokens = np.asarray(batch).reshape(BATCH, CONTEXT + 1)
+    return tokens, None, np.cumsum(tokens == 0, axis=1) - (tokens == 0)
 
 
 def test_a_run_may_use_some_of_the_emulated_devices_that_there_are(run):
@@ -55,8 +57,10 @@ def test_a_trainer_trains_as_a_run_does(run, trainer):
     expected = [line["loss"] for line in lines(directory)]
     assert steps(config, trainer, 0, 4) == expected
     batches = Batches(config, trainer.functions.tokens)
-    validated = [float(trainer.evaluate(rows(batches.validation(i)))) for i in range(batches.validation_count)]
-    assert float(np.mean(np.float32(validated))) == lines(directory, "validation")[-1]["loss"]
+    validated = [rows(batches.validation(i)) for i in range(batches.validation_count)]
+    counted = [np.sum(np.diff(segments) == 0) for _, _, segments in validated]
+    losses = [float(trainer.evaluate(*batch)) for batch in validated]
+    assert np.dot(losses, counted) / np.sum(counted) == lines(directory, "validation")[-1]["loss"]
     assert trainer.restore(directory / "run", step=2) == 2
     assert steps(config, trainer, 2, 4) == expected[2:]
 
@@ -133,6 +137,31 @@ def test_a_step_counts_the_same_targets_as_the_model():
     expected = trainer.model().loss(tokens, counted)
     assert_close(trainer.evaluate(tokens, counted), expected, RELATIVE["float32"])
     assert_close(trainer.step(tokens, counted)["loss"], expected, RELATIVE["float32"])
+
+
+def test_segments_are_computed_as_if_each_were_a_row():
+    """In a step, an evaluation, and by a model: logits, loss and scores."""
+    trainer = shmap_tp.Trainer(small(2, 4, "model.positions=learned"))
+    model, tokens = trainer.model(), sequences(8, 9)
+    segments = np.repeat([[0] * 5 + [1] * 4], 8, axis=0)
+    parts = [tokens[:, :5], tokens[:, 5:]]
+    expected = np.mean([float(model.loss(part)) * (part.shape[1] - 1) for part in parts]) * 2 / 7
+    assert_close(trainer.evaluate(tokens, None, segments), expected, RELATIVE["float32"])
+    assert_close(model.loss(tokens, segments=segments), expected, RELATIVE["float32"])
+    logits = np.concatenate([model.logits(part) for part in parts], axis=1)[:, :8]
+    assert_close(model.logits(tokens[:, :8], segments[:, :8]), logits, RELATIVE["float32"])
+    mask = np.zeros(tokens.shape, bool)
+    mask[:, 6:] = True
+    likelihood, _ = model.score(tokens, mask, segments)
+    assert_close(likelihood, model.score(parts[1], mask[:, 5:])[0], RELATIVE["float32"])
+    assert_close(trainer.step(tokens, segments=segments)["loss"], expected, RELATIVE["float32"])
+    for wrong, words in (
+        (segments[:, :8], r"segments must be integers \[8, 9\], one for each token, not int64\[8, 8\]"),
+        (segments * 1.0, "not float64"),
+        (np.where(np.arange(9) == 2, 1, segments), r"segments\[0\] returns to a number that it left"),
+    ):
+        with pytest.raises(shmap_tp.UserError, match=words):
+            trainer.step(tokens, segments=wrong)
 
 
 def test_a_batch_of_another_shape_is_explained():

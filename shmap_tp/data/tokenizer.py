@@ -1,5 +1,6 @@
 """Tokenizers: text to token ids and back, by bytes or by a subword tokenizer of the `tokenizers` library."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -175,6 +176,13 @@ def tokenizer_of_data(meta: Meta, content: bytes | None, directory: str) -> Toke
     if content is None:
         raise UserError(f"{directory} has no tokenizer.json of its data")
     return read_subwords(content, f"{directory}/tokenizer.json", end_of_text=meta.end_of_text)
+
+
+def has_tokenized(tokenizer: Tokenizer, meta: Meta) -> bool:
+    """Whether `tokenizer` may be that of prepared data, as far as its meta.json says."""
+    if meta.tokenizer is None or Bytes.name in (meta.tokenizer, tokenizer.name):
+        return meta.tokenizer in (None, tokenizer.name)
+    return tokenizer.json is None or meta.tokenizer_sha256 in (None, hashlib.sha256(tokenizer.json).hexdigest())
 
 
 def text_bytes(tokenizer: Tokenizer, ids: Iterable[int], end_of_text: int | None) -> int:

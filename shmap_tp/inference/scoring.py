@@ -5,6 +5,7 @@ B sequences, T positions, N positions of a chunk, D model width, V vocabulary ro
 """
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from shmap_tp.config.schema import DataConfig
+from shmap_tp.config.schema import DataConfig, ModelConfig
 from shmap_tp.data.batches import open_data
 from shmap_tp.data.metadata import Meta, read_meta
 from shmap_tp.data.token_files import AnyTokenFile, open_token_file
-from shmap_tp.data.tokenizer import Tokenizer, text_bytes
+from shmap_tp.data.tokenizer import Tokenizer, has_tokenized, text_bytes
 from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.layers.embedding import OutputProjection, score
@@ -106,11 +107,19 @@ def evaluate_file(
     sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
     (Gao et al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
 
-    `limits` are (the number of sequences, None for all; how many are computed at a time).
+    `limits` are (the number of sequences, None for all; how many are computed at a time).  Process 0 says on stderr if
+    the data was tokenized with another tokenizer: then the results mean nothing.
     Raises UserError if the data cannot be read, or has no text.
     """
     model = program.model
-    file, meta = _open(data, split, context=model.context, vocabulary=model.vocabulary)
+    file, meta = _open(data, split, model)
+    if not has_tokenized(tokenizer, meta) and jax.process_index() == 0:
+        print(
+            f"warning: {data.dir} was tokenized with {meta.tokenizer}, which is not the tokenizer of the model "
+            f"({tokenizer.name}): its results mean nothing;\nprepare the text with the model's: "
+            f"python -m shmap_tp.prepare ... --tokenizer FILE",
+            file=sys.stderr,
+        )
     wanted, batch = limits
     count = min(wanted or len(file), len(file))
     batch = min(batch, count)
@@ -136,9 +145,11 @@ def evaluate_file(
     }
 
 
-def _open(data: DataConfig, split: str, **sizes: int) -> tuple[AnyTokenFile, Meta]:
+def _open(data: DataConfig, split: str, model: ModelConfig) -> tuple[AnyTokenFile, Meta]:
     """The token file of `split`, and meta.json."""
     if "://" in data.dir:
-        (file,), meta, _ = open_data(data, [split], **sizes)
+        (file,), meta, _ = open_data(data, model, [split])
         return file, meta
-    return open_token_file(Path(data.dir), split, **sizes), read_meta(Path(data.dir))
+    directory = Path(data.dir)
+    file = open_token_file(directory, split, context=model.context, vocabulary=model.vocabulary)
+    return file, read_meta(directory)

@@ -11,7 +11,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp import evaluate, generate
-from tests.helpers.run_fixtures import killed_at_the_end, start_python, trained_on_bytes
+from tests.helpers.run_fixtures import killed_at_the_end, start_python, trained_on_bytes, write_tokens
 
 GENERATE = ["--max-new-tokens", "6"]
 
@@ -190,6 +190,14 @@ def test_evaluate_agrees_with_the_logits(run, capsys):
     text = (rows[:, 1:] != 0).sum()
     assert found["bits_per_byte"] == pytest.approx(loss * 80 / text / math.log(2), rel=1e-5)
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == rows[:, 1:]).mean())
+
+
+def test_evaluate_warns_of_data_of_another_tokenizer(run, capsys, tmp_path):
+    given = ["--checkpoint", str(run), "--sequences", "1"]
+    assert called(evaluate, capsys, *given)[2] == ""
+    code, printed, said = called(evaluate, capsys, *given, "--data", str(write_tokens(tmp_path / "data")))
+    assert code == 0 and "accuracy" in printed
+    assert "data was tokenized with none.json, which is not the tokenizer of the model (bytes)" in said
 
 
 def test_what_evaluate_refuses(run, capsys):

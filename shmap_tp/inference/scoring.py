@@ -25,10 +25,12 @@ from shmap_tp.data.token_files import AnyTokenFile, open_token_file
 from shmap_tp.data.tokenizer import Tokenizer, has_tokenized, text_bytes
 from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.inference.sampling import argmax
 from shmap_tp.layers.embedding import OutputProjection, score
 from shmap_tp.model.loss import target_statistics
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.collectives import all_gather_invariant
+from shmap_tp.parallel.mesh import MP
 
 POSITIONS_MULTIPLE = 128
 """Sequences are padded to a multiple of this, so that similar lengths share one program."""
@@ -36,7 +38,7 @@ CHUNK = 512
 """Positions whose logits exist at a time."""
 
 Scores = tuple[Float[Array, " N"], Bool[Array, " N"]]
-"""(log-likelihood in nats, whether it is the largest) of each target."""
+"""(log-likelihood in nats, whether it is the most likely token) of each target."""
 
 
 class ScoringProgram:
@@ -87,9 +89,11 @@ def _in_chunks(
 def _scores(
     projection: OutputProjection, vocabulary: int, h_ND: Float[Array, "N D"], targets_N: Int[Array, " N"]
 ) -> Scores:
-    """One all-gather over mp of three values per position."""
+    """All-gathers over mp of five values per position.  Of equal largest logits that of the lowest id counts, as for
+    `argmax` and in greedy generation."""
     found = target_statistics(score(h_ND, projection), targets_N, vocabulary)
-    return found.target_N - found.max_N - jnp.log(found.z_N), found.target_N == found.max_N
+    id_V = lax.axis_index(MP) * found.logits_NV.shape[1] + jnp.arange(found.logits_NV.shape[1])
+    return found.target_N - found.max_N - jnp.log(found.z_N), argmax(found.logits_NV, id_V) == targets_N
 
 
 def evaluate_file(

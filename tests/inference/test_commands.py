@@ -6,6 +6,8 @@ import math
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -190,6 +192,12 @@ def test_evaluate_agrees_with_the_logits(run, capsys):
     text = (rows[:, 1:] != 0).sum()
     assert found["bits_per_byte"] == pytest.approx(loss * 80 / text / math.log(2), rel=1e-5)
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == rows[:, 1:]).mean())
+
+
+def test_of_equal_logits_that_of_the_lowest_id_is_the_most_likely(run):
+    model = shmap_tp.Model.restore(run, dp=1, mp=4)
+    _, greedy = model.scoring_program(jax.tree.map(jnp.zeros_like, model.parameters), np.array([[5, 0, 1, 0, 200]]))
+    assert greedy.tolist() == [[True, False, True, False]]
 
 
 def test_evaluate_warns_of_data_of_another_tokenizer(run, capsys, tmp_path):

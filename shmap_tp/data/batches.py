@@ -21,7 +21,7 @@ from shmap_tp.config.schema import Config, DataConfig, ModelConfig
 from shmap_tp.data.location import copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
-from shmap_tp.data.tokenizer import Bytes, Tokenizer, text_bytes, tokenizer_of_data
+from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, tokenizer_of_data
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, reading
@@ -178,7 +178,7 @@ class Batches:
     def validation_bytes(self, tokenizer: Tokenizer) -> int:
         """UTF-8 bytes of the text of all targets of an evaluation."""
         rows = (validation_rows(self._validation, i, self._batch, 0, self._batch) for i in range(self.validation_count))
-        return sum(text_bytes(tokenizer, row[1:].tolist(), self._meta.end_of_text) for batch in rows for row in batch)
+        return sum(map(TextBytes(tokenizer, self._meta.end_of_text), rows))
 
     def sequence_indices(self, step: int) -> Int[np.ndarray, " batch"]:
         """Indices of the sequences of train.bin that a step reads.  Steps are counted from 0."""

@@ -1,17 +1,25 @@
 """Tokenizers: text to token ids and back, by bytes or by a subword tokenizer of the `tokenizers` library."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
 from shmap_tp.data.metadata import Meta
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.files import file_size, read_json_file, reading
 
 END_OF_TEXT = "<|endoftext|>"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What a part of a character is decoded to."""
+
+_BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")
+_BYTE_LEVEL = re.compile("[!-~¡-¬®-ÿĀ-Ń]+")
+"""The characters by which byte-level vocabularies name the 256 bytes."""
 
 
 @runtime_checkable
@@ -46,8 +54,8 @@ class Tokenizer(Protocol):
         """The text of `ids`, special tokens included.  What is not UTF-8 becomes replacement characters."""
         ...
 
-    def byte_length(self, ids: Sequence[int]) -> int:
-        """UTF-8 bytes of the text of `ids`."""
+    def token_bytes(self) -> np.ndarray:
+        """UTF-8 bytes of the text of each id, int[2, vocabulary]: within a document, and at its beginning."""
         ...
 
 
@@ -75,8 +83,8 @@ class Bytes:
         """Bytes that are not UTF-8, and ids that are not bytes, become replacement characters."""
         return bytes(token if token < 256 else 0xFF for token in ids).decode(errors="replace")
 
-    def byte_length(self, ids: Sequence[int]) -> int:
-        return len(ids)
+    def token_bytes(self) -> np.ndarray:
+        return np.ones((2, self.vocabulary), np.int64)
 
 
 class Subwords:
@@ -106,8 +114,32 @@ class Subwords:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def byte_length(self, ids: Sequence[int]) -> int:
-        return len(self.decode(ids).encode())
+    def token_bytes(self) -> np.ndarray:
+        """From the text of each id between two others, and before one: decoders join words, and strip the first space.
+
+        An id that is only a part of a character has no text, but as many bytes as its name has characters in
+        byte-level vocabularies, and one in those that name it <0x41>.
+        """
+        names = {token: name for name, token in self._tokenizer.get_vocab().items()}
+        other = [self._tokenizer.token_to_id("a") or min(names)]
+
+        def texts(sequences: Iterable[list[int]]) -> list[str]:
+            return self._tokenizer.decode_batch([*sequences], skip_special_tokens=False)
+
+        def sizes(sequences: Iterable[list[int]]) -> np.ndarray:
+            return np.array([len(text.encode()) for text in texts(sequences)], np.int64)
+
+        ids = range(self.vocabulary)
+        one, two = sizes([other, 2 * other])
+        inside, first = sizes([*other, token, *other] for token in ids), sizes([token, *other] for token in ids)
+        found = np.stack([inside - two, first - (two - one)])
+        for token, text in zip(ids, texts([token] for token in ids), strict=True):
+            name = names.get(token, "")
+            if _BYTE_NAME.fullmatch(name):
+                found[:, token] = 1
+            elif REPLACEMENT in text and _BYTE_LEVEL.fullmatch(name):
+                found[:, token] = len(name)
+        return found
 
     def id_of(self, token: str | None) -> int | None:
         """The id of a token; None if there is none."""
@@ -185,10 +217,22 @@ def has_tokenized(tokenizer: Tokenizer, meta: Meta) -> bool:
     return tokenizer.json is None or meta.tokenizer_sha256 in (None, hashlib.sha256(tokenizer.json).hexdigest())
 
 
-def text_bytes(tokenizer: Tokenizer, ids: Iterable[int], end_of_text: int | None) -> int:
-    """UTF-8 bytes of the text of `ids`; the ends of documents have none."""
-    ends = {*tokenizer.stop_tokens, tokenizer.end_of_text, end_of_text}
-    return tokenizer.byte_length([token for token in ids if token not in ends])
+class TextBytes:
+    """Counts the UTF-8 bytes of the text of tokens; the ends of documents, and ids without a token, have none."""
+
+    def __init__(self, tokenizer: Tokenizer, end_of_text: int | None):
+        """`end_of_text` is the id after each document, beside those that `tokenizer` knows."""
+        self._bytes = np.pad(tokenizer.token_bytes(), [(0, 0), (0, 1)])
+        self._ends = [end for end in {*tokenizer.stop_tokens, tokenizer.end_of_text, end_of_text} if end is not None]
+        self._bytes[:, [end for end in self._ends if end < tokenizer.vocabulary]] = 0
+
+    def __call__(self, rows: Int[np.ndarray, "rows tokens"]) -> int:
+        """Bytes of all tokens but the first of each row.
+
+        Each token has bytes of its own, so it does not matter where rows cut the text, be it within a character.
+        """
+        ids = np.minimum(rows[:, 1:], self._bytes.shape[1] - 1)
+        return int(self._bytes[np.isin(rows[:, :-1], self._ends).astype(int), ids].sum())
 
 
 def check_text(text: str, name: str = "the text") -> None:

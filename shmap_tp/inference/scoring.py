@@ -22,7 +22,7 @@ from shmap_tp.config.schema import DataConfig, ModelConfig
 from shmap_tp.data.batches import open_data
 from shmap_tp.data.metadata import Meta, read_meta
 from shmap_tp.data.token_files import AnyTokenFile, open_token_file
-from shmap_tp.data.tokenizer import Tokenizer, has_tokenized, text_bytes
+from shmap_tp.data.tokenizer import TextBytes, Tokenizer, has_tokenized
 from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.sampling import argmax
@@ -127,7 +127,7 @@ def evaluate_file(
     wanted, batch = limits
     count = min(wanted or len(file), len(file))
     batch = min(batch, count)
-    nats, right, size = 0.0, 0, 0
+    nats, right, size, text_bytes = 0.0, 0, 0, TextBytes(tokenizer, meta.end_of_text)
     hidden = True if jax.process_index() else None  # None: where stderr is no terminal
     for first in tqdm(range(0, count, batch), desc=f"{data.dir}/{split}.bin", unit=" batches", disable=hidden):
         rows = file.read(np.arange(first, min(first + batch, count)))
@@ -135,7 +135,7 @@ def evaluate_file(
         likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled))
         nats -= float(likelihood.sum(dtype=np.float64))
         right += int(greedy.sum())
-        size += sum(text_bytes(tokenizer, row[1:].tolist(), meta.end_of_text) for row in rows)
+        size += text_bytes(rows)
     if not size:
         raise UserError(f"{data.dir}/{split}.bin: these {count} sequences hold only ends of documents, and no text")
     tokens = count * model.context

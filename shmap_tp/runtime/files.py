@@ -6,9 +6,9 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from etils import epath
 
@@ -79,6 +79,29 @@ def write_atomically(file: Any, text: str) -> None:
 
 
 @contextmanager
+def replacing(file: Path, mode: str = "w", *, keep: bool = False) -> Iterator[IO[Any]]:
+    """A stream, open for "w" or "wb", whose content is that of `file` once the context ends; after an error `file` is
+    as it was, or is not there.
+
+    Until then the content is in FILE.partial, which an error or an interrupt removes; with `keep` only if it is empty.
+    Raises OSError if the file cannot be written, and UserError if it is not a regular file.
+    """
+    if file_size(file) is not None and not os.access(file, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+    target = Path(os.path.realpath(file))  # a symlink stays
+    partial = target.with_name(f"{target.name}.partial")
+    file_size(partial)
+    try:
+        with partial.open(mode, encoding=None if "b" in mode else "utf-8") as stream:
+            yield stream
+        partial.replace(target)
+    finally:
+        with suppress(OSError):
+            if not keep or not partial.stat().st_size:
+                partial.unlink()
+
+
+@contextmanager
 def reading(path: object) -> Iterator[None]:
     """Context in which `path` is read.  Raises UserError if the file system refuses."""
     try:
@@ -104,7 +127,7 @@ def file_size(path: Path) -> int | None:
             raise UserError(f"{str(path)!r} contains a NUL, which no file name has; correct the name") from None
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
-        raise UserError(f"{shown(path)} is {kind}, but a file is needed; remove it or name another")
+        raise UserError(f"{shown(path)} is {kind}, but a file is needed; name another")
     return status.st_size
 
 

@@ -97,7 +97,8 @@ def test_an_answer_ends_before_a_stop_text(run, capsys):
         (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt cannot be read: No such file"),
         (["--prompt", "a", "--tokenizer", "/nowhere.json"], "--tokenizer /nowhere.json: no such file"),
         (["--prompt", "a", "--out", "/nowhere/out.jsonl"], "--out /nowhere/out.jsonl cannot be written"),
-        (["--prompt", "a", "--out", "/dev/full"], "--out /dev/full could not be written: No space left on device"),
+        (["--prompt", "a", "--out", "/dev/full"], "/dev/full is a device, but a file is needed; name another"),
+        (["--prompt", "a", "--out", "a" * 300], "cannot be read: File name too long"),
         (["--prompt", "a", "--batch", "0"], "--batch 0 must be at least 1"),
         (["--prompt", "a", "--top-k", "9" * 30], "must be 0 (all tokens) to 2147483647"),
         (["--prompt", "a", "--temperature", "1e300"], "temperature=1e+300 must be 0 (greedy), or 1e-6 to 1e6"),
@@ -144,8 +145,23 @@ def test_a_file_of_answers_is_only_replaced_if_that_is_asked_for(run, capsys, tm
     code, _, error = called(generate, capsys, *given)
     assert code == 2 and f"--out {out} exists; choose another file, or replace it with --overwrite" in error
     assert out.read_text() == "of yesterday\n"
+    assert called(generate, capsys, *given, "--overwrite", "--step", "3")[0] == 2
+    assert out.read_text() == "of yesterday\n" and [file.name for file in tmp_path.iterdir()] == [out.name]
     assert called(generate, capsys, *given, "--overwrite")[0] == 0
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["1"]
+
+
+def test_answers_before_an_interrupt_stay_beside_the_file(run, capsys, tmp_path, monkeypatch):
+    def answers(programs, parameters, tokenizer, prompts, *_, **__):
+        if prompts == ["2"]:
+            raise KeyboardInterrupt
+        return [["x"]]
+
+    monkeypatch.setattr("shmap_tp.inference.text.answers", answers)
+    given = ["--checkpoint", str(run), "--prompt", "1", "--prompt", "2", "--batch", "1"]
+    assert called(generate, capsys, *given, "--out", str(tmp_path / "out"))[0] == 130
+    assert [file.name for file in tmp_path.iterdir()] == ["out.partial"]
+    assert json.loads((tmp_path / "out.partial").read_text())["answer"] == "x"
 
 
 def test_prompts_are_read_from_stdin(monkeypatch):

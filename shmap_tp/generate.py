@@ -153,7 +153,12 @@ def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int
 
 def _read_prompts(name: str) -> list[str]:
     """The prompts of a file, or of stdin for "-".  Raises UserError."""
+    with importing():
+        from shmap_tp.runtime.files import file_size
+
     try:
+        if name != "-" and file_size(Path(name)) is None:
+            raise UserError(f"--prompts {shown(name)} does not exist; name another file, or - for stdin")
         content = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"--prompts {shown(name)} cannot be read: {error.strerror}; name another") from error

@@ -8,7 +8,6 @@ rows from the bucket (`BucketTokenFile`).
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from shmap_tp.config.schema import DataConfig
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import file_size
+from shmap_tp.runtime.files import file_size, first_contact
 
 STDLIB = "stdlib"
 FILES = (META, TOKENIZER, *(f"{split}.bin" for split in SPLITS))
@@ -73,13 +72,15 @@ class Bucket:
 
     def __init__(self, data: DataConfig):
         self._data = data
+
+        def listed() -> list[str]:
+            self._system, root = fsspec.core.url_to_fs(data.dir)
+            return self._system.ls(root, detail=False) if self._system.exists(root) else []
+
         with self._messages():
             import fsspec
 
-            self._system, root = fsspec.core.url_to_fs(data.dir)
-            library = type(self._system).__module__.partition(".")[0]
-            logging.getLogger(library).addHandler(logging.NullHandler())  # else it prints a traceback, and then raises
-            found = self._system.ls(root, detail=False) if self._system.exists(root) else []
+            found = first_contact(listed)
         paths = {path.rsplit("/", 1)[-1]: path for path in found}
         self.files = {name: paths[name] for name in FILES if name in paths}
 

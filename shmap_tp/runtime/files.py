@@ -2,13 +2,16 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from etils import epath
 
@@ -16,6 +19,9 @@ from shmap_tp.errors import ShmapTpError, StorageError, UserError, first_line, s
 
 BUCKETS = ("gs://", "s3://", "az://")
 """Kinds of URLs that name a directory in a bucket."""
+BUCKET_SECONDS = 30
+"""How long the first use of a bucket may take; with its credentials it takes a few."""
+T = TypeVar("T")
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
@@ -28,11 +34,33 @@ def make_directory(key: str, directory: str) -> None:
         if "://" in directory:
             if not directory.startswith(BUCKETS):
                 raise UserError(f"{key}={directory} is no storage that is known; use a local directory or gs://...")
-            epath.Path(directory).mkdir(parents=True, exist_ok=True)
+            first_contact(lambda: epath.Path(directory).mkdir(parents=True, exist_ok=True))
             return
         Path(directory).mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK):
             raise PermissionError(errno.EACCES, "no permission")
+
+
+def first_contact(call: Callable[[], T]) -> T:
+    """What `call`, the first use of a bucket, returns.  Raises its errors, and TimeoutError after BUCKET_SECONDS.
+
+    Libraries of buckets try again for minutes where there is no network, and log each failure with a traceback.
+    """
+    for library in ("gcsfs", "s3fs", "adlfs"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # that of an executor would be waited for at the exit
+    try:
+        return answer.result(BUCKET_SECONDS)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer in {BUCKET_SECONDS} s (is there a network?)") from error
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -104,15 +105,18 @@ class Subwords:
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, uint32."""
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is ordinary text
-        return [np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(texts, False)]
+        with self._messages():
+            return [np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(texts, False)]
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
         self._tokenizer.encode_special_tokens = False
         added = self._special_tokens if special_tokens is None else special_tokens
-        return self._tokenizer.encode(text, add_special_tokens=added).ids
+        with self._messages():
+            return self._tokenizer.encode(text, add_special_tokens=added).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with self._messages():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
         """From the text of each id between two others, and before one: decoders join words, and strip the first space.
@@ -124,7 +128,8 @@ class Subwords:
         other = [self._tokenizer.token_to_id("a") or min(names)]
 
         def texts(sequences: Iterable[list[int]]) -> list[str]:
-            return self._tokenizer.decode_batch([*sequences], skip_special_tokens=False)
+            with self._messages():
+                return self._tokenizer.decode_batch([*sequences], skip_special_tokens=False)
 
         def sizes(sequences: Iterable[list[int]]) -> np.ndarray:
             return np.array([len(text.encode()) for text in texts(sequences)], np.int64)
@@ -144,6 +149,19 @@ class Subwords:
     def id_of(self, token: str | None) -> int | None:
         """The id of a token; None if there is none."""
         return None if token is None else self._tokenizer.token_to_id(token)
+
+    @contextmanager
+    def _messages(self) -> Iterator[None]:
+        """Context that uses the library, whose errors (bare Exception, and a panic that is none) become a UserError."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            raise UserError(
+                f"the tokenizer {shown(self.name)} fails: {shown(first_line(error))}; it has no unknown token for what "
+                f"it does not know, or its file is damaged: use another"
+            ) from error
 
 
 def open_tokenizer(name: str, end_of_text: str | None) -> Bytes | Subwords:

@@ -91,7 +91,7 @@ def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
         raise UserError(f"--template {file}: no such file; give a chat template in Jinja")
     text = config.get("chat_template")
     if isinstance(text, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
+        named = {each.get("name"): each.get("template") for each in text if _is_named(each)}
         text = named.get("default")
     if not isinstance(text, str):
         raise UserError(
@@ -99,6 +99,11 @@ def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
             f"--template FILE,\nand evaluate without --apply-chat-template"
         )
     return ChatTemplate(text, str(directory / CONFIG), tokens)
+
+
+def _is_named(template: Any) -> bool:
+    """Whether one of several templates has a name, as it should."""
+    return isinstance(template, dict) and isinstance(template.get("name"), str)
 
 
 def _up_to(message: str, text: str) -> str:

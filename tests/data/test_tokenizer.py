@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.data.tokenizer import Bytes, TextBytes, read_subwords
+from shmap_tp.errors import UserError
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install -e '.[data]'")
 
@@ -65,6 +66,14 @@ def test_bytes_of_rows_are_those_of_the_text_wherever_rows_cut_it(made):
         rows = [stream[first : first + length + 1] for first in range(0, len(stream) - 1, length)]
         counted = TextBytes(tokenizer, end)
         assert sum(counted(np.array([row])) for row in rows) == sum(len(each.encode()) for each in text)
+
+
+def test_a_tokenizer_that_fails_when_it_encodes_is_an_error_of_the_user():
+    vocabulary = tokenizers.models.WordLevel({"a": 0}, unk_token="<unk>")  # which is not in it
+    tokenizer = read_subwords(tokenizers.Tokenizer(vocabulary).to_str().encode(), "tokenizer.json")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_documents([text])):
+        with pytest.raises(UserError, match=r"the tokenizer tokenizer\.json fails: .*Missing \[UNK\] token"):
+            encode("b")
 
 
 def test_each_byte_but_the_end_of_text_counts_one():

@@ -61,6 +61,10 @@ def test_a_template_is_rendered_as_by_transformers(name, continued, tmp_path):
 def test_a_template_that_is_damaged_missing_or_refuses_is_named(tmp_path):
     with pytest.raises(UserError, match="has no chat template"):
         chat_template_of(tmp_path)
+    for nonsense in (3, [3, {"name": []}, {"name": "default", "template": 5}], {"default": "x"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": nonsense}))
+        with pytest.raises(UserError, match="has no chat template"):
+            chat_template_of(tmp_path)
     with pytest.raises(UserError, match=r"none\.jinja: no such file"):
         chat_template_of(tmp_path, str(tmp_path / "none.jinja"))
     (tmp_path / "chat_template.jinja").write_text("{% for %}")

@@ -45,7 +45,7 @@ def prepared_directory(data: DataConfig, pretrained: str | None = None) -> Path:
 def prepare_command(data: DataConfig, pretrained: str | None, out: str) -> str:
     """The command that prepares `data` in `out`, with the tokenizer of the directory `pretrained`, if there is one."""
     arguments = {None: "--text FILES", STDLIB: f"--source {STDLIB}"}.get(data.source, data.source)
-    if pretrained is not None and "--tokenizer" not in arguments:
+    if pretrained is not None and "tokenizer" not in arguments:
         arguments += f" --tokenizer {shlex.quote(pretrained)}"
     return f"python -m shmap_tp.prepare {arguments} --out {shlex.quote(out)}"
 

@@ -196,7 +196,7 @@ def read_subwords(
 
     `special_tokens`: whether `encode` adds what the file adds to every text.  Raises UserError.
     """
-    library = _library(place)
+    library = tokenizers_library(place)
     try:
         tokenizer = library.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exception
@@ -278,7 +278,7 @@ def special_token(directory: Path, key: str) -> str | None:
 
 def _with_end_of_text(name: str, end_of_text: str) -> Subwords:
     """The tokenizer in the file `name`, or of that name on the hub.  Raises UserError."""
-    library = _library(f"--tokenizer {name}")
+    library = tokenizers_library(f"--tokenizer {name}")
     local = name.endswith(".json") or Path(name).is_file()
     if local and file_size(Path(name)) is None:
         raise UserError(f"--tokenizer {name} cannot be opened: no such file")
@@ -295,7 +295,8 @@ def _with_end_of_text(name: str, end_of_text: str) -> Subwords:
     return found
 
 
-def _library(place: str) -> Any:
+def tokenizers_library(place: str) -> Any:
+    """The module `tokenizers`.  Raises UserError if it is not there; `place` names what needs it."""
     try:
         import tokenizers
     except ImportError:

@@ -6,7 +6,7 @@ B sequences, T positions, N positions of a chunk, D model width, V vocabulary ro
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -104,19 +104,15 @@ def evaluate_file(
     split: str,
     limits: tuple[int | None, int],
 ) -> dict[str, int | float]:
-    """Loss, perplexity, bits per byte and accuracy of the model on `split` of data.dir, in sequences of model.context
-    tokens.  data.dir may be a bucket, which is read as in training.
+    """The grades (`_grades`) of the model on `split` of data.dir, in sequences of model.context tokens.
 
-    loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the
-    sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
-    (Gao et al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
+    data.dir may be a bucket, which is read as in training.
 
     `limits` are (the number of sequences, None for all; how many are computed at a time).  Process 0 says on stderr if
     the data was tokenized with another tokenizer: then the results mean nothing.
     Raises UserError if the data cannot be read, or has no text.
     """
-    model = program.model
-    file, meta = _open(data, split, model)
+    file, meta = _open(data, split, program.model)
     if not has_tokenized(tokenizer, meta) and jax.process_index() == 0:
         print(
             f"warning: {data.dir} was tokenized with {meta.tokenizer}, which is not the tokenizer of the model "
@@ -126,21 +122,69 @@ def evaluate_file(
         )
     wanted, batch = limits
     count = min(wanted or len(file), len(file))
-    batch = min(batch, count)
-    nats, right, size, text_bytes = 0.0, 0, 0, TextBytes(tokenizer, meta.end_of_text)
+    name = f"{data.dir}/{split}.bin"
     hidden = True if jax.process_index() else None  # None: where stderr is no terminal
-    for first in tqdm(range(0, count, batch), desc=f"{data.dir}/{split}.bin", unit=" batches", disable=hidden):
-        rows = file.read(np.arange(first, min(first + batch, count)))
-        filled = np.concatenate([rows, np.repeat(rows[:1], batch - len(rows), axis=0)])  # one program for all batches
+    firsts = tqdm(range(0, count, batch), desc=name, unit=" batches", disable=hidden)
+    batches = (file.read(np.arange(first, min(first + batch, count))) for first in firsts)
+    return _grades(program, parameters, batches, TextBytes(tokenizer, meta.end_of_text), name)
+
+
+def evaluate_text(
+    program: ScoringProgram,
+    parameters: Transformer,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    limits: tuple[int | None, int],
+) -> dict[str, int | float]:
+    """The grades (`_grades`) of the model on documents, in sequences of model.context tokens, the last one shorter.
+
+    The end of text is between two documents, and the model's first token, or else the end of text, before all.
+    `limits` as of `evaluate_file`.  Raises UserError if there is no text, or the model lacks one of the ids.
+    """
+    end, context = tokenizer.end_of_text, program.model.context
+    documents = [ids.astype(np.int32) for ids in tokenizer.encode_documents([*texts])]
+    between = np.array([] if end is None else [end], np.int32)
+    start = between if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], np.int32)
+    ids = np.concatenate([start, *(part for each in documents for part in (each, between))])[: -len(between) or None]
+    if (largest := int(ids.max(initial=0))) >= program.model.vocabulary:
+        raise UserError(
+            f"--text has the id {largest} of the tokenizer {tokenizer.name}, but model.vocabulary="
+            f"{program.model.vocabulary}; name the tokenizer of the model with --tokenizer"
+        )
+    wanted, batch = limits
+    starts = range(0, len(ids) - 1, context)[:wanted]
+    rows = [ids[first : first + context + 1] for first in starts]
+    full = [row for row in rows if len(row) == context + 1]
+    batches = [np.stack(full[first : first + batch]) for first in range(0, len(full), batch)]
+    batches += [row[None] for row in rows if len(row) <= context]
+    return _grades(program, parameters, batches, TextBytes(tokenizer, tokenizer.begin_of_text), "--text")
+
+
+def _grades(
+    program: ScoringProgram, parameters: Transformer, batches: Iterable[np.ndarray], text_bytes: TextBytes, name: str
+) -> dict[str, int | float]:
+    """Loss, perplexity, bits per byte and accuracy on batches [rows, tokens]; `name` is that of the text in messages.
+
+    loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the
+    sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
+    (Gao et al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
+    Raises UserError if the tokens have no text.
+    """
+    nats, right, size, sequences, tokens, shape = 0.0, 0, 0, 0, 0, None
+    for rows in batches:
+        shape = shape if shape and shape[1] == rows.shape[1] else rows.shape
+        filled = np.concatenate(
+            [rows, np.repeat(rows[:1], shape[0] - len(rows), axis=0)]
+        )  # one program for all batches
         likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled))
         nats -= float(likelihood.sum(dtype=np.float64))
         right += int(greedy.sum())
         size += text_bytes(rows)
+        sequences, tokens = sequences + len(rows), tokens + likelihood.size
     if not size:
-        raise UserError(f"{data.dir}/{split}.bin: these {count} sequences hold only ends of documents, and no text")
-    tokens = count * model.context
+        raise UserError(f"{name}: these {sequences} sequences hold only ends of documents, and no text")
     return {
-        "sequences": count,
+        "sequences": sequences,
         "tokens": tokens,
         "loss": nats / tokens,
         "perplexity": math.exp(min(nats / tokens, 700)),

@@ -211,6 +211,21 @@ def test_evaluate_agrees_with_the_logits(run, capsys):
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == rows[:, 1:]).mean())
 
 
+def test_evaluate_grades_a_file_of_text_to_its_last_token(run, capsys, tmp_path):
+    """An end of text is before the first document, and one between them."""
+    (tmp_path / "a.md").write_text("12+34=")
+    (tmp_path / "b.txt").write_text("the rest of it é")
+    given = ["--checkpoint", str(run), "--text", str(tmp_path / "a.md"), "--text", str(tmp_path / "b.txt")]
+    code, printed, _ = called(evaluate, capsys, *given, "--json", "mesh.dp=2", "mesh.mp=4")
+    found, stream = json.loads(printed), [0, *b"12+34=", 0, *"the rest of it é".encode()]
+    model = shmap_tp.Model.restore(run, dp=1, mp=1)
+    rows = [np.array([stream[:17]]), np.array([stream[16:]])]
+    nats = -sum(float(model.scoring_program(model.parameters, row)[0].sum()) for row in rows)
+    assert code == 0 and (found["sequences"], found["tokens"]) == (2, 24)
+    assert found["loss"] == pytest.approx(nats / 24, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats / 23 / math.log(2), rel=1e-5)
+
+
 def test_of_equal_logits_that_of_the_lowest_id_is_the_most_likely(run):
     model = shmap_tp.Model.restore(run, dp=1, mp=4)
     _, greedy = model.scoring_program(jax.tree.map(jnp.zeros_like, model.parameters), np.array([[5, 0, 1, 0, 200]]))
@@ -231,6 +246,9 @@ def test_what_evaluate_refuses(run, capsys):
         (["--sequences", "0"], "--sequences 0 must be at least 1"),
         (["mesh.dp=x"], "is not mesh.dp=N"),
         (["--data", ""], "--data is empty"),
+        (["--text", "/nowhere"], "--text /nowhere: no such file or directory"),
+        (["--text", "/dev/null"], "/dev/null is a device, but a file is needed"),
+        (["--text", "README.md", "--split", "train"], "--text is evaluated instead of --data and --split"),
         (["--tasks", ","], "--tasks names no task"),
         (["--tasks", ""], "--tasks names no task"),
         (["--tasks", "x", "--fewshot", "-1"], "--fewshot -1 must be at least 0"),

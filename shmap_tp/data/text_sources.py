@@ -192,7 +192,7 @@ def text_files_at(path: Path, endings: Sequence[str] = ENDINGS) -> list[Path]:
         found = sorted((p for p in walked if p.name.endswith(tuple(endings))), key=Path.as_posix)
         if not found:
             raise UserError(
-                f"--text {path}: no {' or '.join(endings)} file in this directory; give files, or --endings"
+                f"--text {path}: no {' or '.join(endings)} file in this directory; name files, of any ending"
             )
         return found
     if file_size(path) is None:

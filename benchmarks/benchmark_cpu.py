@@ -36,6 +36,7 @@ from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.plan.benchmark import step_caller
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.runtime.distributed import emulate_cpu_devices
+from shmap_tp.runtime.files import replacing
 from shmap_tp.training.step import StepFunctions, build_step_functions
 
 MESHES = [(1, 4), (2, 2), (4, 1)]
@@ -207,7 +208,8 @@ def main() -> int:
         lines = [
             as_json(name, rows, matmul, config) for name, rows in zip(("explicit", "gspmd"), programs, strict=False)
         ]
-        Path(arguments.json).write_text("".join(json.dumps(line) + "\n" for rows in lines for line in rows))
+        with replacing(Path(arguments.json)) as stream:
+            stream.writelines(json.dumps(line) + "\n" for rows in lines for line in rows)
     if arguments.compile:
         config = configuration(2, 2, [*arguments.overrides, "model.layers=32"])
         print(f"32 layers on (2, 2): compiled in {compiled_step(config, build_step_functions)[2]:.1f} s")

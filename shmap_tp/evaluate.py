@@ -1,10 +1,12 @@
 """Grade a trained model, on a token file or by the tasks of lm-evaluation-harness (docs/evaluation.md)."""
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from shmap_tp.command_model import joined, model_parser, open_model
 from shmap_tp.config.values import SCHEMES, check_path
@@ -12,15 +14,16 @@ from shmap_tp.errors import UserError
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 
 DESCRIPTION = """\
-Loss, perplexity, bits per byte and accuracy of a model on all of validation.bin, or its results in tasks of
-lm-evaluation-harness.
+Loss, perplexity, bits per byte and accuracy of a model on all of validation.bin or on files of text, or its results in
+tasks of lm-evaluation-harness.
 """
 EPILOG = """\
 examples
   python -m shmap_tp.evaluate --checkpoint runs/first --data data/mine
+  python -m shmap_tp.evaluate --pretrained DIR --text README.md
   python -m shmap_tp.evaluate --pretrained DIR --tasks arc_easy,hellaswag --limit 100 mesh.mp=4
 """
-ONLY_OF_FILES = "data", "split", "sequences"
+ONLY_OF_FILES = "data", "split", "sequences", "text"
 ONLY_OF_TASKS = "tasks_dir", "limit", "fewshot", "apply_chat_template"
 
 
@@ -28,6 +31,12 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.evaluate`."""
     parser = model_parser("evaluate", DESCRIPTION, EPILOG, several=True)
     parser.add_argument("--data", metavar="DIR", help="a directory of shmap_tp.prepare (default: data.dir of the run)")
+    parser.add_argument(
+        "--text",
+        action="append",
+        metavar="PATH",
+        help="text instead of --data: a file, a .jsonl file, or a directory of them; may be given several times",
+    )
     parser.add_argument("--split", choices=["validation", "train"], help="which file of it (validation)")
     parser.add_argument("--sequences", type=int, metavar="N", help="only the first N sequences of the file")
     parser.add_argument(
@@ -84,8 +93,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None:
             rule = "does not apply to --tasks; leave one of them out" if arguments.tasks else "needs --tasks NAME,..."
             raise UserError(f"--{name.replace('_', '-')} {rule}")
-    with joined(arguments):
-        result = _evaluate_tasks(arguments) if arguments.tasks else _evaluate_file(arguments)
+    if arguments.text and (arguments.data or arguments.split):
+        raise UserError("--text is evaluated instead of --data and --split; leave them out")
+    texts = _texts(arguments.text) if arguments.text else None
+    with joined(arguments, texts=hashlib.sha256(json.dumps(texts).encode()).hexdigest()):
+        result = _evaluate_tasks(arguments) if arguments.tasks else _evaluate_tokens(arguments, texts)
         print(json.dumps(result) if arguments.json else _table(result), flush=True)
 
 
@@ -113,17 +125,28 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
     return {name: found[name] for name in kept if name in found}
 
 
-def _evaluate_file(arguments: argparse.Namespace) -> dict[str, int | float]:
+def _texts(paths: Sequence[str]) -> list[str]:
+    """The documents of --text.  Raises UserError."""
     with importing():
-        from shmap_tp.inference.scoring import evaluate_file
+        from shmap_tp.data.text_sources import documents_in, text_files_at
+
+    return list(documents_in([file for path in paths for file in text_files_at(Path(path))], "text"))
+
+
+def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> dict[str, int | float]:
+    """The grades on `texts`, or on a token file where there are none.  Raises UserError."""
+    with importing():
+        from shmap_tp.inference.scoring import evaluate_file, evaluate_text
         from shmap_tp.inference.text import tokenizer_of_model
 
     model = open_model(arguments)
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
-    if arguments.pretrained is not None and arguments.data is None:
-        raise UserError("--pretrained needs --data DIR: the directory does not say what text to evaluate")
-    data = model.config.data if arguments.data is None else replace(model.config.data, dir=arguments.data)
     limits = arguments.sequences, arguments.batch
+    if texts is not None:
+        return evaluate_text(model.scoring_program, model.parameters, tokenizer, texts, limits)
+    if arguments.pretrained is not None and arguments.data is None:
+        raise UserError("--pretrained needs --data DIR or --text FILE: the directory does not say what to evaluate")
+    data = model.config.data if arguments.data is None else replace(model.config.data, dir=arguments.data)
     split = arguments.split or "validation"
     return evaluate_file(model.scoring_program, model.parameters, tokenizer, data, split, limits)
 

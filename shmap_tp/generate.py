@@ -5,8 +5,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from shmap_tp.command_model import (
     add_sampling_arguments,
@@ -39,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts", metavar="FILE", help="one prompt per line; in .jsonl the field `prompt`; - is stdin"
     )
-    parser.add_argument("--out", metavar="FILE", help="write lines of JSON instead of printing the texts")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write lines of JSON instead of printing; FILE.partial until all are there"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the file of --out")
     add_sampling_arguments(parser, max_new_tokens=200)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
@@ -74,10 +78,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         from shmap_tp.inference.text import answers, tokenizer_of_model
 
     options = sampling_options(arguments, samples=arguments.samples, decode_tokens=8)
-    with joined(arguments, prompts=prompts):
-        out = arguments.out if is_first_process() else None
-        if out is not None:
-            _create(out, arguments.overwrite)
+    with joined(arguments, prompts=prompts), ExitStack() as stack:
+        out = _open_out(arguments, stack) if arguments.out and is_first_process() else None
         model = open_model(arguments)
         tokenizer = tokenizer_of_model(model, arguments.tokenizer)
         if is_first_process():
@@ -93,7 +95,7 @@ def _generate(arguments: argparse.Namespace) -> None:
             show = _printer(part, arguments.samples, first) if arguments.out is None else None
             found = answer(part, requests=range(first, first + len(part)), show=show)
             if out is not None:
-                _append(out, part, found)
+                _write(out, part, found)
 
 
 def _say_if_short(context: int, longest: int, new: int) -> None:
@@ -105,17 +107,22 @@ def _say_if_short(context: int, longest: int, new: int) -> None:
         )
 
 
-def _create(name: str, overwrite: bool) -> None:
-    """Make `name` an empty file.  Raises UserError if it has content, unless `overwrite`, or cannot be written."""
-    if not overwrite and Path(name).is_file() and Path(name).stat().st_size:
-        raise UserError(f"--out {shown(name)} exists; choose another file, or replace it with --overwrite")
+def _open_out(arguments: argparse.Namespace, stack: ExitStack) -> IO[str]:
+    """The file of --out, to be written; at the end of `stack` it replaces what is there.
+
+    Raises UserError if that has content, unless --overwrite is given, or if the file cannot be written.
+    """
+    from shmap_tp.runtime.files import file_size, replacing
+
+    if not arguments.overwrite and file_size(Path(arguments.out)):
+        raise UserError(f"--out {shown(arguments.out)} exists; choose another file, or replace it with --overwrite")
     try:
-        open(name, "w").close()
+        return stack.enter_context(replacing(Path(arguments.out), keep=True))
     except OSError as error:
-        raise UserError(f"--out {shown(name)} cannot be written: {error.strerror}") from error
+        raise UserError(f"--out {shown(arguments.out)} cannot be written: {error.strerror}") from error
 
 
-def _append(name: str, prompts: list[str], found: list[list[str]]) -> None:
+def _write(file: IO[str], prompts: list[str], found: list[list[str]]) -> None:
     """A line of JSON for each answer.  Raises StorageError."""
     lines = [
         {"prompt": prompt, "sample": number, "answer": text}
@@ -123,10 +130,10 @@ def _append(name: str, prompts: list[str], found: list[list[str]]) -> None:
         for number, text in enumerate(texts)
     ]
     try:
-        with open(name, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
     except OSError as error:
-        raise StorageError(f"--out {shown(name)} could not be written: {error.strerror}") from error
+        raise StorageError(f"{shown(file.name)} could not be written: {error.strerror}") from error
 
 
 def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int, str, str | None], None]:
@@ -146,7 +153,12 @@ def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int
 
 def _read_prompts(name: str) -> list[str]:
     """The prompts of a file, or of stdin for "-".  Raises UserError."""
+    with importing():
+        from shmap_tp.runtime.files import file_size
+
     try:
+        if name != "-" and file_size(Path(name)) is None:
+            raise UserError(f"--prompts {shown(name)} does not exist; name another file, or - for stdin")
         content = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"--prompts {shown(name)} cannot be read: {error.strerror}; name another") from error

@@ -3,9 +3,13 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
+
+if TYPE_CHECKING:
+    from shmap_tp.data.text_sources import TextSource
 
 
 def parser() -> argparse.ArgumentParser:
@@ -15,19 +19,31 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--source", choices=["stdlib"], help="stdlib: the Python standard library of this machine, no download"
     )
-    source.add_argument("--text", nargs="+", type=Path, metavar="PATH", help=".txt or .jsonl files, or directories")
+    source.add_argument(
+        "--text", nargs="+", type=Path, metavar="PATH", help="text files, .jsonl files, or directories of them"
+    )
     source.add_argument("--dataset", metavar="NAME", help="a Hugging Face data set, such as JeanKaddour/minipile")
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="directory for train.bin, validation.bin, meta.json"
     )
-    parser.add_argument(
+    tokenizer = parser.add_mutually_exclusive_group()
+    tokenizer.add_argument(
         "--tokenizer",
         default="bytes",
         metavar="NAME",
         help="bytes (default), a JSON file, a model's directory, a hub name",
     )
+    tokenizer.add_argument(
+        "--train-tokenizer", type=int, metavar="N", help="train a tokenizer of N ids on the text (byte-level BPE)"
+    )
     parser.add_argument(
         "--end-of-text", metavar="TOKEN", help="the token after each document (default: the model's, or <|endoftext|>)"
+    )
+    parser.add_argument(
+        "--endings",
+        nargs="+",
+        metavar=".EXT",
+        help="which files are read in a directory of --text (.txt .jsonl)",
     )
     parser.add_argument("--field", default="text", metavar="NAME", help="the field with the text of a record (text)")
     parser.add_argument(
@@ -50,20 +66,20 @@ def main(argv: list[str] | None = None) -> int:
 def _prepare(arguments: argparse.Namespace) -> None:
     """Prepare the data, and print what they are.  Raises UserError."""
     with importing():
-        from shmap_tp.data import text_sources
         from shmap_tp.data.metadata import SPLITS
-        from shmap_tp.data.prepare import prepare
+        from shmap_tp.data.prepare import check_out, prepare
         from shmap_tp.data.tokenizer import open_tokenizer
+        from shmap_tp.data.train_tokenizer import train_tokenizer
 
     try:
-        tokenizer = open_tokenizer(arguments.tokenizer, arguments.end_of_text)
-        if arguments.source:
-            source = text_sources.stdlib()
-        elif arguments.text:
-            source = text_sources.text_files(arguments.text, arguments.field, arguments.validation)
+        if arguments.train_tokenizer is None:
+            tokenizer = open_tokenizer(arguments.tokenizer, arguments.end_of_text)
         else:
-            source = text_sources.hub_dataset(arguments.dataset, arguments.field, arguments.validation)
-        meta = prepare(source, tokenizer, arguments.out, overwrite=arguments.overwrite)
+            check_out(arguments.out, arguments.overwrite)
+            source = _source(arguments)
+            with importing():  # as there, Ctrl-C ends the process: the library would not return
+                tokenizer = train_tokenizer(source, arguments.train_tokenizer, arguments.end_of_text)
+        meta = prepare(_source(arguments), tokenizer, arguments.out, overwrite=arguments.overwrite)
     except OSError as error:
         raise UserError(str(error)) from error
     except KeyboardInterrupt:
@@ -72,6 +88,19 @@ def _prepare(arguments: argparse.Namespace) -> None:
     train, validation = (f"{meta['tokens'][split]:,}" for split in SPLITS)
     size = f"vocabulary {meta['vocabulary']}, {meta['dtype']}"
     print(f"{arguments.out}: {train} training tokens, {validation} validation tokens ({meta['tokenizer']}, {size})")
+
+
+def _source(arguments: argparse.Namespace) -> "TextSource":
+    """The text that the arguments name, to be read once.  Raises UserError."""
+    with importing():
+        from shmap_tp.data import text_sources
+
+    if arguments.source:
+        return text_sources.stdlib()
+    if arguments.text:
+        endings = arguments.endings or text_sources.ENDINGS
+        return text_sources.text_files(arguments.text, arguments.field, arguments.validation, endings)
+    return text_sources.hub_dataset(arguments.dataset, arguments.field, arguments.validation)
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ CHECKED = {
     "data that no source prepares": (
         ["data.dir=nowhere"],
         0,
-        "nowhere: not prepared; python -m shmap_tp.prepare --help",
+        "nowhere: not prepared; python -m shmap_tp.prepare --text FILES --out nowhere; --help lists",
     ),
     "a run directory below a file": (["run.dir=FILE/x"], 2, "/file/x cannot be written: "),
     "a cache in a file": (["run.compilation_cache=FILE"], 2, "/file is a file; choose another"),

@@ -42,6 +42,8 @@ Files elsewhere can use its groups (model, data), too."""
 KEY = re.compile(r"[A-Za-z_][A-Za-z_0-9]*(\.[A-Za-z_0-9]+)*")
 MAX_OVERRIDE = 3000
 """Characters of one key=value."""
+MAX_KEY = 200
+"""Characters of the key in it."""
 MAX_BRACKETS = 50
 """Opening brackets of one key=value."""
 
@@ -64,6 +66,7 @@ def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel |
     groups = (item.partition("=") for item in given if not item.startswith("++"))
     try:
         check_files(path, [path.parent, CONF], {group: json.loads(option) for group, _, option in groups})
+        os.getcwd()  # which Hydra asks for
         with warnings.catch_warnings(), initialize_config_dir(str(path.parent), version_base="1.3"):
             # without _self_ the file's own values come last, as they should
             warnings.filterwarnings("ignore", "(?s)In .* Defaults list is missing `_self_`", UserWarning)
@@ -72,6 +75,8 @@ def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel |
         raise UserError(_explain(error, name, overrides)) from error
     except UserError:
         raise
+    except FileNotFoundError as error:
+        raise UserError("the working directory does not exist any more; change to another: cd DIRECTORY") from error
     except ValueError as error:  # such as of a header "# @package" without a value
         raise UserError(f"{name}: {shown(first_line(error))}; correct that value") from error
     except RecursionError:
@@ -164,6 +169,8 @@ def _to_hydra(override: str, directory: Path) -> str:
     if not equals or not KEY.fullmatch(key):
         way_out = f"--cfg {name}" if override.endswith((".yaml", ".yml")) else "for example train.steps=400"
         raise UserError(f"{name!r} is not key=value; write {way_out}")
+    if len(key) > MAX_KEY:  # Hydra looks for files of that name
+        raise UserError(f"{name}: unknown key; shmap_tp/config/schema.py lists all keys")
     if key.partition(".")[0] == "hydra":
         raise UserError(f"{name}: settings of Hydra itself have no effect here; leave it out")
     groups = [place / key for place in (CONF, directory)] if key.isidentifier() else []

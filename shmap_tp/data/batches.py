@@ -17,13 +17,14 @@ import jax
 import numpy as np
 from jaxtyping import Int, Int32
 
-from shmap_tp.config.schema import Config, DataConfig, Documents
+from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
-from shmap_tp.data.tokenizer import Tokenizer, text_bytes, tokenizer_of_data
+from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, tokenizer_of_data
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import print_on_process_0
+from shmap_tp.runtime.files import file_size, reading
 
 
 @lru_cache(maxsize=2)  # a batch may cross from one epoch into the next
@@ -106,35 +107,38 @@ def device_batch(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def open_data(data: DataConfig, splits: Sequence[str], **sizes: int) -> tuple[list[AnyTokenFile], Meta, bytes | None]:
-    """(the token files of `splits`, meta.json, tokenizer.json if there is one); `sizes` are context and vocabulary."""
-    place, meta, tokenizer = _open_meta(data)
+def open_data(
+    data: DataConfig, model: ModelConfig, splits: Sequence[str]
+) -> tuple[list[AnyTokenFile], Meta, bytes | None]:
+    """(the token files of `splits` for `model`, meta.json, tokenizer.json if there is one)."""
+    sizes = {"context": model.context, "vocabulary": model.vocabulary}
+    place, meta, tokenizer = _open_meta(data, model)
     if isinstance(place, Bucket):
         return [BucketTokenFile(place, split, meta, **sizes) for split in splits], meta, tokenizer
     return [open_token_file(place, split, **sizes) for split in splits], meta, tokenizer
 
 
-def _open_meta(data: DataConfig) -> tuple[Path | Bucket, Meta, bytes | None]:
+def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Meta, bytes | None]:
     """(where the token files are, meta.json, tokenizer.json if there is one)."""
     if "://" in data.dir and data.cache is None:
-        bucket = open_bucket(data)
+        bucket = open_bucket(data, model.from_pretrained)
         with TemporaryDirectory() as small:
             copy_files(bucket, Path(small), bucket.files.keys() & {META, TOKENIZER})
             meta = read_meta(Path(small))
             return bucket, meta, read_tokenizer(Path(small), meta)
-    directory = prepared_directory(data)
+    directory = prepared_directory(data, model.from_pretrained)
     meta = read_meta(directory)
     return directory, meta, read_tokenizer(directory, meta)
 
 
-def isolating_token(data: DataConfig) -> int | None:
+def isolating_token(data: DataConfig, model: ModelConfig) -> int | None:
     """The id that ends each document of data.dir, where documents are isolated; None where they are joined.
 
     Raises UserError if there is no data, or meta.json does not state the id.
     """
     if data.documents == Documents.joined:
         return None
-    _, meta, _ = _open_meta(data)
+    _, meta, _ = _open_meta(data, model)
     if meta.end_of_text is None:
         raise UserError(
             f"data.documents=isolated needs to know where documents end, and {data.dir}/{META} has no end_of_text; "
@@ -143,27 +147,29 @@ def isolating_token(data: DataConfig) -> int | None:
     return meta.end_of_text
 
 
-def _warn_of_unused_rows(config: Config, meta: Meta, largest: int) -> None:
-    """Print a line if the model has at least twice the vocabulary of the data: the two may not belong together."""
-    vocabulary, model = meta.vocabulary or largest + 1, config.model
-    if model.vocabulary >= 2 * vocabulary:
+def data_warning(config: Config, meta: Meta, largest: int | None = None) -> str | None:
+    """A line if the data is probably not that of the model, else None.
+
+    It is not if it was tokenized with another tokenizer than model.from_pretrained has, or if the model has at least
+    twice its vocabulary.  `meta` is its meta.json, `largest` its largest id, if that is known.
+    """
+    model, origin = config.model, config.model.from_pretrained
+    own = Path(origin or "") / TOKENIZER
+    if origin is not None and (meta.tokenizer_sha256 or meta.tokenizer == Bytes.name) and file_size(own) is not None:
+        with reading(own):
+            if hashlib.sha256(own.read_bytes()).hexdigest() != meta.tokenizer_sha256:
+                return (
+                    f"warning: {config.data.dir} was tokenized with another tokenizer than {own} "
+                    f"({meta.tokenizer}); prepare it with --tokenizer {origin}, if the model is to read it"
+                )
+    vocabulary = meta.vocabulary or (largest or 0) + 1
+    if vocabulary > 1 and model.vocabulary >= 2 * vocabulary:
         tokenizer = f", tokenizer {meta.tokenizer}" if meta.tokenizer else ""
-        print_on_process_0(
+        return (
             f"warning: {config.data.dir} has a vocabulary of {vocabulary}{tokenizer}, but model.vocabulary="
             f"{model.vocabulary} (model {model.name}): is this the data of that model?"
         )
-
-
-def _warn_of_another_tokenizer(config: Config, meta: Meta) -> None:
-    """Print a line if the data was tokenized with another tokenizer.json than that of model.from_pretrained."""
-    own = Path(config.model.from_pretrained or "") / TOKENIZER
-    if config.model.from_pretrained is None or meta.tokenizer_sha256 is None or not own.is_file():
-        return
-    if hashlib.sha256(own.read_bytes()).hexdigest() != meta.tokenizer_sha256:
-        print_on_process_0(
-            f"warning: {config.data.dir} was tokenized with another tokenizer than {own}; prepare it with --tokenizer "
-            f"{config.model.from_pretrained}, if the model is to read it"
-        )
+    return None
 
 
 class Batches:
@@ -178,11 +184,10 @@ class Batches:
 
     def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
         """Open and check both token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""
-        sizes = {"context": config.model.context, "vocabulary": config.model.vocabulary}
-        (self._train, self._validation), meta, self.tokenizer = open_data(config.data, SPLITS, **sizes)
+        (self._train, self._validation), meta, self.tokenizer = open_data(config.data, config.model, SPLITS)
         self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
-        _warn_of_unused_rows(config, meta, max(self._train.largest, self._validation.largest))
-        _warn_of_another_tokenizer(config, meta)
+        if warning := data_warning(config, meta, max(self._train.largest, self._validation.largest)):
+            print_on_process_0(warning)
         self.identity = data_identity(self._train, self._validation, meta, seed=self._seed, batch=self._batch)
         multiple = config.mesh.dp * config.train.microbatches
         self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch, multiple)
@@ -195,7 +200,7 @@ class Batches:
     def validation_bytes(self, tokenizer: Tokenizer) -> int:
         """UTF-8 bytes of the text of all targets of an evaluation."""
         rows = (validation_rows(self._validation, i, self._batch, 0, self._batch) for i in range(self.validation_count))
-        return sum(text_bytes(tokenizer, row[1:].tolist(), self._meta.end_of_text) for batch in rows for row in batch)
+        return sum(map(TextBytes(tokenizer, self._meta.end_of_text), rows))
 
     def sequence_indices(self, step: int) -> Int[np.ndarray, " batch"]:
         """Indices of the sequences of train.bin that a step reads.  Steps are counted from 0."""

@@ -8,7 +8,6 @@ rows from the bucket (`BucketTokenFile`).
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from shmap_tp.config.schema import DataConfig
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import file_size
+from shmap_tp.runtime.files import file_size, first_contact
 
 STDLIB = "stdlib"
 FILES = (META, TOKENIZER, *(f"{split}.bin" for split in SPLITS))
@@ -28,32 +27,41 @@ _CHUNK = 1 << 24  # bytes that a copy reads at a time
 _COPIED = "copied.json"  # which versions of the files were copied
 
 
-def prepared_directory(data: DataConfig) -> Path:
-    """The directory that has the token files of data.dir.
+def prepared_directory(data: DataConfig, pretrained: str | None = None) -> Path:
+    """The directory that has the token files of data.dir, for a model of the directory `pretrained`, if it has one.
 
     Communication  none between processes; the files of a bucket are read, once per host and version.
     Raises UserError if there are none, with the command that prepares them, or if they cannot be read.
     """
     if "://" in data.dir:
-        return _copy_of_bucket(data)
+        return _copy_of_bucket(data, pretrained)
     if file_size(Path(data.dir) / "train.bin") is None:
         if Path(data.dir).is_file():
             raise UserError(f"{shown(data.dir)} is a file; data.dir must name a directory")
-        raise UserError(_how_to_prepare(data))
+        raise UserError(_how_to_prepare(data, pretrained))
     return Path(data.dir)
 
 
-def _how_to_prepare(data: DataConfig) -> str:
+def prepare_command(data: DataConfig, pretrained: str | None, out: str) -> str:
+    """The command that prepares `data` in `out`, with the tokenizer of the directory `pretrained`, if there is one."""
+    arguments = {None: "--text FILES", STDLIB: f"--source {STDLIB}"}.get(data.source, data.source)
+    if pretrained is not None and "tokenizer" not in arguments:
+        arguments += f" --tokenizer {shlex.quote(pretrained)}"
+    return f"python -m shmap_tp.prepare {arguments} --out {shlex.quote(out)}"
+
+
+def _how_to_prepare(data: DataConfig, pretrained: str | None) -> str:
     """What the user does about a data.dir without data."""
     directory = shown(data.dir).rstrip("/")
-    arguments = {None: "--text FILES", STDLIB: f"--source {STDLIB}"}.get(data.source, data.source)
     other = "; --help lists other sources" if data.source is None else ""
-    command, missing = f"python -m shmap_tp.prepare {arguments}", f"{directory}/train.bin does not exist; prepare it"
+    missing = f"{directory}/train.bin does not exist; prepare it"
     if "://" not in directory:
-        return f"{missing} with `{command} --out {shlex.quote(directory)}`{other}"
-    local = shlex.quote(f"data/{data.name}")
-    copy = f"gcloud storage cp {local}/* {directory}/" if directory.startswith("gs://") else "copy it there"
-    return f"{missing} and copy it there{other}:\n{command} --out {local} && {copy}"
+        return f"{missing} with `{prepare_command(data, pretrained, directory)}`{other}"
+    local = f"data/{data.name}"
+    copy = (
+        f"gcloud storage cp {shlex.quote(local)}/* {directory}/" if directory.startswith("gs://") else "copy it there"
+    )
+    return f"{missing} and copy it there{other}:\n{prepare_command(data, pretrained, local)} && {copy}"
 
 
 class Bucket:
@@ -64,13 +72,15 @@ class Bucket:
 
     def __init__(self, data: DataConfig):
         self._data = data
+
+        def listed() -> list[str]:
+            self._system, root = fsspec.core.url_to_fs(data.dir)
+            return self._system.ls(root, detail=False) if self._system.exists(root) else []
+
         with self._messages():
             import fsspec
 
-            self._system, root = fsspec.core.url_to_fs(data.dir)
-            library = type(self._system).__module__.partition(".")[0]
-            logging.getLogger(library).addHandler(logging.NullHandler())  # else it prints a traceback, and then raises
-            found = self._system.ls(root, detail=False) if self._system.exists(root) else []
+            found = first_contact(listed)
         paths = {path.rsplit("/", 1)[-1]: path for path in found}
         self.files = {name: paths[name] for name in FILES if name in paths}
 
@@ -108,17 +118,20 @@ class Bucket:
             raise UserError(f"data.dir={shown(url)} cannot be read: {shown(first_line(error))}") from error
 
 
-def open_bucket(data: DataConfig) -> Bucket:
-    """The bucket of data.dir.  Raises UserError if it has no token files, or cannot be read."""
+def open_bucket(data: DataConfig, pretrained: str | None = None) -> Bucket:
+    """The bucket of data.dir; `pretrained` as in `prepared_directory`.
+
+    Raises UserError if it has no token files, or cannot be read.
+    """
     bucket = Bucket(data)
     if not {"train.bin", "validation.bin", META} <= bucket.files.keys():
-        raise UserError(_how_to_prepare(data))
+        raise UserError(_how_to_prepare(data, pretrained))
     return bucket
 
 
-def _copy_of_bucket(data: DataConfig) -> Path:
+def _copy_of_bucket(data: DataConfig, pretrained: str | None) -> Path:
     """The copy of data.dir under data.cache, made now if there is none of these versions of the files."""
-    bucket = open_bucket(data)
+    bucket = open_bucket(data, pretrained)
     cache = Path(data.cache) / hashlib.sha256(data.dir.encode()).hexdigest()[:16]
     versions = bucket.versions()
     try:

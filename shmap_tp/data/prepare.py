@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -67,22 +67,35 @@ def prepare(
     for messages.  Raises `UserError` if `out` already holds files (with `overwrite`: files other than prepared data),
     cannot be written, or if a split has no document.
     """
+    target = check_out(out, overwrite, key)
+    with _messages(out, key), staging(target, overwrite) as directory:
+        meta = _write_splits(source, tokenizer, directory)
+        if tokenizer.json is not None:
+            (directory / TOKENIZER).write_bytes(tokenizer.json)
+        (directory / META).write_text(json.dumps(meta, indent=2) + "\n")
+    return meta
+
+
+def check_out(out: Path | str, overwrite: bool, key: str = "--out") -> Path:
+    """The real path of `out`, where data can be prepared; `key` and errors as of `prepare`."""
     if "://" in str(out):
         raise UserError(f"{key} {out} is a URL, but {key} must name a directory; copy it there when it is prepared")
     check_path(key, str(out), ())
-    try:
+    with _messages(out, key):
         target = Path(os.path.realpath(out))
         remove_stale(target)
         _check_free(target, overwrite, key)
-        with staging(target, overwrite) as directory:
-            meta = _write_splits(source, tokenizer, directory)
-            if tokenizer.json is not None:
-                (directory / TOKENIZER).write_bytes(tokenizer.json)
-            (directory / META).write_text(json.dumps(meta, indent=2) + "\n")
+        return target
+
+
+@contextmanager
+def _messages(out: Path | str, key: str) -> Iterator[None]:
+    """Context that writes to `out`.  An error of the file system becomes a UserError."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{shown(out)} cannot be written: {reason}; fix the cause, or choose another {key}") from None
-    return meta
 
 
 def prepare_missing(data: DataConfig) -> None:

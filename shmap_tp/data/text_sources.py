@@ -1,4 +1,4 @@
-"""Sources of text: the Python standard library of this machine, local .txt and .jsonl files, Hugging Face data sets.
+"""Sources of text: the Python standard library of this machine, local text and .jsonl files, Hugging Face data sets.
 
 A source is a stream of (split, document).  The split of a document follows from a hash of its path or its text, so it
 is the same on every machine, and copies of a document are in one split.  Local text is divided by size: see `divide`.
@@ -10,9 +10,10 @@ import stat
 import sys
 import sysconfig
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,7 +23,9 @@ from shmap_tp.errors import UserError, first_line
 from shmap_tp.runtime.files import file_size, parse_json, reading
 
 TRAIN, VALIDATION = "train", "validation"
-EXTENSIONS = (".txt", ".jsonl")
+JSONL = ".jsonl"
+ENDINGS = (".txt", JSONL)
+"""Of the files that are read in a directory."""
 STDLIB_VALIDATION = 0.02
 """Fraction of the standard library used for validation."""
 
@@ -114,21 +117,24 @@ def stdlib() -> TextSource:
     return TextSource(f"standard library of Python {version}", documents(), len(paths))
 
 
-def text_files(given: list[Path], field: str, validation: float) -> TextSource:
-    """Local text: a .txt file is one document, each line of a .jsonl file has one in `field`; directories are searched.
+def text_files(given: list[Path], field: str, validation: float, endings: Sequence[str] = ENDINGS) -> TextSource:
+    """Local text: each line of a .jsonl file has a document in `field`, every other file is one document.  Directories
+    are searched for files with `endings`.
 
     The fraction `validation` of the text, by size, is for validation (`divide`); every file is read twice.
     """
     _check_fraction(validation)
-    paths = [path for each in given for path in _text_files_at(each)]
-
-    def documents() -> Iterator[str]:
-        for path in paths:
-            yield from [_read_text(path)] if path.suffix == ".txt" else _jsonl_texts(path, field)
-
-    counted = all(path.suffix == ".txt" for path in paths)
+    paths = [path for each in given for path in text_files_at(each, endings)]
+    counted = not any(path.suffix == JSONL for path in paths)
+    documents = partial(documents_in, paths, field)
     name = ", ".join(path.name for path in given)
     return TextSource(name, divide(documents, validation), len(paths) if counted else None)
+
+
+def documents_in(paths: Iterable[Path], field: str) -> Iterator[str]:
+    """The documents of text files.  Raises UserError if one cannot be read, or is not text."""
+    for path in paths:
+        yield from _jsonl_texts(path, field) if path.suffix == JSONL else [_read_text(path)]
 
 
 def hub_dataset(name: str, field: str, validation: float) -> TextSource:
@@ -177,26 +183,25 @@ def _refuse(error: OSError) -> None:
         raise error
 
 
-def _text_files_at(path: Path) -> list[Path]:
-    """The text files of a path on the command line: the file itself, or all in the directory."""
-    endings = " or ".join(EXTENSIONS)
+def text_files_at(path: Path, endings: Sequence[str] = ENDINGS) -> list[Path]:
+    """The text files of a path on the command line: the file itself, or all with one of `endings` in the directory."""
     with reading(path):
         is_directory = stat.S_ISDIR(path.stat().st_mode) if path.exists() else False
     if is_directory:
         walked = (Path(folder, name) for folder, _, names in os.walk(path, onerror=_refuse) for name in names)
-        found = sorted((p for p in walked if p.suffix in EXTENSIONS), key=Path.as_posix)
+        found = sorted((p for p in walked if p.name.endswith(tuple(endings))), key=Path.as_posix)
         if not found:
-            raise UserError(f"--text {path}: no {endings} file in this directory; give files, or another directory")
+            raise UserError(
+                f"--text {path}: no {' or '.join(endings)} file in this directory; name files, of any ending"
+            )
         return found
     if file_size(path) is None:
         raise UserError(f"--text {path}: no such file or directory")
-    if path.suffix not in EXTENSIONS:
-        raise UserError(f"--text {path}: ends in {path.suffix!r}, but only {endings} are read; rename or convert it")
     return [path]
 
 
 def _read_text(path: Path) -> str:
-    """The contents of a .txt file.  Raises `UserError` if it is not UTF-8."""
+    """The contents of a text file.  Raises `UserError` if it is not UTF-8."""
     try:
         with _opened(path) as file:
             return file.read().decode()

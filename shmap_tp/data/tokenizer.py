@@ -1,16 +1,26 @@
 """Tokenizers: text to token ids and back, by bytes or by a subword tokenizer of the `tokenizers` library."""
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
 from shmap_tp.data.metadata import Meta
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.files import file_size, read_json_file, reading
 
 END_OF_TEXT = "<|endoftext|>"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What a part of a character is decoded to."""
+
+_BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")
+_BYTE_LEVEL = re.compile("[!-~¡-¬®-ÿĀ-Ń]+")
+"""The characters by which byte-level vocabularies name the 256 bytes."""
 
 
 @runtime_checkable
@@ -45,8 +55,8 @@ class Tokenizer(Protocol):
         """The text of `ids`, special tokens included.  What is not UTF-8 becomes replacement characters."""
         ...
 
-    def byte_length(self, ids: Sequence[int]) -> int:
-        """UTF-8 bytes of the text of `ids`."""
+    def token_bytes(self) -> np.ndarray:
+        """UTF-8 bytes of the text of each id, int[2, vocabulary]: within a document, and at its beginning."""
         ...
 
 
@@ -74,8 +84,8 @@ class Bytes:
         """Bytes that are not UTF-8, and ids that are not bytes, become replacement characters."""
         return bytes(token if token < 256 else 0xFF for token in ids).decode(errors="replace")
 
-    def byte_length(self, ids: Sequence[int]) -> int:
-        return len(ids)
+    def token_bytes(self) -> np.ndarray:
+        return np.ones((2, self.vocabulary), np.int64)
 
 
 class Subwords:
@@ -95,22 +105,63 @@ class Subwords:
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, uint32."""
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is ordinary text
-        return [np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(texts, False)]
+        with self._messages():
+            return [np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(texts, False)]
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
         self._tokenizer.encode_special_tokens = False
         added = self._special_tokens if special_tokens is None else special_tokens
-        return self._tokenizer.encode(text, add_special_tokens=added).ids
+        with self._messages():
+            return self._tokenizer.encode(text, add_special_tokens=added).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with self._messages():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def byte_length(self, ids: Sequence[int]) -> int:
-        return len(self.decode(ids).encode())
+    def token_bytes(self) -> np.ndarray:
+        """From the text of each id between two others, and before one: decoders join words, and strip the first space.
+
+        An id that is only a part of a character has no text, but as many bytes as its name has characters in
+        byte-level vocabularies, and one in those that name it <0x41>.
+        """
+        names = {token: name for name, token in self._tokenizer.get_vocab().items()}
+        other = [self._tokenizer.token_to_id("a") or min(names)]
+
+        def texts(sequences: Iterable[list[int]]) -> list[str]:
+            with self._messages():
+                return self._tokenizer.decode_batch([*sequences], skip_special_tokens=False)
+
+        def sizes(sequences: Iterable[list[int]]) -> np.ndarray:
+            return np.array([len(text.encode()) for text in texts(sequences)], np.int64)
+
+        ids = range(self.vocabulary)
+        one, two = sizes([other, 2 * other])
+        inside, first = sizes([*other, token, *other] for token in ids), sizes([token, *other] for token in ids)
+        found = np.stack([inside - two, first - (two - one)])
+        for token, text in zip(ids, texts([token] for token in ids), strict=True):
+            name = names.get(token, "")
+            if _BYTE_NAME.fullmatch(name):
+                found[:, token] = 1
+            elif REPLACEMENT in text and _BYTE_LEVEL.fullmatch(name):
+                found[:, token] = len(name)
+        return found
 
     def id_of(self, token: str | None) -> int | None:
         """The id of a token; None if there is none."""
         return None if token is None else self._tokenizer.token_to_id(token)
+
+    @contextmanager
+    def _messages(self) -> Iterator[None]:
+        """Context that uses the library, whose errors (bare Exception, and a panic that is none) become a UserError."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            raise UserError(
+                f"the tokenizer {shown(self.name)} fails: {shown(first_line(error))}; it has no unknown token for what "
+                f"it does not know, or its file is damaged: use another"
+            ) from error
 
 
 def open_tokenizer(name: str, end_of_text: str | None) -> Bytes | Subwords:
@@ -145,7 +196,7 @@ def read_subwords(
 
     `special_tokens`: whether `encode` adds what the file adds to every text.  Raises UserError.
     """
-    library = _library(place)
+    library = tokenizers_library(place)
     try:
         tokenizer = library.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exception
@@ -177,10 +228,29 @@ def tokenizer_of_data(meta: Meta, content: bytes | None, directory: str) -> Toke
     return read_subwords(content, f"{directory}/tokenizer.json", end_of_text=meta.end_of_text)
 
 
-def text_bytes(tokenizer: Tokenizer, ids: Iterable[int], end_of_text: int | None) -> int:
-    """UTF-8 bytes of the text of `ids`; the ends of documents have none."""
-    ends = {*tokenizer.stop_tokens, tokenizer.end_of_text, end_of_text}
-    return tokenizer.byte_length([token for token in ids if token not in ends])
+def has_tokenized(tokenizer: Tokenizer, meta: Meta) -> bool:
+    """Whether `tokenizer` may be that of prepared data, as far as its meta.json says."""
+    if meta.tokenizer is None or Bytes.name in (meta.tokenizer, tokenizer.name):
+        return meta.tokenizer in (None, tokenizer.name)
+    return tokenizer.json is None or meta.tokenizer_sha256 in (None, hashlib.sha256(tokenizer.json).hexdigest())
+
+
+class TextBytes:
+    """Counts the UTF-8 bytes of the text of tokens; the ends of documents, and ids without a token, have none."""
+
+    def __init__(self, tokenizer: Tokenizer, end_of_text: int | None):
+        """`end_of_text` is the id after each document, beside those that `tokenizer` knows."""
+        self._bytes = np.pad(tokenizer.token_bytes(), [(0, 0), (0, 1)])
+        self._ends = [end for end in {*tokenizer.stop_tokens, tokenizer.end_of_text, end_of_text} if end is not None]
+        self._bytes[:, [end for end in self._ends if end < tokenizer.vocabulary]] = 0
+
+    def __call__(self, rows: Int[np.ndarray, "rows tokens"]) -> int:
+        """Bytes of all tokens but the first of each row.
+
+        Each token has bytes of its own, so it does not matter where rows cut the text, be it within a character.
+        """
+        ids = np.minimum(rows[:, 1:], self._bytes.shape[1] - 1)
+        return int(self._bytes[np.isin(rows[:, :-1], self._ends).astype(int), ids].sum())
 
 
 def check_text(text: str, name: str = "the text") -> None:
@@ -208,7 +278,7 @@ def special_token(directory: Path, key: str) -> str | None:
 
 def _with_end_of_text(name: str, end_of_text: str) -> Subwords:
     """The tokenizer in the file `name`, or of that name on the hub.  Raises UserError."""
-    library = _library(f"--tokenizer {name}")
+    library = tokenizers_library(f"--tokenizer {name}")
     local = name.endswith(".json") or Path(name).is_file()
     if local and file_size(Path(name)) is None:
         raise UserError(f"--tokenizer {name} cannot be opened: no such file")
@@ -225,7 +295,8 @@ def _with_end_of_text(name: str, end_of_text: str) -> Subwords:
     return found
 
 
-def _library(place: str) -> Any:
+def tokenizers_library(place: str) -> Any:
+    """The module `tokenizers`.  Raises UserError if it is not there; `place` names what needs it."""
     try:
         import tokenizers
     except ImportError:

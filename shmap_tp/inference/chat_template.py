@@ -4,71 +4,106 @@ https://huggingface.co/docs/transformers/chat_templating
 """
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Sequence
-from datetime import datetime
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from shmap_tp.errors import UserError, first_line, shown
+from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.files import file_size, parse_json, reading
 
 TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 
+PROGRAM = str(Path(__file__).with_name("template_process.py"))
+SECONDS, CHARACTERS, BYTES = 5, 1 << 24, 1 << 29
+"""The processor time and the text of a rendering, and the memory of the process, at most."""
+
 Message = dict[str, str]
 """{"role": "system", "user" or "assistant", "content": text}."""
 
 
 class ChatTemplate:
-    """The template of a model, and the special tokens that it may name."""
+    """The template of a model, and the special tokens that it may name; rendered in a process of its own."""
 
     def __init__(self, text: str, place: str, tokens: dict[str, str]):
         """`place` names the template in messages.  Raises UserError if it is no template."""
-        try:
-            import jinja2
-            from jinja2.ext import Extension, loopcontrols
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError:
-            raise UserError(f"{place} needs `jinja2`: pip install -e '.[pretrained]'") from None
-
-        class Generation(Extension):
-            """{% generation %} marks the model's own words for training; here it is left out."""
-
-            tags = frozenset({"generation"})
-
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        self.text = text
-        self._error, self._place, self._tokens = jinja2.exceptions.TemplateError, place, tokens
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = self._raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            self._template = environment.from_string(text)
-        except Exception as error:  # Jinja leaves those of Python as they are
-            raise UserError(f"{place} is not a chat template: {shown(first_line(error))}") from error
+        if find_spec("jinja2") is None:
+            raise UserError(f"{place} needs `jinja2`: pip install -e '.[pretrained]'")
+        self.text, self._place, self._tokens = text, place, tokens
+        self._process: subprocess.Popen[str] | None = None
+        self._start()
 
     def render(self, messages: Sequence[Message], *, continued: bool = False) -> str:
         """The prompt to which the model's answer to `messages` is the continuation; with `continued` the rest of the
         last message is.
 
-        Raises UserError if the template refuses them.
+        Raises UserError if the template refuses them, or reaches one of the limits above.
         """
+        if self._process is None:
+            self._start()
         given: dict[str, Any] = {"messages": [*messages], "tools": None, "documents": None}
-        try:
-            text = self._template.render(**given, add_generation_prompt=not continued, **self._tokens)
-        except Exception as error:  # a template is a program
-            raise UserError(f"{self._place} refuses the messages: {shown(first_line(error))}") from error
-        return _up_to(messages[-1]["content"], text) if continued else text
+        given |= {"add_generation_prompt": not continued, **self._tokens}
+        text = self._ask(given, "refuses the messages")
+        return self._up_to(messages[-1]["content"], text) if continued else text
 
-    def _raise(self, message: str) -> NoReturn:
-        raise self._error(message)
+    def _start(self) -> None:
+        """Start the process, which compiles the template."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C is not for it
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        limits = {"seconds": SECONDS, "characters": CHARACTERS, "bytes": BYTES}
+        self._ask({"template": self.text, **limits}, "is not a chat template")
+
+    def _ask(self, line: dict[str, Any], refusal: str) -> str:
+        """The process's answer to a line.  Raises UserError if it is an error, or the process has ended."""
+        process, answer = self._process, ""
+        try:
+            with suppress(BrokenPipeError):
+                print(json.dumps(line), file=process.stdin, flush=True)
+                answer = process.stdout.readline()
+        finally:
+            if not answer:  # also after Ctrl-C: what it answers later would be taken for another answer
+                self._end()
+                self._process = None
+        if not answer:
+            reason = f"it takes more than {SECONDS} s" if process.returncode == -signal.SIGPROF else "its process ended"
+            raise UserError(f"{self._place} {refusal}: {reason}; correct it, or use another template")
+        found = json.loads(answer)
+        if "error" in found:
+            raise UserError(f"{self._place} {refusal}: {shown(found['error'])}")
+        return found["text"]
+
+    def _up_to(self, message: str, text: str) -> str:
+        """`text` up to the end of its last message, whose outer spaces the template may have removed."""
+        start = text.rfind(message.strip())
+        if start < 0:
+            raise UserError(f"{self._place} changes or leaves out the last message, so that it cannot be continued")
+        whole = text[start:].startswith(message.lstrip())
+        return text[: start + len(message.lstrip() if whole else message.strip())]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the process, if it has not ended, and close its pipes."""
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        with suppress(BrokenPipeError):
+            stream.close()
 
 
 def chat_template_of_model(model: Any, file: str | None) -> ChatTemplate:
@@ -91,7 +126,7 @@ def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
         raise UserError(f"--template {file}: no such file; give a chat template in Jinja")
     text = config.get("chat_template")
     if isinstance(text, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
+        named = {each.get("name"): each.get("template") for each in text if _is_named(each)}
         text = named.get("default")
     if not isinstance(text, str):
         raise UserError(
@@ -101,11 +136,9 @@ def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
     return ChatTemplate(text, str(directory / CONFIG), tokens)
 
 
-def _up_to(message: str, text: str) -> str:
-    """`text` up to the end of its last message, whose outer spaces the template may have removed."""
-    start = text.rindex(message.strip())
-    whole = text[start:].startswith(message.lstrip())
-    return text[: start + len(message.lstrip() if whole else message.strip())]
+def _is_named(template: Any) -> bool:
+    """Whether one of several templates has a name, as it should."""
+    return isinstance(template, dict) and isinstance(template.get("name"), str)
 
 
 def _config(directory: Path) -> dict[str, Any]:
@@ -120,7 +153,3 @@ def _config(directory: Path) -> dict[str, Any]:
 def _content(token: Any) -> str:
     """The text of a special token of tokenizer_config.json."""
     return str(token.get("content", "") if isinstance(token, dict) else token)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)

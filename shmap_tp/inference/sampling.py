@@ -90,10 +90,10 @@ def next_token(
         if filters.candidates:
             logits_BV = jnp.where(_candidates(logits_BV, sampling), logits_BV, lowest)
         logits_BV = logits_BV + _noise(sequences, sampling.seed, id_V).astype(logits_BV.dtype)
-    return _argmax(logits_BV, id_V)
+    return argmax(logits_BV, id_V)
 
 
-def _argmax(x_BV: Float[Array, "B V"], id_V: Int[Array, " V"]) -> Int[Array, " B"]:
+def argmax(x_BV: Float[Array, "B V"], id_V: Int[Array, " V"]) -> Int[Array, " B"]:
     """The id of the largest value over all devices of mp; the lowest such id."""
     place_B = jnp.argmax(x_BV, axis=-1)
     found = jnp.max(x_BV, axis=-1), id_V[place_B]

@@ -5,7 +5,8 @@ B sequences, T positions, N positions of a chunk, D model width, V vocabulary ro
 """
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,17 +18,19 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from shmap_tp.config.schema import DataConfig
+from shmap_tp.config.schema import DataConfig, ModelConfig
 from shmap_tp.data.batches import open_data
 from shmap_tp.data.metadata import Meta, read_meta
 from shmap_tp.data.token_files import AnyTokenFile, open_token_file
-from shmap_tp.data.tokenizer import Tokenizer, text_bytes
+from shmap_tp.data.tokenizer import TextBytes, Tokenizer, has_tokenized
 from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms
+from shmap_tp.inference.sampling import argmax
 from shmap_tp.layers.embedding import OutputProjection, score
 from shmap_tp.model.loss import target_statistics
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_gather_invariant
+from shmap_tp.parallel.mesh import MP
 
 POSITIONS_MULTIPLE = 128
 """Sequences are padded to a multiple of this, so that similar lengths share one program."""
@@ -35,7 +38,7 @@ CHUNK = 512
 """Positions whose logits exist at a time."""
 
 Scores = tuple[Float[Array, " N"], Bool[Array, " N"]]
-"""(log-likelihood in nats, whether it is the largest) of each target."""
+"""(log-likelihood in nats, whether it is the most likely token) of each target."""
 
 
 class ScoringProgram:
@@ -99,9 +102,11 @@ def _in_chunks(
 def _scores(
     projection: OutputProjection, vocabulary: int, h_ND: Float[Array, "N D"], targets_N: Int[Array, " N"]
 ) -> Scores:
-    """One all-gather over mp of three values per position."""
+    """All-gathers over mp of five values per position.  Of equal largest logits that of the lowest id counts, as for
+    `argmax` and in greedy generation."""
     found = target_statistics(score(h_ND, projection), targets_N, vocabulary)
-    return found.target_N - found.max_N - jnp.log(found.z_N), found.target_N == found.max_N
+    id_V = lax.axis_index(MP) * found.logits_NV.shape[1] + jnp.arange(found.logits_NV.shape[1])
+    return found.target_N - found.max_N - jnp.log(found.z_N), argmax(found.logits_NV, id_V) == targets_N
 
 
 def evaluate_file(
@@ -112,35 +117,87 @@ def evaluate_file(
     split: str,
     limits: tuple[int | None, int],
 ) -> dict[str, int | float]:
-    """Loss, perplexity, bits per byte and accuracy of the model on `split` of data.dir, in sequences of model.context
-    tokens.  data.dir may be a bucket, which is read as in training.
+    """The grades (`_grades`) of the model on `split` of data.dir, in sequences of model.context tokens.
+
+    data.dir may be a bucket, which is read as in training.
+
+    `limits` are (the number of sequences, None for all; how many are computed at a time).  Process 0 says on stderr if
+    the data was tokenized with another tokenizer: then the results mean nothing.
+    Raises UserError if the data cannot be read, or has no text.
+    """
+    file, meta = _open(data, split, program.model)
+    if not has_tokenized(tokenizer, meta) and jax.process_index() == 0:
+        print(
+            f"warning: {data.dir} was tokenized with {meta.tokenizer}, which is not the tokenizer of the model "
+            f"({tokenizer.name}): its results mean nothing;\nprepare the text with the model's: "
+            f"python -m shmap_tp.prepare ... --tokenizer FILE",
+            file=sys.stderr,
+        )
+    wanted, batch = limits
+    count = min(wanted or len(file), len(file))
+    name = f"{data.dir}/{split}.bin"
+    hidden = True if jax.process_index() else None  # None: where stderr is no terminal
+    firsts = tqdm(range(0, count, batch), desc=name, unit=" batches", disable=hidden)
+    batches = (file.read(np.arange(first, min(first + batch, count))) for first in firsts)
+    return _grades(program, parameters, batches, TextBytes(tokenizer, meta.end_of_text), name)
+
+
+def evaluate_text(
+    program: ScoringProgram,
+    parameters: Transformer,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    limits: tuple[int | None, int],
+) -> dict[str, int | float]:
+    """The grades (`_grades`) of the model on documents, in sequences of model.context tokens, the last one shorter.
+
+    The end of text is between two documents, and the model's first token, or else the end of text, before all.
+    `limits` as of `evaluate_file`.  Raises UserError if there is no text, or the model lacks one of the ids.
+    """
+    end, context = tokenizer.end_of_text, program.model.context
+    documents = [ids.astype(np.int32) for ids in tokenizer.encode_documents([*texts])]
+    between = np.array([] if end is None else [end], np.int32)
+    start = between if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], np.int32)
+    ids = np.concatenate([start, *(part for each in documents for part in (each, between))])[: -len(between) or None]
+    if (largest := int(ids.max(initial=0))) >= program.model.vocabulary:
+        raise UserError(
+            f"--text has the id {largest} of the tokenizer {tokenizer.name}, but model.vocabulary="
+            f"{program.model.vocabulary}; name the tokenizer of the model with --tokenizer"
+        )
+    wanted, batch = limits
+    starts = range(0, len(ids) - 1, context)[:wanted]
+    rows = [ids[first : first + context + 1] for first in starts]
+    full = [row for row in rows if len(row) == context + 1]
+    batches = [np.stack(full[first : first + batch]) for first in range(0, len(full), batch)]
+    batches += [row[None] for row in rows if len(row) <= context]
+    return _grades(program, parameters, batches, TextBytes(tokenizer, tokenizer.begin_of_text), "--text")
+
+
+def _grades(
+    program: ScoringProgram, parameters: Transformer, batches: Iterable[np.ndarray], text_bytes: TextBytes, name: str
+) -> dict[str, int | float]:
+    """Loss, perplexity, bits per byte and accuracy on batches [rows, tokens]; `name` is that of the text in messages.
 
     loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the
     sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
     (Gao et al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
-
-    `limits` are (the number of sequences, None for all; how many are computed at a time).
-    Raises UserError if the data cannot be read, or has no text.
+    Raises UserError if the tokens have no text.
     """
-    model = program.model
-    file, meta = _open(data, split, context=model.context, vocabulary=model.vocabulary)
-    wanted, batch = limits
-    count = min(wanted or len(file), len(file))
-    batch = min(batch, count)
-    nats, right, size = 0.0, 0, 0
-    hidden = True if jax.process_index() else None  # None: where stderr is no terminal
-    for first in tqdm(range(0, count, batch), desc=f"{data.dir}/{split}.bin", unit=" batches", disable=hidden):
-        rows = file.read(np.arange(first, min(first + batch, count)))
-        filled = np.concatenate([rows, np.repeat(rows[:1], batch - len(rows), axis=0)])  # one program for all batches
+    nats, right, size, sequences, tokens, shape = 0.0, 0, 0, 0, 0, None
+    for rows in batches:
+        shape = shape if shape and shape[1] == rows.shape[1] else rows.shape
+        filled = np.concatenate(
+            [rows, np.repeat(rows[:1], shape[0] - len(rows), axis=0)]
+        )  # one program for all batches
         likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled))
         nats -= float(likelihood.sum(dtype=np.float64))
         right += int(greedy.sum())
-        size += sum(text_bytes(tokenizer, row[1:].tolist(), meta.end_of_text) for row in rows)
+        size += text_bytes(rows)
+        sequences, tokens = sequences + len(rows), tokens + likelihood.size
     if not size:
-        raise UserError(f"{data.dir}/{split}.bin: these {count} sequences hold only ends of documents, and no text")
-    tokens = count * model.context
+        raise UserError(f"{name}: these {sequences} sequences hold only ends of documents, and no text")
     return {
-        "sequences": count,
+        "sequences": sequences,
         "tokens": tokens,
         "loss": nats / tokens,
         "perplexity": math.exp(min(nats / tokens, 700)),
@@ -149,9 +206,11 @@ def evaluate_file(
     }
 
 
-def _open(data: DataConfig, split: str, **sizes: int) -> tuple[AnyTokenFile, Meta]:
+def _open(data: DataConfig, split: str, model: ModelConfig) -> tuple[AnyTokenFile, Meta]:
     """The token file of `split`, and meta.json."""
     if "://" in data.dir:
-        (file,), meta, _ = open_data(data, [split], **sizes)
+        (file,), meta, _ = open_data(data, model, [split])
         return file, meta
-    return open_token_file(Path(data.dir), split, **sizes), read_meta(Path(data.dir))
+    directory = Path(data.dir)
+    file = open_token_file(directory, split, context=model.context, vocabulary=model.vocabulary)
+    return file, read_meta(directory)

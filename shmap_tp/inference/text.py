@@ -9,7 +9,15 @@ from typing import Any
 from etils import epath
 
 from shmap_tp.data.metadata import META, TOKENIZER, read_meta
-from shmap_tp.data.tokenizer import Bytes, Tokenizer, check_text, open_tokenizer_file, read_subwords, special_token
+from shmap_tp.data.tokenizer import (
+    REPLACEMENT,
+    Bytes,
+    Tokenizer,
+    check_text,
+    open_tokenizer_file,
+    read_subwords,
+    special_token,
+)
 from shmap_tp.errors import UserError, shown
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms
@@ -19,8 +27,6 @@ from shmap_tp.training.checkpoint_files import read_facts
 
 Show = Callable[[int, int, str, str | None], None]
 """(number of the prompt, number of the sample, the next piece of its text, its whole text once it has ended)."""
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes the first bytes of a character to."""
 
 
 def tokenizer_of_model(model: Any, file: str | None) -> Tokenizer:
@@ -162,7 +168,7 @@ class _Answer:
         if places:
             self.stopped = True
             return self._show(whole[: min(places)])
-        sure = whole.rstrip(UNFINISHED)
+        sure = whole.rstrip(REPLACEMENT)
         begun = [length for text in self._stop for length in range(1, len(text)) if sure.endswith(text[:length])]
         return self._show(sure[: len(sure) - max(begun, default=0)])
 

@@ -29,6 +29,7 @@ from shmap_tp.plan.predict import Builder, Prediction, build_programs, facts_bes
 from shmap_tp.plan.report import FORMULA, Row, config_fields, format_comparison, format_row, mesh_fields
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.distributed import emulate_cpu_devices
+from shmap_tp.runtime.files import replacing
 from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
 
 # Timing
@@ -290,8 +291,10 @@ def report(result: Result, arguments: argparse.Namespace, script: str, baseline:
     if arguments.hlo and result.text is None:
         raise UserError(f"--hlo {arguments.hlo}: a program that does not fit has no schedule; make it fit first")
     if arguments.hlo:
-        Path(arguments.hlo).write_text(result.text)
-        Path(f"{arguments.hlo}.meta.json").write_text(json.dumps(result.meta) + "\n")
+        about = json.dumps(result.meta) + "\n"
+        for name, text in ((arguments.hlo, result.text), (f"{arguments.hlo}.meta.json", about)):
+            with replacing(Path(name)) as stream:
+                stream.write(text)
 
 
 def command_line(script: str = "") -> str:

@@ -17,6 +17,7 @@ from matplotlib.ticker import FuncFormatter
 from shmap_tp.plan.communication.from_hlo import axis_of_groups
 from shmap_tp.plan.communication.ledger import format_bytes
 from shmap_tp.plan.schedule_simulator import LINKS, NETWORK, Interval, SimulatedSchedule
+from shmap_tp.runtime.files import replacing
 
 COMPUTE_COLORS = {
     "attention": "#4878cf",
@@ -60,7 +61,8 @@ def plot_step(
     figure.suptitle(title, fontsize=11)
     _draw_timeline(timeline, schedule, sizes)
     _draw_memory(bar, memory)
-    figure.savefig(file, dpi=110, format="png")
+    with replacing(file, "wb") as stream:
+        figure.savefig(stream, dpi=110, format="png")
 
 
 class _TimeScale:

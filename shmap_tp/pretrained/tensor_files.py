@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from shmap_tp.errors import UserError, shown
+from shmap_tp.runtime.files import file_size
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -31,6 +32,8 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
+MAX_TENSORS = 100_000
+"""Of one file: a header of a million takes half a minute to check."""
 
 SAMPLES, SAMPLE_BYTES = 256, 4096
 
@@ -149,15 +152,22 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def _header(file: Path) -> tuple[dict[str, Any], int, int]:
     """(the header, the byte where tensors begin, the size of the file)."""
+    size = file_size(file)
+    if size is None:
+        raise UserError(f"{file} does not exist; copy it there")
     try:
-        size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > min(size - 8, MAX_HEADER_BYTES):
                 raise UserError(
                     f"{file} is truncated or not a safetensors file: it has {size} bytes, and a header of {length}"
                 )
-            header = json.loads(stream.read(length))
+            text = stream.read(length)
+        if (count := text.count(b'"data_offsets"')) > MAX_TENSORS:
+            raise UserError(
+                f"{file} names {count:,} tensors, but no model has more than {MAX_TENSORS:,}; copy it again"
+            )
+        header = json.loads(text)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except UserError:

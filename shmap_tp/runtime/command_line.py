@@ -8,6 +8,7 @@ A command parses its arguments, imports what it needs within `importing`, and is
                         with Ctrl-C ignored, as a background job of a shell script is, goes on ignoring it.
     no reader           `| head` has ended, a terminal is closed, the log's disk is full: a training run goes on without
                         its output, since metrics.jsonl has the same, and every other command ends.
+    closed at the start a stream of `>&-` is the null device.
     characters          that the terminal's encoding lacks are printed as escapes, and bytes that are not of it are read
                         as surrogates.
 """
@@ -97,14 +98,26 @@ class LastingOutput:
         return getattr(self._stream, name)
 
 
+def _open_closed_streams() -> None:
+    """Give each standard stream with which this process was not started (`>&-`) the null device.
+
+    Python has None in its place; and the next file that is opened would get its number, and messages to it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each open takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115
+
+
 def outlive_readers() -> None:
     """From here on, stdout and stderr may fail without ending this process."""
+    _open_closed_streams()
     _set_errors(sys.stdout, "backslashreplace")
     sys.stdout, sys.stderr = LastingOutput(sys.stdout), LastingOutput(sys.stderr)
 
 
 def end_without_readers(command: Callable[[], int | None]) -> int | None:
     """The exit code of `command`; CLOSED once nobody reads its output, StorageError's where a full disk takes none."""
+    _open_closed_streams()
     _set_errors(sys.stdout, "backslashreplace")
     _set_errors(sys.stdin, "surrogateescape")
     try:

@@ -2,13 +2,16 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 from etils import epath
 
@@ -17,6 +20,9 @@ from shmap_tp.errors import ShmapTpError, StorageError, UserError, first_line, s
 BUCKETS = ("gs://", "s3://", "az://")
 """Kinds of URLs that name a directory in a bucket."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
+BUCKET_SECONDS = 30
+"""How long the first use of a bucket may take; with its credentials it takes a few."""
+T = TypeVar("T")
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
@@ -29,11 +35,33 @@ def make_directory(key: str, directory: str) -> None:
         if "://" in directory:
             if not directory.startswith(BUCKETS):
                 raise UserError(f"{key}={directory} is no storage that is known; use a local directory or gs://...")
-            epath.Path(directory).mkdir(parents=True, exist_ok=True)
+            first_contact(lambda: epath.Path(directory).mkdir(parents=True, exist_ok=True))
             return
         Path(directory).mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK):
             raise PermissionError(errno.EACCES, "no permission")
+
+
+def first_contact(call: Callable[[], T]) -> T:
+    """What `call`, the first use of a bucket, returns.  Raises its errors, and TimeoutError after BUCKET_SECONDS.
+
+    Libraries of buckets try again for minutes where there is no network, and log each failure with a traceback.
+    """
+    for library in ("gcsfs", "s3fs", "adlfs"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # that of an executor would be waited for at the exit
+    try:
+        return answer.result(BUCKET_SECONDS)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer in {BUCKET_SECONDS} s (is there a network?)") from error
 
 
 @contextmanager
@@ -90,6 +118,29 @@ def write_atomically(file: Any, text: str) -> None:
 
 
 @contextmanager
+def replacing(file: Path, mode: str = "w", *, keep: bool = False) -> Iterator[IO[Any]]:
+    """A stream, open for "w" or "wb", whose content is that of `file` once the context ends; after an error `file` is
+    as it was, or is not there.
+
+    Until then the content is in FILE.partial, which an error or an interrupt removes; with `keep` only if it is empty.
+    Raises OSError if the file cannot be written, and UserError if it is not a regular file.
+    """
+    if file_size(file) is not None and not os.access(file, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+    target = Path(os.path.realpath(file))  # a symlink stays
+    partial = target.with_name(f"{target.name}.partial")
+    file_size(partial)
+    try:
+        with partial.open(mode, encoding=None if "b" in mode else "utf-8") as stream:
+            yield stream
+        partial.replace(target)
+    finally:
+        with suppress(OSError):
+            if not keep or not partial.stat().st_size:
+                partial.unlink()
+
+
+@contextmanager
 def reading(path: object) -> Iterator[None]:
     """Context in which `path` is read.  Raises UserError if the file system refuses."""
     try:
@@ -115,7 +166,7 @@ def file_size(path: Path) -> int | None:
             raise UserError(f"{str(path)!r} contains a NUL, which no file name has; correct the name") from None
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
-        raise UserError(f"{shown(path)} is {kind}, but a file is needed; remove it or name another")
+        raise UserError(f"{shown(path)} is {kind}, but a file is needed; name another")
     return status.st_size
 
 

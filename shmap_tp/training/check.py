@@ -8,8 +8,10 @@ from pathlib import Path
 
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.config.values import SCHEMES, value_of
-from shmap_tp.data.location import STDLIB
-from shmap_tp.data.metadata import SPLITS
+from shmap_tp.data.batches import data_warning
+from shmap_tp.data.location import STDLIB, prepare_command
+from shmap_tp.data.metadata import SPLITS, Meta, read_meta
+from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError, shown
 from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.flops import parameters
@@ -25,7 +27,8 @@ def check(config: Config, export: str, components: ModelComponents) -> str:
     """
     try:
         _check_directories(config)
-        data = _data(config)
+        data, meta = _data(config)
+        warning = data_warning(config, meta) if meta else None
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}; choose another directory") from error
     model, train, run = config.model, config.train, config.run
@@ -46,6 +49,7 @@ def check(config: Config, export: str, components: ModelComponents) -> str:
     return "\n".join(
         [
             *(f"{name:<15} {text}" for name, text in lines.items()),
+            *([warning] if warning else []),
             "The configuration is valid.  Devices, memory, tokens and checkpoints are checked when a run starts.",
         ]
     )
@@ -73,14 +77,15 @@ def _mesh(config: Config) -> str:
     return f"dp={mesh.dp} x mp={mesh.mp} = {mesh.dp * mesh.mp} devices; {modes}"
 
 
-def _data(config: Config) -> str:
+def _data(config: Config) -> tuple[str, Meta | None]:
+    """(whether the data is prepared, or how it is, in words; what it is, where that is known)."""
     data = config.data
     if "://" in data.dir:
-        return "looked at when a run starts"
+        return "looked at when a run starts", None
     if all((Path(data.dir) / f"{split}.bin").is_file() for split in SPLITS):
-        return "prepared"
+        return "prepared", read_meta(Path(data.dir))
     if data.source == STDLIB:
-        return f"not prepared; a run prepares it (data.source={STDLIB})"
-    if data.source is None:
-        return "not prepared; python -m shmap_tp.prepare --help shows how to"
-    return f"not prepared; python -m shmap_tp.prepare {data.source} --out {data.dir}"
+        meta = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
+        return f"not prepared; a run prepares it (data.source={STDLIB})", meta
+    more = "; --help lists other sources" if data.source is None else ""
+    return f"not prepared; {prepare_command(data, config.model.from_pretrained, data.dir)}{more}", None

@@ -29,6 +29,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import types_by_path
+from shmap_tp.runtime.files import first_contact
 
 SAID_ELSEWHERE = "_SignalingThread.run() raised", "Failed to get metadata for checkpointable"
 logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in SAID_ELSEWHERE))
@@ -244,7 +245,12 @@ def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
 
 
 def directory_of_checkpoints(root: epath.Path) -> epath.Path:
-    """`root`, or if it is a run directory the checkpoint.dir that its config.yaml names, where that is now."""
+    """`root`, or if it is a run directory the checkpoint.dir that its config.yaml names, where that is now.
+
+    Raises OSError.
+    """
+    if "://" in str(root):
+        first_contact(root.exists)
     if (root / "checkpoints").is_dir():
         return root / "checkpoints"
     file = root / "config.yaml"

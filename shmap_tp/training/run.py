@@ -158,7 +158,7 @@ def open_run(
             on_process_0("log.wandb", lambda: check_weights_and_biases(config))
             on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))
             prepare_environment(config)
-            dtype, end_of_text = compute_dtype(config.train.precision), isolating_token(config.data)
+            dtype, end_of_text = compute_dtype(config.train.precision), isolating_token(config.data, config.model)
             functions = build_step_functions(config, mesh, dtype, components, end_of_text)
             require_host_memory(functions.shapes)
             batches = Batches(config, functions.tokens)

@@ -40,7 +40,7 @@ class Trainer:
             config,
             make_mesh(config.mesh),
             compute_dtype(config.train.precision),
-            end_of_text=isolating_token(config.data),
+            end_of_text=isolating_token(config.data, config.model),
         )
         self._batches = Batches(config, self.functions.tokens)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from shmap_tp.config.compose import load
+from shmap_tp.errors import UserError
 from tests.helpers.config_errors import error_message
 from tests.helpers.run_fixtures import FIRST
 
@@ -24,6 +25,8 @@ OVERRIDES = {
     "train.steps=3\n": r"train.steps=3\x0a: has a line break or a control character; remove it",
     "train.steps=\0": r"train.steps=\x00: has a line break or a control character",
     "run.name=\udcff": "has a line break or a control character",
+    f"{'a' * 300}=1": "(302 characters): unknown key; shmap_tp/config/schema.py lists all keys",
+    f"model.{'a' * 300}=1": "(308 characters): unknown key",
     f"run.name={'a' * 5000}": "(5009 characters): has more than 3000 characters or 50 brackets",
     f"run.name={'[' * 1000}": "has more than 3000 characters or 50 brackets; write the value in a file",
     f"run.name={'a,' * 1400}": "(2809 characters)",
@@ -85,6 +88,13 @@ def test_an_override_that_is_no_value_of_its_key_is_refused(override):
     message = error_message(FIRST, override)
     assert OVERRIDES[override] in message
     assert len(message) < 800
+
+
+def test_a_working_directory_that_was_deleted_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(UserError, match="the working directory does not exist any more; change to another"):
+        load(FIRST, [])
 
 
 def test_a_name_in_a_file_has_no_line_break(tmp_path):

@@ -165,6 +165,13 @@ def test_an_empty_bucket_prints_how_to_prepare_and_copy_the_data(bucket):
     ]
 
 
+def test_a_bucket_that_does_not_answer_is_not_waited_for(bucket, monkeypatch):
+    monkeypatch.setattr("shmap_tp.runtime.files.BUCKET_SECONDS", 0.05)
+    monkeypatch.setattr(Bucket, "exists", lambda *_: time.sleep(1))
+    with pytest.raises(UserError, match=r"cannot be read: no answer in 0\.05 s"):
+        prepared_directory(bucket[1].data)
+
+
 def test_a_bucket_or_a_cache_that_fails_is_reported_in_one_line(tmp_path, bucket, monkeypatch):
     _, config = bucket
 

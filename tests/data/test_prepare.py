@@ -15,7 +15,7 @@ from shmap_tp.data import prepare as preparation
 from shmap_tp.data import text_sources
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
 from shmap_tp.data.token_files import open_token_file
-from shmap_tp.data.tokenizer import Bytes
+from shmap_tp.data.tokenizer import Bytes, tokenizer_of_data
 from shmap_tp.errors import UserError
 from tests.helpers.preparation import WORDS, documents, jsonl, run, texts
 
@@ -87,6 +87,33 @@ def test_jsonl_documents_are_recovered_one_by_one(tmp_path, capsys):
     assert sorted(found[0] + found[1]) == sorted(WORDS)
     assert found[0] == [word for word in WORDS if word in found[0]]  # in the order of the file
     assert_fraction(tmp_path / "out", 0.1)
+
+
+def test_a_tokenizer_is_trained_on_the_training_text(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    for name in ("a", "b"):
+        given = ["--text", jsonl(tmp_path / "x.jsonl"), "--train-tokenizer", 300, "--validation", 0.2]
+        code, printed, _ = run(capsys, *given, "--out", tmp_path / name)
+        assert code == 0 and "(tokenizer.json, vocabulary 300, uint16)" in printed
+    meta = read_meta(tmp_path / "a")
+    tokenizer = tokenizer_of_data(meta, read_tokenizer(tmp_path / "a", meta), "a")
+    found = [tokenizer.decode(ids[:-1]) for split in SPLITS for ids in documents(tmp_path / "a", split)]
+    assert sorted(found) == sorted(WORDS)
+    assert sum(meta.tokens.values()) < 0.5 * sum(len(text.encode()) for text in WORDS)
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+
+
+def test_files_of_any_kind_of_text_are_documents(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for name in ("a.md", "b.py", "c.txt", "Makefile"):
+        (tmp_path / "in" / name).write_text(f"the text of {name}")
+    for number, (given, expected) in enumerate(
+        [([tmp_path / "in/a.md", tmp_path / "in/Makefile"], 2), ([tmp_path / "in", "--endings", ".py", ".txt"], 2)]
+    ):
+        out = tmp_path / str(number)
+        assert run(capsys, "--text", *given, "--validation", "0.4", "--out", out)[0] == 0
+        assert len("".join(text for split in SPLITS for text in texts(out, split)).split("the")) == expected + 1
 
 
 def test_a_directory_of_text_files_is_searched(tmp_path, capsys):

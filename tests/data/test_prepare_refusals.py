@@ -102,7 +102,8 @@ def bad_text(directory: Path, name: str, content: bytes) -> Path:
 
 
 REFUSALS = [
-    ("x.md", b"abc", [], r"ends in '\.md', but only \.txt or \.jsonl are read"),
+    ("x.pdf", b"%PDF-\xe2", [], r"x\.pdf: byte 5 is not UTF-8"),
+    ("x.txt", b"abc", ["--train-tokenizer", "256"], r"--train-tokenizer 256 must be at least 257: 256 bytes"),
     ("x.txt", b"", [], r"no text for train\.bin"),
     ("x.txt", b"ab\xff", [], r"x\.txt: byte 2 is not UTF-8"),
     ("x.txt", b"a\0b", ["--validation", "0.4"], r"contains a NUL"),
@@ -163,7 +164,7 @@ EMPTY_TOKENIZER = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "
 def test_a_missing_python_package_is_reported_in_one_line(tmp_path, capsys, monkeypatch):
     for module, arguments in {
         "datasets": ["--dataset", "a/b"],
-        "tokenizers": ["--source", "stdlib", "--tokenizer", "a/b"],
+        "tokenizers": ["--source", "stdlib", "--train-tokenizer", "300"],
     }.items():
         monkeypatch.setitem(sys.modules, module, None)
         code, _, err = run(capsys, *arguments, "--out", tmp_path / "out")

@@ -8,6 +8,7 @@ import shmap_tp
 from shmap_tp import chat
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
+from shmap_tp.inference import chat_template
 from shmap_tp.inference.chat_template import ChatTemplate, chat_template_of
 from shmap_tp.inference.conversation import LEAST_ROOM, Conversation
 from shmap_tp.inference.generator import Options
@@ -61,6 +62,10 @@ def test_a_template_is_rendered_as_by_transformers(name, continued, tmp_path):
 def test_a_template_that_is_damaged_missing_or_refuses_is_named(tmp_path):
     with pytest.raises(UserError, match="has no chat template"):
         chat_template_of(tmp_path)
+    for nonsense in (3, [3, {"name": []}, {"name": "default", "template": 5}], {"default": "x"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": nonsense}))
+        with pytest.raises(UserError, match="has no chat template"):
+            chat_template_of(tmp_path)
     with pytest.raises(UserError, match=r"none\.jinja: no such file"):
         chat_template_of(tmp_path, str(tmp_path / "none.jinja"))
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
@@ -68,6 +73,37 @@ def test_a_template_that_is_damaged_missing_or_refuses_is_named(tmp_path):
         chat_template_of(tmp_path)
     with pytest.raises(UserError, match="refuses the messages: roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", "t", {}).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "refuses .* more than 0.3 s",
+        ),
+        ("{{ 10**100000000 }}", "is not a chat template: it takes more than 0.3 s"),  # computed when it is compiled
+        ("{% for i in range(9) %}{{ 'x' * 20 }}{% endfor %}", "its text has more than 100 characters"),
+        ("{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "much memory"),
+    ],
+)
+def test_a_template_without_end_is_ended(monkeypatch, text, reason):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "CHARACTERS", 100)
+    monkeypatch.setattr(chat_template, "BYTES", 1 << 27)
+    with pytest.raises(UserError, match=reason):
+        ChatTemplate(text, "t", {}).render(MESSAGES)
+
+
+def test_a_template_that_was_ended_renders_the_next_messages(monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    text = "{% if messages[0].content == 'x' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    template = ChatTemplate(text + "{% endfor %}{% endif %}{{ messages[0].content }}", "t", {})
+    with pytest.raises(UserError, match=r"takes more than 0\.3 s"):
+        template.render([{"role": "user", "content": "x"}])
+    assert template.render([{"role": "user", "content": "é\ud800\n"}]) == "é\ud800\n"
+    with pytest.raises(UserError, match="t changes or leaves out the last message"):
+        ChatTemplate("-", "t", {}).render(MESSAGES, continued=True)
 
 
 @pytest.fixture(scope="module")

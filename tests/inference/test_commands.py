@@ -6,12 +6,14 @@ import math
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import shmap_tp
 from shmap_tp import evaluate, generate
-from tests.helpers.run_fixtures import killed_at_the_end, start_python, trained_on_bytes
+from tests.helpers.run_fixtures import killed_at_the_end, start_python, trained_on_bytes, write_tokens
 
 GENERATE = ["--max-new-tokens", "6"]
 
@@ -92,10 +94,12 @@ def test_an_answer_ends_before_a_stop_text(run, capsys):
         (["--prompt", "a", "mesh.mp=3"], "mesh.mp=3 does not divide heads=8"),
         (["--prompt", "a", "model.width=3"], "is not mesh.dp=N or mesh.mp=N"),
         (["--prompt", "a", "mesh.dp=0"], "is not mesh.dp=N or mesh.mp=N"),
-        (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt cannot be read: No such file"),
+        (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt does not exist; name another file, or - for stdin"),
+        (["--prompts", "/dev/zero"], "/dev/zero is a device, but a file is needed; name another"),
         (["--prompt", "a", "--tokenizer", "/nowhere.json"], "--tokenizer /nowhere.json: no such file"),
         (["--prompt", "a", "--out", "/nowhere/out.jsonl"], "--out /nowhere/out.jsonl cannot be written"),
-        (["--prompt", "a", "--out", "/dev/full"], "--out /dev/full could not be written: No space left on device"),
+        (["--prompt", "a", "--out", "/dev/full"], "/dev/full is a device, but a file is needed; name another"),
+        (["--prompt", "a", "--out", "a" * 300], "cannot be read: File name too long"),
         (["--prompt", "a", "--batch", "0"], "--batch 0 must be at least 1"),
         (["--prompt", "a", "--top-k", "9" * 30], "must be 0 (all tokens) to 2147483647"),
         (["--prompt", "a", "--temperature", "1e300"], "temperature=1e+300 must be 0 (greedy), or 1e-6 to 1e6"),
@@ -142,8 +146,23 @@ def test_a_file_of_answers_is_only_replaced_if_that_is_asked_for(run, capsys, tm
     code, _, error = called(generate, capsys, *given)
     assert code == 2 and f"--out {out} exists; choose another file, or replace it with --overwrite" in error
     assert out.read_text() == "of yesterday\n"
+    assert called(generate, capsys, *given, "--overwrite", "--step", "3")[0] == 2
+    assert out.read_text() == "of yesterday\n" and [file.name for file in tmp_path.iterdir()] == [out.name]
     assert called(generate, capsys, *given, "--overwrite")[0] == 0
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["1"]
+
+
+def test_answers_before_an_interrupt_stay_beside_the_file(run, capsys, tmp_path, monkeypatch):
+    def answers(programs, parameters, tokenizer, prompts, *_, **__):
+        if prompts == ["2"]:
+            raise KeyboardInterrupt
+        return [["x"]]
+
+    monkeypatch.setattr("shmap_tp.inference.text.answers", answers)
+    given = ["--checkpoint", str(run), "--prompt", "1", "--prompt", "2", "--batch", "1"]
+    assert called(generate, capsys, *given, "--out", str(tmp_path / "out"))[0] == 130
+    assert [file.name for file in tmp_path.iterdir()] == ["out.partial"]
+    assert json.loads((tmp_path / "out.partial").read_text())["answer"] == "x"
 
 
 def test_prompts_are_read_from_stdin(monkeypatch):
@@ -192,12 +211,44 @@ def test_evaluate_agrees_with_the_logits(run, capsys):
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == rows[:, 1:]).mean())
 
 
+def test_evaluate_grades_a_file_of_text_to_its_last_token(run, capsys, tmp_path):
+    """An end of text is before the first document, and one between them."""
+    (tmp_path / "a.md").write_text("12+34=")
+    (tmp_path / "b.txt").write_text("the rest of it é")
+    given = ["--checkpoint", str(run), "--text", str(tmp_path / "a.md"), "--text", str(tmp_path / "b.txt")]
+    code, printed, _ = called(evaluate, capsys, *given, "--json", "mesh.dp=2", "mesh.mp=4")
+    found, stream = json.loads(printed), [0, *b"12+34=", 0, *"the rest of it é".encode()]
+    model = shmap_tp.Model.restore(run, dp=1, mp=1)
+    rows = [np.array([stream[:17]]), np.array([stream[16:]])]
+    nats = -sum(float(model.scoring_program(model.parameters, row)[0].sum()) for row in rows)
+    assert code == 0 and (found["sequences"], found["tokens"]) == (2, 24)
+    assert found["loss"] == pytest.approx(nats / 24, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats / 23 / math.log(2), rel=1e-5)
+
+
+def test_of_equal_logits_that_of_the_lowest_id_is_the_most_likely(run):
+    model = shmap_tp.Model.restore(run, dp=1, mp=4)
+    _, greedy = model.scoring_program(jax.tree.map(jnp.zeros_like, model.parameters), np.array([[5, 0, 1, 0, 200]]))
+    assert greedy.tolist() == [[True, False, True, False]]
+
+
+def test_evaluate_warns_of_data_of_another_tokenizer(run, capsys, tmp_path):
+    given = ["--checkpoint", str(run), "--sequences", "1"]
+    assert called(evaluate, capsys, *given)[2] == ""
+    code, printed, said = called(evaluate, capsys, *given, "--data", str(write_tokens(tmp_path / "data")))
+    assert code == 0 and "accuracy" in printed
+    assert "data was tokenized with none.json, which is not the tokenizer of the model (bytes)" in said
+
+
 def test_what_evaluate_refuses(run, capsys):
     for arguments, message in (
         (["--data", "/nowhere"], "does not exist"),
         (["--sequences", "0"], "--sequences 0 must be at least 1"),
         (["mesh.dp=x"], "is not mesh.dp=N"),
         (["--data", ""], "--data is empty"),
+        (["--text", "/nowhere"], "--text /nowhere: no such file or directory"),
+        (["--text", "/dev/null"], "/dev/null is a device, but a file is needed"),
+        (["--text", "README.md", "--split", "train"], "--text is evaluated instead of --data and --split"),
         (["--tasks", ","], "--tasks names no task"),
         (["--tasks", ""], "--tasks names no task"),
         (["--tasks", "x", "--fewshot", "-1"], "--fewshot -1 must be at least 0"),

@@ -14,7 +14,7 @@ from shmap_tp.inference.text import _Answer, answers, tokenizer_of_pretrained
 
 def test_bytes_of_a_text_are_its_utf8_and_other_ids_are_replaced():
     tokenizer = Bytes()
-    assert tokenizer.decode(tokenizer.encode("é 1")) == "é 1" and tokenizer.byte_length(tokenizer.encode("é")) == 2
+    assert tokenizer.decode(tokenizer.encode("é 1")) == "é 1"
     assert tokenizer.decode([65, 300, 0xC3]) == "A\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
 
 

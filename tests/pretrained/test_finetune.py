@@ -3,16 +3,18 @@
 import hashlib
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shmap_tp
-from shmap_tp.data.batches import Batches
+from shmap_tp.data.batches import Batches, open_data
 from shmap_tp.data.tokenizer import open_tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.__main__ import main
+from shmap_tp.training.check import check
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.paths import ROOT
@@ -50,6 +52,18 @@ def test_data_of_another_tokenizer_than_the_models_is_warned_of(work, tmp_path, 
         (data / "meta.json").write_text(json.dumps(meta))
         Batches(config, tokens)
         assert ("was tokenized with another tokenizer than" in capsys.readouterr().out) == (tokenizer != content)
+
+
+def test_a_check_warns_of_bytes_for_a_model_with_a_tokenizer_and_names_it_where_data_is_missing(work):
+    given = ["data.source=stdlib", f"model.from_pretrained={work / 'model'}", *RUN]
+    load = partial(shmap_tp.load_config, file=str(ROOT / "conf" / "finetune.yaml"))
+    said = check(load(*given, "data.dir=data/nowhere"))
+    assert f"was tokenized with another tokenizer than {work / 'model'}/tokenizer.json (bytes)" in said
+    given = [f"model.from_pretrained={work / 'model'}", "data.dir=data/nowhere", *RUN]
+    command = f"python -m shmap_tp.prepare --text FILES --tokenizer {work / 'model'} --out data/nowhere"
+    assert f"not prepared; {command}; --help lists" in check(load(*given))
+    with pytest.raises(UserError, match=f"prepare it with `{command}`"):
+        open_data(load(*given).data, load(*given).model, ["train"])
 
 
 def test_a_run_starts_from_the_weights_and_records_where_they_came_from(work):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,16 @@ def test_boxes_are_written_where_they_are_read(tmp_path):
     write_header(tmp_path / "a", shapes, DTYPES["F32"])
     assert np.array_equal(read_header(tmp_path / "a")["x"].read((2, 3, 4, 5), [(0, n) for n in VALUES.shape]), VALUES)
     assert not read_header(tmp_path / "a")["y"].read((3,), [(0, 3)]).any()
+
+
+def test_a_fifo_and_a_header_of_too_many_tensors_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UserError, match="fifo is a FIFO, but a file is needed"):
+        read_header(tmp_path / "fifo")
+    text = b'"data_offsets"' * 100_001
+    (tmp_path / "many").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(UserError, match="many names 100,001 tensors, but no model has more than 100,000"):
+        read_header(tmp_path / "many")
 
 
 def dense(pattern: str, values: np.ndarray) -> np.ndarray:

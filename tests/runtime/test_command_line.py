@@ -39,6 +39,14 @@ def test_a_command_whose_output_fills_the_disk_takes_one_line():
     assert (done.returncode, done.stderr) == (2, line)
 
 
+@pytest.mark.parametrize("command", ["main.py --check mesh.mp=3", "-m shmap_tp.prepare --text /nowhere --out x"])
+def test_a_stream_that_is_closed_at_the_start_is_the_null_device(command):
+    for closed in ("0", "1", "2"):
+        line = f"exec {sys.executable} {command} {closed}>&-"
+        done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 0 if closed == "2" else 1), done.stderr
+
+
 def test_text_that_the_terminal_has_no_characters_for_is_printed_as_escapes(tmp_path):
     """A sample that a training run prints must not end it."""
     program = """

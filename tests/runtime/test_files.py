@@ -10,7 +10,7 @@ import pytest
 
 from shmap_tp.config.compose import to_yaml
 from shmap_tp.errors import StorageError
-from shmap_tp.runtime.files import write_atomically, writing
+from shmap_tp.runtime.files import replacing, write_atomically, writing
 from shmap_tp.training import loop
 from shmap_tp.training.metrics import Recorder, read_metrics
 from tests.helpers.run_fixtures import lines, tiny
@@ -77,6 +77,19 @@ def test_a_full_disk_leaves_the_saved_configuration_as_it_was(tmp_path, monkeypa
     with pytest.raises(StorageError, match="No space left"), writing(file):
         write_atomically(file, to_yaml(config))
     assert file.read_text() == saved
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    (tmp_path / "link").symlink_to(file := tmp_path / "file")
+    for old in (None, "old"):
+        with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "link") as stream:
+            stream.write("half")
+            stream.flush()
+            raise KeyboardInterrupt
+        assert (file.read_text() if file.exists() else None) == old
+        with replacing(tmp_path / "link") as stream:
+            stream.write("old")
+    assert (tmp_path / "link").is_symlink() and {path.name for path in tmp_path.iterdir()} == {"link", "file"}
 
 
 def test_a_process_lost_during_a_collective_write_is_no_storage_error():

@@ -17,6 +17,7 @@ from shmap_tp.plan.report import Row, format_calibration
 from shmap_tp.plan.search.candidates import Candidate, Result, pareto_front
 from shmap_tp.plan.search.formulas import TIME, Estimate
 from shmap_tp.plan.targets import Target, machine_of
+from shmap_tp.runtime.files import replacing
 
 COMPILED, FORMULAS = "compiled", "formulas"
 NOTABLE = 0.1
@@ -182,7 +183,8 @@ def write_recipe(file: Path, candidate: Candidate, config: Config, note: str, ho
     chosen = replace(chosen, mesh=replace(chosen.mesh, processes=hosts))
     plain = yaml.safe_load(yaml.dump(asdict(chosen), Dumper=_PlainDumper, sort_keys=False))
     try:
-        file.write_text(f"# {note}\n#\n#   python main.py --cfg {file}\n{yaml.safe_dump(plain, sort_keys=False)}")
+        with replacing(file) as stream:
+            stream.write(f"# {note}\n#\n#   python main.py --cfg {file}\n{yaml.safe_dump(plain, sort_keys=False)}")
     except OSError as error:
         raise UserError(f"--recipe {file} cannot be written: {error.strerror}; choose another file") from error
 

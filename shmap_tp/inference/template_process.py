@@ -1,0 +1,91 @@
+"""Renders a chat template in a process of its own, which ends where a template takes too long: a template is a program.
+
+`chat_template.ChatTemplate` starts it, as a script that needs only Jinja.  Each line of stdin and of stdout is a JSON
+object: first the template and its limits, then the variables of each rendering; the answers are {"text": ...} or
+{"error": ...}.  The process ends with its stdin, and by SIGPROF once one of them takes too much processor time.
+"""
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class Generation(Extension):
+    """{% generation %} marks the model's own words for training; here it is left out."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def environment() -> jinja2.Environment:
+    """What transformers offers to templates."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    made.filters["tojson"] = to_json
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+def refuse(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def render(template: jinja2.Template, given: dict[str, Any], characters: int) -> str:
+    """The text; raises ValueError once it has more than `characters`."""
+    pieces, length = [], 0
+    for piece in template.generate(given):
+        pieces.append(piece)
+        length += len(piece)
+        if length > characters:
+            raise ValueError(f"its text has more than {characters:,} characters")
+    return "".join(pieces)
+
+
+def answer(make: Callable[[], str], seconds: float) -> dict[str, str]:
+    """What `make` returns, or its error; ends the process if that takes longer."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        return {"text": make()}
+    except MemoryError:
+        return {"error": "it needs too much memory"}
+    except Exception as error:  # Jinja leaves those of Python as they are
+        return {"error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main() -> None:
+    compiled: list[jinja2.Template] = []
+    limits = json.loads(sys.stdin.readline())
+    with suppress(ValueError, OSError):  # a system without it
+        resource.setrlimit(resource.RLIMIT_AS, (limits["bytes"], limits["bytes"]))
+
+    def compile_template() -> str:
+        compiled.append(environment().from_string(limits["template"]))
+        return ""
+
+    print(json.dumps(answer(compile_template, limits["seconds"])), flush=True)
+    for line in sys.stdin:
+        given = json.loads(line)
+        found = answer(lambda given=given: render(compiled[0], given, limits["characters"]), limits["seconds"])
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The bytes of text that tokens stand for."""
+
+import numpy as np
+import pytest
+
+from shmap_tp.data.tokenizer import Bytes, TextBytes, read_subwords
+from shmap_tp.errors import UserError
+
+tokenizers = pytest.importorskip("tokenizers", reason="pip install -e '.[data]'")
+
+DOCUMENTS = ["三个和尚没水喝。", "naïve café, 1 + 1", "\U0001f600\U0001f601 ok \ufffd 一", "a  b\n\n c"] * 8
+END = "<|endoftext|>"
+
+
+def byte_level() -> "tokenizers.Tokenizer":
+    """Byte-level BPE of few merges: most Chinese characters are two or three tokens."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=290, special_tokens=[END], initial_alphabet=alphabet)
+    made.train_from_iterator(DOCUMENTS, trainer)
+    return made
+
+
+def byte_fallback() -> "tokenizers.Tokenizer":
+    """As in Llama 2: a space before each text, which decoding strips, and bytes for what is not in the vocabulary."""
+    words = [END, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abcdefkno1+,.\n", "\u2581a"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    bpe = tokenizers.models.BPE(vocabulary, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True)
+    made = tokenizers.Tokenizer(bpe)
+    prepend, replace = tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")
+    made.normalizer = tokenizers.normalizers.Sequence([prepend, replace])
+    made.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.add_special_tokens([END])
+    return made
+
+
+def words() -> "tokenizers.Tokenizer":
+    """Words and their parts, as in BERT: decoding puts the spaces."""
+    letters = sorted({*"".join(DOCUMENTS)} - {*" \n"})
+    vocabulary = {word: number for number, word in enumerate([END, "[UNK]", *letters, *("##" + c for c in letters)])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.decoder = tokenizers.decoders.WordPiece(cleanup=False)
+    return made
+
+
+@pytest.mark.parametrize("made", [byte_level, byte_fallback, words])
+def test_bytes_of_rows_are_those_of_the_text_wherever_rows_cut_it(made):
+    tokenizer = read_subwords(made().to_str().encode(), "tokenizer.json")
+    end = tokenizer.id_of(END)
+    ids = [tokenizer.encode_documents([text])[0].tolist() for text in DOCUMENTS]
+    text = [tokenizer.decode(each) for each in ids]
+    if made is not words:
+        assert text == DOCUMENTS
+    stream = [end, *(token for each in ids for token in [*each, end])]
+    for length in (1, 5, 7):
+        rows = [stream[first : first + length + 1] for first in range(0, len(stream) - 1, length)]
+        counted = TextBytes(tokenizer, end)
+        assert sum(counted(np.array([row])) for row in rows) == sum(len(each.encode()) for each in text)
+
+
+def test_a_tokenizer_that_fails_when_it_encodes_is_an_error_of_the_user():
+    vocabulary = tokenizers.models.WordLevel({"a": 0}, unk_token="<unk>")  # which is not in it
+    tokenizer = read_subwords(tokenizers.Tokenizer(vocabulary).to_str().encode(), "tokenizer.json")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_documents([text])):
+        with pytest.raises(UserError, match=r"the tokenizer tokenizer\.json fails: .*Missing \[UNK\] token"):
+            encode("b")
+
+
+def test_each_byte_but_the_end_of_text_counts_one():
+    assert TextBytes(Bytes(), None)(np.array([[65, 66, 0, 67]])) == 2

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shmap_tp.command_model import joined, model_parser, open_model
+from shmap_tp.config.schema import Documents
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
@@ -23,7 +24,7 @@ examples
   python -m shmap_tp.evaluate --pretrained DIR --text README.md
   python -m shmap_tp.evaluate --pretrained DIR --tasks arc_easy,hellaswag --limit 100 mesh.mp=4
 """
-ONLY_OF_FILES = "data", "split", "sequences", "text"
+ONLY_OF_FILES = "data", "split", "sequences", "text", "documents"
 ONLY_OF_TASKS = "tasks_dir", "limit", "fewshot", "apply_chat_template"
 
 
@@ -38,6 +39,11 @@ def parser() -> argparse.ArgumentParser:
         help="text instead of --data: a file, a .jsonl file, or a directory of them; may be given several times",
     )
     parser.add_argument("--split", choices=["validation", "train"], help="which file of it (validation)")
+    parser.add_argument(
+        "--documents",
+        choices=[*Documents],
+        help="whether a token sees the documents before its own (default: data.documents of the run, or isolated)",
+    )
     parser.add_argument("--sequences", type=int, metavar="N", help="only the first N sequences of the file")
     parser.add_argument(
         "--tasks", type=_names, metavar="NAME,...", help="tasks of lm-evaluation-harness instead of a token file"
@@ -142,11 +148,14 @@ def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> 
     model = open_model(arguments)
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
     limits = arguments.sequences, arguments.batch
+    data = model.config.data
+    if arguments.documents is not None:
+        data = replace(data, documents=Documents(arguments.documents))
     if texts is not None:
-        return evaluate_text(model.scoring_program, model.parameters, tokenizer, texts, limits)
+        return evaluate_text(model.scoring_program, model.parameters, tokenizer, texts, limits, data.documents)
     if arguments.pretrained is not None and arguments.data is None:
         raise UserError("--pretrained needs --data DIR or --text FILE: the directory does not say what to evaluate")
-    data = model.config.data if arguments.data is None else replace(model.config.data, dir=arguments.data)
+    data = data if arguments.data is None else replace(data, dir=arguments.data)
     split = arguments.split or "validation"
     return evaluate_file(model.scoring_program, model.parameters, tokenizer, data, split, limits)
 

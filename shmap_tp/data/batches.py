@@ -192,15 +192,16 @@ class Batches:
         multiple = config.mesh.dp * config.train.microbatches
         self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch, multiple)
         self._meta, self._directory = meta, config.data.dir
+        self._isolated = meta.end_of_text if config.data.documents == Documents.isolated else None
 
     def text_tokenizer(self) -> Tokenizer:
         """Text to ids of this data and back.  Raises UserError if its tokenizer is not known."""
         return tokenizer_of_data(self._meta, self.tokenizer, self._directory)
 
     def validation_bytes(self, tokenizer: Tokenizer) -> int:
-        """UTF-8 bytes of the text of all targets of an evaluation."""
+        """UTF-8 bytes of the text of all targets of an evaluation that count."""
         rows = (validation_rows(self._validation, i, self._batch, 0, self._batch) for i in range(self.validation_count))
-        return sum(map(TextBytes(tokenizer, self._meta.end_of_text), rows))
+        return sum(map(TextBytes(tokenizer, self._meta.end_of_text, self._isolated), rows))
 
     def sequence_indices(self, step: int) -> Int[np.ndarray, " batch"]:
         """Indices of the sequences of train.bin that a step reads.  Steps are counted from 0."""

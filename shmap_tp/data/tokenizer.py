@@ -238,19 +238,24 @@ def has_tokenized(tokenizer: Tokenizer, meta: Meta) -> bool:
 class TextBytes:
     """Counts the UTF-8 bytes of the text of tokens; the ends of documents, and ids without a token, have none."""
 
-    def __init__(self, tokenizer: Tokenizer, end_of_text: int | None):
+    isolated: int | None
+    """The id that ends a document, where the first token of the next one is no target, and None where it is."""
+
+    def __init__(self, tokenizer: Tokenizer, end_of_text: int | None, isolated: int | None = None):
         """`end_of_text` is the id after each document, beside those that `tokenizer` knows."""
+        self.isolated = isolated
         self._bytes = np.pad(tokenizer.token_bytes(), [(0, 0), (0, 1)])
         self._ends = [end for end in {*tokenizer.stop_tokens, tokenizer.end_of_text, end_of_text} if end is not None]
         self._bytes[:, [end for end in self._ends if end < tokenizer.vocabulary]] = 0
 
     def __call__(self, rows: Int[np.ndarray, "rows tokens"]) -> int:
-        """Bytes of all tokens but the first of each row.
+        """Bytes of all tokens but the first of each row, and of each document that is isolated.
 
         Each token has bytes of its own, so it does not matter where rows cut the text, be it within a character.
         """
         ids = np.minimum(rows[:, 1:], self._bytes.shape[1] - 1)
-        return int(self._bytes[np.isin(rows[:, :-1], self._ends).astype(int), ids].sum())
+        found = self._bytes[np.isin(rows[:, :-1], self._ends).astype(int), ids]
+        return int(found[rows[:, :-1] != self.isolated].sum())
 
 
 def check_text(text: str, name: str = "the text") -> None:

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from shmap_tp.config.schema import DataConfig, ModelConfig
-from shmap_tp.data.batches import open_data
+from shmap_tp.config.schema import DataConfig, Documents, ModelConfig
+from shmap_tp.data.batches import isolating_token, open_data
 from shmap_tp.data.metadata import Meta, read_meta
 from shmap_tp.data.token_files import AnyTokenFile, open_token_file
 from shmap_tp.data.tokenizer import TextBytes, Tokenizer, has_tokenized
@@ -139,7 +139,8 @@ def evaluate_file(
     hidden = True if jax.process_index() else None  # None: where stderr is no terminal
     firsts = tqdm(range(0, count, batch), desc=name, unit=" batches", disable=hidden)
     batches = (file.read(np.arange(first, min(first + batch, count))) for first in firsts)
-    return _grades(program, parameters, batches, TextBytes(tokenizer, meta.end_of_text), name)
+    isolated = isolating_token(data, program.model)
+    return _grades(program, parameters, batches, TextBytes(tokenizer, meta.end_of_text, isolated), name)
 
 
 def evaluate_text(
@@ -148,17 +149,19 @@ def evaluate_text(
     tokenizer: Tokenizer,
     texts: Sequence[str],
     limits: tuple[int | None, int],
+    documents: Documents,
 ) -> dict[str, int | float]:
     """The grades (`_grades`) of the model on documents, in sequences of model.context tokens, the last one shorter.
 
-    The end of text is between two documents, and the model's first token, or else the end of text, before all.
-    `limits` as of `evaluate_file`.  Raises UserError if there is no text, or the model lacks one of the ids.
+    The end of text is between two documents, which are isolated from each other or not, and the model's first token, or
+    else the end of text, before all.  `limits` as of `evaluate_file`.  Raises UserError if there is no text, or the
+    model lacks one of the ids.
     """
     end, context = tokenizer.end_of_text, program.model.context
-    documents = [ids.astype(np.int32) for ids in tokenizer.encode_documents([*texts])]
+    parts = [ids.astype(np.int32) for ids in tokenizer.encode_documents([*texts])]
     between = np.array([] if end is None else [end], np.int32)
     start = between if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], np.int32)
-    ids = np.concatenate([start, *(part for each in documents for part in (each, between))])[: -len(between) or None]
+    ids = np.concatenate([start, *(part for each in parts for part in (each, between))])[: -len(between) or None]
     if (largest := int(ids.max(initial=0))) >= program.model.vocabulary:
         raise UserError(
             f"--text has the id {largest} of the tokenizer {tokenizer.name}, but model.vocabulary="
@@ -170,7 +173,8 @@ def evaluate_text(
     full = [row for row in rows if len(row) == context + 1]
     batches = [np.stack(full[first : first + batch]) for first in range(0, len(full), batch)]
     batches += [row[None] for row in rows if len(row) <= context]
-    return _grades(program, parameters, batches, TextBytes(tokenizer, tokenizer.begin_of_text), "--text")
+    isolated = end if documents == Documents.isolated else None
+    return _grades(program, parameters, batches, TextBytes(tokenizer, tokenizer.begin_of_text, isolated), "--text")
 
 
 def _grades(
@@ -178,6 +182,7 @@ def _grades(
 ) -> dict[str, int | float]:
     """Loss, perplexity, bits per byte and accuracy on batches [rows, tokens]; `name` is that of the text in messages.
 
+    Where documents are isolated, each is read as if it were alone, and its first token is not graded.
     loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the
     sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
     (Gao et al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
@@ -189,11 +194,14 @@ def _grades(
         filled = np.concatenate(
             [rows, np.repeat(rows[:1], shape[0] - len(rows), axis=0)]
         )  # one program for all batches
-        likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled))
-        nats -= float(likelihood.sum(dtype=np.float64))
-        right += int(greedy.sum())
+        ends = filled == text_bytes.isolated
+        segments = None if text_bytes.isolated is None else np.cumsum(ends, axis=1) - ends
+        likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled, segments))
+        graded = ~ends[: len(rows), :-1]
+        nats -= float(likelihood[graded].sum(dtype=np.float64))
+        right += int(greedy[graded].sum())
         size += text_bytes(rows)
-        sequences, tokens = sequences + len(rows), tokens + likelihood.size
+        sequences, tokens = sequences + len(rows), tokens + int(graded.sum())
     if not size:
         raise UserError(f"{name}: these {sequences} sequences hold only ends of documents, and no text")
     return {

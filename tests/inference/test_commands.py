@@ -193,22 +193,27 @@ def test_a_file_of_prompts_that_cannot_be_used_is_named_and_stays(run, capsys, t
         assert file.read_bytes() == content
 
 
-def test_evaluate_agrees_with_the_logits(run, capsys):
-    """5 sequences, two at a time."""
-    code, printed, _ = called(evaluate, capsys, "--checkpoint", str(run), "--sequences", "5", "--batch", "2", "--json")
+@pytest.mark.parametrize("documents", ["isolated", "joined"])
+def test_evaluate_agrees_with_the_logits(run, capsys, documents):
+    """5 sequences, two at a time; isolated, as the run's, and joined."""
+    given = ["--checkpoint", str(run), "--sequences", "5", "--batch", "2", "--json"]
+    given += ["--documents", documents] if documents == "joined" else []
+    code, printed, _ = called(evaluate, capsys, *given)
     found = json.loads(printed)
     model = shmap_tp.Model.restore(run, dp=1, mp=1)
     rows = np.fromfile(run.parent / "data" / "validation.bin", np.uint16)[: 5 * 16 + 1]
     rows = np.stack([rows[row * 16 : row * 16 + 17] for row in range(5)]).astype(int)
-    logits = np.asarray(model.logits(rows[:, :-1]), np.float64)
+    ends = (rows[:, :-1] == 0) & (documents == "isolated")
+    logits = np.asarray(model.logits(rows[:, :-1], np.cumsum(ends, axis=1) - ends), np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    loss = -np.take_along_axis(log_p, rows[:, 1:, None], -1).mean()
-    assert code == 0 and found["tokens"] == 80 and found["sequences"] == 5
+    loss = -np.take_along_axis(log_p, rows[:, 1:, None], -1)[~ends].mean()
+    tokens = 80 - ends.sum()
+    assert code == 0 and found["tokens"] == tokens and found["sequences"] == 5
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-    text = (rows[:, 1:] != 0).sum()
-    assert found["bits_per_byte"] == pytest.approx(loss * 80 / text / math.log(2), rel=1e-5)
-    assert found["accuracy"] == pytest.approx((logits.argmax(-1) == rows[:, 1:]).mean())
+    text = (rows[:, 1:] != 0)[~ends].sum()
+    assert found["bits_per_byte"] == pytest.approx(loss * tokens / text / math.log(2), rel=1e-5)
+    assert found["accuracy"] == pytest.approx((logits.argmax(-1) == rows[:, 1:])[~ends].mean())
 
 
 def test_evaluate_grades_a_file_of_text_to_its_last_token(run, capsys, tmp_path):
@@ -216,7 +221,7 @@ def test_evaluate_grades_a_file_of_text_to_its_last_token(run, capsys, tmp_path)
     (tmp_path / "a.md").write_text("12+34=")
     (tmp_path / "b.txt").write_text("the rest of it é")
     given = ["--checkpoint", str(run), "--text", str(tmp_path / "a.md"), "--text", str(tmp_path / "b.txt")]
-    code, printed, _ = called(evaluate, capsys, *given, "--json", "mesh.dp=2", "mesh.mp=4")
+    code, printed, _ = called(evaluate, capsys, *given, "--documents=joined", "--json", "mesh.dp=2", "mesh.mp=4")
     found, stream = json.loads(printed), [0, *b"12+34=", 0, *"the rest of it é".encode()]
     model = shmap_tp.Model.restore(run, dp=1, mp=1)
     rows = [np.array([stream[:17]]), np.array([stream[16:]])]

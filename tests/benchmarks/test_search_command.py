@@ -204,6 +204,30 @@ def test_where_no_compiled_step_fits_the_smallest_of_them_is_named(monkeypatch, 
     assert "needs about 20.0 of 15.8 GiB per device" in printed
 
 
+def test_after_a_near_miss_the_formulas_give_an_answer_that_is_marked_so(monkeypatch, capsys, tmp_path):
+    class NearMiss(CompiledAtOnce):
+        """The first compilation does not fit, and no other ends."""
+
+        ended = False
+
+        def poll(self) -> Result | None:
+            if NearMiss.ended:
+                return None
+            NearMiss.ended = True
+            row = replace(self.row, fits=False, step_seconds=None, peak_bytes_per_device=int(self.estimated.peak_bytes))
+            return replace(self.estimated, row=row, compile_seconds=1.0)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(command, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(command, "ChildProcess", NearMiss)
+    plan(*SEARCH, *FEW, "--minutes", "0.01", "--recipe", str(recipe := tmp_path / "fastest.yaml"))
+    printed = capsys.readouterr().out
+    assert "nothing that was compiled fits; the fastest that surely does by formulas was not compiled" in printed
+    assert "fastest (formulas): (4, 1)" in printed and "by formulas only: on models that were left out" in printed
+    assert load(str(recipe), []) == load("conf/config.yaml", words_of(printed))
+    assert ", formulas: python" in recipe.read_text().splitlines()[0]
+
+
 def test_ctrl_c_before_anything_is_compiled_has_no_traceback(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt

@@ -20,10 +20,11 @@ from shmap_tp.plan.search.candidates import (
     pareto_front,
     pruned,
 )
+from shmap_tp.plan.search.cost import Cost
 from shmap_tp.plan.search.formulas import Estimate
 from shmap_tp.plan.search.jobs import ended
 from shmap_tp.plan.search.loop import WORTH_TRYING, Search
-from shmap_tp.plan.search.output import Cost, Task, largest_share, limited_by, table
+from shmap_tp.plan.search.output import Task, largest_share, limited_by, table
 from shmap_tp.plan.targets import find_target, machine_of
 
 FILE = str(CONF / "config.yaml")
@@ -231,6 +232,14 @@ def test_the_time_is_kept_and_what_runs_then_is_ended():
     assert [one.candidate.microbatches for one in search.remaining] == [1], "the formulas still rank it"
 
 
+def test_a_search_of_several_goes_on_after_its_share_until_a_candidate_fits():
+    compiler = Compiler({1: (1.0, 12), 2: (1.1, 5)}, takes=60.0)
+    search = compiler.search([made(1, 1.0, 8.9), made(2, 1.1, 5), made(3, 1.11, 5)], seconds=30.0)
+    search.longest = 200.0
+    search.run()
+    assert compiler.started == [1, 2] and search.best().candidate.microbatches == 2 and compiler.now < 130
+
+
 def test_a_stop_keeps_what_was_found():
     compiler = Compiler({1: (1.0, 5), 2: (1.0, 5)})
 
@@ -318,13 +327,18 @@ def test_waiting_for_the_host_is_named_where_it_limits_a_step():
     assert limited_by(in_table(1.0, 1.2), LIMIT * 1e9) == "memory: may not fit"
 
 
-def test_the_table_marks_the_front_and_adds_time_and_cost():
-    task = Task(config("train.batch=125", "train.microbatches=1", "model.context=8"), TARGET, Cost(8.64e10, 2.0, 16))
+def test_the_table_marks_the_front_and_adds_time_and_cost(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    task = Task(
+        config("train.batch=125", "train.microbatches=1", "model.context=8"),
+        TARGET,
+        Cost(8.64e10, 2.0, 16, "TPU v5 lite"),
+    )
     too_small = in_table(math.inf, 1.2, is_compiled=True)
     text = table(task, [in_table(0.9, 1.1), in_table(1.0, 0.8), too_small, in_table(1.5, 0.85)])
     head, first, second, too_large, unfit = text.splitlines()
-    assert head.split()[-3:] == ["days", "dollars", "candidate"]
+    assert head.split()[-3:] == ["days", "dollars", "candidate"] and "limited by" not in head, "of 100 columns"
     assert first.startswith("*") and second.startswith(" ") and unfit.startswith(" ")
     assert "0.900" in too_large, "what may not fit comes after what fits"
-    assert "1,000.0" in first and "768,000" in first, "8.64e10 tokens at 1,000 a second; 16 chips at 2 dollars an hour"
-    assert unfit.split()[:3] == ["-", "-", "-"]
+    assert "1,240.0" in first and "952,320" in first, "1,000 days by the predicted step; 16 chips at 2 dollars an hour"
+    assert unfit.split()[0] == "-" and unfit.split().count("-") >= 3, "no step, no days, no dollars"

@@ -60,7 +60,7 @@ class Candidate:
     def __str__(self) -> str:
         mode = f" {self.tensor_parallel}" if self.mp > 1 else ""
         ring = "+ring" if self.fsdp_gradients == FsdpGradients.ring else ""
-        offload = f", offload {'+'.join(self.offload)}" if self.offload else ""
+        offload = f", offload {' + '.join(self.offload)}" if self.offload else ""
         return f"({self.dp}, {self.mp}){mode} {self.zero}{ring}, {self.microbatches} mb, remat {self.remat}{offload}"
 
 

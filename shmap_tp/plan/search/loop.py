@@ -117,7 +117,9 @@ class Search:
     tell: Tell
     jobs: int
     seconds: float
-    """Of the whole search."""
+    """Of the search, where a compiled candidate fits."""
+    longest: float = 0.0
+    """Seconds of the search as long as none does, if that is more."""
     save: Save = lambda one: None
     """Is called with each compiled candidate."""
     progress: Tell = lambda line: None
@@ -133,7 +135,7 @@ class Search:
     def run(self) -> None:
         """Compile until the time is up or nothing better is expected.  KeyboardInterrupt ends it.  What was found is in
         `found`; a candidate whose compilation is ended is in `remaining` again."""
-        self.deadline = self.clock() + self.seconds
+        self.begin = self.clock()
         try:
             while self._fill() or self.running:
                 self._collect()
@@ -153,6 +155,10 @@ class Search:
         if not self.stopped:
             expected = "nothing faster is expected" if self._fitting() else "nothing else is expected to fit"
             self.stopped = "too little time for another" if self.next() else expected
+
+    @property
+    def deadline(self) -> float:
+        return self.begin + (self.seconds if self._fitting() else max(self.seconds, self.longest))
 
     def _fitting(self) -> list[Result]:
         """The compiled candidates that fit."""
@@ -230,9 +236,9 @@ class Search:
         return bool(self.running)
 
     def _too_late(self) -> bool:
-        """Whether a compilation as long as the shortest so far would not end in time."""
+        """Whether the time is up, or a compilation as long as the shortest so far would not end in time."""
         shortest = min((one.compile_seconds for one in self.found if one.row), default=0.0)
-        return bool(self.found) and self.deadline - self.clock() < shortest
+        return self.deadline - self.clock() <= shortest
 
     def _collect(self) -> None:
         for candidate, (estimated, job) in list(self.running.items()):

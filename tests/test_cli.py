@@ -53,7 +53,7 @@ BAD = {
     "an added key": (["+train.more=1"], ["+train.more=1", "write key=value"]),
     "a deleted key": (["~train.steps"], ["~train.steps", "write key=value"]),
     "mp and heads": (["mesh.mp=3", "mesh.dp=1"], ["mesh.mp=3", "heads=8", "{1, 2, 4, 8}"]),
-    "mp and ffn": (["model.ffn=66"], ["mesh.mp=4", "ffn=66", "use mesh.mp in {1, 2, 3"]),
+    "mp and ffn": (["model.ffn=66"], ["mesh.mp=4", "ffn=66", "use mesh.mp in {1, 2}"]),
     "mp and vocabulary": (["model.vocabulary_multiple=66"], ["mesh.mp=4", "padded vocabulary=66", "use mesh.mp in"]),
     "dp and microbatch": (["train.microbatches=8"], ["mesh.dp=2", "microbatch of 1 sequences", "use mesh.dp in {1}"]),
     "microbatches and batch": (["train.microbatches=3"], ["train.microbatches=3", "train.batch=8", "{1, 2, 4, 8}"]),

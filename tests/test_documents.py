@@ -181,7 +181,8 @@ def test_every_configuration_key_has_a_row_in_the_reference(generator):
 @pytest.mark.parametrize("generator", ["make_planning_report"], indirect=True)
 def test_the_planning_guide_explains_every_line_of_the_report(generator):
     guide = (ROOT / "docs" / "planning.md").read_text()
-    for label in (line.split()[0] for line in generator.report().splitlines()[1:-1]):
+    lines = [line for line in generator.report().splitlines()[1:-1] if not line.startswith("   ")]  # not continued
+    for label in (line.split()[0] for line in lines):
         assert f"\n| `{label}` |" in guide, f"docs/planning.md does not explain the line {label}"
 
 

@@ -228,10 +228,16 @@ def _explain_key(error: OmegaConfBaseException) -> str:
 
 
 def _suggest(unknown: str) -> str:
-    """The known key whose spelling is closest to `unknown`, by its full name or else by its last part."""
-    full_names = {name: name for section in SECTIONS for name in [section, *keys(section)]}
-    last_parts = {name.rpartition(".")[2]: name for name in full_names}
-    for names, word in [(full_names, unknown), (last_parts, unknown.rpartition(".")[2])]:
-        if close := difflib.get_close_matches(word, names, n=1, cutoff=0.7):
-            return f"did you mean {names[close[0]]}?"
-    return "shmap_tp/config/schema.py lists all keys"
+    """The known key that is meant: spelled alike in the same section, or the only one of this name in another."""
+    section, _, word = unknown.rpartition(".")
+    every = [name for known in SECTIONS for name in [known, *keys(known)]]
+    near = [name for name in every if name.startswith(f"{section}.")] if section in SECTIONS else every
+    names = {name.rpartition(".")[2]: name for name in near}
+    longer = [name for name in names if f"{name}_".startswith(f"{word}_") or f"{word}_".startswith(f"{name}_")]
+    same = [name for name in every if name.endswith(f".{word}")]
+    alike = [(names, 0.7), (longer, 0.5)]
+    if close := [
+        found for some, cutoff in alike for found in difflib.get_close_matches(word, some, n=1, cutoff=cutoff)
+    ]:
+        return f"did you mean {names[close[0]]}?"
+    return f"did you mean {same[0]}?" if len(same) == 1 else "shmap_tp/config/schema.py lists all keys"

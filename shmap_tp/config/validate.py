@@ -47,7 +47,7 @@ def validate(config: Config) -> None:
     _check_prompts(config.sample)
     _check_profile(config.train)
     _check_mp_divides_model(mesh, model)
-    _validate_model(model, mesh.mp)
+    _validate_model(mesh, model)
     _check_fsdp_gradients(mesh)
     _check_batch(mesh, config.train)
 
@@ -62,7 +62,8 @@ def resolve_auto(config: Config, devices: int | None = None) -> Config:
     if mesh.dp == AUTO:
         if devices is None:
             raise UserError(f"mesh.dp={AUTO} is only for training, on all available devices; give mesh.dp as a number")
-        _check_divides("mesh.mp", mesh.mp, f"the {devices} available devices (mesh.dp={AUTO})", devices)
+        what, fit = f"the {devices} available devices (mesh.dp={AUTO})", _fitting_mp(mesh, config.model)
+        _check_divides("mesh.mp", mesh.mp, what, devices, [n for n in fit if devices % n == 0])
         mesh = replace(mesh, dp=devices // mesh.mp)
         try:
             validate(replace(config, mesh=mesh))
@@ -146,12 +147,24 @@ def _check_profile(train: TrainConfig) -> None:
 
 
 def _check_mp_divides_model(mesh: MeshConfig, model: ModelConfig) -> None:
+    where = {"context": f"model {model.name}, mesh.tensor_parallel={mesh.tensor_parallel}"}
+    for what, size in _cut_along_mp(mesh, model).items():
+        in_model = where.get(what, f"model {model.name}")
+        _check_divides("mesh.mp", mesh.mp, f"{what}={size} ({in_model})", size, _fitting_mp(mesh, model))
+
+
+def _cut_along_mp(mesh: MeshConfig, model: ModelConfig) -> dict[str, int]:
+    """The sizes that mesh.mp must divide."""
     sizes = {"heads": model.heads, "ffn": model.ffn, "the padded vocabulary": padded_vocabulary(model)}
-    for what, size in sizes.items():
-        _check_divides("mesh.mp", mesh.mp, f"{what}={size} (model {model.name})", size)
-    if mesh.tensor_parallel != TensorParallelMode.all_reduce:
-        where = f"model {model.name}, mesh.tensor_parallel={mesh.tensor_parallel}"
-        _check_divides("mesh.mp", mesh.mp, f"context={model.context} ({where})", model.context)
+    is_time_cut = mesh.tensor_parallel != TensorParallelMode.all_reduce
+    return sizes | ({"context": model.context} if is_time_cut else {})
+
+
+def _fitting_mp(mesh: MeshConfig, model: ModelConfig) -> list[int]:
+    """What mesh.mp can be: what all sizes of the model allow."""
+    sizes, kv_heads = _cut_along_mp(mesh, model).values(), model.kv_heads
+    fit = divisors(math.gcd(*sizes))
+    return [n for n in fit if kv_heads % n == 0 or n % kv_heads == 0]
 
 
 def _check_fsdp_gradients(mesh: MeshConfig) -> None:
@@ -178,16 +191,17 @@ def _check_batch(mesh: MeshConfig, train: TrainConfig) -> None:
     _check_divides("mesh.dp", mesh.dp, what, microbatch)
 
 
-def _check_divides(key: str, divisor: int, what: str, size: int) -> None:
-    """Raise UserError unless `divisor`, the value of `key`, divides `size`, which the message calls `what`."""
+def _check_divides(key: str, divisor: int, what: str, size: int, fit: list[int] | None = None) -> None:
+    """Raise UserError unless `divisor`, the value of `key`, divides `size`, which the message calls `what`.  `fit`: the
+    values to use instead, by default all that divide `size`."""
     if size % divisor:
-        fit = ", ".join(map(str, divisors(size)))
-        raise UserError(f"{key}={divisor} does not divide {what}; use {key} in {{{fit}}}")
+        advised = ", ".join(map(str, divisors(size) if fit is None else fit))
+        raise UserError(f"{key}={divisor} does not divide {what}; use {key} in {{{advised}}}")
 
 
-def _validate_model(model: ModelConfig, mp: int) -> None:
-    """Check every rule of the model alone.  Raises UserError naming the first that is broken."""
-    _check_heads(model, mp)
+def _validate_model(mesh: MeshConfig, model: ModelConfig) -> None:
+    """Check the other rules of the model.  Raises UserError naming the first that is broken."""
+    _check_heads(mesh, model)
     _check_rotary(model)
     _check_options(model)
     _check_offload(model)
@@ -198,14 +212,13 @@ def divisors(size: int) -> list[int]:
     return [n for n in range(1, min(size, 1024) + 1) if size % n == 0]
 
 
-def _check_heads(model: ModelConfig, mp: int) -> None:
+def _check_heads(mesh: MeshConfig, model: ModelConfig) -> None:
     if model.heads % model.kv_heads:
         raise UserError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; choose a divisor")
-    if model.kv_heads % mp and mp % model.kv_heads:
-        fit = [n for n in divisors(model.heads) if model.kv_heads % n == 0 or n % model.kv_heads == 0]
+    if model.kv_heads % mesh.mp and mesh.mp % model.kv_heads:
         raise UserError(
-            f"mesh.mp={mp} neither divides kv_heads={model.kv_heads} (model {model.name}) nor is a multiple of it; "
-            f"use mesh.mp in {{{', '.join(map(str, fit))}}}"
+            f"mesh.mp={mesh.mp} neither divides kv_heads={model.kv_heads} (model {model.name}) nor is a multiple of it;"
+            f" use mesh.mp in {{{', '.join(map(str, _fitting_mp(mesh, model)))}}}"
         )
 
 

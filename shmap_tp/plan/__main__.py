@@ -3,7 +3,7 @@
     python -m shmap_tp.plan --version v5e --devices 16 --model 6b                    search the fastest step
     python -m shmap_tp.plan --version h100 --nodes 1 --model llama3_8b               the same on a node of 8 GPUs
     python -m shmap_tp.plan --version v5e --devices 16 --from-pretrained DIR         the same for a Hugging Face model
-    python -m shmap_tp.plan --versions v5e,v6e --devices 16,64 --model 6b --tokens 1e11 --price v5e=1.2,v6e=2.7
+    python -m shmap_tp.plan --versions v5e,v6e --devices 16,64 --model 6b --tokens 100B --price v5e=1.2,v6e=2.7
                                                                                      time and cost of a run
     python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8                   one mesh in detail
     python -m shmap_tp.plan --version v5e --model 6b --dp 2 --mp 8 --plot step.png   and a timeline of its step
@@ -34,10 +34,12 @@ from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_com
 from shmap_tp.plan.communication.ledger import table, without_trivial_axes
 from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.generation import generation_command
+from shmap_tp.plan.layout import ROW_INDENT, wrapped
 from shmap_tp.plan.plot import PlannedMemory, plot_step
 from shmap_tp.plan.predict import Prediction, format_memory, memory_by_kind, predict, step_dtype
 from shmap_tp.plan.report import FORMULA, PREDICTED, Row, format_row
 from shmap_tp.plan.search.command import search_command
+from shmap_tp.plan.search.cost import token_count
 from shmap_tp.plan.targets import VERSIONS, devices_of_nodes, find_target
 from shmap_tp.runtime.command_line import run_command
 
@@ -116,7 +118,7 @@ def check_search_flags(arguments: argparse.Namespace) -> None:
         if arguments.devices and any(word.startswith(f"{key}=") for word in arguments.overrides):
             raise UserError(f"{key} follows from the devices that are searched; omit it, and give --slices for several")
     if arguments.price is not None and arguments.tokens is None:
-        raise UserError("--price needs --tokens, the tokens of the run; add it, such as --tokens 1e11")
+        raise UserError("--price needs --tokens, the tokens of the run; add it, such as --tokens 100B")
     for name in ("minutes", "tokens", "jobs"):
         value = vars(arguments)[name]
         if value is not None and not 0 < value < float("inf"):
@@ -143,8 +145,8 @@ def plan_one_mesh(arguments: argparse.Namespace) -> None:
     print(f"compiling the step for {target} ...", flush=True)
     prediction = predict(config, target, record=arguments.plot is not None)
     save_rows([prediction.row], arguments)
-    print(format_row(prediction.row))
-    print(FORMULA)
+    print(wrapped(format_row(prediction.row), ROW_INDENT))
+    print(wrapped(FORMULA))
     print("\nMEMORY per device")
     print(format_memory(memory_by_kind(prediction.programs, prediction.compiled), prediction.compiled))
     print_communication(config)
@@ -188,11 +190,11 @@ def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
     planned, sizes = planned_communication(config), axis_sizes(config.mesh)
     if config.mesh.slices > 1 and prediction.row.kind == PREDICTED:
         found = inter_slice_communication(prediction.text)
-        print(f"\nCOMPILED COLLECTIVES between slices: {compare_dcn(planned, found)}")
+        print(wrapped(f"\nCOMPILED COLLECTIVES between slices: {compare_dcn(planned, found)}"))
         print(table(found))
         return
     found = reconcile(planned, communication_in_hlo(prediction.text, sizes), sizes)
-    print(f"\nCOMPILED COLLECTIVES: {found.report}")
+    print(wrapped(f"\nCOMPILED COLLECTIVES: {found.report}"))
 
 
 def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
@@ -223,12 +225,13 @@ def make_parser() -> argparse.ArgumentParser:
     search = parser.add_argument_group("search, in place of --dp and --mp")
     search.add_argument("--devices", metavar="N", help="devices of all slices together: search the best configuration")
     search.add_argument("--nodes", type=int, metavar="N", help="nodes of 8 GPUs: search the best configuration")
-    search.add_argument("--minutes", type=float, metavar="N", help="time of the search at most (default 30)")
+    search.add_argument("--minutes", type=float, metavar="N", help="time to compile, of all targets (default 30)")
     search.add_argument(
         "--jobs", type=int, metavar="N", help="compilations at a time, at most what cores and memory allow"
     )
     search.add_argument("--recipe", metavar="FILE", help="write the fastest configuration to FILE")
-    search.add_argument("--tokens", type=float, metavar="N", help="tokens of the whole run: prints its time and cost")
+    of_run = "tokens of the whole run, such as 100B or 1e11: prints its time and cost"
+    search.add_argument("--tokens", type=token_count, metavar="N", help=of_run)
     search.add_argument("--price", help="dollars per chip hour: 1.2, or by version: v5e=1.2,v6e=2.7")
     search.add_argument("--versions", help="search several versions: v5e,v6e,h100 (and --devices 16,64)")
     decode = parser.add_argument_group("generation, in place of a training step")

@@ -25,6 +25,7 @@ from shmap_tp.hardware.xla_options import compile_with
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
 from shmap_tp.plan.aot_compile import parse_out_of_memory
+from shmap_tp.plan.layout import ROW_INDENT, wrapped
 from shmap_tp.plan.predict import Builder, Prediction, build_programs, facts_beside_text, program_name, step_dtype
 from shmap_tp.plan.report import FORMULA, Row, config_fields, format_comparison, format_row, mesh_fields
 from shmap_tp.pretrained.configuration import load
@@ -282,12 +283,12 @@ def report(result: Result, arguments: argparse.Namespace, script: str, baseline:
         return
     for each in [result, baseline] if baseline else [result]:
         each.row.command = command_line(script)
-        print(format_row(each.row))
+        print(wrapped(format_row(each.row), ROW_INDENT))
         if arguments.json:
             append_json(each.row.to_json(), Path(arguments.json))
     if baseline:
         print(format_comparison(result.row, baseline.row))
-    print(FORMULA)
+    print(wrapped(FORMULA))
     if arguments.hlo and result.text is None:
         raise UserError(f"--hlo {arguments.hlo}: a program that does not fit has no schedule; make it fit first")
     if arguments.hlo:

@@ -37,6 +37,7 @@ from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.ledger import Entry, format_bytes, table, without_trivial_axes
 from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.hlo_parser import parse_hlo
+from shmap_tp.plan.layout import ROW_INDENT, wrapped
 from shmap_tp.plan.predict import CACHE, shard_bytes
 from shmap_tp.plan.report import PREDICTED, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
@@ -301,7 +302,7 @@ def generation_command(arguments: argparse.Namespace) -> None:
     prediction.row.command = command_line()
     if arguments.json:
         append_json(prediction.row.to_json(), Path(arguments.json))
-    print(format_generation(prediction.row))
+    print(wrapped(format_generation(prediction.row), ROW_INDENT))
     print_communication(config, requests, prediction)
 
 
@@ -311,7 +312,7 @@ def print_communication(config: Config, requests: Requests, prediction: Generati
     def compare(name: str, planned: list[Entry], text: str | None) -> None:
         if text is not None:
             found = reconcile(planned, communication_in_hlo(text, sizes), sizes)
-            print(f"\nCOMPILED COLLECTIVES of {name}: {found.report}")
+            print(wrapped(f"\nCOMPILED COLLECTIVES of {name}: {found.report}"))
 
     decode = decode_communication(config, requests.batch, GREEDY.decode_tokens, DTYPE)
     print(f"\nCOMMUNICATION of decoding {GREEDY.decode_tokens} tokens of each sequence (analytic)")

@@ -37,6 +37,7 @@ def test_the_plan_of_a_mesh_prints_step_time_memory_and_communication(tmp_path):
     headings = ["compiling the step for", "PREDICTED  test", "MEMORY per device", "COMMUNICATION per step (analytic)"]
     for heading in [*headings, "COMPILED COLLECTIVES: as planned"]:
         assert heading in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
 
 
 def test_the_gpu_benchmark_runs_on_emulated_devices_with_the_gspmd_baseline():

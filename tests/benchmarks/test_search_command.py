@@ -28,6 +28,11 @@ FEW = ["mesh.mp=1", "model.offload=[]"]
 """Keys that make a search small."""
 
 
+@pytest.fixture(autouse=True)
+def columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # xdist has 80
+
+
 @pytest.fixture
 def without_compiler(monkeypatch):
     monkeypatch.setattr(command, "compiler_missing", lambda target: "the compiler is not installed")
@@ -54,7 +59,8 @@ def plan(*arguments: str) -> None:
 
 def words_of(printed: str) -> list[str]:
     """The words of the command that a search ends with, after --cfg FILE."""
-    line = next(line for line in printed.splitlines() if line.startswith("  python main.py --cfg "))
+    lines = printed.replace(" \\\n", " ").splitlines()
+    line = next(line for line in lines if line.startswith("  python main.py --cfg "))
     return shlex.split(line)[4:]
 
 
@@ -113,21 +119,54 @@ def test_gpu_nodes_are_searched(without_compiler, capsys):
 
 def test_nodes_of_several_kinds_of_gpu_are_searched(without_compiler, capsys):
     plan("--versions", "h100,b200", "--nodes", "1", "--model", "test", "--batch", "16", "train.microbatches=1", *FEW)
-    summary = capsys.readouterr().out.split("the fastest of each\n")[1].splitlines()
-    assert [line.split(":")[0] for line in summary] == ["  1 x 8 NVIDIA H100 80GB HBM3", "  1 x 8 NVIDIA B200"]
+    summary = capsys.readouterr().out.split("the fastest of each, its speed as predicted\n")[1].splitlines()
+    assert [line.split(":")[0] for line in summary[::2]] == ["  1 x 8 NVIDIA H100 80GB HBM3", "  1 x 8 NVIDIA B200"]
 
 
 def test_time_and_cost_are_given_for_every_slice(without_compiler, capsys):
     plan(
         "--versions", "v5e,v6e", "--devices", "4,16", "--model", "test", "--batch", "16",
-        "--tokens", "1e14", "--price", "v5e=1.2,v6e=2.7", *FEW,
+        "--tokens", "1T", "--price", "v5e=1.2,v6e=2.7", *FEW,
     )  # fmt: skip
     printed = capsys.readouterr().out
-    summary = printed.split("the fastest of each\n")[1].splitlines()
-    assert [line.split(" (")[0] for line in summary] == ["  v5e 2x2", "  v5e 4x4", "  v6e 2x2", "  v6e 4x4"]
-    assert all(" days, " in line and " dollars; (" in line for line in summary)
-    days, dollars = (summary[1].split(f" {name}")[0].split()[-1].replace(",", "") for name in ("days", "dollars"))
+    summary = printed.split("the fastest of each, its speed as predicted\n")[1].splitlines()
+    assert [line.split(" (")[0] for line in summary[::3]] == ["  v5e 2x2", "  v5e 4x4", "  v6e 2x2", "  v6e 4x4"]
+    constants = ["at 1.24 (1.18 to 1.30) times the step"] * 2 + ["at 1.12 (1.05 to 1.18) times the step"] * 2
+    assert all(constant in line for constant, line in zip(constants, summary[2::3], strict=True))
+    days, dollars = (summary[5].split(f" {name}")[0].split()[-1].replace(",", "") for name in ("days", "dollars"))
     assert float(dollars) == pytest.approx(float(days) * 24 * 16 * 1.2, rel=0.02)
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_of_several_slices_those_that_there_was_no_time_for_are_named(monkeypatch, capsys):
+    class Endless(CompiledAtOnce):
+        def poll(self) -> None:
+            return None
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(command, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(command, "ChildProcess", Endless)
+    prices = ["--tokens", "1T", "--price", "v5e=9,v6e=1"]
+    plan(
+        "--versions",
+        "v5e,v6e",
+        "--devices",
+        "4",
+        "--model",
+        "test",
+        "--batch",
+        "16",
+        "--minutes",
+        "0.01",
+        *prices,
+        *FEW,
+    )
+    printed = capsys.readouterr().out
+    assert printed.count("(formulas: the time is up)") == 2
+    assert printed.index("\ntest on v6e 2x2 (4 chips, 4 devices)\n") < printed.index(
+        "for 0.3 s at most, 0.6 s until one"
+    )
+    assert "\ntest on v5e 2x2 (4 chips, 4 devices)\n" in printed.split("0.6 s until one")[1], "the cheapest is first"
 
 
 def test_a_model_that_fits_nowhere_is_said_to_need_more(without_compiler):
@@ -175,7 +214,9 @@ def test_of_several_slices_each_says_what_it_lacks_and_how_it_would_fit(without_
     with pytest.raises(UserError, match="nothing that was searched fits"):
         plan(*sizes, "mesh.zero=none")
     printed = capsys.readouterr().out
-    assert printed.count("GiB per device") == printed.count("use more devices") == 2
+    during, summary = printed.split("\nthe fastest of each")
+    assert during.count("GiB per device") == during.count("use more devices") == 2
+    assert summary.count(": nothing: the smallest, ") == 2, "no target goes without a line"
 
 
 def test_a_file_that_cannot_be_written_any_more_keeps_what_was_found(monkeypatch, capsys):
@@ -202,6 +243,30 @@ def test_where_no_compiled_step_fits_the_smallest_of_them_is_named(monkeypatch, 
     printed = capsys.readouterr().out
     assert "nothing that was compiled fits; the smallest, (4, 1) fsdp" in printed
     assert "needs about 20.0 of 15.8 GiB per device" in printed
+
+
+def test_after_a_near_miss_the_formulas_give_an_answer_that_is_marked_so(monkeypatch, capsys, tmp_path):
+    class NearMiss(CompiledAtOnce):
+        """The first compilation does not fit, and no other ends."""
+
+        ended = False
+
+        def poll(self) -> Result | None:
+            if NearMiss.ended:
+                return None
+            NearMiss.ended = True
+            row = replace(self.row, fits=False, step_seconds=None, peak_bytes_per_device=int(self.estimated.peak_bytes))
+            return replace(self.estimated, row=row, compile_seconds=1.0)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(command, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(command, "ChildProcess", NearMiss)
+    plan(*SEARCH, *FEW, "--minutes", "0.01", "--recipe", str(recipe := tmp_path / "fastest.yaml"))
+    printed = capsys.readouterr().out
+    assert "nothing that was compiled fits; by formulas others do, of which this is the fastest" in printed
+    assert "fastest (formulas): (4, 1)" in printed and "by formulas only: on models that were left out" in printed
+    assert load(str(recipe), []) == load("conf/config.yaml", words_of(printed))
+    assert ", formulas: python" in recipe.read_text().splitlines()[0]
 
 
 def test_ctrl_c_before_anything_is_compiled_has_no_traceback(monkeypatch, capsys):

@@ -55,7 +55,7 @@ OVERRIDES = {
     "train.profile=[1,a]": "train.profile[1]=a must be of type list[int] | None",
     # divisibility and combinations
     "mesh.mp=3": "mesh.mp=3 does not divide heads=8 (model bytes); use mesh.mp in {1, 2, 4, 8}",
-    "model.ffn=510": "mesh.mp=4 does not divide ffn=510 (model bytes); use mesh.mp in {1, 2, 3, 5, 6, 10,",
+    "model.ffn=510": "mesh.mp=4 does not divide ffn=510 (model bytes); use mesh.mp in {1, 2}",
     "model.vocabulary_multiple=3": "mesh.mp=4 does not divide the padded vocabulary=258 (model bytes); use",
     "mesh.tensor_parallel=line": "mesh.tensor_parallel=line must be one of all_reduce, sequence, collective_matmul",
     "mesh.processes=3": "mesh.processes=3 does not divide the 8 devices of mesh.dp=2 x mesh.mp=4; use",
@@ -99,7 +99,17 @@ def test_mp_must_divide_the_context_when_activations_are_sharded_over_time(mode)
     assert load(FIRST, ["model.context=6"]).mesh.tensor_parallel is TensorParallelMode.all_reduce
     message = error_message(FIRST, "model.context=6", f"mesh.tensor_parallel={mode}")
     assert message == (
-        f"mesh.mp=4 does not divide context=6 (model bytes, mesh.tensor_parallel={mode}); use mesh.mp in {{1, 2, 3, 6}}"
+        f"mesh.mp=4 does not divide context=6 (model bytes, mesh.tensor_parallel={mode}); use mesh.mp in {{1, 2}}"
+    )
+
+
+def test_every_mp_that_is_advised_suits_all_sizes_of_the_model():
+    sizes = ["model.heads=9", "model.kv_heads=3", "model.ffn=1536", "model.vocabulary_multiple=1152", "mesh.dp=1"]
+    message = error_message(FIRST, *sizes, "mesh.mp=2")
+    assert message == "mesh.mp=2 does not divide heads=9 (model bytes); use mesh.mp in {1, 3}"
+    assert [load(FIRST, [*sizes, f"mesh.mp={mp}"]).mesh.mp for mp in (1, 3)] == [1, 3]
+    assert error_message(FIRST, *sizes, "mesh.mp=9").endswith(
+        "does not divide ffn=1536 (model bytes); use mesh.mp in {1, 3}"
     )
 
 
@@ -108,7 +118,7 @@ def test_mp_must_divide_kv_heads_or_be_a_multiple_of_them():
         FIRST, "model.heads=12", "model.kv_heads=4", "mesh.mp=6", "model.ffn=48", "model.vocabulary_multiple=6"
     )
     assert message == (
-        "mesh.mp=6 neither divides kv_heads=4 (model bytes) nor is a multiple of it; use mesh.mp in {1, 2, 4, 12}"
+        "mesh.mp=6 neither divides kv_heads=4 (model bytes) nor is a multiple of it; use mesh.mp in {1, 2}"
     )
 
 
@@ -137,7 +147,7 @@ def test_auto_uses_all_devices_and_respects_the_limit_of_sequences_per_device(de
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (6, "mesh.mp=4 does not divide the 6 available devices (mesh.dp=auto); use mesh.mp in {1, 2, 3, 6}"),
+        (6, "mesh.mp=4 does not divide the 6 available devices (mesh.dp=auto); use mesh.mp in {1, 2}"),
         (12, "mesh.dp=auto is 3 on 12 devices, and mesh.dp=3 does not divide a microbatch of 16 sequences"),
         (None, "mesh.dp=auto is only for training, on all available devices; give mesh.dp as a number"),
     ],

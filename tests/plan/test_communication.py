@@ -185,7 +185,8 @@ def test_a_missing_all_reduce_is_reported(monkeypatch):
 # The printed table
 
 
-def test_printed_totals_are_the_sums_of_the_entries():
+def test_printed_totals_are_the_sums_of_the_entries(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     entries = analytic_communication(program_config("sequential, remat full", (2, 4)), "bfloat16")
     lines = table(entries).splitlines()
     assert len(lines) == 1 + len(entries) + 2 + 1

@@ -12,6 +12,8 @@ from enum import StrEnum
 
 import jax.numpy as jnp
 
+from shmap_tp.plan.layout import fitted_table, wrapped
+
 
 class Operation(StrEnum):
     """A collective operation."""
@@ -99,9 +101,9 @@ def without_trivial_axes(entries: Iterable[Entry], sizes: dict[str, int]) -> lis
 
 def table(entries: Iterable[Entry], total: str = "per step") -> str:
     """The entries as an aligned table, ordered by direction, followed by the bytes over each axis.  `total` is what the
-    column of count x bytes is called."""
-    entries = list(entries)
-    rows = [("direction", "what", "operation", "axis", "dtype", "bytes", "count", total)]
+    column of count x bytes is called.  On a narrow terminal there is no dtype, or no count."""
+    entries, figures = list(entries), ("bytes", "count", total)
+    rows = [("direction", "what", "operation", "axis", "dtype", *figures)]
     for direction in Direction:
         for entry in (entry for entry in entries if entry.direction == direction):
             sizes = format_bytes(entry.bytes), str(entry.count), format_bytes(entry.total)
@@ -110,15 +112,8 @@ def table(entries: Iterable[Entry], total: str = "per step") -> str:
         over_axis = [entry for entry in entries if entry.axis == axis]
         count, size = sum(entry.count for entry in over_axis), sum(entry.total for entry in over_axis)
         rows.append(("total", "", "", axis, "", "", str(count), format_bytes(size)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(w) if i >= 5 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
     note = "bytes: the operand of one device, not the bytes on its links; for an all-gather one shard"
-    return "\n".join([*(line.rstrip() for line in lines), note])
+    return f"{fitted_table(rows, ['dtype', 'count'], right=figures, wrap='what', least=24)}\n{wrapped(note)}"
 
 
 def format_bytes(size: int) -> str:

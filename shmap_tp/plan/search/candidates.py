@@ -60,7 +60,7 @@ class Candidate:
     def __str__(self) -> str:
         mode = f" {self.tensor_parallel}" if self.mp > 1 else ""
         ring = "+ring" if self.fsdp_gradients == FsdpGradients.ring else ""
-        offload = f", offload {'+'.join(self.offload)}" if self.offload else ""
+        offload = f", offload {' + '.join(self.offload)}" if self.offload else ""
         return f"({self.dp}, {self.mp}){mode} {self.zero}{ring}, {self.microbatches} mb, remat {self.remat}{offload}"
 
 
@@ -144,7 +144,7 @@ MEMORY_MARGIN = 1.2
 """A candidate is dropped if the formulas say that it needs more than this times the memory: on models that were left
 out of the fit they say 0.86 to 1.13 times the compiled peak."""
 SURE = 0.9
-"""A candidate surely fits if the formulas say that it needs less than this times the memory."""
+"""A candidate surely fits if the formulas say that it needs at most this times the memory."""
 TIME_MARGIN = 1.5
 """A candidate is dropped if the formulas say that it takes more than this times the fastest that surely fits."""
 
@@ -177,14 +177,16 @@ class Result:
         return self.estimate.peak_bytes if self.row is None else float(self.row.peak_bytes_per_device)
 
     def fits_in(self, limit_bytes: float) -> bool:
-        """What the compiler says, whose peak may include vector memory (`aot_compile.Compiled`), or the formulas."""
+        """What the compiler says, whose peak may include vector memory (`aot_compile.Compiled`), or the formulas with
+        a margin."""
         if self.compile_seconds is None:
-            return self.peak_bytes <= limit_bytes
+            return self.peak_bytes <= SURE * limit_bytes
         return math.isfinite(self.seconds)
 
 
-Kept = tuple[list[Result], Counter, Result]
-"""(what is left, fastest first; how many were dropped for which reason; of all the one that needs least memory)."""
+Kept = tuple[list[Result], Counter, list[Result]]
+"""(what is left, fastest first; how many were dropped for which reason; the Pareto front of memory and speed of what is
+not too large, whatever its speed: its last needs least memory of all)."""
 
 
 def prune(config: Config, target: Target, choices: list[Candidate]) -> Kept:
@@ -211,7 +213,7 @@ def pruned(every: list[Result], limit: float, host_limit: float) -> Kept:
     fastest = min(surely, default=float("inf"))
     kept = sorted((one for one in useful if one.seconds <= TIME_MARGIN * fastest), key=lambda one: one.seconds)
     dropped["too slow"] = len(useful) - len(kept)
-    return kept, dropped, min(every, key=lambda one: one.peak_bytes)
+    return kept, dropped, pareto_front(useful) or [min(every, key=lambda one: one.peak_bytes)]
 
 
 def _without_dominated_offloads(every: list[Result]) -> list[Result]:

@@ -3,6 +3,8 @@
 import argparse
 import math
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -10,20 +12,22 @@ from tqdm import tqdm
 from shmap_tp.config.compose import CONF, quoted
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, first_line
 from shmap_tp.plan.benchmark import append_json, check_flags, check_outputs, command_line
+from shmap_tp.plan.layout import shell_command, wrapped
 from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune
+from shmap_tp.plan.search.cost import Cost, parse_prices, short_count
 from shmap_tp.plan.search.jobs import ChildProcess, jobs_at_a_time
 from shmap_tp.plan.search.loop import Search
 from shmap_tp.plan.search.output import (
-    LEGEND,
-    Cost,
     Task,
     basis,
     command,
     fits_nowhere,
+    legend,
+    limited_by,
     place,
-    slices_table,
+    slice_lines,
     table,
     trust,
     write_recipe,
@@ -42,40 +46,91 @@ SEQUENCES_PER_DEVICE = 16
 """Sequences of a step on each device, where --batch is not given."""
 
 
+@dataclass(frozen=True)
+class Space:
+    """What the formulas keep of a target."""
+
+    task: Task
+    kept: list[Result]
+    smallest: Result
+    """Of all candidates."""
+
+    @property
+    def sort_key(self) -> float:
+        """Of targets: `Task.sort_key` of the fastest that fits by formulas."""
+        memory = machine_of(self.task.target).memory
+        return self.task.sort_key(min(self.kept, key=lambda one: place(one, memory)))
+
+
+Summary = dict[Target, str]
+"""Lines for each target: its fastest candidate, or why there is none."""
+
+
 def search_command(arguments: argparse.Namespace) -> None:
-    """Search every target that was asked for.  Raises UserError; SystemExit(STOPPED) after Ctrl-C, SIGTERM or SIGHUP
-    while it compiles; before that they end the process at once, since there is nothing to keep."""
+    """Search every target that was asked for, the cheapest or fastest by formulas first.  Raises UserError;
+    SystemExit(STOPPED) after Ctrl-C, SIGTERM or SIGHUP while it compiles; before that they end the process at once,
+    since there is nothing to keep."""
     targets = find_targets(arguments)
     prices = parse_prices(arguments.price, [target.version for target in targets])
     check_outputs(arguments)
     check_recipe(arguments.recipe, targets)
-    missing = {compiler_missing(target) for target in targets}
-    if arguments.json and None not in missing:
-        raise UserError(
-            f"--json {arguments.json} takes compiled steps, and {' and '.join(map(str, missing))};\n"
-            "install it, or omit --json and rank by formulas only"
-        )
-    for reason in missing - {None}:
-        print(f"{reason}: candidates are ranked by formulas only")
-    fastest: list[tuple[Task, Result]] = []
+    check_compilers(arguments, targets)
+    summary: Summary = {}
+    spaces = find_spaces(arguments, targets, prices, summary)
+    with raising():
+        winners, is_stopped = search_spaces(spaces, arguments, summary)
+    if len(targets) > 1:
+        print("\nthe fastest of each, its speed as predicted")
+        for target in targets:
+            print(wrapped(f"  {target}: {summary[target]}", 8))
+    if is_stopped:
+        print(f"stopped; what was found so far is above (exit code {STOPPED})", file=sys.stderr, flush=True)
+        raise SystemExit(STOPPED)
+    if not winners:
+        raise UserError("nothing that was searched fits; see above what each needs")
+
+
+def find_spaces(
+    arguments: argparse.Namespace, targets: list[Target], prices: dict[str, float], summary: Summary
+) -> list[Space]:
+    """What the formulas keep of each target, the cheapest or fastest first.  One that has no candidate gets its line in
+    `summary`; where it is the only target, its UserError is raised."""
+    spaces = []
     for target in targets:
-        chips = machine_of(target).chips
-        cost = Cost(arguments.tokens, prices.get(target.version), chips) if arguments.tokens else None
+        cost = Cost.on(machine_of(target), arguments.tokens, prices.get(target.version)) if arguments.tokens else None
         try:
-            task = Task(base_config(arguments, target), target, cost)
-            kept, smallest = find_candidates(task, fixed_keys(arguments))
-            with raising():
-                winner = search_target(task, arguments, kept, smallest, arguments.minutes / len(targets))
+            spaces.append(find_space(Task(base_config(arguments, target), target, cost), fixed_keys(arguments)))
         except UserError as error:
             if len(targets) == 1:
                 raise
-            print(f"{target}: {error}", flush=True)
-            continue
-        fastest += [(task, winner)] if winner else []
-    if not fastest:
-        raise UserError("nothing that was searched fits; see above what each needs")
-    if len(targets) > 1:
-        print(f"\nthe fastest of each\n{slices_table(fastest)}")
+            print(wrapped(f"{target}: {error}"), flush=True)
+            summary[target] = f"nothing: {first_line(error).rstrip(';')}"
+    return sorted(spaces, key=lambda space: space.sort_key)
+
+
+def search_spaces(spaces: list[Space], arguments: argparse.Namespace, summary: Summary) -> tuple[list[Result], bool]:
+    """(the fastest of each that has one, whether the search was stopped); adds their lines to `summary`.  Each has an
+    equal share of the time that is left, and all of it as long as nothing that was compiled fits.  Raises UserError
+    where --json cannot be written any more."""
+    end, winners, is_stopped = time.monotonic() + 60 * arguments.minutes, [], False
+    for number, space in enumerate(spaces):
+        target, left = space.task.target, end - time.monotonic()
+        search = make_search(space, arguments, left / (len(spaces) - number), left)
+        if len(spaces) > 1:
+            print(f"\n{space.task.config.model.name} on {target}", flush=True)
+        try:
+            if compiler_missing(target) is not None:
+                pass
+            elif is_stopped or left <= 0:
+                search.stopped = "stopped" if is_stopped else "the time is up"
+            else:
+                is_stopped = compile_some(search)
+        finally:
+            winner = finish(space, arguments, search)
+        winners += [winner] if winner else []
+        note = "" if winner is None or winner.row else search.stopped
+        summary[target] = slice_lines(space.task, winner, note) if winner else "nothing that was searched fits"
+    return winners, is_stopped
 
 
 # From flags to a task
@@ -92,21 +147,16 @@ def find_targets(arguments: argparse.Namespace) -> list[Target]:
     return [find_target(version, int(size), arguments.topology, slices) for version in versions for size in sizes]
 
 
-def parse_prices(text: str | None, versions: list[str]) -> dict[str, float]:
-    """Dollars per chip hour by version: of `2.5` for all, of `v5e=1.2,v6e=2.7` by name.  Raises UserError."""
-    if text is None:
-        return {}
-    try:
-        words = [word.split("=", 1) for word in text.split(",")] if "=" in text else [(name, text) for name in versions]
-        prices = {version: float(price) for version, price in words}
-    except ValueError:
-        raise UserError(f"--price {text} is no price; give dollars per chip hour: 1.2, or v5e=1.2,v6e=2.7") from None
-    for version in versions:
-        if not 0 <= prices.get(version, -1.0) < float("inf"):
-            raise UserError(f"--price {text} has no price of 0 or more for {version}; add {version}=DOLLARS")
-    for version in set(prices) - set(versions):
-        raise UserError(f"--price {text}: {version} is not searched; omit it, or add it to --versions")
-    return prices
+def check_compilers(arguments: argparse.Namespace, targets: list[Target]) -> None:
+    """Says which compiler is missing.  Raises UserError where --json would get nothing."""
+    missing = {compiler_missing(target) for target in targets}
+    if arguments.json and None not in missing:
+        raise UserError(
+            f"--json {arguments.json} takes compiled steps, and {' and '.join(map(str, missing))};\n"
+            "install it, or omit --json and rank by formulas only"
+        )
+    for reason in missing - {None}:
+        print(f"{reason}: candidates are ranked by formulas only")
 
 
 def check_recipe(file: str | None, targets: list[Target]) -> None:
@@ -119,15 +169,12 @@ def check_recipe(file: str | None, targets: list[Target]) -> None:
         raise UserError(f"--recipe {file} exists; delete it, or choose another file")
 
 
-def find_candidates(task: Task, fixed: dict[str, str]) -> tuple[list[Result], Result]:
-    """(the candidates that the formulas keep, the one that needs least memory of all); prints how many there are, and
-    how many are dropped.  Raises UserError where none is left."""
+def find_space(task: Task, fixed: dict[str, str]) -> Space:
+    """The candidates that the formulas keep; prints how many there are, and how many are dropped.  Raises UserError
+    where none is left."""
     config, target = task.config, task.target
-    print(
-        f"\n{config.model.name} on {target}: {config.train.batch} sequences of {config.model.context} "
-        f"= {task.tokens:,} tokens a step",
-        flush=True,
-    )
+    sequences = f"{config.train.batch} sequences of {config.model.context} = {task.tokens:,} tokens a step"
+    print(wrapped(f"\n{config.model.name} on {target}: {sequences}"), flush=True)
     choices = candidates(config, target, fixed)
     if not choices:
         keys = " and ".join(f"{key}={value}" for key, value in {"train.batch": config.train.batch, **fixed}.items())
@@ -137,12 +184,15 @@ def find_candidates(task: Task, fixed: dict[str, str]) -> tuple[list[Result], Re
             f"choose a --batch that more devices divide{fewer}"
         )
     print(f"estimating {len(choices):,} candidates by formulas ...", flush=True)
-    kept, dropped, smallest = prune(config, target, choices)
+    kept, dropped, front = prune(config, target, choices)
+    known = {one.candidate for one in kept}
+    slower = [one for one in front if one.candidate not in known]  # for a model that needs more than the formulas say
+    dropped["too slow"] -= len(slower) if kept else 0
     reasons = ", ".join(f"{count:,} {why}" for why, count in dropped.items() if count)
-    print(f"{len(choices):,} candidates; the formulas drop {dropped.total():,} ({reasons})", flush=True)
+    print(wrapped(f"{len(choices):,} candidates; the formulas drop {dropped.total():,} ({reasons})"), flush=True)
     if not kept:
-        raise UserError(fits_nowhere(smallest, machine_of(target).memory))
-    return kept, smallest
+        raise UserError(fits_nowhere(front[-1], machine_of(target).memory))
+    return Space(task, kept + slower, front[-1])
 
 
 def base_config(arguments: argparse.Namespace, target: Target) -> Config:
@@ -187,53 +237,60 @@ def fixed_keys(arguments: argparse.Namespace) -> dict[str, str]:
 # From a task to a report
 
 
-def search_target(
-    task: Task, arguments: argparse.Namespace, kept: list[Result], smallest: Result, minutes: float
-) -> Result | None:
-    """Compile for some minutes, print what was found, and return the fastest; None where nothing fits."""
-    target, memory = task.target, machine_of(task.target).memory
-    status = tqdm(bar_format="{desc}", disable=None, leave=False)  # a line on terminals only
-    search = Search(
-        list(kept), memory, lambda one: ChildProcess(one, task.config, target), write_line,
-        min(jobs_at_a_time(), arguments.jobs or sys.maxsize), 60 * minutes,
-        save=lambda one: save(one, arguments), progress=status.set_description_str,
+def make_search(space: Space, arguments: argparse.Namespace, seconds: float, longest: float) -> Search:
+    """The search of a target, for some seconds, and until the first candidate fits for `longest`."""
+    target, config = space.task.target, space.task.config
+    jobs = min(jobs_at_a_time(), arguments.jobs or sys.maxsize)
+    return Search(
+        list(space.kept), machine_of(target).memory, lambda one: ChildProcess(one, config, target),
+        lambda line: write_line(wrapped(line, 11)), jobs, seconds, longest, save=lambda one: save(one, arguments),
     )  # fmt: skip
+
+
+def compile_some(search: Search) -> bool:
+    """Compile until the time is up.  Whether it was stopped."""
+    longest = f", {plain_time(search.longest)} until one fits" if search.longest > search.seconds else ""
+    print(f"compiling up to {search.jobs} at a time, for {plain_time(search.seconds)} at most{longest}", flush=True)
     try:
-        if compiler_missing(target) is None:
-            print(f"compiling up to {search.jobs} at a time, for {minutes:g} minutes at most", flush=True)
-            with status:
-                search.run()
-    except UserError:  # --json cannot be written any more
-        finish(task, arguments, search, smallest)
-        raise
+        with tqdm(bar_format="{desc}", disable=None, leave=False) as status:  # a line on terminals only
+            search.progress = status.set_description_str
+            search.run()
     except KeyboardInterrupt:
-        finish(task, arguments, search, smallest)
-        print(f"stopped; what was found so far is above (exit code {STOPPED})", file=sys.stderr, flush=True)
-        raise SystemExit(STOPPED) from None
-    return finish(task, arguments, search, smallest)
+        return True
+    return False
 
 
-def finish(task: Task, arguments: argparse.Namespace, search: Search, smallest: Result) -> Result | None:
-    """Print the table, the command and the recipe of the fastest, which is returned."""
-    memory = machine_of(task.target).memory
+def plain_time(seconds: float) -> str:
+    """1800 -> '30 minutes', 50 -> '50 s'."""
+    return f"{seconds:.3g} s" if seconds < 100 else f"{round(seconds / 60, 1):g} minutes"
+
+
+def finish(space: Space, arguments: argparse.Namespace, search: Search) -> Result | None:
+    """Print the table, the command and the recipe of the answer, which is returned."""
+    task, memory, winner = space.task, search.limit_bytes, search.answer()
     compiled = [one for one in search.found if one.row is not None]
     shown = compiled or sorted(search.remaining, key=lambda one: place(one, memory))[:SHOWN]
-    print(f"\n{table(task, shown)}\n{LEGEND}")
-    if search.found:
+    shown = shown if winner is None or winner in shown else [*shown, winner]
+    print(f"\n{table(task, shown)}\n{legend(task)}")
+    if search.found or search.stopped:
         fitting, failed = sum(one.fits_in(memory) for one in compiled), len(search.found) - len(compiled)
         failures = f"{failed} failed to compile, " if failed else ""
         correlation = search.correlation()
         ranked = f"; rank correlation of the formulas with compiled times {correlation:.2f}"
-        print(
+        counts = (
             f"{len(compiled)} compiled, {fitting} of them fit; {failures}{len(search.remaining):,} were not compiled "
             f"({search.stopped}){'' if math.isnan(correlation) else ranked}"
         )
-    winner = min(shown, key=lambda one: place(one, memory), default=None)
-    if winner is None or not winner.fits_in(memory):
-        how = "that was compiled fits" if compiled else "fits by formulas"
-        least = min(compiled, key=lambda one: one.peak_bytes, default=smallest)
-        print(f"nothing {how}; {fits_nowhere(least, memory)}")
+        print(wrapped(counts))
+    if winner is None:
+        how = "that was compiled fits" if compiled else "surely fits by formulas"
+        least = min(compiled, key=lambda one: one.peak_bytes, default=space.smallest)
+        print(wrapped(f"nothing {how}; {fits_nowhere(least, memory)}"))
+        if compiled and search.next():
+            print("some of the rest may fit: more --minutes would compile them")
         return None
+    if compiled and winner.row is None:
+        print("nothing that was compiled fits; by formulas others do, of which this is the fastest:")
     report_winner(task, arguments, winner)
     return winner
 
@@ -241,9 +298,11 @@ def finish(task: Task, arguments: argparse.Namespace, search: Search, smallest: 
 def report_winner(task: Task, arguments: argparse.Namespace, winner: Result) -> None:
     """The command, how far to trust its figures, and the recipe if it was asked for."""
     config, hosts = task.config, machine_of(task.target).hosts
-    print(f"\nfastest ({basis(winner)}): {winner.candidate}")
-    print(f"  {command(winner.candidate, config, base_words(arguments), hosts)}")
-    print(trust(winner, task.target))
+    print(wrapped(f"\nfastest ({basis(winner)}): {winner.candidate}"))
+    print(shell_command(command(winner.candidate, config, base_words(arguments), hosts), 2))
+    print(wrapped(f"limited by {limited_by(winner, machine_of(task.target).memory)}; {trust(winner, task.target)}"))
+    if task.cost:
+        print(wrapped(f"{short_count(task.cost.tokens)} tokens: {task.cost.text(task.tokens / winner.seconds)}"))
     if arguments.recipe:
         note = f"{config.model.name} on {task.target}, {basis(winner)}: {command_line()}"
         write_recipe(Path(arguments.recipe), winner.candidate, config, note, hosts)

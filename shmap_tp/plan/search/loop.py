@@ -2,8 +2,8 @@
 
 Most promising is the candidate with the largest expected improvement on the fastest that was found, times the
 probability that it fits (Gardner et al. 2014, "Bayesian optimization with inequality constraints", section 3.1,
-https://proceedings.mlr.press/v32/gardner14.html).  Of candidates that are about as fast, the one that surely fits
-is compiled before the one that may not.
+https://proceedings.mlr.press/v32/gardner14.html).  As long as nothing that was compiled fits, only candidates that
+surely fit are compiled: a search that is cut short then has an answer.
 """
 
 import math
@@ -91,6 +91,8 @@ WORTH_TRYING = 1.1
 compiled ones teach, the formulas are still several percent off."""
 FITS = 1.03
 """A candidate is compiled if it is expected to need less than this times the memory."""
+SURELY = 0.99
+"""Probability of a candidate that surely fits: before anything is compiled, `candidates.SURE` of the memory or less."""
 TIME_ERRORS, MEMORY_ERRORS = Errors(common=0.03, choice=0.025, own=0.03), Errors(common=0.03, choice=0.01, own=0.02)
 """Of the formulas: in all 7.9 % and 4.5 %, about what they are off on models that were left out of their fit."""
 SMALLEST_DEVIATION = 0.01
@@ -115,7 +117,9 @@ class Search:
     tell: Tell
     jobs: int
     seconds: float
-    """Of the whole search."""
+    """Of the search, where a compiled candidate fits."""
+    longest: float = 0.0
+    """Seconds of the search as long as none does, if that is more."""
     save: Save = lambda one: None
     """Is called with each compiled candidate."""
     progress: Tell = lambda line: None
@@ -131,7 +135,7 @@ class Search:
     def run(self) -> None:
         """Compile until the time is up or nothing better is expected.  KeyboardInterrupt ends it.  What was found is in
         `found`; a candidate whose compilation is ended is in `remaining` again."""
-        self.deadline = self.clock() + self.seconds
+        self.begin = self.clock()
         try:
             while self._fill() or self.running:
                 self._collect()
@@ -149,7 +153,12 @@ class Search:
                 self.remaining.append(estimated)
             self.running.clear()
         if not self.stopped:
-            self.stopped = "too little time for another" if self.next() else "nothing faster is expected"
+            expected = "nothing faster is expected" if self._fitting() else "nothing else is expected to fit"
+            self.stopped = "too little time for another" if self.next() else expected
+
+    @property
+    def deadline(self) -> float:
+        return self.begin + (self.seconds if self._fitting() else max(self.seconds, self.longest))
 
     def _fitting(self) -> list[Result]:
         """The compiled candidates that fit."""
@@ -173,16 +182,32 @@ class Search:
         """Of a step: the formulas, corrected by the compiled candidates."""
         return one.seconds * math.exp(self._time_correction().of(one.candidate)[0])
 
-    def next(self) -> Result | None:
-        """The most promising candidate of those that may fit and are worth trying."""
-        time_taught, memory_taught = self._time_correction(), self._memory_correction()
-        fits: dict[Candidate, float] = {}
+    def answer(self) -> Result | None:
+        """The fastest compiled one that fits; without one, the fastest by formulas of those that surely fit."""
+        fits = self._may_fit()
+        surely = [
+            one for one in self.remaining if one.fits_in(self.limit_bytes) and fits.get(one.candidate, 0) >= SURELY
+        ]
+        return self.best() or min(surely, key=lambda one: (one.seconds, one.peak_bytes), default=None)
+
+    def _may_fit(self) -> dict[Candidate, float]:
+        """Those that are expected to fit, or nearly, with the probability that each does."""
+        taught, fits = self._memory_correction(), {}
         for one in self.remaining:
-            log, deviation = memory_taught.of(one.candidate)
+            log, deviation = taught.of(one.candidate)
             room = math.log(self.limit_bytes / one.peak_bytes) - log
             if room >= -math.log(FITS):
                 fits[one.candidate] = NormalDist().cdf(room / max(deviation, SMALLEST_DEVIATION))
+        return fits
+
+    def next(self) -> Result | None:
+        """The most promising candidate of those that may fit and are worth trying; while nothing that was compiled
+        fits, of those that surely fit, or else the one that most probably does."""
+        time_taught, fits = self._time_correction(), self._may_fit()
         fitting = [one for one in self.remaining if one.candidate in fits]
+        if not self._fitting():
+            surely = [one for one in fitting if fits[one.candidate] >= SURELY]
+            fitting = surely or sorted(fitting, key=lambda one: fits[one.candidate])[-1:]
         seconds = {one.candidate: one.seconds * math.exp(time_taught.of(one.candidate)[0]) for one in fitting}
         best = self.best()
         fastest = best.seconds if best else min(seconds.values(), default=0.0)
@@ -211,9 +236,9 @@ class Search:
         return bool(self.running)
 
     def _too_late(self) -> bool:
-        """Whether a compilation as long as the shortest so far would not end in time."""
+        """Whether the time is up, or a compilation as long as the shortest so far would not end in time."""
         shortest = min((one.compile_seconds for one in self.found if one.row), default=0.0)
-        return bool(self.found) and self.deadline - self.clock() < shortest
+        return self.deadline - self.clock() <= shortest
 
     def _collect(self) -> None:
         for candidate, (estimated, job) in list(self.running.items()):

@@ -1,7 +1,6 @@
 """What a search prints: the table of candidates, the Pareto front, the command and the recipe of the fastest."""
 
 import math
-import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,8 +12,10 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GIB
 from shmap_tp.model.flops import flops_per_token
 from shmap_tp.plan.gpu import Nodes
+from shmap_tp.plan.layout import fitted_table, wrapped
 from shmap_tp.plan.report import Row, format_calibration
-from shmap_tp.plan.search.candidates import Candidate, Result, pareto_front
+from shmap_tp.plan.search.candidates import SURE, Candidate, Result, pareto_front
+from shmap_tp.plan.search.cost import Cost
 from shmap_tp.plan.search.formulas import TIME, Estimate
 from shmap_tp.plan.targets import Target, machine_of
 from shmap_tp.runtime.files import replacing
@@ -22,24 +23,6 @@ from shmap_tp.runtime.files import replacing
 COMPILED, FORMULAS = "compiled", "formulas"
 NOTABLE = 0.1
 """Share of a step from which something is said to limit it."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A token budget, and what a chip costs for an hour."""
-
-    tokens: float
-    price: float | None
-    chips: int
-
-    @property
-    def head(self) -> list[str]:
-        return ["days", *(["dollars"] if self.price is not None else [])]
-
-    def cells(self, tokens_per_second: float) -> list[str]:
-        hours = self.tokens / tokens_per_second / 3600
-        dollars = [f"{hours * self.chips * self.price:,.0f}"] if self.price is not None else []
-        return [f"{hours / 24:,.1f}", *dollars]
 
 
 @dataclass(frozen=True)
@@ -60,6 +43,11 @@ class Task:
         """Of a step that takes so long."""
         machine = machine_of(self.target)
         return self.tokens * flops_per_token(self.config.model) / machine.devices / seconds / machine.flops
+
+    def sort_key(self, one: Result) -> float:
+        """What targets are compared by: dollars or days of the run where they are asked for, else seconds of a
+        token."""
+        return self.cost.figures(self.tokens / one.seconds)[-1][0] if self.cost else one.seconds / self.tokens
 
 
 def basis(one: Result) -> str:
@@ -109,30 +97,36 @@ def place(one: Result, memory: float) -> tuple[bool, float, float]:
 
 
 def table(task: Task, results: Iterable[Result]) -> str:
-    """The candidates as an aligned table, by `place`; * marks the Pareto front of memory and speed."""
+    """The candidates as a table, by `place`; * marks the Pareto front of memory and speed."""
     memory, cost = machine_of(task.target).memory, task.cost
     results = sorted(results, key=lambda one: place(one, memory))
     front = pareto_front(one for one in results if one.fits_in(memory))
-    head = ["", "step s", "tokens/s", "MFU", "GiB", "basis", "limited by", *(cost.head if cost else ()), "candidate"]
+    head = ["", "step s", "tokens/s", "MFU", "GiB", "basis", "limited by", *(cost.names if cost else ()), "candidate"]
     rows = [head]
     for one in results:
         has_time, speed = math.isfinite(one.seconds), task.tokens / one.seconds
         figures = [f"{one.seconds:.3f}", f"{speed:,.0f}", f"{task.mfu(one.seconds):.1%}"] if has_time else ["-"] * 3
-        money = (cost.cells(speed) if has_time else ["-"] * len(cost.head)) if cost else []
+        money = (cost.cells(speed) if has_time else ["-"] * len(cost.names)) if cost else []
         size, mark = f"{one.peak_bytes / GIB:.2f} of {memory / GIB:.2f}", "*" if one in front else ""
         rows.append([mark, *figures, size, basis(one), limited_by(one, memory), *money, str(one.candidate)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(row).rstrip() for row in cells)
+    return fitted_table(rows, ["limited by", "tokens/s", "MFU", "basis"], wrap="candidate", least=40)
 
 
-LEGEND = (
-    "*: on the Pareto front: no other is both faster and smaller.  (dp, mp) tensor-parallel mode, ZeRO stage (+ring: "
-    "mesh.fsdp_gradients=ring), mb: microbatches.\n"
-    "basis compiled: by the compiler of the device, its schedule simulated; formulas: estimated, see docs/planning.md."
-)
+def legend(task: Task) -> str:
+    """What the table's words mean."""
+    lines = [
+        "*: on the Pareto front: no other is both faster and smaller.  (dp, mp) tensor-parallel mode, ZeRO stage "
+        "(+ring: mesh.fsdp_gradients=ring), mb: microbatches.",
+        "basis compiled: by the compiler of the device, its schedule simulated; formulas: estimated, see "
+        "docs/planning.md.",
+        *([task.cost.legend] if task.cost else []),
+    ]
+    return wrapped("\n".join(lines))
+
+
 FORMULA_ERRORS = (
-    "by formulas only: on models that were left out of their fit their time was 5 % off in the median, 35 % at most"
+    "by formulas only: on models that were left out of their fit their time was 5 % off in the median, 35 % at most, "
+    f"their memory 2 % and 14 %; so what needs at most {SURE:.0%} of the memory by formulas is taken to fit"
 )
 
 
@@ -145,16 +139,12 @@ def trust(one: Result, target: Target) -> str:
     return f"calibration: {format_calibration(machine_of(target).kind, one.seconds)}"
 
 
-def slices_table(fastest: list[tuple[Task, Result]]) -> str:
-    """A line for the fastest candidate of each target."""
-    lines = []
-    for task, one in fastest:
-        speed, cost = task.tokens / one.seconds, task.cost
-        cells = zip(cost.head, cost.cells(speed), strict=True) if cost else ()
-        figures = [f"{speed:,.0f} tokens/s", f"MFU {task.mfu(one.seconds):.1%}"]
-        figures += [f"{cell} {name}" for name, cell in cells]
-        lines.append(f"  {task.target}: {', '.join(figures)}; {one.candidate} ({basis(one)})")
-    return "\n".join(lines)
+def slice_lines(task: Task, one: Result, note: str) -> str:
+    """The fastest candidate of a target, its speed, time and cost; `note` says why it was not compiled, or nothing."""
+    speed = task.tokens / one.seconds
+    why = f"{basis(one)}: {note}" if note else basis(one)
+    lines = [f"{one.candidate} ({why})", f"{speed:,.0f} tokens/s, MFU {task.mfu(one.seconds):.1%}"]
+    return "\n      ".join([*lines, *([task.cost.text(speed)] if task.cost else [])])
 
 
 def fits_nowhere(least: Result, memory: float) -> str:
@@ -168,13 +158,13 @@ def fits_nowhere(least: Result, memory: float) -> str:
     )
 
 
-def command(candidate: Candidate, config: Config, base: list[str], hosts: int) -> str:
-    """The exact command that trains so; `base` are the words that name the file and the model."""
+def command(candidate: Candidate, config: Config, base: list[str], hosts: int) -> list[str]:
+    """The words of the command that trains so; `base` are those that name the file and the model."""
     batch = [f"train.batch={config.train.batch}", f"model.context={config.model.context}"]
     if config.train.max_sequences_per_device is not None:  # it would raise train.microbatches
         batch.append("train.max_sequences_per_device=null")
     words = [*base, *batch, *candidate.settings(), f"mesh.slices={config.mesh.slices}", f"mesh.processes={hosts}"]
-    return shlex.join(["python", "main.py", *words])
+    return ["python", "main.py", *words]
 
 
 def write_recipe(file: Path, candidate: Candidate, config: Config, note: str, hosts: int) -> None:

@@ -121,6 +121,13 @@ def open_data(data: DataConfig, splits: Sequence[str], **sizes: int) -> tuple[li
     return files, meta, read_tokenizer(directory, meta)
 
 
+def warn_of_other_data(config: Config, meta: Meta, largest: int) -> None:
+    """Print a line if the data may not belong to the model: another vocabulary or tokenizer; `largest` is its largest
+    id."""
+    _warn_of_unused_rows(config, meta, largest)
+    _warn_of_another_tokenizer(config, meta)
+
+
 def _warn_of_unused_rows(config: Config, meta: Meta, largest: int) -> None:
     """Print a line if the model has at least twice the vocabulary of the data: the two may not belong together."""
     vocabulary, model = meta.vocabulary or largest + 1, config.model
@@ -159,8 +166,7 @@ class Batches:
         sizes = {"context": config.model.context, "vocabulary": config.model.vocabulary}
         (self._train, self._validation), meta, self.tokenizer = open_data(config.data, SPLITS, **sizes)
         self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
-        _warn_of_unused_rows(config, meta, max(self._train.largest, self._validation.largest))
-        _warn_of_another_tokenizer(config, meta)
+        warn_of_other_data(config, meta, max(self._train.largest, self._validation.largest))
         self.identity = data_identity(self._train, self._validation, meta, seed=self._seed, batch=self._batch)
         multiple = config.mesh.dp * config.train.microbatches
         self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch, multiple)

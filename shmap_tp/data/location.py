@@ -13,8 +13,9 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from shmap_tp.config.schema import DataConfig
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER
@@ -46,14 +47,23 @@ def prepared_directory(data: DataConfig) -> Path:
 def _how_to_prepare(data: DataConfig) -> str:
     """What the user does about a data.dir without data."""
     directory = shown(data.dir).rstrip("/")
-    arguments = {None: "--text FILES", STDLIB: f"--source {STDLIB}"}.get(data.source, data.source)
     other = "; --help lists other sources" if data.source is None else ""
-    command, missing = f"python -m shmap_tp.prepare {arguments}", f"{directory}/train.bin does not exist; prepare it"
+    missing = f"{directory}/train.bin does not exist; prepare it"
     if "://" not in directory:
-        return f"{missing} with `{command} --out {shlex.quote(directory)}`{other}"
+        return f"{missing} with `{_prepare(data)} --out {shlex.quote(directory)}`{other}"
+    return f"{missing} and copy it there{other}:\n{prepare_and_copy(data, directory)}"
+
+
+def _prepare(data: DataConfig) -> str:
+    arguments = {None: "--text FILES", STDLIB: f"--source {STDLIB}"}.get(data.source, data.source)
+    return f"python -m shmap_tp.prepare {arguments}"
+
+
+def prepare_and_copy(data: DataConfig, url: str) -> str:
+    """The command that prepares the data and copies it to `url`."""
     local = shlex.quote(f"data/{data.name}")
-    copy = f"gcloud storage cp {local}/* {directory}/" if directory.startswith("gs://") else "copy it there"
-    return f"{missing} and copy it there{other}:\n{command} --out {local} && {copy}"
+    copy = f"gcloud storage cp {local}/* {url}/" if url.startswith("gs://") else "copy it there"
+    return f"{_prepare(data)} --out {local} && {copy}"
 
 
 class Bucket:
@@ -64,12 +74,8 @@ class Bucket:
 
     def __init__(self, data: DataConfig):
         self._data = data
+        self._system, root = open_file_system("data.dir", data.dir)
         with self._messages():
-            import fsspec
-
-            self._system, root = fsspec.core.url_to_fs(data.dir)
-            library = type(self._system).__module__.partition(".")[0]
-            logging.getLogger(library).addHandler(logging.NullHandler())  # else it prints a traceback, and then raises
             found = self._system.ls(root, detail=False) if self._system.exists(root) else []
         paths = {path.rsplit("/", 1)[-1]: path for path in found}
         self.files = {name: paths[name] for name in FILES if name in paths}
@@ -95,17 +101,34 @@ class Bucket:
         with self._messages():
             return self._system.cat_ranges([self.files[name]] * len(starts), starts, ends, on_error="raise")
 
-    @contextmanager
-    def _messages(self) -> Iterator[None]:
-        """Whatever the bucket's library raises becomes a UserError: each library has exceptions of its own."""
-        url = self._data.dir
-        try:
-            yield
-        except ImportError as error:
-            extra = "gcsfs: pip install -e '.[gcs]'" if url.startswith("gs://") else first_line(error)
-            raise UserError(f"data.dir={shown(url)} needs {extra}") from error
-        except Exception as error:
-            raise UserError(f"data.dir={shown(url)} cannot be read: {shown(first_line(error))}") from error
+    def _messages(self) -> AbstractContextManager[None]:
+        return bucket_messages("data.dir", self._data.dir)
+
+
+@contextmanager
+def bucket_messages(key: str, url: str) -> Iterator[None]:
+    """Context that reads `url`, the value of `key`.  Whatever the bucket's library raises becomes a UserError: each
+    library has exceptions of its own."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as error:
+        extra = "gcsfs: pip install -e '.[gcs]'" if url.startswith("gs://") else first_line(error)
+        raise UserError(f"{key}={shown(url)} needs {extra}") from error
+    except Exception as error:
+        raise UserError(f"{key}={shown(url)} cannot be read: {shown(first_line(error))}") from error
+
+
+def open_file_system(key: str, url: str) -> tuple[Any, str]:
+    """(the file system of the bucket of `url`, the value of `key`; the path of `url` in it).  Raises UserError."""
+    with bucket_messages(key, url):
+        import fsspec
+
+        system, path = fsspec.core.url_to_fs(url)
+        library = type(system).__module__.partition(".")[0]
+        logging.getLogger(library).addHandler(logging.NullHandler())  # else it prints a traceback, and then raises
+        return system, path
 
 
 def open_bucket(data: DataConfig) -> Bucket:

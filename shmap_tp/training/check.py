@@ -24,6 +24,12 @@ def check(config: Config) -> str:
         data = _data(config)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}; choose another directory") from error
+    later = "Devices, memory, tokens and checkpoints are checked when a run starts."
+    return f"{summary(config, data)}\nThe configuration is valid.  {later}"
+
+
+def summary(config: Config, data: str) -> str:
+    """What a `config` would train, in lines; `data` says what is in data.dir."""
     model, train, run = config.model, config.train, config.run
     tokens = train.batch * model.context
     lines = {
@@ -37,12 +43,7 @@ def check(config: Config) -> str:
         "run.dir": run.dir,
         "checkpoint.dir": f"{config.checkpoint.dir}, checkpoint.resume={config.checkpoint.resume}",
     }
-    return "\n".join(
-        [
-            *(f"{name:<15} {text}" for name, text in lines.items()),
-            "The configuration is valid.  Devices, memory, tokens and checkpoints are checked when a run starts.",
-        ]
-    )
+    return "\n".join(f"{name:<15} {text}" for name, text in lines.items())
 
 
 def _check_directories(config: Config) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import check_environment  # noqa: F401
 import jax
 import jax.numpy as jnp
 from gspmd_baseline import build_gspmd_programs

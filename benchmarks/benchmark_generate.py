@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import check_environment  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -24,6 +24,7 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+import check_environment  # noqa: F401
 import jax
 from gspmd_baseline import build_gspmd_programs
 from plan_comparison import compare_plan

@@ -19,6 +19,7 @@ from functools import partial
 from glob import glob
 from pathlib import Path
 
+import check_environment  # noqa: F401
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding

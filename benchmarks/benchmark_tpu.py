@@ -16,6 +16,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from glob import glob
 
+import check_environment  # noqa: F401
 import jax
 from gspmd_baseline import build_gspmd_programs
 

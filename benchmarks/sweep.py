@@ -19,6 +19,7 @@ import re
 import sys
 from pathlib import Path
 
+import check_environment  # noqa: F401
 import matplotlib
 from benchmark_tpu import slice_is_attached
 

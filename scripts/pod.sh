@@ -12,14 +12,16 @@ help() {
 scripts/pod.sh STEP NAME [options] [-- arguments of main.py]
 
 steps
-  create    rent NAME: --type v4-32 and options below; returns when it is ready, or with --queued or --slices when queued
+  create    rent NAME: --type v4-32 and options below; returns when it is ready, or with --queued or --slices when queued;
+            the arguments of main.py, if given, are checked first: mesh, hosts, data, tokenizer, buckets
   setup     copy this clone's tracked files to ~/shmap_tp on every host (or clone --repository URL), install, test
   run       start main.py on every host, detached, with the arguments after --
   status    the state of NAME, its number of hosts, and the state of main.py on each host
   logs      the last lines of process 0's log; with --follow also new ones
   stop      main.py saves and ends on every host; after --seconds (300) it is killed; no other process is signalled
   delete    give NAME back; its disks are lost
-  train     create, setup and run, repeatedly, until main.py is done; needs checkpoint.dir=gs://...
+  train     check the arguments of main.py, then create, setup and run, repeatedly, until main.py is done;
+            needs checkpoint.dir=gs://...
 
 options
   --zone ZONE, --project PROJECT       default: those of gcloud (gcloud config set compute/zone ZONE)
@@ -30,10 +32,12 @@ options
   --slices N                           N slices of the type, queued, as one pod: NAME-0, NAME-1, ...
   --network NETWORK                    for example one with an MTU of 8896; default: the project's default network
   --poll SECONDS                       train: interval between two checks of the hosts (60)
-  --dry-run                            print every command, and run none; check the arguments of main.py here
+  --dry-run                            check the arguments of main.py; print every command, and run none
+  --unchecked                          create, train, --dry-run: do not check the arguments of main.py here
 
 example
-  scripts/pod.sh train big --type v3-32 --spot -- --cfg conf/recipes/6_9b_v3-32.yaml checkpoint.dir=gs://BUCKET/big
+  scripts/pod.sh train big --type v3-32 --spot -- --cfg conf/recipes/6_9b_v3-32.yaml data.dir=gs://BUCKET/fineweb \
+      data.cache=null checkpoint.dir=gs://BUCKET/big
 
 Repeat the options that identify NAME (--zone, --project, --queued, --slices) with every step.
 
@@ -63,7 +67,7 @@ name=${2:-}
 [[ $name =~ ^[a-z]([-a-z0-9]{0,60}[a-z0-9])?$ ]] || fail "$name: a name has lower-case letters, digits and - only"
 shift 2
 
-location=() type="" version="" tier="" queued="" slices=1 network="" dry="" follow="" seconds=300 poll=60 repository="" arguments=()
+location=() type="" version="" tier="" queued="" slices=1 network="" dry="" unchecked="" follow="" seconds=300 poll=60 repository="" arguments=()
 while [[ $# -gt 0 ]]; do
     case "$1" in
     --zone | --project) need "$1" $# && location+=("$1=$2") && shift ;;
@@ -81,6 +85,7 @@ while [[ $# -gt 0 ]]; do
     --queued) queued=1 ;;
     --follow) follow=--follow ;;
     --dry-run) dry=1 ;;
+    --unchecked) unchecked=1 ;;
     --)
         shift
         arguments=("$@")
@@ -95,7 +100,7 @@ done
 [[ $poll =~ ^0*([0-9]{1,8})$ ]] || fail "--poll $poll: give a number of seconds"
 poll=${BASH_REMATCH[1]} # bash would take a number with leading zeros for octal
 [[ $slices -eq 1 ]] || queued=1
-[[ -z ${arguments[*]} || $step == run || $step == train ]] || fail "pod.sh $step takes no arguments of main.py"
+[[ -z ${arguments[*]} || $step =~ ^(create|run|train)$ ]] || fail "pod.sh $step takes no arguments of main.py"
 [[ -n $dry ]] || command -v gcloud >/dev/null ||
     fail "gcloud is not installed; see https://cloud.google.com/sdk/docs/install, then: gcloud auth login"
 temporary=$(mktemp -d "${TMPDIR:-/tmp}/shmap_tp.XXXXXXXX") # this user's only, with a name that nobody can predict

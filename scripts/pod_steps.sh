@@ -105,6 +105,10 @@ https://cloud.google.com/tpu/docs/runtimes"
 }
 
 create() {
+    if [[ ${#arguments[@]} -gt 0 ]]; then
+        default_cfg
+        check_arguments
+    fi
     request_slices || explain
     [[ -n $dry ]] || echo "next: pod.sh ${queued:+status $name until it is ACTIVE, then pod.sh }setup $name"
 }
@@ -159,21 +163,27 @@ setup() {
     [[ -n $dry ]] || echo "next: pod.sh run $name -- --cfg conf/recipes/NAME.yaml checkpoint.dir=gs://BUCKET/..."
 }
 
-check_arguments() { # with --dry-run: check the arguments of main.py here, by its --check; its summary goes to stderr
-    [[ -n $dry && -z $repository ]] || return 0
-    local python
+check_arguments() { # check the run here, by the --check of main.py, before it costs money; the summary goes to stderr
+    [[ -z $unchecked ]] || return 0
+    local python slice=()
+    [[ -z $type ]] || slice=(--type "$([[ $slices -eq 1 ]] || echo "${slices}x")$type")
     for python in "$root/.venv/bin/python" python3 python; do
         if (cd "$root" && "$python" -c 'import shmap_tp.train, hydra, jax, equinox') >/dev/null 2>&1; then
-            (cd "$root" && "$python" main.py --check "${arguments[@]}") >&2 || exit
+            (cd "$root" && JAX_PLATFORMS=cpu "$python" main.py --check "${slice[@]}" "${arguments[@]}") >&2 || exit
             return
         fi
     done
-    echo "the arguments of main.py are not checked: no Python here has its packages (pip install -e .)" >&2
+    fail "no Python here has the packages that check the run before it costs money: pip install -e '.[gcs]';
+or add --unchecked, and main.py checks it on the hosts"
+}
+
+default_cfg() { # add --cfg to the arguments of main.py, if they name none
+    [[ " ${arguments[*]} " == *" --cfg "* ]] || arguments=(--cfg conf/config.yaml "${arguments[@]}")
 }
 
 run() {
-    [[ " ${arguments[*]} " == *" --cfg "* ]] || arguments=(--cfg conf/config.yaml "${arguments[@]}")
-    check_arguments
+    default_cfg
+    [[ -z $dry ]] || check_arguments
     on_all_hosts start "${arguments[@]}" || explain
     [[ -n $dry ]] || echo "next: pod.sh logs $name --follow"
 }

@@ -30,7 +30,7 @@ check_resumable() { # check and complete the arguments, so that the run can resu
     [[ $words != *" --resume "* ]] || fail "train resumes automatically; leave --resume out"
     [[ $words == *" checkpoint.dir=gs://"* || $words == *" checkpoint.dir=/"* ]] ||
         fail "train may lose the disks of $name at any time: give checkpoint.dir=gs://BUCKET/... (or a mounted /...)"
-    [[ $words == *" --cfg "* ]] || arguments=(--cfg conf/config.yaml "${arguments[@]}")
+    default_cfg
     [[ $words == *" checkpoint.resume="* ]] || arguments+=(checkpoint.resume=if_present)
 }
 

@@ -39,6 +39,10 @@ the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `p
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shmap_tp.runtime.requirements import check_requirements
+
+check_requirements()
+
 if TYPE_CHECKING:
     from shmap_tp.api import Model, from_pretrained, load_config, run_training
     from shmap_tp.config.schema import Config

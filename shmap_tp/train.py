@@ -21,6 +21,7 @@ examples
   {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --resume     the same on another mesh shape
   {command} --cfg conf/recipes/gpt2_124m_1gpu.yaml                  train GPT-2 124M on a GPU, by a recipe
   {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --check      check the configuration, and train nothing
+  {command} --cfg conf/recipes/6_9b_v3-32.yaml --check --type v3-32   check a run for a TPU slice before it is rented
 
 configuration
   Without --cfg the packaged configuration is used, which is conf/config.yaml of the repository:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
     arguments = _parser(command).parse_intermixed_args(argv)
     from shmap_tp.config.compose import CONF
     from shmap_tp.config.validate import validate_process_arguments
-    from shmap_tp.errors import ShmapTpError
+    from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.pretrained.configuration import load
 
     overrides = list(arguments.overrides)
@@ -68,14 +69,22 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
         overrides.append(f"mesh.processes={arguments.processes}")
     try:
         config = load(CONF / "config.yaml" if arguments.cfg is None else arguments.cfg, overrides)
+        if arguments.type is not None and not arguments.check:
+            raise UserError(f"--type {arguments.type} is for --check; a run uses the devices that are there")
         validate_process_arguments(arguments.coordinator, arguments.process_id, config.mesh.processes)
         components = _components(arguments.components)
         if arguments.check:
             from shmap_tp.pretrained.target import describe_target
             from shmap_tp.training.check import check
+            from shmap_tp.training.check_slices import check_slices
 
             export = describe_target(config.model) if arguments.components is None else "as --components allow"
-            print(check(config, export, components))
+            described = export, components
+            print(
+                check(config, *described)
+                if arguments.type is None
+                else check_slices(config, arguments.type, *described)
+            )
             return 0
         from shmap_tp.inference.training_samples import make_training_sampler
         from shmap_tp.pretrained.start import with_pretrained
@@ -129,7 +138,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     recipes = textwrap.fill(recipes, 120, initial_indent=4 * " ", subsequent_indent=4 * " ")
     parser = argparse.ArgumentParser(
         prog=command,
-        usage="%(prog)s [--cfg FILE] [--resume] [--check] [--components FILE.py:NAME] "
+        usage="%(prog)s [--cfg FILE] [--resume] [--check [--type TYPE]] [--components FILE.py:NAME] "
         "[--processes N [--coordinator HOST:PORT --process-id I]] [key=value ...]",
         description="Tensor-parallel transformer training over a (dp, mp) mesh, with every collective written by hand.",
         epilog=EPILOG.format(command=command, default=CONF / "config.yaml", models=models, data=data, recipes=recipes),
@@ -138,6 +147,11 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--cfg", metavar="FILE", help="configuration file, for example conf/config.yaml")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
     parser.add_argument("--check", action="store_true", help="check the configuration, print a summary, and end")
+    parser.add_argument(
+        "--type",
+        help="with --check: would it train on new TPU slices of TYPE, such as v3-32 or 2xv5litepod-256; looks into the "
+        "buckets of data.dir and checkpoint.dir",
+    )
     parser.add_argument("--components", metavar="FILE.py:NAME", help="blocks, optimizer, ... of your own: a Components")
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes; sets mesh.processes")
     parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")

@@ -12,8 +12,9 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from shmap_tp.config.schema import DataConfig
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER
@@ -57,11 +58,14 @@ def _how_to_prepare(data: DataConfig, pretrained: str | None) -> str:
     missing = f"{directory}/train.bin does not exist; prepare it"
     if "://" not in directory:
         return f"{missing} with `{prepare_command(data, pretrained, directory)}`{other}"
+    return f"{missing} and copy it there{other}:\n{prepare_and_copy(data, pretrained, directory)}"
+
+
+def prepare_and_copy(data: DataConfig, pretrained: str | None, url: str) -> str:
+    """The command that prepares the data and copies it to `url`; `pretrained` as in `prepare_command`."""
     local = f"data/{data.name}"
-    copy = (
-        f"gcloud storage cp {shlex.quote(local)}/* {directory}/" if directory.startswith("gs://") else "copy it there"
-    )
-    return f"{missing} and copy it there{other}:\n{prepare_command(data, pretrained, local)} && {copy}"
+    copy = f"gcloud storage cp {shlex.quote(local)}/* {url}/" if url.startswith("gs://") else "copy it there"
+    return f"{prepare_command(data, pretrained, local)} && {copy}"
 
 
 class Bucket:
@@ -74,12 +78,10 @@ class Bucket:
         self._data = data
 
         def listed() -> list[str]:
-            self._system, root = fsspec.core.url_to_fs(data.dir)
+            self._system, root = open_file_system("data.dir", data.dir)
             return self._system.ls(root, detail=False) if self._system.exists(root) else []
 
         with self._messages():
-            import fsspec
-
             found = first_contact(listed)
         paths = {path.rsplit("/", 1)[-1]: path for path in found}
         self.files = {name: paths[name] for name in FILES if name in paths}
@@ -105,17 +107,34 @@ class Bucket:
         with self._messages():
             return self._system.cat_ranges([self.files[name]] * len(starts), starts, ends, on_error="raise")
 
-    @contextmanager
-    def _messages(self) -> Iterator[None]:
-        """Whatever the bucket's library raises becomes a UserError: each library has exceptions of its own."""
-        url = self._data.dir
-        try:
-            yield
-        except ImportError as error:
-            extra = "gcsfs: pip install -e '.[gcs]'" if url.startswith("gs://") else first_line(error)
-            raise UserError(f"data.dir={shown(url)} needs {extra}") from error
-        except Exception as error:
-            raise UserError(f"data.dir={shown(url)} cannot be read: {shown(first_line(error))}") from error
+    def _messages(self) -> AbstractContextManager[None]:
+        return bucket_messages("data.dir", self._data.dir)
+
+
+@contextmanager
+def bucket_messages(key: str, url: str) -> Iterator[None]:
+    """Context that reads `url`, the value of `key`.  Whatever the bucket's library raises becomes a UserError: each
+    library has exceptions of its own."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as error:
+        extra = "gcsfs: pip install -e '.[gcs]'" if url.startswith("gs://") else first_line(error)
+        raise UserError(f"{key}={shown(url)} needs {extra}") from error
+    except Exception as error:
+        raise UserError(f"{key}={shown(url)} cannot be read: {shown(first_line(error))}") from error
+
+
+def open_file_system(key: str, url: str) -> tuple[Any, str]:
+    """(the file system of the bucket of `url`, the value of `key`; the path of `url` in it).  Raises UserError."""
+    with bucket_messages(key, url):
+        import fsspec
+
+        system, path = fsspec.core.url_to_fs(url)
+        library = type(system).__module__.partition(".")[0]
+        logging.getLogger(library).addHandler(logging.NullHandler())  # else it prints a traceback, and then raises
+        return system, path
 
 
 def open_bucket(data: DataConfig, pretrained: str | None = None) -> Bucket:

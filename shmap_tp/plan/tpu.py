@@ -41,16 +41,14 @@ from jax.experimental import topologies
 
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GENERATIONS, NETWORK_RATE, DeviceFigures, Generation
+from shmap_tp.hardware.libtpu import ANY_TPU
 from shmap_tp.plan.hlo_parser import ARRAY, KERNEL, Computation, Instruction, bytes_accessed
 
 # Devices
 
-LIBTPU_ENVIRONMENT = {
+LIBTPU_ENVIRONMENT = ANY_TPU | {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }

@@ -31,6 +31,13 @@ def check(config: Config, export: str, components: ModelComponents) -> str:
         warning = data_warning(config, meta) if meta else None
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}; choose another directory") from error
+    later = "Devices, memory, tokens and checkpoints are checked when a run starts."
+    return f"{summary(config, data, warning, export, components)}\nThe configuration is valid.  {later}"
+
+
+def summary(config: Config, data: str, warning: str | None, export: str, components: ModelComponents) -> str:
+    """What a `config` would train, in lines; `data` says what is in data.dir, `warning` why it may be the wrong one,
+    and `export` as what the model can be exported."""
     model, train, run = config.model, config.train, config.run
     tokens = train.batch * model.context
     lines = {
@@ -46,13 +53,8 @@ def check(config: Config, export: str, components: ModelComponents) -> str:
         "run.dir": run.dir,
         "checkpoint.dir": f"{config.checkpoint.dir}, checkpoint.resume={config.checkpoint.resume}",
     }
-    return "\n".join(
-        [
-            *(f"{name:<15} {text}" for name, text in lines.items()),
-            *([warning] if warning else []),
-            "The configuration is valid.  Devices, memory, tokens and checkpoints are checked when a run starts.",
-        ]
-    )
+    lines |= {"": warning} if warning else {}
+    return "\n".join(f"{name:<15} {text}".strip() for name, text in lines.items())
 
 
 def _check_directories(config: Config) -> None:

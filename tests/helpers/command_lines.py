@@ -20,10 +20,12 @@ from shmap_tp import prepare, train, verify
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import Config
 from shmap_tp.data.tokenizer import Bytes
+from shmap_tp.hardware.slice_types import find_slices
 from shmap_tp.plan import __main__ as plan
 from shmap_tp.plan.benchmark import config_from_flags
 from shmap_tp.plan.search.command import find_targets
 from shmap_tp.plan.targets import find_target
+from shmap_tp.training.check_slices import check_mesh, check_places
 from tests.helpers.documents import DOCUMENTS, blocks, name_of
 from tests.helpers.paths import ROOT
 
@@ -113,22 +115,24 @@ def check(words: tuple[str, ...]) -> None:
         case ["python", "benchmarks/sweep.py", *rest]:
             for setting in sweep.grid([word for word in rest if "=" in word]):
                 sweep.configuration(setting)
-        case ["scripts/pod.sh", step, _, *rest] if step in ("run", "train"):
-            check_pod(rest)
+        case ["scripts/pod.sh", step, _, *rest] if step in ("run", "train") or "--" in rest:
+            check_pod(step, rest)
         case ["scripts/pod.sh", *_]:
             pass  # tests/scripts runs it with --dry-run
         case ["sbatch", *rest]:
             given = rest[rest.index("scripts/slurm.sh") + 1 :]
             check_training(given if "--cfg" in given else ["--cfg", FIRST, *given])
         case ["xpk", "workload", "create", *rest]:
-            (command,) = (word.removeprefix("--command=exec ") for word in rest if word.startswith("--command="))
-            check(tuple(shlex.split(command)))
+            options = dict(word.split("=", 1) for word in rest if "=" in word)
+            *command, arguments = options["--command"].partition("exec python main.py ")
+            assert command == ["", "exec python main.py "]
+            check_slices(shlex.split(arguments), f"{options['--num-slices']}x{options['--tpu-type']}")
         case _:
             raise NotChecked(shlex.join(words))
 
 
-def check_training(words: list[str]) -> None:
-    """Compose and validate the configuration of the arguments of `main.py`."""
+def check_training(words: list[str]) -> Config:
+    """The configuration that the arguments of `main.py` describe, validated."""
     arguments = train._parser("python main.py").parse_intermixed_args(words)
     models = [word for word in words if re.match("model.from_pretrained=(runs/|DIR$)", word)]
     if (arguments.cfg or FIRST).startswith("runs/") or models:
@@ -138,13 +142,26 @@ def check_training(words: list[str]) -> None:
     config = load(str(ROOT / (arguments.cfg or FIRST)), [*arguments.overrides, *overrides])
     is_byte_model = config.model.vocabulary == Bytes.vocabulary
     assert is_byte_model or config.data.source != "stdlib", f"{config.model.name} would train on bytes"
+    return config
 
 
-def check_pod(rest: list[str]) -> None:
-    """The options and the arguments after -- of `pod.sh run` or `train`."""
+def check_slices(words: list[str], name: str) -> None:
+    """The arguments of `main.py` describe a run that new slices of type `name` could start, with what is in buckets."""
+    config, slices = check_training(words), find_slices(name)
+    check_mesh(config.mesh, slices)
+    check_places(config, slices)
+
+
+def check_pod(step: str, rest: list[str]) -> None:
+    """The options and the arguments after -- of `pod.sh run`, `train` or `create`."""
     assert "--" in rest, "a run needs arguments of main.py after --"
-    given = rest[rest.index("--") + 1 :]
-    check_training(given if "--cfg" in given else ["--cfg", FIRST, *given])
+    options, given = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
+    given = given if "--cfg" in given else ["--cfg", FIRST, *given]
+    if step == "run":  # on slices that an earlier command has created
+        check_training(given)
+        return
+    slices = options[options.index("--slices") + 1] if "--slices" in options else "1"
+    check_slices(given, f"{slices}x{options[options.index('--type') + 1]}")
 
 
 def check_plan(words: list[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.buckets import bucket_environment
 from tests.helpers.paths import ROOT
 from tests.helpers.run_fixtures import TINY
 
@@ -20,21 +21,6 @@ target.mkdir(parents=True)
 for file in sys.argv[3:-1]:
     shutil.copy(file, target)
 """
-BUCKETS = """
-import os
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
-class Bucket(LocalFileSystem):
-    protocol = "gs"
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        path = os.fspath(path)
-        return os.environ["BUCKETS"] + "/" + path[5:].rstrip("/") if path.startswith("gs://") else path
-
-fsspec.register_implementation("gs", Bucket, clobber=True)
-"""
 
 
 @pytest.fixture
@@ -44,12 +30,9 @@ def machine(tmp_path) -> dict[str, str]:
     (tmp_path / "bin/gcloud").write_text(GCLOUD)
     (tmp_path / "bin/gcloud").chmod(0o755)
     (tmp_path / "bin/python").symlink_to(sys.executable)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(BUCKETS)
     return os.environ | {
-        "BUCKETS": str(tmp_path / "buckets"),
+        **bucket_environment(tmp_path),
         "PATH": f"{Path(sys.executable).parent}:{tmp_path}/bin:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{tmp_path}/site",
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
@@ -61,7 +44,7 @@ def test_a_run_without_data_prints_the_commands_that_bring_it_to_the_bucket(tmp_
     (tmp_path / "my.txt").write_text("".join(chr(1 + i % 62) for i in range(4000)))
     run = [
         sys.executable, str(ROOT / "main.py"), "--cfg", str(ROOT / "conf/config.yaml"), *TINY, "train.steps=2",
-        "evaluate.every=0", "data.name=mine", "data.source='--text my.txt --validation 0.2'",
+        "evaluate.every=0", "sample.prompts=[]", "data.name=mine", "data.source='--text my.txt --validation 0.2'",
         "data.dir=gs://my-bucket/mine", "run.dir=run",
     ]  # fmt: skip
 

@@ -13,17 +13,16 @@ from tests.helpers.gcloud_stand_in import SCRIPTS, Cloud
 def test_a_dry_run_checks_the_arguments_of_main_py(cloud):
     done = cloud.pod("run", "p", "--dry-run", "--", "mesh.mp=3", code=2)
     assert done.stderr.startswith("error: mesh.mp=3 does not divide heads=8") and not done.stdout
-    given = ["--type", "v4-8", "--dry-run", "--", "--cfg", "conf/nowhere.yaml", "checkpoint.dir=gs://b"]
-    assert "conf/nowhere.yaml: no such file" in cloud.pod("train", "p", *given, code=2).stderr
-    given[-2:] = ["conf/recipes/llama3_8b_v5p-8.yaml", "checkpoint.dir=gs://b"]
-    assert "dp=4 x mp=1 = 4 devices" in cloud.pod("train", "p", *given).stderr
 
 
-def test_a_dry_run_without_the_packages_reports_that_nothing_was_checked(cloud, clone):
-    script = str(clone / "scripts" / "pod.sh")
-    done = cloud.pod("run", "p", "--dry-run", "--", "mesh.mp=3", script=script, path=f"{cloud.directory}:/usr/bin:/bin")
-    assert "the arguments of main.py are not checked: no Python here has its packages" in done.stderr
-    assert done.stdout.startswith("gcloud compute tpus tpu-vm ssh p")
+def test_nothing_is_rented_unchecked_unless_that_is_asked_for(cloud, clone):
+    """Where no Python has the packages that check the arguments of main.py."""
+    given = {"script": str(clone / "scripts" / "pod.sh"), "path": f"{cloud.directory}:/usr/bin:/bin"}
+    create = ["create", "p", "--type", "v4-8"]
+    error = cloud.pod(*create, "--", "mesh.mp=3", code=2, **given).stderr
+    assert "pip install -e '.[gcs]'" in error and "--unchecked" in error and cloud.calls() == []
+    cloud.pod(*create, "--unchecked", "--", "mesh.mp=3", **given)
+    assert [call[:3] for call in cloud.calls()] == [["tpu-vm", "create", "p"]]
 
 
 @pytest.fixture

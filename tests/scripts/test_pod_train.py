@@ -12,7 +12,7 @@ def train(
         *[("on_host.sh status", answer, "", 0) for answer in hosts],
         *[("value(state)", f"{state}\n" if state else "", "", 0 if state else 1) for state in states],
     )
-    given = ["--type", "v4-8", "--spot", "--poll", "0", *options, "--", "checkpoint.dir=gs://b/c"]
+    given = ["--type", "v4-8", "--spot", "--unchecked", "--poll", "0", *options, "--", "checkpoint.dir=gs://b/c"]
     done = cloud.pod("train", "p", *given, code=code)
     words = []
     for verb, what, _, *rest in cloud.calls():
@@ -21,6 +21,15 @@ def train(
         assert "start" not in host or any("checkpoint.resume=if_present" in one for one in rest)
         assert verb == "tpu-vm"
     return done.stdout + done.stderr, words
+
+
+def test_train_checks_the_run_before_it_rents(cloud):
+    """Data, mesh, buckets: tests/training/test_check_slices.py."""
+    given = ["--type", "v5litepod-16", "--", "--cfg", "conf/recipes/gpt2_124m_v5e-8.yaml", "checkpoint.dir=gs://b/c"]
+    for step in ("train", "create"):
+        refused = cloud.pod(step, "p", *given, code=2)
+        assert "mesh.dp=8 x mesh.mp=1 is 8 devices, but v5litepod-16 has 16" in refused.stderr
+        assert cloud.calls() == [] and not refused.stdout
 
 
 ONCE = ["prepare", "start", "status"]

@@ -1,0 +1,128 @@
+"""Whether a run would train on TPU slices that are not rented yet: `main.py --check --type TYPE`, and pod.sh before it
+rents anything.
+
+The hosts of new slices have empty disks and the files of this clone that git tracks.  So whatever else a run reads must
+be in a bucket or on a mount, and the mesh must have the devices, hosts and slices of the type.  Nothing is written.
+"""
+
+from dataclasses import replace
+from pathlib import PurePath
+
+from shmap_tp.config.schema import Config, MeshConfig, Resume
+from shmap_tp.config.validate import resolve_auto
+from shmap_tp.data.batches import data_warning, isolating_token, open_data, validation_batch_count
+from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy
+from shmap_tp.data.metadata import DTYPES, SPLITS
+from shmap_tp.errors import UserError, shown
+from shmap_tp.hardware.slice_types import RentedSlices, find_slices
+from shmap_tp.model.components import ModelComponents
+from shmap_tp.training.check import summary
+
+BOOT_DISK = 100e9
+"""Bytes of the disk of a host, at most: https://docs.cloud.google.com/tpu/docs/storage-options (100 GiB), with a little
+for the system."""
+
+
+def check_slices(config: Config, name: str, export: str, components: ModelComponents) -> str:
+    """The summary, in lines, of a run of `config` on the slices of `name`, such as v3-32 or 2xv5litepod-256; the others
+    as in `check`.
+
+    Communication  the files of the buckets of data.dir and checkpoint.dir are listed, and the small ones read.
+    Raises UserError naming the first reason why the run would not train there.
+    """
+    slices = find_slices(name)
+    config = resolve_auto(config, slices.devices)
+    check_mesh(config.mesh, slices)
+    check_places(config, slices)
+    data, warning = _data(config)
+    _check_checkpoints(config)
+    start = f"The run can start on {slices}: {slices.devices} devices, {slices.hosts} hosts."
+    described = summary(config, data, warning, export, components)
+    return f"{described}\n{start}  Its memory is not checked: python -m shmap_tp.plan --help"
+
+
+def check_mesh(mesh: MeshConfig, slices: RentedSlices) -> None:
+    """Raise UserError unless a mesh has the devices, hosts and slices of `slices`."""
+    if mesh.dp * mesh.mp != slices.devices:
+        raise UserError(
+            f"mesh.dp={mesh.dp} x mesh.mp={mesh.mp} is {mesh.dp * mesh.mp} devices, but {slices} has {slices.devices}; "
+            f"choose another --type, or mesh.dp and mesh.mp with dp x mp = {slices.devices}"
+        )
+    for key, given, there, what in [
+        ("mesh.slices", mesh.slices, slices.slices, "slices"),
+        ("mesh.processes", mesh.processes, slices.hosts, "hosts"),
+    ]:
+        if given != there:
+            raise UserError(f"{key}={given}, but {slices} has {there} {what}; use {key}={there}")
+
+
+def check_places(config: Config, slices: RentedSlices) -> None:
+    """Raise UserError if the run would look for its data, its weights or its checkpoints on the disk of a host."""
+    data, checkpoints = config.data, config.checkpoint.dir
+    if _is_on_host(data.dir) and data.source != STDLIB:
+        bucket = checkpoints.split("/")[2] if checkpoints.startswith("gs://") else "BUCKET"
+        url = f"gs://{bucket}/{data.name}"
+        raise UserError(
+            f"data.dir={shown(data.dir)} is on the disks of the hosts, which have no data; use data.dir={url}, after\n"
+            f"{prepare_and_copy(data, config.model.from_pretrained, url)}"
+        )
+    weights = config.model.from_pretrained
+    if weights is not None and _is_on_host(weights):
+        raise UserError(
+            f"model.from_pretrained={shown(weights)} is on this machine, but not on the hosts; give the absolute path "
+            "of a directory that is here and on every host, such as a mounted bucket"
+        )
+    if slices.hosts > 1 and _is_on_host(checkpoints):
+        raise UserError(
+            f"checkpoint.dir={shown(checkpoints)} is on the disk of each of {slices.hosts} hosts, which save "
+            f"a checkpoint together; use checkpoint.dir=gs://BUCKET/{config.run.name}"
+        )
+
+
+def _is_on_host(path: str) -> bool:
+    """Whether a path is below the clone of each host, and not in a bucket or on a mount."""
+    return "://" not in path and not PurePath(path).is_absolute()
+
+
+def _data(config: Config) -> tuple[str, str | None]:
+    """(what is in data.dir, in words; why it may be the wrong one).  Raises UserError if the run could not train on
+    it."""
+    data, train = config.data, config.train
+    if "://" not in data.dir:
+        return "prepared by each host, as a test" if data.source == STDLIB else "looked at when a run starts", None
+    streamed = replace(data, cache=None)
+    _, meta, _ = open_data(streamed, config.model, ())
+    isolating_token(streamed, config.model)
+    if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
+        return "there; meta.json does not say which tokens, which are looked at when a run starts", None
+    (_, validation), meta, _ = open_data(streamed, config.model, SPLITS)
+    validation_batch_count(validation, config.evaluate.batches, train.batch, config.mesh.dp * train.microbatches)
+    size = sum(meta.tokens.values()) * DTYPES[meta.dtype].itemsize
+    if data.cache is not None and _is_on_host(data.cache) and size > BOOT_DISK:
+        raise UserError(
+            f"{data.dir} has {size / 1e9:,.0f} GB, and the disk of a host {BOOT_DISK / 1e9:.0f} GB for its copy in "
+            f"data.cache={shown(data.cache)}; use data.cache=null, which reads rows from the bucket"
+        )
+    what = f"{meta.tokens['train']:,} tokens, tokenizer {meta.tokenizer}, vocabulary {meta.vocabulary}"
+    return what, data_warning(config, meta)
+
+
+def _check_checkpoints(config: Config) -> None:
+    """Raise UserError if the bucket of checkpoint.dir is not there, or has what checkpoint.resume does not allow."""
+    url, resume = config.checkpoint.dir, config.checkpoint.resume
+    if "://" not in url:
+        return
+    system, path = open_file_system("checkpoint.dir", url)
+    bucket = "/".join(url.split("/")[:3])
+    with bucket_messages("checkpoint.dir", url):
+        if not system.exists(bucket):
+            raise UserError(
+                f"checkpoint.dir={shown(url)}: there is no {bucket}; create it in the region of the slices:\n"
+                f"gcloud storage buckets create {bucket} --location=REGION"
+            )
+        found = system.ls(path, detail=False) if system.exists(path) else []
+    steps = [each for each in found if PurePath(each).name.isdecimal()]
+    if steps and resume == Resume.never:
+        raise UserError(f"{url} has checkpoints; continue with --resume, or choose another checkpoint.dir")
+    if not steps and resume == Resume.must:
+        raise UserError(f"--resume: no checkpoint in {url}; leave it out to start a new run there")

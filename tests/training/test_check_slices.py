@@ -1,0 +1,118 @@
+"""`--check --type`: what would keep a run from training on new TPU slices is found before they are rented."""
+
+import pytest
+from fsspec.registry import _registry
+
+from shmap_tp import train
+from shmap_tp.errors import UserError
+from shmap_tp.hardware.slice_types import find_slices
+from tests.helpers.buckets import Bucket, write_data_set
+
+# type: (devices, hosts), from the pages of each version on cloud.google.com/tpu/docs
+TYPES = {
+    "v2-8": (8, 1),
+    "v3-32": (32, 4),
+    "v4-8": (4, 1),
+    "v4-32": (16, 4),
+    "v5litepod-1": (1, 1),
+    "v5litepod-8": (8, 1),
+    "v5litepod-16": (16, 4),
+    "v5p-8": (4, 1),
+    "v6e-8": (8, 1),
+    "v6e-256": (256, 64),
+    "2xv5litepod-256": (512, 128),
+}
+
+
+def test_the_devices_and_hosts_of_a_type_are_those_of_its_page():
+    assert {name: (find_slices(name).devices, find_slices(name).hosts) for name in TYPES} == TYPES
+
+
+@pytest.mark.parametrize("name", ["", "v3", "v3-0", "v3-33", "v9-8", "h100-8", "v5litepod-18", "0xv4-8", "2xv3-32"])
+def test_a_type_that_does_not_exist_is_refused(name):
+    with pytest.raises(UserError, match=r"use |see https"):
+        find_slices(name)
+
+
+RECIPE = ["--cfg", "conf/recipes/6_9b_v3-32.yaml"]
+DATA = ["data.dir=gs://bucket/neox", "data.cache=null"]
+SAVED = ["checkpoint.dir=gs://bucket/run"]
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """Calls `main.py --check` with other arguments, where gs://bucket has the data of 100B tokens; returns its exit
+    code, what it printed, and its error."""
+    monkeypatch.setitem(_registry, "gs", Bucket)
+    monkeypatch.setenv("BUCKETS", str(tmp_path))
+    write_data_set(tmp_path / "bucket/neox", vocabulary=50277, train=99_000_000_000, tokenizer="neox")
+    write_data_set(tmp_path / "bucket/bytes", vocabulary=256, train=10**9, tokenizer="bytes")
+    write_data_set(tmp_path / "bucket/short", vocabulary=50277, train=10**9, validation=2000 * 1024)
+    write_data_set(tmp_path / "bucket/llama3", vocabulary=128256, train=10**9)
+    (tmp_path / "bucket/saved/50").mkdir(parents=True)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        return train.main(["--check", *arguments]), *capsys.readouterr()
+
+    return call
+
+
+def test_a_run_that_would_train_on_the_slice_is_accepted(check):
+    code, printed, error = check(*RECIPE, *DATA, *SAVED, "--type", "v3-32")
+    assert (code, error) == (0, "") and "warning" not in printed
+    assert "gs://bucket/neox: 99,000,000,000 tokens, tokenizer neox, vocabulary 50277" in printed
+    assert "The run can start on v3-32: 32 devices, 4 hosts." in printed
+
+
+def test_automatic_data_parallelism_uses_the_devices_of_the_slice(check):
+    given = ["mesh.dp=auto", "mesh.processes=8", "--type", "v4-64"]
+    assert "dp=16 x mp=2 = 32 devices" in check(*RECIPE, *DATA, *SAVED, *given)[1]
+
+
+def test_data_of_another_tokenizer_is_accepted_with_a_warning(check):
+    _, printed, _ = check(*RECIPE, *SAVED, "data.dir=gs://bucket/bytes", "--type", "v3-32")
+    assert "warning: gs://bucket/bytes has a vocabulary of 256, tokenizer bytes, but model.vocabulary=50304" in printed
+
+
+V3 = ["--type", "v3-32"]
+REFUSED = {
+    "no data": (
+        [*SAVED, *V3],
+        "use data.dir=gs://bucket/fineweb_edu_neox, after\npython -m shmap_tp.prepare --dataset",
+    ),
+    "an empty bucket": (
+        [*SAVED, "data.dir=gs://bucket/none", *V3],
+        "gs://bucket/none/train.bin does not exist; prepare it and copy it there:\npython -m shmap_tp.prepare",
+    ),
+    "data that the disk cannot hold": ([*SAVED, DATA[0], *V3], "use data.cache=null"),
+    "too little validation data": ([*SAVED, "data.dir=gs://bucket/short", *V3], "prepare more validation text"),
+    "tokens that the model does not have": (
+        [*SAVED, "data.dir=gs://bucket/llama3", *V3],
+        "model.vocabulary=50304 is the limit; use other data or another model",
+    ),
+    "no bucket": (
+        [*DATA, "checkpoint.dir=gs://BUCKET/run", *V3],
+        "there is no gs://BUCKET; create it in the region of the slices:\ngcloud storage buckets create gs://BUCKET",
+    ),
+    "checkpoints on the hosts": ([*DATA, *V3], "use checkpoint.dir=gs://BUCKET/6_9b"),
+    "checkpoints of an earlier run": ([*DATA, "checkpoint.dir=gs://bucket/saved", *V3], "continue with --resume"),
+    "nothing to resume": ([*DATA, *SAVED, "--resume", *V3], "no checkpoint in gs://bucket/run; leave it out"),
+    "another slice": (
+        [*DATA, *SAVED, "--type", "v5litepod-16"],
+        "mesh.dp=16 x mesh.mp=2 is 32 devices, but v5litepod-16 has 16; choose another --type, or mesh.dp and mesh.mp",
+    ),
+    "another number of hosts": ([*DATA, *SAVED, "--type", "v5litepod-32"], "use mesh.processes=8"),
+    "another number of slices": ([*DATA, *SAVED, "--type", "2xv5litepod-16"], "use mesh.slices=2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_run_that_would_not_train_is_refused_in_at_most_two_lines(check, case):
+    given, message = REFUSED[case]
+    code, printed, error = check(*RECIPE, *given)
+    assert (code, printed) == (2, "") and message in error and len(error.splitlines()) <= 2, error
+
+
+def test_a_type_is_only_for_a_check(capsys):
+    assert train.main(["--type", "v3-32"]) == 2
+    assert "--type v3-32 is for --check" in capsys.readouterr().err

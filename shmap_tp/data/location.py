@@ -131,10 +131,7 @@ def open_file_system(key: str, url: str) -> tuple[Any, str]:
     with bucket_messages(key, url):
         import fsspec
 
-        system, path = fsspec.core.url_to_fs(url)
-        library = type(system).__module__.partition(".")[0]
-        logging.getLogger(library).addHandler(logging.NullHandler())  # else it prints a traceback, and then raises
-        return system, path
+        return fsspec.core.url_to_fs(url)
 
 
 def open_bucket(data: DataConfig, pretrained: str | None = None) -> Bucket:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import Config, Documents, Precision
+from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name

@@ -16,6 +16,7 @@ from result_format import read_rows
 from shmap_tp.config.compose import load
 from shmap_tp.errors import UserError
 from shmap_tp.plan import __main__ as planner
+from shmap_tp.plan.benchmark import check_outputs
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search import command
 from shmap_tp.plan.search.candidates import Result
@@ -192,6 +193,8 @@ MISTAKES = {
     "mesh.dp=3": "trains test with train.batch=16 and mesh.dp=3 and mesh.mp=1 and model.offload=[];",
     "train.microbatches=0": "mesh.mp=1 and train.microbatches=0",
     "--recipe nowhere/x.yaml": "--recipe nowhere/x.yaml: cannot be written",
+    "--recipe /proc/x.yaml": "--recipe /proc/x.yaml: cannot be written",
+    "--json /proc/x.jsonl": "--json /proc/x.jsonl: cannot be written",
     "--recipe README.md": "--recipe README.md exists; delete it, or choose another file",
     "--devices 4,16 --recipe x.yaml": "--recipe x.yaml holds one configuration, and 2 slices are searched",
     "--json nowhere/x.jsonl": "--json nowhere/x.jsonl: cannot be written",
@@ -207,6 +210,18 @@ def test_a_mistake_is_explained(mistake, without_compiler):
     with pytest.raises(UserError) as caught:
         plan(*SEARCH, *FEW, *mistake.split())
     assert MISTAKES[mistake] in str(caught.value) and len(str(caught.value).splitlines()) <= 2
+
+
+def test_an_output_is_checked_before_anything_is_compiled_and_is_not_touched(monkeypatch, tmp_path):
+    monkeypatch.setattr(planner, "predict", lambda *given, **more: pytest.fail("it compiles"))
+    with pytest.raises(UserError, match=r"--plot /proc/x\.png: cannot be written"):
+        plan("--dp", "2", "--mp", "2", "--version", "v5e", "--model", "test", "--plot", "/proc/x.png")
+    new, old, pipe = (tmp_path / name for name in ("new", "old", "pipe"))
+    old.write_text("rows")
+    os.mkfifo(pipe)
+    for file in (new, old, pipe):
+        check_outputs(planner.make_parser().parse_args(["--json", str(file)]))
+    assert not new.exists() and old.read_text() == "rows"
 
 
 def test_of_several_slices_each_says_what_it_lacks_and_how_it_would_fit(without_compiler, capsys):

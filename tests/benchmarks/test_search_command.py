@@ -244,7 +244,7 @@ def test_where_no_compiled_step_fits_the_smallest_of_them_is_named(monkeypatch, 
     monkeypatch.setattr(command, "ChildProcess", TooLarge)
     with pytest.raises(UserError, match="nothing that was searched fits"):
         plan(*SEARCH, *FEW, "mesh.zero=fsdp", "train.microbatches=1")
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "nothing that was compiled fits; the smallest, (4, 1) fsdp" in printed
     assert "needs about 20.0 of 15.8 GiB per device" in printed
 

@@ -157,7 +157,7 @@ def plan_one_mesh(arguments: argparse.Namespace) -> None:
 
 
 def write_plot(config: Config, prediction: Prediction, file: Path) -> None:
-    """Draw the predicted step.  Raises UserError where it does not fit."""
+    """Draw the predicted step.  Raises UserError where it does not fit, or the file cannot be written."""
     if prediction.schedule is None:
         raise UserError(f"--plot {file}: a program that does not fit has no schedule; make it fit first")
     row, compiled = prediction.row, prediction.compiled
@@ -167,7 +167,10 @@ def write_plot(config: Config, prediction: Prediction, file: Path) -> None:
         f"tensor parallelism {row.tensor_parallel}, zero {row.zero}: {row.kind}"
     )
     sizes = {axis: size for axis, size in axis_sizes(config.mesh).items() if axis != DP_SLICE}  # those of the module
-    plot_step(prediction.schedule, memory, sizes, title, file)
+    try:
+        plot_step(prediction.schedule, memory, sizes, title, file)
+    except OSError as error:
+        raise UserError(f"--plot {file} cannot be written: {error.strerror}; choose another file") from error
     print(f"\nwritten: {file}")
 
 

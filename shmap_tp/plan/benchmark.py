@@ -238,13 +238,22 @@ def check_outputs(arguments: argparse.Namespace) -> None:
     for name in ("json", "hlo", "plot", "recipe"):
         if file := vars(arguments).get(name):
             try:
-                possible = Path(file).parent.is_dir() and not Path(file).is_dir()
-            except OSError:  # such as a name that is too long
-                possible = False
-            if not possible:
+                _open_for_writing(Path(file))
+            except OSError as error:  # such as a missing directory, one of another user, a name that is too long
                 raise UserError(
                     f"--{name} {shown(file)}: cannot be written; create its directory, or choose another file"
-                )
+                ) from error
+
+
+def _open_for_writing(file: Path) -> None:
+    """Raises OSError where `file` cannot be written.  It keeps its content, or goes away again.  A pipe or a device is
+    not opened."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        return
+    is_new = not file.exists()
+    file.open("ab").close()
+    if is_new:
+        file.unlink()
 
 
 def check_flags(arguments: argparse.Namespace) -> None:

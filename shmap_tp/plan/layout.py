@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 
 LONGEST = 100
 """Columns of a line of text at most; those of a table where stdout is no terminal and COLUMNS is not set."""
+NARROWEST = 16
+"""Columns of a text that is wrapped, also where the terminal has fewer."""
 ROW_INDENT = 17
 """Columns before the figures of a row (`report.format_row`, `generation.format_generation`)."""
 
@@ -43,8 +45,8 @@ def fitted_table(
     least: int,
 ) -> str:
     """Aligned columns under the names in the first row.  Where the table is wider than the terminal, the texts of the
-    column `wrap` are wrapped, in `least` columns or more; where that is not enough, the columns of `optional` are left
-    out, one after the other.  `right`: columns that are aligned to the right."""
+    column `wrap` are wrapped; where that leaves them fewer than `least` columns, those of `optional` are left out, one
+    after the other.  `right`: columns that are aligned to the right."""
     names, chosen = list(rows[0]), list(range(len(rows[0])))
     widths, at = [max(len(row[i]) for row in rows) for i in chosen], names.index(wrap)
     longest = widths[at]
@@ -56,7 +58,7 @@ def fitted_table(
     for name in optional:
         if room() < min(longest, least) and name in names:
             chosen.remove(names.index(name))
-    widths[at] = min(longest, max(least, room()))
+    widths[at] = min(longest, max(NARROWEST, room()))
     lines = []
     for row in rows:
         parts = textwrap.wrap(row[at], widths[at], break_long_words=False, break_on_hyphens=False) or [""]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from result_format import read_rows
 from shmap_tp.config.compose import load
 from shmap_tp.errors import UserError
 from shmap_tp.plan import __main__ as planner
+from shmap_tp.plan.benchmark import check_outputs
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search import command
 from shmap_tp.plan.search.candidates import Result
@@ -138,35 +140,23 @@ def test_time_and_cost_are_given_for_every_slice(without_compiler, capsys):
     assert max(map(len, printed.splitlines())) <= 100
 
 
-def test_of_several_slices_those_that_there_was_no_time_for_are_named(monkeypatch, capsys):
+@pytest.mark.parametrize("why", ["the time is up", "stopped"])
+def test_of_several_slices_those_that_were_not_compiled_are_named_and_the_cheapest_is_first(why, monkeypatch, capsys):
     class Endless(CompiledAtOnce):
         def poll(self) -> None:
-            return None
+            if why == "stopped":
+                raise KeyboardInterrupt
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(command, "compiler_missing", lambda target: None)
     monkeypatch.setattr(command, "ChildProcess", Endless)
-    prices = ["--tokens", "1T", "--price", "v5e=9,v6e=1"]
-    plan(
-        "--versions",
-        "v5e,v6e",
-        "--devices",
-        "4",
-        "--model",
-        "test",
-        "--batch",
-        "16",
-        "--minutes",
-        "0.01",
-        *prices,
-        *FEW,
-    )
+    flags = "--versions v5e,v6e --devices 4 --model test --batch 16 --minutes 0.01 --tokens 1T --price v5e=9,v6e=1"
+    with pytest.raises(SystemExit) if why == "stopped" else nullcontext():
+        plan(*flags.split(), *FEW)
     printed = capsys.readouterr().out
-    assert printed.count("(formulas: the time is up)") == 2
-    assert printed.index("\ntest on v6e 2x2 (4 chips, 4 devices)\n") < printed.index(
-        "for 0.3 s at most, 0.6 s until one"
-    )
-    assert "\ntest on v5e 2x2 (4 chips, 4 devices)\n" in printed.split("0.6 s until one")[1], "the cheapest is first"
+    assert printed.count(f"(formulas: {why})") == 2
+    order = ["\ntest on v6e 2x2 (4 chips, 4 devices)\n", "s until one fits", "\ntest on v5e 2x2 (4 chips, 4 devices)\n"]
+    assert sorted(order, key=printed.index) == order
 
 
 def test_a_model_that_fits_nowhere_is_said_to_need_more(without_compiler):
@@ -192,6 +182,8 @@ MISTAKES = {
     "mesh.dp=3": "trains test with train.batch=16 and mesh.dp=3 and mesh.mp=1 and model.offload=[];",
     "train.microbatches=0": "mesh.mp=1 and train.microbatches=0",
     "--recipe nowhere/x.yaml": "--recipe nowhere/x.yaml: cannot be written",
+    "--recipe /proc/x.yaml": "--recipe /proc/x.yaml: cannot be written",
+    "--json /proc/x.jsonl": "--json /proc/x.jsonl: cannot be written",
     "--recipe README.md": "--recipe README.md exists; delete it, or choose another file",
     "--devices 4,16 --recipe x.yaml": "--recipe x.yaml holds one configuration, and 2 slices are searched",
     "--json nowhere/x.jsonl": "--json nowhere/x.jsonl: cannot be written",
@@ -207,6 +199,18 @@ def test_a_mistake_is_explained(mistake, without_compiler):
     with pytest.raises(UserError) as caught:
         plan(*SEARCH, *FEW, *mistake.split())
     assert MISTAKES[mistake] in str(caught.value) and len(str(caught.value).splitlines()) <= 2
+
+
+def test_an_output_is_checked_before_anything_is_compiled_and_is_not_touched(monkeypatch, tmp_path):
+    monkeypatch.setattr(planner, "predict", lambda *given, **more: pytest.fail("it compiles"))
+    with pytest.raises(UserError, match=r"--plot /proc/x\.png: cannot be written"):
+        plan("--dp", "2", "--mp", "2", "--version", "v5e", "--model", "test", "--plot", "/proc/x.png")
+    new, old, pipe = (tmp_path / name for name in ("new", "old", "pipe"))
+    old.write_text("rows")
+    os.mkfifo(pipe)
+    for file in (new, old, pipe):
+        check_outputs(planner.make_parser().parse_args(["--json", str(file)]))
+    assert not new.exists() and old.read_text() == "rows"
 
 
 def test_of_several_slices_each_says_what_it_lacks_and_how_it_would_fit(without_compiler, capsys):
@@ -240,7 +244,7 @@ def test_where_no_compiled_step_fits_the_smallest_of_them_is_named(monkeypatch, 
     monkeypatch.setattr(command, "ChildProcess", TooLarge)
     with pytest.raises(UserError, match="nothing that was searched fits"):
         plan(*SEARCH, *FEW, "mesh.zero=fsdp", "train.microbatches=1")
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "nothing that was compiled fits; the smallest, (4, 1) fsdp" in printed
     assert "needs about 20.0 of 15.8 GiB per device" in printed
 

@@ -12,7 +12,7 @@ ROWS = [
 ]
 
 
-@pytest.fixture(params=["60", "80", "300"])
+@pytest.fixture(params=["45", "80", "300"])
 def width(request, monkeypatch) -> int:
     monkeypatch.setenv("COLUMNS", request.param)
     return int(request.param)

@@ -1,6 +1,7 @@
 """The search of the planner: its candidates, what the formulas drop, and which candidates are compiled."""
 
 import math
+from argparse import Namespace
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,6 +21,7 @@ from shmap_tp.plan.search.candidates import (
     pareto_front,
     pruned,
 )
+from shmap_tp.plan.search.command import Space, finish
 from shmap_tp.plan.search.cost import Cost
 from shmap_tp.plan.search.formulas import Estimate
 from shmap_tp.plan.search.jobs import ended
@@ -313,6 +315,16 @@ def test_a_candidate_fits_if_the_compiler_says_so_or_the_formulas_leave_a_margin
         )
     ]
     assert fits == [True, False, True, False, False]
+
+
+def test_what_may_fit_is_not_said_to_be_too_large(capsys):
+    task, near = Task(config(), TARGET), in_table(1.0, 0.95)
+    search = Compiler({}).search([near])
+    search.limit_bytes = LIMIT * 1e9
+    assert finish(Space(task, [near], near), Namespace(), search) is None
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "nothing surely fits by formulas; the smallest, (4, 1) zero1, 1 mb, remat full, needs about" in printed
+    assert printed.endswith("some that were not compiled may fit: a compilation would tell")
 
 
 def test_the_pareto_front_has_what_no_other_beats_in_both():

@@ -286,8 +286,9 @@ def finish(space: Space, arguments: argparse.Namespace, search: Search) -> Resul
         how = "that was compiled fits" if compiled else "surely fits by formulas"
         least = min(compiled, key=lambda one: one.peak_bytes, default=space.smallest)
         print(wrapped(f"nothing {how}; {fits_nowhere(least, memory)}"))
-        if compiled and search.next():
-            print("some of the rest may fit: more --minutes would compile them")
+        if search.next():
+            more = "more --minutes would compile them" if search.stopped else "a compilation would tell"
+            print(f"some that were not compiled may fit: {more}")
         return None
     if compiled and winner.row is None:
         print("nothing that was compiled fits; by formulas others do, of which this is the fastest:")

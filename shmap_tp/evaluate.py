@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="text instead of --data: a file, a .jsonl file, or a directory of them; may be given several times",
     )
+    parser.add_argument("--field", metavar="NAME", help="the field with the text of a line of .jsonl in --text (text)")
     parser.add_argument("--split", choices=["validation", "train"], help="which file of it (validation)")
     parser.add_argument(
         "--documents",
@@ -99,9 +100,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None:
             rule = "does not apply to --tasks; leave one of them out" if arguments.tasks else "needs --tasks NAME,..."
             raise UserError(f"--{name.replace('_', '-')} {rule}")
+    if arguments.field and not arguments.text:
+        raise UserError("--field needs --text PATH")
     if arguments.text and (arguments.data or arguments.split):
         raise UserError("--text is evaluated instead of --data and --split; leave them out")
-    texts = _texts(arguments.text) if arguments.text else None
+    texts = _texts(arguments) if arguments.text else None
     with joined(arguments, texts=hashlib.sha256(json.dumps(texts).encode()).hexdigest()):
         result = _evaluate_tasks(arguments) if arguments.tasks else _evaluate_tokens(arguments, texts)
         print(json.dumps(result) if arguments.json else _table(result), flush=True)
@@ -131,12 +134,15 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
     return {name: found[name] for name in kept if name in found}
 
 
-def _texts(paths: Sequence[str]) -> list[str]:
+def _texts(arguments: argparse.Namespace) -> list[str]:
     """The documents of --text.  Raises UserError."""
     with importing():
         from shmap_tp.data.text_sources import documents_in, text_files_at
 
-    return list(documents_in([file for path in paths for file in text_files_at(Path(path))], "text"))
+    if "" in arguments.text:
+        raise UserError("--text is empty; name a file, or a directory")
+    files = [file for path in arguments.text for file in text_files_at(Path(path))]
+    return list(documents_in(files, arguments.field or "text"))
 
 
 def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> dict[str, int | float]:

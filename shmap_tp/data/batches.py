@@ -7,7 +7,6 @@ position i % n of that epoch's permutation.  It depends on neither the hosts nor
 any machine.  Only `device_batch` uses JAX; everything before it is numpy.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
-from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, tokenizer_of_data
+from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256, tokenizer_of_data
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, reading
@@ -157,7 +156,7 @@ def data_warning(config: Config, meta: Meta, largest: int | None = None) -> str 
     own = Path(origin or "") / TOKENIZER
     if origin is not None and (meta.tokenizer_sha256 or meta.tokenizer == Bytes.name) and file_size(own) is not None:
         with reading(own):
-            if hashlib.sha256(own.read_bytes()).hexdigest() != meta.tokenizer_sha256:
+            if not has_sha256(own.read_bytes(), meta.tokenizer_sha256):
                 return (
                     f"warning: {config.data.dir} was tokenized with another tokenizer than {own} "
                     f"({meta.tokenizer}); prepare it with --tokenizer {origin}, if the model is to read it"

@@ -232,7 +232,19 @@ def has_tokenized(tokenizer: Tokenizer, meta: Meta) -> bool:
     """Whether `tokenizer` may be that of prepared data, as far as its meta.json says."""
     if meta.tokenizer is None or Bytes.name in (meta.tokenizer, tokenizer.name):
         return meta.tokenizer in (None, tokenizer.name)
-    return tokenizer.json is None or meta.tokenizer_sha256 in (None, hashlib.sha256(tokenizer.json).hexdigest())
+    return None in (tokenizer.json, meta.tokenizer_sha256) or has_sha256(tokenizer.json, meta.tokenizer_sha256)
+
+
+def has_sha256(content: bytes, sha256: str | None) -> bool:
+    """Whether `content`, of a tokenizer.json, has this hash as it is, or as the library writes it again: that is the
+    hash of data that was prepared with a name on the hub."""
+    if hashlib.sha256(content).hexdigest() == sha256:
+        return True
+    try:
+        again = tokenizers_library("").Tokenizer.from_str(content.decode()).to_str()
+    except Exception:  # the library raises bare Exception; or it is not there
+        return False
+    return hashlib.sha256(again.encode()).hexdigest() == sha256
 
 
 class TextBytes:

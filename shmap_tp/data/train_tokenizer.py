@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from shmap_tp.data.text_sources import TRAIN, TextSource
 from shmap_tp.data.tokenizer import END_OF_TEXT, Subwords, tokenizers_library
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 
 NAME = "tokenizer.json"
-SMALLEST = 257
-"""Ids: the 256 bytes and the end of text."""
+SMALLEST, LARGEST = 257, 1 << 20
+"""Ids: the 256 bytes and the end of text; four times the largest vocabularies of published models."""
 
 
 def train_tokenizer(source: TextSource, vocabulary: int, end_of_text: str | None = None) -> Subwords:
@@ -17,10 +17,12 @@ def train_tokenizer(source: TextSource, vocabulary: int, end_of_text: str | None
 
     Sennrich et al. 2016, https://arxiv.org/abs/1508.07909; Radford et al. 2019, "Language Models are Unsupervised
     Multitask Learners", section 2.2.  `end_of_text` is the token after each document (default: END_OF_TEXT).
-    Raises UserError if the vocabulary is too small, or the `tokenizers` library is not there.
+    Raises UserError if the vocabulary is too small or too large, if that token is ordinary text, or if the `tokenizers`
+    library is not there.
     """
-    if vocabulary < SMALLEST:
-        raise UserError(f"--train-tokenizer {vocabulary} must be at least {SMALLEST}: 256 bytes and the end of text")
+    if not SMALLEST <= vocabulary <= LARGEST:
+        rule = f"must be at least {SMALLEST}, 256 bytes and the end of text, and at most {LARGEST:,}"
+        raise UserError(f"--train-tokenizer {shown(vocabulary)} {rule}")
     tokenizers = tokenizers_library("--train-tokenizer")
     end_of_text = end_of_text or END_OF_TEXT
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -39,4 +41,10 @@ def train_tokenizer(source: TextSource, vocabulary: int, end_of_text: str | None
                 yield text
 
     made.train_from_iterator(texts(), trainer)
-    return Subwords(made, NAME, made.to_str(pretty=True).encode(), made.token_to_id(end_of_text), special_tokens=False)
+    end, content = made.token_to_id(end_of_text), made.to_str(pretty=True).encode()
+    found = Subwords(made, NAME, content, end, special_tokens=False)
+    if end in found.encode_documents([end_of_text])[0]:
+        raise UserError(
+            f"--end-of-text {shown(end_of_text)} is ordinary text, too; choose a name such as {END_OF_TEXT}"
+        )
+    return found

@@ -23,7 +23,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Peak
 from shmap_tp.runtime.console import write_line
-from shmap_tp.runtime.files import write_atomically, writing
+from shmap_tp.runtime.files import replacing, write_atomically, writing
 from shmap_tp.training.json_lines import drop_lost, read_lines
 
 LOG_IN = "log in with `wandb login`, log locally with WANDB_MODE=offline"
@@ -372,7 +372,8 @@ def plot_losses(directory: Path) -> Path:
     axes.set(xlabel="step", ylabel="cross entropy, nats per token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(directory / "loss.png", dpi=130)
+    with replacing(directory / "loss.png", "wb") as stream:
+        figure.savefig(stream, dpi=130)
     plt.close(figure)
     return directory / "loss.png"
 

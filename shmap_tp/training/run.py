@@ -27,7 +27,7 @@ from shmap_tp.runtime.agreement import data_facts, on_process_0, require_agreeme
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import Coordinator
 from shmap_tp.runtime.exit_codes import STOPPED
-from shmap_tp.runtime.files import writing
+from shmap_tp.runtime.files import replacing, writing
 from shmap_tp.runtime.peers import distributed_session
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.runtime.shutdown import StopRequest, watch_preemption
@@ -97,8 +97,8 @@ class Run:
         if is_main:
             write_run_config(self.requested, directory)
             if self.batches.tokenizer is not None:
-                with writing(file := directory / TOKENIZER):
-                    file.write_bytes(self.batches.tokenizer)
+                with writing(file := directory / TOKENIZER), replacing(file, "wb") as stream:
+                    stream.write(self.batches.tokenizer)
         self.clock.open(directory if is_main else None, first_step, new_run=config.checkpoint.resume == Resume.never)
         print_on_process_0(
             f"compiling the training step of {config.model.name}, "

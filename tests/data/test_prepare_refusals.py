@@ -103,7 +103,9 @@ def bad_text(directory: Path, name: str, content: bytes) -> Path:
 
 REFUSALS = [
     ("x.pdf", b"%PDF-\xe2", [], r"x\.pdf: byte 5 is not UTF-8"),
-    ("x.txt", b"abc", ["--train-tokenizer", "256"], r"--train-tokenizer 256 must be at least 257: 256 bytes"),
+    ("x.txt", b"abc", ["--train-tokenizer", "256"], r"--train-tokenizer 256 must be at least 257, 256 bytes"),
+    ("x.txt", b"abc", ["--train-tokenizer", "9" * 30], r"and at most 1,048,576"),
+    ("x.txt", b"abc", ["--train-tokenizer", "300", "--end-of-text", "a"], r"--end-of-text a is ordinary text, too"),
     ("x.txt", b"", [], r"no text for train\.bin"),
     ("x.txt", b"ab\xff", [], r"x\.txt: byte 2 is not UTF-8"),
     ("x.txt", b"a\0b", ["--validation", "0.4"], r"contains a NUL"),
@@ -120,7 +122,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("name, content, more, words", REFUSALS)
 def test_a_refusal_names_the_place_and_leaves_nothing(tmp_path, capsys, name, content, more, words):
-    if "--tokenizer" in more:
+    if {"--tokenizer", "--train-tokenizer"} & {*more}:
         pytest.importorskip("tokenizers")
     arguments = ["--text", bad_text(tmp_path, name, content), "--out", tmp_path / "deep/out", *more]
     code, out, err = run(capsys, *arguments)

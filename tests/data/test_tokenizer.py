@@ -1,9 +1,12 @@
 """The bytes of text that tokens stand for."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
-from shmap_tp.data.tokenizer import Bytes, TextBytes, read_subwords
+from shmap_tp.data.metadata import Meta
+from shmap_tp.data.tokenizer import Bytes, TextBytes, has_tokenized, read_subwords
 from shmap_tp.errors import UserError
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install -e '.[data]'")
@@ -74,6 +77,14 @@ def test_a_tokenizer_that_fails_when_it_encodes_is_an_error_of_the_user():
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_documents([text])):
         with pytest.raises(UserError, match=r"the tokenizer tokenizer\.json fails: .*Missing \[UNK\] token"):
             encode("b")
+
+
+def test_a_tokenizer_that_the_library_has_written_again_is_the_same():
+    content = byte_level().to_str(pretty=True).encode()
+    hub = tokenizers.Tokenizer.from_str(content.decode()).to_str().encode()
+    for text, expected in ((content, True), (hub, True), (words().to_str().encode(), False)):
+        meta = Meta(dtype="uint16", tokenizer="a/b", tokenizer_sha256=hashlib.sha256(text).hexdigest())
+        assert has_tokenized(read_subwords(content, "tokenizer.json"), meta) == expected
 
 
 def test_each_byte_but_the_end_of_text_counts_one():

@@ -251,6 +251,8 @@ def test_what_evaluate_refuses(run, capsys):
         (["--sequences", "0"], "--sequences 0 must be at least 1"),
         (["mesh.dp=x"], "is not mesh.dp=N"),
         (["--data", ""], "--data is empty"),
+        (["--text", ""], "--text is empty"),
+        (["--field", "x"], "--field needs --text PATH"),
         (["--text", "/nowhere"], "--text /nowhere: no such file or directory"),
         (["--text", "/dev/null"], "/dev/null is a device, but a file is needed"),
         (["--text", "README.md", "--split", "train"], "--text is evaluated instead of --data and --split"),

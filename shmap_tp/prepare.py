@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from shmap_tp.errors import UserError
-from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
+from shmap_tp.runtime.command_line import end_without_readers, importing, raising, run_command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +63,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
             source = text_sources.text_files(arguments.text, arguments.field, arguments.validation)
         else:
             source = text_sources.hub_dataset(arguments.dataset, arguments.field, arguments.validation)
-        meta = prepare(source, tokenizer, arguments.out, overwrite=arguments.overwrite)
+        with raising():  # SIGTERM removes what was written as Ctrl-C does
+            meta = prepare(source, tokenizer, arguments.out, overwrite=arguments.overwrite)
     except OSError as error:
         raise UserError(str(error)) from error
     except KeyboardInterrupt:

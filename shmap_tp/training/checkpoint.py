@@ -37,6 +37,7 @@ from shmap_tp.training.checkpoint_files import (
     find_faults,
     first_line,
     hashes,
+    interruptible,
     read_facts,
     saved_state,
 )
@@ -155,7 +156,8 @@ class Checkpoints:
             initial_bad_step_state, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes.guard)
         )()
         try:
-            return State(**{"guard": initial} | ocp.load_checkpointables(directory, {"state": requested})["state"])
+            loaded = interruptible(lambda: ocp.load_checkpointables(directory, {"state": requested}))["state"]
+            return State(**{"guard": initial} | loaded)
         except Exception as error:
             cause = first_line(error.__cause__ or error)
             raise StorageError(f"checkpoint {directory} cannot be restored: {cause}") from error

@@ -12,8 +12,10 @@ import json
 import logging
 import os
 import stat
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,9 @@ ORBAX_METADATA = "_CHECKPOINT_METADATA"
 NO_FILE = "not a file: "
 """What `hashes` has in place of a hash for something that cannot be read to an end, followed by what it is."""
 KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+INTERRUPTED_SECONDS = 5.0
+"""How long an interrupt waits for a read to end: a process that ends while files are read may crash."""
 
 Chunk = tuple[str, tuple[tuple[int, int], ...], np.ndarray]
 """(path of a parameter, the range of each dim, its values)."""
@@ -127,9 +132,34 @@ def saved_state(directory: epath.Path) -> Any:
 
 def _metadata(directory: epath.Path) -> Any:
     try:
-        return ocp.checkpointables_metadata(directory)
+        return interruptible(lambda: ocp.checkpointables_metadata(directory))
     except Exception as error:  # Orbax does not check what it reads
         raise StorageError(_unusable(directory, f"{type(error).__name__}: {first_line(error)}")) from error
+
+
+def interruptible(read: Callable[[], Any]) -> Any:
+    """What `read` returns or raises; an interrupt of this thread is raised.
+
+    It runs in a thread of its own, since Orbax takes any exception for an error of what it reads, and goes on after
+    some: a Ctrl-C had no effect.
+    """
+    outcome: Future = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(read())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="read")
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.1)  # a signal may have reached another thread, and this one handles it
+    except BaseException:
+        thread.join(INTERRUPTED_SECONDS)
+        raise
+    return outcome.result()
 
 
 def _unreadable(directory: epath.Path, error: Exception) -> str:
@@ -328,7 +358,7 @@ def _saved(checkpoint: epath.Path, shapes: Transformer) -> dict[str, Any]:
 def _load(checkpoint: epath.Path, state: dict[str, Any]) -> Transformer:
     """The parameters of `state`, the others of which are placeholders."""
     try:
-        return ocp.load_checkpointables(checkpoint, {"state": state})["state"]["params"]
+        return interruptible(lambda: ocp.load_checkpointables(checkpoint, {"state": state}))["state"]["params"]
     except Exception as error:
         raise UserError(
             f"checkpoint {checkpoint} cannot be restored: {first_line(error.__cause__ or error)}"

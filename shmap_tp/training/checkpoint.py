@@ -38,6 +38,7 @@ from shmap_tp.training.checkpoint_files import (
     first_line,
     hashes,
     interruptible,
+    is_in_progress,
     read_facts,
     saved_state,
 )
@@ -62,7 +63,7 @@ class Checkpoints:
         """
         self._dir = absolute(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
-        self._report = report
+        self._report, self._writes = report, writes
         self._saving: Future | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
         if writes:
@@ -109,7 +110,8 @@ class Checkpoints:
             if (fault := self._fault(step)) is None:
                 found = step
                 break
-            self._report(f"checkpoint {self._dir / str(step)} is skipped: {fault}")
+            if self._writes or not is_in_progress(self._dir / str(step)):
+                self._report(f"checkpoint {self._dir / str(step)} is skipped: {fault}")
         found = broadcast_from_process_0(found)
         return None if found < 0 else found
 

@@ -31,6 +31,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import types_by_path
+from shmap_tp.runtime.run_lock import is_in_use
 
 SAID_ELSEWHERE = "_SignalingThread.run() raised", "Failed to get metadata for checkpointable"
 logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in SAID_ELSEWHERE))
@@ -81,6 +82,12 @@ def _names(directory: epath.Path) -> set[str]:
         return set()
     except OSError as error:
         raise StorageError(_unreadable(directory, error)) from error
+
+
+def is_in_progress(directory: epath.Path) -> bool:
+    """Whether a run that is under way has not finished to save the checkpoint in `directory`, or is deleting it: that
+    it is not intact is no fault then."""
+    return not (directory / MANIFEST).exists() and is_in_use(str(directory.parent))
 
 
 def find_faults(directory: epath.Path) -> list[str]:
@@ -269,7 +276,8 @@ def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
             return root / str(candidate)
         if step is not None:
             raise UserError(f"checkpoint {root / str(step)} cannot be used: {faults[0]}")
-        warnings.warn(f"checkpoint {root / str(candidate)} is skipped: {faults[0]}", stacklevel=5)
+        if not is_in_progress(root / str(candidate)):
+            warnings.warn(f"checkpoint {root / str(candidate)} is skipped: {faults[0]}", stacklevel=5)
     raise UserError(f"no checkpoint in {root} is intact (there: {', '.join(map(str, steps))})")
 
 

@@ -47,6 +47,9 @@ def load_config(*overrides: str, file: str | PathLike | None = None) -> Config:
     Raises UserError if there is no such file, key or group, a type is wrong, a number is out of range, or sizes do not
     divide.
     """
+    for item in overrides:
+        if not isinstance(item, str):
+            raise UserError(f"load_config takes key=value texts, not {shown(item)}; give a list as load_config(*list)")
     return configuration.load(compose.CONF / "config.yaml" if file is None else file, list(overrides))
 
 
@@ -194,8 +197,8 @@ class Model:
         mask[:, 0] must be false.  Raises UserError as `logits` does.
         """
         tokens = checked_tokens(tokens, self.config.model, longest=self.config.model.context + 1, least=0)
-        mask = np.asarray(mask, bool)
-        if mask.shape != tokens.shape or mask[:, 0].any():
+        is_masked, mask = isinstance(mask, np.ma.MaskedArray), np.asarray(mask)
+        if is_masked or mask.dtype != bool or mask.shape != tokens.shape or mask[:, 0].any():
             raise UserError(
                 f"mask must be booleans {list(tokens.shape)}, as the tokens, and false for the first token of a row"
             )

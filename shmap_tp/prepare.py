@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shmap_tp.errors import UserError
-from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
+from shmap_tp.runtime.command_line import end_without_readers, importing, raising, run_command
 
 if TYPE_CHECKING:
     from shmap_tp.data.text_sources import TextSource
@@ -79,7 +79,9 @@ def _prepare(arguments: argparse.Namespace) -> None:
             source = _source(arguments)
             with importing():  # as there, Ctrl-C ends the process: the library would not return
                 tokenizer = train_tokenizer(source, arguments.train_tokenizer, arguments.end_of_text)
-        meta = prepare(_source(arguments), tokenizer, arguments.out, overwrite=arguments.overwrite)
+        source = _source(arguments)
+        with raising():  # SIGTERM removes what was written as Ctrl-C does
+            meta = prepare(source, tokenizer, arguments.out, overwrite=arguments.overwrite)
     except OSError as error:
         raise UserError(str(error)) from error
     except KeyboardInterrupt:

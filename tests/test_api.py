@@ -1,5 +1,6 @@
 """The public library: its functions agree with the dense reference, with training runs and with each other."""
 
+import inspect
 import re
 import textwrap
 from typing import Any
@@ -188,6 +189,7 @@ def test_the_padding_of_a_row_never_counts():
 BAD_COUNTED = {
     "an id after -1": ([[1, -1, 2], [3, 4, -1]], None, "tokens[0, 1] is -1, but an id follows"),
     "another shape": ([[1, 2, 3]], [[True, True]], "counted must be bool[1, 3], one for each token, not bool[1, 2]"),
+    "a mask": ([[1, 2]], np.ma.array([[True, True]], mask=[[False, True]]), "counted is a masked array"),
     "numbers": ([[1, 2, 3]], np.array([[1, 1, 0]]), "counted must be bool[1, 3], one for each token, not int64[1, 3]"),
 }
 
@@ -225,6 +227,7 @@ BAD_TOKENS = {
     "too long": (np.zeros((2, 10), int), "tokens have 10 positions, and with model.context=8"),
     "an id of the padding": (np.full((2, 5), 50), "token id 50 is not in"),
     "a negative id": (np.full((2, 5), -2), "token id -2 is not in"),
+    "a masked array": (np.ma.array([[1, 2]], mask=[[False, True]]), "are a masked array, whose mask has no effect"),
     "rows of different lengths": ([[1, 2], [3]], "must be integers [batch, time], but their rows have different len"),
 }
 
@@ -237,6 +240,11 @@ def test_tokens_that_cannot_be_used_are_explained(case):
         with pytest.raises(shmap_tp.UserError) as raised:
             use(tokens)
         assert expected in str(raised.value)
+
+
+def test_a_list_given_to_load_config_is_explained():
+    with pytest.raises(shmap_tp.UserError, match=r"not \['a=1'\]; give a list as load_config\(\*list\)"):
+        inspect.unwrap(shmap_tp.load_config)(["a=1"])
 
 
 def test_a_model_is_shown_in_one_line():

@@ -241,7 +241,8 @@ class GuardConfig:
 @dataclass
 class EvaluateConfig:
     every: int
-    """Steps between evaluations; 0 evaluates only at the end."""
+    """Steps between evaluations; 0 evaluates only at the end.  Else a run that starts from given weights, such as those
+    of model.from_pretrained, is also evaluated before its first step, as step 0."""
     batches: int
     """Number of validation batches per evaluation, always the same ones."""
 

@@ -9,6 +9,7 @@ dp serves different prompts; mp shares each.  Every process of a run returns the
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 
 import numpy as np
 
@@ -51,6 +52,15 @@ class Options:
     """Tokens between two looks at whether all sequences have ended."""
 
     def __post_init__(self) -> None:
+        for name, kind in self.__annotations__.items():
+            value = getattr(self, name)
+            if kind is int and not is_integer(value):
+                raise UserError(f"{name}={shown(value)} must be an integer")
+            if kind is float and not (is_integer(value) or isinstance(value, float | np.floating)):
+                raise UserError(f"{name}={shown(value)} must be a number")
+        stop = self.stop_tokens
+        if isinstance(stop, str) or not np.ndim(stop) or not all(map(is_integer, stop)):
+            raise UserError(f"stop_tokens={shown(stop)} must be token ids, for example (0,)")
         for name, valid, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             (
@@ -85,6 +95,15 @@ class Options:
             repetition_penalty=real(self.repetition_penalty),
             seed=whole(self.seed),
         )
+
+
+def is_integer(value: object) -> bool:
+    """Whether `value` is an integer of Python, NumPy or JAX, and no bool."""
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def generate(
@@ -174,6 +193,9 @@ def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:
             raise UserError(f"prompt {number} must be a list of token ids, not {prompt!r}; encode text first")
         if not len(prompt):
             raise UserError(f"prompt {number} is empty; give at least one token")
+        for token in prompt:
+            if not is_integer(token):
+                raise UserError(f"prompt {number} has {shown(token)}, which is not a token id; give integers")
         wrong = next((token for token in prompt if not 0 <= token < model.vocabulary), None)
         if wrong is not None:
             raise UserError(

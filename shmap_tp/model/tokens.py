@@ -106,7 +106,9 @@ def uncounted(tokens: Int[np.ndarray, "B T"], where: Bool[np.ndarray, "B T"]) ->
 
 
 def rectangular(tokens: Tokens) -> np.ndarray:
-    """`tokens` on the host.  Raises UserError if they are lists of different lengths."""
+    """`tokens` on the host.  Raises UserError if they are lists of different lengths, or a masked array."""
+    if isinstance(tokens, np.ma.MaskedArray):
+        raise UserError("tokens are a masked array, whose mask has no effect; give the array, and counted=...")
     try:
         return np.asarray(tokens)
     except ValueError:
@@ -164,6 +166,8 @@ def marked_tokens(tokens: Tokens, counted: Counted | None, model: ModelConfig) -
         )
     if counted is None:
         return tokens
+    if isinstance(counted, np.ma.MaskedArray):
+        raise UserError("counted is a masked array, whose mask has no effect; give it as bool without a mask")
     counted = np.asarray(counted)
     if counted.shape != tokens.shape or counted.dtype != bool:
         raise UserError(

@@ -189,6 +189,14 @@ class DirectoryLock:
         return f"{self.path}/writer-{number}.lock"
 
 
+def is_in_use(directory: str) -> bool:
+    """Whether a process that has not ended, as far as is known, writes to `directory`.  Nothing is changed there."""
+    lock = DirectoryLock("directory", directory)
+    number = lock._newest()
+    owner = None if number is None else lock._read(number)[0]
+    return owner is not None and owner.is_running() is not False
+
+
 @contextmanager
 def lock_directories(
     directories: dict[str, str],

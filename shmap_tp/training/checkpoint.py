@@ -37,6 +37,8 @@ from shmap_tp.training.checkpoint_files import (
     find_faults,
     first_line,
     hashes,
+    interruptible,
+    is_in_progress,
     read_facts,
     saved_state,
 )
@@ -61,7 +63,7 @@ class Checkpoints:
         """
         self._dir = absolute(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
-        self._report = report
+        self._report, self._writes = report, writes
         self._saving: Future | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
         if writes:
@@ -108,7 +110,8 @@ class Checkpoints:
             if (fault := self._fault(step)) is None:
                 found = step
                 break
-            self._report(f"checkpoint {self._dir / str(step)} is skipped: {fault}")
+            if self._writes or not is_in_progress(self._dir / str(step)):
+                self._report(f"checkpoint {self._dir / str(step)} is skipped: {fault}")
         found = broadcast_from_process_0(found)
         return None if found < 0 else found
 
@@ -155,7 +158,8 @@ class Checkpoints:
             initial_bad_step_state, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes.guard)
         )()
         try:
-            return State(**{"guard": initial} | ocp.load_checkpointables(directory, {"state": requested})["state"])
+            loaded = interruptible(lambda: ocp.load_checkpointables(directory, {"state": requested}))["state"]
+            return State(**{"guard": initial} | loaded)
         except Exception as error:
             cause = first_line(error.__cause__ or error)
             raise StorageError(f"checkpoint {directory} cannot be restored: {cause}") from error

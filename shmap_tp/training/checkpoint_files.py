@@ -12,8 +12,10 @@ import json
 import logging
 import os
 import stat
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from shmap_tp.errors import StorageError, UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import types_by_path
 from shmap_tp.runtime.files import first_contact
+from shmap_tp.runtime.run_lock import is_in_use
 
 SAID_ELSEWHERE = "_SignalingThread.run() raised", "Failed to get metadata for checkpointable"
 logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in SAID_ELSEWHERE))
@@ -44,6 +47,9 @@ ORBAX_METADATA = "_CHECKPOINT_METADATA"
 NO_FILE = "not a file: "
 """What `hashes` has in place of a hash for something that cannot be read to an end, followed by what it is."""
 KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+INTERRUPTED_SECONDS = 5.0
+"""How long an interrupt waits for a read to end: a process that ends while files are read may crash."""
 
 Chunk = tuple[str, tuple[tuple[int, int], ...], np.ndarray]
 """(path of a parameter, the range of each dim, its values)."""
@@ -77,6 +83,12 @@ def _names(directory: epath.Path) -> set[str]:
         return set()
     except OSError as error:
         raise StorageError(_unreadable(directory, error)) from error
+
+
+def is_in_progress(directory: epath.Path) -> bool:
+    """Whether a run that is under way has not finished to save the checkpoint in `directory`, or is deleting it: that
+    it is not intact is no fault then."""
+    return not (directory / MANIFEST).exists() and is_in_use(str(directory.parent))
 
 
 def find_faults(directory: epath.Path) -> list[str]:
@@ -128,9 +140,34 @@ def saved_state(directory: epath.Path) -> Any:
 
 def _metadata(directory: epath.Path) -> Any:
     try:
-        return ocp.checkpointables_metadata(directory)
+        return interruptible(lambda: ocp.checkpointables_metadata(directory))
     except Exception as error:  # Orbax does not check what it reads
         raise StorageError(_unusable(directory, f"{type(error).__name__}: {first_line(error)}")) from error
+
+
+def interruptible(read: Callable[[], Any]) -> Any:
+    """What `read` returns or raises; an interrupt of this thread is raised.
+
+    It runs in a thread of its own, since Orbax takes any exception for an error of what it reads, and goes on after
+    some: a Ctrl-C had no effect.
+    """
+    outcome: Future = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(read())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="read")
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.1)  # a signal may have reached another thread, and this one handles it
+    except BaseException:
+        thread.join(INTERRUPTED_SECONDS)
+        raise
+    return outcome.result()
 
 
 def _unreadable(directory: epath.Path, error: Exception) -> str:
@@ -240,7 +277,8 @@ def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
             return root / str(candidate)
         if step is not None:
             raise UserError(f"checkpoint {root / str(step)} cannot be used: {faults[0]}")
-        warnings.warn(f"checkpoint {root / str(candidate)} is skipped: {faults[0]}", stacklevel=5)
+        if not is_in_progress(root / str(candidate)):
+            warnings.warn(f"checkpoint {root / str(candidate)} is skipped: {faults[0]}", stacklevel=5)
     raise UserError(f"no checkpoint in {root} is intact (there: {', '.join(map(str, steps))})")
 
 
@@ -334,7 +372,7 @@ def _saved(checkpoint: epath.Path, shapes: Transformer) -> dict[str, Any]:
 def _load(checkpoint: epath.Path, state: dict[str, Any]) -> Transformer:
     """The parameters of `state`, the others of which are placeholders."""
     try:
-        return ocp.load_checkpointables(checkpoint, {"state": state})["state"]["params"]
+        return interruptible(lambda: ocp.load_checkpointables(checkpoint, {"state": state}))["state"]["params"]
     except Exception as error:
         raise UserError(
             f"checkpoint {checkpoint} cannot be restored: {first_line(error.__cause__ or error)}"

@@ -69,7 +69,8 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
             return _is_due(step, every, config.train.steps)
 
         evaluated = True  # unless a stop request interrupts the newest evaluation
-        if step and due(config.evaluate.every) and not broadcast_from_process_0(recorder.has_validation):
+        has_learned = step or run.components.load_parameters  # else there is nothing to compare later losses with
+        if has_learned and due(config.evaluate.every) and not broadcast_from_process_0(recorder.has_validation):
             with pause(TimeCategory.evaluation):
                 evaluated = _evaluate(run, step, state, recorder)
         clock.switch_to(TimeCategory.steps)

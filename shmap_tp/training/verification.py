@@ -25,7 +25,7 @@ from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import reading
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import checkpoint_steps, directory_of_checkpoints, find_faults
+from shmap_tp.training.checkpoint_files import checkpoint_steps, directory_of_checkpoints, find_faults, is_in_progress
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
@@ -127,6 +127,9 @@ def verify_checkpoints(directory: str) -> bool:
     all_well = True
     for step in steps:
         faults = find_faults(path / str(step))
+        if faults and is_in_progress(path / str(step)):
+            print_on_process_0(f"{step}: being saved or deleted by a run that is under way")
+            continue
         print_on_process_0(f"{step}: " + ("intact" if not faults else "DAMAGED"))
         for fault in faults:
             print_on_process_0(f"  {fault}")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,10 +18,11 @@ from shmap_tp.errors import UserError
 from tests.helpers.preparation import WORDS, jsonl, run, texts
 
 
-def test_an_interrupted_preparation_leaves_nothing(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_preparation_leaves_nothing(tmp_path, capsys, monkeypatch, number):
     def some(*_):
         yield from (("train", word) for word in WORDS)
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
     monkeypatch.setattr(preparation, "_GROUP", 100)
     monkeypatch.setattr(text_sources, "stdlib", lambda: text_sources.TextSource("cut", some(), None))

@@ -197,6 +197,30 @@ def test_bad_prompts_and_options_are_refused(prompts, options, message):
         model(1, 1).generate(prompts, **options)
 
 
+@pytest.mark.parametrize("prompt", [[1.5], [True], np.array([1.0]), np.ma.array([1, 2], mask=[False, True])], ids=str)
+def test_a_prompt_of_other_values_than_integers_is_refused(prompt):
+    with pytest.raises(UserError, match=r"prompt 0 has .*, which is not a token id; give integers"):
+        inspect.unwrap(check_prompts)([prompt], model(1, 1).config.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("stop_tokens", "a", "token ids"),
+        ("stop_tokens", (1.5,), "token ids"),
+        ("stop_tokens", 5, "token ids"),
+        ("max_new_tokens", 2.5, "an integer"),
+        ("temperature", "hot", "a number"),
+    ],
+    ids=str,
+)
+def test_an_option_of_another_type_is_refused(name, value, rule):
+    options = Options()
+    object.__setattr__(options, name, value)  # past the types, which only tests check
+    with pytest.raises(UserError, match=rf"{name}=.* must be {rule}"):
+        options.__post_init__()
+
+
 @pytest.mark.parametrize(("prompts", "shown"), [(["text"], "'text'"), ("text", "'t'"), ([1, 2], "1")], ids=str)
 def test_prompts_that_are_not_lists_of_ids_are_refused(prompts, shown):
     """Outside the tests nothing checks the types of arguments."""

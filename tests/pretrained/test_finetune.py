@@ -67,8 +67,9 @@ def test_a_check_warns_of_bytes_for_a_model_with_a_tokenizer_and_names_it_where_
 
 
 def test_a_run_starts_from_the_weights_and_records_where_they_came_from(work):
-    first = json.loads((work / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    before, first, *_ = map(json.loads, (work / "run" / "metrics.jsonl").read_text().splitlines())
     tokens = np.fromfile(work / "data" / "train.bin", "<u2")
+    assert (before["step"], before["split"]) == (0, "validation") and before["loss"] > 4
     assert first["step"] == 1 and first["loss"] > 4  # random weights of init_std=0.02 have ln 97 = 4.57
     record = json.loads((work / "run" / "pretrained" / "source.json").read_text())
     assert record["from"] == str(work / "model") and record["architecture"] == "LlamaForCausalLM"

@@ -3,8 +3,10 @@
 import errno
 import os
 import shutil
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +14,13 @@ from typing import Any
 
 import pytest
 from etils import epath
+from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.errors import StorageError
 from shmap_tp.runtime.files import writing
 from shmap_tp.training import checkpoint_files
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import MANIFEST, checkpoint_steps, find_faults
+from shmap_tp.training.checkpoint_files import MANIFEST, checkpoint_steps, find_faults, read_facts
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, files, random_state
 
 
@@ -69,6 +72,22 @@ def test_the_way_out_of_a_failed_save_depends_on_its_cause(error, advice):
     with pytest.raises(StorageError) as raised, writing("checkpoint x/2"):
         raise error
     assert advice in str(raised.value)
+
+
+def test_ctrl_c_while_metadata_are_read_is_not_swallowed(pair_copy, monkeypatch):
+    """As Orbax swallows it (v1 `_get_checkpointables_metadata`): any exception means that there are none."""
+
+    def reading(directory: epath.Path, real: Any = ocp.checkpointables_metadata) -> Any:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except BaseException:
+            return real(directory)
+        return real(directory)
+
+    monkeypatch.setattr(ocp, "checkpointables_metadata", reading)
+    with pytest.raises(KeyboardInterrupt):
+        read_facts(epath.Path(pair_copy / "2"))
 
 
 def test_a_damaged_checkpoint_is_renamed_and_keeps_its_files(pair_copy, messages):

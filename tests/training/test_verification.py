@@ -73,10 +73,11 @@ def test_replicas_are_compared_after_each_step_from_the_newest_checkpoint(traine
 
 
 def test_replicas_are_compared_without_touching_a_run_that_is_under_way(trained, tmp_path, capsys):
-    """The run holds its lock, and a save is unfinished; or there is no checkpoint yet, nor a directory for them."""
+    """The run holds its lock, and saves are unfinished, which is no fault; or it has no checkpoint, nor a place."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "6.orbax-checkpoint-tmp").mkdir()
+    (checkpoints / "4" / "sha256.json").unlink()  # as between the last file of a checkpoint and its hashes
     given = ["replicas", "--cfg", FIRST, "--steps", 1]
 
     def contents() -> dict[str, bytes]:
@@ -85,9 +86,13 @@ def test_replicas_are_compared_without_touching_a_run_that_is_under_way(trained,
 
     with lock_directories({"run.dir": str(tmp_path / "run"), "checkpoint.dir": str(checkpoints)}, None):
         before = contents()
-        assert call(capsys, *given, *overrides(tmp_path))[0] == 0
+        equal = [f"step {i}: all replicas of every array are equal" for i in (2, 3)]
+        assert call(capsys, *given, *overrides(tmp_path)) == (0, equal)
+        under_way = ["4: being saved or deleted by a run that is under way", "2: intact"]
+        assert call(capsys, "checkpoint", checkpoints) == (0, under_way)
         assert call(capsys, *given, *overrides(tmp_path, f"checkpoint.dir={tmp_path / 'none'}"))[0] == 0
         assert contents() == before
+    assert call(capsys, "checkpoint", checkpoints)[0] == 1  # nobody finishes that save any more
     assert (checkpoints / "6.orbax-checkpoint-tmp").is_dir() and not (tmp_path / "none").exists()
 
 

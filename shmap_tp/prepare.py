@@ -53,6 +53,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="FRACTION",
         help="share of the text that is for validation, by size (0.01)",
     )
+    parser.add_argument(
+        "--pack",
+        type=int,
+        metavar="T",
+        help="put whole documents into rows of T tokens, for runs with model.context=T and isolated documents",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace data that was prepared in --out before")
     return parser
 
@@ -71,6 +77,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
         from shmap_tp.data.tokenizer import open_tokenizer
         from shmap_tp.data.train_tokenizer import train_tokenizer
 
+    if (row := arguments.pack) is not None and not 2 <= row < 1 << 24:
+        raise UserError(f"--pack {row} must be the model.context of the runs that will read it, such as 2048")
     try:
         if arguments.train_tokenizer is None:
             tokenizer = open_tokenizer(arguments.tokenizer, arguments.end_of_text)
@@ -81,13 +89,16 @@ def _prepare(arguments: argparse.Namespace) -> None:
                 tokenizer = train_tokenizer(source, arguments.train_tokenizer, arguments.end_of_text)
         source = _source(arguments)
         with raising():  # SIGTERM removes what was written as Ctrl-C does
-            meta = prepare(source, tokenizer, arguments.out, overwrite=arguments.overwrite)
+            meta = prepare(source, tokenizer, arguments.out, row=row, overwrite=arguments.overwrite)
     except OSError as error:
         raise UserError(str(error)) from error
     except KeyboardInterrupt:
         print(f"interrupted; nothing was written to {arguments.out}", file=sys.stderr)
         raise
     train, validation = (f"{meta['tokens'][split]:,}" for split in SPLITS)
+    if row is not None:
+        used, there = (sum(meta[key].values()) for key in ("of_documents", "tokens"))
+        print(f"packed into rows of {row} tokens, {used / there:.1%} of which are tokens of documents")
     size = f"vocabulary {meta['vocabulary']}, {meta['dtype']}"
     print(f"{arguments.out}: {train} training tokens, {validation} validation tokens ({meta['tokenizer']}, {size})")
 

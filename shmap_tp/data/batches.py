@@ -112,9 +112,24 @@ def open_data(
     """(the token files of `splits` for `model`, meta.json, tokenizer.json if there is one)."""
     sizes = {"context": model.context, "vocabulary": model.vocabulary}
     place, meta, tokenizer = _open_meta(data, model)
+    check_rows(meta, data, model)
     if isinstance(place, Bucket):
         return [BucketTokenFile(place, split, meta, **sizes) for split in splits], meta, tokenizer
     return [open_token_file(place, split, **sizes) for split in splits], meta, tokenizer
+
+
+def check_rows(meta: Meta, data: DataConfig, model: ModelConfig) -> None:
+    """Raise UserError if the data was packed into rows that are not the sequences of `model`."""
+    if meta.row not in (None, model.context):
+        raise UserError(
+            f"{data.dir} was packed into rows of {meta.row} tokens, but model.context={model.context}; "
+            f"use model.context={meta.row}, or prepare the data with --pack {model.context}"
+        )
+    if meta.row is not None and data.documents == Documents.joined:
+        raise UserError(
+            f"{data.dir} was packed into rows for isolated documents; use data.documents=isolated, or prepare the data "
+            f"without --pack"
+        )
 
 
 def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Meta, bytes | None]:

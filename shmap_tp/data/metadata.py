@@ -41,6 +41,8 @@ class Meta:
     """The id after each document."""
     source: str | None = None
     """Name of the text."""
+    row: int | None = None
+    """Tokens of a row, where whole documents were packed into rows (`prepare --pack`)."""
 
 
 def read_meta(directory: Path) -> Meta:
@@ -85,8 +87,8 @@ def _fault(values: dict[str, Any]) -> str | None:
     """The first value that is missing or has the wrong type, in words."""
     if (dtype := values.get("dtype")) not in list(DTYPES):
         return f"dtype is {dtype!r}, but must be {' or '.join(DTYPES)}"
-    for name in ("vocabulary", "end_of_text", "tokenizer", "tokenizer_sha256", "source"):
-        kind = int if name in ("vocabulary", "end_of_text") else str
+    for name in ("vocabulary", "end_of_text", "row", "tokenizer", "tokenizer_sha256", "source"):
+        kind = int if name in ("vocabulary", "end_of_text", "row") else str
         if name in values and type(values[name]) is not kind:
             return f"{name} is {str(values[name])[:40]!r}, but must be of type {kind.__name__}"
     for name, kind in {"tokens": int, "sha256": str}.items():

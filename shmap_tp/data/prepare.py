@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from shmap_tp.config.values import check_path
 from shmap_tp.data import text_sources
 from shmap_tp.data.location import FILES, STDLIB
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
+from shmap_tp.data.packing import pack
 from shmap_tp.data.staging import remove_stale, staging
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
 from shmap_tp.errors import UserError, shown
@@ -27,6 +29,7 @@ from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, reading
 
 _GROUP = 1 << 22  # characters that are tokenized at a time
+_WINDOW = 1 << 24  # tokens that are packed at a time
 
 
 class TokenWriter:
@@ -39,10 +42,15 @@ class TokenWriter:
 
     def write(self, ids: np.ndarray) -> None:
         """Append one document and the end-of-text token."""
-        document = np.concatenate([ids.astype(self._dtype), self._end])
-        self._digest.update(document)
-        self._file.write(document)
-        self.tokens += len(document)
+        self._append(np.concatenate([ids.astype(self._dtype), self._end]))
+
+    def finish(self) -> None:
+        """Append what is left when all documents are written."""
+
+    def _append(self, tokens: np.ndarray) -> None:
+        self._digest.update(tokens)
+        self._file.write(tokens)
+        self.tokens += tokens.size
 
     def close(self) -> None:
         """Write what is buffered.  Raises OSError if the disk refuses, and closes the file even then."""
@@ -53,23 +61,55 @@ class TokenWriter:
         return self._digest.hexdigest()
 
 
+class PackingWriter(TokenWriter):
+    """Appends documents in rows of `row` tokens (`packing.py`), some millions of tokens at a time.
+
+    The token after each row, which is its last target, is the first of the next one, or an end of text after all.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, end_of_text: int, row: int):
+        super().__init__(path, dtype, end_of_text)
+        self._row, self._documents, self._waiting = row, list[np.ndarray](), 0
+        self.of_documents = 0
+        """Tokens that are no filling."""
+
+    def write(self, ids: np.ndarray) -> None:
+        """Append one document and the end-of-text token."""
+        self._documents.append(np.concatenate([ids.astype(self._dtype), self._end]))
+        self._waiting += len(ids) + 1
+        if self._waiting >= _WINDOW:
+            self._pack()
+
+    def finish(self) -> None:
+        if self._documents:
+            self._pack()
+            self._append(self._end)
+
+    def _pack(self) -> None:
+        self._append(pack(self._documents, self._row, int(self._end[0])))
+        self.of_documents += self._waiting
+        self._documents, self._waiting = [], 0
+
+
 def prepare(
     source: text_sources.TextSource,
     tokenizer: Tokenizer,
     out: Path | str,
     *,
+    row: int | None = None,
     overwrite: bool = False,
     key: str = "--out",
 ) -> dict:
     """Write the files of `source` to the directory `out`; return what meta.json holds.
 
+    With `row` whole documents are packed into rows of so many tokens.
     What killed preparations of `out` left behind is removed first.  `key` is the option by which the user gave `out`,
     for messages.  Raises `UserError` if `out` already holds files (with `overwrite`: files other than prepared data),
     cannot be written, or if a split has no document.
     """
     target = check_out(out, overwrite, key)
     with _messages(out, key), staging(target, overwrite) as directory:
-        meta = _write_splits(source, tokenizer, directory)
+        meta = _write_splits(source, tokenizer, directory, row)
         if tokenizer.json is not None:
             (directory / TOKENIZER).write_bytes(tokenizer.json)
         (directory / META).write_text(json.dumps(meta, indent=2) + "\n")
@@ -116,11 +156,12 @@ def prepare_stdlib(out: Path | str) -> dict:
             return json.loads(meta.read_bytes())
 
 
-def _write_splits(source: text_sources.TextSource, tokenizer: Tokenizer, directory: Path) -> dict:
+def _write_splits(source: text_sources.TextSource, tokenizer: Tokenizer, directory: Path, row: int | None) -> dict:
     """Write both .bin files; return the contents of meta.json."""
     dtype = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
     with ExitStack() as closing, tqdm(total=source.total, desc=source.name, unit=" documents", disable=None) as bar:
-        writers = {s: TokenWriter(directory / f"{s}.bin", DTYPES[dtype], tokenizer.end_of_text) for s in SPLITS}
+        make = TokenWriter if row is None else partial(PackingWriter, row=row)
+        writers = {s: make(directory / f"{s}.bin", DTYPES[dtype], tokenizer.end_of_text) for s in SPLITS}
         for writer in writers.values():
             closing.callback(writer.close)
         for group in _group(source.documents):
@@ -129,6 +170,8 @@ def _write_splits(source: text_sources.TextSource, tokenizer: Tokenizer, directo
                 if len(document):
                     writers[split].write(document)
             bar.update(len(group))
+        for writer in writers.values():
+            writer.finish()
     for split, writer in writers.items():
         if not writer.tokens:
             raise UserError(
@@ -144,6 +187,8 @@ def _write_splits(source: text_sources.TextSource, tokenizer: Tokenizer, directo
         "dtype": dtype,
         "tokens": {split: writer.tokens for split, writer in writers.items()},
         "sha256": {split: writer.sha256() for split, writer in writers.items()},
+        "row": row,
+        "of_documents": None if row is None else {split: writer.of_documents for split, writer in writers.items()},
     }
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 from shmap_tp.config.schema import DataConfig, Documents, ModelConfig
-from shmap_tp.data.batches import isolating_token, open_data
+from shmap_tp.data.batches import check_rows, isolating_token, open_data
 from shmap_tp.data.metadata import Meta, read_meta
 from shmap_tp.data.token_files import AnyTokenFile, open_token_file
 from shmap_tp.data.tokenizer import TextBytes, Tokenizer, has_tokenized
@@ -220,5 +220,6 @@ def _open(data: DataConfig, split: str, model: ModelConfig) -> tuple[AnyTokenFil
         (file,), meta, _ = open_data(data, model, [split])
         return file, meta
     directory = Path(data.dir)
+    check_rows(read_meta(directory), data, model)
     file = open_token_file(directory, split, context=model.context, vocabulary=model.vocabulary)
     return file, read_meta(directory)

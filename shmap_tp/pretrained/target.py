@@ -55,4 +55,4 @@ def describe_target(model: ModelConfig) -> str:
     try:
         return f"as {target_of(model, None).family.architecture}"
     except UserError:
-        return f"not possible (no architecture of transformers expresses it); of model={', '.join(EXPORTABLE)} it is"
+        return f"not possible: transformers has no such architecture (it has those of model={', '.join(EXPORTABLE)})"

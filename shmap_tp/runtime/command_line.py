@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from shmap_tp.errors import ShmapTpError, StorageError
-from shmap_tp.runtime.exit_codes import INTERRUPTED
+from shmap_tp.runtime.exit_codes import INTERRUPTED, end_process
 
 CLOSED = 141
 """Exit code of a command whose output is no longer read: 128 + SIGPIPE, as in a shell."""
@@ -116,13 +116,19 @@ def outlive_readers() -> None:
 
 
 def end_without_readers(command: Callable[[], int | None]) -> int | None:
-    """The exit code of `command`; CLOSED once nobody reads its output, StorageError's where a full disk takes none."""
+    """The exit code of `command`; CLOSED once nobody reads its output, StorageError's where a full disk takes none.
+
+    After an interrupt the process ends here.
+    """
     _open_closed_streams()
     _set_errors(sys.stdout, "backslashreplace")
     _set_errors(sys.stdin, "surrogateescape")
     try:
         code = command()
         sys.stdout.flush()
+        if code == INTERRUPTED:  # programs that still run on the devices would crash the interpreter at its exit
+            sys.stderr.flush()
+            end_process(code)
         return code
     except BrokenPipeError:
         for stream in (sys.stdout, sys.stderr):

@@ -66,6 +66,19 @@ print("\\N{SNOWMAN}")
     assert done.stdout == b"\\u2603 '\\udcff'\n\\u2603\n", done.stderr
 
 
+def test_an_interrupted_command_ends_without_the_end_of_the_interpreter():
+    """At which programs that still run on emulated devices crash it: exit code -11 instead of 130."""
+    program = """
+import atexit
+from shmap_tp.runtime.command_line import end_without_readers
+atexit.register(print, "the interpreter ends")
+end_without_readers(lambda: print("written") or 130)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "written\n"), done.stderr
+
+
 CLOSED = """
 import os, runpy, sys
 reader, writer = os.pipe()

@@ -39,7 +39,14 @@ def sigterm_before(monkeypatch, where: object, name: str, *, time: int = 1) -> N
 
 @pytest.mark.parametrize(
     "name",
-    ["make_mesh", "prepare_environment", "build_step_functions", "Batches", "restore_or_initialize", "kernel_name"],
+    [
+        "mesh_of_devices",
+        "prepare_environment",
+        "build_step_functions",
+        "Batches",
+        "restore_or_initialize",
+        "kernel_name",
+    ],
 )
 def test_a_run_stopped_before_the_first_step_saves_nothing(tmp_path, monkeypatch, capsys, name):
     """`named` is called just before the step is compiled."""

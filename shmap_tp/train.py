@@ -11,6 +11,7 @@ from typing import NoReturn
 from shmap_tp.config.packaged import as_installed
 from shmap_tp.runtime.command_line import outlive_readers
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
+from shmap_tp.runtime.wrapping import wrapped
 
 EPILOG = """\
 examples
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
         coordinator = Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
         return loop.train(config, coordinator, with_pretrained(config), make_training_sampler)
     except ShmapTpError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(wrapped(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
 
 

@@ -39,6 +39,7 @@ from shmap_tp.training.environment import (
     explained_memory_errors,
     prepare_environment,
     require_host_memory,
+    warn_of_many_emulated_devices,
 )
 from shmap_tp.training.goodput import TimeCategory, WallClock
 from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_samples, plot_losses
@@ -151,6 +152,7 @@ def open_run(
     ):
         config = resolve_auto(requested, len(jax.devices()))
         mesh = make_mesh(config.mesh)
+        warn_of_many_emulated_devices()
         with lock_directories({"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}, stop.peers):
             on_process_0("log.wandb", lambda: check_weights_and_biases(config))
             on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))

@@ -13,8 +13,10 @@ from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import open_data, validation_batch_count, warn_of_other_data
 from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy
 from shmap_tp.data.metadata import DTYPES, SPLITS
+from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError, shown
 from shmap_tp.hardware.slice_types import RentedSlices, find_slices
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.training.check import summary
 
 BOOT_DISK = 100e9
@@ -91,8 +93,10 @@ def _data(config: Config) -> str:
     _, meta, _ = open_data(streamed, ())
     if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
         return "there; meta.json does not say which tokens, which are looked at when a run starts"
-    (_, validation), meta, _ = open_data(streamed, SPLITS, **sizes)
+    (_, validation), meta, tokenizer = open_data(streamed, SPLITS, **sizes)
     warn_of_other_data(config, meta, meta.vocabulary - 1)
+    if tokenizer is None and meta.tokenizer != Bytes.name:
+        print_on_process_0(f"warning: {data.dir} has no tokenizer.json of its data: no samples and no bits per byte")
     validation_batch_count(validation, config.evaluate.batches, train.batch, config.mesh.dp * train.microbatches)
     size = sum(meta.tokens.values()) * DTYPES[meta.dtype].itemsize
     if data.cache is not None and _is_on_host(data.cache) and size > BOOT_DISK:

@@ -12,7 +12,7 @@ from shmap_tp.config.schema import Config, MeshConfig, Resume
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import open_data, validation_batch_count, warn_of_other_data
 from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy
-from shmap_tp.data.metadata import DTYPES, SPLITS
+from shmap_tp.data.metadata import DTYPES, SPLITS, Meta
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError, shown
 from shmap_tp.hardware.slice_types import RentedSlices, find_slices
@@ -36,7 +36,7 @@ def check_slices(config: Config, name: str) -> str:
     check_places(config, slices)
     data = _data(config)
     _check_checkpoints(config)
-    start = f"The run can start on {slices}: {slices.devices} devices, {slices.hosts} hosts."
+    start = f"The run can start on {slices}: {slices.devices} devices, hosts: {slices.hosts}."
     return f"{summary(config, data)}\n{start}  Its memory is not checked: python -m shmap_tp.plan --help"
 
 
@@ -86,8 +86,11 @@ def _is_on_host(path: str) -> bool:
 def _data(config: Config) -> str:
     """What is in data.dir, in words.  Raises UserError if the run could not train on it."""
     data, train = config.data, config.train
+    if data.source == STDLIB and "://" not in data.dir:
+        warn_of_other_data(config, Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name), 255)
+        return "prepared by each host from the Python library, which is only a test"
     if "://" not in data.dir:
-        return "prepared by each host, as a test" if data.source == STDLIB else "looked at when a run starts"
+        return "looked at when a run starts"
     sizes = {"context": config.model.context, "vocabulary": config.model.vocabulary}
     streamed = replace(data, cache=None)
     _, meta, _ = open_data(streamed, ())

@@ -63,7 +63,7 @@ def test_a_run_that_would_train_on_the_slice_is_accepted(check):
     code, printed, error = check(*RECIPE, *DATA, *SAVED, "--type", "v3-32")
     assert (code, error) == (0, "") and "warning" not in printed
     assert "gs://bucket/neox: 99,000,000,000 tokens, tokenizer neox, vocabulary 50277" in printed
-    assert "The run can start on v3-32: 32 devices, 4 hosts." in printed
+    assert "The run can start on v3-32: 32 devices, hosts: 4." in printed
 
 
 def test_automatic_data_parallelism_uses_the_devices_of_the_slice(check):
@@ -75,6 +75,11 @@ def test_data_without_its_tokenizer_is_accepted_with_a_warning(check, tmp_path):
     (tmp_path / "bucket/neox/tokenizer.json").unlink()
     code, printed, _ = check(*RECIPE, *DATA, *SAVED, "--type", "v3-32")
     assert code == 0 and "warning: gs://bucket/neox has no tokenizer.json of its data: no samples" in printed
+
+
+def test_a_large_model_on_the_bytes_of_the_python_library_is_accepted_with_a_warning(check):
+    _, printed, _ = check("model=6_9b", "mesh.dp=2", "mesh.mp=4", "--type", "v2-8")
+    assert "warning: data/stdlib has a vocabulary of 256, tokenizer bytes, but model.vocabulary=50304" in printed
 
 
 def test_data_of_another_tokenizer_is_accepted_with_a_warning(check):

@@ -163,8 +163,18 @@ setup() {
     [[ -n $dry ]] || echo "next: pod.sh run $name -- --cfg conf/recipes/NAME.yaml checkpoint.dir=gs://BUCKET/..."
 }
 
+check_cfg() { # fail if the file of --cfg is not among those that setup copies
+    local i file=""
+    for ((i = 0; i < ${#arguments[@]}; i++)); do
+        case ${arguments[i]} in --cfg) file=${arguments[i + 1]:-} ;; --cfg=*) file=${arguments[i]#--cfg=} ;; esac
+    done
+    [[ ! -e $root/$file || $(project_files | grep -czxF -- "${file#./}") -gt 0 ]] ||
+        fail "--cfg $file is not copied to the hosts, which get the files that git tracks: git add $file"
+}
+
 check_arguments() { # check the run here, by the --check of main.py, before it costs money; the summary goes to stderr
     [[ -z $unchecked ]] || return 0
+    [[ -n $repository ]] || check_cfg
     local python slice=()
     [[ -z $type ]] || slice=(--type "$([[ $slices -eq 1 ]] || echo "${slices}x")$type")
     for python in "$root/.venv/bin/python" python3 python; do

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from shmap_tp.command_model import add_sampling_arguments, joined, model_parser, open_model, sampling_options
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
+from shmap_tp.runtime.wrapping import wrapped
 
 if TYPE_CHECKING:
     from shmap_tp.inference.conversation import Conversation
@@ -100,7 +101,7 @@ def _answer(conversation: "Conversation", text: str) -> None:
     except KeyboardInterrupt:
         print("\n(ended)", flush=True)
     except UserError as error:
-        print(f"error: {error}", flush=True)
+        print(wrapped(f"error: {error}", sys.stdout), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from shmap_tp.config.packaged import as_installed
 from shmap_tp.runtime.command_line import outlive_readers
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
+from shmap_tp.runtime.wrapping import wrapped
 
 if TYPE_CHECKING:
     from shmap_tp.training.step import Components
@@ -24,7 +26,7 @@ examples
   {command} --cfg conf/recipes/6_9b_v3-32.yaml --check --type v3-32   check a run for a TPU slice before it is rented
 
 configuration
-  Without --cfg the packaged configuration is used, which is conf/config.yaml of the repository:
+  Without --cfg the packaged configuration is used:
     {default}
   FILE is a path from the working directory; it can use the models and data sources of the packaged configuration.
 
@@ -94,7 +96,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
         coordinator = Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
         return loop.train(config, coordinator, with_pretrained(config, components), make_training_sampler)
     except ShmapTpError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(wrapped(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
 
 
@@ -141,10 +143,12 @@ def _parser(command: str) -> argparse.ArgumentParser:
         usage="%(prog)s [--cfg FILE] [--resume] [--check [--type TYPE]] [--components FILE.py:NAME] "
         "[--processes N [--coordinator HOST:PORT --process-id I]] [key=value ...]",
         description="Tensor-parallel transformer training over a (dp, mp) mesh, with every collective written by hand.",
-        epilog=EPILOG.format(command=command, default=CONF / "config.yaml", models=models, data=data, recipes=recipes),
+        epilog=as_installed(EPILOG).format(
+            command=command, default=CONF / "config.yaml", models=models, data=data, recipes=recipes
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cfg", metavar="FILE", help="configuration file, for example conf/config.yaml")
+    parser.add_argument("--cfg", metavar="FILE", help=as_installed("configuration file, for example conf/config.yaml"))
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
     parser.add_argument("--check", action="store_true", help="check the configuration, print a summary, and end")
     parser.add_argument(

@@ -16,18 +16,23 @@ exit codes: 0 all is well, 1 a difference or a damaged file was found, 2 bad inp
 import argparse
 import sys
 
+from shmap_tp.config.packaged import as_installed
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.verify`."""
     top = argparse.ArgumentParser(
-        prog="python -m shmap_tp.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m shmap_tp.verify",
+        description=as_installed(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True)
     for name in ("resume", "replicas"):
         command = commands.add_parser(name)
-        command.add_argument("--cfg", metavar="FILE", required=True, help="configuration, such as conf/config.yaml")
+        command.add_argument(
+            "--cfg", metavar="FILE", required=True, help=as_installed("configuration, such as conf/config.yaml")
+        )
         steps = (
             "steps to train before and after the resume (default 3)"
             if name == "resume"

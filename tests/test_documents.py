@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from matplotlib.patches import FancyBboxPatch
 from PIL import Image
 
 from tests.helpers import command_lines
@@ -197,3 +198,16 @@ def test_pictures_are_drawn_by_their_present_script(picture):
     with Image.open(picture) as opened:
         drawn_by = opened.text["Source"]
     assert drawn_by == hashlib.sha256(script.read_bytes()).hexdigest(), f"run: python {name_of(script)}"
+
+
+def test_no_text_touches_its_box_in_the_picture_of_the_mlp(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "pictures"))
+    figure = import_module("tensor_parallel_mlp").draw()
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        texts = {text.get_position(): text for text in axes.texts}
+        for box in (patch for patch in axes.patches if isinstance(patch, FancyBboxPatch)):
+            text = texts[box.get_x() + box.get_width() / 2, box.get_y() + box.get_height() / 2]
+            outer, inner = box.get_window_extent(), text.get_window_extent()
+            room = min(inner.x0 - outer.x0, outer.x1 - inner.x1, inner.y0 - outer.y0, outer.y1 - inner.y1)
+            assert room >= 3, f"{text.get_text()!r} has {room:.1f} pixels of room in its box"

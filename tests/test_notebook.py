@@ -1,4 +1,4 @@
-"""The notebook runs from a fresh Python, as plain code."""
+"""The notebook runs from a fresh Python, as plain code, and is saved with what it shows."""
 
 import json
 
@@ -10,23 +10,31 @@ from tests.helpers.run_fixtures import ROOT
 NOTEBOOK = ROOT / "notebooks" / "first_steps.ipynb"
 
 
-def code_cells() -> list[str]:
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+RUN_AGAIN = "run: jupyter nbconvert --to notebook --execute --inplace notebooks/first_steps.ipynb"
 
 
-def test_the_notebook_is_saved_without_outputs():
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+def test_the_notebook_is_saved_with_the_outputs_of_its_cells():
+    """What a reader sees without running it."""
+    assert [cell["execution_count"] for cell in CELLS] == [*range(1, len(CELLS) + 1)], RUN_AGAIN
+    outputs = [output for cell in CELLS for output in cell["outputs"]]
+    assert not [each for each in outputs if each["output_type"] == "error" or each.get("name") == "stderr"], RUN_AGAIN
+    assert any("image/png" in output.get("data", {}) for output in outputs), RUN_AGAIN
+    check_printed("".join("".join(output.get("text", "")) for output in outputs))
 
 
 def test_the_notebook_trains_and_prints_the_same_loss_on_two_meshes(tmp_path):
     """The code cells, executed in one namespace in a process of their own."""
+    sources = ["".join(cell["source"]) for cell in CELLS]
     done = python(
-        f"namespace = {{}}\nfor cell in {code_cells()!r}:\n    exec(cell, namespace)\n", cwd=tmp_path, MPLBACKEND="agg"
+        f"namespace = {{}}\nfor cell in {sources!r}:\n    exec(cell, namespace)\n", cwd=tmp_path, MPLBACKEND="agg"
     )
     assert done.returncode == 0, done.stderr
-    trained, meshes, shapes = done.stdout.splitlines()
+    check_printed(done.stdout)
+
+
+def check_printed(text: str) -> None:
+    trained, meshes, shapes = text.splitlines()
     first, last = (float(word) for word in trained.split() if word[0].isdigit())
     assert last < 0.75 * first, trained
     here, there = map(float, meshes.split())

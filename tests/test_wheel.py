@@ -106,7 +106,8 @@ def test_an_installed_wheel_trains_and_restores_from_another_directory(wheel, tm
     assert call("-c", "import shmap_tp; print(shmap_tp.__version__)").strip() == shmap_tp.__version__
     command = str(site / "bin" / "shmap-tp")
     given = [*TINY, "data.dir=data", "run.dir=run", "train.steps=4"]
-    assert "done at step 4 of 4" in call(command, "train", *given)
+    printed = call(command, "train", *given)
+    assert "done at step 4 of 4" in printed and "to resume   shmap-tp train --cfg run/config.yaml" in printed
     assert "4: intact" in call(command, "verify", "checkpoint", "run/checkpoints")
     shape = "import shmap_tp; m = shmap_tp.Model.restore('run', dp=8, mp=1); print(m.logits([[1, 2]]).shape)"
     assert "(1, 2, 64)" in call("-c", shape)

@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 DEVICES = 4
@@ -46,7 +47,7 @@ MODES = {
             ("x [B T/4 D]", SHARDED, None),
             ("", "ring", "3 ppermutes of [B T/4 D], each overlapped with\nthe matmul of the chunk that has arrived"),
             ("gelu(x @ up)\n4 x [B T/4 F/4]", SHARDED, None),
-            ("@ down, 4 x\n[B T/4 D] {+mp}", PARTIAL, None),
+            ("@ down, 4 x\n[B T/4 D]\n{+mp}", PARTIAL, None),
             ("", "ring", "3 ppermutes of [B T/4 D] {+mp}, each overlapped\nwith the matmul of the next chunk"),
             ("y [B T/4 D]", SHARDED, None),
         ],
@@ -93,8 +94,8 @@ def panel(axes: Axes, title: str, rows: list[tuple]) -> None:
     axes.axis("off")
 
 
-def main() -> None:
-    figure, panels = plt.subplots(1, 3, figsize=(12, 5), layout="constrained")
+def draw() -> Figure:
+    figure, panels = plt.subplots(1, 3, figsize=(12, 5), dpi=125, layout="constrained")
     for axes, (title, rows) in zip(panels, MODES.values(), strict=True):
         panel(axes, title, rows)
     legend = [("replicated over mp", REPLICATED), ("sharded over mp", SHARDED), ("partial sum {+mp}", PARTIAL)]
@@ -102,8 +103,12 @@ def main() -> None:
     handles.append(plt.Rectangle((0, 0), 1, 1, facecolor="white", edgecolor=COLLECTIVE))
     names = [name for name, _ in legend] + ["communication over mp"]
     figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def main() -> None:
     source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # tests/test_documents.py compares it
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=125, metadata={"Software": None, "Source": source})
+    draw().savefig(Path(__file__).with_suffix(".png"), metadata={"Software": None, "Source": source})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from shmap_tp.config.packaged import CONF, as_installed
 from shmap_tp.config.run_directory import in_its_place
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
@@ -34,11 +35,6 @@ from shmap_tp.config.values import SECTIONS, check_sections, check_values, expec
 from shmap_tp.config.yaml_source import check_files, read_text
 from shmap_tp.errors import UserError, first_line, has_control_characters, shown
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-
-CONF = next(found for found in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (found / "config.yaml").is_file())
-"""The configuration directory of this project: shmap_tp/conf in an installed wheel, conf/ next to shmap_tp in a clone.
-Files elsewhere can use its groups (model, data), too."""
 KEY = re.compile(r"[A-Za-z_][A-Za-z_0-9]*(\.[A-Za-z_0-9]+)*")
 MAX_OVERRIDE = 3000
 """Characters of one key=value."""
@@ -132,7 +128,8 @@ def _to_config(values: Any, file: str) -> Config:
 def _resolved(file: str) -> Path:
     """The absolute path of the --cfg `file`, which can be read."""
     if has_control_characters(file) or "://" in file:
-        raise UserError(f"--cfg {shown(file)} is not a path of this machine; name a file such as conf/config.yaml")
+        example = as_installed("conf/config.yaml")
+        raise UserError(f"--cfg {shown(file)} is not a path of this machine; name a file such as {example}")
     try:
         path = Path(file).resolve()
     except (OSError, RuntimeError) as error:  # a loop of symbolic links
@@ -206,7 +203,8 @@ def _explain(error: Exception, file: str, overrides: Sequence[str]) -> str:
     if message.startswith("Cannot merge"):
         return f"{file}: a list cannot be merged with keys; give the whole list, for example train.profile=[10,12]"
     if "No match in the defaults list" in message:
-        return f"{file}: has no defaults list to override ({message}); use conf/config.yaml, or set single keys"
+        use = as_installed("use conf/config.yaml, or set single keys")
+        return f"{file}: has no defaults list to override ({message}); {use}"
     override = getattr(error, "override", None)
     if override or message.startswith(("Ambiguous", "Sweep")):  # Hydra's grammar gives commas, brackets, = a meaning
         if message.startswith(("LexerNoViable", "Error parsing")):

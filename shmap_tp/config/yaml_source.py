@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from shmap_tp.config.packaged import as_installed
 from shmap_tp.errors import UserError, shown
 
 MAX_BYTES = 1 << 20
@@ -29,9 +30,9 @@ def read_text(file: Path, name: str) -> str:
     """The text of `file`, which messages call `name`.  Raises UserError if it is no regular file of UTF-8 text."""
     try:
         if not file.exists():
-            raise UserError(f"{name}: no such file; start with conf/config.yaml")
+            raise UserError(f"{name}: no such file; {as_installed('start with conf/config.yaml')}")
         if not file.is_file():  # opening a FIFO would wait for a writer
-            raise UserError(f"{name} is not a file; name a YAML file, for example conf/config.yaml")
+            raise UserError(f"{name} is not a file; {as_installed('name a YAML file, for example conf/config.yaml')}")
         with file.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except OSError as error:
@@ -59,7 +60,9 @@ def _check_events(events: Iterable[yaml.Event], name: str) -> None:
         place = f"{name}, line {event.start_mark.line + 1}"
         is_value = isinstance(event, yaml.NodeEvent)
         if is_value and sizes == [0] and not isinstance(event, yaml.MappingStartEvent):
-            raise UserError(f"{place}: it holds no sections with keys; begin as conf/config.yaml does")
+            raise UserError(
+                f"{place}: it holds no sections with keys; {as_installed('begin as conf/config.yaml does')}"
+            )
         if getattr(event, "tag", None):
             tag = shown(event.tag.replace("tag:yaml.org,2002:", "!!"))
             raise UserError(f"{place}: the YAML tag {tag} is not allowed; write the value without it")

@@ -24,6 +24,7 @@ from shmap_tp.runtime.command_line import end_at_ctrl_c, end_without_readers
 if __name__ == "__main__":
     end_at_ctrl_c()  # a compilation would not be interrupted; only the search has something to keep
 
+from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, axis_sizes
@@ -209,16 +210,20 @@ def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m shmap_tp.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m shmap_tp.plan",
+        description=as_installed(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     devices = parser.add_argument_group("devices")
     devices.add_argument("--version", choices=VERSIONS, help=f"TPU version or GPU (default {VERSION})")
     devices.add_argument("--topology", help="chips along each side of a slice, such as 4x8x8 (default: most compact)")
     devices.add_argument("--slices", type=int, metavar="N", help="number of slices that dp spans (default 1)")
     step = parser.add_argument_group("the step")
-    step.add_argument("--model", help="a model of conf/model (default 6_9b, with --decode llama3_8b)")
+    step.add_argument("--model", help=as_installed("a model of conf/model/ (default 6_9b, with --decode llama3_8b)"))
     step.add_argument("--from-pretrained", metavar="DIR", help="a Hugging Face model; its config.json is enough")
-    step.add_argument("--cfg", metavar="FILE", help="plan the step of FILE, such as a recipe of conf/recipes")
+    step.add_argument(
+        "--cfg", metavar="FILE", help=as_installed("plan the step of FILE, such as a recipe of conf/recipes/")
+    )
     step.add_argument("--dp", type=int, metavar="N", help="data-parallel size of the mesh to plan")
     step.add_argument("--mp", type=int, metavar="N", help="model-parallel size of the mesh to plan")
     batch = "sequences per optimizer step (default: 16 per dp rank, or device), or prompts of --decode (8 per dp rank)"

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shmap_tp.config.compose import CONF, quoted
+from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError, shown
@@ -164,10 +165,12 @@ class Parser(argparse.ArgumentParser):
 def step_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the flags of every benchmark of a training step."""
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cfg", metavar="FILE", help="take the step from FILE, such as a recipe of conf/recipes")
+    parser.add_argument(
+        "--cfg", metavar="FILE", help=as_installed("take the step from FILE, such as a recipe of conf/recipes/")
+    )
     parser.add_argument("--dp", type=int, help="data-parallel size (default: that of --cfg)")
     parser.add_argument("--mp", type=int, help="model-parallel size; dp x mp is the number of devices")
-    parser.add_argument("--model", help="a model of conf/model (default: see DEFAULTS in this file)")
+    parser.add_argument("--model", help=as_installed("a model of conf/model/ (default: see DEFAULTS in this file)"))
     parser.add_argument("--batch", type=int, help="sequences per optimizer step, over all devices and microbatches")
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the model's)")
     parser.add_argument("--microbatches", type=int, help="microbatches per optimizer step (gradient accumulation)")

@@ -24,6 +24,7 @@ from typing import TextIO
 
 from shmap_tp.errors import ShmapTpError, StorageError
 from shmap_tp.runtime.exit_codes import INTERRUPTED, end_process
+from shmap_tp.runtime.wrapping import wrapped
 
 CLOSED = 141
 """Exit code of a command whose output is no longer read: 128 + SIGPIPE, as in a shell."""
@@ -35,7 +36,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except ShmapTpError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(wrapped(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED

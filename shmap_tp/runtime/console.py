@@ -5,6 +5,8 @@ import sys
 import jax
 from tqdm import tqdm
 
+from shmap_tp.runtime.wrapping import wrapped
+
 
 def print_on_process_0(text: str) -> None:
     """Print a line and flush it, in process 0 only."""
@@ -13,6 +15,7 @@ def print_on_process_0(text: str) -> None:
 
 
 def write_line(text: str) -> None:
-    """Print a line and flush it.  A progress bar that is on the terminal is taken away and drawn again below."""
-    tqdm.write(text)
+    """Print a line and flush it, broken between words in a terminal.  A progress bar that is there is taken away and
+    drawn again below."""
+    tqdm.write(wrapped(text, sys.stdout))
     sys.stdout.flush()

@@ -12,7 +12,8 @@ from shmap_tp.config.schema import Config, MeshConfig, Resume
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import data_warning, isolating_token, open_data, validation_batch_count
 from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy
-from shmap_tp.data.metadata import DTYPES, SPLITS
+from shmap_tp.data.metadata import DTYPES, SPLITS, Meta
+from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError, shown
 from shmap_tp.hardware.slice_types import RentedSlices, find_slices
 from shmap_tp.model.components import ModelComponents
@@ -36,7 +37,7 @@ def check_slices(config: Config, name: str, export: str, components: ModelCompon
     check_places(config, slices)
     data, warning = _data(config)
     _check_checkpoints(config)
-    start = f"The run can start on {slices}: {slices.devices} devices, {slices.hosts} hosts."
+    start = f"The run can start on {slices}: {slices.devices} devices, hosts: {slices.hosts}."
     described = summary(config, data, warning, export, components)
     return f"{described}\n{start}  Its memory is not checked: python -m shmap_tp.plan --help"
 
@@ -88,14 +89,17 @@ def _data(config: Config) -> tuple[str, str | None]:
     """(what is in data.dir, in words; why it may be the wrong one).  Raises UserError if the run could not train on
     it."""
     data, train = config.data, config.train
+    if data.source == STDLIB and "://" not in data.dir:
+        stdlib = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
+        return "prepared by each host from the Python library, which is only a test", data_warning(config, stdlib)
     if "://" not in data.dir:
-        return "prepared by each host, as a test" if data.source == STDLIB else "looked at when a run starts", None
+        return "looked at when a run starts", None
     streamed = replace(data, cache=None)
     _, meta, _ = open_data(streamed, config.model, ())
     isolating_token(streamed, config.model)
     if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
         return "there; meta.json does not say which tokens, which are looked at when a run starts", None
-    (_, validation), meta, _ = open_data(streamed, config.model, SPLITS)
+    (_, validation), meta, tokenizer = open_data(streamed, config.model, SPLITS)
     validation_batch_count(validation, config.evaluate.batches, train.batch, config.mesh.dp * train.microbatches)
     size = sum(meta.tokens.values()) * DTYPES[meta.dtype].itemsize
     if data.cache is not None and _is_on_host(data.cache) and size > BOOT_DISK:
@@ -104,7 +108,10 @@ def _data(config: Config) -> tuple[str, str | None]:
             f"data.cache={shown(data.cache)}; use data.cache=null, which reads rows from the bucket"
         )
     what = f"{meta.tokens['train']:,} tokens, tokenizer {meta.tokenizer}, vocabulary {meta.vocabulary}"
-    return what, data_warning(config, meta)
+    warning = data_warning(config, meta)
+    if warning is None and tokenizer is None and meta.tokenizer != Bytes.name:
+        warning = f"warning: {data.dir} has no tokenizer.json of its data: no samples and no bits per byte"
+    return what, warning
 
 
 def _check_checkpoints(config: Config) -> None:

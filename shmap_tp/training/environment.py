@@ -21,11 +21,15 @@ from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.prepare import prepare_missing
 from shmap_tp.errors import UserError
 from shmap_tp.parallel import mesh as meshes
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices, joined_processes
 from shmap_tp.runtime.files import make_directory
 
 EMULATED_DEVICES = 8
 """How many CPU devices are emulated at least, so that one process can use several mesh shapes."""
+
+EMULATED_PER_CORE = 8
+"""How many emulated devices for each core of this machine are usual."""
 
 
 def prepare_environment(config: Config) -> None:
@@ -111,6 +115,16 @@ def emulate_devices(wanted: int) -> None:
         wanted = EMULATED_DEVICES
     with suppress(UserError):
         emulate_cpu_devices(max(EMULATED_DEVICES, wanted, jax.config.jax_num_cpu_devices))
+
+
+def warn_of_many_emulated_devices() -> None:
+    """Print a line if this process emulates so many CPU devices that a step takes long on the cores of this machine."""
+    devices, cores = jax.local_device_count(), os.cpu_count() or 1
+    if jax.devices()[0].platform == "cpu" and devices > EMULATED_PER_CORE * cores:
+        print_on_process_0(
+            f"warning: {devices} devices are emulated on {cores} core{'s' * (cores > 1)}, so compiling and every step "
+            f"take long; a smaller mesh.dp x mesh.mp trains the same"
+        )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from shmap_tp.config.compose import to_dict
+from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import Batches, isolating_token
@@ -40,6 +41,7 @@ from shmap_tp.training.environment import (
     precision_note,
     prepare_environment,
     require_host_memory,
+    warn_of_many_emulated_devices,
 )
 from shmap_tp.training.goodput import TimeCategory, WallClock
 from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_samples, plot_losses
@@ -154,6 +156,7 @@ def open_run(
     ):
         config = resolve_auto(requested, len(jax.devices()))
         mesh = mesh_of_devices(config)
+        warn_of_many_emulated_devices()
         with lock_directories({"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}, stop.peers):
             on_process_0("log.wandb", lambda: check_weights_and_biases(config))
             on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))
@@ -224,7 +227,7 @@ def _report(run: Run, step: int, finished: bool) -> None:
         f"  metrics     {directory / 'metrics.jsonl'}",
         f"  loss curve  {plot}",
         f"  checkpoint  {config.checkpoint.dir}/{step}",
-        f"  to resume   python main.py --cfg {directory / 'config.yaml'} {own}{more_steps}--resume",
+        f"  to resume   {as_installed('python main.py')} --cfg {directory / 'config.yaml'} {own}{more_steps}--resume",
         "              (on any mesh.dp=... mesh.mp=...)",
     ]
     print_on_process_0("\n".join(lines))

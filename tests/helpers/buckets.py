@@ -1,12 +1,13 @@
 """A directory in the place of Google's buckets, in this process or in others, and data sets of any size in it."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
 
 from fsspec.implementations.local import LocalFileSystem
 
-from shmap_tp.data.metadata import DTYPES, META, SPLITS
+from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
 from tests.helpers.paths import ROOT
 
 REGISTER = (
@@ -34,12 +35,14 @@ def bucket_environment(directory: Path) -> dict[str, str]:
 
 
 def write_data_set(directory: Path, *, vocabulary: int, train: int, validation: int = 10**7, **more: str) -> None:
-    """Token files with these numbers of tokens, all zero, which take no space, and their meta.json; `more` of its
-    keys."""
+    """Token files with these numbers of tokens, all zero, which take no space, a tokenizer.json that is none, and
+    meta.json; `more` of its keys."""
     directory.mkdir(parents=True)
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
     tokens = {"train": train, "validation": validation}
     meta = {"dtype": dtype, "vocabulary": vocabulary, "tokens": tokens, "sha256": dict.fromkeys(SPLITS, "0")}
+    (directory / TOKENIZER).write_bytes(b"{}")
+    meta["tokenizer_sha256"] = hashlib.sha256(b"{}").hexdigest()
     (directory / META).write_text(json.dumps(meta | more))
     for split, count in tokens.items():
         with (directory / f"{split}.bin").open("wb") as file:

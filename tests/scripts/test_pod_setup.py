@@ -82,6 +82,9 @@ def test_setup_names_files_that_it_does_not_copy(cloud, clone):
     git(clone, "add", "main.py", "conf", "scripts", ".env")
     output = cloud.pod("setup", "p", script=str(clone / "scripts" / "pod.sh")).stdout
     assert "not copied, because git does not track them" in output and "mine.yaml" in output
+    create = ["create", "p", "--type", "v4-8", "--", "--cfg", "mine.yaml"]
+    refused = cloud.pod(*create, script=str(clone / "scripts" / "pod.sh"), code=2).stderr
+    assert "--cfg mine.yaml is not copied to the hosts" in refused and "git add mine.yaml" in refused
 
 
 def test_setup_without_git_copies_the_projects_files_but_nothing_hidden_and_no_links(cloud, clone):

@@ -49,6 +49,8 @@ def check(tmp_path, monkeypatch, capsys):
     write_data_set(tmp_path / "bucket/bytes", vocabulary=256, train=10**9, tokenizer="bytes")
     write_data_set(tmp_path / "bucket/short", vocabulary=50277, train=10**9, validation=2000 * 1024)
     write_data_set(tmp_path / "bucket/llama3", vocabulary=128256, train=10**9)
+    write_data_set(tmp_path / "bucket/mixed", vocabulary=50277, train=10**9)
+    (tmp_path / "bucket/mixed/tokenizer.json").write_text("another")
     (tmp_path / "bucket/saved/50").mkdir(parents=True)
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -61,12 +63,23 @@ def test_a_run_that_would_train_on_the_slice_is_accepted(check):
     code, printed, error = check(*RECIPE, *DATA, *SAVED, "--type", "v3-32")
     assert (code, error) == (0, "") and "warning" not in printed
     assert "gs://bucket/neox: 99,000,000,000 tokens, tokenizer neox, vocabulary 50277" in printed
-    assert "The run can start on v3-32: 32 devices, 4 hosts." in printed
+    assert "The run can start on v3-32: 32 devices, hosts: 4." in printed
 
 
 def test_automatic_data_parallelism_uses_the_devices_of_the_slice(check):
     given = ["mesh.dp=auto", "mesh.processes=8", "--type", "v4-64"]
     assert "dp=16 x mp=2 = 32 devices" in check(*RECIPE, *DATA, *SAVED, *given)[1]
+
+
+def test_data_without_its_tokenizer_is_accepted_with_a_warning(check, tmp_path):
+    (tmp_path / "bucket/neox/tokenizer.json").unlink()
+    code, printed, _ = check(*RECIPE, *DATA, *SAVED, "--type", "v3-32")
+    assert code == 0 and "warning: gs://bucket/neox has no tokenizer.json of its data: no samples" in printed
+
+
+def test_a_large_model_on_the_bytes_of_the_python_library_is_accepted_with_a_warning(check):
+    _, printed, _ = check("model=6_9b", "mesh.dp=2", "mesh.mp=4", "--type", "v2-8")
+    assert "warning: data/stdlib has a vocabulary of 256, tokenizer bytes, but model.vocabulary=50304" in printed
 
 
 def test_data_of_another_tokenizer_is_accepted_with_a_warning(check):
@@ -90,6 +103,7 @@ REFUSED = {
         [*SAVED, "data.dir=gs://bucket/llama3", *V3],
         "model.vocabulary=50304 is the limit; use other data or another model",
     ),
+    "another tokenizer.json": ([*SAVED, "data.dir=gs://bucket/mixed", *V3], "it is not the tokenizer of this data"),
     "no bucket": (
         [*DATA, "checkpoint.dir=gs://BUCKET/run", *V3],
         "there is no gs://BUCKET; create it in the region of the slices:\ngcloud storage buckets create gs://BUCKET",

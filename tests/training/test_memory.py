@@ -31,6 +31,17 @@ def test_a_run_that_does_not_fit_is_refused_before_its_state_is_made(tmp_path, m
         loop.train(tiny(tmp_path))
 
 
+def test_a_run_says_that_it_emulates_more_devices_than_the_cores_of_this_machine_serve(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("shmap_tp.training.run.require_host_memory", lambda shapes: require_host_memory(shapes, 1000))
+    for cores, expected in [(2, ""), (1, "warning: 8 devices are emulated on 1 core,")]:
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(environment, "EMULATED_PER_CORE", 4)
+        with pytest.raises(UserError):
+            loop.train(tiny(tmp_path))
+        printed = capsys.readouterr().out
+        assert printed.startswith(expected) and ("warning" in printed) == bool(expected)
+
+
 def test_a_device_that_is_out_of_memory_is_explained(tmp_path, monkeypatch):
     def compile_with(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\nmany more lines")

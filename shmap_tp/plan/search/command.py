@@ -10,6 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from shmap_tp.config.compose import CONF, quoted
+from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError, first_line
@@ -219,7 +220,7 @@ def base_words(arguments: argparse.Namespace) -> list[str]:
         words = ["model=pretrained", f"model.from_pretrained={quoted(arguments.from_pretrained)}"]
     else:
         words = [f"model={arguments.model or '6_9b'}", "data.documents=joined"]
-    return ["--cfg", "conf/config.yaml", *words, *free]
+    return ["--cfg", as_installed("conf/config.yaml"), *words, *free]
 
 
 def given_keys(arguments: argparse.Namespace) -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GIB
@@ -164,7 +165,7 @@ def command(candidate: Candidate, config: Config, base: list[str], hosts: int) -
     if config.train.max_sequences_per_device is not None:  # it would raise train.microbatches
         batch.append("train.max_sequences_per_device=null")
     words = [*base, *batch, *candidate.settings(), f"mesh.slices={config.mesh.slices}", f"mesh.processes={hosts}"]
-    return ["python", "main.py", *words]
+    return [*as_installed("python main.py").split(), *words]
 
 
 def write_recipe(file: Path, candidate: Candidate, config: Config, note: str, hosts: int) -> None:
@@ -173,8 +174,9 @@ def write_recipe(file: Path, candidate: Candidate, config: Config, note: str, ho
     chosen = replace(chosen, mesh=replace(chosen.mesh, processes=hosts))
     plain = yaml.safe_load(yaml.dump(asdict(chosen), Dumper=_PlainDumper, sort_keys=False))
     try:
+        train = as_installed("python main.py")
         with replacing(file) as stream:
-            stream.write(f"# {note}\n#\n#   python main.py --cfg {file}\n{yaml.safe_dump(plain, sort_keys=False)}")
+            stream.write(f"# {note}\n#\n#   {train} --cfg {file}\n{yaml.safe_dump(plain, sort_keys=False)}")
     except OSError as error:
         raise UserError(f"--recipe {file} cannot be written: {error.strerror}; choose another file") from error
 

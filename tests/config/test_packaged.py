@@ -1,0 +1,39 @@
+"""What messages name: main.py and conf/ in a clone, and what is there instead in an installed wheel."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shmap_tp import train
+from shmap_tp.config import packaged
+from tests.helpers.paths import ROOT
+
+FILES = sorted({*(ROOT / "shmap_tp").rglob("*.py")} - {Path(packaged.__file__)})
+COMMAND = "python main.py"
+
+
+def shown_texts(tree: ast.AST) -> Iterator[str]:
+    """The texts of a module that are neither docstrings nor given to `as_installed`."""
+    for node in ast.iter_child_nodes(tree):
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_call = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "as_installed"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        if not is_docstring and not is_call:
+            yield from shown_texts(node)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT / "shmap_tp")))
+def test_what_only_a_clone_has_is_named_as_installed(file: Path):
+    texts = [text for text in shown_texts(ast.parse(file.read_text())) if "main.py" in text or "conf/" in text]
+    allowed = {train.EPILOG, COMMAND, "train a model, or continue training (the same as python main.py)"}
+    assert not [text for text in texts if text not in allowed]
+
+
+def test_a_wheel_names_its_own_command_and_configuration(monkeypatch):
+    text = "python main.py --cfg conf/config.yaml"
+    assert packaged.as_installed(text) == text
+    monkeypatch.setattr(packaged, "IN_CLONE", False)
+    assert packaged.as_installed(text) == f"shmap-tp train --cfg {packaged.CONF}/config.yaml"

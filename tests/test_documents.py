@@ -29,6 +29,7 @@ from matplotlib.patches import FancyBboxPatch
 from PIL import Image
 
 from tests.helpers import command_lines
+from tests.helpers.compiling import quick_environment
 from tests.helpers.documents import DOCUMENTS, ROOT, blocks, name_of
 from tests.helpers.paths import project_files
 
@@ -77,7 +78,8 @@ def working_copy(tmp_path_factory) -> Path:
 @marked("run")
 def test_a_run_block_succeeds(block, working_copy):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PATH": path, "PYTHONPATH": str(working_copy)}
+    paths = {"JAX_PLATFORMS": "cpu", "PATH": path, "PYTHONPATH": str(working_copy)}
+    environment = os.environ | quick_environment() | paths
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text],
         cwd=working_copy, env=environment, capture_output=True, text=True, timeout=300,
@@ -88,7 +90,7 @@ def test_a_run_block_succeeds(block, working_copy):
 @pytest.mark.parametrize("file", [file for file in DOCUMENTS if "```python run" in file.read_text()], ids=name_of)
 def test_the_python_blocks_of_a_document_run(file):
     program = "\n".join(block.text for block in blocks(file) if block.info == ("python", "run"))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = os.environ | quick_environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from shmap_tp import train
+from tests.helpers.compiling import quick_environment
 from tests.helpers.paths import ROOT
 
 BENCHMARK_GPU = ["benchmarks/benchmark_gpu.py"]
@@ -14,7 +15,7 @@ BENCHMARK_GPU = ["benchmarks/benchmark_gpu.py"]
 
 def call(*arguments: str) -> subprocess.CompletedProcess:
     """`python ARGUMENTS` on the CPU, with its output captured."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | quick_environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )

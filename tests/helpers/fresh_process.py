@@ -6,19 +6,14 @@ import sys
 import textwrap
 from pathlib import Path
 
-import jax
-
-from tests.helpers.compiling import QUICK_TO_COMPILE
+from tests.helpers.compiling import quick_environment
 from tests.helpers.run_fixtures import ROOT
 
 
 def python(script: str, *, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
     """`script` in a process of its own, in which nothing has imported JAX or chosen a number of devices."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    given = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    given |= {"XLA_FLAGS": QUICK_TO_COMPILE}
-    if cache := jax.config.jax_compilation_cache_dir:
-        given |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    given = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | quick_environment()
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         cwd=cwd, env=inherited | given | environment, capture_output=True, text=True, timeout=300,

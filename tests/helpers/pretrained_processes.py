@@ -36,6 +36,7 @@ from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import build_step_functions
+from tests.helpers.compiling import quick_environment
 from tests.helpers.paths import ROOT
 from tests.helpers.run_fixtures import free_port
 
@@ -134,9 +135,7 @@ def run_processes(directory: Path, out: Path, processes: int, *arguments: str) -
     out.mkdir(parents=True)
     command = [sys.executable, "-m", "tests.helpers.pretrained_processes", str(directory), str(out)]
     command += [*arguments, "--processes", str(processes), "--port", str(free_port())]
-    given = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    if cache := jax.config.jax_compilation_cache_dir:
-        given |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    given = quick_environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [
         subprocess.Popen([*command, "--process", str(number)], cwd=ROOT, env=os.environ | given, **pipes)

@@ -30,6 +30,7 @@ from shmap_tp.training import loop, step
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.metrics import read_metrics
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
+from tests.helpers.compiling import quick_environment
 
 ROOT = Path(__file__).parents[2]
 FIRST = str(CONF / "config.yaml")
@@ -151,13 +152,10 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen:
 
 def start_python(*arguments: str, **environment: str) -> subprocess.Popen:
     """Start `python ARGUMENTS` from the root of the repository, with the compilation cache of the tests."""
-    given = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    if cache := jax.config.jax_compilation_cache_dir:
-        given["JAX_COMPILATION_CACHE_DIR"] = cache
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=os.environ | given | environment,
+        env=os.environ | quick_environment() | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

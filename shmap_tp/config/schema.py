@@ -24,6 +24,7 @@ SavedActivation = StrEnum(
 """Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
 Documents = StrEnum("Documents", ["isolated", "joined"])
 Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
+Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
 Resume = StrEnum("Resume", ["never", "if_present", "must"])
 
 AUTO = "auto"
@@ -205,11 +206,16 @@ class OptimizerConfig:
     learning_rate: float
     """Peak learning rate, reached at the end of the warm-up."""
     final_learning_rate: float
-    """Learning rate at the end of the cosine decay, and from then on."""
+    """Learning rate at the end of the decay, and from then on."""
+    schedule: Schedule
+    """Learning rate after the warm-up.  cosine, linear: it decays until step decay_steps.  constant: the peak, to the
+    last step.  wsd (warm-up, stable, decay): the peak, then a linear decay in the last steps before decay_steps."""
     warmup_steps: int
     """Steps over which the learning rate rises linearly; step n of them has n / warmup_steps of the peak."""
     decay_steps: int
-    """Step at which the cosine decay ends; separate from train.steps, so that extending a run keeps its schedule."""
+    """Step at which the decay ends; separate from train.steps, so that extending a run keeps its schedule."""
+    decay_fraction: float
+    """For schedule=wsd: the fraction of decay_steps, counted from its end, in which the learning rate decays."""
     weight_decay: float
     """AdamW weight decay, applied to matrices but not to norm scales."""
     beta1: float
@@ -302,6 +308,13 @@ class Config:
     sample: SampleConfig
     checkpoint: CheckpointConfig
     log: LogConfig
+
+
+def stable_until(optimizer: OptimizerConfig) -> int:
+    """The last step that has the peak learning rate if the schedule has a decay."""
+    decay = round(optimizer.decay_fraction * optimizer.decay_steps)
+    stable = optimizer.decay_steps - decay if optimizer.schedule == Schedule.wsd else 0
+    return max(stable, optimizer.warmup_steps, 1)
 
 
 def padded_vocabulary(model: ModelConfig) -> int:

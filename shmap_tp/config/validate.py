@@ -26,6 +26,7 @@ from shmap_tp.config.schema import (
     RotaryScaling,
     SampleConfig,
     SavedActivation,
+    Schedule,
     TensorParallelMode,
     TrainConfig,
     Zero,
@@ -118,15 +119,31 @@ def _is_address(text: str) -> bool:
 
 
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
-    if optimizer.decay_steps <= optimizer.warmup_steps:
-        raise UserError(
-            f"optimizer.decay_steps={optimizer.decay_steps} must be above optimizer.warmup_steps="
-            f"{optimizer.warmup_steps}: the decay follows the warm-up, and both count from the first step"
-        )
+    _check_schedule(optimizer)
     if not 0 < optimizer.epsilon < math.inf:
         raise UserError(f"optimizer.epsilon={optimizer.epsilon} must be above 0 and finite; 1.0e-8 is usual")
     if not optimizer.clip_norm > 0:
         raise UserError(f"optimizer.clip_norm={optimizer.clip_norm} must be above 0; 1.0 is usual")
+
+
+def _check_schedule(optimizer: OptimizerConfig) -> None:
+    fraction, end, warmup = optimizer.decay_fraction, optimizer.decay_steps, optimizer.warmup_steps
+    if not 0 < fraction <= 1:
+        raise UserError(f"optimizer.decay_fraction={fraction} must be above 0 and at most 1; 0.1 is usual")
+    if optimizer.schedule == Schedule.constant:
+        return
+    if end <= warmup:
+        raise UserError(
+            f"optimizer.decay_steps={end} must be above optimizer.warmup_steps={warmup}: the decay follows the "
+            f"warm-up, and both count from the first step"
+        )
+    decay = round(fraction * end)
+    if optimizer.schedule == Schedule.wsd and not 1 <= decay <= end - warmup:
+        raise UserError(
+            f"optimizer.decay_fraction={fraction} of optimizer.decay_steps={end} is {decay} steps, which must be from "
+            f"1 to {end - warmup},\nthe steps after optimizer.warmup_steps={warmup}; change one of them, or use "
+            f"optimizer.schedule=linear or constant"
+        )
 
 
 def _check_prompts(sample: SampleConfig) -> None:

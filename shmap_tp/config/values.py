@@ -37,7 +37,7 @@ MINIMUM = dict.fromkeys(_MAY_BE_ZERO, 0) | {
     "checkpoint.keep": 2,
 }
 """What a number, which must be finite, must at least be, where that is not 1."""
-OTHER_RULES = {"optimizer.decay_steps", "optimizer.epsilon", "optimizer.clip_norm", "train.profile", "mesh.tile"}
+OTHER_RULES = {"optimizer.decay_fraction", "optimizer.epsilon", "optimizer.clip_norm", "train.profile", "mesh.tile"}
 """Keys that `validate.py` checks in place of a minimum."""
 ZERO_IS_NULL = {"train.max_sequences_per_device", "checkpoint.keep_every"}
 """Keys for which 0 means the same as null."""

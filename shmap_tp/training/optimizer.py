@@ -2,6 +2,9 @@
 whose shards are on many devices.
 
 Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (AdamW), https://arxiv.org/abs/1711.05101
+Hu et al. 2024, "MiniCPM" (WSD), section 4, https://arxiv.org/abs/2404.06395
+Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (WSD whose decay is
+linear), https://arxiv.org/abs/2405.18392
 """
 
 from collections.abc import Mapping
@@ -15,7 +18,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from shmap_tp.config.schema import OptimizerConfig
+from shmap_tp.config.schema import OptimizerConfig, Schedule, stable_until
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import mesh_order
 from shmap_tp.parallel.partitioning import ParameterKind, decayed, optimizer_specs
@@ -63,30 +66,46 @@ class Optimizer:
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """The learning rate of step n, counted from 1; the schedule is given n - 1.
+    """The learning rate of step n, counted from 1; the schedule is given n - 1, and depends on nothing else.
 
     n / warmup_steps of the peak during the warm-up, so that no step has the rate 0 (without one, the first step has the
-    peak); a cosine down to the final rate at step decay_steps; then constant.
+    peak); the peak until step `stable_until`; with k the part of the steps from there to decay_steps, and rates in
+    units from the final rate (0) to the peak (1):
+
+        cosine       (1 + cos(pi k)) / 2
+        linear, wsd  1 - k
+        constant     1
+
+    then constant.  The rates of wsd until its decay are the same for every longer decay_steps.
     """
-    first = max(config.warmup_steps, 1)
-    return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / first,
-        peak_value=config.learning_rate,
-        warmup_steps=first - 1,
-        decay_steps=max(config.decay_steps - 1, first),
-        end_value=config.final_learning_rate,
-    )
+    peak, final = config.learning_rate, config.final_learning_rate
+    first, last = max(config.warmup_steps, 1), stable_until(config)
+    steps = max(config.decay_steps - last, 1)
+    stable = decay = optax.constant_schedule(peak)
+    if config.schedule == Schedule.cosine:
+        decay = optax.cosine_decay_schedule(peak, steps, final / peak if peak else 0.0)
+    elif config.schedule != Schedule.constant:
+        decay = optax.linear_schedule(peak, final, steps)
+    warmup = optax.linear_schedule(peak / first, peak, first - 1)
+    return optax.join_schedules([warmup, stable, decay], [first - 1, last - 1])
 
 
 def describe_schedule(config: OptimizerConfig, steps: int) -> str:
     """The learning rate over a run of `steps` steps, as a sentence for users."""
-    rise, end = config.warmup_steps, config.decay_steps
+    rise, last, end = config.warmup_steps, stable_until(config), config.decay_steps
     warmup = f"up to {config.learning_rate:g} at step {rise:,}" if rise else f"{config.learning_rate:g}"
+    if config.schedule == Schedule.constant:
+        return f"{warmup}, then constant" + (" (optimizer.warmup_steps is above train.steps)" if steps < rise else "")
+    if config.schedule == Schedule.wsd:
+        if steps <= last:
+            unreached = f"the decay after step {last:,} (optimizer.decay_steps={end}) begins after train.steps"
+            return f"{warmup}, then constant; {unreached}"
+        warmup += f", constant until step {last:,}"
+    decay = f"{warmup}, then a {'cosine' if config.schedule == Schedule.cosine else 'linear decay'}"
     if steps < end:
-        return f"{warmup}, then a cosine that would end at step {end:,} (optimizer.decay_steps), after train.steps"
+        return f"{decay} that would end at step {end:,} (optimizer.decay_steps), after train.steps"
     after = f", constant until step {steps:,} (optimizer.decay_steps={end} is apart from train.steps)"
-    decay = f"{warmup}, then a cosine down to {config.final_learning_rate:g} at step {end:,}"
-    return decay + (after if steps > end else "")
+    return f"{decay} down to {config.final_learning_rate:g} at step {end:,}" + (after if steps > end else "")
 
 
 def make_optimizer(config: OptimizerConfig) -> Optimizer:

@@ -109,7 +109,7 @@ class Run:
         )
         if note := precision_note(compute_dtype(config.train.precision)):
             print_on_process_0(note)
-        if config.train.steps > config.optimizer.decay_steps:
+        if self.components.make_optimizer is None:
             print_on_process_0(f"learning rate {describe_schedule(config.optimizer, config.train.steps)}")
         options = compiler_options(jax.devices()[0].device_kind, config)
         return compile_with(functions.step.lower(functions.shapes, functions.tokens), options)

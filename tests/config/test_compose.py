@@ -193,6 +193,19 @@ def test_a_saved_configuration_has_no_groups_to_override(tmp_path):
     assert str(file) in message and "has no defaults list to override" in message and "use conf/config.yaml" in message
 
 
+def test_the_configuration_of_an_earlier_run_keeps_its_meaning(tmp_path):
+    """It was saved before there were other schedules than a cosine, and before documents were isolated."""
+    file = tmp_path / "config.yaml"
+    later = ("  schedule: cosine\n", "  decay_fraction: 0.1\n", "  documents: isolated\n")
+    text = to_yaml(load(FIRST, []))
+    assert all(line in text for line in later)
+    for line in later:
+        text = text.replace(line, "")
+    file.write_text(text)
+    earlier = load(str(file), [])
+    assert (earlier.optimizer.schedule, earlier.data.documents) == ("cosine", "joined")
+
+
 def test_conf_config_yaml_has_every_key_of_the_schema():
     """conf/ is the only place of values, and `--help` says that this file has every key."""
     values = OmegaConf.load(FIRST)

@@ -41,6 +41,9 @@ OVERRIDES = {
     "checkpoint.keep_every=-5": "checkpoint.keep_every=-5 is too small; it must be 1 or more",
     "optimizer.learning_rate=nan": "optimizer.learning_rate=nan is not a number; give one of 0 or more",
     "optimizer.decay_steps=30": "optimizer.decay_steps=30 must be above optimizer.warmup_steps=30",
+    "optimizer.decay_fraction=0": "optimizer.decay_fraction=0.0 must be above 0 and at most 1; 0.1 is usual",
+    "optimizer.decay_fraction=1.1": "optimizer.decay_fraction=1.1 must be above 0 and at most 1; 0.1 is usual",
+    "optimizer.schedule=exponential": "optimizer.schedule=exponential must be one of cosine, linear, constant, wsd",
     "optimizer.clip_norm=0": "optimizer.clip_norm=0.0 must be above 0",
     "guard.loss_spike_sigmas=0.5": "guard.loss_spike_sigmas=0.5 is too small; it must be 1 or more",
     "guard.window=1": "guard.window=1 is too small; it must be 2 or more",
@@ -85,6 +88,26 @@ OVERRIDES = {
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_the_message_for_a_broken_rule_states_the_rule(override):
     assert OVERRIDES[override] in error_message(FIRST, override)
+
+
+@pytest.mark.parametrize("fraction, steps", [("0.001", 0), ("0.91", 273), ("1", 300)])
+def test_a_wsd_schedule_decays_in_steps_after_its_warm_up(fraction, steps):
+    given = [f"optimizer.decay_fraction={fraction}", "optimizer.warmup_steps=30", "optimizer.decay_steps=300"]
+    assert error_message(FIRST, "optimizer.schedule=wsd", *given) == (
+        f"optimizer.decay_fraction={float(fraction)} of optimizer.decay_steps=300 is {steps} steps, which must be from "
+        "1 to 270,\nthe steps after optimizer.warmup_steps=30; change one of them, or use optimizer.schedule=linear "
+        "or constant"
+    )
+    load(FIRST, ["optimizer.schedule=linear", *given])  # which has no such part
+
+
+def test_only_a_schedule_with_a_decay_must_end_after_its_warm_up():
+    given = ["optimizer.warmup_steps=500", "optimizer.decay_steps=300"]
+    assert load(FIRST, ["optimizer.schedule=constant", *given]).optimizer.warmup_steps == 500
+    for schedule in ("linear", "wsd"):
+        assert "must be above optimizer.warmup_steps=500" in error_message(
+            FIRST, f"optimizer.schedule={schedule}", *given
+        )
 
 
 def test_fsdp_gradient_ring_cannot_be_combined_with_collective_matmul():

@@ -14,6 +14,7 @@ from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import MANIFEST
+from shmap_tp.training.optimizer import learning_rate_schedule
 from shmap_tp.training.step import State
 from tests.helpers.run_fixtures import (
     STEPS,
@@ -71,6 +72,17 @@ def test_a_finished_run_can_be_extended(uninterrupted, tmp_path):
     assert state_at(tmp_path, STEPS) == state_at(uninterrupted, STEPS)
     assert values(tmp_path) == values(uninterrupted)
     assert [line["segment"] for line in lines(tmp_path)] == [0] * 4 + [1] * 4
+
+
+def test_a_wsd_run_goes_on_from_its_stable_part_at_the_rates_of_the_longer_schedule(tmp_path, capsys):
+    wsd = ["mesh.dp=1", "mesh.mp=1", "evaluate.every=0", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.5"]
+    assert loop.train(tiny(tmp_path, *wsd, "train.steps=3", "optimizer.decay_steps=6")) == 0
+    assert "; the decay after step 3 (optimizer.decay_steps=6) begins after train.steps" in capsys.readouterr().out
+    longer = tiny(tmp_path, *wsd, "train.steps=8", "optimizer.decay_steps=8", "checkpoint.resume=must")
+    assert loop.train(longer) == 0
+    assert "constant until step 4, then a linear decay down to 0.0003 at step 8\n" in capsys.readouterr().out
+    schedule = learning_rate_schedule(longer.optimizer)
+    assert [line["learning_rate"] for line in lines(tmp_path)] == [float(schedule(n)) for n in range(8)]
 
 
 def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(uninterrupted, copied):

@@ -41,6 +41,31 @@ def test_a_schedule_is_described_up_to_the_last_step(steps, rest):
     assert described.startswith("up to 0.003 at step 30, then a cosine ") and described.endswith(rest)
 
 
+LINEAR, APART = "then a linear decay", "(optimizer.decay_steps=300 is apart from train.steps)"
+CUT = f"{LINEAR} that would end at step 300 (optimizer.decay_steps), after train.steps"
+WHOLE = f"{LINEAR} down to 0.0003 at step 300"
+UNREACHED = "then constant; the decay after step 270 (optimizer.decay_steps=300) begins after train.steps"
+
+
+@pytest.mark.parametrize(
+    "settings, steps, rest",
+    [
+        ("schedule=linear", 299, CUT),
+        ("schedule=linear", 300, WHOLE),
+        ("schedule=linear", 301, f"{WHOLE}, constant until step 301 {APART}"),
+        ("schedule=wsd", 270, UNREACHED),
+        ("schedule=wsd", 271, f"constant until step 270, {CUT}"),
+        ("schedule=wsd", 300, f"constant until step 270, {WHOLE}"),
+        ("schedule=wsd", 301, f"constant until step 270, {WHOLE}, constant until step 301 {APART}"),
+        ("schedule=constant decay_steps=1", 30, "then constant"),
+        ("schedule=constant", 29, "then constant (optimizer.warmup_steps is above train.steps)"),
+    ],
+)
+def test_every_schedule_says_where_it_and_the_run_end_apart(settings, steps, rest):
+    section = load_config(*(f"optimizer.{setting}" for setting in settings.split())).optimizer
+    assert describe_schedule(section, steps) == f"up to 0.003 at step 30, {rest}"
+
+
 @pytest.mark.parametrize("warmup, decay", [(4, 10), (1, 3), (0, 3), (0, 1)], ids=str)
 def test_the_warm_up_begins_at_its_first_fraction_and_ends_at_the_peak(warmup, decay):
     """Of step n, counted from 1: a first step of rate 0 would train nothing."""
@@ -49,6 +74,46 @@ def test_the_warm_up_begins_at_its_first_fraction_and_ends_at_the_peak(warmup, d
     first = max(warmup, 1)
     np.testing.assert_allclose([schedule(n) for n in range(first)], np.arange(1, first + 1) / first, rtol=1e-6)
     assert schedule(first) < 1 and [schedule(max(decay - 1, first)), schedule(99)] == [0.5, 0.5]
+
+
+def rates(steps: range, *settings: str) -> list[float]:
+    """Of `steps`, counted from 1, with a warm-up of 4, a peak of 1 and a final rate of 1/2."""
+    fixed = ["warmup_steps=4", "learning_rate=1", "final_learning_rate=0.5"]
+    schedule = learning_rate_schedule(load_config(*(f"optimizer.{one}" for one in (*fixed, *settings))).optimizer)
+    return [float(schedule(step - 1)) for step in steps]
+
+
+@pytest.mark.parametrize(
+    "schedule, expected",
+    [
+        ("cosine", [1, 0.75 + np.sqrt(3) / 8, 0.875, 0.75, 0.625, 0.75 - np.sqrt(3) / 8, 0.5, 0.5]),
+        ("linear", [1, *(1 - k / 12 for k in range(1, 6)), 0.5, 0.5]),
+        ("constant", [1] * 8),
+        ("wsd", [1, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5]),  # 0.4 of 10 steps: the last 4
+    ],
+)
+def test_the_rates_of_each_schedule_from_the_first_step_until_after_the_decay(schedule, expected):
+    """Cosine by hand: (1 + cos(pi k / 6)) / 2 between the rates, k steps after the warm-up."""
+    found = rates(range(1, 12), f"schedule={schedule}", "decay_steps=10", "decay_fraction=0.4")
+    np.testing.assert_allclose(found, [0.25, 0.5, 0.75, *expected], rtol=1e-6)
+
+
+def test_a_cosine_has_the_bits_that_it_had_before_there_were_other_schedules():
+    before = optax.warmup_cosine_decay_schedule(1 / 4, 1.0, 3, 99, 0.5)
+    assert rates(range(1, 120), "decay_steps=100") == [float(before(count)) for count in range(119)]
+
+
+@pytest.mark.parametrize("warmup", [4, 0])
+def test_a_wsd_schedule_without_a_stable_part_is_the_linear_one(warmup):
+    given = [f"warmup_steps={warmup}", "decay_steps=10"]
+    wsd = rates(range(1, 12), *given, "schedule=wsd", f"decay_fraction={(10 - warmup) / 10}")
+    assert wsd == rates(range(1, 12), *given, "schedule=linear")
+
+
+@pytest.mark.parametrize("longer", [11, 1000])
+def test_the_stable_part_of_a_wsd_schedule_is_that_of_every_longer_one(longer):
+    short = rates(range(1, 8), "schedule=wsd", "decay_steps=10", "decay_fraction=0.3")
+    assert short == rates(range(1, 8), "schedule=wsd", f"decay_steps={longer}", "decay_fraction=0.3")
 
 
 ALL_KINDS = frozenset(ParameterKind)

@@ -42,11 +42,11 @@ CASES = {
 
 
 def settings(case: str) -> Config:
-    """With a warm-up that ends within the steps, active gradient clipping, and a z-loss."""
+    """With a warm-up of the three steps, active gradient clipping, and a z-loss."""
     shape, more = CASES[case]
     return config(
         f"mesh.dp={shape[0]}", f"mesh.mp={shape[1]}", "train.batch=16", "train.microbatches=2", "train.z_loss=1e-4",
-        "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=2", "optimizer.clip_norm=0.5",
+        "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=3", "optimizer.clip_norm=0.5",
         "model.block=parallel", "model.mlp=gelu", "model.positions=alibi", "model.tie_embeddings=false", *more,
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ def write_data_set(directory: Path, *, vocabulary: int, train: int, validation: 
     tokens = {"train": train, "validation": validation}
     meta = {"dtype": dtype, "vocabulary": vocabulary, "tokens": tokens, "sha256": dict.fromkeys(SPLITS, "0")}
     (directory / TOKENIZER).write_bytes(b"{}")
-    meta["tokenizer_sha256"] = hashlib.sha256(b"{}").hexdigest()
+    meta |= {"tokenizer_sha256": hashlib.sha256(b"{}").hexdigest(), "end_of_text": 0}
     (directory / META).write_text(json.dumps(meta | more))
     for split, count in tokens.items():
         with (directory / f"{split}.bin").open("wb") as file:

@@ -60,7 +60,7 @@ class Model:
     Methods take token ids as integers [batch, time].  The batch may have any size: it is padded to a multiple of dp.
     The time is padded to the model's context, so that one program serves every length; what was padded is removed.
     `segments`, integers of the shape of the tokens, number the documents of each row: a token sees the earlier tokens
-    of its own, and positions begin at 0 in each.  None: each row is one document.
+    of its own, and learned positions begin at 0 in each.  None: each row is one document.
     A method of an emulated mesh returns when its result is computed.
     """
 

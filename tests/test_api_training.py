@@ -148,6 +148,7 @@ def test_segments_are_computed_as_if_each_were_a_row():
     expected = np.mean([float(model.loss(part)) * (part.shape[1] - 1) for part in parts]) * 2 / 7
     assert_close(trainer.evaluate(tokens, None, segments), expected, RELATIVE["float32"])
     assert_close(model.loss(tokens, segments=segments), expected, RELATIVE["float32"])
+    assert_same_bits(model.loss(tokens, segments=segments * 2**40), model.loss(tokens, segments=segments))
     logits = np.concatenate([model.logits(part) for part in parts], axis=1)[:, :8]
     assert_close(model.logits(tokens[:, :8], segments[:, :8]), logits, RELATIVE["float32"])
     mask = np.zeros(tokens.shape, bool)
@@ -158,6 +159,8 @@ def test_segments_are_computed_as_if_each_were_a_row():
     for wrong, words in (
         (segments[:, :8], r"segments must be integers \[8, 9\], one for each token, not int64\[8, 8\]"),
         (segments * 1.0, "not float64"),
+        (np.ma.masked_array(segments), "segments are a masked array"),
+        ([[0] * 9] * 7 + [[0]], "segments must be integers .* different lengths"),
         (np.where(np.arange(9) == 2, 1, segments), r"segments\[0\] returns to a number that it left"),
     ):
         with pytest.raises(shmap_tp.UserError, match=words):

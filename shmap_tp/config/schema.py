@@ -172,8 +172,8 @@ class DataConfig:
     source: str | None
     """stdlib: the run prepares it.  Else arguments of shmap_tp.prepare, printed if `dir` is empty; null: not known."""
     documents: Documents
-    """isolated: a token sees earlier tokens of its own document, its positions begin at 0, and the first token of the
-    next document is no target.  joined: a sequence is read as one text."""
+    """isolated: a token sees earlier tokens of its own document, in which learned positions begin at 0, and the first
+    token of the next document is no target.  joined: a sequence is read as one text."""
 
 
 @dataclass

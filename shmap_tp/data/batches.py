@@ -123,12 +123,12 @@ def check_rows(meta: Meta, data: DataConfig, model: ModelConfig) -> None:
     if meta.row not in (None, model.context):
         raise UserError(
             f"{data.dir} was packed into rows of {meta.row} tokens, but model.context={model.context}; "
-            f"use model.context={meta.row}, or prepare the data with --pack {model.context}"
+            f"prepare it with --pack {model.context}, or train with model.context={meta.row}"
         )
     if meta.row is not None and data.documents == Documents.joined:
         raise UserError(
-            f"{data.dir} was packed into rows for isolated documents; use data.documents=isolated, or prepare the data "
-            f"without --pack"
+            f"{data.dir} was packed into rows for isolated documents, so they cannot be joined; use "
+            f"data.documents=isolated (evaluate: --documents isolated), or prepare it without --pack"
         )
 
 
@@ -150,13 +150,19 @@ def isolating_token(data: DataConfig, model: ModelConfig) -> int | None:
 
     Raises UserError if there is no data, or meta.json does not state the id.
     """
+    return None if data.documents == Documents.joined else isolating_id(_open_meta(data, model)[1], data, model)
+
+
+def isolating_id(meta: Meta, data: DataConfig, model: ModelConfig) -> int | None:
+    """As `isolating_token`, of data whose meta.json is `meta`."""
     if data.documents == Documents.joined:
         return None
-    _, meta, _ = _open_meta(data, model)
-    if meta.end_of_text is None:
+    if meta.end_of_text is None or not 0 <= meta.end_of_text < model.vocabulary:
         raise UserError(
-            f"data.documents=isolated needs to know where documents end, and {data.dir}/{META} has no end_of_text; "
-            f"add the id of that token there, or use data.documents=joined"
+            f"documents are isolated, but {data.dir}/{META} has "
+            f"{'no end_of_text' if meta.end_of_text is None else f'end_of_text={meta.end_of_text}, which is no id'}; "
+            f"state there the id that ends each document,\nor join them: data.documents=joined (evaluate: --documents "
+            f"joined)"
         )
     return meta.end_of_text
 
@@ -202,11 +208,12 @@ class Batches:
         self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
         if warning := data_warning(config, meta, max(self._train.largest, self._validation.largest)):
             print_on_process_0(warning)
-        self.identity = data_identity(self._train, self._validation, meta, seed=self._seed, batch=self._batch)
+        self._isolated = isolating_id(meta, config.data, config.model)
+        order = {"seed": self._seed, "batch": self._batch, "isolated": self._isolated}
+        self.identity = data_identity(self._train, self._validation, meta, **order)
         multiple = config.mesh.dp * config.train.microbatches
         self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch, multiple)
         self._meta, self._directory = meta, config.data.dir
-        self._isolated = meta.end_of_text if config.data.documents == Documents.isolated else None
 
     def text_tokenizer(self) -> Tokenizer:
         """Text to ids of this data and back.  Raises UserError if its tokenizer is not known."""

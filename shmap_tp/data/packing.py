@@ -3,7 +3,8 @@
 Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 3, https://arxiv.org/abs/2404.10830
 
 A document is placed into the row with the least room that suffices, the longest documents first.  One longer than a row
-fills rows of its own, the last of which has room for others.  What stays free at the end of a row is filled.
+fills rows of its own, the last of which has room for others.  What stays free at the end of a row is filled.  Rows are
+shuffled, since those of long documents come first: a part of them is then a sample of all.
 """
 
 from collections import defaultdict
@@ -14,9 +15,10 @@ from jaxtyping import UInt
 
 
 def pack(documents: Sequence[UInt[np.ndarray, " _"]], row: int, filling: int) -> UInt[np.ndarray, "rows row"]:
-    """Documents of at least one token, in rows of `row` tokens; a row begins with a document, or goes on with the one
-    that ends the row before it."""
+    """At least one document, each of at least one token, in rows of `row` tokens.  A row begins with a document, or
+    goes on with the one that ends the row before it."""
     rows: list[list[np.ndarray]] = []
+    firsts: list[int] = []  # rows that go on with no document of the row before
     with_room: dict[int, list[int]] = defaultdict(list)  # free tokens -> rows
     rooms = 0  # bit i: there are rows with i free tokens
     for number in sorted(range(len(documents)), key=lambda number: -len(documents[number])):
@@ -27,13 +29,16 @@ def pack(documents: Sequence[UInt[np.ndarray, " _"]], row: int, filling: int) ->
             rooms &= ~(0 if with_room[room] else 1 << room)
             rows[target].append(document)
         else:
+            firsts.append(len(rows))
             rows += [[part] for part in np.split(document, range(row, len(document), row))]
             target, room = len(rows) - 1, row * -(-len(document) // row)
         if left := room - len(document):
             with_room[left].append(target)
             rooms |= 1 << left
-    packed = np.full((len(rows), row), filling, documents[0].dtype if documents else np.uint16)
-    for place, parts in zip(packed, rows, strict=True):
-        tokens = np.concatenate(parts)
+    groups = np.split(np.arange(len(rows)), firsts[1:])
+    packed = np.full((len(rows), row), filling, documents[0].dtype)
+    order = np.concatenate([groups[number] for number in np.random.default_rng(0).permutation(len(groups))])
+    for place, number in zip(packed, order, strict=True):
+        tokens = np.concatenate(rows[number])
         place[: len(tokens)] = tokens
     return packed

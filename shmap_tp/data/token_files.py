@@ -158,15 +158,24 @@ AnyTokenFile = TokenFile | BucketTokenFile
 """On a disk or in a bucket: both have `path`, `context`, `tokens`, `largest`, `sha256`, a length and `read`."""
 
 
-def data_identity(train: AnyTokenFile, validation: AnyTokenFile, meta: Meta, *, seed: int, batch: int) -> dict:
+def data_identity(
+    train: AnyTokenFile, validation: AnyTokenFile, meta: Meta, *, seed: int, batch: int, isolated: int | None = None
+) -> dict:
     """Everything that determines which tokens step s reads and what they mean, as JSON values.  Two runs with equal
-    identities read the same tokens at every step."""
+    identities read the same tokens at every step.  `isolated` is the id that ends documents which are isolated."""
     files = {
         split: {"sha256": file.sha256, "tokens": file.tokens}
         for split, file in zip(SPLITS, (train, validation), strict=True)
     }
     tokenizer = {"name": meta.tokenizer, "sha256": meta.tokenizer_sha256}
-    return {**files, "tokenizer": tokenizer, "seed": seed, "batch": batch, "context": train.context}
+    return {
+        **files,
+        "tokenizer": tokenizer,
+        "seed": seed,
+        "batch": batch,
+        "context": train.context,
+        "isolated": isolated,
+    }
 
 
 def _existing_size(path: Path) -> int:

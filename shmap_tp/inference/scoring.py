@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 from shmap_tp.config.schema import DataConfig, Documents, ModelConfig
-from shmap_tp.data.batches import check_rows, isolating_token, open_data
+from shmap_tp.data.batches import check_rows, isolating_id, open_data
 from shmap_tp.data.metadata import Meta, read_meta
 from shmap_tp.data.token_files import AnyTokenFile, open_token_file
 from shmap_tp.data.tokenizer import TextBytes, Tokenizer, has_tokenized
@@ -126,6 +126,7 @@ def evaluate_file(
     Raises UserError if the data cannot be read, or has no text.
     """
     file, meta = _open(data, split, program.model)
+    check_rows(meta, data, program.model)
     if not has_tokenized(tokenizer, meta) and jax.process_index() == 0:
         print(
             f"warning: {data.dir} was tokenized with {meta.tokenizer}, which is not the tokenizer of the model "
@@ -139,7 +140,7 @@ def evaluate_file(
     hidden = True if jax.process_index() else None  # None: where stderr is no terminal
     firsts = tqdm(range(0, count, batch), desc=name, unit=" batches", disable=hidden)
     batches = (file.read(np.arange(first, min(first + batch, count))) for first in firsts)
-    isolated = isolating_token(data, program.model)
+    isolated = isolating_id(meta, data, program.model)
     return _grades(program, parameters, batches, TextBytes(tokenizer, meta.end_of_text, isolated), name)
 
 
@@ -153,14 +154,21 @@ def evaluate_text(
 ) -> dict[str, int | float]:
     """The grades (`_grades`) of the model on documents, in sequences of model.context tokens, the last one shorter.
 
-    The end of text is between two documents, which are isolated from each other or not, and the model's first token, or
-    else the end of text, before all.  `limits` as of `evaluate_file`.  Raises UserError if there is no text, or the
-    model lacks one of the ids.
+    The end of text is between two documents.  The model's first token is before all of them, or before each where they
+    are isolated; for a model without one the end of text is before all.  `limits` as of `evaluate_file`.  Raises
+    UserError if there is no text, the model lacks one of the ids, or no id can isolate documents.
     """
     end, context = tokenizer.end_of_text, program.model.context
     parts = [ids.astype(np.int32) for ids in tokenizer.encode_documents([*texts])]
     between = np.array([] if end is None else [end], np.int32)
     start = between if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], np.int32)
+    isolated = end if documents == Documents.isolated else None
+    if end is None and documents == Documents.isolated and len(texts) > 1:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has no end of text, which would isolate documents; use --documents joined"
+        )
+    if isolated is not None and tokenizer.begin_of_text is not None:
+        between = np.concatenate([between, start])
     ids = np.concatenate([start, *(part for each in parts for part in (each, between))])[: -len(between) or None]
     if (largest := int(ids.max(initial=0))) >= program.model.vocabulary:
         raise UserError(
@@ -173,7 +181,6 @@ def evaluate_text(
     full = [row for row in rows if len(row) == context + 1]
     batches = [np.stack(full[first : first + batch]) for first in range(0, len(full), batch)]
     batches += [row[None] for row in rows if len(row) <= context]
-    isolated = end if documents == Documents.isolated else None
     return _grades(program, parameters, batches, TextBytes(tokenizer, tokenizer.begin_of_text, isolated), "--text")
 
 
@@ -191,9 +198,8 @@ def _grades(
     nats, right, size, sequences, tokens, shape = 0.0, 0, 0, 0, 0, None
     for rows in batches:
         shape = shape if shape and shape[1] == rows.shape[1] else rows.shape
-        filled = np.concatenate(
-            [rows, np.repeat(rows[:1], shape[0] - len(rows), axis=0)]
-        )  # one program for all batches
+        more = np.repeat(rows[:1], shape[0] - len(rows), axis=0)
+        filled = np.concatenate([rows, more])  # one program for all batches
         ends = filled == text_bytes.isolated
         segments = None if text_bytes.isolated is None else np.cumsum(ends, axis=1) - ends
         likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled, segments))
@@ -220,6 +226,5 @@ def _open(data: DataConfig, split: str, model: ModelConfig) -> tuple[AnyTokenFil
         (file,), meta, _ = open_data(data, model, [split])
         return file, meta
     directory = Path(data.dir)
-    check_rows(read_meta(directory), data, model)
     file = open_token_file(directory, split, context=model.context, vocabulary=model.vocabulary)
     return file, read_meta(directory)

@@ -4,7 +4,7 @@
                        or 256; on v2 and v3 Pallas cannot multiply bfloat16 matrices
     NVIDIA             cudnn, where the positions are not ALiBi, documents are joined, the dtype has 16 bits and the
                        head dim suits cuDNN
-    all else           chunked
+    all else           chunked, and with auto also what cudnn cannot compute: segments that the library is given
 
 Decided once, when programs are built, and passed down as a value: no layer asks for a device.
 """
@@ -27,13 +27,16 @@ def select_attention(model: ModelConfig, device: Device, dtype: DTypeLike, isola
         AttentionKernel.splash: _no_splash(model, device),
         AttentionKernel.cudnn: _no_cudnn(model, device, dtype, isolated),
     }
-    defer = SavedActivation.query_key_value in model.offload
+    defer, chunked, asked = (
+        SavedActivation.query_key_value in model.offload,
+        Chunked(model.attention_chunk),
+        model.attention,
+    )
     made = {
         AttentionKernel.splash: Splash(defer),
-        AttentionKernel.cudnn: Cudnn(defer),
-        AttentionKernel.chunked: Chunked(model.attention_chunk),
+        AttentionKernel.cudnn: Cudnn(defer, chunked if asked == AttentionKernel.auto else None),
+        AttentionKernel.chunked: chunked,
     }
-    asked = model.attention
     if asked == AttentionKernel.auto:
         asked = next((kernel for kernel, why in refusals.items() if why is None), AttentionKernel.chunked)
     if why := refusals.get(asked):

@@ -122,6 +122,8 @@ class Cudnn:
 
     defer: bool = False
     """Whether q, k and v are returned as deferred residuals, and read in the backward pass from `save_at_block_end`."""
+    otherwise: Callable[..., tuple[Array, DeferredResiduals]] | None = None
+    """The attention of patterns that it does not compute; None: they are refused."""
     patterns: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(
@@ -132,6 +134,8 @@ class Cudnn:
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
         """(mixed, deferred residuals).  Communication: none."""
+        if self.otherwise is not None and pattern.used:
+            return self.otherwise(q_BTHK, k_BTNK, v_BTNK, pattern)
         _refuse(self, pattern)
         return _call_kernel(self, (q_BTHK, k_BTNK, v_BTNK), None)
 

@@ -105,14 +105,15 @@ def uncounted(tokens: Int[np.ndarray, "B T"], where: Bool[np.ndarray, "B T"]) ->
     return np.where(where, ~tokens, tokens)
 
 
-def rectangular(tokens: Tokens) -> np.ndarray:
-    """`tokens` on the host.  Raises UserError if they are lists of different lengths, or a masked array."""
+def rectangular(tokens: Tokens | Segments, name: str = "tokens") -> np.ndarray:
+    """`tokens`, called `name` in messages, on the host.  Raises UserError if they are lists of different lengths, or a
+    masked array."""
     if isinstance(tokens, np.ma.MaskedArray):
-        raise UserError("tokens are a masked array, whose mask has no effect; give the array, and counted=...")
+        raise UserError(f"{name} are a masked array, whose mask has no effect; give the array, and counted=...")
     try:
         return np.asarray(tokens)
     except ValueError:
-        raise UserError("tokens must be integers [batch, time], but their rows have different lengths") from None
+        raise UserError(f"{name} must be integers [batch, time], but their rows have different lengths") from None
 
 
 def checked_tokens(tokens: Tokens, model: ModelConfig, *, longest: int, least: int) -> Int32[np.ndarray, "B T"]:
@@ -135,20 +136,21 @@ def checked_tokens(tokens: Tokens, model: ModelConfig, *, longest: int, least: i
 def checked_segments(segments: Segments, tokens: Int[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T"]:
     """`segments` on the host.  Raises UserError unless they are integers, one for each token, and the tokens of each
     document stand together."""
-    segments = np.asarray(segments)
+    segments = rectangular(segments, "segments")
     if segments.shape != tokens.shape or not np.issubdtype(segments.dtype, np.integer):
         raise UserError(
             f"segments must be integers {list(tokens.shape)}, one for each token, not "
             f"{segments.dtype}{list(segments.shape)}"
         )
-    for row, numbers in enumerate(segments.astype(np.int64)):
-        begins = numbers[np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))]
-        if len(set(begins.tolist())) != len(begins):
+    begins = segments != np.roll(segments, 1, axis=1)
+    begins[:, 0] = True
+    for row, numbers in enumerate(segments):
+        if len(set(numbers[begins[row]].tolist())) != begins[row].sum():
             raise UserError(
                 f"segments[{row}] returns to a number that it left: the tokens of a document must stand together; "
                 f"number the documents of a row 0, 1, 2, ..."
             )
-    return segments.astype(np.int32)
+    return np.cumsum(begins, axis=1, dtype=np.int32)
 
 
 def marked_tokens(tokens: Tokens, counted: Counted | None, model: ModelConfig) -> Int32[np.ndarray, "B T"]:

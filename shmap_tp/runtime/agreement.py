@@ -104,7 +104,8 @@ def data_facts(identity: dict[str, Any]) -> dict[str, str]:
     """What the data of all processes must have in common, by file; `identity` is that of `data_identity`."""
     files = {name: part for name, part in identity.items() if isinstance(part, dict) and "tokens" in part}
     found = {f"{name}.bin": f"{part['tokens']} tokens of sha256 {part['sha256'][:12]}" for name, part in files.items()}
-    return found | {"the tokenizer (sha256)": str(identity["tokenizer"]["sha256"])[:12]}
+    tokenizer = str(identity["tokenizer"]["sha256"])[:12]
+    return found | {"the tokenizer (sha256)": tokenizer, "the id that ends documents": str(identity["isolated"])}
 
 
 def _source_hash() -> str:

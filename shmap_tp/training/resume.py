@@ -206,7 +206,10 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any]) -> dict[str
         for split in SPLITS
     }
     files[TOKENIZER_HASH] = identity.get("tokenizer", {}).get("sha256")
-    return shape | files | {"run.seed": identity["seed"], "train.batch": identity["batch"]}
+    end = identity.get("isolated")  # a run from before documents were isolated has none
+    documents = "joined" if end is None else f"isolated (id {end} ends them)"
+    data = {"run.seed": identity["seed"], "train.batch": identity["batch"], "data.documents": documents}
+    return shape | files | data
 
 
 def refuse_foreign_config(directory: str) -> None:

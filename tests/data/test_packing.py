@@ -42,8 +42,18 @@ def test_at_a_mean_length_of_922_and_rows_of_4096_at_least_98_percent_are_tokens
     assert np.sum(lengths + 1) / rows.size > 0.98
 
 
-def test_prepared_rows_train_each_document_once_and_suit_one_context(tmp_path, capsys):
-    """All tokens of a document but its first count as targets, with its end, and no filling."""
+def test_a_part_of_the_rows_is_a_sample_of_documents_of_all_lengths():
+    """Validation reads the first rows of a file."""
+    lengths = np.random.default_rng(0).exponential(922, 4000).astype(int)
+    ends = np.count_nonzero(pack(documents(lengths), 4096, END) == END, axis=1)
+    assert abs(np.median(ends[: len(ends) // 5]) - np.median(ends)) <= 1
+
+
+@pytest.mark.parametrize("window", [30, 10**6])
+def test_prepared_rows_train_each_document_once_and_suit_one_context(tmp_path, capsys, monkeypatch, window):
+    """All tokens of a document but its first count as targets, with its end, and no filling; packed at once, or in
+    several windows."""
+    monkeypatch.setattr("shmap_tp.data.prepare._WINDOW", window)
     texts = ["a" * n for n in (1, 2, 3, 5, 8, 13, 14, 15, 7, 40)] + ["b" * n for n in (3, 9, 12)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     given = ["--text", str(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "data"), "--validation", "0.3"]

@@ -14,6 +14,7 @@ from shmap_tp.data.metadata import META, TOKENIZER
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint_files import MANIFEST, ORBAX_METADATA
+from shmap_tp.training.resume import _fixed_settings
 from tests.helpers.run_fixtures import (
     STEPS,
     file_contents,
@@ -79,6 +80,11 @@ def test_a_run_killed_before_its_first_checkpoint_restarts_only_with_if_present(
     assert [line["segment"] for line in lines(tmp_path)] == [0] * STEPS
 
 
+def test_a_checkpoint_from_before_documents_were_isolated_is_one_of_joined_documents():
+    splits = {key: {"tokens": 1, "sha256": "0" * 64} for key in ("train", "validation")}
+    assert _fixed_settings({}, splits | {"seed": 0, "batch": 1})["data.documents"] == "joined"
+
+
 def test_resume_without_a_checkpoint_is_refused(tmp_path):
     write_tokens(tmp_path / "data")
     with pytest.raises(UserError, match=r"no checkpoint in .*/run/checkpoints; leave it out .* or name the run"):
@@ -97,6 +103,7 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path):
         ("model.context=8", "model.context was 16", "is 8"),
         ("train.batch=16", "train.batch was 8", "is 16"),
         ("run.seed=1", "run.seed was 0", "is 1"),
+        ("data.documents=joined", "data.documents was isolated (id 0 ends them)", "is joined"),
     ],
 )
 def test_another_model_batch_or_seed_is_refused_with_both_values(copied, override, was, now):

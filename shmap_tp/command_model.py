@@ -48,7 +48,7 @@ def model_parser(command: str, description: str, epilog: str, *, several: bool) 
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     parser.add_argument(
         "--dtype",
-        choices=list(Precision),
+        choices=[each.value for each in Precision],
         default=Precision.auto,
         help="of weights and matrix products (auto: as the run; --pretrained: float32 on CPUs, bfloat16 elsewhere)",
     )

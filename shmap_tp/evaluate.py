@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", choices=["validation", "train"], help="which file of it (validation)")
     parser.add_argument(
         "--documents",
-        choices=[*Documents],
+        choices=[each.value for each in Documents],
         help="whether a token sees the documents before its own (default: data.documents of the run, or isolated)",
     )
     parser.add_argument("--sequences", type=int, metavar="N", help="only the first N sequences of the file")

@@ -75,6 +75,9 @@ def test_components_in_a_file_train_as_those_given_to_run_training(tmp_path, mon
         ("own.py:config", "config in own.py is of type int; write"),
         ("broken.py:x", "broken.py, line 2: ZeroDivisionError: division by zero;\ncorrect the file"),
         ("unread.py:x", "unread.py, line 1: SyntaxError: "),
+        ("ends.py:x", "ends.py, line 1: SystemExit: 3"),
+        ("kinds.py:block", "block=3 must be a function or a class"),
+        ("kinds.py:mode", "tensor_parallel=x must be a mode, as those of shmap_tp/parallel"),
     ],
 )
 def test_a_file_of_components_that_cannot_be_used_is_explained(tmp_path, monkeypatch, given, words):
@@ -82,6 +85,9 @@ def test_a_file_of_components_that_cannot_be_used_is_explained(tmp_path, monkeyp
     (tmp_path / "own.py").write_text("config = 5")
     (tmp_path / "broken.py").write_text("x = 5\ny = x / 0")
     (tmp_path / "unread.py").write_text("x = (")
+    (tmp_path / "ends.py").write_text("raise SystemExit(3)")
+    kinds = "import shmap_tp\nblock = shmap_tp.Components(block=3)\nmode = shmap_tp.Components(tensor_parallel='x')"
+    (tmp_path / "kinds.py").write_text(kinds)
     with pytest.raises(shmap_tp.UserError) as raised:
         load_components(given)
     assert words in str(raised.value) and len(str(raised.value).splitlines()) <= 2

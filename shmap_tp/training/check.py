@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.config.values import SCHEMES, value_of
-from shmap_tp.data.batches import data_warning
+from shmap_tp.data.batches import check_rows, data_warning, isolating_id
 from shmap_tp.data.location import STDLIB, prepare_command
 from shmap_tp.data.metadata import SPLITS, Meta, read_meta
 from shmap_tp.data.tokenizer import Bytes
@@ -85,7 +85,10 @@ def _data(config: Config) -> tuple[str, Meta | None]:
     if "://" in data.dir:
         return "looked at when a run starts", None
     if all((Path(data.dir) / f"{split}.bin").is_file() for split in SPLITS):
-        return "prepared", read_meta(Path(data.dir))
+        meta = read_meta(Path(data.dir))
+        check_rows(meta, data, config.model)
+        isolating_id(meta, data, config.model)
+        return "prepared", meta
     if data.source == STDLIB:
         meta = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
         return f"not prepared; a run prepares it (data.source={STDLIB})", meta

@@ -17,6 +17,7 @@ from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError, shown
 from shmap_tp.hardware.slice_types import RentedSlices, find_slices
 from shmap_tp.model.components import ModelComponents
+from shmap_tp.runtime.files import first_contact
 from shmap_tp.training.check import summary
 
 BOOT_DISK = 100e9
@@ -121,13 +122,18 @@ def _check_checkpoints(config: Config) -> None:
         return
     system, path = open_file_system("checkpoint.dir", url)
     bucket = "/".join(url.split("/")[:3])
-    with bucket_messages("checkpoint.dir", url):
+
+    def found_there() -> list[str] | None:
         if not system.exists(bucket):
+            return None
+        return system.ls(path, detail=False) if system.exists(path) else []
+
+    with bucket_messages("checkpoint.dir", url):
+        if (found := first_contact(found_there)) is None:
             raise UserError(
                 f"checkpoint.dir={shown(url)}: there is no {bucket}; create it in the region of the slices:\n"
                 f"gcloud storage buckets create {bucket} --location=REGION"
             )
-        found = system.ls(path, detail=False) if system.exists(path) else []
     steps = [each for each in found if PurePath(each).name.isdecimal()]
     if steps and resume == Resume.never:
         raise UserError(f"{url} has checkpoints; continue with --resume, or choose another checkpoint.dir")

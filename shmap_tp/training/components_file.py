@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shmap_tp.errors import UserError, first_line, shown
+from shmap_tp.parallel.tensor_parallel import TensorParallel
 from shmap_tp.runtime.files import file_size
 from shmap_tp.training.step import Components
 
@@ -29,6 +30,14 @@ def load_components(given: str) -> Components:
             f"--components {shown(given)}: {attribute} in {shown(name)} is {what}; write\n"
             f"{attribute} = shmap_tp.Components(...) there, as docs/extending.md shows"
         )
+    for part in ("block", "mlp", "make_optimizer", "load_parameters"):
+        if (value := getattr(found, part)) is not None and not callable(value):
+            raise UserError(f"--components {shown(given)}: {part}={shown(value)} must be a function or a class")
+    if found.tensor_parallel is not None and not isinstance(found.tensor_parallel, TensorParallel):
+        raise UserError(
+            f"--components {shown(given)}: tensor_parallel={shown(found.tensor_parallel)} must be a mode, as those of "
+            f"shmap_tp/parallel/tensor_parallel.py"
+        )
     return replace(found, given_as=given)
 
 
@@ -40,7 +49,7 @@ def _executed(file: Path, given: str) -> object:
     sys.path.append(str(file.resolve().parent))
     try:
         specification.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == specification.origin]
         line = getattr(error, "lineno", None) or (lines[-1] if lines else "?")

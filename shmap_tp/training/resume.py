@@ -64,7 +64,7 @@ def restore_or_initialize(
     if resume == Resume.never and steps:
         raise UserError(
             f"{directory} has checkpoints of this run up to step {steps[0]}; resume it with --resume, "
-            f"or start another run with run.name=... or run.dir=..."
+            f"or start another run with run.dir=..."
         )
     if resume == Resume.must and not steps:
         raise UserError(

@@ -11,6 +11,8 @@ from shmap_tp.data.packing import pack
 from shmap_tp.errors import UserError
 from shmap_tp.model.tokens import next_token_batch
 from shmap_tp.prepare import main as prepare
+from shmap_tp.training.check import check
+from shmap_tp.training.step import CONFIGURED
 from tests.helpers.run_fixtures import tiny
 
 END = 0
@@ -71,5 +73,7 @@ def test_prepared_rows_train_each_document_once_and_suit_one_context(tmp_path, c
         config = tiny(tmp_path, "model.vocabulary=256", *wrong)
         with pytest.raises(UserError, match=words):
             open_data(config.data, config.model, ["train"])
+        with pytest.raises(UserError, match=words):
+            check(config, "", CONFIGURED)
     assert prepare([*given, "--overwrite", "--pack", "1"]) == 2
     assert "--pack 1 must be the model.context of the runs" in capsys.readouterr().err

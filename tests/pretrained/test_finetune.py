@@ -15,7 +15,7 @@ from shmap_tp.data.tokenizer import open_tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.__main__ import main
 from shmap_tp.training.check import check
-from shmap_tp.training.step import build_step_functions
+from shmap_tp.training.step import CONFIGURED, build_step_functions
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.paths import ROOT
 from tests.helpers.pretrained_models import read_tensors, reference, write_directory
@@ -57,11 +57,11 @@ def test_data_of_another_tokenizer_than_the_models_is_warned_of(work, tmp_path, 
 def test_a_check_warns_of_bytes_for_a_model_with_a_tokenizer_and_names_it_where_data_is_missing(work):
     given = ["data.source=stdlib", f"model.from_pretrained={work / 'model'}", *RUN]
     load = partial(shmap_tp.load_config, file=str(ROOT / "conf" / "finetune.yaml"))
-    said = check(load(*given, "data.dir=data/nowhere"))
+    said = check(load(*given, "data.dir=data/nowhere"), "", CONFIGURED)
     assert f"was tokenized with another tokenizer than {work / 'model'}/tokenizer.json (bytes)" in said
     given = [f"model.from_pretrained={work / 'model'}", "data.dir=data/nowhere", *RUN]
     command = f"python -m shmap_tp.prepare --text FILES --tokenizer {work / 'model'} --out data/nowhere"
-    assert f"not prepared; {command}; --help lists" in check(load(*given))
+    assert f"not prepared; {command}; --help lists" in check(load(*given), "", CONFIGURED)
     with pytest.raises(UserError, match=f"prepare it with `{command}`"):
         open_data(load(*given).data, load(*given).model, ["train"])
 

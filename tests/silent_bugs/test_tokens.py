@@ -74,9 +74,11 @@ def test_targets_are_shifted_within_each_shard_of_time(dp_shards_time):
     def targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
         return batch.targets, jnp.roll(batch.inputs, -1, axis=-1)
 
-    specs, tokens_ABT = batch_specs((DP,)), jnp.arange(2 * 9).reshape(1, 2, 9)
+    tokens_ABT = jnp.arange(2 * 9).reshape(1, 2, 9)
+    batch = next_token_batch(tokens_ABT, (DP,))
+    specs = batch_specs((DP,), batch)
     run = jax.shard_map(targets, mesh=mesh((4, 1)), in_specs=(specs,), out_specs=(specs.targets, specs.targets))
-    before_sharding, on_each_shard = run(next_token_batch(tokens_ABT, (DP,)))
+    before_sharding, on_each_shard = run(batch)
     assert_close(before_sharding, tokens_ABT[..., 1:], 0.0)
     with wrong:
         assert_close(on_each_shard, tokens_ABT[..., 1:], 0.0)

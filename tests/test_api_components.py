@@ -66,6 +66,14 @@ def test_components_in_a_file_train_as_those_given_to_run_training(tmp_path, mon
     assert losses == [line["loss"] for line in lines(tmp_path / "other")]
 
 
+KINDS = """
+import shmap_tp
+block, mode = shmap_tp.Components(), shmap_tp.Components()
+vars(block).update(block=3)  # the tests check types where users' programs do not
+vars(mode).update(tensor_parallel="x")
+"""
+
+
 @pytest.mark.parametrize(
     "given, words",
     [
@@ -86,8 +94,7 @@ def test_a_file_of_components_that_cannot_be_used_is_explained(tmp_path, monkeyp
     (tmp_path / "broken.py").write_text("x = 5\ny = x / 0")
     (tmp_path / "unread.py").write_text("x = (")
     (tmp_path / "ends.py").write_text("raise SystemExit(3)")
-    kinds = "import shmap_tp\nblock = shmap_tp.Components(block=3)\nmode = shmap_tp.Components(tensor_parallel='x')"
-    (tmp_path / "kinds.py").write_text(kinds)
+    (tmp_path / "kinds.py").write_text(KINDS)
     with pytest.raises(shmap_tp.UserError) as raised:
         load_components(given)
     assert words in str(raised.value) and len(str(raised.value).splitlines()) <= 2

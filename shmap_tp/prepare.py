@@ -79,6 +79,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
     if (row := arguments.pack) is not None and not 2 <= row < 1 << 24:
         raise UserError(f"--pack {row} must be the model.context of the runs that will read it, such as 2048")
+    if not arguments.tokenizer:
+        raise UserError("--tokenizer has no name; give bytes, a JSON file, a model's directory or a name on the hub")
     try:
         if arguments.train_tokenizer is None:
             tokenizer = open_tokenizer(arguments.tokenizer, arguments.end_of_text)

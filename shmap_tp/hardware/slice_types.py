@@ -42,8 +42,8 @@ def find_slices(name: str) -> RentedSlices:
     found = re.fullmatch(r"(?:([1-9][0-9]{0,3})x)?([a-z0-9]+)-([1-9][0-9]{0,4})", name)
     if found is None or found[2] not in VERSIONS:
         raise UserError(
-            f"{shown(name)} is no type of TPU slice; use {', '.join(f'{version}-N' for version in VERSIONS)}, "
-            f"such as v3-32, or 2xv5litepod-256 for two slices"
+            f"--type {shown(name) or repr('')} is no type of TPU slice; use "
+            f"{', '.join(f'{version}-N' for version in VERSIONS)}, such as v3-32, or 2xv5litepod-256 for two slices"
         )
     slices, version, size = int(found[1] or 1), found[2], int(found[3])
     chips, rest = divmod(size, _CORES_ON_CHIP.get(version, 1))

@@ -158,6 +158,8 @@ def evaluate_text(
     are isolated; for a model without one the end of text is before all.  `limits` as of `evaluate_file`.  Raises
     UserError if there is no text, the model lacks one of the ids, or no id can isolate documents.
     """
+    if not any(texts):
+        raise UserError("--text has no text; name files that have some")
     end, context = tokenizer.end_of_text, program.model.context
     parts = [ids.astype(np.int32) for ids in tokenizer.encode_documents([*texts])]
     between = np.array([] if end is None else [end], np.int32)

@@ -238,8 +238,11 @@ def _slices(arguments: argparse.Namespace) -> int:
 
 def check_outputs(arguments: argparse.Namespace) -> None:
     """Raise UserError for a file that could not be written when all is computed."""
+    seen: dict[Path, str] = {}
     for name in ("json", "hlo", "plot", "recipe"):
         if file := vars(arguments).get(name):
+            if (other := seen.setdefault(Path(file).absolute(), name)) != name:
+                raise UserError(f"--{other} and --{name} are both {shown(file)}; choose another file for one of them")
             try:
                 _open_for_writing(Path(file))
             except OSError as error:  # such as a missing directory, one of another user, a name that is too long

@@ -39,6 +39,7 @@ from shmap_tp.training.checkpoint_files import (
     hashes,
     interruptible,
     is_in_progress,
+    names_of_steps,
     read_facts,
     saved_state,
 )
@@ -85,6 +86,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, intact or not, newest first."""
         return checkpoint_steps(self._dir)
+
+    def other_names(self) -> list[int]:
+        """Steps in whose place there is something that is no checkpoint of this program."""
+        return sorted(set(names_of_steps(self._dir)) - set(self.steps()))
 
     def save(self, step: int, state: State, facts: dict[str, Any], skipped_in_a_row: int = 0) -> None:
         """Start to save in the background; returns as soon as `state` may be donated.

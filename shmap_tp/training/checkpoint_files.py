@@ -66,13 +66,14 @@ def checkpoint_steps(directory: epath.Path) -> list[int]:
     Raises `StorageError` if a directory that may be a checkpoint cannot be read: an older one would be taken for the
     newest.
     """
+    steps = names_of_steps(directory)
+    return [step for step in steps if not _names(directory / str(step)).isdisjoint((MANIFEST, ORBAX_METADATA))]
 
-    def is_checkpoint(child: epath.Path) -> bool:
-        is_step = child.name.isascii() and child.name.isdecimal() and child.name == str(int(child.name))
-        return is_step and not _names(child).isdisjoint((MANIFEST, ORBAX_METADATA))
 
-    children = directory.iterdir() if directory.is_dir() else ()
-    return sorted((int(child.name) for child in children if is_checkpoint(child)), reverse=True)
+def names_of_steps(directory: epath.Path) -> list[int]:
+    """The names in `directory` that checkpoints have, whatever they are of, newest first."""
+    names = [child.name for child in directory.iterdir()] if directory.is_dir() else []
+    return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
 
 
 def _names(directory: epath.Path) -> set[str]:

@@ -71,6 +71,7 @@ def restore_or_initialize(
             f"checkpoint.resume=must (--resume): no checkpoint in {directory}; leave it out to start a new run there "
             f"(checkpoint.resume=never), or name the run with run.dir=..."
         )
+    _refuse_names_of_saves(config, checkpoints, steps[0] if steps else 0)
     first_save_unfinished = checkpoints.first_save_unfinished()
     step = checkpoints.newest_intact() if steps else None
     if step is None:
@@ -115,6 +116,17 @@ def _restore(step: int, config: Config, functions: StepFunctions, batches: Batch
     dp, mp = facts["mesh"]
     print_on_process_0(f"resuming from step {step} of {directory}, saved on mesh dp={dp}, mp={mp}")
     return state
+
+
+def _refuse_names_of_saves(config: Config, checkpoints: Checkpoints, newest: int) -> None:
+    """Raise `UserError` if something other than a checkpoint has the name of one that the run would save."""
+    every, last = config.checkpoint.every, config.train.steps
+    for step in checkpoints.other_names():
+        if newest < step <= last and (step == last or (every and step % every == 0)):
+            raise UserError(
+                f"{config.checkpoint.dir}/{step} is no checkpoint of this program, and the run would save step {step} "
+                f"there; move it elsewhere"
+            )
 
 
 def _refuse_endless_streak(skipped: int, step: int, config: Config, checkpoints: Checkpoints) -> None:

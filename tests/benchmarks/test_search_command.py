@@ -182,6 +182,7 @@ MISTAKES = {
     "mesh.dp=3": "trains test with train.batch=16 and mesh.dp=3 and mesh.mp=1 and model.offload=[];",
     "train.microbatches=0": "mesh.mp=1 and train.microbatches=0",
     "--recipe nowhere/x.yaml": "--recipe nowhere/x.yaml: cannot be written",
+    "--json x.yaml --recipe x.yaml": "--json and --recipe are both x.yaml; choose another file for one of them",
     "--recipe /proc/x.yaml": "--recipe /proc/x.yaml: cannot be written",
     "--json /proc/x.jsonl": "--json /proc/x.jsonl: cannot be written",
     "--recipe README.md": "--recipe README.md exists; delete it, or choose another file",

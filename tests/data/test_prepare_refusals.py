@@ -110,6 +110,7 @@ REFUSALS = [
     ("x.txt", b"ab\xff", [], r"x\.txt: byte 2 is not UTF-8"),
     ("x.txt", b"a\0b", ["--validation", "0.4"], r"contains a NUL"),
     ("x.txt", b"abc", ["--validation", "1.5"], r"--validation 1\.5 is not between 0 and 1"),
+    ("x.txt", b"abc", ["--tokenizer", ""], "--tokenizer has no name; give bytes"),
     ("x.txt", b"abc", ["--tokenizer", "none.json"], r"--tokenizer none\.json cannot be opened"),
     ("x.jsonl", b'{"text": "a"}\n', [], r"no text for validation\.bin"),
     ("x.jsonl", b'{"text": "a"}\n\n{"txt": "b", "id": 1}\n', [], r"line 3: no text in the field 'text' .*: txt, id\)"),

@@ -245,7 +245,8 @@ def test_evaluate_warns_of_data_of_another_tokenizer(run, capsys, tmp_path):
     assert "data was tokenized with none.json, which is not the tokenizer of the model (bytes)" in said
 
 
-def test_what_evaluate_refuses(run, capsys):
+def test_what_evaluate_refuses(run, capsys, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
     for arguments, message in (
         (["--data", "/nowhere"], "does not exist"),
         (["--sequences", "0"], "--sequences 0 must be at least 1"),
@@ -253,6 +254,7 @@ def test_what_evaluate_refuses(run, capsys):
         (["--data", ""], "--data is empty"),
         (["--text", ""], "--text is empty"),
         (["--field", "x"], "--field needs --text PATH"),
+        (["--text", str(tmp_path / "empty.txt")], "--text has no text"),
         (["--text", "/nowhere"], "--text /nowhere: no such file or directory"),
         (["--text", "/dev/null"], "/dev/null is a device, but a file is needed"),
         (["--text", "README.md", "--split", "train"], "--text is evaluated instead of --data and --split"),

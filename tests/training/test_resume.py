@@ -85,6 +85,14 @@ def test_a_checkpoint_from_before_documents_were_isolated_is_one_of_joined_docum
     assert _fixed_settings({}, splits | {"seed": 0, "batch": 1})["data.documents"] == "joined"
 
 
+def test_what_stands_in_the_place_of_a_later_checkpoint_is_named_at_the_start(copied):
+    """A save would fail there, after hours; what the run does not save stays as it is."""
+    for name in ("9", "10", "2024"):
+        (copied / "run" / "checkpoints" / name).mkdir()
+    message = refused(copied, "checkpoint.resume=must", "train.steps=12")
+    assert f"{copied}/run/checkpoints/10 is no checkpoint of this program" in message and "move it elsewhere" in message
+
+
 def test_resume_without_a_checkpoint_is_refused(tmp_path):
     write_tokens(tmp_path / "data")
     with pytest.raises(UserError, match=r"no checkpoint in .*/run/checkpoints; leave it out .* or name the run"):

@@ -178,6 +178,7 @@ def _write_splits(source: text_sources.TextSource, tokenizer: Tokenizer, directo
                 f"{source.name}: no text for {split}.bin, but both splits need some; "
                 "add documents or choose another fraction with --validation"
             )
+    packed = {} if row is None else {"row": row, "of_documents": {s: each.of_documents for s, each in writers.items()}}
     return {
         "vocabulary": tokenizer.vocabulary,
         "tokenizer": tokenizer.name,
@@ -187,9 +188,7 @@ def _write_splits(source: text_sources.TextSource, tokenizer: Tokenizer, directo
         "dtype": dtype,
         "tokens": {split: writer.tokens for split, writer in writers.items()},
         "sha256": {split: writer.sha256() for split, writer in writers.items()},
-        "row": row,
-        "of_documents": None if row is None else {split: writer.of_documents for split, writer in writers.items()},
-    }
+    } | packed
 
 
 def _group(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:

@@ -86,11 +86,12 @@ def test_ids_above_16_bits_are_read_as_uint32(tmp_path):
 def test_data_identity_contains_everything_that_determines_the_data_order(tmp_path):
     opened = [open_token_file(write_prepared(tmp_path, range(50)), split, context=4, vocabulary=50) for split in SPLITS]
     meta = Meta(dtype="uint16", tokenizer="words.json", tokenizer_sha256="12ab")
-    answer = json.loads(json.dumps(data_identity(*opened, meta, seed=3, batch=2)))
+    answer = json.loads(json.dumps(data_identity(*opened, meta, seed=3, batch=2, isolated=7)))
     digest = hashlib.sha256((tmp_path / "train.bin").read_bytes()).hexdigest()
     file = {"sha256": digest, "tokens": 50}
     tokenizer = {"name": "words.json", "sha256": "12ab"}
     expected = {"train": file, "validation": file, "tokenizer": tokenizer, "seed": 3, "batch": 2, "context": 4}
+    expected["isolated"] = 7
     assert answer == expected
 
 

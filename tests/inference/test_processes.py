@@ -24,15 +24,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained_on_bytes(tmp_path_factory.mktemp("bytes"))
 
 
-def together(count: int, module: str, *arguments: str, last: tuple[str, ...] = ()) -> AbstractContextManager:
+def together(
+    count: int, module: str, *arguments: str, last: tuple[str, ...] = (), **environment: str
+) -> AbstractContextManager:
     """`module` as `count` processes; `last` are more arguments of the last one."""
     common = [*arguments, "--processes", str(count), "--coordinator", f"localhost:{free_port()}"]
     each = [[*common, "--process-id", str(number)] for number in range(count)]
     each[-1] += last
-    return killed_at_the_end(start_python("-m", module, *given, JAX_PLATFORMS="cpu") for given in each)
+    return killed_at_the_end(start_python("-m", module, *given, JAX_PLATFORMS="cpu", **environment) for given in each)
 
 
-GLOO = re.compile(r"\[Gloo\]|peer ranks")
+GLOO = re.compile(r"\[Gloo\]|peer ranks|^[ :0-9]+$")
 """A line of Gloo's own: those of several threads may be torn apart."""
 
 
@@ -61,7 +63,7 @@ def test_several_processes_print_and_write_what_one_does(run, capsys, tmp_path, 
         found = finished(processes)
     assert [code for code, _, _ in found] == [0] * count, found
     assert json.loads(found[0][1]) == pytest.approx(alone, rel=1e-6)
-    assert not any(out for _, out, _ in found[1:])
+    assert not any(out.strip() for _, out, _ in found[1:]), found
 
 
 def test_two_processes_grade_a_task_as_one_does(run, capsys, tmp_path, monkeypatch):
@@ -96,7 +98,8 @@ def test_processes_with_other_arguments_are_refused(run):
 
 
 def test_an_interrupt_of_one_ends_all(run):
-    with together(2, "shmap_tp.generate", "--checkpoint", str(run), "--prompt", "XYZ", *MESH) as processes:
+    given = ["--checkpoint", str(run), "--prompt", "XYZ", *MESH]
+    with together(2, "shmap_tp.generate", *given, JAX_ENABLE_COMPILATION_CACHE="false") as processes:
         printed = ""
         while not printed.endswith("XYZ"):  # it compiles next
             printed += processes[0].stdout.read(1)

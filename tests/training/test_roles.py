@@ -197,7 +197,9 @@ MODES = ["mesh.tensor_parallel=all_reduce", "mesh.tensor_parallel=sequence", "me
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_auxiliary_loss_of_blocks_counts_alike_on_every_mesh_and_for_any_microbatches(mode, microbatches):
-    settings = ["model.block=sequential", "model.context=8"]
+    """With an epsilon above the smallest gradients: the first step of Adam divides each by its own size, and so its
+    rounding error, too."""
+    settings = ["model.block=sequential", "model.context=8", "optimizer.epsilon=1e-4"]
     conf = step_config((2, 4), *settings, mode, f"train.microbatches={microbatches}")
     expected = on_one_device(PENALISED, *settings)
     assert_close(train(functions_of(conf, PENALISED)), expected, RELATIVE)

@@ -41,9 +41,19 @@ GLOO = re.compile(r"\[Gloo\]|peer ranks|^[ :0-9]+$")
 def finished(processes: list[Popen]) -> list[tuple[int, str, str]]:
     """(exit code, stdout without the lines of Gloo, stderr) of each."""
     found = [process.communicate(timeout=240) for process in processes]
-    lines = [[line for line in out.splitlines(keepends=True) if not GLOO.search(line)] for out, _ in found]
-    codes = [process.returncode for process in processes]
-    return [(code, "".join(out), err) for code, out, (_, err) in zip(codes, lines, found, strict=True)]
+    return [(process.returncode, without_gloo(out), err) for process, (out, err) in zip(processes, found, strict=True)]
+
+
+def without_gloo(out: str) -> str:
+    """`out` without Gloo's lines, and without empty lines after one: the ends of several that were written at once."""
+    kept, is_after = [], False
+    for line in out.splitlines(keepends=True):
+        if not (GLOO.search(line) or (is_after and not line.strip())):
+            kept.append(line)
+            is_after = False
+        else:
+            is_after = True
+    return "".join(kept)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -57,8 +57,9 @@ class ScoringProgram:
         multiple: int = POSITIONS_MULTIPLE,
     ) -> tuple[np.ndarray, np.ndarray]:
         """tokens[B, T] -> (log-likelihood of tokens[:, 1:] given those before, whether each is the most likely one),
-        float32[B, T-1] and bool[B, T-1].  The sequences are padded to a multiple of `multiple` positions.  With
-        segments[B, T] those before of the same segment as the token before it."""
+        float32[B, T-1] and bool[B, T-1].  The sequences are padded to a multiple of `multiple` positions.
+        With segments[B, T], the number of the document of each token, those given are of the document of the token
+        before."""
         batch, time = tokens.shape[0], tokens.shape[1] - 1
         rows = -(-batch // self._programs.batch_ranks) * self._programs.batch_ranks
         length = min(-(-time // multiple) * multiple, self.model.context)

@@ -22,16 +22,15 @@ from shmap_tp.layers.flash_attention import BLOCKS, SPLASH_HEAD_DIMS, Cudnn, Spl
 def select_attention(model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bool = False) -> AnyAttention:
     """The attention of `model` on devices like `device`, in `dtype`, for rows whose documents are `isolated` or not.
 
-    Raises UserError where the one that is named cannot run there."""
+    Raises UserError where the one that is named cannot run there.
+    """
     refusals = {
         AttentionKernel.splash: _no_splash(model, device),
         AttentionKernel.cudnn: _no_cudnn(model, device, dtype, isolated),
     }
-    defer, chunked, asked = (
-        SavedActivation.query_key_value in model.offload,
-        Chunked(model.attention_chunk),
-        model.attention,
-    )
+    defer = SavedActivation.query_key_value in model.offload
+    chunked = Chunked(model.attention_chunk)
+    asked = model.attention
     made = {
         AttentionKernel.splash: Splash(defer),
         AttentionKernel.cudnn: Cudnn(defer, chunked if asked == AttentionKernel.auto else None),
@@ -75,7 +74,7 @@ def _no_cudnn(model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bo
     if model.positions == PositionKind.alibi:
         return "it is used without a bias, and model.positions=alibi needs one"
     if isolated:
-        return "it knows no documents within a row; with data.documents=joined it needs to know none"
+        return "it cannot isolate the documents of a row; use data.documents=joined with it"
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"it computes in bfloat16 or float16, not {jnp.dtype(dtype)}; set train.precision=bfloat16"
     largest = 256 if capability >= 9.0 else 128

@@ -112,7 +112,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
     """What lm_eval found, without what it says of each document.  Raises UserError."""
-    from shmap_tp.inference.chat_template import chat_template_of_model
+    from shmap_tp.data.chat_template import chat_template_of_model
 
     try:
         with importing():
@@ -137,11 +137,11 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
 def _texts(arguments: argparse.Namespace) -> list[str]:
     """The documents of --text.  Raises UserError."""
     with importing():
-        from shmap_tp.data.text_sources import documents_in, text_files_at
+        from shmap_tp.data.text_sources import ENDINGS, documents_in, files_at
 
     if "" in arguments.text:
         raise UserError("--text is empty; name a file, or a directory")
-    files = [file for path in arguments.text for file in text_files_at(Path(path))]
+    files = [file for path in arguments.text for file in files_at(Path(path), ENDINGS, "--text")]
     return list(documents_in(files, arguments.field or "text"))
 
 

@@ -17,13 +17,25 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig
+from shmap_tp.data.chat_template import ChatTemplate, chat_template_of_files
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
-from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
+from shmap_tp.data.metadata import (
+    COMPANIONS,
+    CONFIG,
+    META,
+    SPLITS,
+    TEMPLATE,
+    TOKENIZER,
+    Meta,
+    read_companions,
+    read_meta,
+)
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
 from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256, tokenizer_of_data
 from shmap_tp.errors import UserError
+from shmap_tp.model.tokens import IGNORE
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import file_size, reading
+from shmap_tp.runtime.files import file_size, parse_json, reading
 
 
 @lru_cache(maxsize=2)  # a batch may cross from one epoch into the next
@@ -57,29 +69,22 @@ def training_rows(
     return file.read(training_order(len(file), seed, step * batch + first, step * batch + last))
 
 
-def validation_batch_count(file: AnyTokenFile, wanted: int, batch: int, multiple: int = 1) -> int:
-    """Number of full validation batches: `wanted`, or as many as the file has.  Raises `UserError` if it has none.
-
-    `multiple` is what a batch must be a multiple of: dp times the number of microbatches.
-    """
-    available = len(file) // batch
-    if available < 1:
-        largest = len(file) // multiple * multiple
-        of = f", a multiple of {multiple} (mesh.dp x train.microbatches)" if multiple > 1 else ""
-        smaller = f"use train.batch={largest} or less{of}, or " if largest else ""
-        raise UserError(
-            f"{file.path}: {len(file)} sequences of model.context={file.context}, but one batch needs "
-            f"train.batch={batch}; {smaller}prepare more validation text"
-        )
-    return min(wanted, available)
+def validation_batch_count(file: AnyTokenFile, wanted: int, batch: int) -> int:
+    """Number of validation batches: `wanted`, or as many as the file has; the last one may not be full."""
+    return min(wanted, -(-len(file) // batch))
 
 
 def validation_rows(
     file: AnyTokenFile, index: int, batch: int, first: int, last: int
 ) -> Int32[np.ndarray, "rows tokens"]:
-    """Rows first .. last - 1 of validation batch `index`, [last - first, T + 1], in file order."""
-    assert 0 <= first <= last <= batch and (index + 1) * batch <= len(file), (index, batch, first, last)
-    return file.read(np.arange(index * batch + first, index * batch + last))
+    """Rows first .. last - 1 of validation batch `index`, [last - first, T + 1], in file order.
+
+    Rows without targets fill the last batch.
+    """
+    assert 0 <= first <= last <= batch and 0 <= index * batch < len(file), (index, batch, first, last)
+    numbers = np.arange(index * batch + first, index * batch + last)
+    rows = file.read(numbers[numbers < len(file)])
+    return np.pad(rows, [(0, len(numbers) - len(rows)), (0, 0)], constant_values=IGNORE)
 
 
 def device_batch(
@@ -108,14 +113,14 @@ def device_batch(
 
 def open_data(
     data: DataConfig, model: ModelConfig, splits: Sequence[str]
-) -> tuple[list[AnyTokenFile], Meta, bytes | None]:
-    """(the token files of `splits` for `model`, meta.json, tokenizer.json if there is one)."""
+) -> tuple[list[AnyTokenFile], Meta, dict[str, bytes]]:
+    """(the token files of `splits` for `model`, meta.json, the files beside it that belong to the run)."""
     sizes = {"context": model.context, "vocabulary": model.vocabulary}
-    place, meta, tokenizer = _open_meta(data, model)
+    place, meta, companions = _open_meta(data, model)
     check_rows(meta, data, model)
     if isinstance(place, Bucket):
-        return [BucketTokenFile(place, split, meta, **sizes) for split in splits], meta, tokenizer
-    return [open_token_file(place, split, **sizes) for split in splits], meta, tokenizer
+        return [BucketTokenFile(place, split, meta, **sizes) for split in splits], meta, companions
+    return [open_token_file(place, split, **sizes) for split in splits], meta, companions
 
 
 def check_rows(meta: Meta, data: DataConfig, model: ModelConfig) -> None:
@@ -132,17 +137,17 @@ def check_rows(meta: Meta, data: DataConfig, model: ModelConfig) -> None:
         )
 
 
-def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Meta, bytes | None]:
-    """(where the token files are, meta.json, tokenizer.json if there is one)."""
+def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Meta, dict[str, bytes]]:
+    """(where the token files are, meta.json, the files beside it that belong to the run)."""
     if "://" in data.dir and data.cache is None:
         bucket = open_bucket(data, model.from_pretrained)
         with TemporaryDirectory() as small:
-            copy_files(bucket, Path(small), bucket.files.keys() & {META, TOKENIZER})
+            copy_files(bucket, Path(small), bucket.files.keys() & {META, *COMPANIONS})
             meta = read_meta(Path(small))
-            return bucket, meta, read_tokenizer(Path(small), meta)
+            return bucket, meta, read_companions(Path(small), meta)
     directory = prepared_directory(data, model.from_pretrained)
     meta = read_meta(directory)
-    return directory, meta, read_tokenizer(directory, meta)
+    return directory, meta, read_companions(directory, meta)
 
 
 def isolating_token(data: DataConfig, model: ModelConfig) -> int | None:
@@ -199,25 +204,32 @@ class Batches:
     """Everything that determines which tokens each step reads; see `data_identity`."""
     validation_count: int
     """Number of validation batches."""
-    tokenizer: bytes | None
-    """tokenizer.json of the data; None for bytes, and where there is no copy of it."""
+    companions: dict[str, bytes]
+    """The files of the tokenizer and the chat template beside the data, by name."""
 
     def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
         """Open and check both token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""
-        (self._train, self._validation), meta, self.tokenizer = open_data(config.data, config.model, SPLITS)
+        (self._train, self._validation), meta, self.companions = open_data(config.data, config.model, SPLITS)
         self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
         if warning := data_warning(config, meta, max(self._train.largest, self._validation.largest)):
             print_on_process_0(warning)
         self._isolated = isolating_id(meta, config.data, config.model)
         order = {"seed": self._seed, "batch": self._batch, "isolated": self._isolated}
         self.identity = data_identity(self._train, self._validation, meta, **order)
-        multiple = config.mesh.dp * config.train.microbatches
-        self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch, multiple)
+        self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch)
         self._meta, self._directory = meta, config.data.dir
 
     def text_tokenizer(self) -> Tokenizer:
         """Text to ids of this data and back.  Raises UserError if its tokenizer is not known."""
-        return tokenizer_of_data(self._meta, self.tokenizer, self._directory)
+        return tokenizer_of_data(self._meta, self.companions, self._directory)
+
+    def chat_template(self) -> ChatTemplate | None:
+        """The template of the conversations, if the data is some.  Raises UserError if it cannot be used."""
+        if TEMPLATE not in self.companions:
+            return None
+        place = f"{self._directory}/{CONFIG}"
+        config = parse_json(self.companions.get(CONFIG, b"{}"), place)
+        return chat_template_of_files(self.companions[TEMPLATE], config, f"{self._directory}/{TEMPLATE}")
 
     def validation_bytes(self, tokenizer: Tokenizer) -> int:
         """UTF-8 bytes of the text of all targets of an evaluation that count."""

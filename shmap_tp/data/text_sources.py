@@ -1,7 +1,8 @@
 """Sources of text: the Python standard library of this machine, local text and .jsonl files, Hugging Face data sets.
 
-A source is a stream of (split, document).  The split of a document follows from a hash of its path or its text, so it
-is the same on every machine, and copies of a document are in one split.  Local text is divided by size: see `divide`.
+A source is a stream of (split, document), which it tokenizes.  The split of a document follows from a hash of its path
+or its text, so it is the same on every machine, and copies of a document are in one split.  Local text is divided by
+size: see `divide`.
 """
 
 import hashlib
@@ -15,20 +16,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
+from jaxtyping import Integer
+from tqdm import tqdm
 
+from shmap_tp.data.metadata import TOKENIZER
+from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError, first_line
 from shmap_tp.runtime.files import file_size, parse_json, reading
 
 TRAIN, VALIDATION = "train", "validation"
-JSONL = ".jsonl"
+JSONL, JSON = ".jsonl", ".json"
+CHAT = {"messages", "conversations", "completion"}
+"""Fields of records that are conversations."""
 ENDINGS = (".txt", JSONL)
 """Of the files that are read in a directory."""
 STDLIB_VALIDATION = 0.02
 """Fraction of the standard library used for validation."""
 
+_GROUP = 1 << 22  # characters that are tokenized at a time
 _EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = ("config-", "_sysconfigdata")  # written when Python was built, so different on every machine
 
@@ -43,6 +51,35 @@ class TextSource:
     """Pairs of ("train" or "validation", text), read lazily."""
     total: int | None
     """Number of documents, if it is known in advance."""
+    marked: ClassVar[bool] = False
+    """Whether only some tokens count as targets; the others then stand as -1 - id."""
+
+    def tokenized(self, tokenizer: Tokenizer) -> Iterator[tuple[str, Integer[np.ndarray, " _"]]]:
+        """(split, ids) of each document that has text; the end of text is the last id."""
+        with tqdm(total=self.total, desc=self.name, unit=" documents", disable=None) as bar:
+            for group in _group(self.documents):
+                ids = tokenizer.encode_documents([text for _, text in group])
+                for (split, _), document in zip(group, ids, strict=True):
+                    if len(document):
+                        yield split, np.append(document, tokenizer.end_of_text)
+                bar.update(len(group))
+
+    def companions(self, tokenizer: Tokenizer) -> dict[str, bytes]:
+        """The files that belong to the token files, by name."""
+        return {} if tokenizer.json is None else {TOKENIZER: tokenizer.json}
+
+
+def _group(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Consecutive documents in groups: large enough to occupy a tokenizer's threads, small enough for memory."""
+    group, size = [], 0
+    for document in documents:
+        group.append(document)
+        size += len(document[1])
+        if size >= _GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def split_of(key: str, validation: float) -> str:
@@ -123,8 +160,8 @@ def text_files(given: list[Path], field: str, validation: float, endings: Sequen
 
     The fraction `validation` of the text, by size, is for validation (`divide`); every file is read twice.
     """
-    _check_fraction(validation)
-    paths = [path for each in given for path in text_files_at(each, endings)]
+    check_fraction(validation)
+    paths = [path for each in given for path in files_at(each, endings, "--text")]
     counted = not any(path.suffix == JSONL for path in paths)
     documents = partial(documents_in, paths, field)
     name = ", ".join(path.name for path in given)
@@ -134,7 +171,10 @@ def text_files(given: list[Path], field: str, validation: float, endings: Sequen
 def documents_in(paths: Iterable[Path], field: str) -> Iterator[str]:
     """The documents of text files.  Raises UserError if one cannot be read, or is not text."""
     for path in paths:
-        yield from _jsonl_texts(path, field) if path.suffix == JSONL else [_read_text(path)]
+        if path.suffix == JSONL:
+            yield from (_text_field(row, field, place) for place, row in records([path], "--text"))
+        else:
+            yield _read_text(path)
 
 
 def hub_dataset(name: str, field: str, validation: float) -> TextSource:
@@ -142,7 +182,7 @@ def hub_dataset(name: str, field: str, validation: float) -> TextSource:
 
     The fraction is of the number of documents and met on average, since their sizes are not known beforehand.
     """
-    _check_fraction(validation)
+    check_fraction(validation)
     try:
         import datasets
     except ImportError:
@@ -183,8 +223,8 @@ def _refuse(error: OSError) -> None:
         raise error
 
 
-def text_files_at(path: Path, endings: Sequence[str] = ENDINGS) -> list[Path]:
-    """The text files of a path on the command line: the file itself, or all with one of `endings` in the directory."""
+def files_at(path: Path, endings: Sequence[str], option: str) -> list[Path]:
+    """The files of a path that `option` names: the file itself, or all with one of `endings` in the directory."""
     with reading(path):
         is_directory = stat.S_ISDIR(path.stat().st_mode) if path.exists() else False
     if is_directory:
@@ -192,46 +232,53 @@ def text_files_at(path: Path, endings: Sequence[str] = ENDINGS) -> list[Path]:
         found = sorted((p for p in walked if p.name.endswith(tuple(endings))), key=Path.as_posix)
         if not found:
             raise UserError(
-                f"--text {path}: no {' or '.join(endings)} file in this directory; name files, of any ending"
+                f"{option} {path}: no {' or '.join(endings)} file in this directory; name files, of any ending"
             )
         return found
     if file_size(path) is None:
-        raise UserError(f"--text {path}: no such file or directory")
+        raise UserError(f"{option} {path}: no such file or directory")
     return [path]
 
 
 def _read_text(path: Path) -> str:
     """The contents of a text file.  Raises `UserError` if it is not UTF-8."""
     try:
-        with _opened(path) as file:
+        with _opened(path, "--text") as file:
             return file.read().decode()
     except UnicodeDecodeError as error:
         raise UserError(f"--text {path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from None
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a regular file.  Raises `UserError` if it cannot be read."""
+def _opened(path: Path, option: str) -> Iterator[BinaryIO]:
+    """The bytes of a regular file that `option` names.  Raises `UserError` if it cannot be read."""
     if file_size(path) is None:
-        raise UserError(f"--text {path}: no such file")
+        raise UserError(f"{option} {path}: no such file")
     with reading(path), path.open("rb") as file:
         yield file
 
 
-def _jsonl_texts(path: Path, field: str) -> Iterator[str]:
-    """The text of each line of a .jsonl file."""
-    with _opened(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                place = f"--text {path}, line {number}"
-                yield _text_field(parse_json(line, place), field, place)
+def records(paths: Iterable[Path], option: str) -> Iterator[tuple[str, Any]]:
+    """(where it is, the value) of each line of .jsonl files, and of each element of .json files that hold a list."""
+    for path in paths:
+        with _opened(path, option) as file:
+            if path.suffix == JSON:
+                rows = parse_json(file.read(), f"{option} {path}")
+                rows = rows if isinstance(rows, list) else [rows]
+                yield from ((f"{option} {path}, record {number}", row) for number, row in enumerate(rows, 1))
+                continue
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    place = f"{option} {path}, line {number}"
+                    yield place, parse_json(line, place)
 
 
 def _text_field(row: object, field: str, place: str) -> str:
     """The text of one record, read at `place`.  Raises `UserError` if it has none or cannot be encoded."""
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         fields = ", ".join(row) if isinstance(row, dict) else "none"
-        raise UserError(f"{place}: no text in the field {field!r} (fields: {fields}); set it with --field")
+        way = "train on conversations with --chat" if CHAT & {*fields.split(", ")} else "set it with --field"
+        raise UserError(f"{place}: no text in the field {field!r} (fields: {fields}); {way}")
     text = row[field]
     try:
         text.encode()
@@ -240,7 +287,7 @@ def _text_field(row: object, field: str, place: str) -> str:
     return text
 
 
-def _check_fraction(validation: float) -> None:
+def check_fraction(validation: float) -> None:
     """Raise `UserError` unless the validation fraction is in (0, 1)."""
     if not 0 < validation < 1:
         raise UserError(f"--validation {validation} is not between 0 and 1; 0.01 uses 1% for validation")

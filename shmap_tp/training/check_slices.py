@@ -10,9 +10,9 @@ from pathlib import PurePath
 
 from shmap_tp.config.schema import Config, MeshConfig, Resume
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.data.batches import data_warning, isolating_token, open_data, validation_batch_count
+from shmap_tp.data.batches import data_warning, isolating_token, open_data
 from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy
-from shmap_tp.data.metadata import DTYPES, SPLITS, Meta
+from shmap_tp.data.metadata import DTYPES, SPLITS, TOKENIZER, Meta
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError, shown
 from shmap_tp.hardware.slice_types import RentedSlices, find_slices
@@ -89,7 +89,7 @@ def _is_on_host(path: str) -> bool:
 def _data(config: Config) -> tuple[str, str | None]:
     """(what is in data.dir, in words; why it may be the wrong one).  Raises UserError if the run could not train on
     it."""
-    data, train = config.data, config.train
+    data = config.data
     if data.source == STDLIB and "://" not in data.dir:
         stdlib = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
         return "prepared by each host from the Python library, which is only a test", data_warning(config, stdlib)
@@ -100,8 +100,7 @@ def _data(config: Config) -> tuple[str, str | None]:
     isolating_token(streamed, config.model)
     if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
         return "there; meta.json does not say which tokens, which are looked at when a run starts", None
-    (_, validation), meta, tokenizer = open_data(streamed, config.model, SPLITS)
-    validation_batch_count(validation, config.evaluate.batches, train.batch, config.mesh.dp * train.microbatches)
+    _, meta, companions = open_data(streamed, config.model, SPLITS)
     size = sum(meta.tokens.values()) * DTYPES[meta.dtype].itemsize
     if data.cache is not None and _is_on_host(data.cache) and size > BOOT_DISK:
         raise UserError(
@@ -110,7 +109,7 @@ def _data(config: Config) -> tuple[str, str | None]:
         )
     what = f"{meta.tokens['train']:,} tokens, tokenizer {meta.tokenizer}, vocabulary {meta.vocabulary}"
     warning = data_warning(config, meta)
-    if warning is None and tokenizer is None and meta.tokenizer != Bytes.name:
+    if warning is None and TOKENIZER not in companions and meta.tokenizer != Bytes.name:
         warning = f"warning: {data.dir} has no tokenizer.json of its data: no samples and no bits per byte"
     return what, warning
 

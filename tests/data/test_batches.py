@@ -98,7 +98,7 @@ def test_the_data_order_differs_between_epochs_and_seeds():
 
 
 def test_validation_rows_are_in_file_order(token_file):
-    assert batches.validation_batch_count(token_file, 8, BATCH) == 2
+    assert batches.validation_batch_count(token_file, 8, BATCH) == 3
     assert batches.validation_batch_count(token_file, 1, BATCH) == 1
     before = batches.validation_rows(token_file, 1, BATCH, 0, BATCH)
     batch_at(token_file, 7)
@@ -202,14 +202,13 @@ def test_each_process_reads_only_the_rows_of_its_devices(token_file):
         )  # mp spans both processes, so both need every row
 
 
-def test_too_little_validation_text_and_a_negative_seed_are_refused(token_file):
-    with pytest.raises(
-        UserError, match=r"37 sequences .* one batch needs train\.batch=64; use train\.batch=37 or less"
-    ):
-        batches.validation_batch_count(token_file, 1, 64)
-    with pytest.raises(UserError, match=r"use train\.batch=36 or less, a multiple of 4 \(mesh\.dp x train\.microb"):
-        batches.validation_batch_count(token_file, 1, 64, 4)
-    with pytest.raises(UserError, match=r"one batch needs train\.batch=64; prepare more validation text"):
-        batches.validation_batch_count(token_file, 1, 64, 64)
+def test_rows_without_targets_fill_the_last_validation_batch(token_file):
+    assert batches.validation_batch_count(token_file, 8, 64) == 1
+    rows = batches.validation_rows(token_file, 0, 64, 30, 64)
+    assert (rows[:7] == token_file.read(np.arange(30, 37))).all() and (rows[7:] == -1).all() and len(rows) == 34
+    assert (batches.validation_rows(token_file, 0, 64, 40, 44) == -1).all()
+
+
+def test_a_negative_seed_is_refused(token_file):
     with pytest.raises(UserError, match=r"run\.seed=-1"):
         batch_at(token_file, 0, seed=-1)

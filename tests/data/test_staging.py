@@ -24,7 +24,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path, capsys, monkeypatch
         yield from (("train", word) for word in WORDS)
         signal.raise_signal(number)
 
-    monkeypatch.setattr(preparation, "_GROUP", 100)
+    monkeypatch.setattr(text_sources, "_GROUP", 100)
     monkeypatch.setattr(text_sources, "stdlib", lambda: text_sources.TextSource("cut", some(), None))
     code, _, err = run(capsys, "--source", "stdlib", "--out", tmp_path / "out")
     assert code == 130 and "nothing was written" in err
@@ -129,7 +129,7 @@ def test_data_that_a_killed_preparation_was_replacing_is_put_back(tmp_path):
 def test_a_full_disk_ends_with_2_and_leaves_nothing(tmp_path, capsys, monkeypatch):
     def full(writer, *_):
         if isinstance(writer, preparation.TokenWriter):
-            writer._file.close()
+            writer.ids.close()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     text = jsonl(tmp_path / "x.jsonl")

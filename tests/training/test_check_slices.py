@@ -47,7 +47,6 @@ def check(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BUCKETS", str(tmp_path))
     write_data_set(tmp_path / "bucket/neox", vocabulary=50277, train=99_000_000_000, tokenizer="neox")
     write_data_set(tmp_path / "bucket/bytes", vocabulary=256, train=10**9, tokenizer="bytes")
-    write_data_set(tmp_path / "bucket/short", vocabulary=50277, train=10**9, validation=2000 * 1024)
     write_data_set(tmp_path / "bucket/llama3", vocabulary=128256, train=10**9)
     write_data_set(tmp_path / "bucket/mixed", vocabulary=50277, train=10**9)
     (tmp_path / "bucket/mixed/tokenizer.json").write_text("another")
@@ -98,7 +97,6 @@ REFUSED = {
         "gs://bucket/none/train.bin does not exist; prepare it and copy it there:\npython -m shmap_tp.prepare",
     ),
     "data that the disk cannot hold": ([*SAVED, DATA[0], *V3], "use data.cache=null"),
-    "too little validation data": ([*SAVED, "data.dir=gs://bucket/short", *V3], "prepare more validation text"),
     "tokens that the model does not have": (
         [*SAVED, "data.dir=gs://bucket/llama3", *V3],
         "model.vocabulary=50304 is the limit; use other data or another model",

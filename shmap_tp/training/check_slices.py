@@ -8,7 +8,8 @@ be in a bucket or on a mount, and the mesh must have the devices, hosts and slic
 from dataclasses import replace
 from pathlib import PurePath
 
-from shmap_tp.config.schema import Config, MeshConfig, Resume
+from shmap_tp.config.schema import Config, DataConfig, MeshConfig, Resume
+from shmap_tp.config.sources import each_source
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import data_warning, isolating_token, open_data, validation_batch_count
 from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy
@@ -36,10 +37,10 @@ def check_slices(config: Config, name: str, export: str, components: ModelCompon
     config = resolve_auto(config, slices.devices)
     check_mesh(config.mesh, slices)
     check_places(config, slices)
-    data, warning = _data(config)
+    sources = {name: _data(config, data) for name, data in each_source(config.data).items()}
     _check_checkpoints(config)
     start = f"The run can start on {slices}: {slices.devices} devices, hosts: {slices.hosts}."
-    described = summary(config, data, warning, export, components)
+    described = summary(config, sources, export, components)
     return f"{described}\n{start}  Its memory is not checked: python -m shmap_tp.plan --help"
 
 
@@ -60,8 +61,10 @@ def check_mesh(mesh: MeshConfig, slices: RentedSlices) -> None:
 
 def check_places(config: Config, slices: RentedSlices) -> None:
     """Raise UserError if the run would look for its data, its weights or its checkpoints on the disk of a host."""
-    data, checkpoints = config.data, config.checkpoint.dir
-    if _is_on_host(data.dir) and data.source != STDLIB:
+    checkpoints = config.checkpoint.dir
+    for data in each_source(config.data).values():
+        if not _is_on_host(data.dir) or data.source == STDLIB:
+            continue
         bucket = checkpoints.split("/")[2] if checkpoints.startswith("gs://") else "BUCKET"
         url = f"gs://{bucket}/{data.name}"
         raise UserError(
@@ -86,13 +89,15 @@ def _is_on_host(path: str) -> bool:
     return "://" not in path and not PurePath(path).is_absolute()
 
 
-def _data(config: Config) -> tuple[str, str | None]:
-    """(what is in data.dir, in words; why it may be the wrong one).  Raises UserError if the run could not train on
-    it."""
-    data, train = config.data, config.train
+def _data(config: Config, data: DataConfig) -> tuple[str, str | None]:
+    """(what is in data.dir, one of the sources, in words; why it may be the wrong one).  Raises UserError if the run
+    could not train on it."""
+    train = config.train
     if data.source == STDLIB and "://" not in data.dir:
         stdlib = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
-        return "prepared by each host from the Python library, which is only a test", data_warning(config, stdlib)
+        return "prepared by each host from the Python library, which is only a test", data_warning(
+            data, config.model, stdlib
+        )
     if "://" not in data.dir:
         return "looked at when a run starts", None
     streamed = replace(data, cache=None)
@@ -109,7 +114,7 @@ def _data(config: Config) -> tuple[str, str | None]:
             f"data.cache={shown(data.cache)}; use data.cache=null, which reads rows from the bucket"
         )
     what = f"{meta.tokens['train']:,} tokens, tokenizer {meta.tokenizer}, vocabulary {meta.vocabulary}"
-    warning = data_warning(config, meta)
+    warning = data_warning(data, config.model, meta)
     if warning is None and tokenizer is None and meta.tokenizer != Bytes.name:
         warning = f"warning: {data.dir} has no tokenizer.json of its data: no samples and no bits per byte"
     return what, warning

@@ -184,6 +184,10 @@ def data_warning(data: DataConfig, model: ModelConfig, meta: Meta, largest: int 
     return None
 
 
+TOKENIZER_FACTS = ("tokenizer", "tokenizer_sha256", "vocabulary", "end_of_text")
+"""What meta.json states of a tokenizer, by which tokens have a meaning."""
+
+
 @dataclass(frozen=True)
 class Source:
     """One of the directories that a run reads: its token files, and what meta.json says."""
@@ -197,6 +201,18 @@ class Source:
     """tokenizer.json; None for bytes, and where there is no copy of it."""
 
 
+def check_alike(metas: dict[str, Meta]) -> None:
+    """Raise UserError if the meta.json of a source, by name, states another tokenizer than that of the first."""
+    for name, fact in ((name, fact) for name in metas for fact in TOKENIZER_FACTS):
+        first = next(iter(metas))
+        here, there = (getattr(metas[each], fact) for each in (name, first))
+        if here != there:
+            raise UserError(
+                f"data.sources.{name} has {fact} {here}, and data.sources.{first} has {there}; prepare both with the "
+                f"same tokenizer, or correct meta.json"
+            )
+
+
 def open_sources(config: Config) -> dict[str, Source]:
     """The sources of a run by name; data.dir has the name "".
 
@@ -208,15 +224,7 @@ def open_sources(config: Config) -> dict[str, Source]:
         if warning := data_warning(data, config.model, meta, max(train.largest, validation.largest)):
             print_on_process_0(warning)
         found[name] = Source(data, train, validation, meta, tokenizer)
-    first, *others = found
-    facts = ("tokenizer", "tokenizer_sha256", "vocabulary", "end_of_text")
-    for name, fact in ((name, fact) for name in others for fact in facts):
-        here, there = (getattr(found[each].meta, fact) for each in (name, first))
-        if here != there:
-            raise UserError(
-                f"data.sources.{name} has {fact} {here}, and data.sources.{first} has {there}; prepare "
-                f"both with the same tokenizer, or correct meta.json"
-            )
+    check_alike({name: source.meta for name, source in found.items()})
     by_content: dict[str, str] = {}
     for name, source in found.items():
         if (same := by_content.setdefault(source.train.sha256, name)) != name:
@@ -317,6 +325,6 @@ class Batches:
         read = dict(zip(self._names, self._order.counts(steps * self._batch), strict=True))
         return [
             f"source {name} ({source.data.dir}): {describe_shares(name, self._phases, steps)}; "
-            f"{read[name] / len(source.train):.2f} epochs of its {len(source.train):,} sequences in {steps:,} steps"
+            f"{read[name] / len(source.train):.3g} epochs of its {len(source.train):,} sequences in {steps:,} steps"
             for name, source in self._sources.items()
         ]

@@ -7,6 +7,8 @@ walking).  That is a permutation of 0 .. n - 1, and any position of it takes the
 Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 3 and 4, https://eprint.iacr.org/2001/012
 """
 
+import hashlib
+
 import numpy as np
 from jaxtyping import Int, UInt64
 
@@ -22,7 +24,8 @@ def source_key(seed: int, sha256: str) -> int:
     """The key of the source whose file has this sha256, in a run of `seed`: 64 bits.  Raises UserError if seed < 0."""
     if seed < 0:
         raise UserError(f"run.seed={seed} is negative; the data order needs run.seed >= 0, such as run.seed={-seed}")
-    return int(_mix(np.array([int(sha256[:16], 16)], np.uint64) + _mix(np.array([seed], np.uint64)))[0])
+    content = int.from_bytes(hashlib.sha256(sha256.encode()).digest()[:8])
+    return int(_mix(np.array([content], np.uint64) + _mix(np.array([seed], np.uint64)))[0])
 
 
 def shuffled(

@@ -9,7 +9,7 @@ from pathlib import Path
 from shmap_tp.config.schema import AUTO, Config, DataConfig, ModelConfig
 from shmap_tp.config.sources import describe_shares, each_source, phases
 from shmap_tp.config.values import SCHEMES, value_of
-from shmap_tp.data.batches import check_rows, data_warning, isolating_id
+from shmap_tp.data.batches import check_alike, check_rows, data_warning, isolating_id
 from shmap_tp.data.location import STDLIB, prepare_command
 from shmap_tp.data.metadata import SPLITS, Meta, read_meta
 from shmap_tp.data.tokenizer import Bytes
@@ -29,10 +29,12 @@ def check(config: Config, export: str, components: ModelComponents) -> str:
     try:
         _check_directories(config)
         sources = {name: _data(data, config.model) for name, data in each_source(config.data).items()}
+        check_alike({name: meta for name, (*_, meta) in sources.items() if meta})
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}; choose another directory") from error
     later = "Devices, memory, tokens and checkpoints are checked when a run starts."
-    return f"{summary(config, sources, export, components)}\nThe configuration is valid.  {later}"
+    found = {name: (what, warning) for name, (what, warning, _) in sources.items()}
+    return f"{summary(config, found, export, components)}\nThe configuration is valid.  {later}"
 
 
 def summary(
@@ -92,17 +94,17 @@ def _mesh(config: Config) -> str:
     return f"dp={mesh.dp} x mp={mesh.mp} = {mesh.dp * mesh.mp} devices; {modes}"
 
 
-def _data(data: DataConfig, model: ModelConfig) -> tuple[str, str | None]:
-    """(whether data.dir is prepared, or how it is, in words; why it may be the wrong one)."""
+def _data(data: DataConfig, model: ModelConfig) -> tuple[str, str | None, Meta | None]:
+    """(whether data.dir is prepared, or how it is, in words; why it may be the wrong one; meta.json where it is)."""
     if "://" in data.dir:
-        return "looked at when a run starts", None
+        return "looked at when a run starts", None, None
     if all((Path(data.dir) / f"{split}.bin").is_file() for split in SPLITS):
         meta = read_meta(Path(data.dir))
         check_rows(meta, data, model)
         isolating_id(meta, data, model)
-        return "prepared", data_warning(data, model, meta)
+        return "prepared", data_warning(data, model, meta), meta
     if data.source == STDLIB:
         meta = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
-        return f"not prepared; a run prepares it (data.source={STDLIB})", data_warning(data, model, meta)
+        return f"not prepared; a run prepares it (data.source={STDLIB})", data_warning(data, model, meta), meta
     more = "; --help lists other sources" if data.source is None else ""
-    return f"not prepared; {prepare_command(data, model.from_pretrained, data.dir)}{more}", None
+    return f"not prepared; {prepare_command(data, model.from_pretrained, data.dir)}{more}", None, None

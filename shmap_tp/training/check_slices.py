@@ -11,7 +11,7 @@ from pathlib import PurePath
 from shmap_tp.config.schema import Config, DataConfig, MeshConfig, Resume
 from shmap_tp.config.sources import each_source
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.data.batches import data_warning, isolating_token, open_data, validation_batch_count
+from shmap_tp.data.batches import check_alike, data_warning, isolating_token, open_data, validation_batch_count
 from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy
 from shmap_tp.data.metadata import DTYPES, SPLITS, Meta
 from shmap_tp.data.tokenizer import Bytes
@@ -38,9 +38,11 @@ def check_slices(config: Config, name: str, export: str, components: ModelCompon
     check_mesh(config.mesh, slices)
     check_places(config, slices)
     sources = {name: _data(config, data) for name, data in each_source(config.data).items()}
+    check_alike({name: meta for name, (*_, meta) in sources.items() if meta})
     _check_checkpoints(config)
     start = f"The run can start on {slices}: {slices.devices} devices, hosts: {slices.hosts}."
-    described = summary(config, sources, export, components)
+    found = {name: (what, warning) for name, (what, warning, _) in sources.items()}
+    described = summary(config, found, export, components)
     return f"{described}\n{start}  Its memory is not checked: python -m shmap_tp.plan --help"
 
 
@@ -62,13 +64,13 @@ def check_mesh(mesh: MeshConfig, slices: RentedSlices) -> None:
 def check_places(config: Config, slices: RentedSlices) -> None:
     """Raise UserError if the run would look for its data, its weights or its checkpoints on the disk of a host."""
     checkpoints = config.checkpoint.dir
-    for data in each_source(config.data).values():
+    for name, data in each_source(config.data).items():
         if not _is_on_host(data.dir) or data.source == STDLIB:
             continue
         bucket = checkpoints.split("/")[2] if checkpoints.startswith("gs://") else "BUCKET"
-        url = f"gs://{bucket}/{data.name}"
+        url, key = f"gs://{bucket}/{data.name}", f"data.sources.{name}.dir" if name else "data.dir"
         raise UserError(
-            f"data.dir={shown(data.dir)} is on the disks of the hosts, which have no data; use data.dir={url}, after\n"
+            f"{key}={shown(data.dir)} is on the disks of the hosts, which have no data; use {key}={url}, after\n"
             f"{prepare_and_copy(data, config.model.from_pretrained, url)}"
         )
     weights = config.model.from_pretrained
@@ -89,22 +91,21 @@ def _is_on_host(path: str) -> bool:
     return "://" not in path and not PurePath(path).is_absolute()
 
 
-def _data(config: Config, data: DataConfig) -> tuple[str, str | None]:
-    """(what is in data.dir, one of the sources, in words; why it may be the wrong one).  Raises UserError if the run
-    could not train on it."""
+def _data(config: Config, data: DataConfig) -> tuple[str, str | None, Meta | None]:
+    """(what is in data.dir, one of the sources, in words; why it may be the wrong one; its meta.json, where it is).
+    Raises UserError if the run could not train on it."""
     train = config.train
     if data.source == STDLIB and "://" not in data.dir:
         stdlib = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
-        return "prepared by each host from the Python library, which is only a test", data_warning(
-            data, config.model, stdlib
-        )
+        warning = data_warning(data, config.model, stdlib)
+        return "prepared by each host from the Python library, which is only a test", warning, stdlib
     if "://" not in data.dir:
-        return "looked at when a run starts", None
+        return "looked at when a run starts", None, None
     streamed = replace(data, cache=None)
     _, meta, _ = open_data(streamed, config.model, ())
     isolating_token(streamed, config.model)
     if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
-        return "there; meta.json does not say which tokens, which are looked at when a run starts", None
+        return "there; meta.json does not say which tokens, which are looked at when a run starts", None, meta
     (_, validation), meta, tokenizer = open_data(streamed, config.model, SPLITS)
     validation_batch_count(validation, config.evaluate.batches, train.batch, config.mesh.dp * train.microbatches)
     size = sum(meta.tokens.values()) * DTYPES[meta.dtype].itemsize
@@ -117,7 +118,7 @@ def _data(config: Config, data: DataConfig) -> tuple[str, str | None]:
     warning = data_warning(data, config.model, meta)
     if warning is None and tokenizer is None and meta.tokenizer != Bytes.name:
         warning = f"warning: {data.dir} has no tokenizer.json of its data: no samples and no bits per byte"
-    return what, warning
+    return what, warning, meta
 
 
 def _check_checkpoints(config: Config) -> None:

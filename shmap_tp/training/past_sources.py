@@ -4,6 +4,7 @@ Later steps may read other sources, with other shares.  A source is known by its
 data.dir may become one of several sources.
 """
 
+from itertools import zip_longest
 from typing import Any
 
 from shmap_tp.data.metadata import SPLITS
@@ -13,14 +14,13 @@ from shmap_tp.errors import UserError
 def refuse_another_past(saved: dict[str, Any], identity: dict[str, Any], step: int, checkpoint: str) -> None:
     """Raise UserError if the identities `saved` in the checkpoint of `step` and of this run differ in what the steps
     before `step` read."""
-    was, now = _phases(saved, step), _phases(identity, step)
-    if [(first, shares) for first, shares, _ in was] != [(first, shares) for first, shares, _ in now]:
-        before, after = ("; ".join(text for *_, text in phases) for phases in (was, now))
-        raise UserError(
-            f"{checkpoint} is of another run: before step {step} it read {before}, which is now {after};\n"
-            f"what was read cannot change. Let changes begin there: from_step: {step}, or weight: {{0: 0.7, {step}: "
-            f"0.5}} with the weights of then"
-        )
+    for was, now in zip_longest(_phases(saved, step), _phases(identity, step), fillvalue=(None, None, "as before")):
+        if was[:2] != now[:2]:
+            raise UserError(
+                f"{checkpoint} is of another run, which read {was[2]}, and this one {now[2]};\nwhat was read cannot "
+                f"change. Let changes begin at step {step}: from_step: {step}, or weight: {{0: 0.7, {step}: 0.5}} with "
+                f"the weight of then"
+            )
 
 
 def _phases(identity: dict[str, Any], step: int) -> list[tuple[int, dict[tuple[str, ...], str], str]]:

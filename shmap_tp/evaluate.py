@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shmap_tp.command_model import joined, model_parser, open_model
 from shmap_tp.config.schema import Documents
+from shmap_tp.config.sources import each_source
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
@@ -161,7 +162,10 @@ def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> 
         return evaluate_text(model.scoring_program, model.parameters, tokenizer, texts, limits, data.documents)
     if arguments.pretrained is not None and arguments.data is None:
         raise UserError("--pretrained needs --data DIR or --text FILE: the directory does not say what to evaluate")
-    data = data if arguments.data is None else replace(data, dir=arguments.data)
+    if data.sources and arguments.data is None:
+        places = ", ".join(f"{each.dir} ({name})" for name, each in each_source(data).items())
+        raise UserError(f"the run has several sources; name the directory of one with --data: {places}")
+    data = data if arguments.data is None else replace(data, dir=arguments.data, sources={})
     split = arguments.split or "validation"
     return evaluate_file(model.scoring_program, model.parameters, tokenizer, data, split, limits)
 

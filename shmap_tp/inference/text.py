@@ -8,6 +8,7 @@ from typing import Any
 
 from etils import epath
 
+from shmap_tp.config.sources import first_source
 from shmap_tp.data.metadata import GENERATION, META, TOKENIZER, read_meta
 from shmap_tp.data.tokenizer import (
     REPLACEMENT,
@@ -38,7 +39,7 @@ def tokenizer_of_model(model: Any, file: str | None) -> Tokenizer:
     if file is not None:
         return open_tokenizer_file(file)
     if model.checkpoint is not None:
-        return tokenizer_of_checkpoint(model.checkpoint, model.config.data.dir)
+        return tokenizer_of_checkpoint(model.checkpoint, first_source(model.config.data).dir)
     if model.source is None:
         raise UserError(
             "a model that was neither restored nor read from a Hugging Face directory has no tokenizer;\n"

@@ -85,8 +85,8 @@ class Run:
     clock: WallClock
     components: Components
     sampler: Sampler | None
-    validation_bytes: int | None
-    """UTF-8 bytes of the text of an evaluation, on process 0; None where the tokenizer is not known."""
+    validation_bytes: dict[str, int] | None
+    """UTF-8 bytes of the text of an evaluation of each source, on process 0; None where the tokenizer is not known."""
 
     def restore_or_initialize(self) -> tuple[State, int | None]:
         """(state, step) of the newest intact checkpoint, or (new state, None); see `resume`."""
@@ -175,9 +175,9 @@ def open_run(
 
 def _text_tools(
     config: Config, mesh: Mesh, batches: Batches, components: Components, make_sampler: MakeSampler | None
-) -> tuple[Sampler | None, int | None]:
-    """(the sampler, the UTF-8 bytes of the text of an evaluation, on process 0); None, and a line that says why, where
-    the data's tokenizer is not known."""
+) -> tuple[Sampler | None, dict[str, int] | None]:
+    """(the sampler, the UTF-8 bytes of the text of an evaluation by source, on process 0); None, and a line that says
+    why, where the data's tokenizer is not known."""
     try:
         tokenizer = batches.text_tokenizer()
     except UserError as error:

@@ -1,6 +1,8 @@
 """A model tuned on conversations: its run, its samples, its grades, chat with it, its export; and a loop in torch."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +10,10 @@ import pytest
 
 import shmap_tp
 from shmap_tp import prepare
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, Resume
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.chat_template import chat_template_of, chat_template_of_model
+from shmap_tp.errors import UserError
 from shmap_tp.evaluate import main as evaluate
 from shmap_tp.inference.text import tokenizer_of_model
 from shmap_tp.pretrained.__main__ import main
@@ -78,6 +81,19 @@ def test_chat_and_export_have_the_template_of_the_conversations_and_stop_at_its_
     assert chat_template_of(work / "out").text == TEMPLATE
     assert json.loads((work / "out" / "generation_config.json").read_text())["eos_token_id"] == [end]
     assert (work / "out" / "tokenizer.json").read_bytes() == (work / "model" / "tokenizer.json").read_bytes()
+
+
+def test_a_run_is_not_resumed_with_other_counted_tokens(work, tmp_path):
+    data = shutil.copytree(work / "data", tmp_path / "data")
+    bits = (data / "train.counted").read_bytes()
+    (data / "train.counted").write_bytes(bytes(len(bits)))
+    meta = json.loads((data / "meta.json").read_text())
+    meta["counted"]["train"] = hashlib.sha256(bytes(len(bits))).hexdigest()
+    (data / "meta.json").write_text(json.dumps(meta))
+    config = configuration(work)
+    config.data.dir, config.checkpoint.resume, config.train.steps = str(data), Resume.must, STEPS + 1
+    with pytest.raises(UserError, match=r"is of another run: data\.dir \(train\.counted\) was"):
+        shmap_tp.run_training(config)
 
 
 def test_the_configuration_of_smollm2_is_valid_with_another_model(work):

@@ -153,18 +153,18 @@ def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> 
         from shmap_tp.inference.text import tokenizer_of_model
 
     model = open_model(arguments)
+    data = model.config.data
+    if data.sources and arguments.data is None and texts is None:
+        places = ", ".join(f"{each.dir} ({name})" for name, each in each_source(data).items())
+        raise UserError(f"the run has several sources; name the directory of one with --data: {places}")
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
     limits = arguments.sequences, arguments.batch
-    data = model.config.data
     if arguments.documents is not None:
         data = replace(data, documents=Documents(arguments.documents))
     if texts is not None:
         return evaluate_text(model.scoring_program, model.parameters, tokenizer, texts, limits, data.documents)
     if arguments.pretrained is not None and arguments.data is None:
         raise UserError("--pretrained needs --data DIR or --text FILE: the directory does not say what to evaluate")
-    if data.sources and arguments.data is None:
-        places = ", ".join(f"{each.dir} ({name})" for name, each in each_source(data).items())
-        raise UserError(f"the run has several sources; name the directory of one with --data: {places}")
     data = data if arguments.data is None else replace(data, dir=arguments.data, sources={})
     split = arguments.split or "validation"
     return evaluate_file(model.scoring_program, model.parameters, tokenizer, data, split, limits)

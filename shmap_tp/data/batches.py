@@ -337,9 +337,12 @@ class Batches:
 
     def _described(self, steps: int) -> list[str]:
         """A line for each source: its shares, and how many epochs of it a run of `steps` steps reads."""
-        read = dict(zip(self._names, self._order.counts(steps * self._batch), strict=True))
-        return [
-            f"source {name} ({source.data.dir}): {describe_shares(name, self._phases, steps)}; "
-            f"{read[name] / len(source.train):.3g} epochs of its {len(source.train):,} sequences in {steps:,} steps"
-            for name, source in self._sources.items()
-        ]
+        read, lines = dict(zip(self._names, self._order.counts(steps * self._batch), strict=True)), []
+        for name, source in self._sources.items():
+            epochs = read[name] / len(source.train)
+            lines.append(
+                f"source {name} ({source.data.dir}): {describe_shares(name, self._phases, steps)}; "
+                f"{f'{epochs:,.2f}' if epochs > 1 else f'{epochs:.2g}'} epochs of its {len(source.train):,} sequences "
+                f"in {steps:,} steps"
+            )
+        return lines

@@ -1,13 +1,17 @@
 """data.sources: the shares that its weights mean, and what is refused by name."""
 
 import json
+import re
 from fractions import Fraction
 
 import pytest
+import yaml
 
 from shmap_tp.config.compose import from_values, load, to_dict, to_yaml
-from shmap_tp.config.sources import describe_shares, each_source, phases
+from shmap_tp.config.schema import DataConfig, Documents
+from shmap_tp.config.sources import check_sources, describe_shares, each_source, phases
 from tests.helpers.config_errors import error_message
+from tests.helpers.paths import ROOT
 from tests.helpers.run_fixtures import FIRST
 
 ALONE = ("data.dir=null", "data.source=null")
@@ -38,6 +42,16 @@ def test_the_shares_add_up_to_1_in_each_phase_and_stay_in_a_saved_configuration(
     (tmp_path / "saved.yaml").write_text(to_yaml(config))
     assert load(str(tmp_path / "saved.yaml"), []).data == config.data
     assert phases(from_values(json.loads(json.dumps(to_dict(config))), "of a checkpoint").data) == found
+
+
+def test_the_data_file_of_the_guide_has_the_shares_that_it_means():
+    text = (ROOT / "docs" / "data.md").read_text()
+    (block,) = (block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "sources:" in block)
+    data = DataConfig(**yaml.safe_load(block), documents=Documents.isolated)
+    check_sources(data)
+    assert describe_shares("web", phases(data), 10**6) == "70 %, from step 100000 on 50 %"
+    assert describe_shares("code", phases(data), 10**6) == "30 %"
+    assert describe_shares("math", phases(data), 10**6) == "0 %, from step 100000 on 20 %"
 
 
 def test_a_source_is_read_as_a_data_dir_of_its_own():

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shmap_tp import evaluate
 from shmap_tp.config.schema import Config
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import META
@@ -79,7 +80,7 @@ def test_a_run_resumed_on_another_mesh_with_a_new_source_equals_one_that_always_
     losses = [[each[1] for each in values(run)] for run in (tmp_path, uninterrupted)]
     assert len(losses[0]) == STEPS and losses[0] == pytest.approx(losses[1], rel=1e-5)
     printed = capsys.readouterr().out
-    assert f"source web ({directory}/web): 66.67 %, from step 4 on 60 %; 0.214 epochs of its 187 sequences" in printed
+    assert f"source web ({directory}/web): 66.67 %, from step 4 on 60 %; 0.21 epochs of its 187 sequences" in printed
     assert read_by(mixture(tmp_path, directory, **WEIGHTS), 4) == read_by(mixture(tmp_path, directory, **two), 4)
 
 
@@ -145,6 +146,11 @@ def test_sources_that_cannot_be_mixed_are_named(directory, tmp_path):
     shutil.copytree(tmp_path / "web", tmp_path / "code")
     with pytest.raises(UserError, match=r"data\.sources\.code and data\.sources\.web have the same train\.bin"):
         read_by(mixture(tmp_path, tmp_path, **halves), 1)
+
+
+def test_evaluate_names_the_sources_of_which_one_is_to_be_evaluated(uninterrupted, directory, capsys):
+    assert evaluate.main(["--checkpoint", str(uninterrupted / "run")]) == 2
+    assert f"name the directory of one with --data: {directory}/code (code), {directory}/m" in capsys.readouterr().err
 
 
 def test_check_names_each_source_with_its_shares(directory, tmp_path):

@@ -20,9 +20,11 @@ def parser() -> argparse.ArgumentParser:
         "--source", choices=["stdlib"], help="stdlib: the Python standard library of this machine, no download"
     )
     source.add_argument(
-        "--text", nargs="+", type=Path, metavar="PATH", help="text files, .jsonl files, or directories of them"
+        "--text", nargs="+", metavar="PATH", help="text, .jsonl, .parquet or .arrow files, .gz, .zst, directories, URLs"
     )
-    source.add_argument("--dataset", metavar="NAME", help="a Hugging Face data set, such as JeanKaddour/minipile")
+    source.add_argument(
+        "--dataset", metavar="NAME", help="a Hugging Face data set: its name on the hub, or its directory"
+    )
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="directory for train.bin, validation.bin, meta.json"
     )
@@ -43,9 +45,9 @@ def parser() -> argparse.ArgumentParser:
         "--endings",
         nargs="+",
         metavar=".EXT",
-        help="which files are read in a directory of --text (.txt .jsonl)",
+        help="which files are read in a directory of --text (those above, and .txt)",
     )
-    parser.add_argument("--field", default="text", metavar="NAME", help="the field with the text of a record (text)")
+    parser.add_argument("--field", default="text", metavar="NAME", help="the field or column with the text (text)")
     parser.add_argument(
         "--validation",
         type=float,
@@ -115,6 +117,8 @@ def _source(arguments: argparse.Namespace) -> "TextSource":
     if arguments.text:
         endings = arguments.endings or text_sources.ENDINGS
         return text_sources.text_files(arguments.text, arguments.field, arguments.validation, endings)
+    if "://" in arguments.dataset or Path(arguments.dataset).is_dir():
+        return text_sources.dataset_directory(arguments.dataset, arguments.field, arguments.validation)
     return text_sources.hub_dataset(arguments.dataset, arguments.field, arguments.validation)
 
 

@@ -61,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="T",
         help="put whole documents into rows of T tokens, for runs with model.context=T and isolated documents",
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that tokenize large files (default: those of the machine, if that is faster)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace data that was prepared in --out before")
     return parser
 
@@ -76,11 +82,15 @@ def _prepare(arguments: argparse.Namespace) -> None:
     with importing():
         from shmap_tp.data.metadata import SPLITS
         from shmap_tp.data.prepare import check_out, prepare
+        from shmap_tp.data.staging import has_parts
         from shmap_tp.data.tokenizer import open_tokenizer
+        from shmap_tp.data.tokenizing import default_workers
         from shmap_tp.data.train_tokenizer import train_tokenizer
 
     if (row := arguments.pack) is not None and not 2 <= row < 1 << 24:
         raise UserError(f"--pack {row} must be the model.context of the runs that will read it, such as 2048")
+    if arguments.workers is not None and not 1 <= arguments.workers <= 1024:
+        raise UserError(f"--workers {arguments.workers} must be a number of processes, such as 8")
     if not arguments.tokenizer:
         raise UserError("--tokenizer has no name; give bytes, a JSON file, a model's directory or a name on the hub")
     try:
@@ -92,12 +102,14 @@ def _prepare(arguments: argparse.Namespace) -> None:
             with importing():  # as there, Ctrl-C ends the process: the library would not return
                 tokenizer = train_tokenizer(source, arguments.train_tokenizer, arguments.end_of_text)
         source = _source(arguments)
+        workers = arguments.workers or default_workers(source, tokenizer)
         with raising():  # SIGTERM removes what was written as Ctrl-C does
-            meta = prepare(source, tokenizer, arguments.out, row=row, overwrite=arguments.overwrite)
+            meta = prepare(source, tokenizer, arguments.out, row=row, overwrite=arguments.overwrite, workers=workers)
     except OSError as error:
         raise UserError(str(error)) from error
     except KeyboardInterrupt:
-        print(f"interrupted; nothing was written to {arguments.out}", file=sys.stderr)
+        more = "; the same command goes on from the parts that are finished" if has_parts(arguments.out) else ""
+        print(f"interrupted; nothing was written to {arguments.out}{more}", file=sys.stderr)
         raise
     train, validation = (f"{meta['tokens'][split]:,}" for split in SPLITS)
     if row is not None:

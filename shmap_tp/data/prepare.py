@@ -8,13 +8,13 @@ interrupted preparation leaves nothing that looks finished.  The same text alway
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from shmap_tp.config.schema import DataConfig
 from shmap_tp.config.values import check_path
@@ -24,11 +24,11 @@ from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
 from shmap_tp.data.packing import pack
 from shmap_tp.data.staging import remove_stale, staging
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
+from shmap_tp.data.tokenizing import id_dtype, parts_key, tokenized
 from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, reading
 
-_GROUP = 1 << 22  # characters that are tokenized at a time
 _WINDOW = 1 << 24  # tokens that are packed at a time
 
 
@@ -99,17 +99,24 @@ def prepare(
     row: int | None = None,
     overwrite: bool = False,
     key: str = "--out",
+    workers: int = 1,
 ) -> dict:
     """Write the files of `source` to the directory `out`; return what meta.json holds.
 
-    With `row` whole documents are packed into rows of so many tokens.
-    What killed preparations of `out` left behind is removed first.  `key` is the option by which the user gave `out`,
-    for messages.  Raises `UserError` if `out` already holds files (with `overwrite`: files other than prepared data),
+    With `row` whole documents are packed into rows of so many tokens.  `workers` processes tokenize; the files are the
+    same whatever their number.  What a killed preparation of the same files with the same tokenizer has finished is not
+    done again; what others left behind is removed.  `key` is the option by which the user gave `out`, for messages.
+     Raises `UserError` if `out` already holds files (with `overwrite`: files other than prepared data),
     cannot be written, or if a split has no document.
     """
     target = check_out(out, overwrite, key)
-    with _messages(out, key), staging(target, overwrite) as directory:
-        meta = _write_splits(source, tokenizer, directory, row)
+    name = parts_key(source, tokenizer)
+    with _messages(out, key), staging(target, overwrite, name) as directory:
+        parts = None if name is None else directory / name
+        with closing(tokenized(source, tokenizer, workers, parts)) as documents:
+            meta = _write_splits(source.name, documents, tokenizer, directory, row)
+        if parts is not None:
+            shutil.rmtree(parts, ignore_errors=True)
         if tokenizer.json is not None:
             (directory / TOKENIZER).write_bytes(tokenizer.json)
         (directory / META).write_text(json.dumps(meta, indent=2) + "\n")
@@ -156,26 +163,24 @@ def prepare_stdlib(out: Path | str) -> dict:
             return json.loads(meta.read_bytes())
 
 
-def _write_splits(source: text_sources.TextSource, tokenizer: Tokenizer, directory: Path, row: int | None) -> dict:
+def _write_splits(
+    name: str, documents: Iterable[tuple[str, np.ndarray]], tokenizer: Tokenizer, directory: Path, row: int | None
+) -> dict:
     """Write both .bin files; return the contents of meta.json."""
-    dtype = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
-    with ExitStack() as closing, tqdm(total=source.total, desc=source.name, unit=" documents", disable=None) as bar:
-        make = TokenWriter if row is None else partial(PackingWriter, row=row)
+    dtype = id_dtype(tokenizer)
+    make = TokenWriter if row is None else partial(PackingWriter, row=row)
+    with ExitStack() as closing_files:
         writers = {s: make(directory / f"{s}.bin", DTYPES[dtype], tokenizer.end_of_text) for s in SPLITS}
         for writer in writers.values():
-            closing.callback(writer.close)
-        for group in _group(source.documents):
-            ids = tokenizer.encode_documents([text for _, text in group])
-            for (split, _), document in zip(group, ids, strict=True):
-                if len(document):
-                    writers[split].write(document)
-            bar.update(len(group))
+            closing_files.callback(writer.close)
+        for split, ids in documents:
+            writers[split].write(ids)
         for writer in writers.values():
             writer.finish()
     for split, writer in writers.items():
         if not writer.tokens:
             raise UserError(
-                f"{source.name}: no text for {split}.bin, but both splits need some; "
+                f"{name}: no text for {split}.bin, but both splits need some; "
                 "add documents or choose another fraction with --validation"
             )
     packed = {} if row is None else {"row": row, "of_documents": {s: each.of_documents for s, each in writers.items()}}
@@ -183,25 +188,12 @@ def _write_splits(source: text_sources.TextSource, tokenizer: Tokenizer, directo
         "vocabulary": tokenizer.vocabulary,
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": None if tokenizer.json is None else hashlib.sha256(tokenizer.json).hexdigest(),
-        "source": source.name,
+        "source": name,
         "end_of_text": tokenizer.end_of_text,
         "dtype": dtype,
         "tokens": {split: writer.tokens for split, writer in writers.items()},
         "sha256": {split: writer.sha256() for split, writer in writers.items()},
     } | packed
-
-
-def _group(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Consecutive documents in groups: large enough to occupy a tokenizer's threads, small enough for memory."""
-    group, size = [], 0
-    for document in documents:
-        group.append(document)
-        size += len(document[1])
-        if size >= _GROUP:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _check_free(target: Path, overwrite: bool, key: str) -> None:

@@ -27,7 +27,7 @@ from shmap_tp.data.source_files import (
     texts_of,
 )
 from shmap_tp.errors import UserError, first_line
-from shmap_tp.runtime.console import print_on_process_0
+from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.files import reading
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -37,18 +37,6 @@ STDLIB_VALIDATION = 0.02
 _SPLIT_NAMES = {TRAIN: "train(ing)?", VALIDATION: "(validation|valid|val|dev)", TEST: "(test(ing)?|eval(uation)?)"}
 _EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = ("config-", "_sysconfigdata")  # written when Python was built, so different on every machine
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """A named stream of documents, each assigned to a split."""
-
-    name: str
-    """Name of the source in meta.json."""
-    documents: Iterator[tuple[str, str]]
-    """Pairs of ("train" or "validation", text), read lazily."""
-    total: int | None
-    """Number of documents, if it is known in advance."""
 
 
 def split_of(key: str, validation: float) -> str:
@@ -109,28 +97,6 @@ def division(measurements: Iterable[tuple[np.ndarray, np.ndarray]], validation: 
     return Division(int(boundary), cut)
 
 
-def stdlib() -> TextSource:
-    """The .py files of the running Python's standard library without its tests, ordered by relative path.
-
-    Files that are not UTF-8 or that contain a NUL are excluded.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path.relative_to(root).as_posix() for path in _python_files(root))
-
-    def documents() -> Iterator[tuple[str, str]]:
-        for path in paths:
-            try:
-                with reading(root / path):
-                    text = (root / path).read_bytes().decode()
-            except UnicodeDecodeError:
-                continue
-            if "\0" not in text:
-                yield split_of(path, STDLIB_VALIDATION), text
-
-    version = ".".join(map(str, sys.version_info[:3]))
-    return TextSource(f"standard library of Python {version}", documents(), len(paths))
-
-
 @dataclass(frozen=True)
 class TextFiles:
     """The documents of files, in chunks that any process can read."""
@@ -140,6 +106,11 @@ class TextFiles:
     """Of records."""
     validation: float
     """Fraction for validation of the files that have no split of their own."""
+
+    @property
+    def size(self) -> int:
+        """Of the files, in bytes."""
+        return sum(file.size for file in self.files)
 
     def chunks(self) -> Iterator[Chunk]:
         """All documents.  Raises UserError if a file is damaged."""
@@ -163,6 +134,42 @@ class TextFiles:
             yield from self.documents(whole, chunk)
 
 
+@dataclass(frozen=True)
+class TextSource:
+    """A named stream of documents, each assigned to a split."""
+
+    name: str
+    """Name of the source in meta.json."""
+    documents: Iterator[tuple[str, str]]
+    """Pairs of ("train" or "validation", text), read lazily."""
+    total: int | None
+    """Number of documents, if it is known in advance."""
+    files: TextFiles | None = None
+    """Where `documents` are those of files: these, which several processes can read, and again."""
+
+
+def stdlib() -> TextSource:
+    """The .py files of the running Python's standard library without its tests, ordered by relative path.
+
+    Files that are not UTF-8 or that contain a NUL are excluded.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(path.relative_to(root).as_posix() for path in _python_files(root))
+
+    def documents() -> Iterator[tuple[str, str]]:
+        for path in paths:
+            try:
+                with reading(root / path):
+                    text = (root / path).read_bytes().decode()
+            except UnicodeDecodeError:
+                continue
+            if "\0" not in text:
+                yield split_of(path, STDLIB_VALIDATION), text
+
+    version = ".".join(map(str, sys.version_info[:3]))
+    return TextSource(f"standard library of Python {version}", documents(), len(paths))
+
+
 def text_files(given: Sequence[str], field: str, validation: float, endings: Sequence[str] = ENDINGS) -> TextSource:
     """Files, and those with `endings` in directories: each record has a document in `field`, every other file is one.
 
@@ -170,8 +177,8 @@ def text_files(given: Sequence[str], field: str, validation: float, endings: Seq
     """
     _check_fraction(validation)
     files = [file for each in given for file in text_files_at(each, endings)]
-    name = ", ".join(Path(each).name for each in given)
-    return TextSource(name, TextFiles(files, field, validation).divided(), None)
+    texts = TextFiles(files, field, validation)
+    return TextSource(", ".join(Path(each).name for each in given), texts.divided(), None, texts)
 
 
 def dataset_directory(given: str, field: str, validation: float) -> TextSource:
@@ -189,10 +196,11 @@ def dataset_directory(given: str, field: str, validation: float) -> TextSource:
             f"--dataset {given}: only files of the splits {', '.join(sorted(named))}; it needs some to train on"
         )
     if left_out := sum(split == TEST for _, split in found):
-        print_on_process_0(f"--dataset {given}: left out {left_out} file{'s' * (left_out > 1)} of the test split")
+        write_line(f"--dataset {given}: left out {left_out} file{'s' * (left_out > 1)} of the test split")
     own = VALIDATION in named
     files = [replace(file, split=(split or TRAIN) if own else None) for file, split in found if split != TEST]
-    return TextSource(Path(given).name, TextFiles(files, field, validation).divided(), None)
+    texts = TextFiles(files, field, validation)
+    return TextSource(Path(given).name, texts.divided(), None, texts)
 
 
 def split_of_name(path: str) -> str | None:

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from shmap_tp.command_model import joined, model_parser, open_model
 from shmap_tp.config.schema import Documents
@@ -37,9 +36,9 @@ def parser() -> argparse.ArgumentParser:
         "--text",
         action="append",
         metavar="PATH",
-        help="text instead of --data: a file, a .jsonl file, or a directory of them; may be given several times",
+        help="text instead of --data: files of text or records, or directories of them; may be given several times",
     )
-    parser.add_argument("--field", metavar="NAME", help="the field with the text of a line of .jsonl in --text (text)")
+    parser.add_argument("--field", metavar="NAME", help="the field with the text of a record in --text (text)")
     parser.add_argument("--split", choices=["validation", "train"], help="which file of it (validation)")
     parser.add_argument(
         "--documents",
@@ -138,11 +137,12 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
 def _texts(arguments: argparse.Namespace) -> list[str]:
     """The documents of --text.  Raises UserError."""
     with importing():
-        from shmap_tp.data.text_sources import ENDINGS, documents_in, files_at
+        from shmap_tp.data.source_files import files_at
+        from shmap_tp.data.text_sources import documents_in
 
     if "" in arguments.text:
         raise UserError("--text is empty; name a file, or a directory")
-    files = [file for path in arguments.text for file in files_at(Path(path), ENDINGS, "--text")]
+    files = [file for path in arguments.text for file in files_at(path)]
     return list(documents_in(files, arguments.field or "text"))
 
 

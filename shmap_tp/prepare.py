@@ -42,9 +42,9 @@ def parser() -> argparse.ArgumentParser:
         "--endings",
         nargs="+",
         metavar=".EXT",
-        help="which files are read in a directory of --text (.txt .jsonl)",
+        help="which files are read in a directory of --text (those above, and .txt)",
     )
-    parser.add_argument("--field", metavar="NAME", help="the field with the text of a record (text)")
+    parser.add_argument("--field", metavar="NAME", help="the field or column with the text (text)")
     parser.add_argument(
         "--template", metavar="FILE", help="for --chat: a chat template in Jinja (default: that of --tokenizer DIR)"
     )
@@ -65,6 +65,12 @@ def parser() -> argparse.ArgumentParser:
         help="put whole documents into rows of T tokens, for runs with model.context=T and isolated documents (for "
         "conversations: 2048, or the model's limit)",
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that tokenize large files (default: those of the machine, if that is faster)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace data that was prepared in --out before")
     return parser
 
@@ -78,16 +84,17 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         help="stdlib: the Python standard library of this machine; conversations: some examples; both without download",
     )
     source.add_argument(
-        "--text", nargs="+", type=Path, metavar="PATH", help="text files, .jsonl files, or directories of them"
+        "--text", nargs="+", metavar="PATH", help="text, .jsonl, .parquet or .arrow files, .gz, .zst, directories, URLs"
     )
     source.add_argument(
         "--chat",
         nargs="+",
-        type=Path,
         metavar="PATH",
-        help="conversations: .jsonl or .json files of messages, or directories of them; the loss counts the answers",
+        help="conversations: .jsonl or .json files of messages, directories, URLs; the loss counts the answers",
     )
-    source.add_argument("--dataset", metavar="NAME", help="a Hugging Face data set, such as JeanKaddour/minipile")
+    source.add_argument(
+        "--dataset", metavar="NAME", help="a Hugging Face data set: its name on the hub, or its directory"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,30 +108,36 @@ def _prepare(arguments: argparse.Namespace) -> None:
     with importing():
         from shmap_tp.data.metadata import SPLITS
         from shmap_tp.data.prepare import prepare
+        from shmap_tp.data.staging import has_parts
+        from shmap_tp.data.tokenizing import default_workers
 
     if (row := arguments.pack) is not None and not 2 <= row < 1 << 24:
         raise UserError(f"--pack {row} must be the model.context of the runs that will read it, such as 2048")
+    if arguments.workers is not None and not 1 <= arguments.workers <= 1024:
+        raise UserError(f"--workers {arguments.workers} must be a number of processes, such as 8")
     if not arguments.tokenizer:
         raise UserError("--tokenizer has no name; give bytes, a JSON file, a model's directory or a name on the hub")
     of_chat = arguments.chat is not None or arguments.source == "conversations"
-    for name in ("endings", "field", "train_tokenizer") if of_chat else ("template", "cut"):
+    for name in ("endings", "field", "train_tokenizer", "workers") if of_chat else ("template", "cut"):
         if getattr(arguments, name):
             rule = "does not apply to conversations; leave it out" if of_chat else "needs --chat"
             raise UserError(f"--{name.replace('_', '-')} {rule}")
     try:
         source, tokenizer, row = _conversations(arguments) if of_chat else _texts(arguments)
         with raising():  # SIGTERM removes what was written as Ctrl-C does
-            meta = prepare(source, tokenizer, arguments.out, row=row, overwrite=arguments.overwrite)
+            workers = arguments.workers or default_workers(source, tokenizer)
+            meta = prepare(source, tokenizer, arguments.out, row=row, overwrite=arguments.overwrite, workers=workers)
     except OSError as error:
         raise UserError(str(error)) from error
     except KeyboardInterrupt:
-        print(f"interrupted; nothing was written to {arguments.out}", file=sys.stderr)
+        more = "; the same command goes on from the parts that are finished" if has_parts(arguments.out) else ""
+        print(f"interrupted; nothing was written to {arguments.out}{more}", file=sys.stderr)
         raise
     train, validation = (f"{meta['tokens'][split]:,}" for split in SPLITS)
     if row is not None:
         used, there = (sum(meta[key].values()) for key in ("of_documents", "tokens"))
         print(f"packed into rows of {row} tokens, {used / there:.1%} of which are tokens of documents")
-    if of_chat:
+    if source.marked:
         print(f"{sum(meta['counted_tokens'].values()):,} tokens, those of the answers, count as targets")
     size = f"vocabulary {meta['vocabulary']}, {meta['dtype']}"
     print(f"{arguments.out}: {train} training tokens, {validation} validation tokens ({meta['tokenizer']}, {size})")
@@ -145,6 +158,8 @@ def _texts(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords",
         if arguments.text:
             endings = arguments.endings or text_sources.ENDINGS
             return text_sources.text_files(arguments.text, field, arguments.validation, endings)
+        if "://" in arguments.dataset or Path(arguments.dataset).is_dir():
+            return text_sources.dataset_directory(arguments.dataset, field, arguments.validation)
         return text_sources.hub_dataset(arguments.dataset, field, arguments.validation)
 
     if arguments.train_tokenizer is None:
@@ -162,7 +177,8 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
     with importing():
         from shmap_tp.data import conversations, example_conversations
         from shmap_tp.data.chat_template import chat_template_of
-        from shmap_tp.data.text_sources import check_fraction, files_at, records
+        from shmap_tp.data.source_files import CHATS, files_at, records_of
+        from shmap_tp.data.text_sources import check_fraction
         from shmap_tp.data.tokenizer import open_tokenizer
         from shmap_tp.pretrained.configuration import default_context
         from shmap_tp.pretrained.family import DEFAULT_CONTEXT
@@ -180,8 +196,8 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
     if arguments.source:
         label, rows = example_conversations.NAME, example_conversations.rows
     else:
-        files = [file for path in arguments.chat for file in files_at(path, conversations.ENDINGS, "--chat")]
-        label, rows = ", ".join(path.name for path in arguments.chat), partial(records, files, "--chat")
+        files = [file for path in arguments.chat for file in files_at(path, CHATS, "--chat")]
+        label, rows = ", ".join(Path(path).name for path in arguments.chat), partial(records_of, files)
     row = arguments.pack or row
     limits = {"validation": arguments.validation, "row": row, "cut": arguments.cut}
     return conversations.ChatSource(label, rows, template, Path(name), **limits), tokenizer, row

@@ -4,13 +4,13 @@ n sequences in a file, b sequences in one microbatch, T context.
 
 The data order is a function of (seed, step) and of nothing else: sample i = step * batch + row is a sequence of one of
 the sources (`mixture`; data.dir is the only one unless there are data.sources).  It depends on neither the hosts nor
-the mesh, so a run can be resumed on any machine.  Only `device_batch` uses JAX; everything before it is numpy.
+the mesh, so a run can be resumed on any machine.  Only `host_shards` and `on_devices` use JAX.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,10 +35,12 @@ from shmap_tp.data.metadata import (
 )
 from shmap_tp.data.mixture import DataOrder
 from shmap_tp.data.order import ORDER, source_key
+from shmap_tp.data.read_ahead import ReadAhead
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
 from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256, tokenizer_of_data
 from shmap_tp.errors import UserError
 from shmap_tp.model.tokens import IGNORE
+from shmap_tp.runtime.background import in_background
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, parse_json, reading
 
@@ -84,22 +86,48 @@ def device_batch(
     """One step's batch on the devices: `shape` = [microbatches, b, T + 1], b sharded over dp, P(None, 'dp', None).
 
     `rows(first, last)` returns rows of the step, [last - first, T + 1]; row r is in microbatch r // b at index r % b.
-    A process reads only the rows of its own devices, and reads each once even if several mp ranks hold it.
+    """
+    return on_devices(host_shards(rows, sharding, shape), sharding, shape)
+
+
+def host_shards(
+    rows: Callable[[int, int], np.ndarray],
+    sharding: jax.sharding.Sharding,
+    shape: tuple[int, int, int],
+    concurrently: bool = False,
+) -> list[Int32[np.ndarray, "microbatches rows tokens"]]:
+    """What `on_devices` puts on each device of this process; arguments as of `device_batch`.
+
+    A process reads only the rows of its own devices, each once even if several mp ranks hold it, and neighbours in one
+    call of `rows`.  The calls are made one after the other, or `concurrently`, in threads.
+    """
+    held = [
+        tuple(range(*part.indices(dim)) for part, dim in zip(index[:2], shape[:2], strict=True))
+        for index in sharding.addressable_devices_indices_map(shape).values()
+    ]
+    numbers = {each: np.add.outer(np.array(each[0]) * shape[1], np.array(each[1])) for each in held}
+    needed = np.unique(np.concatenate([one.ravel() for one in numbers.values()]))
+    runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1)]
+    if concurrently and len(runs) > 1:
+        parts = [call.result() for call in [in_background(partial(rows, *run)) for run in runs]]
+    else:
+        parts = [rows(*run) for run in runs]
+    read = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    shards = {each: read[np.searchsorted(needed, one)] for each, one in numbers.items()}
+    return [shards[each] for each in held]
+
+
+def on_devices(
+    shards: list[Int32[np.ndarray, "microbatches rows tokens"]],
+    sharding: jax.sharding.Sharding,
+    shape: tuple[int, int, int],
+) -> Int32[jax.Array, "microbatches b tokens"]:
+    """The array of `shape` that has these `host_shards`.
+
     The host-to-device transfer is explicit, so the caller may run under `transfer_guard("disallow")`.
     """
-    size = shape[1]
-
-    @cache
-    def read(microbatches: range, indices: range) -> np.ndarray:
-        return np.stack([rows(m * size + indices.start, m * size + indices.stop) for m in microbatches])
-
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
-        microbatches, indices = (range(*part.indices(dim)) for part, dim in zip(index[:2], shape[:2], strict=True))
-        return read(microbatches, indices)[:, :, index[2]]
-
-    devices = sharding.addressable_devices_indices_map(shape)
-    shards = jax.device_put([shard(index) for index in devices.values()], list(devices))
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    devices = list(sharding.addressable_devices_indices_map(shape))
+    return jax.make_array_from_single_device_arrays(shape, sharding, jax.device_put(shards, devices))
 
 
 def open_data(
@@ -277,6 +305,11 @@ class Batches:
         }
         self.weights = {name: float(self._phases[-1].shares.get(name, 0)) for name in self._sources}
         self._meta, self._directory = first.meta, first.data.dir
+        self._training_shards = self._shards(self._training_rows, config.train.steps)
+        self._validation_shards = {
+            name: self._shards(partial(self._validation_rows, name), count)
+            for name, count in self.validation_counts.items()
+        }
         for line in self._described(config.train.steps) if config.data.sources else ():
             print_on_process_0(line)
 
@@ -310,12 +343,14 @@ class Batches:
 
     def training(self, step: int) -> Int32[jax.Array, "microbatches b tokens"]:
         """The batch of a step.  Steps are counted from 0."""
-        rows = partial(training_rows, self._files, self._order, step, self._batch)
-        return device_batch(rows, self._tokens.sharding, self._tokens.shape)
+        return on_devices(self._training_shards(step), self._tokens.sharding, self._tokens.shape)
 
     def validation(self, index: int, source: str = "") -> Int32[jax.Array, "microbatches b tokens"]:
         """Validation batch `index` of a source: the same sequences in every evaluation."""
-        return device_batch(partial(self._validation_rows, source, index), self._tokens.sharding, self._tokens.shape)
+        return on_devices(self._validation_shards[source](index), self._tokens.sharding, self._tokens.shape)
+
+    def _training_rows(self, step: int, first: int, last: int) -> Int32[np.ndarray, "rows tokens"]:
+        return training_rows(self._files, self._order, step, self._batch, first, last)
 
     def _validation_rows(self, source: str, index: int, first: int, last: int) -> Int32[np.ndarray, "rows tokens"]:
         return validation_rows(self._sources[source].validation, index, self._batch, first, last)
@@ -346,3 +381,13 @@ class Batches:
                 f"in {steps:,} steps"
             )
         return lines
+
+    def _shards(self, rows: Callable[[int, int, int], np.ndarray], count: int) -> Callable[[int], list[np.ndarray]]:
+        """`host_shards` of batch 0 .. `count` - 1, a function of its number; `rows(number, first, last)` are its rows
+        first .. last - 1.  Where the data is in a bucket, the next ones are read early."""
+        remote = any(isinstance(file, BucketTokenFile) for file in self._files)
+
+        def read(number: int) -> list[np.ndarray]:
+            return host_shards(partial(rows, number), self._tokens.sharding, self._tokens.shape, concurrently=remote)
+
+        return ReadAhead(read, count) if remote else read

@@ -29,7 +29,6 @@ from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, Subwords, check_text
 from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.files import parse_json
 
-ENDINGS = (".jsonl", ".json")
 ASSISTANT = "assistant"
 SHAREGPT = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
 """The names of ShareGPT's speakers that are called otherwise in messages; others keep their name."""
@@ -154,7 +153,7 @@ class ChatSource:
     The fraction `validation` of the conversations, at least one, is for validation: those with the lowest hashes.
     """
 
-    marked = True
+    marked, files = True, None
 
     def __init__(
         self,

@@ -9,10 +9,10 @@ interrupted preparation leaves nothing that looks finished.  The same text alway
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Integer
@@ -20,11 +20,13 @@ from jaxtyping import Bool, Integer
 from shmap_tp.config.schema import DataConfig
 from shmap_tp.config.values import check_path
 from shmap_tp.data import text_sources
+from shmap_tp.data.conversations import ChatSource
 from shmap_tp.data.location import FILES, STDLIB
 from shmap_tp.data.metadata import DTYPES, META, SPLITS
 from shmap_tp.data.packing import pack
 from shmap_tp.data.staging import remove_stale, staging
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
+from shmap_tp.data.tokenizing import id_dtype, parts_key, tokenized
 from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, reading
@@ -32,21 +34,7 @@ from shmap_tp.runtime.files import file_size, reading
 _PACKED = 1 << 24  # tokens that are packed at a time
 
 
-@runtime_checkable
-class Source(Protocol):
-    """Documents, each of a split: `text_sources.TextSource`, `conversations.ChatSource`."""
-
-    name: str
-    marked: bool
-    """Whether only some tokens count as targets; the others then stand as -1 - id."""
-
-    def tokenized(self, tokenizer: Any) -> Iterator[tuple[str, Integer[np.ndarray, " _"]]]:
-        """(split, ids) of each document; its end-of-text token is the last."""
-        ...
-
-    def companions(self, tokenizer: Any) -> dict[str, bytes]:
-        """The content of the files beside the token files, by name, once all documents are tokenized."""
-        ...
+Source = text_sources.TextSource | ChatSource
 
 
 class HashedFile:
@@ -104,10 +92,10 @@ class TokenWriter:
 
     def close(self) -> None:
         """Write what is buffered.  Raises OSError if the disk refuses, and closes the files even then."""
-        with ExitStack() as closing:
-            closing.callback(self.ids.close)
+        with ExitStack() as closing_files:
+            closing_files.callback(self.ids.close)
             if self.bits is not None:
-                closing.callback(self.bits.close)
+                closing_files.callback(self.bits.close)
 
     def _pack(self) -> None:
         self._append(pack(self._documents, self._row, self._filling).reshape(-1))
@@ -138,17 +126,24 @@ def prepare(
     row: int | None = None,
     overwrite: bool = False,
     key: str = "--out",
+    workers: int = 1,
 ) -> dict:
     """Write the files of `source` to the directory `out`; return what meta.json holds.
 
-    With `row` whole documents are packed into rows of so many tokens.
-    What killed preparations of `out` left behind is removed first.  `key` is the option by which the user gave `out`,
-    for messages.  Raises `UserError` if `out` already holds files (with `overwrite`: files other than prepared data),
-    cannot be written, or if a split has no document.
+    With `row` whole documents are packed into rows of so many tokens.  `workers` processes tokenize text; the files are
+    the same whatever their number.  What a killed preparation of the same files with the same tokenizer has finished is
+    not done again; what others left behind is removed.  `key` is the option by which the user gave `out`, for messages.
+    Raises `UserError` if `out` already holds files (with `overwrite`: files other than prepared data), cannot be
+    written, or if a split has no document.
     """
     target = check_out(out, overwrite, key)
-    with _messages(out, key), staging(target, overwrite) as directory:
-        meta = _write_splits(source, tokenizer, directory, row)
+    name = parts_key(source, tokenizer)
+    with _messages(out, key), staging(target, overwrite, name) as directory:
+        parts = None if name is None else directory / name
+        with closing(tokenized(source, tokenizer, workers, parts)) as documents:
+            meta = _write_splits(source, documents, tokenizer, directory, row)
+        if parts is not None:
+            shutil.rmtree(parts, ignore_errors=True)
         for name, content in source.companions(tokenizer).items():
             (directory / name).write_bytes(content)
         (directory / META).write_text(json.dumps(meta, indent=2) + "\n")
@@ -195,15 +190,21 @@ def prepare_stdlib(out: Path | str) -> dict:
             return json.loads(meta.read_bytes())
 
 
-def _write_splits(source: Source, tokenizer: Tokenizer, directory: Path, row: int | None) -> dict:
+def _write_splits(
+    source: Source,
+    documents: Iterable[tuple[str, Integer[np.ndarray, " _"]]],
+    tokenizer: Tokenizer,
+    directory: Path,
+    row: int | None,
+) -> dict:
     """Write both .bin files; return the contents of meta.json."""
-    dtype = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
+    dtype = id_dtype(tokenizer)
     given = DTYPES[dtype], tokenizer.end_of_text, row
-    with ExitStack() as closing:
+    with ExitStack() as closing_files:
         writers = {s: TokenWriter(directory / f"{s}.bin", *given, marked=source.marked) for s in SPLITS}
         for writer in writers.values():
-            closing.callback(writer.close)
-        for split, document in source.tokenized(tokenizer):
+            closing_files.callback(writer.close)
+        for split, document in documents:
             writers[split].write(document)
         for writer in writers.values():
             writer.finish()

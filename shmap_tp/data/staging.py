@@ -3,14 +3,16 @@
 A preparation of data/x owns three hidden paths beside it:
 
     .x.ID.lock       locked with flock for as long as the preparation lives
-    .x.ID.partial    what it has written
+    .x.ID.partial    what it has written, and finished parts of it (`parts.py`), of which its end removes the last
     .x.ID.replaced   the data that it replaces, between two renames
 
 The system releases a lock when its process ends, however it ends.  So a lock that can be taken belongs to a preparation
-that was killed, and the next one removes what that left behind.  One that is under way is not touched.
+that was killed, and the next one removes what that left behind, unless it can go on with its parts.  One that is under
+way is not touched.
 """
 
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -19,10 +21,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shmap_tp.data.parts import FIRST_PART
+from shmap_tp.errors import LostProcessError
 
-def remove_stale(target: Path) -> None:
+
+def remove_stale(target: Path, name: str | None = None, heir: Path | None = None) -> None:
     """Remove what killed preparations of `target` left; data that one of them was replacing is put back.
 
+    Finished parts stay; with `heir`, a directory, those called `name` are moved there, and others removed.
     Raises OSError if the directory of `target` cannot be read.
     """
     if not target.parent.is_dir():
@@ -31,35 +37,59 @@ def remove_stale(target: Path) -> None:
     found = {path.with_suffix("") for path in target.parent.iterdir() if ours.fullmatch(path.name)}
     for stem in found:
         with _lock_of_dead(stem) as dead:
-            if dead:
-                _put_back(stem, target)
-                shutil.rmtree(_beside(stem, ".partial"), ignore_errors=True)
-                shutil.rmtree(_beside(stem, ".replaced"), ignore_errors=True)
-                _beside(stem, ".lock").unlink(missing_ok=True)
+            if not dead:
+                continue
+            _put_back(stem, target)
+            partial = _beside(stem, ".partial")
+            if heir is not None and name and (partial / name).is_dir() and not (heir / name).exists():
+                (partial / name).rename(heir / name)
+            _remove(stem, but_parts=heir is None)
+
+
+def has_parts(out: str) -> bool:
+    """Whether an interrupted preparation of the directory `out` left parts."""
+    target = Path(os.path.realpath(out))
+    return any(target.parent.glob(f".{glob.escape(target.name)}.*.partial/{FIRST_PART}"))
 
 
 @contextmanager
-def staging(target: Path, overwrite: bool) -> Iterator[Path]:
+def staging(target: Path, overwrite: bool, parts: str | None = None) -> Iterator[Path]:
     """An empty directory to write, which is renamed to `target` unless there is an error.
 
     What `target` held is deleted after the rename with `overwrite`; otherwise the rename raises OSError.  `target` is
-    as it was after any error.
+    as it was after any error.  The directory has those finished `parts`, a name, that a killed preparation left; an
+    interrupt, or the loss of a process, leaves them there.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     stem, lock = _locked(target)
-    partial = _beside(stem, ".partial")
+    partial, go_on = _beside(stem, ".partial"), False
     try:
         partial.mkdir()
+        remove_stale(target, parts, partial)
         yield partial
         if overwrite and target.is_dir():
             target.rename(_beside(stem, ".replaced"))
         partial.rename(target)
+    except (KeyboardInterrupt, LostProcessError):
+        go_on = True
+        raise
     finally:
         _put_back(stem, target)
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(_beside(stem, ".replaced"), ignore_errors=True)
-        _beside(stem, ".lock").unlink(missing_ok=True)
+        _remove(stem, but_parts=go_on)
         os.close(lock)
+
+
+def _remove(stem: Path, but_parts: bool) -> None:
+    """Remove what a preparation has written; `but_parts` and the lock, if it has finished one."""
+    partial = _beside(stem, ".partial")
+    shutil.rmtree(_beside(stem, ".replaced"), ignore_errors=True)
+    if but_parts and any(partial.glob(FIRST_PART)):
+        for path in partial.iterdir():
+            if path.is_file():
+                path.unlink()
+    else:
+        shutil.rmtree(partial, ignore_errors=True)
+        _beside(stem, ".lock").unlink(missing_ok=True)
 
 
 def _beside(stem: Path, suffix: str) -> Path:

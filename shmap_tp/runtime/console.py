@@ -2,7 +2,6 @@
 
 import sys
 
-import jax
 from tqdm import tqdm
 
 from shmap_tp.runtime.wrapping import wrapped
@@ -10,6 +9,8 @@ from shmap_tp.runtime.wrapping import wrapped
 
 def print_on_process_0(text: str) -> None:
     """Print a line and flush it, in process 0 only."""
+    import jax  # here, since what is prepared needs no JAX, and each of its processes would wait for the import
+
     if jax.process_index() == 0:
         write_line(text)
 

@@ -6,9 +6,7 @@ import logging
 import os
 import re
 import stat
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -16,6 +14,7 @@ from typing import IO, Any, TypeVar
 from etils import epath
 
 from shmap_tp.errors import ShmapTpError, StorageError, UserError, first_line, shown
+from shmap_tp.runtime.background import in_background
 
 BUCKETS = ("gs://", "s3://", "az://")
 """Kinds of URLs that name a directory in a bucket."""
@@ -49,17 +48,8 @@ def first_contact(call: Callable[[], T]) -> T:
     """
     for library in ("gcsfs", "s3fs", "adlfs"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()  # that of an executor would be waited for at the exit
     try:
-        return answer.result(BUCKET_SECONDS)
+        return in_background(call).result(BUCKET_SECONDS)
     except TimeoutError as error:
         raise TimeoutError(str(error) or f"no answer in {BUCKET_SECONDS} s (is there a network?)") from error
 

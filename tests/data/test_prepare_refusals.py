@@ -138,7 +138,7 @@ def test_unreadable_inputs_and_unwritable_outputs_are_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for text, out, words in [
         (tmp_path / "absent", "out", "no such file or directory"),
-        (tmp_path / "empty", "out", "no .txt or .jsonl file in this directory"),
+        (tmp_path / "empty", "out", "no .txt, .txt.gz, .txt.zst, .jsonl, "),
         (good, "file", "is a file; --out must name a directory"),
         (good, "file/out", "cannot be written"),
     ]:

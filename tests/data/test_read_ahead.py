@@ -1,0 +1,179 @@
+"""The next steps' rows are read from a bucket while the present step runs."""
+
+import asyncio
+import io
+import signal
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+import pytest
+from fsspec.asyn import AsyncFileSystem
+from fsspec.registry import _registry
+
+from shmap_tp.config.schema import Config, Resume
+from shmap_tp.data import read_ahead
+from shmap_tp.data.batches import Batches, host_shards
+from shmap_tp.data.read_ahead import AHEAD, ReadAhead
+from shmap_tp.errors import UserError
+from shmap_tp.runtime.exit_codes import STOPPED
+from shmap_tp.training import loop
+from shmap_tp.training.goodput import TimeCategory, WallClock
+from tests.helpers.run_fixtures import (
+    BATCH,
+    CONTEXT,
+    complete_meta,
+    make_runs_quick,
+    signal_during,
+    tiny,
+    tokens_of,
+    values,
+)
+
+DELAY = 0.2
+"""Seconds that a request takes."""
+
+
+class SlowBucket(AsyncFileSystem):
+    """gs://PATH is the local /PATH; each request takes DELAY, and those of one call overlap, as in gcsfs."""
+
+    protocol, cachable = "gs", False
+    requests: ClassVar[list[str]] = []
+    delay: ClassVar[float] = 0.0
+    failure: ClassVar[Exception | None] = None
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("gs://").strip("/")
+
+    async def _ls(self, path: str, detail: bool = True, **more: Any) -> list:
+        found = [await self._info(str(file)) for file in Path(path).iterdir()]
+        return found if detail else [one["name"] for one in found]
+
+    async def _info(self, path: str, **more: Any) -> dict:
+        kind = "directory" if Path(path).is_dir() else "file"
+        return {"name": path, "size": Path(path).stat().st_size, "type": kind}
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        self.requests.append(path)
+        await asyncio.sleep(self.delay)
+        if self.failure:
+            raise self.failure
+        return Path(path).read_bytes()[start:end]
+
+    def _open(self, path: str, mode: str = "rb", **more: Any) -> io.BytesIO:
+        return io.BytesIO(Path(path).read_bytes())
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> Config:
+    """Of a run on a bucket without a copy; it answers at once until its `delay` is set."""
+    for name, value in {"requests": [], "delay": 0.0, "failure": None}.items():
+        monkeypatch.setattr(SlowBucket, name, value)
+    monkeypatch.setitem(_registry, "gs", SlowBucket)
+    found = tiny(tmp_path, f"data.dir=gs:/{tmp_path}/data", "data.cache=null")
+    complete_meta(tmp_path / "data")
+    return found
+
+
+def seconds_of_waiting(config: Config) -> list[float]:
+    """Seconds for which each of some steps of a quarter of a second waits for its batch."""
+    batches, waited = Batches(config, tokens_of(config)), []
+    SlowBucket.delay = DELAY
+    for step in range(4):
+        with WallClock() as clock:
+            clock.switch_to(TimeCategory.steps)
+            with clock.fetching():
+                batches.training(step)
+            clock.switch_to(TimeCategory.drawing)
+            waited.append(clock.breakdown.seconds(TimeCategory.data))
+        time.sleep(0.25)
+    return waited
+
+
+def test_no_step_but_the_first_waits_for_a_bucket_that_takes_200_ms(config, monkeypatch):
+    first, *others = seconds_of_waiting(config)
+    assert first >= DELAY and max(others) < DELAY / 2, others
+    monkeypatch.setattr(read_ahead, "AHEAD", 0)
+    assert min(seconds_of_waiting(config)) >= DELAY
+
+
+class TwoOfFourRanks(jax.sharding.Sharding):
+    """The devices of a process that has the first two ranks of four; another one has the others."""
+
+    def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict:
+        size = shape[1] // 4
+        return {
+            device: (slice(None), slice(rank * size, rank * size + size), slice(None))
+            for rank, device in enumerate(jax.devices()[:2])
+        }
+
+
+def test_the_rows_of_a_step_are_requested_at_the_same_time_whatever_its_ranks_and_microbatches(config):
+    batches, asked, shape = Batches(config, tokens_of(config)), [], (2, BATCH // 2, CONTEXT + 1)
+    SlowBucket.delay = DELAY
+
+    def rows(first: int, last: int) -> np.ndarray:
+        asked.append((first, last))
+        return batches._training_rows(0, first, last)
+
+    begin = time.time()
+    shards = host_shards(rows, TwoOfFourRanks(), shape, concurrently=True)
+    assert time.time() - begin < 1.5 * DELAY and sorted(asked) == [(0, 2), (4, 6)]
+    expected = batches._training_rows(0, 0, BATCH).reshape(shape)
+    for rank, shard in enumerate(shards):
+        np.testing.assert_array_equal(shard, expected[:, rank : rank + 1])
+
+
+def test_at_most_a_few_batches_are_read_early_and_none_beyond_the_last():
+    begun = []
+    read = ReadAhead(lambda number: begun.append(number) or number, 7)
+    assert read(0) == 0 and sorted(begun) == [*range(AHEAD + 1)]
+    assert [read(number) for number in (1, 2, 5, 6, 9)] == [1, 2, 5, 6, 9]  # any is read, in any order
+    assert sorted({*begun}) == [*range(7), 9]
+
+
+def test_a_failing_request_is_the_error_of_the_step_that_needs_it(config):
+    batches = Batches(config, tokens_of(config))
+    batches.training(0)
+    wait_until_read(1 + AHEAD)
+    SlowBucket.failure = ConnectionError("no answer\nfor a while")
+    for step in range(1, 1 + AHEAD):
+        batches.training(step)
+    with pytest.raises(UserError, match=r"^data\.dir=gs://.* cannot be read: no answer$"):
+        batches.training(1 + AHEAD)
+
+
+def wait_until_read(batches: int) -> None:
+    while len(SlowBucket.requests) < batches * BATCH:
+        time.sleep(0.01)
+    time.sleep(0.05)  # the answers arrive
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_what_it_reads_early_and_resumes_as_it_would_have_gone_on(
+    config, tmp_path, monkeypatch
+):
+    make_runs_quick(monkeypatch)
+    answer, silent = SlowBucket._cat_file, []
+
+    async def late(self: Any, path: str, **more: Any) -> bytes:
+        await asyncio.sleep(60 if silent else 0)
+        return await answer(self, path, **more)
+
+    def asked_to_stop(step: int) -> bool:
+        silent.extend([True] * (step == 2))  # from then on the bucket does not answer, but the next steps are read
+        return step == 3
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlowBucket, "_cat_file", late)
+        signal_during(patch, Batches, "training", signal.SIGTERM, asked_to_stop)
+        begin = time.time()
+        assert loop.train(config) == STOPPED and time.time() - begin < 30
+    config.checkpoint.resume = Resume.must
+    assert loop.train(config) == 0
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/data").symlink_to(tmp_path / "data")
+    assert loop.train(tiny(tmp_path / "local")) == 0
+    assert values(tmp_path) == values(tmp_path / "local")

@@ -1,0 +1,214 @@
+"""The same documents give the same tokens in whatever files they are, and damaged files are named."""
+
+import gzip
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shmap_tp.data import source_files, table_files
+from shmap_tp.data.source_files import chunks_of, files_at, texts_of
+from shmap_tp.data.text_sources import split_of_name
+from tests.helpers.preparation import WORDS, jsonl, run, texts
+
+
+def zstd(content: bytes) -> bytes:
+    return pytest.importorskip("zstandard").ZstdCompressor().compress(content)
+
+
+def pyarrow() -> ModuleType:
+    return pytest.importorskip("pyarrow")
+
+
+def table(values: Sequence[Any] = WORDS, name: str = "text") -> Any:
+    return pyarrow().table({"id": range(len(values)), name: values})
+
+
+def write_parquet(path: Path, content: Any) -> None:
+    pytest.importorskip("pyarrow.parquet").write_table(content, path, row_group_size=30)
+
+
+def write_arrow(path: Path, content: Any, file: bool = False) -> None:
+    """As `datasets` saves it, or in the format with random access."""
+    with (pyarrow().ipc.new_file if file else pyarrow().ipc.new_stream)(str(path), content.schema) as writer:
+        writer.write_table(content, max_chunksize=30)
+
+
+def write_compressed(path: Path, compress: Any) -> None:
+    """In two pieces that are compressed apart, one after the other."""
+    lines = jsonl(path.with_name("lines")).read_bytes()
+    path.with_name("lines").unlink()
+    path.write_bytes(compress(lines[:3001]) + compress(lines[3001:]))
+
+
+CONTAINERS = {
+    "x.jsonl.gz": lambda path: write_compressed(path, gzip.compress),
+    "x.json.gz": lambda path: write_compressed(path, gzip.compress),
+    "x.jsonl.zst": lambda path: write_compressed(path, zstd),
+    "x.parquet": lambda path: write_parquet(path, table()),
+    "dictionary.parquet": lambda path: write_parquet(path, table(pyarrow().array(WORDS).dictionary_encode())),
+    "x.arrow": lambda path: write_arrow(path, table()),
+    "random-access.arrow": lambda path: write_arrow(path, table(), file=True),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> Path:
+    """WORDS, prepared from a .jsonl file."""
+    directory = tmp_path_factory.mktemp("jsonl")
+    source = jsonl(directory / "x.jsonl")
+    from shmap_tp.prepare import main
+
+    assert main(["--text", str(source), "--validation", "0.1", "--out", str(directory / "out")]) == 0
+    return directory / "out"
+
+
+@pytest.mark.parametrize("place", ["file", "directory", "bucket"])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_the_same_documents_give_the_same_tokens_in_any_kind_of_file(
+    tmp_path, capsys, monkeypatch, expected, name, place
+):
+    monkeypatch.setattr(source_files, "CHUNK", 1000)
+    (tmp_path / "in").mkdir()
+    CONTAINERS[name](tmp_path / "in" / name)
+    given = tmp_path / "in" / name if place == "file" else tmp_path / "in"
+    if place == "bucket":
+        monkeypatch.setattr(MemoryFileSystem, "store", {})
+        MemoryFileSystem().put(str(tmp_path / "in"), "/texts", recursive=True)
+        given = "memory://texts"
+    code, _, err = run(capsys, "--text", given, "--validation", "0.1", "--out", tmp_path / "out")
+    assert (code, err) == (0, "")
+    for split in ("train.bin", "validation.bin"):
+        assert (tmp_path / "out" / split).read_bytes() == (expected / split).read_bytes()
+
+
+@pytest.mark.parametrize("ending, compress", [("gz", gzip.compress), ("zst", zstd)])
+def test_a_compressed_text_file_is_a_document(tmp_path, capsys, ending, compress):
+    (tmp_path / f"a.txt.{ending}").write_bytes(compress("naïve ".encode() * 1000))
+    assert run(capsys, "--text", tmp_path, "--validation", "0.1", "--out", tmp_path / "out")[0] == 0
+    assert texts(tmp_path / "out", "train") + texts(tmp_path / "out", "validation") == ["naïve " * 900, "naïve " * 100]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", *CONTAINERS])
+def test_a_file_is_read_in_chunks_that_know_their_lines(tmp_path, monkeypatch, name):
+    CONTAINERS.get(name, jsonl)(tmp_path / name)
+    monkeypatch.setattr(source_files, "CHUNK", 1000)
+    monkeypatch.setattr(table_files, "_BYTES", 1000)
+    (file,) = files_at(str(tmp_path / name))
+    chunks = list(chunks_of([file], "text"))
+    assert [text for chunk in chunks for text in texts_of(chunk, "text")] == WORDS
+    assert sum(chunk.taken for chunk in chunks) == file.size
+    if isinstance(chunks[0].content, bytes):
+        lines = [chunk.content.count(b"\n") for chunk in chunks]
+        assert [chunk.first for chunk in chunks] == [1 + sum(lines[:i]) for i in range(len(lines))]
+    else:
+        assert max(sum(map(len, chunk.content)) for chunk in chunks) < 1000 + 30 * 60
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def spoil(path: Path, begin: int, length: int = 40) -> None:
+    content = bytearray(path.read_bytes())
+    content[begin : begin + length] = b"\xff" * length
+    path.write_bytes(content)
+
+
+def damaged(path: Path, damage: Any, *where: int) -> None:
+    CONTAINERS[path.name](path)
+    damage(path, *where)
+
+
+DAMAGES = [
+    ("x.jsonl.gz", lambda p: damaged(p, cut, -500), r"x\.jsonl\.gz: ends after \d+ bytes, within its gz data; copy it"),
+    ("x.jsonl.gz", lambda p: damaged(p, spoil, 0), r"x\.jsonl\.gz: damaged before byte \d+: .*incorrect header check"),
+    ("x.jsonl.gz", lambda p: damaged(p, spoil, 300), r"x\.jsonl\.gz: damaged before byte \d+: "),
+    ("x.jsonl.gz", lambda p: p.write_bytes(gzip.compress(b'{"text": "a"}\n{"text": 3}')), r"line 2: no text in the fi"),
+    ("x.txt.gz", lambda p: p.write_bytes(gzip.compress(b"ab\xff")), r"x\.txt\.gz: byte 2 is not UTF-8"),
+    ("x.jsonl.zst", lambda p: damaged(p, cut, -500), r"x\.jsonl\.zst: ends after \d+ bytes, within its zst data"),
+    ("x.jsonl.zst", lambda p: damaged(p, spoil, 0), r"x\.jsonl\.zst: damaged before byte \d+: "),
+    ("x.parquet", lambda p: damaged(p, cut, -500), r"x\.parquet, after row 0: damaged: .*; copy it again"),
+    ("x.parquet", lambda p: damaged(p, spoil, 1000, 300), r"x\.parquet, after row \d+: damaged: .*; copy it again"),
+    (
+        "x.parquet",
+        lambda p: write_parquet(p, table(name="body")),
+        r"no column 'text' \(columns: id, body\); set it wit",
+    ),
+    ("x.parquet", lambda p: write_parquet(p, table([1, 2])), r"the column 'text' is of type int64, not text; name an"),
+    ("x.parquet", lambda p: write_parquet(p, table(["a"] * 40 + [None])), r"row 41: no text in the column 'text', but"),
+    ("x.arrow", lambda p: damaged(p, cut, -500), r"x\.arrow, after row \d+: damaged: "),
+    ("x.arrow", lambda p: write_arrow(p, table([b"a"])), r"the column 'text' is of type binary, not text"),
+]
+
+
+@pytest.mark.parametrize("name, write, words", DAMAGES, ids=[f"{i}-{each[0]}" for i, each in enumerate(DAMAGES)])
+def test_a_damaged_file_is_named_with_the_place(tmp_path, capsys, name, write, words):
+    write(tmp_path / name)
+    code, out, err = run(capsys, "--text", tmp_path / name, "--out", tmp_path / "out")
+    assert (code, out) == (2, "") and re.search(words, err) and err.count("\n") == 1, err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("library, name", [("zstandard", "x.jsonl.zst"), ("pyarrow", "x.parquet")])
+def test_a_missing_library_is_named_with_what_installs_it(tmp_path, capsys, monkeypatch, library, name):
+    (tmp_path / name).write_bytes(b"anything")
+    monkeypatch.setitem(sys.modules, library, None)
+    code, _, err = run(capsys, "--text", tmp_path / name, "--out", tmp_path / "out")
+    assert code == 2 and f"needs `{library}`: pip install -e '.[data]'" in err and err.count("\n") == 1
+
+
+def test_a_url_without_files_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    code, _, err = run(capsys, "--text", "memory://nothing", "--out", tmp_path / "out")
+    assert code == 2 and "--text=memory://nothing cannot be read" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "path, split",
+    {
+        "data/train-00000-of-00002.parquet": "train",
+        "/validation/data-00000-of-00001.arrow": "validation",
+        "train/dev.jsonl.gz": "validation",
+        "c4-train.00001-of-01024.json.gz": "train",
+        "test/data-00000-of-00001.arrow": "test",
+        "trained/latest.jsonl": None,
+    }.items(),
+)
+def test_the_name_of_a_file_says_its_split(path, split):
+    assert split_of_name(path) == split
+
+
+def saved(directory: Path, **splits: Sequence[str]) -> Path:
+    """As `datasets.DatasetDict.save_to_disk` lays it out."""
+    for split, content in splits.items():
+        (directory / split).mkdir(parents=True)
+        write_arrow(directory / split / "data-00000-of-00001.arrow", table(content))
+        shutil.copy(directory / split / "data-00000-of-00001.arrow", directory / split / "cache-0f1e.arrow")
+        (directory / split / "state.json").write_text(json.dumps({"_data_files": []}))
+    return directory
+
+
+def test_the_directory_of_a_data_set_keeps_its_splits_without_that_of_tests(tmp_path, capsys):
+    whole = saved(tmp_path / "set", train=WORDS[:100], validation=WORDS[100:120], test=WORDS[120:])
+    code, printed, _ = run(capsys, "--dataset", whole, "--out", tmp_path / "out")
+    assert code == 0 and "left out 1 file of the test split" in printed
+    assert texts(tmp_path / "out", "train") == WORDS[:100]
+    assert texts(tmp_path / "out", "validation") == WORDS[100:120]
+
+
+def test_the_directory_of_a_data_set_without_a_validation_split_is_divided_by_size(tmp_path, capsys, expected):
+    whole = saved(tmp_path / "set", train=WORDS, test=["of the tests"])
+    assert run(capsys, "--dataset", whole, "--validation", "0.1", "--out", tmp_path / "out")[0] == 0
+    for split in ("train.bin", "validation.bin"):
+        assert (tmp_path / "out" / split).read_bytes() == (expected / split).read_bytes()
+    shutil.rmtree(whole / "train")
+    code, _, err = run(capsys, "--dataset", whole, "--out", tmp_path / "other")
+    assert code == 2 and "only files of the splits test; it needs some to train on" in err

@@ -1,0 +1,76 @@
+"""Work in several processes: its order, its errors, and that no process is left."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from shmap_tp.errors import LostProcessError, UserError
+from shmap_tp.runtime.workers import in_order
+from tests.helpers.paths import ROOT
+
+
+def slower_first(number: int) -> tuple[int, int]:
+    if number == 13:
+        raise UserError("13 is refused")
+    if number == 99:
+        raise KeyError("a defect")
+    if number == 666:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05 if number % 4 == 0 else 0.0)
+    return number, os.getpid()
+
+
+def test_results_come_in_the_order_of_the_items_and_errors_at_their_place():
+    found = []
+    with pytest.raises(UserError, match=r"^13 is refused$"):
+        for number, process in in_order(slower_first, iter([*range(12), 13, *range(20, 30)]), 2):
+            found.append((number, process))
+    assert [number for number, _ in found] == [*range(12)]
+    assert len({process for _, process in found} - {os.getpid()}) == 2
+    assert multiprocessing.active_children() == []
+
+
+def test_a_process_that_dies_is_an_error_and_a_defect_keeps_its_traceback():
+    with pytest.raises(LostProcessError, match=r"was killed by signal 9, perhaps for lack of memory; use fewer: --wor"):
+        list(in_order(slower_first, [1, 666, *range(100, 120)], 2))
+    with pytest.raises(RuntimeError, match=r"(?s)in slower_first.*KeyError: 'a defect'"):
+        list(in_order(slower_first, [99], 2))
+    assert multiprocessing.active_children() == []
+
+
+def test_processes_end_when_their_results_are_no_longer_wanted():
+    with closing(in_order(time.sleep, iter(lambda: 0.01, None), 2)) as results:
+        next(results)
+        assert len(multiprocessing.active_children()) == 2
+    assert multiprocessing.active_children() == []
+
+
+def test_one_process_is_this_one():
+    assert [*in_order(slower_first, range(3), 1)] == [(number, os.getpid()) for number in range(3)]
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    script = tmp_path / "start.py"
+    script.write_text(
+        "from shmap_tp.runtime.workers import in_order\n"
+        "if __name__ == '__main__':\n"
+        "    for process in in_order(eval, iter(lambda: '__import__(\"os\").getpid()', None), 2):\n"
+        "        print(process, flush=True)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        workers = {int(process.stdout.readline()) for _ in range(50)}
+        process.kill()
+        process.stdout.close()
+    for _ in range(500):
+        if not any(Path(f"/proc/{worker}").exists() for worker in workers):
+            return
+        time.sleep(0.02)
+    raise AssertionError(workers)

@@ -1,5 +1,6 @@
 """Data in a bucket: a copy on each host, or the rows of a step."""
 
+import hashlib
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -186,7 +186,8 @@ class DataConfig:
 @dataclass
 class TrainConfig:
     steps: int
-    """Total number of optimizer steps, including those before a resume."""
+    """Total number of optimizer steps, including those before a resume.  Also as tokens, such as 10B tokens: the steps
+    that read at least so many; so are the steps of the optimizer."""
     batch: int
     """Global batch size: sequences per optimizer step, over all devices and microbatches."""
     microbatches: int

@@ -244,11 +244,15 @@ class Batches:
     """Share of each source at the end of the run, by which its validation loss counts in that of all."""
     tokenizer: bytes | None
     """tokenizer.json of the data; None for bytes, and where there is no copy of it."""
+    sources_shape: jax.ShapeDtypeStruct | None
+    """Of `row_sources`; None without data.sources."""
 
     def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
         """Open and check all token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""
         self._sources, self._phases = open_sources(config), phases(config.data)
         self._batch, self._tokens = config.train.batch, tokens
+        sources = jax.ShapeDtypeStruct((*tokens.shape[:2], 1), np.int32, sharding=tokens.sharding)
+        self.sources_shape = sources if config.data.sources else None
         self._names = sorted(self._sources, key=lambda name: self._sources[name].train.sha256)  # whatever the names
         self._files = [self._sources[name].train for name in self._names]
         self._order = DataOrder(
@@ -297,6 +301,18 @@ class Batches:
         """The batch of a step.  Steps are counted from 0."""
         rows = partial(training_rows, self._files, self._order, step, self._batch)
         return device_batch(rows, self._tokens.sharding, self._tokens.shape)
+
+    def row_sources(self, step: int) -> Int32[jax.Array, "microbatches b 1"] | None:
+        """The source of each row of a step, by its place among the names in order; None without data.sources."""
+        if self.sources_shape is None:
+            return None
+        numbers = np.array([[*self._sources].index(name) for name in self._names], np.int32)
+
+        def rows(first: int, last: int) -> Int32[np.ndarray, "rows 1"]:
+            source, _ = self._order(step * self._batch + first, step * self._batch + last)
+            return numbers[source][:, None]
+
+        return device_batch(rows, self.sources_shape.sharding, self.sources_shape.shape)
 
     def validation(self, index: int, source: str = "") -> Int32[jax.Array, "microbatches b tokens"]:
         """Validation batch `index` of a source: the same sequences in every evaluation."""

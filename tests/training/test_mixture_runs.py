@@ -14,6 +14,7 @@ from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import META
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.runtime.agreement import data_facts
 from shmap_tp.training import loop
 from shmap_tp.training.check import check
 from shmap_tp.training.evaluation import Evaluation, mixed
@@ -119,6 +120,13 @@ def test_training_lines_have_the_loss_of_each_source_or_null_where_it_had_no_row
         losses = {name: loss for name in WEIGHTS if (loss := line[f"{name}/loss"]) is not None}
         assert losses.keys() == {one.split()[0] for one in sequences}
         assert min(losses.values()) <= line["loss"] <= max(losses.values())
+
+
+def test_the_processes_of_a_run_compare_the_files_of_each_source(directory, tmp_path):
+    config = mixture(tmp_path, directory, **WEIGHTS)
+    facts = data_facts(Batches(config, tokens_of(config)).identity)
+    assert {f"{name}/{split}.bin" for name in WEIGHTS for split in ("train", "validation")} < facts.keys()
+    assert facts["web/train.bin"].startswith("3000 tokens of sha256 ")
 
 
 def test_bits_per_byte_of_a_mixture_are_those_of_targets_drawn_by_the_weights():

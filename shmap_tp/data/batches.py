@@ -4,7 +4,7 @@ n sequences in a file, b sequences in one microbatch, T context.
 
 The data order is a function of (seed, step) and of nothing else: sample i = step * batch + row is a sequence of one of
 the sources (`mixture`; data.dir is the only one unless there are data.sources).  It depends on neither the hosts nor
-the mesh, so a run can be resumed on any machine.  Only `host_shards` and `on_devices` use JAX.
+the mesh, so a run can be resumed on any machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ from jaxtyping import Int32
 from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig
 from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
 from shmap_tp.data.chat_template import ChatTemplate, chat_template_of_files
+from shmap_tp.data.device_batch import device_batch, host_shards, on_devices
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import (
     COMPANIONS,
@@ -40,7 +41,6 @@ from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identi
 from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256, tokenizer_of_data
 from shmap_tp.errors import UserError
 from shmap_tp.model.tokens import IGNORE
-from shmap_tp.runtime.background import in_background
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, parse_json, reading
 
@@ -78,56 +78,6 @@ def validation_rows(
     numbers = np.arange(index * batch + first, index * batch + last)
     rows = file.read(numbers[numbers < len(file)])
     return np.pad(rows, [(0, len(numbers) - len(rows)), (0, 0)], constant_values=IGNORE)
-
-
-def device_batch(
-    rows: Callable[[int, int], np.ndarray], sharding: jax.sharding.Sharding, shape: tuple[int, int, int]
-) -> Int32[jax.Array, "microbatches b tokens"]:
-    """One step's batch on the devices: `shape` = [microbatches, b, T + 1], b sharded over dp, P(None, 'dp', None).
-
-    `rows(first, last)` returns rows of the step, [last - first, T + 1]; row r is in microbatch r // b at index r % b.
-    """
-    return on_devices(host_shards(rows, sharding, shape), sharding, shape)
-
-
-def host_shards(
-    rows: Callable[[int, int], np.ndarray],
-    sharding: jax.sharding.Sharding,
-    shape: tuple[int, int, int],
-    concurrently: bool = False,
-) -> list[Int32[np.ndarray, "microbatches rows tokens"]]:
-    """What `on_devices` puts on each device of this process; arguments as of `device_batch`.
-
-    A process reads only the rows of its own devices, each once even if several mp ranks hold it, and neighbours in one
-    call of `rows`.  The calls are made one after the other, or `concurrently`, in threads.
-    """
-    held = [
-        tuple(range(*part.indices(dim)) for part, dim in zip(index[:2], shape[:2], strict=True))
-        for index in sharding.addressable_devices_indices_map(shape).values()
-    ]
-    numbers = {each: np.add.outer(np.array(each[0]) * shape[1], np.array(each[1])) for each in held}
-    needed = np.unique(np.concatenate([one.ravel() for one in numbers.values()]))
-    runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1)]
-    if concurrently and len(runs) > 1:
-        parts = [call.result() for call in [in_background(partial(rows, *run)) for run in runs]]
-    else:
-        parts = [rows(*run) for run in runs]
-    read = np.concatenate(parts) if len(parts) > 1 else parts[0]
-    shards = {each: read[np.searchsorted(needed, one)] for each, one in numbers.items()}
-    return [shards[each] for each in held]
-
-
-def on_devices(
-    shards: list[Int32[np.ndarray, "microbatches rows tokens"]],
-    sharding: jax.sharding.Sharding,
-    shape: tuple[int, int, int],
-) -> Int32[jax.Array, "microbatches b tokens"]:
-    """The array of `shape` that has these `host_shards`.
-
-    The host-to-device transfer is explicit, so the caller may run under `transfer_guard("disallow")`.
-    """
-    devices = list(sharding.addressable_devices_indices_map(shape))
-    return jax.make_array_from_single_device_arrays(shape, sharding, jax.device_put(shards, devices))
 
 
 def open_data(
@@ -278,11 +228,15 @@ class Batches:
     companions: dict[str, bytes]
     """The files of the tokenizer and the chat template beside the data, by name; of several sources those of the first
     that has each."""
+    sources_shape: jax.ShapeDtypeStruct | None
+    """Of `row_sources`; None without data.sources."""
 
     def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
         """Open and check all token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""
         self._sources, self._phases = open_sources(config), phases(config.data)
         self._batch, self._tokens = config.train.batch, tokens
+        sources = jax.ShapeDtypeStruct((*tokens.shape[:2], 1), np.int32, sharding=tokens.sharding)
+        self.sources_shape = sources if config.data.sources else None
         self._names = sorted(self._sources, key=lambda name: self._sources[name].train.sha256)  # whatever the names
         self._files = [self._sources[name].train for name in self._names]
         self._order = DataOrder(
@@ -344,6 +298,18 @@ class Batches:
     def training(self, step: int) -> Int32[jax.Array, "microbatches b tokens"]:
         """The batch of a step.  Steps are counted from 0."""
         return on_devices(self._training_shards(step), self._tokens.sharding, self._tokens.shape)
+
+    def row_sources(self, step: int) -> Int32[jax.Array, "microbatches b 1"] | None:
+        """The source of each row of a step, by its place among the names in order; None without data.sources."""
+        if self.sources_shape is None:
+            return None
+        numbers = np.array([[*self._sources].index(name) for name in self._names], np.int32)
+
+        def rows(first: int, last: int) -> Int32[np.ndarray, "rows 1"]:
+            source, _ = self._order(step * self._batch + first, step * self._batch + last)
+            return numbers[source][:, None]
+
+        return device_batch(rows, self.sources_shape.sharding, self.sources_shape.shape)
 
     def validation(self, index: int, source: str = "") -> Int32[jax.Array, "microbatches b tokens"]:
         """Validation batch `index` of a source: the same sequences in every evaluation."""

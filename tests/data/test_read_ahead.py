@@ -15,7 +15,8 @@ from fsspec.registry import _registry
 
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.data import read_ahead
-from shmap_tp.data.batches import Batches, host_shards
+from shmap_tp.data.batches import Batches
+from shmap_tp.data.device_batch import host_shards
 from shmap_tp.data.read_ahead import AHEAD, ReadAhead
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.exit_codes import STOPPED

@@ -136,12 +136,12 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
 def _texts(arguments: argparse.Namespace) -> list[str]:
     """The documents of --text.  Raises UserError."""
     with importing():
-        from shmap_tp.data.source_files import text_files_at
+        from shmap_tp.data.source_files import files_at
         from shmap_tp.data.text_sources import documents_in
 
     if "" in arguments.text:
         raise UserError("--text is empty; name a file, or a directory")
-    files = [file for path in arguments.text for file in text_files_at(path)]
+    files = [file for path in arguments.text for file in files_at(path)]
     return list(documents_in(files, arguments.field or "text"))
 
 

@@ -14,7 +14,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import IOBase
 from itertools import groupby
 from pathlib import Path
@@ -48,11 +48,13 @@ class SourceFile:
     """What changes when its content does; None where that is not known."""
     split: str | None = None
     """That of all its documents, if it is known."""
+    option: str = "--text"
+    """By which the user gave it, for messages."""
 
     @property
     def place(self) -> str:
         """The file in messages."""
-        return f"--text {shown(self.path)}"
+        return f"{self.option} {shown(self.path)}"
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,13 @@ class Chunk:
     """That of all its documents, if it is known."""
 
 
-def text_files_at(given: str, endings: Sequence[str] = ENDINGS) -> list[SourceFile]:
+def files_at(given: str, endings: Sequence[str] = ENDINGS, option: str = "--text") -> list[SourceFile]:
     """The file `given`, a path or a URL, or all with one of `endings` in that directory.  Raises UserError."""
-    found = _files_of_bucket(given, endings) if "://" in given else _local_files(Path(given), endings)
+    find = _files_of_bucket if "://" in given else _local_files
+    found = [replace(file, option=option) for file in find(given, endings, option)]
     if not found:
-        raise UserError(f"--text {given}: no {', '.join(endings)} file in this directory; name files, of any ending")
+        others = "files, of any ending" if option == "--text" else "another"
+        raise UserError(f"{option} {given}: no {', '.join(endings)} file in this directory; name {others}")
     return sorted(found, key=lambda file: file.path)
 
 
@@ -119,28 +123,31 @@ def refuse(error: OSError) -> None:
         raise error
 
 
-def _local_files(path: Path, endings: Sequence[str]) -> list[SourceFile]:
+def _local_files(given: str, endings: Sequence[str], option: str) -> list[SourceFile]:
+    path = Path(given)
     with reading(path):
         is_directory = stat.S_ISDIR(path.stat().st_mode) if path.exists() else False
     if not is_directory:
-        return [_local_file(path)]
+        return [_local_file(path, option)]
     walked = (Path(folder, name) for folder, _, names in os.walk(path, onerror=refuse) for name in names)
-    return [_local_file(file) for file in walked if _is_text(file.name, endings)]
+    return [_local_file(file, option) for file in walked if _is_text(file.name, endings)]
 
 
-def _local_file(path: Path) -> SourceFile:
+def _local_file(path: Path, option: str) -> SourceFile:
     if (size := file_size(path)) is None:
-        raise UserError(f"--text {path}: no such file or directory")
+        raise UserError(f"{option} {path}: no such file or directory")
     return SourceFile(str(path), size, str(path.stat().st_mtime_ns))
 
 
-def _files_of_bucket(url: str, endings: Sequence[str]) -> list[SourceFile]:
+def _files_of_bucket(url: str, endings: Sequence[str], option: str) -> list[SourceFile]:
     def listed() -> tuple[Any, dict[str, dict]]:
-        system, root = open_file_system("--text", url)
+        system, root = open_file_system(option, url)
+        if not system.exists(root):
+            raise UserError(f"{option} {shown(url)}: no such file or directory")
         found = system.info(root)
         return system, system.find(root, detail=True) if found["type"] == "directory" else {"": found}
 
-    with bucket_messages("--text", url):
+    with bucket_messages(option, url):
         system, found = first_contact(listed)
         chosen = {path: info for path, info in found.items() if not path or _is_text(path.rsplit("/", 1)[-1], endings)}
         return [
@@ -163,8 +170,8 @@ def _is_text(name: str, endings: Sequence[str]) -> bool:
 def _opened(file: SourceFile) -> Iterator[IOBase]:
     """The bytes of a file.  Raises `UserError` if it cannot be read."""
     if "://" in file.path:
-        with bucket_messages("--text", file.path):
-            system, path = open_file_system("--text", file.path)
+        with bucket_messages(file.option, file.path):
+            system, path = open_file_system(file.option, file.path)
             with system.open(path, "rb") as stream:
                 yield stream
         return

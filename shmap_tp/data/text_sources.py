@@ -21,9 +21,9 @@ from shmap_tp.data.source_files import (
     Chunk,
     SourceFile,
     chunks_of,
+    files_at,
     refuse,
     text_field,
-    text_files_at,
     texts_of,
 )
 from shmap_tp.errors import UserError, first_line
@@ -176,7 +176,7 @@ def text_files(given: Sequence[str], field: str, validation: float, endings: Seq
     The fraction `validation` of the text, by size, is for validation (`Division`).
     """
     _check_fraction(validation)
-    files = [file for each in given for file in text_files_at(each, endings)]
+    files = [file for each in given for file in files_at(each, endings)]
     texts = TextFiles(files, field, validation)
     return TextSource(", ".join(Path(each).name for each in given), texts.divided(), None, texts)
 
@@ -189,7 +189,7 @@ def dataset_directory(given: str, field: str, validation: float) -> TextSource:
     """
     _check_fraction(validation)
     root = given.rstrip("/") if "://" in given else str(Path(given))
-    found = [(file, split_of_name(file.path.removeprefix(root))) for file in text_files_at(root, RECORDS)]
+    found = [(file, split_of_name(file.path.removeprefix(root))) for file in files_at(root, RECORDS, "--dataset")]
     named = {split for _, split in found}
     if not named & {TRAIN, None}:
         raise UserError(

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from shmap_tp.command_model import joined, model_parser, open_model
 from shmap_tp.config.schema import Documents
+from shmap_tp.config.sources import each_source
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
@@ -111,7 +112,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
     """What lm_eval found, without what it says of each document.  Raises UserError."""
-    from shmap_tp.inference.chat_template import chat_template_of_model
+    from shmap_tp.data.chat_template import chat_template_of_model
 
     try:
         with importing():
@@ -152,16 +153,19 @@ def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> 
         from shmap_tp.inference.text import tokenizer_of_model
 
     model = open_model(arguments)
+    data = model.config.data
+    if data.sources and arguments.data is None and texts is None:
+        places = ", ".join(f"{each.dir} ({name})" for name, each in each_source(data).items())
+        raise UserError(f"the run has several sources; name the directory of one with --data: {places}")
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
     limits = arguments.sequences, arguments.batch
-    data = model.config.data
     if arguments.documents is not None:
         data = replace(data, documents=Documents(arguments.documents))
     if texts is not None:
         return evaluate_text(model.scoring_program, model.parameters, tokenizer, texts, limits, data.documents)
     if arguments.pretrained is not None and arguments.data is None:
         raise UserError("--pretrained needs --data DIR or --text FILE: the directory does not say what to evaluate")
-    data = data if arguments.data is None else replace(data, dir=arguments.data)
+    data = data if arguments.data is None else replace(data, dir=arguments.data, sources={})
     split = arguments.split or "validation"
     return evaluate_file(model.scoring_program, model.parameters, tokenizer, data, split, limits)
 

@@ -1,7 +1,12 @@
-"""Tokenize text into the files that training reads: `python -m shmap_tp.prepare --source stdlib --out data/stdlib`."""
+"""Tokenize text or conversations into the files that training reads.
+
+python -m shmap_tp.prepare --source stdlib --out data/stdlib
+python -m shmap_tp.prepare --chat FILES --tokenizer DIR --out data/chat
+"""
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,22 +14,14 @@ from shmap_tp.errors import UserError
 from shmap_tp.runtime.command_line import end_without_readers, importing, raising, run_command
 
 if TYPE_CHECKING:
-    from shmap_tp.data.text_sources import TextSource
+    from shmap_tp.data.prepare import Source
+    from shmap_tp.data.tokenizer import Bytes, Subwords
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.prepare`."""
     parser = argparse.ArgumentParser(prog="python -m shmap_tp.prepare", description=__doc__.splitlines()[0])
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--source", choices=["stdlib"], help="stdlib: the Python standard library of this machine, no download"
-    )
-    source.add_argument(
-        "--text", nargs="+", metavar="PATH", help="text, .jsonl, .parquet or .arrow files, .gz, .zst, directories, URLs"
-    )
-    source.add_argument(
-        "--dataset", metavar="NAME", help="a Hugging Face data set: its name on the hub, or its directory"
-    )
+    _add_sources(parser)
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="directory for train.bin, validation.bin, meta.json"
     )
@@ -47,7 +44,13 @@ def parser() -> argparse.ArgumentParser:
         metavar=".EXT",
         help="which files are read in a directory of --text (those above, and .txt)",
     )
-    parser.add_argument("--field", default="text", metavar="NAME", help="the field or column with the text (text)")
+    parser.add_argument("--field", metavar="NAME", help="the field or column with the text (text)")
+    parser.add_argument(
+        "--template", metavar="FILE", help="for --chat: a chat template in Jinja (default: that of --tokenizer DIR)"
+    )
+    parser.add_argument(
+        "--cut", action="store_true", help="for --chat: cut the ends of conversations that are longer than --pack"
+    )
     parser.add_argument(
         "--validation",
         type=float,
@@ -59,7 +62,8 @@ def parser() -> argparse.ArgumentParser:
         "--pack",
         type=int,
         metavar="T",
-        help="put whole documents into rows of T tokens, for runs with model.context=T and isolated documents",
+        help="put whole documents into rows of T tokens, for runs with model.context=T and isolated documents (for "
+        "conversations: 2048, or the model's limit)",
     )
     parser.add_argument(
         "--workers",
@@ -69,6 +73,28 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace data that was prepared in --out before")
     return parser
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    """The options of which one must be given."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--source",
+        choices=["stdlib", "conversations"],
+        help="stdlib: the Python standard library of this machine; conversations: some examples; both without download",
+    )
+    source.add_argument(
+        "--text", nargs="+", metavar="PATH", help="text, .jsonl, .parquet or .arrow files, .gz, .zst, directories, URLs"
+    )
+    source.add_argument(
+        "--chat",
+        nargs="+",
+        metavar="PATH",
+        help="conversations: .jsonl or .json files of messages, directories, URLs; the loss counts the answers",
+    )
+    source.add_argument(
+        "--dataset", metavar="NAME", help="a Hugging Face data set: its name on the hub, or its directory"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,11 +107,9 @@ def _prepare(arguments: argparse.Namespace) -> None:
     """Prepare the data, and print what they are.  Raises UserError."""
     with importing():
         from shmap_tp.data.metadata import SPLITS
-        from shmap_tp.data.prepare import check_out, prepare
+        from shmap_tp.data.prepare import prepare
         from shmap_tp.data.staging import has_parts
-        from shmap_tp.data.tokenizer import open_tokenizer
         from shmap_tp.data.tokenizing import default_workers
-        from shmap_tp.data.train_tokenizer import train_tokenizer
 
     if (row := arguments.pack) is not None and not 2 <= row < 1 << 24:
         raise UserError(f"--pack {row} must be the model.context of the runs that will read it, such as 2048")
@@ -93,17 +117,15 @@ def _prepare(arguments: argparse.Namespace) -> None:
         raise UserError(f"--workers {arguments.workers} must be a number of processes, such as 8")
     if not arguments.tokenizer:
         raise UserError("--tokenizer has no name; give bytes, a JSON file, a model's directory or a name on the hub")
+    of_chat = arguments.chat is not None or arguments.source == "conversations"
+    for name in ("endings", "field", "train_tokenizer", "workers") if of_chat else ("template", "cut"):
+        if getattr(arguments, name):
+            rule = "does not apply to conversations; leave it out" if of_chat else "needs --chat"
+            raise UserError(f"--{name.replace('_', '-')} {rule}")
     try:
-        if arguments.train_tokenizer is None:
-            tokenizer = open_tokenizer(arguments.tokenizer, arguments.end_of_text)
-        else:
-            check_out(arguments.out, arguments.overwrite)
-            source = _source(arguments)
-            with importing():  # as there, Ctrl-C ends the process: the library would not return
-                tokenizer = train_tokenizer(source, arguments.train_tokenizer, arguments.end_of_text)
-        source = _source(arguments)
-        workers = arguments.workers or default_workers(source, tokenizer)
+        source, tokenizer, row = _conversations(arguments) if of_chat else _texts(arguments)
         with raising():  # SIGTERM removes what was written as Ctrl-C does
+            workers = arguments.workers or default_workers(source, tokenizer)
             meta = prepare(source, tokenizer, arguments.out, row=row, overwrite=arguments.overwrite, workers=workers)
     except OSError as error:
         raise UserError(str(error)) from error
@@ -115,23 +137,70 @@ def _prepare(arguments: argparse.Namespace) -> None:
     if row is not None:
         used, there = (sum(meta[key].values()) for key in ("of_documents", "tokens"))
         print(f"packed into rows of {row} tokens, {used / there:.1%} of which are tokens of documents")
+    if source.marked:
+        print(f"{sum(meta['counted_tokens'].values()):,} tokens, those of the answers, count as targets")
     size = f"vocabulary {meta['vocabulary']}, {meta['dtype']}"
     print(f"{arguments.out}: {train} training tokens, {validation} validation tokens ({meta['tokenizer']}, {size})")
 
 
-def _source(arguments: argparse.Namespace) -> "TextSource":
-    """The text that the arguments name, to be read once.  Raises UserError."""
+def _texts(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords", int | None]:
+    """(the text that the arguments name, to be read once; its tokenizer; tokens of a row).  Raises UserError."""
     with importing():
         from shmap_tp.data import text_sources
+        from shmap_tp.data.prepare import check_out
+        from shmap_tp.data.tokenizer import open_tokenizer
+        from shmap_tp.data.train_tokenizer import train_tokenizer
 
+    def source() -> text_sources.TextSource:
+        field = arguments.field or "text"
+        if arguments.source:
+            return text_sources.stdlib()
+        if arguments.text:
+            endings = arguments.endings or text_sources.ENDINGS
+            return text_sources.text_files(arguments.text, field, arguments.validation, endings)
+        if "://" in arguments.dataset or Path(arguments.dataset).is_dir():
+            return text_sources.dataset_directory(arguments.dataset, field, arguments.validation)
+        return text_sources.hub_dataset(arguments.dataset, field, arguments.validation)
+
+    if arguments.train_tokenizer is None:
+        tokenizer = open_tokenizer(arguments.tokenizer, arguments.end_of_text)
+    else:
+        check_out(arguments.out, arguments.overwrite)
+        text = source()
+        with importing():  # as there, Ctrl-C ends the process: the library would not return
+            tokenizer = train_tokenizer(text, arguments.train_tokenizer, arguments.end_of_text)
+    return source(), tokenizer, arguments.pack
+
+
+def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords", int]:
+    """As `_texts`, of conversations.  Raises UserError."""
+    with importing():
+        from shmap_tp.data import conversations, example_conversations
+        from shmap_tp.data.chat_template import chat_template_of
+        from shmap_tp.data.source_files import CHATS, files_at, records_of
+        from shmap_tp.data.text_sources import check_fraction
+        from shmap_tp.data.tokenizer import open_tokenizer
+        from shmap_tp.pretrained.configuration import default_context
+        from shmap_tp.pretrained.family import DEFAULT_CONTEXT
+        from shmap_tp.pretrained.source import open_source
+
+    check_fraction(arguments.validation)
+    name, row = arguments.tokenizer, DEFAULT_CONTEXT
+    if name != "bytes" and not Path(name).is_file():
+        model = open_source(name)
+        name, row = str(model.directory), default_context(model)
+    template = chat_template_of(Path(name), arguments.template)
+    tokenizer = open_tokenizer(name, arguments.end_of_text)
+    if arguments.end_of_text is None:
+        tokenizer.end_of_text = conversations.end_of_conversations(tokenizer, template)
     if arguments.source:
-        return text_sources.stdlib()
-    if arguments.text:
-        endings = arguments.endings or text_sources.ENDINGS
-        return text_sources.text_files(arguments.text, arguments.field, arguments.validation, endings)
-    if "://" in arguments.dataset or Path(arguments.dataset).is_dir():
-        return text_sources.dataset_directory(arguments.dataset, arguments.field, arguments.validation)
-    return text_sources.hub_dataset(arguments.dataset, arguments.field, arguments.validation)
+        label, rows = example_conversations.NAME, example_conversations.rows
+    else:
+        files = [file for path in arguments.chat for file in files_at(path, CHATS, "--chat")]
+        label, rows = ", ".join(Path(path).name for path in arguments.chat), partial(records_of, files)
+    row = arguments.pack or row
+    limits = {"validation": arguments.validation, "row": row, "cut": arguments.cut}
+    return conversations.ChatSource(label, rows, template, Path(name), **limits), tokenizer, row
 
 
 if __name__ == "__main__":

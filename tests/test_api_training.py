@@ -57,7 +57,7 @@ def test_a_trainer_trains_as_a_run_does(run, trainer):
     expected = [line["loss"] for line in lines(directory)]
     assert steps(config, trainer, 0, 4) == expected
     batches = Batches(config, trainer.functions.tokens)
-    validated = [rows(batches.validation(i)) for i in range(batches.validation_count)]
+    validated = [rows(batches.validation(i)) for i in range(batches.validation_counts[""])]
     counted = [np.sum(np.diff(segments) == 0) for _, _, segments in validated]
     losses = [float(trainer.evaluate(*batch)) for batch in validated]
     assert np.dot(losses, counted) / np.sum(counted) == lines(directory, "validation")[-1]["loss"]

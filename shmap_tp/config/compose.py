@@ -7,10 +7,12 @@ have the values of conf/model_defaults.yaml, conf/data_defaults.yaml or conf/opt
 
 import difflib
 import json
+import math
 import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,9 @@ MAX_KEY = 200
 """Characters of the key in it."""
 MAX_BRACKETS = 50
 """Opening brackets of one key=value."""
+IN_TOKENS = ("train.steps", "optimizer.warmup_steps", "optimizer.decay_steps")
+"""Keys that may be given as a number of tokens instead of steps."""
+TOKENS = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMBT]?) tokens")
 
 
 DeriveModel = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -77,7 +82,7 @@ def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel |
         raise UserError(f"{name}: {shown(first_line(error))}; correct that value") from error
     except RecursionError:
         raise UserError(f"{name}: its defaults list names files that name each other; end the circle") from None
-    config = from_values(_with_derived_model(values, derive_model, name), name, overrides)
+    config = from_values(_in_steps(_with_derived_model(values, derive_model, name)), name, overrides)
     config = in_its_place(config, Path(file), overrides)
     validate(config)
     return config
@@ -95,6 +100,26 @@ def _with_derived_model(values: Any, derive: DeriveModel | None, file: str) -> A
     if derive is None:
         raise UserError(f"model.from_pretrained={model.from_pretrained} is not supported here; name a model=...")
     return OmegaConf.merge({"model": dict(derive(OmegaConf.to_container(model, resolve=True)))}, values)
+
+
+def _in_steps(values: Any) -> Any:
+    """`values`, with numbers of tokens, such as train.steps=10B tokens, as the steps that read at least so many."""
+
+    def given(key: str) -> Any:
+        is_there = OmegaConf.is_dict(OmegaConf.select(values, key.partition(".")[0]))
+        return OmegaConf.select(values, key, throw_on_resolution_failure=False) if is_there else None
+
+    steps: dict[str, dict[str, int]] = {}
+    for key in IN_TOKENS:
+        if not (match := TOKENS.fullmatch(str(given(key)))):
+            continue
+        sizes = [given("train.batch"), given("model.context")]
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise UserError(f"{key}={match[0]} needs train.batch and model.context; give each an integer above 0")
+        section, _, name = key.partition(".")
+        tokens = Fraction(match[1]) * 1000 ** " KMBT".index(match[2] or " ")
+        steps.setdefault(section, {})[name] = math.ceil(tokens / math.prod(sizes))
+    return OmegaConf.merge(values, steps)
 
 
 def from_values(values: Any, file: str, overrides: Sequence[str] = ()) -> Config:

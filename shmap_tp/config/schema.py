@@ -5,6 +5,7 @@ This module imports no JAX, so that a configuration can be read, checked and pri
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 # The keys that are one of several names, with these; the sentences of the keys say what they mean.
 TensorParallelMode = StrEnum("TensorParallelMode", ["all_reduce", "sequence", "collective_matmul"])
@@ -165,8 +166,14 @@ class ModelConfig:
 class DataConfig:
     name: str
     """Name of the data in messages."""
-    dir: str
-    """Directory with train.bin, validation.bin and meta.json; or its URL, such as gs://bucket/data."""
+    dir: str | None
+    """Directory with train.bin, validation.bin and meta.json; or its URL, such as gs://bucket/data.  null with
+    `sources`."""
+    sources: dict[str, Any]
+    """Several directories, by name, in place of `dir`: {name: {dir, weight, from_step}}.  The weights are the shares of
+    the sequences, and add up to 1: numbers such as 0.7, fractions such as 1/3, or one from each of several steps on,
+    {0: 0.7, 1000: 0.5}.  from_step: N: the first N steps do not read the source; until then the weights of the others
+    are scaled to add up to 1."""
     cache: str | None
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None
@@ -179,7 +186,8 @@ class DataConfig:
 @dataclass
 class TrainConfig:
     steps: int
-    """Total number of optimizer steps, including those before a resume."""
+    """Total number of optimizer steps, including those before a resume.  Also as tokens, such as 10B tokens: the steps
+    that read at least so many; so are the steps of the optimizer."""
     batch: int
     """Global batch size: sequences per optimizer step, over all devices and microbatches."""
     microbatches: int

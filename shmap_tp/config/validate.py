@@ -32,6 +32,7 @@ from shmap_tp.config.schema import (
     Zero,
     padded_vocabulary,
 )
+from shmap_tp.config.sources import check_sources
 from shmap_tp.config.values import check_bounds, check_paths
 from shmap_tp.errors import UserError, shown
 
@@ -43,6 +44,7 @@ def validate(config: Config) -> None:
         raise UserError(f"mesh.dp={mesh.dp} must be an integer or {AUTO}")
     check_paths(config)
     _check_source(config.data)
+    check_sources(config.data)
     check_bounds(config)
     _check_optimizer(config.optimizer)
     _check_prompts(config.sample)

@@ -103,7 +103,7 @@ def check_values(values: dict[str, Any], file: str) -> None:
             for part in parts:
                 if isinstance(part, str) and has_control_characters(part):
                     raise UserError(f"{file}: {key}={shown(part)} has a line break or a control character; remove it")
-            is_nested = any(isinstance(part, list | dict) for part in parts)
+            is_nested = Any not in kinds and any(isinstance(part, list | dict) for part in parts)
             if key in NAMES and not 0 < len(str(value)) <= MAX_NAME:
                 raise UserError(f"{file}: {key}={shown(value)} must have 1 to {MAX_NAME} characters; choose a name")
             if is_nested or not all(_is_plain(part, kinds) for part in parts):
@@ -123,6 +123,8 @@ def expected_type(key: str) -> str:
     """The type of `key` in the schema, in words.  `key` may have an index, as in model.offload[0]."""
     field, _, item = key.partition("[")
     kind = _annotation(field)
+    if field == "data.sources":
+        return "a mapping of names to sources, for example {web: {dir: data/web, weight: 1}}"
     if get_origin(kind) is dict:
         return "a mapping of names to text, for example {name: text}"
     if get_origin(kind) is list:

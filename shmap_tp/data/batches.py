@@ -2,90 +2,82 @@
 
 n sequences in a file, b sequences in one microbatch, T context.
 
-The data order is a function of (seed, step) and of nothing else: sample i = step * batch + row is in epoch i // n, at
-position i % n of that epoch's permutation.  It depends on neither the hosts nor the mesh, so a run can be resumed on
-any machine.  Only `host_shards` and `on_devices` use JAX; everything before them is numpy.
+The data order is a function of (seed, step) and of nothing else: sample i = step * batch + row is a sequence of one of
+the sources (`mixture`; data.dir is the only one unless there are data.sources).  It depends on neither the hosts nor
+the mesh, so a run can be resumed on any machine.  Only `host_shards` and `on_devices` use JAX.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
 
 import jax
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int32
 
 from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig
+from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
+from shmap_tp.data.chat_template import ChatTemplate, chat_template_of_files
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
-from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
+from shmap_tp.data.metadata import (
+    COMPANIONS,
+    CONFIG,
+    META,
+    SPLITS,
+    TEMPLATE,
+    TOKENIZER,
+    Meta,
+    read_companions,
+    read_meta,
+)
+from shmap_tp.data.mixture import DataOrder
+from shmap_tp.data.order import ORDER, source_key
 from shmap_tp.data.read_ahead import ReadAhead
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
 from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256, tokenizer_of_data
 from shmap_tp.errors import UserError
+from shmap_tp.model.tokens import IGNORE
 from shmap_tp.runtime.background import in_background
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import file_size, reading
-
-_ONE_PERMUTATION = Lock()  # threads that read ahead would each compute the same one
-
-
-@lru_cache(maxsize=2)  # a batch may cross from one epoch into the next
-def permutation(count: int, seed: int, epoch: int) -> Int[np.ndarray, " count"]:
-    """The order in which an epoch visits its sequences: each of 0 .. count - 1 once."""
-    if seed < 0:
-        raise UserError(f"run.seed={seed} is negative; the data order needs run.seed >= 0, such as run.seed={-seed}")
-    order = np.random.default_rng([seed, epoch]).permutation(count)
-    order.setflags(write=False)
-    return order
-
-
-def training_order(count: int, seed: int, first: int, last: int) -> Int[np.ndarray, " rows"]:
-    """Sequence indices of samples first .. last - 1, counted from the beginning of the run.
-
-    `count` is the number of sequences in the file.  The samples may span several epochs.
-    """
-    order = np.empty(last - first, np.int64)
-    for epoch in range(first // count, -(-last // count)):
-        start, stop = max(first, epoch * count), min(last, (epoch + 1) * count)
-        with _ONE_PERMUTATION:
-            part = permutation(count, seed, epoch)[start - epoch * count : stop - epoch * count]
-        order[start - first : stop - first] = part
-    return order
+from shmap_tp.runtime.files import file_size, parse_json, reading
 
 
 def training_rows(
-    file: AnyTokenFile, seed: int, step: int, batch: int, first: int, last: int
+    files: Sequence[AnyTokenFile], order: DataOrder, step: int, batch: int, first: int, last: int
 ) -> Int32[np.ndarray, "rows tokens"]:
-    """Rows first .. last - 1 of the `batch` rows of a step, [last - first, T + 1].  Steps are counted from 0."""
-    assert 0 <= first <= last <= batch, (first, last, batch)
-    return file.read(training_order(len(file), seed, step * batch + first, step * batch + last))
+    """Rows first .. last - 1 of the `batch` rows of a step, [last - first, T + 1].  Steps are counted from 0.
 
-
-def validation_batch_count(file: AnyTokenFile, wanted: int, batch: int, multiple: int = 1) -> int:
-    """Number of full validation batches: `wanted`, or as many as the file has.  Raises `UserError` if it has none.
-
-    `multiple` is what a batch must be a multiple of: dp times the number of microbatches.
+    `files` are those of the sources, in the order that `order` knows.
     """
-    available = len(file) // batch
-    if available < 1:
-        largest = len(file) // multiple * multiple
-        of = f", a multiple of {multiple} (mesh.dp x train.microbatches)" if multiple > 1 else ""
-        smaller = f"use train.batch={largest} or less{of}, or " if largest else ""
-        raise UserError(
-            f"{file.path}: {len(file)} sequences of model.context={file.context}, but one batch needs "
-            f"train.batch={batch}; {smaller}prepare more validation text"
-        )
-    return min(wanted, available)
+    assert 0 <= first <= last <= batch, (first, last, batch)
+    source, sequence = order(step * batch + first, step * batch + last)
+    if len(files) == 1:
+        return files[0].read(sequence)
+    rows = np.empty((last - first, files[0].context + 1), np.int32)
+    for number in np.unique(source):
+        rows[source == number] = files[number].read(sequence[source == number])
+    return rows
+
+
+def validation_batch_count(file: AnyTokenFile, wanted: int, batch: int) -> int:
+    """Number of validation batches: `wanted`, or as many as the file has; the last one may not be full."""
+    return min(wanted, -(-len(file) // batch))
 
 
 def validation_rows(
     file: AnyTokenFile, index: int, batch: int, first: int, last: int
 ) -> Int32[np.ndarray, "rows tokens"]:
-    """Rows first .. last - 1 of validation batch `index`, [last - first, T + 1], in file order."""
-    assert 0 <= first <= last <= batch and (index + 1) * batch <= len(file), (index, batch, first, last)
-    return file.read(np.arange(index * batch + first, index * batch + last))
+    """Rows first .. last - 1 of validation batch `index`, [last - first, T + 1], in file order.
+
+    Rows without targets fill the last batch.
+    """
+    assert 0 <= first <= last <= batch and 0 <= index * batch < len(file), (index, batch, first, last)
+    numbers = np.arange(index * batch + first, index * batch + last)
+    rows = file.read(numbers[numbers < len(file)])
+    return np.pad(rows, [(0, len(numbers) - len(rows)), (0, 0)], constant_values=IGNORE)
 
 
 def device_batch(
@@ -140,14 +132,14 @@ def on_devices(
 
 def open_data(
     data: DataConfig, model: ModelConfig, splits: Sequence[str]
-) -> tuple[list[AnyTokenFile], Meta, bytes | None]:
-    """(the token files of `splits` for `model`, meta.json, tokenizer.json if there is one)."""
+) -> tuple[list[AnyTokenFile], Meta, dict[str, bytes]]:
+    """(the token files of `splits` for `model`, meta.json, the files beside it that belong to the run)."""
     sizes = {"context": model.context, "vocabulary": model.vocabulary}
-    place, meta, tokenizer = _open_meta(data, model)
+    place, meta, companions = _open_meta(data, model)
     check_rows(meta, data, model)
     if isinstance(place, Bucket):
-        return [BucketTokenFile(place, split, meta, **sizes) for split in splits], meta, tokenizer
-    return [open_token_file(place, split, **sizes) for split in splits], meta, tokenizer
+        return [BucketTokenFile(place, split, meta, **sizes) for split in splits], meta, companions
+    return [open_token_file(place, split, **sizes) for split in splits], meta, companions
 
 
 def check_rows(meta: Meta, data: DataConfig, model: ModelConfig) -> None:
@@ -164,24 +156,25 @@ def check_rows(meta: Meta, data: DataConfig, model: ModelConfig) -> None:
         )
 
 
-def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Meta, bytes | None]:
-    """(where the token files are, meta.json, tokenizer.json if there is one)."""
+def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Meta, dict[str, bytes]]:
+    """(where the token files are, meta.json, the files beside it that belong to the run)."""
     if "://" in data.dir and data.cache is None:
         bucket = open_bucket(data, model.from_pretrained)
         with TemporaryDirectory() as small:
-            copy_files(bucket, Path(small), bucket.files.keys() & {META, TOKENIZER})
+            copy_files(bucket, Path(small), bucket.files.keys() & {META, *COMPANIONS})
             meta = read_meta(Path(small))
-            return bucket, meta, read_tokenizer(Path(small), meta)
+            return bucket, meta, read_companions(Path(small), meta)
     directory = prepared_directory(data, model.from_pretrained)
     meta = read_meta(directory)
-    return directory, meta, read_tokenizer(directory, meta)
+    return directory, meta, read_companions(directory, meta)
 
 
 def isolating_token(data: DataConfig, model: ModelConfig) -> int | None:
-    """The id that ends each document of data.dir, where documents are isolated; None where they are joined.
+    """The id that ends each document of the data, where documents are isolated; None where they are joined.
 
     Raises UserError if there is no data, or meta.json does not state the id.
     """
+    data = first_source(data)
     return None if data.documents == Documents.joined else isolating_id(_open_meta(data, model)[1], data, model)
 
 
@@ -199,87 +192,200 @@ def isolating_id(meta: Meta, data: DataConfig, model: ModelConfig) -> int | None
     return meta.end_of_text
 
 
-def data_warning(config: Config, meta: Meta, largest: int | None = None) -> str | None:
-    """A line if the data is probably not that of the model, else None.
+def data_warning(data: DataConfig, model: ModelConfig, meta: Meta, largest: int | None = None) -> str | None:
+    """A line if data.dir is probably not the data of the model, else None.
 
     It is not if it was tokenized with another tokenizer than model.from_pretrained has, or if the model has at least
     twice its vocabulary.  `meta` is its meta.json, `largest` its largest id, if that is known.
     """
-    model, origin = config.model, config.model.from_pretrained
+    origin = model.from_pretrained
     own = Path(origin or "") / TOKENIZER
     if origin is not None and (meta.tokenizer_sha256 or meta.tokenizer == Bytes.name) and file_size(own) is not None:
         with reading(own):
             if not has_sha256(own.read_bytes(), meta.tokenizer_sha256):
                 return (
-                    f"warning: {config.data.dir} was tokenized with another tokenizer than {own} "
+                    f"warning: {data.dir} was tokenized with another tokenizer than {own} "
                     f"({meta.tokenizer}); prepare it with --tokenizer {origin}, if the model is to read it"
                 )
     vocabulary = meta.vocabulary or (largest or 0) + 1
     if vocabulary > 1 and model.vocabulary >= 2 * vocabulary:
         tokenizer = f", tokenizer {meta.tokenizer}" if meta.tokenizer else ""
         return (
-            f"warning: {config.data.dir} has a vocabulary of {vocabulary}{tokenizer}, but model.vocabulary="
+            f"warning: {data.dir} has a vocabulary of {vocabulary}{tokenizer}, but model.vocabulary="
             f"{model.vocabulary} (model {model.name}): is this the data of that model?"
         )
     return None
+
+
+TOKENIZER_FACTS = ("tokenizer", "tokenizer_sha256", "vocabulary", "end_of_text")
+"""What meta.json states of a tokenizer, by which tokens have a meaning."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the directories that a run reads: its token files, and what meta.json says."""
+
+    data: DataConfig
+    """Its settings alone."""
+    train: AnyTokenFile
+    validation: AnyTokenFile
+    meta: Meta
+    companions: dict[str, bytes]
+    """The files beside it that belong to the run, by name."""
+
+
+def check_alike(metas: dict[str, Meta]) -> None:
+    """Raise UserError if the meta.json of a source, by name, states another tokenizer than that of the first."""
+    for name, fact in ((name, fact) for name in metas for fact in TOKENIZER_FACTS):
+        first = next(iter(metas))
+        here, there = (getattr(metas[each], fact) for each in (name, first))
+        if here != there:
+            raise UserError(
+                f"data.sources.{name} has {fact} {here}, and data.sources.{first} has {there}; prepare both with the "
+                f"same tokenizer{' and the same --end-of-text' if fact == 'end_of_text' else ''}, or correct meta.json"
+            )
+
+
+def open_sources(config: Config) -> dict[str, Source]:
+    """The sources of a run by name; data.dir has the name "".
+
+    Raises UserError if one cannot be used, or two cannot be mixed: they have different tokenizers, or the same tokens.
+    """
+    found: dict[str, Source] = {}
+    for name, data in each_source(config.data).items():
+        (train, validation), meta, companions = open_data(data, config.model, SPLITS)
+        if warning := data_warning(data, config.model, meta, max(train.largest, validation.largest)):
+            print_on_process_0(warning)
+        found[name] = Source(data, train, validation, meta, companions)
+    check_alike({name: source.meta for name, source in found.items()})
+    by_content: dict[str, str] = {}
+    for name, source in found.items():
+        if (same := by_content.setdefault(source.train.sha256, name)) != name:
+            raise UserError(f"data.sources.{same} and data.sources.{name} have the same train.bin; leave one out")
+    return found
 
 
 class Batches:
     """The training and validation batches of one run, on its devices."""
 
     identity: dict
-    """Everything that determines which tokens each step reads; see `data_identity`."""
-    validation_count: int
-    """Number of validation batches."""
-    tokenizer: bytes | None
-    """tokenizer.json of the data; None for bytes, and where there is no copy of it."""
+    """Everything that determines which tokens each step reads; see `data_identity`.  With data.sources, `sources` has
+    the files of each, and `phases` their shares by the first step, in place of the files of data.dir."""
+    validation_counts: dict[str, int]
+    """Number of validation batches of each source; data.dir is the source ""."""
+    weights: dict[str, float]
+    """Share of each source at the end of the run, by which its validation loss counts in that of all."""
+    companions: dict[str, bytes]
+    """The files of the tokenizer and the chat template beside the data, by name; of several sources those of the first
+    that has each."""
 
     def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
-        """Open and check both token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""
-        (self._train, self._validation), meta, self.tokenizer = open_data(config.data, config.model, SPLITS)
-        self._seed, self._batch, self._tokens = config.run.seed, config.train.batch, tokens
-        if warning := data_warning(config, meta, max(self._train.largest, self._validation.largest)):
-            print_on_process_0(warning)
-        self._isolated = isolating_id(meta, config.data, config.model)
-        order = {"seed": self._seed, "batch": self._batch, "isolated": self._isolated}
-        self.identity = data_identity(self._train, self._validation, meta, **order)
-        multiple = config.mesh.dp * config.train.microbatches
-        self.validation_count = validation_batch_count(self._validation, config.evaluate.batches, self._batch, multiple)
-        self._meta, self._directory = meta, config.data.dir
+        """Open and check all token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""
+        self._sources, self._phases = open_sources(config), phases(config.data)
+        self._batch, self._tokens = config.train.batch, tokens
+        self._names = sorted(self._sources, key=lambda name: self._sources[name].train.sha256)  # whatever the names
+        self._files = [self._sources[name].train for name in self._names]
+        self._order = DataOrder(
+            [len(file) for file in self._files],
+            [source_key(config.run.seed, file.sha256) for file in self._files],
+            {
+                phase.first * self._batch: [phase.shares.get(name, Fraction(0)) for name in self._names]
+                for phase in self._phases
+            },
+        )
+        first = next(iter(self._sources.values()))
+        self.companions = {}
+        for each in self._sources.values():
+            self.companions = each.companions | self.companions
+        self._isolated = isolating_id(first.meta, first.data, config.model)
+        self.identity = self._identity(config)
+        self.validation_counts = {
+            name: validation_batch_count(source.validation, config.evaluate.batches, self._batch)
+            for name, source in self._sources.items()
+        }
+        self.weights = {name: float(self._phases[-1].shares.get(name, 0)) for name in self._sources}
+        self._meta, self._directory = first.meta, first.data.dir
         self._training_shards = self._shards(self._training_rows, config.train.steps)
-        self._validation_shards = self._shards(self._validation_rows, self.validation_count)
+        self._validation_shards = {
+            name: self._shards(partial(self._validation_rows, name), count)
+            for name, count in self.validation_counts.items()
+        }
+        for line in self._described(config.train.steps) if config.data.sources else ():
+            print_on_process_0(line)
 
     def text_tokenizer(self) -> Tokenizer:
         """Text to ids of this data and back.  Raises UserError if its tokenizer is not known."""
-        return tokenizer_of_data(self._meta, self.tokenizer, self._directory)
+        return tokenizer_of_data(self._meta, self.companions, self._directory)
 
-    def validation_bytes(self, tokenizer: Tokenizer) -> int:
-        """UTF-8 bytes of the text of all targets of an evaluation that count."""
-        rows = (validation_rows(self._validation, i, self._batch, 0, self._batch) for i in range(self.validation_count))
-        return sum(map(TextBytes(tokenizer, self._meta.end_of_text, self._isolated), rows))
+    def chat_template(self) -> ChatTemplate | None:
+        """The template of the conversations, if the data is some.  Raises UserError if it cannot be used."""
+        if TEMPLATE not in self.companions:
+            return None
+        place = f"{self._directory}/{CONFIG}"
+        config = parse_json(self.companions.get(CONFIG, b"{}"), place)
+        return chat_template_of_files(self.companions[TEMPLATE], config, f"{self._directory}/{TEMPLATE}")
 
-    def sequence_indices(self, step: int) -> Int[np.ndarray, " batch"]:
-        """Indices of the sequences of train.bin that a step reads.  Steps are counted from 0."""
-        return training_order(len(self._train), self._seed, step * self._batch, (step + 1) * self._batch)
+    def validation_bytes(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """UTF-8 bytes of the text of all targets of an evaluation that count, by source."""
+        count = TextBytes(tokenizer, self._meta.end_of_text, self._isolated)
+        return {
+            name: sum(count(self._validation_rows(name, i, 0, self._batch)) for i in range(batches))
+            for name, batches in self.validation_counts.items()
+        }
+
+    def sequences(self, step: int) -> list[int] | list[str]:
+        """Indices of the sequences of train.bin that a step reads, with data.sources each after the name of its source.
+        Steps are counted from 0."""
+        source, sequence = self._order(step * self._batch, (step + 1) * self._batch)
+        if self._names == [""]:
+            return sequence.tolist()
+        return [f"{self._names[s]} {i}" for s, i in zip(source, sequence, strict=True)]
 
     def training(self, step: int) -> Int32[jax.Array, "microbatches b tokens"]:
         """The batch of a step.  Steps are counted from 0."""
         return on_devices(self._training_shards(step), self._tokens.sharding, self._tokens.shape)
 
-    def validation(self, index: int) -> Int32[jax.Array, "microbatches b tokens"]:
-        """Validation batch `index`: the same sequences in every evaluation."""
-        return on_devices(self._validation_shards(index), self._tokens.sharding, self._tokens.shape)
+    def validation(self, index: int, source: str = "") -> Int32[jax.Array, "microbatches b tokens"]:
+        """Validation batch `index` of a source: the same sequences in every evaluation."""
+        return on_devices(self._validation_shards[source](index), self._tokens.sharding, self._tokens.shape)
 
-    def _training_rows(self, step: int, first: int, last: int) -> np.ndarray:
-        return training_rows(self._train, self._seed, step, self._batch, first, last)
+    def _training_rows(self, step: int, first: int, last: int) -> Int32[np.ndarray, "rows tokens"]:
+        return training_rows(self._files, self._order, step, self._batch, first, last)
 
-    def _validation_rows(self, index: int, first: int, last: int) -> np.ndarray:
-        return validation_rows(self._validation, index, self._batch, first, last)
+    def _validation_rows(self, source: str, index: int, first: int, last: int) -> Int32[np.ndarray, "rows tokens"]:
+        return validation_rows(self._sources[source].validation, index, self._batch, first, last)
+
+    def _identity(self, config: Config) -> dict:
+        order = {"seed": config.run.seed, "batch": self._batch, "isolated": self._isolated}
+        each = {
+            name: data_identity(source.train, source.validation, source.meta, **order) | {"order": ORDER}
+            for name, source in self._sources.items()
+        }
+        if "" in each:
+            return each[""]
+        common = {key: value for key, value in next(iter(each.values())).items() if key not in SPLITS}
+        shares = {
+            str(phase.first): {name: str(share) for name, share in phase.shares.items()} for phase in self._phases
+        }
+        files = {name: {split: identity[split] for split in SPLITS} for name, identity in each.items()}
+        return common | {"sources": files, "phases": shares}
+
+    def _described(self, steps: int) -> list[str]:
+        """A line for each source: its shares, and how many epochs of it a run of `steps` steps reads."""
+        read, lines = dict(zip(self._names, self._order.counts(steps * self._batch), strict=True)), []
+        for name, source in self._sources.items():
+            epochs = read[name] / len(source.train)
+            lines.append(
+                f"source {name} ({source.data.dir}): {describe_shares(name, self._phases, steps)}; "
+                f"{f'{epochs:,.2f}' if epochs > 1 else f'{epochs:.2g}'} epochs of its {len(source.train):,} sequences "
+                f"in {steps:,} steps"
+            )
+        return lines
 
     def _shards(self, rows: Callable[[int, int, int], np.ndarray], count: int) -> Callable[[int], list[np.ndarray]]:
         """`host_shards` of batch 0 .. `count` - 1, a function of its number; `rows(number, first, last)` are its rows
         first .. last - 1.  Where the data is in a bucket, the next ones are read early."""
-        remote = isinstance(self._train, BucketTokenFile)
+        remote = any(isinstance(file, BucketTokenFile) for file in self._files)
 
         def read(number: int) -> list[np.ndarray]:
             return host_shards(partial(rows, number), self._tokens.sharding, self._tokens.shape, concurrently=remote)

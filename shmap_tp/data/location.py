@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from shmap_tp.config.schema import DataConfig
-from shmap_tp.data.metadata import META, SPLITS, TOKENIZER
+from shmap_tp.data.metadata import COMPANIONS, META, SPLITS
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, first_contact
 
 STDLIB = "stdlib"
-FILES = (META, TOKENIZER, *(f"{split}.bin" for split in SPLITS))
+FILES = (META, *COMPANIONS, *(f"{split}.{ending}" for split in SPLITS for ending in ("bin", "counted")))
 _CHUNK = 1 << 24  # bytes that a copy reads at a time
 _COPIED = "copied.json"  # which versions of the files were copied
 

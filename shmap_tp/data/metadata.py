@@ -17,6 +17,9 @@ from shmap_tp.runtime.files import file_size, parse_json, reading
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
 """Copy of the subword tokenizer, beside meta.json; bytes need none."""
+CONFIG, TEMPLATE, GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+"""Beside conversations: their chat template, its special tokens, and the ids that end an answer."""
+COMPANIONS = (TOKENIZER, CONFIG, TEMPLATE, GENERATION)
 SPLITS = ("train", "validation")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -43,6 +46,8 @@ class Meta:
     """Name of the text."""
     row: int | None = None
     """Tokens of a row, where whole documents were packed into rows (`prepare --pack`)."""
+    counted: dict[str, str] = field(default_factory=dict)
+    """sha256 of each split's file of what counts, where only some tokens do (`prepare --chat`)."""
 
 
 def read_meta(directory: Path) -> Meta:
@@ -65,22 +70,25 @@ def read_meta(directory: Path) -> Meta:
     return Meta(**known)
 
 
-def read_tokenizer(directory: Path, meta: Meta) -> bytes | None:
-    """tokenizer.json beside meta.json; None where meta.json states no hash, or the copy is not there.
+def read_companions(directory: Path, meta: Meta) -> dict[str, bytes]:
+    """Those of COMPANIONS that are beside meta.json; tokenizer.json only where meta.json states its hash.
 
-    Raises UserError if its hash is not that of meta.json: the tokens would be read with another tokenizer.
+    Raises UserError if its hash is another one: the tokens would be read with another tokenizer.
     """
-    path = directory / TOKENIZER
-    if meta.tokenizer_sha256 is None or file_size(path) is None:
-        return None
-    with reading(path):
-        content = path.read_bytes()
-    if (found := hashlib.sha256(content).hexdigest()) != meta.tokenizer_sha256:
+    found = {}
+    for name in COMPANIONS:
+        if file_size(path := directory / name) is not None:
+            with reading(path):
+                found[name] = path.read_bytes()
+    content = found.pop(TOKENIZER, None)
+    if content is None or meta.tokenizer_sha256 is None:
+        return found
+    if (sha256 := hashlib.sha256(content).hexdigest()) != meta.tokenizer_sha256:
         raise UserError(
-            f"{path}: sha256 is {found[:12]}..., {META} says {meta.tokenizer_sha256[:12]}...: it is not the tokenizer "
-            "of this data; copy it again, or prepare the data again"
+            f"{directory / TOKENIZER}: sha256 is {sha256[:12]}..., {META} says {meta.tokenizer_sha256[:12]}...: it is "
+            "not the tokenizer of this data; copy it again, or prepare the data again"
         )
-    return content
+    return {TOKENIZER: content} | found
 
 
 def _fault(values: dict[str, Any]) -> str | None:
@@ -91,7 +99,7 @@ def _fault(values: dict[str, Any]) -> str | None:
         kind = int if name in ("vocabulary", "end_of_text", "row") else str
         if name in values and type(values[name]) is not kind:
             return f"{name} is {str(values[name])[:40]!r}, but must be of type {kind.__name__}"
-    for name, kind in {"tokens": int, "sha256": str}.items():
+    for name, kind in {"tokens": int, "sha256": str, "counted": str}.items():
         splits = values.get(name, dict.fromkeys(SPLITS, kind()))
         if not isinstance(splits, dict) or not all(type(splits.get(split)) is kind for split in SPLITS):
             return f"{name} must have {' and '.join(SPLITS)}, each of type {kind.__name__}"

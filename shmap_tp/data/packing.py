@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import UInt
+from jaxtyping import Integer
 
 
-def pack(documents: Sequence[UInt[np.ndarray, " _"]], row: int, filling: int) -> UInt[np.ndarray, "rows row"]:
+def pack(documents: Sequence[Integer[np.ndarray, " _"]], row: int, filling: int) -> Integer[np.ndarray, "rows row"]:
     """At least one document, each of at least one token, in rows of `row` tokens.  A row begins with a document, or
     goes on with the one that ends the row before it."""
     rows: list[list[np.ndarray]] = []

@@ -1,6 +1,7 @@
-"""Writes the token files of a text source: train.bin, validation.bin, meta.json and a copy of the tokenizer.
+"""Writes the token files of a source: train.bin, validation.bin, meta.json and a copy of the tokenizer.
 
 Each document is followed by an end-of-text token; meta.json describes the files, and has the sha256 of tokenizer.json.
+Of conversations, whose tokens do not all count as targets, a .counted file beside each .bin has a bit for each token.
 All are written to a hidden directory beside the target, which is renamed to the target when it is complete: an
 interrupted preparation leaves nothing that looks finished.  The same text always gives the same bytes.
 """
@@ -11,16 +12,17 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Bool, Integer
 
 from shmap_tp.config.schema import DataConfig
 from shmap_tp.config.values import check_path
 from shmap_tp.data import text_sources
+from shmap_tp.data.conversations import ChatSource
 from shmap_tp.data.location import FILES, STDLIB
-from shmap_tp.data.metadata import DTYPES, META, SPLITS, TOKENIZER
+from shmap_tp.data.metadata import DTYPES, META, SPLITS
 from shmap_tp.data.packing import pack
 from shmap_tp.data.staging import remove_stale, staging
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
@@ -29,28 +31,21 @@ from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, reading
 
-_WINDOW = 1 << 24  # tokens that are packed at a time
+_PACKED = 1 << 24  # tokens that are packed at a time
 
 
-class TokenWriter:
-    """Appends documents to one .bin file and keeps its token count and sha256."""
+Source = text_sources.TextSource | ChatSource
 
-    def __init__(self, path: Path, dtype: np.dtype, end_of_text: int):
-        self._file, self._dtype = path.open("xb"), dtype
-        self._end = np.array([end_of_text], dtype)
-        self.tokens, self._digest = 0, hashlib.sha256()
 
-    def write(self, ids: np.ndarray) -> None:
-        """Append one document and the end-of-text token."""
-        self._append(np.concatenate([ids.astype(self._dtype), self._end]))
+class HashedFile:
+    """A file that is appended to, and its sha256."""
 
-    def finish(self) -> None:
-        """Append what is left when all documents are written."""
+    def __init__(self, path: Path):
+        self._file, self._digest = path.open("xb"), hashlib.sha256()
 
-    def _append(self, tokens: np.ndarray) -> None:
-        self._digest.update(tokens)
-        self._file.write(tokens)
-        self.tokens += tokens.size
+    def append(self, content: np.ndarray) -> None:
+        self._digest.update(content)
+        self._file.write(content)
 
     def close(self) -> None:
         """Write what is buffered.  Raises OSError if the disk refuses, and closes the file even then."""
@@ -61,38 +56,70 @@ class TokenWriter:
         return self._digest.hexdigest()
 
 
-class PackingWriter(TokenWriter):
-    """Appends documents in rows of `row` tokens (`packing.py`), some millions of tokens at a time.
+class TokenWriter:
+    """Appends documents to one .bin file, and counts its tokens; with `marked`, what counts to a .counted file.
 
+    With `row`, whole documents are put into rows of so many tokens (`packing.py`), some millions of tokens at a time.
     The token after each row, which is its last target, is the first of the next one, or an end of text after all.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, end_of_text: int, row: int):
-        super().__init__(path, dtype, end_of_text)
-        self._row, self._documents, self._waiting = row, list[np.ndarray](), 0
-        self.of_documents = 0
-        """Tokens that are no filling."""
+    def __init__(self, path: Path, dtype: np.dtype, end_of_text: int, row: int | None, *, marked: bool):
+        self._dtype, self._row, self._filling = dtype, row, ~end_of_text if marked else end_of_text
+        self.ids, self.bits = HashedFile(path), HashedFile(path.with_suffix(".counted")) if marked else None
+        self._documents, self._waiting, self._begun = list[np.ndarray](), 0, np.zeros(0, bool)
+        self.tokens, self.counted, self.of_documents = 0, 0, 0
+        """Tokens in the file; those that count as targets; those that are no filling."""
 
-    def write(self, ids: np.ndarray) -> None:
-        """Append one document and the end-of-text token."""
-        self._documents.append(np.concatenate([ids.astype(self._dtype), self._end]))
-        self._waiting += len(ids) + 1
-        if self._waiting >= _WINDOW:
+    def write(self, document: Integer[np.ndarray, " _"]) -> None:
+        """Append one document, whose last token is the end of text."""
+        self.of_documents += len(document)
+        if self._row is None:
+            return self._append(document)
+        self._documents.append(document.astype(np.int32))
+        self._waiting += len(document)
+        if self._waiting >= _PACKED:
             self._pack()
+        return None
 
     def finish(self) -> None:
+        """Append what is left when all documents are written."""
         if self._documents:
             self._pack()
-            self._append(self._end)
+        if self._row is not None and self.tokens:
+            self._append(np.array([self._filling]))
+        if self.bits is not None:
+            self.bits.append(np.packbits(self._begun, bitorder="little"))
+
+    def close(self) -> None:
+        """Write what is buffered.  Raises OSError if the disk refuses, and closes the files even then."""
+        with ExitStack() as closing_files:
+            closing_files.callback(self.ids.close)
+            if self.bits is not None:
+                closing_files.callback(self.bits.close)
 
     def _pack(self) -> None:
-        self._append(pack(self._documents, self._row, int(self._end[0])))
-        self.of_documents += self._waiting
+        self._append(pack(self._documents, self._row, self._filling).reshape(-1))
         self._documents, self._waiting = [], 0
+
+    def _append(self, tokens: Integer[np.ndarray, " _"]) -> None:
+        if self.bits is not None:
+            counted = tokens >= 0
+            self._append_bits(counted)
+            self.counted += int(counted.sum())
+            tokens = np.where(counted, tokens, ~tokens)
+        self.ids.append(tokens.astype(self._dtype))
+        self.tokens += len(tokens)
+
+    def _append_bits(self, counted: Bool[np.ndarray, " _"]) -> None:
+        """Whole bytes; up to 7 bits wait for the next ones."""
+        bits = np.concatenate([self._begun, counted])
+        whole = len(bits) // 8 * 8
+        self.bits.append(np.packbits(bits[:whole], bitorder="little"))
+        self._begun = bits[whole:]
 
 
 def prepare(
-    source: text_sources.TextSource,
+    source: Source,
     tokenizer: Tokenizer,
     out: Path | str,
     *,
@@ -103,22 +130,22 @@ def prepare(
 ) -> dict:
     """Write the files of `source` to the directory `out`; return what meta.json holds.
 
-    With `row` whole documents are packed into rows of so many tokens.  `workers` processes tokenize; the files are the
-    same whatever their number.  What a killed preparation of the same files with the same tokenizer has finished is not
-    done again; what others left behind is removed.  `key` is the option by which the user gave `out`, for messages.
-     Raises `UserError` if `out` already holds files (with `overwrite`: files other than prepared data),
-    cannot be written, or if a split has no document.
+    With `row` whole documents are packed into rows of so many tokens.  `workers` processes tokenize text; the files are
+    the same whatever their number.  What a killed preparation of the same files with the same tokenizer has finished is
+    not done again; what others left behind is removed.  `key` is the option by which the user gave `out`, for messages.
+    Raises `UserError` if `out` already holds files (with `overwrite`: files other than prepared data), cannot be
+    written, or if a split has no document.
     """
     target = check_out(out, overwrite, key)
     name = parts_key(source, tokenizer)
     with _messages(out, key), staging(target, overwrite, name) as directory:
         parts = None if name is None else directory / name
         with closing(tokenized(source, tokenizer, workers, parts)) as documents:
-            meta = _write_splits(source.name, documents, tokenizer, directory, row)
+            meta = _write_splits(source, documents, tokenizer, directory, row)
         if parts is not None:
             shutil.rmtree(parts, ignore_errors=True)
-        if tokenizer.json is not None:
-            (directory / TOKENIZER).write_bytes(tokenizer.json)
+        for name, content in source.companions(tokenizer).items():
+            (directory / name).write_bytes(content)
         (directory / META).write_text(json.dumps(meta, indent=2) + "\n")
     return meta
 
@@ -164,36 +191,43 @@ def prepare_stdlib(out: Path | str) -> dict:
 
 
 def _write_splits(
-    name: str, documents: Iterable[tuple[str, np.ndarray]], tokenizer: Tokenizer, directory: Path, row: int | None
+    source: Source,
+    documents: Iterable[tuple[str, Integer[np.ndarray, " _"]]],
+    tokenizer: Tokenizer,
+    directory: Path,
+    row: int | None,
 ) -> dict:
     """Write both .bin files; return the contents of meta.json."""
     dtype = id_dtype(tokenizer)
-    make = TokenWriter if row is None else partial(PackingWriter, row=row)
+    given = DTYPES[dtype], tokenizer.end_of_text, row
     with ExitStack() as closing_files:
-        writers = {s: make(directory / f"{s}.bin", DTYPES[dtype], tokenizer.end_of_text) for s in SPLITS}
+        writers = {s: TokenWriter(directory / f"{s}.bin", *given, marked=source.marked) for s in SPLITS}
         for writer in writers.values():
             closing_files.callback(writer.close)
-        for split, ids in documents:
-            writers[split].write(ids)
+        for split, document in documents:
+            writers[split].write(document)
         for writer in writers.values():
             writer.finish()
     for split, writer in writers.items():
         if not writer.tokens:
             raise UserError(
-                f"{name}: no text for {split}.bin, but both splits need some; "
+                f"{source.name}: no text for {split}.bin, but both splits need some; "
                 "add documents or choose another fraction with --validation"
             )
-    packed = {} if row is None else {"row": row, "of_documents": {s: each.of_documents for s, each in writers.items()}}
+    more = {} if row is None else {"row": row, "of_documents": {s: each.of_documents for s, each in writers.items()}}
+    if source.marked:
+        more["counted"] = {split: writer.bits.sha256() for split, writer in writers.items()}
+        more["counted_tokens"] = {split: writer.counted for split, writer in writers.items()}
     return {
         "vocabulary": tokenizer.vocabulary,
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": None if tokenizer.json is None else hashlib.sha256(tokenizer.json).hexdigest(),
-        "source": name,
+        "source": source.name,
         "end_of_text": tokenizer.end_of_text,
         "dtype": dtype,
         "tokens": {split: writer.tokens for split, writer in writers.items()},
-        "sha256": {split: writer.sha256() for split, writer in writers.items()},
-    } | packed
+        "sha256": {split: writer.ids.sha256() for split, writer in writers.items()},
+    } | more
 
 
 def _check_free(target: Path, overwrite: bool, key: str) -> None:

@@ -30,6 +30,11 @@ CHUNK = 1 << 22
 _BLOCK = 1 << 16  # bytes that are decompressed at a time: a small file may become a thousand times as large
 _COMPRESSED = (".gz", ".zst")
 _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+JSON = ".json"
+CHAT = {"messages", "conversations", "completion"}
+"""Fields of records that are conversations."""
+CHATS = (*_LINES, JSON)
+"""Of files of conversations."""
 RECORDS = (*_LINES, *TABLES)
 """Of files whose documents are records."""
 ENDINGS = (".txt", ".txt.gz", ".txt.zst", *RECORDS)
@@ -49,7 +54,7 @@ class SourceFile:
     split: str | None = None
     """That of all its documents, if it is known."""
     option: str = "--text"
-    """By which the user gave it, for messages."""
+    """The option that named it."""
 
     @property
     def place(self) -> str:
@@ -97,18 +102,37 @@ def texts_of(chunk: Chunk, field: str) -> Iterator[str]:
     """The documents of a chunk.  Raises UserError if a line is no record with text in `field`."""
     if isinstance(chunk.content, list):
         yield from chunk.content
-        return
+    else:
+        yield from (text_field(row, field, place) for place, row in _records(chunk))
+
+
+def records_of(files: Sequence[SourceFile]) -> Iterator[tuple[str, Any]]:
+    """(where it is, the value) of each line of files of JSON lines, and of each element of .json files with a list."""
+    for file in files:
+        if file.path.endswith(JSON):
+            with _opened(file) as stream:
+                found = parse_json(b"".join(_blocks(file, stream)), file.place)
+            for number, row in enumerate(found if isinstance(found, list) else [found], 1):
+                yield f"{file.place}, record {number}", row
+        else:
+            for chunk in _line_chunks(file):
+                yield from _records(chunk)
+
+
+def _records(chunk: Chunk) -> Iterator[tuple[str, Any]]:
+    """(where it is, the value) of each line."""
     for number, line in enumerate(chunk.content.split(b"\n"), chunk.first):
         if line.strip():
             place = f"{chunk.place}, line {number}"
-            yield text_field(parse_json(line, place), field, place)
+            yield place, parse_json(line, place)
 
 
 def text_field(row: object, field: str, place: str) -> str:
     """The text of one record, read at `place`.  Raises `UserError` if it has none or cannot be encoded."""
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         fields = ", ".join(row) if isinstance(row, dict) else "none"
-        raise UserError(f"{place}: no text in the field {field!r} (fields: {fields}); set it with --field")
+        way = "train on conversations with --chat" if CHAT & {*fields.split(", ")} else "set it with --field"
+        raise UserError(f"{place}: no text in the field {field!r} (fields: {fields}); {way}")
     text = row[field]
     try:
         text.encode()

@@ -12,9 +12,11 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
+from shmap_tp.data.metadata import TOKENIZER
 from shmap_tp.data.source_files import (
     ENDINGS,
     RECORDS,
@@ -26,6 +28,7 @@ from shmap_tp.data.source_files import (
     text_field,
     texts_of,
 )
+from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError, first_line
 from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.files import reading
@@ -146,6 +149,12 @@ class TextSource:
     """Number of documents, if it is known in advance."""
     files: TextFiles | None = None
     """Where `documents` are those of files: these, which several processes can read, and again."""
+    marked: ClassVar[bool] = False
+    """Whether only some tokens count as targets; the others then stand as -1 - id."""
+
+    def companions(self, tokenizer: Tokenizer) -> dict[str, bytes]:
+        """The files that belong to the token files, by name."""
+        return {} if tokenizer.json is None else {TOKENIZER: tokenizer.json}
 
 
 def stdlib() -> TextSource:
@@ -175,7 +184,7 @@ def text_files(given: Sequence[str], field: str, validation: float, endings: Seq
 
     The fraction `validation` of the text, by size, is for validation (`Division`).
     """
-    _check_fraction(validation)
+    check_fraction(validation)
     files = [file for each in given for file in files_at(each, endings)]
     texts = TextFiles(files, field, validation)
     return TextSource(", ".join(Path(each).name for each in given), texts.divided(), None, texts)
@@ -187,7 +196,7 @@ def dataset_directory(given: str, field: str, validation: float) -> TextSource:
     Which split a file belongs to is said by its name, or else by that of a directory; those of the test split are left
     out.  Without a validation split the fraction `validation` of the others is for validation, by size.
     """
-    _check_fraction(validation)
+    check_fraction(validation)
     root = given.rstrip("/") if "://" in given else str(Path(given))
     found = [(file, split_of_name(file.path.removeprefix(root))) for file in files_at(root, RECORDS, "--dataset")]
     named = {split for _, split in found}
@@ -223,7 +232,7 @@ def hub_dataset(name: str, field: str, validation: float) -> TextSource:
 
     The fraction is of the number of documents and met on average, since their sizes are not known beforehand.
     """
-    _check_fraction(validation)
+    check_fraction(validation)
     try:
         import datasets
     except ImportError:
@@ -258,7 +267,7 @@ def _python_files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith(_GENERATED))
 
 
-def _check_fraction(validation: float) -> None:
+def check_fraction(validation: float) -> None:
     """Raise `UserError` unless the validation fraction is in (0, 1)."""
     if not 0 < validation < 1:
         raise UserError(f"--validation {validation} is not between 0 and 1; 0.01 uses 1% for validation")

@@ -4,15 +4,16 @@ T context, n sequences in a file.
 
 A prepared directory holds `train.bin` and `validation.bin`: token ids one after the other, little-endian uint16 (uint32
 if the vocabulary needs it), the format of nanoGPT.  `meta.json` beside them states the dtype and the sha256 of each
-file.  Sequence s consists of tokens s T to s T + T inclusive: T inputs and their T targets.  Neighbouring sequences
-share one token, and n = (tokens - 1) // T.
+file.  Of conversations `train.counted` and `validation.counted` have a bit for each token, the lowest of a byte first:
+whether it counts as a target.  Sequence s consists of tokens s T to s T + T inclusive: T inputs and their T targets.
+Neighbouring sequences share one token, and n = (tokens - 1) // T.
 """
 
 import hashlib
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int, Int32, UInt8
 
 from shmap_tp.data.location import Bucket
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, Meta, read_meta
@@ -38,9 +39,21 @@ class TokenFile:
     largest: int
     """Largest id in the file."""
     sha256: str
+    counted: str | None
+    """sha256 of the file that says which tokens count as targets; None: all do."""
 
-    def __init__(self, path: Path, *, context: int, vocabulary: int, dtype: str, sha256: str | None = None):
-        self.path, self.context = path, context
+    def __init__(
+        self,
+        path: Path,
+        *,
+        context: int,
+        vocabulary: int,
+        dtype: str,
+        sha256: str | None = None,
+        counted: str | None = None,
+    ):
+        """`counted` is the sha256 of the file that says which tokens count; None: all do."""
+        self.path, self.context, self.counted = path, context, counted
         self.tokens = _count_tokens(path, DTYPES[dtype].itemsize)
         if self.tokens <= context:
             raise UserError(
@@ -64,16 +77,32 @@ class TokenFile:
                     or f"use model.vocabulary={self.largest + 1} or more, or the tokenizer of that vocabulary"
                 )
             )
+        self._bits = None if counted is None else self._open_bits(path.with_suffix(".counted"), counted)
+
+    def _open_bits(self, path: Path, sha256: str) -> np.ndarray:
+        """The bits of what counts.  Raises UserError if they are not those of meta.json."""
+        size = _existing_size(path)
+        with reading(path):
+            found = hashlib.sha256(path.read_bytes()).hexdigest() if size == -(-self.tokens // 8) else f"{size} bytes"
+            if found != sha256:
+                raise UserError(
+                    f"{path}: sha256 is {found[:12]}..., {META} says {sha256[:12]}...; the file has changed: copy it "
+                    f"again, or prepare it again"
+                )
+            return np.memmap(path, np.uint8, "r")
 
     def __len__(self) -> int:
         """Number of sequences."""
         return (self.tokens - 1) // self.context
 
     def read(self, indices: Int[np.ndarray, " rows"]) -> Int32[np.ndarray, "rows tokens"]:
-        """The sequences at `indices`, [rows, T + 1]."""
+        """The sequences at `indices`, [rows, T + 1]; tokens that do not count are -1 - id."""
         out = np.empty((len(indices), self.context + 1), np.int32)
         for row, index in zip(out, indices, strict=True):
-            row[:] = self._ids[index * self.context : (index + 1) * self.context + 1]
+            start, stop = index * self.context, (index + 1) * self.context + 1
+            row[:] = self._ids[start:stop]
+            if self._bits is not None:
+                _mark(row, self._bits[start // 8 : -(-stop // 8)], int(start))
         return out
 
 
@@ -89,6 +118,7 @@ class BucketTokenFile:
     tokens: int
     largest: int
     sha256: str
+    counted: str | None
 
     def __init__(self, bucket: Bucket, split: str, meta: Meta, *, context: int, vocabulary: int):
         self._bucket, self._name, self._dtype = bucket, f"{split}.bin", DTYPES[meta.dtype]
@@ -100,6 +130,7 @@ class BucketTokenFile:
             )
         self.path, self.context = bucket.files[self._name], context
         self.tokens, self.sha256, self.largest = meta.tokens[split], meta.sha256[split], meta.vocabulary - 1
+        self.counted = meta.counted.get(split)
         size, stated = bucket.size(self._name), self.tokens * self._dtype.itemsize
         if size != stated:
             raise UserError(
@@ -117,14 +148,20 @@ class BucketTokenFile:
         return (self.tokens - 1) // self.context
 
     def read(self, indices: Int[np.ndarray, " rows"]) -> Int32[np.ndarray, "rows tokens"]:
-        """The sequences at `indices`, [rows, T + 1]."""
-        starts = (indices * self.context * self._dtype.itemsize).tolist()
-        length = (self.context + 1) * self._dtype.itemsize
-        parts = self._bucket.ranges(self._name, starts, [start + length for start in starts])
+        """The sequences at `indices`, [rows, T + 1]; tokens that do not count are -1 - id."""
+        starts = indices * self.context
+        stops, size = starts + self.context + 1, self._dtype.itemsize
+        parts = self._bucket.ranges(self._name, (starts * size).tolist(), (stops * size).tolist())
         rows = np.frombuffer(b"".join(parts), self._dtype).reshape(len(indices), self.context + 1)
         if (largest := int(rows.max(initial=0))) > self.largest:
             raise UserError(f"{self.path}: id {largest} occurs, but {META} says vocabulary {self.largest + 1}")
-        return rows.astype(np.int32)
+        rows = rows.astype(np.int32)
+        if self.counted is not None:
+            name = self._name.replace(".bin", ".counted")
+            bits = self._bucket.ranges(name, (starts // 8).tolist(), (-(-stops // 8)).tolist())
+            for row, part, start in zip(rows, bits, starts, strict=True):
+                _mark(row, np.frombuffer(part, np.uint8), int(start))
+        return rows
 
 
 def open_token_file(directory: Path | str, split: str, *, context: int, vocabulary: int) -> TokenFile:
@@ -141,7 +178,8 @@ def open_token_file(directory: Path | str, split: str, *, context: int, vocabula
             "copy or prepare it again"
         )
     sha256 = meta.sha256.get(split)
-    file = TokenFile(path, context=context, vocabulary=vocabulary, dtype=meta.dtype, sha256=sha256)
+    given = {"dtype": meta.dtype, "sha256": sha256, "counted": meta.counted.get(split)}
+    file = TokenFile(path, context=context, vocabulary=vocabulary, **given)
     if meta.vocabulary is not None and file.largest >= meta.vocabulary:
         raise UserError(
             f"{path}: id {file.largest} occurs, but {META} says vocabulary {meta.vocabulary}; prepare the data again"
@@ -164,7 +202,7 @@ def data_identity(
     """Everything that determines which tokens step s reads and what they mean, as JSON values.  Two runs with equal
     identities read the same tokens at every step.  `isolated` is the id that ends documents which are isolated."""
     files = {
-        split: {"sha256": file.sha256, "tokens": file.tokens}
+        split: {"sha256": file.sha256, "tokens": file.tokens} | ({"counted": file.counted} if file.counted else {})
         for split, file in zip(SPLITS, (train, validation), strict=True)
     }
     tokenizer = {"name": meta.tokenizer, "sha256": meta.tokenizer_sha256}
@@ -176,6 +214,12 @@ def data_identity(
         "context": train.context,
         "isolated": isolated,
     }
+
+
+def _mark(row: Int32[np.ndarray, " tokens"], bits: UInt8[np.ndarray, " _"], start: int) -> None:
+    """Make the tokens of `row` that do not count -1 - id; the bit of the first one is `start` % 8 of the first byte."""
+    uncounted = np.unpackbits(bits, bitorder="little")[start % 8 :][: len(row)] == 0
+    row[uncounted] = ~row[uncounted]
 
 
 def _existing_size(path: Path) -> int:

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -10,9 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from shmap_tp.data.metadata import Meta
+from shmap_tp.data.metadata import GENERATION, TOKENIZER, Meta
 from shmap_tp.errors import UserError, first_line, shown
-from shmap_tp.runtime.files import file_size, read_json_file, reading
+from shmap_tp.runtime.files import file_size, parse_json, read_json_file, reading
 
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -80,6 +80,16 @@ class Bytes:
         """The bytes of a prompt; bytes have no special tokens to add."""
         return list(text.encode())
 
+    def encode_with_places(self, text: str) -> tuple[Int[np.ndarray, " _"], Int[np.ndarray, "2 _"]]:
+        """(the ids of `encode`, the first character of each and the one after its last)."""
+        sizes = [len(character.encode()) for character in text]
+        first = np.repeat(np.arange(len(text)), sizes)
+        return np.array(self.encode(text), np.int64), np.stack([first, first + 1])
+
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of special tokens by their text: none."""
+        return {}
+
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes that are not UTF-8, and ids that are not bytes, become replacement characters."""
         return bytes(token if token < 256 else 0xFF for token in ids).decode(errors="replace")
@@ -113,6 +123,18 @@ class Subwords:
         added = self._special_tokens if special_tokens is None else special_tokens
         with self._messages():
             return self._tokenizer.encode(text, add_special_tokens=added).ids
+
+    def encode_with_places(self, text: str) -> tuple[Int[np.ndarray, " _"], Int[np.ndarray, "2 _"]]:
+        """(the ids of `encode` without added tokens, the first character of each and the one after its last)."""
+        self._tokenizer.encode_special_tokens = False
+        with self._messages():
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2).T
+
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of special tokens by their text, the lowest first."""
+        found = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in sorted(found.items()) if token.special}
 
     def decode(self, ids: Sequence[int]) -> str:
         with self._messages():
@@ -216,16 +238,29 @@ def open_tokenizer_file(name: str) -> Tokenizer:
         return read_subwords(Path(name).read_bytes(), name)
 
 
-def tokenizer_of_data(meta: Meta, content: bytes | None, directory: str) -> Tokenizer:
-    """The tokenizer of prepared data: `meta` is its meta.json, `content` its tokenizer.json.
+def tokenizer_of_data(meta: Meta, companions: Mapping[str, bytes], directory: str) -> Tokenizer:
+    """The tokenizer of prepared data: `meta` is its meta.json, `companions` are the files beside it.
 
     Raises UserError if it is not known, or cannot be used.
     """
     if meta.tokenizer == Bytes.name:
         return Bytes()
-    if content is None:
+    if TOKENIZER not in companions:
         raise UserError(f"{directory} has no tokenizer.json of its data")
-    return read_subwords(content, f"{directory}/tokenizer.json", end_of_text=meta.end_of_text)
+    found = read_subwords(companions[TOKENIZER], f"{directory}/{TOKENIZER}", end_of_text=meta.end_of_text)
+    if GENERATION in companions:
+        found.stop_tokens += tuple(stop_ids(companions[GENERATION], f"{directory}/{GENERATION}"))
+    return found
+
+
+def stop_ids(content: bytes, place: str) -> list[int]:
+    """eos_token_id of a config.json or generation_config.json, which may be several.  Raises UserError."""
+    values = parse_json(content, place)
+    found = values.get("eos_token_id") if isinstance(values, dict) else None
+    found = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int for token in found):
+        raise UserError(f"{place}: eos_token_id={shown(found)} must be ids; copy the file again")
+    return found
 
 
 def has_tokenized(tokenizer: Tokenizer, meta: Meta) -> bool:
@@ -261,13 +296,14 @@ class TextBytes:
         self._bytes[:, [end for end in self._ends if end < tokenizer.vocabulary]] = 0
 
     def __call__(self, rows: Int[np.ndarray, "rows tokens"]) -> int:
-        """Bytes of all tokens but the first of each row, and of each document that is isolated.
+        """Bytes of all targets that count: tokens but the first of each row, and of each document that is isolated.
 
         Each token has bytes of its own, so it does not matter where rows cut the text, be it within a character.
         """
-        ids = np.minimum(rows[:, 1:], self._bytes.shape[1] - 1)
-        found = self._bytes[np.isin(rows[:, :-1], self._ends).astype(int), ids]
-        return int(found[rows[:, :-1] != self.isolated].sum())
+        counted, inputs = rows[:, 1:] >= 0, np.maximum(rows, ~rows)[:, :-1]
+        ids = np.clip(rows[:, 1:], 0, self._bytes.shape[1] - 1)
+        found = self._bytes[np.isin(inputs, self._ends).astype(int), ids]
+        return int(found[counted & (inputs != self.isolated)].sum())
 
 
 def check_text(text: str, name: str = "the text") -> None:

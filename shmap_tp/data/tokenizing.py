@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from shmap_tp.data.conversations import ChatSource
 from shmap_tp.data.metadata import DTYPES
 from shmap_tp.data.parts import Documents, Parts, key_of
 from shmap_tp.data.source_files import CHUNK, Chunk
@@ -33,7 +34,7 @@ def id_dtype(tokenizer: Tokenizer) -> str:
     return "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
 
 
-def default_workers(source: TextSource, tokenizer: Tokenizer) -> int:
+def default_workers(source: TextSource | ChatSource, tokenizer: Tokenizer) -> int:
     """The processors of this machine, or fewer where the files are small; 1 where processes are no faster."""
     processors = len(os.sched_getaffinity(0))
     if source.files is None or tokenizer.json is None or processors <= _FEW:
@@ -41,7 +42,7 @@ def default_workers(source: TextSource, tokenizer: Tokenizer) -> int:
     return max(1, min(processors, source.files.size // _WORTH))
 
 
-def parts_key(source: TextSource, tokenizer: Tokenizer) -> str | None:
+def parts_key(source: TextSource | ChatSource, tokenizer: Tokenizer) -> str | None:
     """The name of the directory of finished parts of this work; None where a part cannot be known again."""
     if source.files is None or any(file.version is None for file in source.files.files):
         return None
@@ -55,12 +56,16 @@ def parts_key(source: TextSource, tokenizer: Tokenizer) -> str | None:
 
 
 def tokenized(
-    source: TextSource, tokenizer: Tokenizer, workers: int = 1, parts: Path | None = None
+    source: TextSource | ChatSource, tokenizer: Tokenizer, workers: int = 1, parts: Path | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(split, ids) of each document that has any, in the dtype of token files.  `workers` as of `in_order`.
+    """(split, ids) of each document that has any, in the dtype of token files; the end of text is the last id.
+    `workers` as of `in_order`.
 
     Of files, finished parts are kept in the directory `parts`, and those that are there are not tokenized again.
     """
+    if isinstance(source, ChatSource):
+        yield from source.tokenized(tokenizer)
+        return
     if source.files is not None:
         yield from _tokenized_files(source.files, source.name, tokenizer, workers, Parts(parts) if parts else None)
         return
@@ -127,10 +132,13 @@ def _encoded_chunk(tokenizer: Tokenizer, files: TextFiles, whole: Division, chun
 
 
 def _encoded(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> tuple[int, Documents]:
-    """(their number, the split and ids of those that have any)."""
+    """(their number, the split and ids of those that have any; the end of text is the last id)."""
     dtype = DTYPES[id_dtype(tokenizer)]
+    end = np.array([tokenizer.end_of_text], dtype)
     encoded = zip(documents, tokenizer.encode_documents([text for _, text in documents]), strict=True)
-    return len(documents), [(split, ids.astype(dtype)) for (split, _), ids in encoded if len(ids)]
+    return len(documents), [
+        (split, np.concatenate([ids.astype(dtype), end])) for (split, _), ids in encoded if len(ids)
+    ]
 
 
 def _grouped(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:

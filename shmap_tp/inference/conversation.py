@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from shmap_tp.data.chat_template import ChatTemplate, Message
 from shmap_tp.data.tokenizer import Tokenizer, check_text
 from shmap_tp.errors import UserError
-from shmap_tp.inference.chat_template import ChatTemplate, Message
 from shmap_tp.inference.generator import Options
 from shmap_tp.inference.text import answers
 

@@ -17,9 +17,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
+from shmap_tp.data.chat_template import ChatTemplate, Message
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError, first_line
-from shmap_tp.inference.chat_template import ChatTemplate, Message
 from shmap_tp.inference.generator import Options
 from shmap_tp.inference.length_batches import LengthBatch, length_batches
 from shmap_tp.inference.scoring import POSITIONS_MULTIPLE

@@ -193,6 +193,7 @@ def _grades(
     """Loss, perplexity, bits per byte and accuracy on batches [rows, tokens]; `name` is that of the text in messages.
 
     Where documents are isolated, each is read as if it were alone, and its first token is not graded.
+    Of conversations only the targets that count are graded.
     loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the
     sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
     (Gao et al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
@@ -202,11 +203,12 @@ def _grades(
     for rows in batches:
         shape = shape if shape and shape[1] == rows.shape[1] else rows.shape
         more = np.repeat(rows[:1], shape[0] - len(rows), axis=0)
-        filled = np.concatenate([rows, more])  # one program for all batches
+        marked = np.concatenate([rows, more])  # one program for all batches
+        filled = np.maximum(marked, ~marked)
         ends = filled == text_bytes.isolated
         segments = None if text_bytes.isolated is None else np.cumsum(ends, axis=1) - ends
         likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled, segments))
-        graded = ~ends[: len(rows), :-1]
+        graded = ~ends[: len(rows), :-1] & (rows[:, 1:] >= 0)
         nats -= float(likelihood[graded].sum(dtype=np.float64))
         right += int(greedy[graded].sum())
         size += text_bytes(rows)

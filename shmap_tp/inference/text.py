@@ -8,7 +8,8 @@ from typing import Any
 
 from etils import epath
 
-from shmap_tp.data.metadata import META, TOKENIZER, read_meta
+from shmap_tp.config.sources import first_source
+from shmap_tp.data.metadata import GENERATION, META, TOKENIZER, read_meta
 from shmap_tp.data.tokenizer import (
     REPLACEMENT,
     Bytes,
@@ -17,12 +18,13 @@ from shmap_tp.data.tokenizer import (
     open_tokenizer_file,
     read_subwords,
     special_token,
+    stop_ids,
 )
-from shmap_tp.errors import UserError, shown
+from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.runtime.files import parse_json, reading
+from shmap_tp.runtime.files import reading
 from shmap_tp.training.checkpoint_files import read_facts
 
 Show = Callable[[int, int, str, str | None], None]
@@ -37,7 +39,7 @@ def tokenizer_of_model(model: Any, file: str | None) -> Tokenizer:
     if file is not None:
         return open_tokenizer_file(file)
     if model.checkpoint is not None:
-        return tokenizer_of_checkpoint(model.checkpoint, model.config.data.dir)
+        return tokenizer_of_checkpoint(model.checkpoint, first_source(model.config.data).dir)
     if model.source is None:
         raise UserError(
             "a model that was neither restored nor read from a Hugging Face directory has no tokenizer;\n"
@@ -60,7 +62,10 @@ def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> Tokenizer:
     for directory in (epath.Path(checkpoint).parent.parent, epath.Path(data_dir)):
         file = directory / TOKENIZER
         if file.exists() and sha256 in (None, hashlib.sha256(file.read_bytes()).hexdigest()):
-            return read_subwords(file.read_bytes(), str(file), end_of_text=meta.get("end_of_text"))
+            found = read_subwords(file.read_bytes(), str(file), end_of_text=meta.get("end_of_text"))
+            if (stops := directory / GENERATION).exists():
+                found.stop_tokens += tuple(stop_ids(stops.read_bytes(), str(stops)))
+            return found
     raise UserError(
         f"the tokenizer of {checkpoint} ({name or 'its name was not recorded'}) is not in its run directory, nor in "
         f"data.dir={data_dir};\nname its file with --tokenizer"
@@ -76,15 +81,8 @@ def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
     file = directory / TOKENIZER
     if not file.is_file():
         raise UserError(f"{directory} has no {TOKENIZER}; copy it there, or name one with --tokenizer")
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (directory / name).is_file():
-            values = parse_json((directory / name).read_bytes(), directory / name)
-            found = values.get("eos_token_id") if isinstance(values, dict) else None
-            found = found if isinstance(found, list) else [] if found is None else [found]
-            if not all(type(token) is int for token in found):
-                raise UserError(f"{directory / name}: eos_token_id={shown(found)} must be ids; copy the file again")
-            ids |= {*found}
+    files = [directory / name for name in ("config.json", GENERATION)]
+    ids = {token for each in files if each.is_file() for token in stop_ids(each.read_bytes(), str(each))}
     with reading(file):
         tokenizer = read_subwords(file.read_bytes(), str(file), special_tokens=True)
     tokenizer.end_of_text = tokenizer.id_of(special_token(directory, "eos_token"))

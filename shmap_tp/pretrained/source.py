@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shmap_tp.data.metadata import COMPANIONS, GENERATION, TEMPLATE
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.family import Family
@@ -35,6 +36,8 @@ class Source:
     family: Family
     hub_name: str | None = None
     """The name on the hub of a snapshot whose weights are not there yet."""
+    run: Path | None = None
+    """The run directory of what was trained on; the tokenizer's files there, of conversations, replace its own."""
 
     @property
     def config_file(self) -> str:
@@ -98,8 +101,11 @@ class Source:
 
     def companions(self) -> list[Path]:
         """The files of the tokenizer, and generation_config.json."""
-        patterns = (*COPIED, "generation_config.json")
-        return sorted({file for pattern in patterns for file in self.directory.glob(pattern) if file.is_file()})
+        patterns = (*COPIED, GENERATION)
+        found = {file.name: file for pattern in patterns for file in self.directory.glob(pattern) if file.is_file()}
+        if self.run is not None and (self.run / TEMPLATE).is_file():
+            found |= {name: self.run / name for name in COMPANIONS if (self.run / name).is_file()}
+        return sorted(found.values())
 
 
 def open_source(name: str) -> Source:

@@ -62,7 +62,7 @@ def recorded_source(checkpoint: PathLike, config: Config) -> Source | None:
     """
     for run in (Path(checkpoint).parents[1], Path(config.run.dir)):
         if (run / RECORD / "config.json").is_file():
-            return open_source(str(run / RECORD))
+            return replace(open_source(str(run / RECORD)), run=run)
     return None
 
 

@@ -28,7 +28,8 @@ PREFIX = "shmap_tp/agreement/"
 READ_SECONDS = 5.0
 """How long process 0 waits, before it ends with an error, until the others have read that error."""
 PER_HOST = {"run.dir", "run.compilation_cache", "data.dir", "data.cache", "data.name", "data.source"}
-"""Configuration keys that may differ between processes: paths on a host.  The contents of data.dir are compared."""
+"""Configuration keys that may differ between processes: paths on a host, also those of data.sources.  The
+contents of the data are compared."""
 PER_HOST_SECTIONS = {"log"}
 """Sections that may differ: only process 0 logs."""
 
@@ -96,14 +97,19 @@ def launch_facts(config: Config) -> dict[str, Any]:
         for key, value in keys.items()
         if section not in PER_HOST_SECTIONS and f"{section}.{key}" not in PER_HOST
     }
+    values["data.sources"] = {name: source | {"dir": None} for name, source in values["data.sources"].items()}
     versions = {f"the version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     return values | versions | {"the source code of shmap_tp (sha256)": _source_hash()}
 
 
 def data_facts(identity: dict[str, Any]) -> dict[str, str]:
     """What the data of all processes must have in common, by file; `identity` is that of `data_identity`."""
-    files = {name: part for name, part in identity.items() if isinstance(part, dict) and "tokens" in part}
-    found = {f"{name}.bin": f"{part['tokens']} tokens of sha256 {part['sha256'][:12]}" for name, part in files.items()}
+    found = {
+        "/".join(filter(None, [source, f"{name}.bin"])): f"{part['tokens']} tokens of sha256 {part['sha256'][:12]}"
+        for source, files in identity.get("sources", {"": identity}).items()
+        for name, part in files.items()
+        if isinstance(part, dict) and "tokens" in part
+    }
     tokenizer = str(identity["tokenizer"]["sha256"])[:12]
     return found | {"the tokenizer (sha256)": tokenizer, "the id that ends documents": str(identity["isolated"])}
 

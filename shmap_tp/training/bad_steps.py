@@ -14,13 +14,12 @@ too long is not resumed (`resume`), and a run whose last step was skipped does n
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from shmap_tp.config.schema import GuardConfig
@@ -117,13 +116,13 @@ class BadStepMonitor:
     """Why the run must stop; None as long as it can continue."""
 
     def __init__(
-        self, config: GuardConfig, sequence_indices: Callable[[int], np.ndarray], file: str, in_a_row: int = 0
+        self, config: GuardConfig, sequences: Callable[[int], Sequence[int | str]], file: str, in_a_row: int = 0
     ):
-        """`sequence_indices(step)` are the indices of the sequences of `file` that a step reads, counted from 0.
+        """`sequences(step)` are the sequences of `file` that a step reads, counted from 0.
 
         `in_a_row` is the number of consecutive skipped steps at the end of the run that is resumed.
         """
-        self._config, self._sequence_indices, self._file = config, sequence_indices, file
+        self._config, self._sequences, self._file = config, sequences, file
         self.in_a_row = in_a_row
 
     def update(self, line: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +133,7 @@ class BadStepMonitor:
         step, self.in_a_row = line["step"], line["skipped_in_a_row"]
         if not self.in_a_row:
             return {}
-        sequences, why = self._sequence_indices(step - 1).tolist(), self._why(line)
+        sequences, why = self._sequences(step - 1), self._why(line)
         limit = self._config.max_consecutive
         if limit and self.in_a_row % limit == 0:
             listed = f"{', '.join(map(str, sequences[:4]))}{', ...' if len(sequences) > 4 else ''}"

@@ -6,9 +6,10 @@ Nothing is written, no device is used and no token is read.  What depends on the
 import os
 from pathlib import Path
 
-from shmap_tp.config.schema import AUTO, Config
+from shmap_tp.config.schema import AUTO, Config, DataConfig, ModelConfig
+from shmap_tp.config.sources import describe_shares, each_source, phases
 from shmap_tp.config.values import SCHEMES, value_of
-from shmap_tp.data.batches import check_rows, data_warning, isolating_id
+from shmap_tp.data.batches import check_alike, check_rows, data_warning, isolating_id
 from shmap_tp.data.location import STDLIB, prepare_command
 from shmap_tp.data.metadata import SPLITS, Meta, read_meta
 from shmap_tp.data.tokenizer import Bytes
@@ -27,17 +28,20 @@ def check(config: Config, export: str, components: ModelComponents) -> str:
     """
     try:
         _check_directories(config)
-        data, meta = _data(config)
-        warning = data_warning(config, meta) if meta else None
+        sources = {name: _data(data, config.model) for name, data in each_source(config.data).items()}
+        check_alike({name: meta for name, (*_, meta) in sources.items() if meta})
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}; choose another directory") from error
     later = "Devices, memory, tokens and checkpoints are checked when a run starts."
-    return f"{summary(config, data, warning, export, components)}\nThe configuration is valid.  {later}"
+    found = {name: (what, warning) for name, (what, warning, _) in sources.items()}
+    return f"{summary(config, found, export, components)}\nThe configuration is valid.  {later}"
 
 
-def summary(config: Config, data: str, warning: str | None, export: str, components: ModelComponents) -> str:
-    """What a `config` would train, in lines; `data` says what is in data.dir, `warning` why it may be the wrong one,
-    and `export` as what the model can be exported."""
+def summary(
+    config: Config, sources: dict[str, tuple[str, str | None]], export: str, components: ModelComponents
+) -> str:
+    """What a `config` would train, in lines; `sources` are (what is in it, why it may be the wrong one) by name, and
+    `export` says as what the model can be exported."""
     model, train, run = config.model, config.train, config.run
     tokens = train.batch * model.context
     lines = {
@@ -48,13 +52,24 @@ def summary(config: Config, data: str, warning: str | None, export: str, compone
         f"in {train.microbatches} microbatches",
         "steps": f"{train.steps:,}, together {train.steps * tokens:,} tokens",
         "learning rate": describe_schedule(config.optimizer, train.steps),
-        "data": f"{config.data.dir}: {data}",
+        **_data_lines(config, sources),
         "export": export,
         "run.dir": run.dir,
         "checkpoint.dir": f"{config.checkpoint.dir}, checkpoint.resume={config.checkpoint.resume}",
     }
-    lines |= {"": warning} if warning else {}
-    return "\n".join(f"{name:<15} {text}".strip() for name, text in lines.items())
+    warnings = [warning for _, warning in sources.values() if warning]
+    return "\n".join([*(f"{name:<15} {text}" for name, text in lines.items()), *warnings])
+
+
+def _data_lines(config: Config, sources: dict[str, tuple[str, str | None]]) -> dict[str, str]:
+    """What is in data.dir, or in each of data.sources, with its shares."""
+    if not config.data.sources:
+        return {"data": f"{config.data.dir}: {sources[''][0]}"}
+    parts, steps = phases(config.data), config.train.steps
+    return {
+        f"source {name}": f"{data.dir}: {describe_shares(name, parts, steps)}; {sources[name][0]}"
+        for name, data in each_source(config.data).items()
+    }
 
 
 def _check_directories(config: Config) -> None:
@@ -79,18 +94,17 @@ def _mesh(config: Config) -> str:
     return f"dp={mesh.dp} x mp={mesh.mp} = {mesh.dp * mesh.mp} devices; {modes}"
 
 
-def _data(config: Config) -> tuple[str, Meta | None]:
-    """(whether the data is prepared, or how it is, in words; what it is, where that is known)."""
-    data = config.data
+def _data(data: DataConfig, model: ModelConfig) -> tuple[str, str | None, Meta | None]:
+    """(whether data.dir is prepared, or how it is, in words; why it may be the wrong one; meta.json where it is)."""
     if "://" in data.dir:
-        return "looked at when a run starts", None
+        return "looked at when a run starts", None, None
     if all((Path(data.dir) / f"{split}.bin").is_file() for split in SPLITS):
         meta = read_meta(Path(data.dir))
-        check_rows(meta, data, config.model)
-        isolating_id(meta, data, config.model)
-        return "prepared", meta
+        check_rows(meta, data, model)
+        isolating_id(meta, data, model)
+        return "prepared", data_warning(data, model, meta), meta
     if data.source == STDLIB:
         meta = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
-        return f"not prepared; a run prepares it (data.source={STDLIB})", meta
+        return f"not prepared; a run prepares it (data.source={STDLIB})", data_warning(data, model, meta), meta
     more = "; --help lists other sources" if data.source is None else ""
-    return f"not prepared; {prepare_command(data, config.model.from_pretrained, data.dir)}{more}", None
+    return f"not prepared; {prepare_command(data, model.from_pretrained, data.dir)}{more}", None, None

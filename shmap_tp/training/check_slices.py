@@ -8,11 +8,12 @@ be in a bucket or on a mount, and the mesh must have the devices, hosts and slic
 from dataclasses import replace
 from pathlib import PurePath
 
-from shmap_tp.config.schema import Config, MeshConfig, Resume
+from shmap_tp.config.schema import Config, DataConfig, MeshConfig, Resume
+from shmap_tp.config.sources import each_source
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.data.batches import data_warning, isolating_token, open_data, validation_batch_count
+from shmap_tp.data.batches import check_alike, data_warning, isolating_token, open_data
 from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy
-from shmap_tp.data.metadata import DTYPES, SPLITS, Meta
+from shmap_tp.data.metadata import DTYPES, SPLITS, TOKENIZER, Meta
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError, shown
 from shmap_tp.hardware.slice_types import RentedSlices, find_slices
@@ -36,10 +37,12 @@ def check_slices(config: Config, name: str, export: str, components: ModelCompon
     config = resolve_auto(config, slices.devices)
     check_mesh(config.mesh, slices)
     check_places(config, slices)
-    data, warning = _data(config)
+    sources = {name: _data(config, data) for name, data in each_source(config.data).items()}
+    check_alike({name: meta for name, (*_, meta) in sources.items() if meta})
     _check_checkpoints(config)
     start = f"The run can start on {slices}: {slices.devices} devices, hosts: {slices.hosts}."
-    described = summary(config, data, warning, export, components)
+    found = {name: (what, warning) for name, (what, warning, _) in sources.items()}
+    described = summary(config, found, export, components)
     return f"{described}\n{start}  Its memory is not checked: python -m shmap_tp.plan --help"
 
 
@@ -60,12 +63,14 @@ def check_mesh(mesh: MeshConfig, slices: RentedSlices) -> None:
 
 def check_places(config: Config, slices: RentedSlices) -> None:
     """Raise UserError if the run would look for its data, its weights or its checkpoints on the disk of a host."""
-    data, checkpoints = config.data, config.checkpoint.dir
-    if _is_on_host(data.dir) and data.source != STDLIB:
+    checkpoints = config.checkpoint.dir
+    for name, data in each_source(config.data).items():
+        if not _is_on_host(data.dir) or data.source == STDLIB:
+            continue
         bucket = checkpoints.split("/")[2] if checkpoints.startswith("gs://") else "BUCKET"
-        url = f"gs://{bucket}/{data.name}"
+        url, key = f"gs://{bucket}/{data.name}", f"data.sources.{name}.dir" if name else "data.dir"
         raise UserError(
-            f"data.dir={shown(data.dir)} is on the disks of the hosts, which have no data; use data.dir={url}, after\n"
+            f"{key}={shown(data.dir)} is on the disks of the hosts, which have no data; use {key}={url}, after\n"
             f"{prepare_and_copy(data, config.model.from_pretrained, url)}"
         )
     weights = config.model.from_pretrained
@@ -86,22 +91,21 @@ def _is_on_host(path: str) -> bool:
     return "://" not in path and not PurePath(path).is_absolute()
 
 
-def _data(config: Config) -> tuple[str, str | None]:
-    """(what is in data.dir, in words; why it may be the wrong one).  Raises UserError if the run could not train on
-    it."""
-    data, train = config.data, config.train
+def _data(config: Config, data: DataConfig) -> tuple[str, str | None, Meta | None]:
+    """(what is in data.dir, one of the sources, in words; why it may be the wrong one; its meta.json, where it is).
+    Raises UserError if the run could not train on it."""
     if data.source == STDLIB and "://" not in data.dir:
         stdlib = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
-        return "prepared by each host from the Python library, which is only a test", data_warning(config, stdlib)
+        warning = data_warning(data, config.model, stdlib)
+        return "prepared by each host from the Python library, which is only a test", warning, stdlib
     if "://" not in data.dir:
-        return "looked at when a run starts", None
+        return "looked at when a run starts", None, None
     streamed = replace(data, cache=None)
     _, meta, _ = open_data(streamed, config.model, ())
     isolating_token(streamed, config.model)
     if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
-        return "there; meta.json does not say which tokens, which are looked at when a run starts", None
-    (_, validation), meta, tokenizer = open_data(streamed, config.model, SPLITS)
-    validation_batch_count(validation, config.evaluate.batches, train.batch, config.mesh.dp * train.microbatches)
+        return "there; meta.json does not say which tokens, which are looked at when a run starts", None, meta
+    _, meta, companions = open_data(streamed, config.model, SPLITS)
     size = sum(meta.tokens.values()) * DTYPES[meta.dtype].itemsize
     if data.cache is not None and _is_on_host(data.cache) and size > BOOT_DISK:
         raise UserError(
@@ -109,10 +113,10 @@ def _data(config: Config) -> tuple[str, str | None]:
             f"data.cache={shown(data.cache)}; use data.cache=null, which reads rows from the bucket"
         )
     what = f"{meta.tokens['train']:,} tokens, tokenizer {meta.tokenizer}, vocabulary {meta.vocabulary}"
-    warning = data_warning(config, meta)
-    if warning is None and tokenizer is None and meta.tokenizer != Bytes.name:
+    warning = data_warning(data, config.model, meta)
+    if warning is None and TOKENIZER not in companions and meta.tokenizer != Bytes.name:
         warning = f"warning: {data.dir} has no tokenizer.json of its data: no samples and no bits per byte"
-    return what, warning
+    return what, warning, meta
 
 
 def _check_checkpoints(config: Config) -> None:

@@ -5,7 +5,6 @@ stop request before every step and every validation batch.  A stopped run ends l
 recorded, a checkpoint is saved and the loss curve is drawn.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
 from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training.bad_steps import BadStepMonitor
 from shmap_tp.training.checkpoint import broadcast_from_process_0
+from shmap_tp.training.evaluation import Evaluation, mixed
 from shmap_tp.training.goodput import TimeCategory
 from shmap_tp.training.metrics import Recorder
 from shmap_tp.training.profiler import Profile
@@ -53,9 +53,8 @@ def train(
 def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | None) -> int:
     """Train on from `state`: that of the checkpoint of `saved_step`, or a new one if that is None."""
     config, clock, step, texts = run.config, run.clock, saved_step or 0, None
-    monitor = BadStepMonitor(
-        config.guard, run.batches.sequence_indices, f"{config.data.dir}/train.bin", int(state.guard.in_a_row)
-    )
+    where = f"{config.data.dir}/train.bin" if config.data.dir else "data.sources"
+    monitor = BadStepMonitor(config.guard, run.batches.sequences, where, int(state.guard.in_a_row))
     with Recorder(config, step, enabled=jax.process_index() == 0) as recorder:
         meter = run.make_meter(lambda line: recorder.train(line | monitor.update(line) | clock.step_fields(line)))
 
@@ -113,17 +112,20 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 
 def _evaluate(run: Run, step: int, state: State, recorder: Recorder) -> bool:
-    """Record the mean cross entropy over the targets of the validation batches that count.
+    """Record the mean cross entropy over the targets of the validation batches that count, of each source and of all.
 
     Returns False if a stop request interrupted it; the resumed run then evaluates this step.
     """
-    found: list[tuple[Any, Any]] = []
-    for i in range(run.batches.validation_count):
-        if run.stop.requested():
-            return False
-        found.append(run.functions.evaluate(state.params, run.batches.validation(i)))
-        jax.block_until_ready(found[-2:-1])  # at most one batch in flight, so that a stop request is noticed soon
-    losses, counted = np.array(jax.device_get(found), np.float64).T
-    nats, size = float(losses @ counted), run.validation_bytes
-    recorder.validation(step, nats / float(counted.sum()), nats / math.log(2) / size if size else None)
+    sums: dict[str, Evaluation] = {}
+    for source, batches in run.batches.validation_counts.items():
+        found: list[tuple[Any, Any]] = []
+        for i in range(batches):
+            if run.stop.requested():
+                return False
+            found.append(run.functions.evaluate(state.params, run.batches.validation(i, source)))
+            jax.block_until_ready(found[-2:-1])  # at most one batch in flight, so that a stop request is noticed soon
+        losses, counted = np.array(jax.device_get(found), np.float64).T
+        size = run.validation_bytes[source] if run.validation_bytes else None
+        sums[source] = Evaluation(float(losses @ counted), float(counted.sum()), size)
+    recorder.validation(step, mixed(sums, run.batches.weights), {name: each for name, each in sums.items() if name})
     return True

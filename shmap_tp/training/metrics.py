@@ -8,7 +8,7 @@ import time
 import uuid
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Peak
 from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.files import replacing, write_atomically, writing
+from shmap_tp.training.evaluation import Evaluation, describe
 from shmap_tp.training.json_lines import drop_lost, read_lines
 
 LOG_IN = "log in with `wandb login`, log locally with WANDB_MODE=offline"
@@ -37,12 +38,13 @@ class Recorder:
     Each line of samples.jsonl is one object: step, prompt, text (what the model wrote after it).
 
     Each line of metrics.jsonl is one object: step, split, loss, mesh [dp, mp], segment (number of earlier starts of the
-    run).  Lines of split `validation` also have bits_per_byte, where the tokenizer is known.  Lines of split `train`
-    also have tokens_per_second, seconds_per_step, grad_norm, param_norm (before the step), updated_param_norm (after
-    it, or what it would be if the step is skipped), learning_rate, tokens (seen so far), mfu (or null), skipped and
+    run).  Lines of split `validation` also have bits_per_byte, where the tokenizer is known; with data.sources those
+    with `source` are of one source, and the others of their mixture.  Lines of split `train` also have
+    tokens_per_second, seconds_per_step, grad_norm, param_norm (before the step), updated_param_norm (after it, or what
+    it would be if the step is skipped), learning_rate, tokens (seen so far), mfu (or null), skipped and
     skipped_in_a_row (numbers of skipped steps, up to this one), time (end of the step) and goodput (so far).  Lines of
-    skipped steps also have why_skipped and sequences (the indices that the step read).  Values that are not finite are
-    null.  Lines of other programs are left alone (`json_lines`).
+    skipped steps also have why_skipped and sequences (`Batches.sequences`).  Values that are not finite are null.
+    Lines of other programs are left alone (`json_lines`).
     """
 
     def __init__(self, config: Config, first_step: int, *, enabled: bool):
@@ -94,14 +96,14 @@ class Recorder:
             left = (self._steps - line["step"]) * line["seconds_per_step"]
             write_line(f"step {line['step']}/{self._steps}  {text}  {left:,.0f} s left")
 
-    def validation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
-        """Record one evaluation."""
+    def validation(self, step: int, found: Evaluation, sources: Mapping[str, Evaluation] = {}) -> None:
+        """Record one evaluation, and those of its `sources` where it has several."""
         if not self._enabled:
             return
-        known = {} if bits_per_byte is None else {"bits_per_byte": bits_per_byte}
-        self._write({"split": "validation", "step": step, "loss": loss} | known)
-        text = "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
-        write_line(f"step {step}  validation loss {loss:.4f}{text}")
+        for source, each in {"": found, **sources}.items():
+            of = {"source": source} if source else {}
+            self._write({"split": "validation", "step": step} | of | each.values())
+        write_line(f"step {step}  validation loss {describe(found, sources)}")
 
     def samples(self, step: int, texts: dict[str, str]) -> None:
         """Record what the model wrote after each prompt; print it unless the last step is done."""
@@ -342,8 +344,9 @@ def _wandb_id(directory: Path) -> str:
 
 
 def _floats(line: dict[str, Any]) -> dict[str, float]:
-    """The floats of a line of metrics.jsonl, by split/name."""
-    return {f"{line['split']}/{name}": value for name, value in line.items() if isinstance(value, float)}
+    """The floats of a line of metrics.jsonl, by split/name, or by split/source/name."""
+    where = "/".join(filter(None, [line["split"], line.get("source")]))
+    return {f"{where}/{name}": value for name, value in line.items() if isinstance(value, float)}
 
 
 def plot_losses(directory: Path) -> Path:
@@ -383,7 +386,7 @@ def _read_losses(file: Path) -> tuple[dict[int, tuple[tuple[int, int], array]], 
     known), losses as step, loss, step, loss, ..."""
     curves: dict[int, tuple[tuple[int, int], array]] = {}
     validation, scale = array("d"), None
-    for line in read_metrics(file):
+    for line in (line for line in read_metrics(file) if line.get("source") is None):
         losses = curves.setdefault(line["segment"], (tuple(line["mesh"]), array("d")))[1]
         loss = math.nan if line["loss"] is None else line["loss"]
         (losses if line["split"] == "train" else validation).extend((line["step"], loss))

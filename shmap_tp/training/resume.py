@@ -24,6 +24,7 @@ from shmap_tp.runtime.files import writing
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
 from shmap_tp.training.json_lines import read_lines_backwards, reading
 from shmap_tp.training.metrics import is_metric
+from shmap_tp.training.past_sources import refuse_another_past
 from shmap_tp.training.step import LoadParameters, State, StepFunctions
 
 NOT_OF_THE_RUN = {"checkpoint.resume"}
@@ -34,14 +35,11 @@ STREAK_LIMITS = 3
 """A checkpoint saved after this many times guard.max_consecutive consecutive skipped steps is not resumed."""
 
 SPLIT_FACTS = {"tokens": int, "sha256": str}
-FACTS = {
-    "config": {"model": dict},
-    "data": dict.fromkeys(SPLITS, SPLIT_FACTS) | {"seed": int, "batch": int},
-    "mesh": [int, int],
-}
-"""The facts of a checkpoint that a resume reads, with their types."""
+FACTS = {"config": {"model": dict}, "data": {"seed": int, "batch": int}, "mesh": [int, int]}
+"""The facts of a checkpoint that a resume reads, with their types; and those of its data (`_types_of_data`)."""
 
 TOKENIZER_HASH = "data.dir (sha256 of tokenizer.json)"
+DATA_ORDER = "the data order"
 
 
 def restore_or_initialize(
@@ -104,7 +102,7 @@ def _restore(step: int, config: Config, functions: StepFunctions, batches: Batch
             f"resume from it.\nContinue with Trainer.restore, or name another checkpoint.dir"
         )
     facts = _check_facts(facts, f"checkpoint {directory}/{step}")
-    _refuse_differences(facts, config, batches.identity, f"checkpoint {directory}/{step}")
+    _refuse_differences(facts, config, batches.identity, step)
     state = checkpoints.restore(step, functions.shapes)
     if int(state.step) != step:
         raise UserError(
@@ -115,6 +113,11 @@ def _restore(step: int, config: Config, functions: StepFunctions, batches: Batch
     checkpoints.set_aside_after(step)
     dp, mp = facts["mesh"]
     print_on_process_0(f"resuming from step {step} of {directory}, saved on mesh dp={dp}, mp={mp}")
+    if "order" not in facts["data"]:
+        print_on_process_0(
+            f"checkpoint {directory}/{step} was saved by a version that shuffled otherwise: in the epoch of that "
+            f"step some sequences are read twice and others not; every later epoch has each once"
+        )
     return state
 
 
@@ -149,6 +152,7 @@ def _refuse_endless_streak(skipped: int, step: int, config: Config, checkpoints:
 
 def _check_facts(facts: Any, checkpoint: str) -> dict[str, Any]:
     """`facts`, if they have the keys and types that are read here.  Raises `UserError` naming the first wrong one."""
+    types = FACTS | {"data": FACTS["data"] | _types_of_data(facts)}
 
     def check(value: Any, expected: Any, where: str) -> None:
         container = type(expected) in (dict, list)
@@ -162,8 +166,19 @@ def _check_facts(facts: Any, checkpoint: str) -> dict[str, Any]:
         for key in expected if kind is dict and container else range(len(expected)) if container else ():
             check(value.get(key) if kind is dict else value[key], expected[key], f"{where}.{key}".lstrip("."))
 
-    check(facts, FACTS, "")
+    check(facts, types, "")
     return facts
+
+
+def _types_of_data(facts: Any) -> dict[str, Any]:
+    """The types of what `facts` say of the files: of data.dir, or of each of data.sources and their shares."""
+    data = facts.get("data") if isinstance(facts, dict) else None
+    files = dict.fromkeys(SPLITS, SPLIT_FACTS)
+    if not isinstance(data, dict) or "sources" not in data:
+        return files
+    shares, sources = (value if isinstance(value, dict) else {} for value in (data.get("phases"), data["sources"]))
+    types = {first: dict.fromkeys(each if isinstance(each, dict) else (), str) for first, each in shares.items()}
+    return {"sources": dict.fromkeys(sources, files), "phases": types}
 
 
 def _require_readable_metrics(config: Config) -> None:
@@ -192,12 +207,17 @@ def _refuse_to_overwrite_metrics(config: Config) -> None:
         )
 
 
-def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[str, Any], checkpoint: str) -> None:
-    """Raise `UserError` if the model or the data order differs from what was saved."""
-    before = _fixed_settings(saved["config"]["model"], saved["data"])
-    now = _fixed_settings(to_dict(config.model), identity)
-    if None in (before[TOKENIZER_HASH], now[TOKENIZER_HASH]):  # bytes, or prepared before the hash was recorded
-        del before[TOKENIZER_HASH], now[TOKENIZER_HASH]
+def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[str, Any], step: int) -> None:
+    """Raise `UserError` if the model, or what was read until `step`, differs from what was saved."""
+    checkpoint = f"checkpoint {config.checkpoint.dir}/{step}"
+    only_source = "sources" not in {**saved["data"], **identity}
+    before = _fixed_settings(saved["config"]["model"], saved["data"], only_source)
+    now = _fixed_settings(to_dict(config.model), identity, only_source)
+    if not only_source:
+        refuse_another_past(saved["data"], identity, step, checkpoint)
+    for key in (TOKENIZER_HASH, DATA_ORDER):
+        if None in (before[key], now[key]):  # bytes, or from before it was recorded
+            del before[key], now[key]
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise UserError(
@@ -206,8 +226,8 @@ def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[st
             )
 
 
-def _fixed_settings(model: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
-    """Everything that must not change within a run, by configuration key.
+def _fixed_settings(model: dict[str, Any], identity: dict[str, Any], only_source: bool = True) -> dict[str, Any]:
+    """Everything that must not change within a run, by configuration key; the files only if data.dir has all of them.
 
     Names may change, and settings that choose how the same result is computed.
     """
@@ -215,11 +235,14 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any]) -> dict[str
     shape = {f"model.{key}": model[key] for key in model.keys() - may_change}
     files = {
         f"data.dir ({split}.bin)": f"{identity[split]['tokens']} tokens of sha256 {identity[split]['sha256'][:12]}"
-        for split in SPLITS
+        for split in (SPLITS if only_source else ())
     }
+    for split in SPLITS if only_source else ():
+        files[f"data.dir ({split}.counted)"] = str(identity[split].get("counted"))[:12]
     files[TOKENIZER_HASH] = identity.get("tokenizer", {}).get("sha256")
     end = identity.get("isolated")  # a run from before documents were isolated has none
     documents = "joined" if end is None else f"isolated (id {end} ends them)"
+    files[DATA_ORDER] = identity.get("order")
     data = {"run.seed": identity["seed"], "train.batch": identity["batch"], "data.documents": documents}
     return shape | files | data
 

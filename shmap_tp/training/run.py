@@ -15,7 +15,7 @@ from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.batches import Batches, isolating_token
-from shmap_tp.data.metadata import TOKENIZER
+from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import DivergedError, UserError
 from shmap_tp.hardware.devices import machine_peak
@@ -65,8 +65,9 @@ class Sampler(Protocol):
         ...
 
 
-MakeSampler = Callable[[Config, Mesh, Components, Tokenizer], Sampler | None]
-"""Returns None, and says why, if the model cannot generate; raises UserError if a prompt does not suit it."""
+MakeSampler = Callable[[Config, Mesh, Components, Tokenizer, ChatTemplate | None], Sampler | None]
+"""With the chat template of the data, if it has one.  Returns None, and says why, if the model cannot generate; raises
+UserError if a prompt does not suit it."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Run:
     clock: WallClock
     components: Components
     sampler: Sampler | None
-    validation_bytes: int | None
-    """UTF-8 bytes of the text of an evaluation, on process 0; None where the tokenizer is not known."""
+    validation_bytes: dict[str, int] | None
+    """UTF-8 bytes of the text of an evaluation of each source, on process 0; None where the tokenizer is not known."""
 
     def restore_or_initialize(self) -> tuple[State, int | None]:
         """(state, step) of the newest intact checkpoint, or (new state, None); see `resume`."""
@@ -93,14 +94,14 @@ class Run:
         return restore_or_initialize(self.config, self.functions, self.batches, self.checkpoints, load)
 
     def compile_step(self, first_step: int) -> Any:
-        """The compiled step.  Writes config.yaml and tokenizer.json, opens time.jsonl: the run has started."""
+        """The compiled step.  Writes config.yaml and the tokenizer's files, opens time.jsonl: the run has started."""
         config, functions, is_main = self.config, self.functions, jax.process_index() == 0
         directory = Path(config.run.dir)
         if is_main:
             write_run_config(self.requested, directory)
-            if self.batches.tokenizer is not None:
-                with writing(file := directory / TOKENIZER), replacing(file, "wb") as stream:
-                    stream.write(self.batches.tokenizer)
+            for name, content in self.batches.companions.items():
+                with writing(file := directory / name), replacing(file, "wb") as stream:
+                    stream.write(content)
         self.clock.open(directory if is_main else None, first_step, new_run=config.checkpoint.resume == Resume.never)
         print_on_process_0(
             f"compiling the training step of {config.model.name}, "
@@ -174,9 +175,9 @@ def open_run(
 
 def _text_tools(
     config: Config, mesh: Mesh, batches: Batches, components: Components, make_sampler: MakeSampler | None
-) -> tuple[Sampler | None, int | None]:
-    """(the sampler, the UTF-8 bytes of the text of an evaluation, on process 0); None, and a line that says why, where
-    the data's tokenizer is not known."""
+) -> tuple[Sampler | None, dict[str, int] | None]:
+    """(the sampler, the UTF-8 bytes of the text of an evaluation by source, on process 0); None, and a line that says
+    why, where the data's tokenizer is not known."""
     try:
         tokenizer = batches.text_tokenizer()
     except UserError as error:
@@ -185,7 +186,7 @@ def _text_tools(
     counted = batches.validation_bytes(tokenizer) if jax.process_index() == 0 else None
     if make_sampler is None or not config.sample.prompts:
         return None, counted
-    return make_sampler(config, mesh, components, tokenizer), counted
+    return make_sampler(config, mesh, components, tokenizer, batches.chat_template()), counted
 
 
 def end_run(

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from shmap_tp.config import compose
 from shmap_tp.config.compose import CONF, load, to_dict, to_yaml
 from shmap_tp.config.schema import Config, Precision
+from shmap_tp.errors import UserError
 from tests.helpers.config_errors import error_message
 from tests.helpers.run_fixtures import FIRST
 
@@ -41,6 +42,17 @@ def test_an_interpolated_value_follows_its_source():
 @pytest.mark.parametrize("given, value", [("1e-3", 1e-3), ("1", 1.0), ("0.5", 0.5)])
 def test_a_float_can_be_written_in_scientific_or_integer_notation(given, value):
     assert load(FIRST, [f"optimizer.learning_rate={given}"]).optimizer.learning_rate == value
+
+
+def test_steps_can_be_given_as_tokens():
+    """4096 tokens are a step."""
+    given = ["train.steps=1.5M tokens", "optimizer.decay_steps=12K tokens", "optimizer.warmup_steps=4097 tokens"]
+    config = load(FIRST, given)
+    assert (config.train.steps, config.optimizer.decay_steps, config.optimizer.warmup_steps) == (367, 3, 2)
+    with pytest.raises(UserError, match=r"train\.steps=1M tokens needs train\.batch and model\.context"):
+        load(FIRST, ["train.steps=1M tokens", "train.batch=0"])
+    with pytest.raises(UserError, match=r"train\.steps=1M words must be of type int"):
+        load(FIRST, ["train.steps=1M words"])
 
 
 def test_a_value_with_special_characters_can_be_quoted():

@@ -1,5 +1,6 @@
 """Data in a bucket: a copy on each host, or the rows of a step."""
 
+import hashlib
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from fsspec.registry import _registry
 from shmap_tp.data import location
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.location import prepared_directory
-from shmap_tp.data.metadata import META
+from shmap_tp.data.metadata import META, SPLITS
 from shmap_tp.data.prepare import prepare_missing
 from shmap_tp.data.token_files import open_token_file
 from shmap_tp.errors import UserError
@@ -69,7 +70,7 @@ def test_data_in_a_bucket_is_that_of_the_directory_it_was_copied_from(tmp_path, 
     batches = Batches(config, tokens_of(config))
     local = tiny(tmp_path)
     expected = Batches(local, tokens_of(local))
-    assert batches.identity == expected.identity and batches.tokenizer == b"{}"
+    assert batches.identity == expected.identity and batches.companions == {"tokenizer.json": b"{}"}
     for step in range(3):
         np.testing.assert_array_equal(batches.training(step), expected.training(step))
 
@@ -87,6 +88,25 @@ def test_a_host_copies_each_version_of_the_data_once(tmp_path, bucket, capsys):
     assert rows(directory) == rows(tmp_path / "new") != rows(tmp_path / "data")
 
 
+def test_what_counts_is_read_from_a_bucket_as_from_a_directory(tmp_path, bucket):
+    upload, config = bucket
+    config.data.cache, local = None, tiny(tmp_path)
+    counted = {}
+    for number, split in enumerate(SPLITS):
+        file = tmp_path / "data" / f"{split}.counted"
+        tokens = (tmp_path / "data" / f"{split}.bin").stat().st_size // 2
+        file.write_bytes(np.random.default_rng(number).bytes(-(-tokens // 8)))
+        counted[split] = hashlib.sha256(file.read_bytes()).hexdigest()
+    complete_meta(tmp_path / "data", counted=counted)
+    upload(tmp_path / "data")
+    batches, expected = Batches(config, tokens_of(config)), Batches(local, tokens_of(local))
+    assert batches.identity == expected.identity and batches.identity["train"]["counted"] == counted["train"]
+    found = np.asarray(batches.training(1))
+    assert (found < 0).any() and (found >= 0).any()
+    np.testing.assert_array_equal(found, expected.training(1))
+    np.testing.assert_array_equal(batches.validation(0), expected.validation(0))
+
+
 def test_without_a_cache_only_the_rows_of_a_step_are_read(tmp_path, bucket, monkeypatch):
     upload, config = bucket
     complete_meta(tmp_path / "data")
@@ -101,7 +121,7 @@ def test_without_a_cache_only_the_rows_of_a_step_are_read(tmp_path, bucket, monk
     batches = Batches(config, tokens_of(config))
     local = tiny(tmp_path)
     expected = Batches(local, tokens_of(local))
-    assert batches.identity == expected.identity and batches.tokenizer == b"{}"
+    assert batches.identity == expected.identity and batches.companions == {"tokenizer.json": b"{}"}
     assert read == [] and not {"train.bin", "validation.bin"} & {*Bucket.opened}
     for step in range(3):
         np.testing.assert_array_equal(batches.training(step), expected.training(step))

@@ -13,7 +13,7 @@ import pytest
 from shmap_tp import prepare as command
 from shmap_tp.data import prepare as preparation
 from shmap_tp.data import text_sources
-from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_meta, read_tokenizer
+from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_companions, read_meta
 from shmap_tp.data.token_files import open_token_file
 from shmap_tp.data.tokenizer import Bytes, tokenizer_of_data
 from shmap_tp.errors import UserError
@@ -34,7 +34,7 @@ def test_the_prepared_library_can_be_trained_on(library):
     assert train.tokens > 5_000_000
     assert 0.005 < validation.tokens / train.tokens < 0.05
     meta = json.loads((library / META).read_text())
-    assert {*meta} == {*Meta.__dataclass_fields__} - {"row"}
+    assert {*meta} == {*Meta.__dataclass_fields__} - {"row", "counted"}
     assert meta["sha256"]["train"] == hashlib.sha256((library / "train.bin").read_bytes()).hexdigest()
 
 
@@ -96,7 +96,7 @@ def test_a_tokenizer_is_trained_on_the_training_text(tmp_path, capsys):
         code, printed, _ = run(capsys, *given, "--out", tmp_path / name)
         assert code == 0 and "(tokenizer.json, vocabulary 300, uint16)" in printed
     meta = read_meta(tmp_path / "a")
-    tokenizer = tokenizer_of_data(meta, read_tokenizer(tmp_path / "a", meta), "a")
+    tokenizer = tokenizer_of_data(meta, read_companions(tmp_path / "a", meta), "a")
     found = [tokenizer.decode(ids[:-1]) for split in SPLITS for ids in documents(tmp_path / "a", split)]
     assert sorted(found) == sorted(WORDS)
     assert sum(meta.tokens.values()) < 0.5 * sum(len(text.encode()) for text in WORDS)
@@ -192,7 +192,7 @@ def test_documents_survive_a_subword_tokenizer_file(tmp_path, capsys, subwords):
     decoder = tokenizers.Tokenizer.from_file(str(subwords))
     assert (meta["tokenizer"], meta["end_of_text"]) == ("bpe.json", decoder.token_to_id("<|endoftext|>"))
     assert meta["vocabulary"] == decoder.get_vocab_size() == 400
-    assert (out / TOKENIZER).read_bytes() == read_tokenizer(out, read_meta(out)) == subwords.read_bytes()
+    assert read_companions(out, read_meta(out)) == {TOKENIZER: subwords.read_bytes()}
     assert meta["tokenizer_sha256"] == hashlib.sha256(subwords.read_bytes()).hexdigest()
     found = [decoder.decode(ids[:-1]) for split in SPLITS for ids in documents(out, split)]
     assert sorted(found) == sorted(spoken)
@@ -228,12 +228,12 @@ def test_a_tokenizer_that_is_not_that_of_the_data_is_refused(tmp_path):
     tokenizer.json, tokenizer.name = b'{"a": 1}', "words.json"
     out, source = tmp_path / "out", text_sources.TextSource("two", iter([("train", "ab"), ("validation", "c")]), 2)
     meta = preparation.prepare(source, tokenizer, out)
-    assert read_tokenizer(out, read_meta(out)) == b'{"a": 1}'
+    assert read_companions(out, read_meta(out)) == {TOKENIZER: b'{"a": 1}'}
     (out / TOKENIZER).write_bytes(b"{}")
     with pytest.raises(UserError, match=r"tokenizer\.json: sha256 is 44136fa355b3\.\.\., meta\.json says"):
-        read_tokenizer(out, read_meta(out))
+        read_companions(out, read_meta(out))
     (out / TOKENIZER).unlink()
-    assert read_tokenizer(out, read_meta(out)) is None
+    assert not read_companions(out, read_meta(out))
     del meta["tokenizer_sha256"]  # as in data that was prepared before it was recorded
     (out / META).write_text(json.dumps(meta))
-    assert read_meta(out).tokenizer_sha256 is None and read_tokenizer(out, read_meta(out)) is None
+    assert read_meta(out).tokenizer_sha256 is None and not read_companions(out, read_meta(out))

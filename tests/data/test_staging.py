@@ -129,7 +129,7 @@ def test_data_that_a_killed_preparation_was_replacing_is_put_back(tmp_path):
 def test_a_full_disk_ends_with_2_and_leaves_nothing(tmp_path, capsys, monkeypatch):
     def full(writer, *_):
         if isinstance(writer, preparation.TokenWriter):
-            writer._file.close()
+            writer.ids.close()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     text = jsonl(tmp_path / "x.jsonl")

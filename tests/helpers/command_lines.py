@@ -135,8 +135,8 @@ def check_training(words: list[str]) -> Config:
     """The configuration that the arguments of `main.py` describe, validated."""
     arguments = train._parser("python main.py").parse_intermixed_args(words)
     models = [word for word in words if re.match("model.from_pretrained=(runs/|DIR$)", word)]
-    if (arguments.cfg or FIRST).startswith("runs/") or models:
-        raise NotChecked("it needs what an earlier command of its block writes, or a directory of the user's")
+    if (arguments.cfg or FIRST).startswith(("runs/", "conf/finetune_")) or models:
+        raise NotChecked("it needs what an earlier command writes, a directory of the user's, or a model of the hub")
     overrides = ["checkpoint.resume=must"] if arguments.resume else []
     overrides += [f"mesh.processes={arguments.processes}"] if arguments.processes else []
     config = load(str(ROOT / (arguments.cfg or FIRST)), [*arguments.overrides, *overrides])

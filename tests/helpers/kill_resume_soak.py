@@ -22,13 +22,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from shmap_tp.data.batches import training_order
 from shmap_tp.data.token_files import open_token_file
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.exit_codes import LOST, STOPPED
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import MANIFEST
 from shmap_tp.training.step import State, build_step_functions
+from tests.helpers.data_orders import order_of
 from tests.helpers.run_fixtures import ROOT, bits, lines, overrides, tiny, together, write_tokens
 
 SHAPES = [(2, 4, 1), (8, 1, 1), (1, 1, 1), (2, 4, 2), (4, 2, 2), (2, 2, 4)]
@@ -121,9 +121,9 @@ def compare(killed: Soak, uninterrupted: Soak, last: int, bitwise: bool) -> None
     assert [line["step"] for line in found] == list(range(1, last + 1)), "a step is missing or repeated"
     worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(found, wanted, strict=True))
     config = tiny(killed.directory)
-    count = len(open_token_file(config.data.dir, "train", context=config.model.context, vocabulary=64))
-    batch = config.train.batch
-    read = [training_order(count, 0, (line["step"] - 1) * batch, line["step"] * batch) for line in found]
+    file = open_token_file(config.data.dir, "train", context=config.model.context, vocabulary=64)
+    count, batch, order = len(file), config.train.batch, order_of(file)
+    read = [order((line["step"] - 1) * batch, line["step"] * batch)[1] for line in found]
     times = np.bincount(np.concatenate(read), minlength=count)
     assert times.max() - times.min() <= 1, "a sequence was read more often than another"
     ours, theirs = killed.state(last), uninterrupted.state(last)

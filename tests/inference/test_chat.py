@@ -6,10 +6,10 @@ import pytest
 
 import shmap_tp
 from shmap_tp import chat
+from shmap_tp.data import chat_template
+from shmap_tp.data.chat_template import ChatTemplate, chat_template_of
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
-from shmap_tp.inference import chat_template
-from shmap_tp.inference.chat_template import ChatTemplate, chat_template_of
 from shmap_tp.inference.conversation import LEAST_ROOM, Conversation
 from shmap_tp.inference.generator import Options
 

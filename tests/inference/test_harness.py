@@ -7,9 +7,9 @@ import pytest
 
 import shmap_tp
 from shmap_tp import evaluate
+from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
-from shmap_tp.inference.chat_template import ChatTemplate
 from tests.helpers.harness_task import write_task
 
 

@@ -7,8 +7,8 @@ import struct
 import pytest
 
 import shmap_tp
+from shmap_tp.data.chat_template import chat_template_of
 from shmap_tp.errors import UserError
-from shmap_tp.inference.chat_template import chat_template_of
 from shmap_tp.inference.text import tokenizer_of_pretrained
 from shmap_tp.pretrained.configuration import model_options
 from shmap_tp.pretrained.source import INDEX, open_source

@@ -91,7 +91,7 @@ def test_scores_are_the_log_likelihoods_of_transformers(smollm2):
 
 
 def test_a_chat_is_rendered_and_tokenized_as_by_transformers(smollm2):
-    from shmap_tp.inference.chat_template import chat_template_of
+    from shmap_tp.data.chat_template import chat_template_of
     from shmap_tp.inference.text import tokenizer_of_pretrained
 
     theirs = transformers.AutoTokenizer.from_pretrained(smollm2)
@@ -109,7 +109,7 @@ def test_the_harness_gives_the_log_likelihoods_of_lm_evals_own_adaptor(smollm2):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from shmap_tp.inference.chat_template import chat_template_of_model
+    from shmap_tp.data.chat_template import chat_template_of_model
     from shmap_tp.inference.harness import HarnessModel
 
     pairs = [(" ".join(text.split()[:-3]), " " + " ".join(text.split()[-3:])) for text in prompts()[1:]]

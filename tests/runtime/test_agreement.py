@@ -104,5 +104,10 @@ def test_only_values_that_may_differ_between_hosts_are_left_out_of_the_compariso
     assert agreement.launch_facts(load(FIRST, paths)) == facts == json.loads(json.dumps(facts))
     for changed in ("train.batch=64", "guard.window=64", "mesh.mp=2", "checkpoint.dir=a", "run.seed=1"):
         assert agreement.launch_facts(load(FIRST, [changed])) != facts
+    mixed = ["data.dir=null", "data.source=null", "data.sources={a:{dir:a,weight:0.5},b:{dir:b,weight:0.5}}"]
+    facts_of_sources = agreement.launch_facts(load(FIRST, mixed))
+    assert agreement.launch_facts(load(FIRST, [*mixed, "data.sources={a:{dir:c}}"])) == facts_of_sources
+    weights = "data.sources={a:{weight:0.4},b:{weight:0.6}}"
+    assert agreement.launch_facts(load(FIRST, [*mixed, weights])) != facts_of_sources
     assert facts["the version of jax"] == jax.__version__
     assert len(facts["the source code of shmap_tp (sha256)"]) == 12

@@ -12,6 +12,7 @@ from shmap_tp.config.compose import to_yaml
 from shmap_tp.errors import StorageError
 from shmap_tp.runtime.files import replacing, write_atomically, writing
 from shmap_tp.training import loop
+from shmap_tp.training.evaluation import Evaluation
 from shmap_tp.training.metrics import Recorder, read_metrics
 from tests.helpers.run_fixtures import lines, tiny
 
@@ -56,10 +57,10 @@ def test_a_full_disk_is_reported_when_writing_metrics(tmp_path):
         pytest.raises(StorageError, match=rf"^{file} could not be written: No space left on device"),
         Recorder(config, 0, enabled=True) as recorder,
     ):
-        recorder.validation(1, 0.5)
+        recorder.validation(1, Evaluation(0.5, 1.0, None))
         recorder._stream.close()
         recorder._stream = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115 - the recorder closes it
-        recorder.validation(2, 0.5)
+        recorder.validation(2, Evaluation(0.5, 1.0, None))
     assert [line["step"] for line in read_metrics(file)] == [1]
 
 

@@ -1,6 +1,7 @@
 """Tokens that other frameworks counted, cut, mixed or read wrongly, each written as the mistake would be made here.
 docs/silent-bugs.md names the published threads, test by test."""
 
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import shmap_tp.layers.attention
 import shmap_tp.training.step
-from shmap_tp.data import batches
+from shmap_tp.data import mixture
 from shmap_tp.layers.attention import Attention, Chunked
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import Context
@@ -108,14 +109,15 @@ def test_tokens_of_prompts_count_as_targets(monkeypatch):
 
 
 def test_a_resumed_run_shuffles_from_its_first_epoch_again(monkeypatch):
-    order = partial(batches.training_order, 10, 0)  # of 10 sequences, with seed 0
-    uninterrupted, shuffled, read = order(0, 50), batches.permutation, []
+    def order(first: int, last: int) -> np.ndarray:
+        return mixture.DataOrder([10], [0], {0: [Fraction(1)]})(first, last)[1]  # of 10 sequences
 
-    def counting_from_the_start(count: int, seed: int, epoch: int) -> np.ndarray:
-        read.append(epoch)
-        return shuffled(count, seed, epoch - read[0])
+    shuffled, uninterrupted = mixture.shuffled, order(0, 9000)
 
-    np.testing.assert_array_equal(order(25, 50), uninterrupted[25:])
-    monkeypatch.setattr(batches, "permutation", counting_from_the_start)
+    def counting_from_the_start(samples: np.ndarray, counts: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        return shuffled(samples - samples[0] // counts * counts, counts, keys)
+
+    np.testing.assert_array_equal(order(8500, 9000), uninterrupted[8500:])
+    monkeypatch.setattr(mixture, "shuffled", counting_from_the_start)
     with pytest.raises(AssertionError, match="Mismatched elements"):
-        np.testing.assert_array_equal(order(25, 50), uninterrupted[25:])
+        np.testing.assert_array_equal(order(8500, 9000), uninterrupted[8500:])

@@ -89,7 +89,7 @@ def line(step: int, in_a_row: int, loss: float, norm: float = 1.0) -> dict[str, 
 def test_the_monitor_reports_why_a_step_was_skipped_and_stops_after_too_many():
     """Step s reads the sequences of index s - 1.  After a resume, two more consecutive ones stop the run again."""
     monitor = BadStepMonitor(
-        dataclasses.replace(GUARD, max_consecutive=2), lambda step: np.arange(10 * step, 10 * step + 6), "the.bin"
+        dataclasses.replace(GUARD, max_consecutive=2), lambda step: [*range(10 * step, 10 * step + 6)], "the.bin"
     )
     assert monitor.update(line(1, 0, 2.5)) == {} and monitor.in_a_row == 0
     spike = monitor.update(line(2, 1, 3.5))
@@ -105,7 +105,7 @@ def test_the_monitor_reports_why_a_step_was_skipped_and_stops_after_too_many():
         "steps 2 to 5 were skipped, 4 in a row (guard.max_consecutive=2); the last read sequences 40, 41, 42, 43, ... "
         "of the.bin, and its loss is nan, its gradient norm 1"
     )
-    never = BadStepMonitor(dataclasses.replace(GUARD, max_consecutive=None), lambda step: np.arange(6), "the.bin")
+    never = BadStepMonitor(dataclasses.replace(GUARD, max_consecutive=None), lambda step: range(6), "the.bin")
     never.update(line(5, 1000, np.nan))
     assert not never.verdict
 
@@ -250,9 +250,7 @@ def test_skipped_steps_are_counted_and_reported_and_leave_the_weights_unchanged(
     printed = capsys.readouterr().out
     assert re.findall(r"step (\d) is skipped, the weights are unchanged: .* gradient norm nan", printed) == ["4", "5"]
     for line in lines(with_bad_steps):
-        assert line.get("sequences") == (
-            batches.sequence_indices(line["step"] - 1).tolist() if line["step"] in BAD else None
-        )
+        assert line.get("sequences") == (batches.sequences(line["step"] - 1) if line["step"] in BAD else None)
     assert checkpoint_steps(with_bad_steps) == [2, 6, 8], "a checkpoint in between would have the weights of step 3"
 
 

@@ -39,6 +39,12 @@ DATA = ["data.dir=gs://bucket/neox", "data.cache=null"]
 SAVED = ["checkpoint.dir=gs://bucket/run"]
 
 
+def sources(**weights: str) -> list[str]:
+    """Sources of gs://bucket, with their weights."""
+    each = (f"{name}:{{dir:gs://bucket/{name},weight:{weight}}}" for name, weight in weights.items())
+    return ["data.dir=null", "data.source=null", "data.cache=null", f"data.sources={{{','.join(each)}}}"]
+
+
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
     """Calls `main.py --check` with other arguments, where gs://bucket has the data of 100B tokens; returns its exit
@@ -46,8 +52,8 @@ def check(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(_registry, "gs", Bucket)
     monkeypatch.setenv("BUCKETS", str(tmp_path))
     write_data_set(tmp_path / "bucket/neox", vocabulary=50277, train=99_000_000_000, tokenizer="neox")
+    write_data_set(tmp_path / "bucket/web", vocabulary=50277, train=10**9, tokenizer="neox")
     write_data_set(tmp_path / "bucket/bytes", vocabulary=256, train=10**9, tokenizer="bytes")
-    write_data_set(tmp_path / "bucket/short", vocabulary=50277, train=10**9, validation=2000 * 1024)
     write_data_set(tmp_path / "bucket/llama3", vocabulary=128256, train=10**9)
     write_data_set(tmp_path / "bucket/mixed", vocabulary=50277, train=10**9)
     (tmp_path / "bucket/mixed/tokenizer.json").write_text("another")
@@ -64,6 +70,12 @@ def test_a_run_that_would_train_on_the_slice_is_accepted(check):
     assert (code, error) == (0, "") and "warning" not in printed
     assert "gs://bucket/neox: 99,000,000,000 tokens, tokenizer neox, vocabulary 50277" in printed
     assert "The run can start on v3-32: 32 devices, hosts: 4." in printed
+
+
+def test_each_source_is_looked_at(check):
+    code, printed, _ = check(*RECIPE, *sources(neox="0.7", web="0.3"), *SAVED, "--type", "v3-32")
+    assert code == 0 and "source neox     gs://bucket/neox: 70 %; 99,000,000,000 tokens, tokenizer neox" in printed
+    assert "source web      gs://bucket/web: 30 %; 1,000,000,000 tokens, tokenizer neox" in printed
 
 
 def test_automatic_data_parallelism_uses_the_devices_of_the_slice(check):
@@ -98,12 +110,19 @@ REFUSED = {
         "gs://bucket/none/train.bin does not exist; prepare it and copy it there:\npython -m shmap_tp.prepare",
     ),
     "data that the disk cannot hold": ([*SAVED, DATA[0], *V3], "use data.cache=null"),
-    "too little validation data": ([*SAVED, "data.dir=gs://bucket/short", *V3], "prepare more validation text"),
     "tokens that the model does not have": (
         [*SAVED, "data.dir=gs://bucket/llama3", *V3],
         "model.vocabulary=50304 is the limit; use other data or another model",
     ),
     "another tokenizer.json": ([*SAVED, "data.dir=gs://bucket/mixed", *V3], "it is not the tokenizer of this data"),
+    "sources that cannot be mixed": (
+        [*SAVED, *sources(bytes="0.5", neox="0.5"), *V3],
+        "data.sources.neox has tokenizer neox, and data.sources.bytes has bytes; prepare both with the same tokenizer",
+    ),
+    "a source on the disks of the hosts": (
+        [*SAVED, "data.dir=null", "data.source=null", "data.sources={a:{dir:data/a,weight:1}}", *V3],
+        "use data.sources.a.dir=gs://bucket/a, after\npython -m shmap_tp.prepare",
+    ),
     "no bucket": (
         [*DATA, "checkpoint.dir=gs://BUCKET/run", *V3],
         "there is no gs://BUCKET; create it in the region of the slices:\ngcloud storage buckets create gs://BUCKET",

@@ -34,7 +34,7 @@ MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
     "number, owner, name, when, stops_at",
     [
         (signal.SIGTERM, Batches, "training", lambda step: step == 4, 5),  # in step 5, which is finished and saved
-        (signal.SIGINT, Batches, "validation", lambda index: index == 1, 4),  # in the evaluation after step 4
+        (signal.SIGINT, Batches, "validation", lambda index, _: index == 1, 4),  # in the evaluation after step 4
         (signal.SIGTERM, Checkpoints, "save", lambda step, *_: step == 2, 2),  # while step 2 is being saved
         (signal.SIGINT, Batches, "training", lambda step: step == 7, 8),  # in the last step, before its evaluation
     ],

@@ -10,6 +10,7 @@ import pytest
 from shmap_tp.config.compose import load
 from shmap_tp.errors import UserError
 from shmap_tp.training import metrics
+from shmap_tp.training.evaluation import Evaluation
 from shmap_tp.training.metrics import Meter, Recorder, plot_losses, read_metrics
 from tests.helpers.run_fixtures import (
     BATCH,
@@ -19,6 +20,8 @@ from tests.helpers.run_fixtures import (
     lines,
     tiny,
 )
+
+HALF = Evaluation(nats=0.5, targets=1.0, size=None)
 
 
 def test_the_run_directory_has_the_documented_files(uninterrupted):
@@ -51,7 +54,7 @@ def test_tensorboard_receives_the_same_values(tmp_path):
 
     (tmp_path / "run").mkdir()
     with Recorder(tiny(tmp_path, "log.tensorboard=true"), 0, enabled=True) as recorder:
-        recorder.validation(4, 0.5)
+        recorder.validation(4, HALF)
         recorder.samples(4, {"1+": "1=2"})
     (file,) = (tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")
     rest, events = file.read_bytes(), []
@@ -142,7 +145,7 @@ def test_lines_of_lost_steps_and_a_partial_line_are_removed_from_metrics(tmp_pat
     old = [{"split": "train", "step": step, "loss": 1.0, "mesh": [2, 4], "segment": 0} for step in (1, 2, 3)]
     file.write_text("".join(json.dumps(line) + "\n" for line in old) + '{"split": "train", "st')
     with Recorder(config, 2, enabled=True) as recorder:
-        recorder.validation(2, 0.5)
+        recorder.validation(2, HALF)
     assert [line["step"] for line in read_metrics(file)] == [1, 2, 2]
     assert list(read_metrics(file))[-1] == {"split": "validation", "step": 2, "loss": 0.5, "mesh": [2, 4], "segment": 1}
     assert file.read_text().endswith("}\n")
@@ -151,5 +154,5 @@ def test_lines_of_lost_steps_and_a_partial_line_are_removed_from_metrics(tmp_pat
 def test_a_disabled_recorder_writes_nothing(tmp_path):
     config = tiny(tmp_path)
     with Recorder(config, 0, enabled=False) as recorder:
-        recorder.validation(1, 0.5)
+        recorder.validation(1, HALF)
     assert not (tmp_path / "run").exists()

@@ -85,6 +85,23 @@ def test_a_checkpoint_from_before_documents_were_isolated_is_one_of_joined_docum
     assert _fixed_settings({}, splits | {"seed": 0, "batch": 1})["data.documents"] == "joined"
 
 
+def test_a_run_of_a_version_that_shuffled_otherwise_continues_and_says_so_once(copied, capsys):
+    """The epoch under way is not read exactly once; another order of the same name's place is refused."""
+    directory = copied / "run" / "checkpoints" / "8"
+    metadata = json.loads((directory / ORBAX_METADATA).read_text())
+    order = metadata["custom_metadata"]["data"].pop("order")
+    reseal(directory, json.dumps(metadata))
+    said = f"checkpoint {directory} was saved by a version that shuffled otherwise: in the epoch of that step some"
+    for steps in (9, 10):
+        assert loop.train(tiny(copied, "checkpoint.resume=must", f"train.steps={steps}")) == 0
+        assert (said in capsys.readouterr().out) == (steps == 9)
+    metadata["custom_metadata"]["data"]["order"] = f"{order}0"
+    shutil.rmtree(directory.with_name("9"))
+    shutil.rmtree(directory.with_name("10"))
+    reseal(directory, json.dumps(metadata))
+    assert f"the data order was {order}0, is {order}" in refused(copied, "checkpoint.resume=must")
+
+
 def test_what_stands_in_the_place_of_a_later_checkpoint_is_named_at_the_start(copied):
     """A save would fail there, after hours; what the run does not save stays as it is."""
     for name in ("9", "10", "2024"):

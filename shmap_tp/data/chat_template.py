@@ -15,19 +15,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from shmap_tp.data.metadata import CONFIG, TEMPLATE
 from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.files import file_size, parse_json, reading
 
-TEMPLATE = "chat_template.jinja"
-CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 
 PROGRAM = str(Path(__file__).with_name("template_process.py"))
 SECONDS, CHARACTERS, BYTES = 5, 1 << 24, 1 << 29
 """The processor time and the text of a rendering, and the memory of the process, at most."""
 
-Message = dict[str, str]
-"""{"role": "system", "user" or "assistant", "content": text}."""
+Message = dict[str, Any]
+"""{"role": "system", "user", "assistant" or another that the template knows, "content": text}."""
+Span = tuple[int, int]
+"""The first character of a part of a text, and the one after its last."""
 
 
 class ChatTemplate:
@@ -47,12 +48,19 @@ class ChatTemplate:
 
         Raises UserError if the template refuses them, or reaches one of the limits above.
         """
+        text, _ = self.render_marked(messages, asks=not continued)
+        return self._up_to(messages[-1]["content"], text) if continued else text
+
+    def render_marked(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, asks: bool = False
+    ) -> tuple[str, list[Span]]:
+        """(the text of `messages`, the parts of it that {% generation %} marks as the model's own words); with `asks`
+        the beginning of an answer follows.  Errors as of `render`."""
         if self._process is None:
             self._start()
-        given: dict[str, Any] = {"messages": [*messages], "tools": None, "documents": None}
-        given |= {"add_generation_prompt": not continued, **self._tokens}
-        text = self._ask(given, "refuses the messages")
-        return self._up_to(messages[-1]["content"], text) if continued else text
+        given = {"messages": [*messages], "tools": tools, "documents": None, "add_generation_prompt": asks}
+        found = self._ask(given | self._tokens, "refuses the messages")
+        return found["text"], [tuple(span) for span in found["marked"]]
 
     def _start(self) -> None:
         """Start the process, which compiles the template."""
@@ -69,7 +77,7 @@ class ChatTemplate:
         limits = {"seconds": SECONDS, "characters": CHARACTERS, "bytes": BYTES}
         self._ask({"template": self.text, **limits}, "is not a chat template")
 
-    def _ask(self, line: dict[str, Any], refusal: str) -> str:
+    def _ask(self, line: dict[str, Any], refusal: str) -> dict[str, Any]:
         """The process's answer to a line.  Raises UserError if it is an error, or the process has ended."""
         process, answer = self._process, ""
         try:
@@ -86,7 +94,7 @@ class ChatTemplate:
         found = json.loads(answer)
         if "error" in found:
             raise UserError(f"{self._place} {refusal}: {shown(found['error'])}")
-        return found["text"]
+        return found
 
     def _up_to(self, message: str, text: str) -> str:
         """`text` up to the end of its last message, whose outer spaces the template may have removed."""
@@ -107,7 +115,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def chat_template_of_model(model: Any, file: str | None) -> ChatTemplate:
-    """That in `file`, or of the Hugging Face directory or run that an `api.Model` was read from.  Raises UserError."""
+    """That in `file`, or of the conversations that an `api.Model` was trained on, or of the Hugging Face directory that
+    it was read from.  Raises UserError if there is none."""
+    run = None if model.checkpoint is None else Path(model.checkpoint).parents[1]
+    if file is None and run is not None and file_size(run / TEMPLATE) is not None:
+        return chat_template_of(run)
     return chat_template_of(Path(model.checkpoint) if model.source is None else model.source.directory, file)
 
 
@@ -116,12 +128,10 @@ def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
 
     Raises UserError if there is none.
     """
-    config = _config(directory)
-    tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
-    path = directory / TEMPLATE if file is None else Path(file)
+    path, config = directory / TEMPLATE if file is None else Path(file), _config(directory)
     if file_size(path) is not None:
         with reading(path):
-            return ChatTemplate(path.read_bytes().decode(errors="replace"), str(path), tokens)
+            return chat_template_of_files(path.read_bytes(), config, str(path))
     if file is not None:
         raise UserError(f"--template {file}: no such file; give a chat template in Jinja")
     text = config.get("chat_template")
@@ -133,7 +143,16 @@ def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
             f"{directory} has no chat template: the model was not trained to chat; use shmap_tp.generate, or chat with "
             f"--template FILE,\nand evaluate without --apply-chat-template"
         )
-    return ChatTemplate(text, str(directory / CONFIG), tokens)
+    return chat_template_of_files(text.encode(), config, str(directory / CONFIG))
+
+
+def chat_template_of_files(content: bytes, config: dict[str, Any], place: str) -> ChatTemplate:
+    """The template with this content, which `place` names in messages, and the special tokens of tokenizer_config.json.
+
+    Raises UserError if it is no template.
+    """
+    tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
+    return ChatTemplate(content.decode(errors="replace"), place, tokens)
 
 
 def _is_named(template: Any) -> bool:

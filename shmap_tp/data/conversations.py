@@ -1,0 +1,260 @@
+"""Conversations as training data: read from files, rendered by a chat template, tokenized, with a mark on each token.
+
+The loss counts what the model would have to write: each assistant turn that follows another message, to the end token
+that the template puts after it.  Where the template has {% generation %}, that says what a turn is; else it is what the
+turn adds to the prompt that generation would have had.  A token that does not count stands as -1 - id, as in a batch
+(`model/tokens.py`).
+
+Some templates write earlier turns in another way than the last one: those of thinking models leave out what was thought
+before.  Then the whole conversation holds turns that the model never writes, so each of its assistant turns becomes a
+sample of its own, as it is written when it is the last one.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+from tqdm import tqdm
+
+from shmap_tp.data.chat_template import CONFIG, TEMPLATE, ChatTemplate, Message, Span
+from shmap_tp.data.metadata import GENERATION, TOKENIZER
+from shmap_tp.data.text_sources import TRAIN, VALIDATION
+from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, Subwords, check_text
+from shmap_tp.errors import UserError, shown
+from shmap_tp.runtime.files import parse_json
+
+ASSISTANT = "assistant"
+SHAREGPT = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
+"""The names of ShareGPT's speakers that are called otherwise in messages; others keep their name."""
+FORMS = '{"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or ShareGPT\'s form'
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What was said, and with which tools, in the form that templates read."""
+
+    place: str
+    """Where it was read, for messages."""
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that is trained on, and the parts of it that count."""
+
+    text: str
+    answers: list[Span]
+    ended: bool
+    """Whether the template ends the last answer with a token; else the end of the sample is its end."""
+
+
+def conversation(row: Any, place: str) -> Conversation:
+    """The conversation of a record, in any of `FORMS`; `place` is where it was read.  Raises UserError."""
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: an object is needed, in the form {FORMS}")
+    if isinstance(row.get("messages"), list):
+        messages = row["messages"]
+    elif isinstance(row.get("conversations"), list):
+        messages = [_of_sharegpt(turn, place) for turn in row["conversations"]]
+    elif {"prompt", "completion"} <= row.keys():
+        messages = [*_turns(row["prompt"], "user"), *_turns(row["completion"], ASSISTANT)]
+    else:
+        text = "; for text use --text" if isinstance(row.get("text"), str) else ""
+        raise UserError(f"{place}: no conversation in the fields {', '.join(row)}; give {FORMS}{text}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f"{place}: message {number} is {shown(str(message)[:40])}; give an object with a role")
+    if not any(after["role"] == ASSISTANT for after in messages[1:]):
+        raise UserError(f"{place}: no assistant turn answers a message, so there is nothing to learn; leave it out")
+    while messages[-1]["role"] != ASSISTANT:
+        messages = messages[:-1]
+    return Conversation(place, messages, row.get("tools"))
+
+
+def _of_sharegpt(turn: Any, place: str) -> Message:
+    if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+        raise UserError(f"{place}: a turn of ShareGPT's form is an object with from and value, not {str(turn)[:40]!r}")
+    return {"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
+
+
+def _turns(given: Any, role: str) -> list[Message]:
+    """The messages of a prompt or a completion, which is a text or messages already."""
+    return given if isinstance(given, list) else [{"role": role, "content": given}]
+
+
+def samples_of(given: Conversation, template: ChatTemplate, ends: re.Pattern[str]) -> list[Sample]:
+    """What is trained on of a conversation: one sample, or one for each assistant turn (see above).
+
+    `ends` matches the tokens that may end a turn.  Raises UserError if the template refuses the messages, or an answer
+    in its text does not follow the prompt to which it is the answer.
+    """
+    try:
+        turns = [number for number, each in enumerate(given.messages) if number and each["role"] == ASSISTANT]
+        each = [_answer(given, turn, template, ends) for turn in turns]
+    except UserError as error:
+        raise UserError(f"{given.place}: {error}") from None
+    whole = each[-1]
+    if all(turn.ended for turn in each[:-1]) and all(whole.text.startswith(turn.text) for turn in each):
+        return [Sample(whole.text, [span for turn in each for span in turn.answers], whole.ended)]
+    return each
+
+
+def _answer(given: Conversation, turn: int, template: ChatTemplate, ends: re.Pattern[str]) -> Sample:
+    """The conversation up to an assistant turn, which alone counts."""
+    asked, _ = template.render_marked(given.messages[:turn], given.tools, asks=True)
+    text, marked = template.render_marked(given.messages[: turn + 1], given.tools)
+    pairs = enumerate(zip(asked, text, strict=False))
+    same = next((place for place, (a, b) in pairs if a != b), min(len(asked), len(text)))
+    spans = [span for span in marked if span[0] >= same]
+    if not spans and same < len(asked):
+        raise UserError(
+            f"the chat template writes the answer {turn} after another text than generation would have: "
+            f"{shown(text[same : same + 40])} instead of {shown(asked[same : same + 40])};\ngive a template whose "
+            f"answers follow its generation prompt, or that marks them with {{% generation %}}: --template FILE"
+        )
+    *before, (first, last) = spans or [(same, len(text))]
+    stop = _end_token(text, first, last, ends)
+    return Sample(text, [*before, (first, stop or last)], stop is not None)
+
+
+def _end_token(text: str, first: int, last: int, ends: re.Pattern[str]) -> int | None:
+    """The end of the token that ends the answer text[first:last], within it or after it; None if there is none."""
+    inside = [found.end() for found in ends.finditer(text, first, last) if not text[found.end() : last].strip()]
+    if inside:
+        return inside[0]
+    after = ends.match(text, last)
+    return after.end() if after else None
+
+
+def marked_tokens(sample: Sample, ids: np.ndarray, places: np.ndarray, end_of_text: int) -> Int32[np.ndarray, " _"]:
+    """The ids of a sample and its end of text, those that do not count as -1 - id.
+
+    places[2, tokens] are the first character of each token and the one after its last.  A token that is only partly in
+    an answer counts.
+    """
+    counted = np.zeros(len(ids) + 1, bool)
+    for first, last in sample.answers:
+        counted[:-1] |= (places[1] > first) & (places[0] < last)
+    counted[-1] = not sample.ended
+    ids = np.append(ids, end_of_text).astype(np.int32)
+    return np.where(counted, ids, ~ids)
+
+
+class ChatSource:
+    """Conversations of files, tokenized and marked, each assigned to a split as a whole.
+
+    The fraction `validation` of the conversations, at least one, is for validation: those with the lowest hashes.
+    """
+
+    marked, files = True, None
+
+    def __init__(
+        self,
+        name: str,
+        rows: Callable[[], Iterator[tuple[str, Any]]],
+        template: ChatTemplate,
+        directory: Path,
+        validation: float,
+        row: int,
+        cut: bool,
+    ):
+        """`rows` yields (place, record) of each conversation; `directory` has the other files of the template's model.
+
+        Samples of more than `row` tokens lose their ends with `cut`; else they are refused.
+        """
+        self.name, self._rows, self._template, self._directory = name, rows, template, directory
+        self._validation, self._row, self._cut = validation, row, cut
+        self._long: list[tuple[str, int]] = []  # (where, tokens) of samples that are too long
+        self._empty = 0  # of these, how many have no answer once they are cut
+        self._end_tokens: set[int] = set()
+
+    def tokenized(self, tokenizer: Bytes | Subwords) -> Iterator[tuple[str, Int32[np.ndarray, " _"]]]:
+        """(split, tokens) of each sample, to its end of text.  Raises UserError as `conversation` and `samples_of` do,
+        if a sample is too long, or contains the end of text."""
+        hashes = sorted({_hash(row) for _, row in self._rows()})
+        if len(hashes) < 2:
+            raise UserError(
+                f"{self.name}: {len(hashes)} different conversations, but both splits need some; add others"
+            )
+        limit = hashes[min(max(round(self._validation * len(hashes)), 1), len(hashes) - 1)]
+        longest_first = sorted(tokenizer.special_tokens(), key=len, reverse=True)
+        ends = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        for place, row in tqdm(self._rows(), desc=self.name, unit=" conversations", disable=None):
+            split = VALIDATION if _hash(row) < limit else TRAIN
+            for sample in samples_of(conversation(row, place), self._template, ends):
+                tokens = self._fitted(self._tokens(sample, tokenizer, place), place)
+                if (tokens >= 0).any():
+                    yield split, tokens
+        self._report()
+
+    def _tokens(self, sample: Sample, tokenizer: Bytes | Subwords, place: str) -> Int32[np.ndarray, " _"]:
+        check_text(sample.text, place)
+        ids, places = tokenizer.encode_with_places(sample.text)
+        if (ids == tokenizer.end_of_text).any():
+            raise UserError(
+                f"{place}: {tokenizer.decode([tokenizer.end_of_text])!r} is to end a conversation in the data, but it "
+                f"is within this one; name a token that is in none with --end-of-text"
+            )
+        special, lasts = [*tokenizer.special_tokens().values()], [last for _, last in sample.answers]
+        self._end_tokens |= {*ids[np.isin(places[1], lasts) & np.isin(ids, special)].tolist()}
+        return marked_tokens(sample, ids, places, tokenizer.end_of_text)
+
+    def _fitted(self, tokens: Int32[np.ndarray, " _"], place: str) -> Int32[np.ndarray, " _"]:
+        """`tokens`, without the end of what is too long."""
+        if len(tokens) <= self._row:
+            return tokens
+        self._long.append((place, len(tokens)))
+        cut = np.append(tokens[: self._row - 1], min(tokens[-1], ~tokens[-1]))
+        self._empty += not (cut >= 0).any()
+        return cut
+
+    def _report(self) -> None:
+        """Refuse samples that are too long, or say how many were cut."""
+        if not self._long:
+            return
+        place, size = self._long[0]
+        what = f"{len(self._long)} samples are longer than --pack {self._row} tokens; the first, {place}, has {size}"
+        if not self._cut:
+            raise UserError(f"{what};\nuse a larger --pack, shorten them, or cut their ends: --cut")
+        print(f"{what}: their ends are cut, and {self._empty} that have no answer then are left out")
+
+    def companions(self, tokenizer: Bytes | Subwords) -> dict[str, bytes]:
+        """The tokenizer, the template, and what generation stops at, in the files of a Hugging Face directory."""
+        found = {name: file.read_bytes() for name in (CONFIG, GENERATION) if (file := self._directory / name).is_file()}
+        if self._end_tokens:
+            generation = parse_json(found.get(GENERATION, b"{}"), self._directory / GENERATION)
+            known = generation.get("eos_token_id") or []
+            known = known if isinstance(known, list) else [known]
+            generation["eos_token_id"] = sorted({*known} | self._end_tokens)
+            found[GENERATION] = json.dumps(generation, indent=2).encode() + b"\n"
+        own = {} if tokenizer.json is None else {TOKENIZER: tokenizer.json}
+        return found | {TEMPLATE: self._template.text.encode()} | own
+
+
+def end_of_conversations(tokenizer: Bytes | Subwords, template: ChatTemplate) -> int:
+    """The id that separates conversations in the data: the tokenizer's end of text, unless the template ends a turn
+    with it; then another special token that the template does not write.  Raises UserError if there is none.
+
+    What it is does not matter to the model: no other token sees it, and it counts only where nothing else ends a turn.
+    """
+    said = [{"role": role, "content": "a"} for role in ("user", ASSISTANT, "user", ASSISTANT)]
+    written = {*tokenizer.encode(template.render_marked(said)[0], special_tokens=False)}
+    special = tokenizer.special_tokens()
+    for candidate in (tokenizer.end_of_text, special.get(END_OF_TEXT), *special.values()):
+        if candidate is not None and candidate not in written:
+            return candidate
+    raise UserError(
+        f"--tokenizer {tokenizer.name} has no special token that can separate conversations; name a token that is in "
+        f"none with --end-of-text"
+    )
+
+
+def _hash(row: Any) -> int:
+    return int.from_bytes(hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest()[:8], "big")

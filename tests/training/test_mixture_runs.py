@@ -1,0 +1,160 @@
+"""Runs of several sources: what a resumed run reads, the losses of each source, and which other past is refused."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmap_tp import evaluate
+from shmap_tp.config.schema import Config
+from shmap_tp.data.batches import Batches
+from shmap_tp.data.metadata import META
+from shmap_tp.errors import UserError
+from shmap_tp.training import loop
+from shmap_tp.training.check import check
+from shmap_tp.training.evaluation import Evaluation, mixed
+from shmap_tp.training.step import CONFIGURED
+from tests.helpers.run_fixtures import (
+    BATCH,
+    STEPS,
+    file_contents,
+    lines,
+    make_runs_quick,
+    tiny,
+    tokens_of,
+    values,
+    write_tokens,
+)
+
+WEIGHTS = {"web": "weight:0.6", "code": "weight:0.3", "math": "weight:0.1,from_step:4"}
+"""Until step 4: web 2/3, code 1/3."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """The directory of the sources, web, code and math, and of a copy of web that has another name."""
+    directory = tmp_path_factory.mktemp("sources")
+    for seed, (name, tokens) in enumerate({"web": 3000, "code": 900, "math": 300}.items()):
+        write_tokens(directory / name, train=tokens, validation=600 - 100 * seed, seed=seed)
+    return directory
+
+
+def mixture(run: Path, data: Path, *more: str, **weights: str) -> Config:
+    """The tiny run of the sources with these `weights`; their directories are `data`/NAME."""
+    sources = ",".join(f"{name}:{{dir:{data / name},{weight}}}" for name, weight in weights.items())
+    (run / "data").mkdir(exist_ok=True, parents=True)  # which is not read
+    return tiny(run, "data.dir=null", f"data.sources={{{sources}}}", *more)
+
+
+def read_by(config: Config, steps: int) -> list:
+    batches = Batches(config, tokens_of(config))
+    return [batches.sequences(step) for step in range(steps)]
+
+
+def refused(config: Config, directory: Path) -> str:
+    before = file_contents(directory)
+    with pytest.raises(UserError) as caught:
+        loop.train(config)
+    assert file_contents(directory) == before and len(str(caught.value).splitlines()) <= 2
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(directory, tmp_path_factory) -> Path:
+    """A run of the three sources from step 0 to 8."""
+    run = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        make_runs_quick(patch)
+        assert loop.train(mixture(run, directory, **WEIGHTS)) == 0
+    return run
+
+
+def test_a_run_resumed_on_another_mesh_with_a_new_source_equals_one_that_always_had_it(
+    directory, uninterrupted, tmp_path, capsys
+):
+    two = {"web": "weight:2/3", "code": "weight:1/3"}
+    assert loop.train(mixture(tmp_path, directory, "train.steps=4", **two)) == 0
+    other = ["mesh.dp=4", "mesh.mp=2", "mesh.tensor_parallel=sequence", "checkpoint.resume=must"]
+    assert loop.train(mixture(tmp_path, directory, *other, **WEIGHTS)) == 0
+    losses = [[each[1] for each in values(run)] for run in (tmp_path, uninterrupted)]
+    assert len(losses[0]) == STEPS and losses[0] == pytest.approx(losses[1], rel=1e-5)
+    printed = capsys.readouterr().out
+    assert f"source web ({directory}/web): 66.67 %, from step 4 on 60 %; 0.21 epochs of its 187 sequences" in printed
+    assert read_by(mixture(tmp_path, directory, **WEIGHTS), 4) == read_by(mixture(tmp_path, directory, **two), 4)
+
+
+def test_each_source_has_its_validation_loss_beside_that_of_the_mixture(uninterrupted):
+    found = lines(uninterrupted, "validation")
+    assert [(line["step"], line.get("source")) for line in found] == [
+        (step, source) for step in (4, 8) for source in (None, "code", "math", "web")
+    ]
+    loss = {line.get("source"): line["loss"] for line in found[:4]}
+    assert loss[None] == pytest.approx(0.6 * loss["web"] + 0.3 * loss["code"] + 0.1 * loss["math"])
+    assert len({*loss.values()}) == 4
+
+
+def test_bits_per_byte_of_a_mixture_are_those_of_targets_drawn_by_the_weights():
+    """One of 2 nats and 4 bytes a target, one of 1 nat and 1 byte: a quarter and three quarters of the targets."""
+    found = {"a": Evaluation(20.0, 10.0, 40), "b": Evaluation(100.0, 100.0, 100)}
+    both = mixed(found, {"a": 0.25, "b": 0.75})
+    assert both.loss == pytest.approx(1.25) and both.bits_per_byte == pytest.approx(1.25 / np.log(2) / 1.75)
+    assert mixed({"a": found["a"]}, {"a": 1.0}) == found["a"]
+    assert mixed(found | {"b": Evaluation(1.0, 1.0, None)}, {"a": 0.5, "b": 0.5}).bits_per_byte is None
+
+
+PAST = {
+    "a share that was another": {"web": "weight:1/2", "code": "weight:1/2"},
+    "a source that would have begun before": WEIGHTS | {"math": "weight:0.1,from_step:3"},
+    "a source that is not there any more": {"web": "weight:1"},
+}
+
+
+@pytest.mark.parametrize("weights", PAST.values(), ids=PAST)
+def test_another_past_is_refused_with_what_to_write_instead(directory, uninterrupted, weights):
+    config = mixture(uninterrupted, directory, "checkpoint.resume=must", "train.steps=10", **weights)
+    message = refused(config, uninterrupted)
+    assert f"{uninterrupted}/run/checkpoints/8 is of another run, which read from step " in message
+    assert "Let changes begin at step 8: from_step: 8, or weight: {0: 0.7, 8: 0.5}" in message
+
+
+def test_a_run_of_a_data_dir_continues_with_it_as_one_of_several_sources(directory, tmp_path):
+    shutil.copytree(directory / "web", tmp_path / "data")
+    assert loop.train(tiny(tmp_path, "train.steps=4")) == 0
+    renamed = {"old": "weight:{0:1,4:0.5}", "code": "weight:{4:0.5}"}
+    shutil.copytree(directory / "code", tmp_path / "code")
+    (tmp_path / "data").rename(tmp_path / "old")
+    config = mixture(tmp_path, tmp_path, "checkpoint.resume=must", **renamed)
+    assert loop.train(config) == 0
+    assert [line["step"] for line in lines(tmp_path)] == [*range(1, STEPS + 1)]
+    read = read_by(config, STEPS)
+    assert {one.split()[0] for step in read[:4] for one in step} == {"old"}
+    assert sum(one.startswith("code") for step in read[4:] for one in step) == 2 * BATCH
+
+
+def test_sources_that_cannot_be_mixed_are_named(directory, tmp_path):
+    for name in ("web", "code"):
+        shutil.copytree(directory / name, tmp_path / name)
+    halves = {"web": "weight:0.5", "code": "weight:0.5"}
+    meta = tmp_path / "code" / META
+    meta.write_text(meta.read_text().replace('"end_of_text": 0', '"end_of_text": 1'))
+    with pytest.raises(UserError, match=r"data\.sources\.web has end_of_text 0, and data\.sources\.code has 1"):
+        read_by(mixture(tmp_path, tmp_path, **halves), 1)
+    shutil.rmtree(tmp_path / "code")
+    with pytest.raises(UserError, match=r"code/train\.bin does not exist; prepare it with .* --out .*/code"):
+        read_by(mixture(tmp_path, tmp_path, **halves), 1)
+    shutil.copytree(tmp_path / "web", tmp_path / "code")
+    with pytest.raises(UserError, match=r"data\.sources\.code and data\.sources\.web have the same train\.bin"):
+        read_by(mixture(tmp_path, tmp_path, **halves), 1)
+
+
+def test_evaluate_names_the_sources_of_which_one_is_to_be_evaluated(uninterrupted, directory, capsys):
+    assert evaluate.main(["--checkpoint", str(uninterrupted / "run")]) == 2
+    assert f"name the directory of one with --data: {directory}/code (code), {directory}/m" in capsys.readouterr().err
+
+
+def test_check_names_each_source_with_its_shares(directory, tmp_path):
+    given = {"web": "weight:0.7", "code": "weight:0.2", "other": "weight:0.1,from_step:99"}
+    printed = check(mixture(tmp_path, directory, **given), "", CONFIGURED)
+    assert f"source web      {directory}/web: 77.78 %, from step 99 on 70 %; prepared" in printed
+    assert f"{directory}/other: 0 %, from step 99 on 10 % (never read: train.steps=8); not prepared; " in printed

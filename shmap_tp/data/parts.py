@@ -7,12 +7,11 @@ nor are those after it.  KEY is a hash of everything on which the parts depend, 
 """
 
 import hashlib
-import io
 import json
-import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -40,44 +39,46 @@ class Parts:
     def finished(self) -> Iterator[Documents]:
         """The documents of each part, from the first to the last before one that is missing or damaged."""
         number = 0
-        while (content := self._read(f"{number:05}")) is not None:
-            with np.load(io.BytesIO(content)) as arrays:
-                documents = np.split(arrays["ids"], np.cumsum(arrays["lengths"])[:-1])
+        while (file := self._file(f"{number:05}")) is not None:
+            with np.load(file) as arrays:
+                documents = np.split(arrays["ids"], np.cumsum(arrays["lengths"]))[:-1]
                 splits = arrays["splits"]
             yield [(SPLITS[split], ids) for split, ids in zip(splits, documents, strict=True)]
             number += 1
 
     def write(self, number: int, documents: Documents) -> None:
-        """Write part `number`, of at least one document."""
-        content = io.BytesIO()
-        ids = np.concatenate([ids for _, ids in documents])
+        """Write part `number`."""
+        ids = np.concatenate([np.empty(0, np.uint16), *(ids for _, ids in documents)])
+        lengths = np.array([len(ids) for _, ids in documents], np.int64)
         splits = np.array([SPLITS.index(split) for split, _ in documents], np.uint8)
-        np.savez(content, ids=ids, lengths=np.array([len(ids) for _, ids in documents]), splits=splits)
-        self._write(f"{number:05}", content.getvalue())
+        with self._written(f"{number:05}") as file:
+            np.savez(file, ids=ids, lengths=lengths, splits=splits)
 
     def division(self) -> list[Any] | None:
         """What was given to `write_division`."""
-        content = self._read(_DIVISION)
-        return None if content is None else json.loads(content)
+        file = self._file(_DIVISION)
+        return None if file is None else json.loads(file.read_bytes())
 
     def write_division(self, division: list[Any]) -> None:
         """Write how the documents are divided into splits, JSON values."""
-        self._write(_DIVISION, json.dumps(division).encode())
+        with self._written(_DIVISION) as file:
+            file.write(json.dumps(division).encode())
 
-    def _write(self, name: str, content: bytes) -> None:
+    @contextmanager
+    def _written(self, name: str) -> Iterator[IO[bytes]]:
+        """A file to write, which is called `name` and its hash at the end."""
         self._directory.mkdir(exist_ok=True)
-        temporary = self._directory / "unfinished"
-        temporary.write_bytes(content)
-        temporary.replace(self._directory / f"{name}.{_hash(content)}")
+        unfinished = self._directory / "unfinished"
+        with unfinished.open("wb") as file:
+            yield file
+        unfinished.replace(self._directory / f"{name}.{_hash(unfinished)}")
 
-    def _read(self, name: str) -> bytes | None:
-        """What was written by this name; None if there is nothing, or it is damaged."""
-        for file in self._directory.glob(f"{name}.*"):
-            content = file.read_bytes()
-            if re.fullmatch(rf"{name}\.{_hash(content)}", file.name):
-                return content
-        return None
+    def _file(self, name: str) -> Path | None:
+        """The intact file of this name."""
+        found = self._directory.glob(f"{name}.*")
+        return next((file for file in found if file.name == f"{name}.{_hash(file)}"), None)
 
 
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+def _hash(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]

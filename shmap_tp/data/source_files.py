@@ -79,15 +79,13 @@ class Chunk:
 
 
 def files_at(given: str, endings: Sequence[str] = ENDINGS, option: str = "--text") -> list[SourceFile]:
-    """The file `given` with `option`, a path or a URL, or all with one of `endings` in that directory.
-
-    Raises UserError if there is none.
-    """
-    is_url = "://" in given
-    found = _files_of_bucket(given, endings, option) if is_url else _local_files(Path(given), endings, option)
+    """The file `given`, a path or a URL, or all with one of `endings` in that directory.  Raises UserError."""
+    find = _files_of_bucket if "://" in given else _local_files
+    found = [replace(file, option=option) for file in find(given, endings, option)]
     if not found:
-        raise UserError(f"{option} {given}: no {', '.join(endings)} file in this directory; name files, of any ending")
-    return sorted((replace(file, option=option) for file in found), key=lambda file: file.path)
+        others = "files, of any ending" if option == "--text" else "another"
+        raise UserError(f"{option} {given}: no {', '.join(endings)} file in this directory; name {others}")
+    return sorted(found, key=lambda file: file.path)
 
 
 def chunks_of(files: Sequence[SourceFile], field: str) -> Iterator[Chunk]:
@@ -149,7 +147,8 @@ def refuse(error: OSError) -> None:
         raise error
 
 
-def _local_files(path: Path, endings: Sequence[str], option: str) -> list[SourceFile]:
+def _local_files(given: str, endings: Sequence[str], option: str) -> list[SourceFile]:
+    path = Path(given)
     with reading(path):
         is_directory = stat.S_ISDIR(path.stat().st_mode) if path.exists() else False
     if not is_directory:
@@ -167,6 +166,8 @@ def _local_file(path: Path, option: str) -> SourceFile:
 def _files_of_bucket(url: str, endings: Sequence[str], option: str) -> list[SourceFile]:
     def listed() -> tuple[Any, dict[str, dict]]:
         system, root = open_file_system(option, url)
+        if not system.exists(root):
+            raise UserError(f"{option} {shown(url)}: no such file or directory")
         found = system.info(root)
         return system, system.find(root, detail=True) if found["type"] == "directory" else {"": found}
 

@@ -25,8 +25,8 @@ _PART = 16
 """Chunks of a part: what a killed preparation loses at most, beside what its processes were at."""
 _WORTH, _WORTH_MEASURING = 1 << 25, 1 << 30
 """Bytes of files that are worth the start of a process: to tokenize them, and only to parse them."""
-_FEW = 4
-"""Processors of which the threads of the `tokenizers` library leave none idle (docs/data.md)."""
+_FEW = 3
+"""Processors up to which threads of the `tokenizers` library are as fast (docs/performance-notes.d/preparing.md)."""
 
 
 def id_dtype(tokenizer: Tokenizer) -> str:
@@ -37,7 +37,7 @@ def id_dtype(tokenizer: Tokenizer) -> str:
 def default_workers(source: TextSource | ChatSource, tokenizer: Tokenizer) -> int:
     """The processors of this machine, or fewer where the files are small; 1 where processes are no faster."""
     processors = len(os.sched_getaffinity(0))
-    if source.files is None or tokenizer.json is None or processors < _FEW:
+    if source.files is None or tokenizer.json is None or processors <= _FEW:
         return 1
     return max(1, min(processors, source.files.size // _WORTH))
 

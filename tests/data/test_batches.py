@@ -139,6 +139,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from shmap_tp.data import batches
+from shmap_tp.data.device_batch import device_batch
 from shmap_tp.data.token_files import TokenFile
 from tests.helpers.data_orders import order_of
 port, process, path, shape = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), tuple(json.loads(sys.argv[4]))

@@ -168,7 +168,7 @@ def test_a_missing_library_is_named_with_what_installs_it(tmp_path, capsys, monk
 def test_a_url_without_files_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     code, _, err = run(capsys, "--text", "memory://nothing", "--out", tmp_path / "out")
-    assert code == 2 and "--text=memory://nothing cannot be read" in err and err.count("\n") == 1
+    assert code == 2 and "--text memory://nothing: no such file or directory" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -212,3 +212,6 @@ def test_the_directory_of_a_data_set_without_a_validation_split_is_divided_by_si
     shutil.rmtree(whole / "train")
     code, _, err = run(capsys, "--dataset", whole, "--out", tmp_path / "other")
     assert code == 2 and "only files of the splits test; it needs some to train on" in err
+    (whole / "train.jsonl").write_text("{}")
+    code, _, err = run(capsys, "--dataset", whole, "--out", tmp_path / "other")
+    assert code == 2 and f"error: --dataset {whole}/train.jsonl, line 1: no text in the field" in err

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shmap_tp.data import source_files, text_sources, tokenizing
+from shmap_tp.data.parts import Parts
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import LostProcessError, UserError
 from tests.helpers.paths import ROOT
@@ -126,6 +128,16 @@ def test_parts_of_other_work_and_damaged_ones_are_not_used(tmp_path, command, in
     assert command("whole", *more)[0] == 0
     assert again == interrupted.calls - 6 + done_again
     assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_part_without_documents_is_a_part(tmp_path):
+    parts = Parts(tmp_path / "parts.x")
+    assert [*parts.finished()] == [] and parts.division() is None
+    ids = [np.arange(70_000, 70_003, dtype="<u4"), np.arange(1, dtype="<u4")]
+    parts.write(0, [])
+    parts.write(1, [("validation", ids[0]), ("train", ids[1])])
+    first, ((one, found), (other, _)) = parts.finished()
+    assert first == [] and (one, other) == ("validation", "train") and (found == ids[0]).all()
 
 
 KILLED = """

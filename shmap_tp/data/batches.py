@@ -224,7 +224,7 @@ class Batches:
     validation_counts: dict[str, int]
     """Number of validation batches of each source; data.dir is the source ""."""
     weights: dict[str, float]
-    """Share of each source at the end of the run, by which its validation loss counts in that of all."""
+    """Share of each source in the last phase, by which its validation loss counts in that of the mixture."""
     companions: dict[str, bytes]
     """The files of the tokenizer and the chat template beside the data, by name; of several sources those of the first
     that has each."""
@@ -237,7 +237,7 @@ class Batches:
         self._batch, self._tokens = config.train.batch, tokens
         sources = jax.ShapeDtypeStruct((*tokens.shape[:2], 1), np.int32, sharding=tokens.sharding)
         self.sources_shape = sources if config.data.sources else None
-        self._names = sorted(self._sources, key=lambda name: self._sources[name].train.sha256)  # whatever the names
+        self._names = sorted(self._sources, key=lambda name: self._sources[name].train.sha256)  # names may change
         self._files = [self._sources[name].train for name in self._names]
         self._order = DataOrder(
             [len(file) for file in self._files],

@@ -90,7 +90,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         "--chat",
         nargs="+",
         metavar="PATH",
-        help="conversations: .jsonl or .json files of messages, directories, URLs; the loss counts the answers",
+        help="conversations: .jsonl, .json, .parquet or .arrow files, directories, URLs; the loss counts the answers",
     )
     source.add_argument(
         "--dataset", metavar="NAME", help="a Hugging Face data set: its name on the hub, or its directory"

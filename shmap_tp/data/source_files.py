@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shmap_tp.data.location import bucket_messages, open_file_system
-from shmap_tp.data.table_files import TABLES, read_table
+from shmap_tp.data.table_files import TABLES, read_rows, read_table
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.files import file_size, first_contact, parse_json, reading
 
@@ -33,7 +33,7 @@ _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 JSON = ".json"
 CHAT = {"messages", "conversations", "completion"}
 """Fields of records that are conversations."""
-CHATS = (*_LINES, JSON)
+CHATS = (*_LINES, JSON, *TABLES)
 """Of files of conversations."""
 RECORDS = (*_LINES, *TABLES)
 """Of files whose documents are records."""
@@ -107,9 +107,13 @@ def texts_of(chunk: Chunk, field: str) -> Iterator[str]:
 
 
 def records_of(files: Sequence[SourceFile]) -> Iterator[tuple[str, Any]]:
-    """(where it is, the value) of each line of files of JSON lines, and of each element of .json files with a list."""
+    """(where it is, the value) of each record of files of JSON lines or of tables, and of .json files with a list."""
     for file in files:
-        if file.path.endswith(JSON):
+        if file.path.endswith(TABLES):
+            with _opened(file) as stream:
+                for number, row in enumerate(read_rows(stream, file.path, file.place), 1):
+                    yield f"{file.place}, row {number}", row
+        elif file.path.endswith(JSON):
             with _opened(file) as stream:
                 found = parse_json(b"".join(_blocks(file, stream)), file.place)
             for number, row in enumerate(found if isinstance(found, list) else [found], 1):

@@ -1,5 +1,6 @@
 """`prepare --chat`: what counts, in the templates of eight families, what is written and read, and what is refused."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -157,6 +158,29 @@ def test_prepared_conversations_are_read_with_what_counts_and_stop_where_the_tem
     (tmp_path / "data" / "train.counted").write_bytes(bytes(-(-files[0].tokens // 8)))
     with pytest.raises(UserError, match=r"train\.counted: sha256 is .* the file has changed"):
         open_data(config.data, config.model, ["train"])
+
+
+@pytest.mark.parametrize("ending", [".jsonl.gz", ".json", ".parquet"])
+def test_the_same_conversations_in_other_files_give_the_same_tokens(ending, model, tmp_path, capsys):
+    """A table has every field of every message; one that a message lacks is null there."""
+    rows = [json.loads(line) for line in write_chats(tmp_path / "chats.jsonl", 9).read_text().splitlines()]
+    rows[0]["messages"][0]["name"] = "Ada"
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = tmp_path / f"other{ending}"
+    if ending == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="pip install -e '.[data]'")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), other)
+    elif ending == ".json":
+        other.write_text(json.dumps(rows))
+    else:
+        other.write_bytes(gzip.compress((tmp_path / "chats.jsonl").read_bytes()))
+    for file in (tmp_path / "chats.jsonl", other):
+        code, _, error = run(capsys, "--chat", file, "--tokenizer", model, "--out", tmp_path / f"of_{file.name}")
+        assert (code, error) == (0, "")
+    for name in ("train.bin", "train.counted", "validation.bin", "validation.counted"):
+        assert len({(tmp_path / f"of_{file}" / name).read_bytes() for file in ("chats.jsonl", other.name)}) == 1
 
 
 def test_the_example_conversations_are_prepared_in_rows_of_the_models_limit(model, tmp_path, capsys):

@@ -71,10 +71,12 @@ def shard_model(
     attend = select_attention(config.model, mesh.devices.flat[0], dtype, isolated)
 
     def make() -> Transformer:
-        return components.held(components.make(config.model, attend, jax.random.key(config.run.seed)))
+        made = components.make(config.model, attend, jax.random.key(config.run.seed))
+        return components.held(config.model, made, dtype)
 
     shapes = jax.eval_shape(make)
-    placed = place_parameters(config.mesh, shapes)
+    trained = components.trained(config.model, shapes)
+    placed = place_parameters(config.mesh, shapes, trained)
     shardings = named_shardings(mesh, placed.stored)
     return ShardedModel(
         mesh=mesh,
@@ -85,5 +87,5 @@ def shard_model(
             components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel], dtype, placed.placements
         ),
         attention=attend,
-        trained=components.trained(shapes),
+        trained=trained,
     )

@@ -32,9 +32,14 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained import configuration
 from shmap_tp.pretrained.reading import held_in
 from shmap_tp.pretrained.source import Source
-from shmap_tp.pretrained.start import pretrained_parameters, recorded_source, with_pretrained
+from shmap_tp.pretrained.start import (
+    pretrained_parameters,
+    recorded_source,
+    restored_parameters,
+    with_pretrained,
+)
 from shmap_tp.pretrained.writing import save_model
-from shmap_tp.training.checkpoint_files import find_checkpoint, restore_parameters, saved_config
+from shmap_tp.training.checkpoint_files import find_checkpoint, saved_config
 from shmap_tp.training.environment import USE, compute_dtype, emulate_devices, require_host_memory, resolve
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.step import CONFIGURED, Components
@@ -97,7 +102,7 @@ class Model:
         config, mesh, functions = build(config, components)
         if config.model.from_pretrained is not None:
             parameters, source = pretrained_parameters(config, functions.shapes, pretrained_dtype)
-            return cls(config, mesh, finished(mesh, parameters), functions, source)
+            return cls(config, mesh, finished(mesh, functions.model.with_initial(parameters)), functions, source)
         require_host_memory(functions.shapes, purpose=USE)
         return cls(config, mesh, finished(mesh, functions.initialize()), functions)
 
@@ -141,7 +146,7 @@ class Model:
         return cls(
             config,
             mesh,
-            restore_parameters(checkpoint, functions.shapes, held),
+            restored_parameters(checkpoint, functions.shapes, held),
             functions,
             recorded_source(checkpoint, config),
             str(checkpoint),

@@ -9,6 +9,7 @@ The product itself is `parallel/linear_protocol.Adapter`, and how its factors ar
 import zlib
 from typing import Any
 
+import equinox as eqx
 import jax
 from jax.tree_util import GetAttrKey
 from jaxtyping import PRNGKeyArray
@@ -26,6 +27,11 @@ ALL = "all"
 def is_factor(path: tuple) -> bool:
     """Whether this is the path of a factor of an adapter."""
     return ADAPTER in path
+
+
+def split_factors(tree: Any) -> tuple[Any, Any]:
+    """(the factors of a tree like the parameters, the rest of it); what belongs to the other is None."""
+    return eqx.partition(tree, jax.tree_util.tree_map_with_path(lambda path, _: is_factor(path), tree))
 
 
 def adapter_scale(config: AdapterConfig) -> float:

@@ -20,12 +20,12 @@ from shmap_tp.model.tokens import Counted, Segments, Tokens, checked_segments, m
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.pretrained.source import Source
-from shmap_tp.pretrained.start import base_of, pretrained_parameters, recorded_source
+from shmap_tp.pretrained.start import base_of, pretrained_parameters, recorded_base, recorded_source
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import find_checkpoint, saved_config
 from shmap_tp.training.environment import compute_dtype, require_host_memory, resolve
-from shmap_tp.training.resume import BASE, without_base
+from shmap_tp.training.resume import without_base
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 
@@ -144,7 +144,7 @@ class Trainer:
         given = replace(self.config.checkpoint, dir=str(checkpoint.parent))
         with self._lock, Checkpoints(given, print, writes=False) as checkpoints:
             found, config, shapes = int(checkpoint.name), saved_config(checkpoint), self.functions.shapes
-            base = (checkpoints.facts(found) or {}).get(BASE)
+            base = recorded_base(checkpoint)
             state = checkpoints.restore(found, shapes if base is None else without_base(shapes))
             if base is not None:
                 whole = eqx.combine(state.params, base_of(checkpoint, base, config.model, shapes.params))

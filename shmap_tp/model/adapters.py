@@ -11,6 +11,8 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.tree_util import GetAttrKey
 from jaxtyping import PRNGKeyArray
 
@@ -18,6 +20,7 @@ from shmap_tp.config.schema import AdapterConfig, AdapterScale
 from shmap_tp.errors import UserError
 from shmap_tp.layers.linear import with_adapter
 from shmap_tp.parallel.key_paths import path_name
+from shmap_tp.parallel.partitioning import declaration
 
 ADAPTER = GetAttrKey("adapter")
 """The field of a linear layer that has its adapter."""
@@ -74,3 +77,20 @@ def with_adapters(block: Any, config: AdapterConfig, *, key: PRNGKeyArray) -> An
             f"{{{', '.join(sorted(known))}}}"
         )
     return adapted
+
+
+def merged(params: Any) -> Any:
+    """The same model without adapters: each is added to its matrix, in float32."""
+
+    def merge(node: Any) -> Any:
+        if getattr(node, "adapter", None) is None:
+            return node
+        declared = declaration(node, (GetAttrKey("weight"),))
+        stack, dims = "l" * (node.weight.ndim - len(declared.axes)), "def"[: len(declared.axes)]
+        (inside,) = (dims[dim] for dim in declared.inputs)
+        product = f"{stack}{inside}r,{stack}{dims.replace(inside, 'r')}->{stack}{dims}"
+        added = jnp.einsum(product, node.adapter.a.weight, node.adapter.b.weight, precision=lax.Precision.HIGHEST)
+        weight = node.weight.astype(added.dtype) + node.adapter.scale * added
+        return eqx.tree_at(lambda node: (node.weight, node.adapter), node, (weight, None))
+
+    return jax.tree.map(merge, params, is_leaf=lambda node: hasattr(node, "adapter"))

@@ -36,19 +36,23 @@ class Source:
     family: Family
     hub_name: str | None = None
     """The name on the hub of a snapshot whose weights are not there yet."""
+    weights: str = SINGLE
+    """The file of the weights, where there are not several."""
+    described_by: str | None = None
+    """What says which tensors there are, if not config.json."""
 
     @property
     def config_file(self) -> str:
         """The name of config.json in messages."""
-        return str(self.directory / "config.json")
+        return self.described_by or str(self.directory / "config.json")
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Where each tensor is.  Raises UserError if files are missing, damaged or not safetensors."""
         if self.hub_name:
             _download(self.hub_name, WEIGHTS, revision=self.directory.name)
-        if (self.directory / SINGLE).is_file():  # as in transformers, whatever else is there
-            return read_header(self.directory / SINGLE)
+        if self.weights != SINGLE or (self.directory / SINGLE).is_file():  # as in transformers, whatever else is there
+            return read_header(self.directory / self.weights)
         if (self.directory / INDEX).is_file():
             return self._indexed(read_json_file(self.directory / INDEX))
         files = sorted(self.directory.glob("*.safetensors"))

@@ -13,6 +13,7 @@ from shmap_tp.config.schema import Config, ModelConfig, Precision
 from shmap_tp.errors import UserError
 from shmap_tp.model.adapters import split_factors
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.pretrained.peft import SavedAdapter, load_factors
 from shmap_tp.pretrained.reading import held_in, load_parameters
 from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.runtime.console import print_on_process_0
@@ -82,9 +83,11 @@ def recorded_source(checkpoint: PathLike, config: Config) -> Source | None:
     return None
 
 
-def pretrained_parameters(config: Config, shapes: Transformer, dtype: str = "float32") -> tuple[Transformer, Source]:
+def pretrained_parameters(
+    config: Config, shapes: Transformer, dtype: str = "float32", adapter: SavedAdapter | None = None
+) -> tuple[Transformer, Source]:
     """(the parameters of model.from_pretrained with their matrices of the precision `dtype`, where they are from); the
-    factors of adapters are None.
+    factors are those of `adapter`, or None.
 
     Raises UserError if they cannot be read, or the memory of a machine with emulated devices is too small.
     """
@@ -93,7 +96,8 @@ def pretrained_parameters(config: Config, shapes: Transformer, dtype: str = "flo
     source = open_source(config.model.from_pretrained)
     held = held_in(shapes, compute_dtype(Precision(dtype)))
     require_host_memory(held, purpose=USE)
-    return load_parameters(source, config.model, split_factors(held)[1]), source
+    base = load_parameters(source, config.model, split_factors(held)[1])
+    return base if adapter is None else eqx.combine(base, load_factors(adapter, config.model, held)), source
 
 
 def restored_parameters(checkpoint: PathLike, shapes: Transformer, held: Transformer | None = None) -> Transformer:
@@ -102,11 +106,17 @@ def restored_parameters(checkpoint: PathLike, shapes: Transformer, held: Transfo
 
     Raises UserError if these are not there any more, or are others.
     """
-    facts, held = read_facts(checkpoint), shapes if held is None else held
-    if not (isinstance(facts, dict) and BASE in facts):
+    base, held = recorded_base(checkpoint), shapes if held is None else held
+    if base is None:
         return restore_parameters(checkpoint, shapes, held)
     factors = restore_parameters(checkpoint, split_factors(shapes)[0], split_factors(held)[0])
-    return eqx.combine(factors, base_of(checkpoint, facts[BASE], saved_config(checkpoint).model, held))
+    return eqx.combine(factors, base_of(checkpoint, base, saved_config(checkpoint).model, held))
+
+
+def recorded_base(checkpoint: PathLike) -> dict[str, str] | None:
+    """ "path" and "sha256" of the frozen parameters that a checkpoint leaves out; None if it has all."""
+    facts = read_facts(checkpoint)
+    return facts.get(BASE) if isinstance(facts, dict) else None
 
 
 def base_of(checkpoint: PathLike, recorded: dict[str, str], model: ModelConfig, shapes: Transformer) -> Transformer:

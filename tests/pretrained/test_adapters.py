@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import shmap_tp
+from shmap_tp.command_model import model_parser, open_model
 from shmap_tp.errors import UserError
+from shmap_tp.pretrained.__main__ import main
 from shmap_tp.training.checkpoint_files import absolute, saved_state
-from tests.helpers.assertions import assert_same_bits, by_path
+from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.paths import ROOT
 from tests.helpers.pretrained_models import write_directory
 from tests.helpers.run_fixtures import write_tokens
@@ -93,3 +95,22 @@ def test_a_restored_model_is_the_base_with_the_trained_factors_on_any_mesh(work)
     assert trainer.restore(work / "run") == 4
     assert_same_bits(trainer.model().logits(tokens), model.logits(tokens))
     assert np.abs(np.asarray(model.logits(tokens)) - np.asarray(base.logits(tokens))).max() > 1e-3
+
+
+def test_a_run_is_exported_as_an_adapter_or_merged_and_the_commands_read_it(work, tmp_path, capsys):
+    assert main(["export", str(work / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert "checkpoints/4 as an adapter of LlamaForCausalLM, float32" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "base.json").read_text())["path"] == str(work / "model")
+    assert main(["export", str(work / "run"), "--out", str(tmp_path / "merged"), "--merge"]) == 0
+    expected, tokens = shmap_tp.Model.restore(work / "run", dp=1, mp=1), np.arange(16)[None] % 97
+
+    def opened(*given: str) -> shmap_tp.Model:
+        return open_model(model_parser("chat", "", "", several=False).parse_args(given))
+
+    adapter = ["--adapter", str(tmp_path / "out")]
+    found = opened("--pretrained", str(work / "model"), *adapter)
+    assert_same_bits(found.parameters, expected.parameters)
+    merged = shmap_tp.from_pretrained(tmp_path / "merged", context=16)
+    assert_close(merged.logits(tokens), expected.logits(tokens), 2e-5)
+    with pytest.raises(UserError, match="--adapter is for --pretrained"):
+        opened("--checkpoint", str(work / "run"), *adapter)

@@ -131,7 +131,7 @@ def data_parallel_rows() -> list[list[str]]:
     rows = []
     for name, overrides in DATA_PARALLEL.items():
         chosen = config(*overrides)
-        every = parameters.parameters(chosen.model, chosen.mesh, CONFIGURED)
+        every = parameters.parameters(chosen.model, chosen.mesh, "bfloat16", CONFIGURED)
         entries = [
             *parameters.gathers_between_slices(chosen, every),
             *parameters.fsdp_uses(chosen, every, "bfloat16"),

@@ -49,11 +49,16 @@ def shown(value: object) -> str:
 
 
 def section(name: str, node: ast.ClassDef, values: dict) -> list[str]:
+    """The table of a dataclass, and those of the dataclasses inside it."""
     lines = [f"### `{name}`", ""]
     if text := ast.get_docstring(node):
         lines += [" ".join(text.split()), ""]
     lines += ["| key | type | value | meaning |", "| --- | --- | --- | --- |"]
+    groups = []
     for field, kind, text in fields(node):
+        if kind in classes():
+            groups += section(f"{name}.{field}", classes()[kind], values[field])
+            continue
         inner = kind.removeprefix("list[").removesuffix("]").removesuffix(" | None")
         if options := getattr(schema, inner, None):
             options = ", ".join(f"`{value}`" for value in options)
@@ -62,7 +67,7 @@ def section(name: str, node: ast.ClassDef, values: dict) -> list[str]:
         else:
             kind = f"`{cell(kind)}`"
         lines.append(f"| `{name}.{field}` | {kind} | `{cell(shown(values[field]))}` | {cell(text)} |")
-    return [*lines, ""]
+    return [*lines, "", *groups]
 
 
 def reference() -> str:

@@ -30,11 +30,19 @@ from shmap_tp.inference.training_samples import make_training_sampler
 from shmap_tp.model.tokens import IGNORE, Counted, Segments, Tokens, checked_segments, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained import configuration
+from shmap_tp.pretrained.peft import SavedAdapter, open_adapter
 from shmap_tp.pretrained.reading import held_in
-from shmap_tp.pretrained.source import Source
-from shmap_tp.pretrained.start import pretrained_parameters, recorded_source, with_pretrained
+from shmap_tp.pretrained.source import Source, open_source
+from shmap_tp.pretrained.start import (
+    identify,
+    pretrained_parameters,
+    recorded_base,
+    recorded_source,
+    restored_parameters,
+    with_pretrained,
+)
 from shmap_tp.pretrained.writing import save_model
-from shmap_tp.training.checkpoint_files import find_checkpoint, restore_parameters, saved_config
+from shmap_tp.training.checkpoint_files import find_checkpoint, saved_config
 from shmap_tp.training.environment import USE, compute_dtype, emulate_devices, require_host_memory, resolve
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.step import CONFIGURED, Components
@@ -84,20 +92,26 @@ class Model:
 
     @classmethod
     def initialize(
-        cls, config: Config, components: Components = CONFIGURED, *, pretrained_dtype: str = "float32"
+        cls,
+        config: Config,
+        components: Components = CONFIGURED,
+        *,
+        pretrained_dtype: str = "float32",
+        adapter: SavedAdapter | None = None,
     ) -> "Model":
         """A model with the parameters of model.from_pretrained, or without it the initial ones of run.seed: the same
         bits on every mesh.
 
-        The matrices of model.from_pretrained are of `pretrained_dtype`; all other parameters are float32.
+        The matrices of model.from_pretrained are of `pretrained_dtype`; all other parameters are float32.  Factors are
+        those of `adapter`.
         `components` replace parts that the configuration names (docs/extending.md).
         Raises UserError if the devices do not make the mesh, model.from_pretrained cannot be read, or the memory of a
         machine with emulated devices is too small.
         """
         config, mesh, functions = build(config, components)
         if config.model.from_pretrained is not None:
-            parameters, source = pretrained_parameters(config, functions.shapes, pretrained_dtype)
-            return cls(config, mesh, finished(mesh, parameters), functions, source)
+            parameters, source = pretrained_parameters(config, functions.shapes, pretrained_dtype, adapter)
+            return cls(config, mesh, finished(mesh, functions.model.with_initial(parameters)), functions, source)
         require_host_memory(functions.shapes, purpose=USE)
         return cls(config, mesh, finished(mesh, functions.initialize()), functions)
 
@@ -141,7 +155,7 @@ class Model:
         return cls(
             config,
             mesh,
-            restore_parameters(checkpoint, functions.shapes, held),
+            restored_parameters(checkpoint, functions.shapes, held),
             functions,
             recorded_source(checkpoint, config),
             str(checkpoint),
@@ -217,14 +231,19 @@ class Model:
         """
         return replace(self, given_tokenizer=open_tokenizer_file(str(name)))
 
-    def save_pretrained(self, directory: str | PathLike, *, dtype: str = "float32") -> None:
-        """Write a new Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` of transformers reads.
+    def save_pretrained(self, directory: str | PathLike, *, dtype: str = "float32", merge: bool = False) -> None:
+        """Write a new Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` of transformers reads; of a
+        model with adapters one that `PeftModel.from_pretrained` of PEFT reads, or with `merge` the whole model.
 
         The weights are of `dtype`, float32, bfloat16 or float16.  The tokenizer is copied from what the model was read
         from.  Raises UserError if `directory` is not empty or no supported architecture can express the model,
         StorageError if the disk is full; then nothing is left there.
         """
-        save_model(Path(directory), self.config, self.parameters, self.source, dtype)
+        base = None
+        if self.config.model.adapter.rank and not merge:
+            known = self.config.model.from_pretrained is not None
+            base = recorded_base(self.checkpoint) if self.checkpoint else identify(self.config) if known else None
+        save_model(Path(directory), self.config, self.parameters, self.source, dtype, base=base, merge=merge)
 
     def logits(self, tokens: Tokens, segments: Segments | None = None) -> Float[Array, "B T V"]:
         """Logits of the next token at every position: tokens[B, T] -> float32[B, T, vocabulary].
@@ -280,6 +299,7 @@ class Model:
 def from_pretrained(
     name: str | PathLike,
     *,
+    adapter: str | PathLike | None = None,
     dp: int = 1,
     mp: int = 1,
     tensor_parallel: str = "all_reduce",
@@ -290,6 +310,7 @@ def from_pretrained(
 ) -> Model:
     """The model in a Hugging Face directory, or of that name on the hub, on a (dp, mp) mesh (docs/pretrained.md).
 
+    `adapter` is a directory as PEFT writes it, with an adapter of this model.
     Weight matrices, activations and matrix products are of `dtype`, whatever the dtype of the files: float32, bfloat16,
     or auto, float32 on CPUs and bfloat16 elsewhere.  Vectors, such as the scales of norms, are float32.  Training needs
     float32 weights: use `Trainer`, or leave dtype as it is.  `context` is the longest sequence, and what every call
@@ -302,8 +323,13 @@ def from_pretrained(
     overrides += [f"train.batch={dp}", f"mesh.processes={processes}"] + (
         [] if context is None else [f"model.context={context}"]
     )
+    found = None if adapter is None else open_adapter(str(adapter), open_source(str(name)))
+    if found is not None:
+        of = found.config
+        overrides += [f"model.adapter.rank={of.rank}", f"model.adapter.alpha={of.alpha}"]
+        overrides += [f"model.adapter.scale={of.scale}", f"model.adapter.matrices=[{','.join(of.matrices)}]"]
     config = load_config(*overrides, file=compose.CONF / "finetune.yaml")
-    return Model.initialize(config, pretrained_dtype=dtype)
+    return Model.initialize(config, pretrained_dtype=dtype, adapter=found)
 
 
 def run_training(config: Config, components: Components = CONFIGURED) -> bool:

@@ -45,6 +45,7 @@ def model_parser(command: str, description: str, epilog: str, *, several: bool) 
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
     model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
+    parser.add_argument("--adapter", metavar="DIR", help="with --pretrained: a directory of PEFT, an adapter of it")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     parser.add_argument(
         "--dtype",
@@ -165,12 +166,15 @@ def open_model(arguments: argparse.Namespace) -> "Model":
     mesh = mesh_sizes(arguments.mesh)
     if arguments.pretrained is not None and arguments.step is not None:
         raise UserError("--step names a checkpoint of a run; leave it out with --pretrained")
+    if arguments.adapter is not None and arguments.pretrained is None:
+        raise UserError("--adapter is for --pretrained; the checkpoint of a run with adapters has its own")
 
     with importing():
         from shmap_tp.api import Model, from_pretrained
 
     if arguments.pretrained is not None:
-        return from_pretrained(arguments.pretrained, dtype=arguments.dtype, **mesh, processes=arguments.processes)
+        given = {"adapter": arguments.adapter, "dtype": arguments.dtype, "processes": arguments.processes}
+        return from_pretrained(arguments.pretrained, **given, **mesh)
     return Model.restore(
         arguments.checkpoint, step=arguments.step, dtype=arguments.dtype, **mesh, processes=arguments.processes
     )

@@ -6,6 +6,7 @@ from functools import cached_property
 from os import PathLike
 from typing import Any
 
+import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
@@ -19,11 +20,12 @@ from shmap_tp.model.tokens import Counted, Segments, Tokens, checked_segments, m
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.pretrained.source import Source
-from shmap_tp.pretrained.start import pretrained_parameters, recorded_source
+from shmap_tp.pretrained.start import base_of, pretrained_parameters, recorded_base, recorded_source
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import find_checkpoint, saved_config
 from shmap_tp.training.environment import compute_dtype, require_host_memory, resolve
+from shmap_tp.training.resume import without_base
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 
@@ -141,9 +143,14 @@ class Trainer:
         checkpoint = find_checkpoint(str(directory), step)
         given = replace(self.config.checkpoint, dir=str(checkpoint.parent))
         with self._lock, Checkpoints(given, print, writes=False) as checkpoints:
-            state = checkpoints.restore(int(checkpoint.name), self.functions.shapes)
+            found, config, shapes = int(checkpoint.name), saved_config(checkpoint), self.functions.shapes
+            base = recorded_base(checkpoint)
+            state = checkpoints.restore(found, shapes if base is None else without_base(shapes))
+            if base is not None:
+                whole = eqx.combine(state.params, base_of(checkpoint, base, config.model, shapes.params))
+                state = replace(state, params=whole)
             self.state = finished(self.mesh, state)
-            self._source = recorded_source(checkpoint, saved_config(checkpoint))
+            self._source = recorded_source(checkpoint, config)
             return int(self.state.step)
 
     def _batch(self, tokens: Tokens, counted: Counted | None, segments: Segments | None) -> list[Array]:

@@ -30,7 +30,7 @@ def code(column: int) -> list[str]:
 
 
 def settings(column: int) -> list[str]:
-    return [span for span in code(column) if re.match(r"\w+(\.\w+)?=", span)]
+    return [span for span in code(column) if re.match(r"\w+(\.\w+)*=", span)]
 
 
 @pytest.mark.parametrize("given", settings(1))

@@ -17,6 +17,7 @@ Mlp = StrEnum("Mlp", ["gelu", "gelu_erf", "swiglu", "geglu"])
 PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
 RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
 RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3"])
+AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention", "mlp", "attention_and_up", "all_matmuls"])
 SavedActivation = StrEnum(
@@ -74,6 +75,25 @@ class MeshConfig:
     processes: int
     """Number of processes: one per host, under Slurm one per GPU.  Without a TPU, GKE or Slurm environment they also
     need --coordinator."""
+
+
+@dataclass
+class AdapterConfig:
+    """Low-rank adapters (LoRA): with them only the factors a and b of (alpha / rank) (x a) b are trained, which is
+    added to the product of x with each matrix that `matrices` names."""
+
+    rank: int
+    """r, the size between a and b; 0: no adapters, all parameters are trained."""
+    alpha: float
+    """What the product of the factors is multiplied by, before it is divided as `scale` says."""
+    scale: AdapterScale
+    """rank: alpha / r.  sqrt_rank: alpha / sqrt(r) (rsLoRA)."""
+    matrices: list[str]
+    """Which matrices of the blocks have one: all, attention, mlp, or names such as query, key, value, out, gate, up,
+    down."""
+    base_dtype: Precision
+    """dtype of the other matrices, which are frozen.  auto: that of the activations, which gives the same results as
+    float32 in half the memory where these are bfloat16."""
 
 
 @dataclass
@@ -160,6 +180,8 @@ class ModelConfig:
     v4 and later.  cudnn: NVIDIA's kernel.  auto: the device's kernel where it supports this model, else chunked."""
     attention_chunk: int
     """For attention=chunked: the number of queries whose scores are in memory at a time."""
+    adapter: AdapterConfig
+    """What is trained beside frozen weights."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dataclasses import replace
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import (
     AUTO,
+    AdapterConfig,
     Block,
     Config,
     DataConfig,
@@ -51,7 +52,7 @@ def validate(config: Config) -> None:
     _check_profile(config.train)
     _check_mp_divides_model(mesh, model)
     _validate_model(mesh, model)
-    _check_fsdp_gradients(mesh)
+    _check_fsdp_gradients(mesh, model)
     _check_batch(mesh, config.train)
 
 
@@ -186,9 +187,14 @@ def _fitting_mp(mesh: MeshConfig, model: ModelConfig) -> list[int]:
     return [n for n in fit if kv_heads % n == 0 or n % kv_heads == 0]
 
 
-def _check_fsdp_gradients(mesh: MeshConfig) -> None:
+def _check_fsdp_gradients(mesh: MeshConfig, model: ModelConfig) -> None:
     if mesh.fsdp_gradients != FsdpGradients.ring:
         return
+    if model.adapter.rank:
+        raise UserError(
+            f"mesh.fsdp_gradients=ring cannot be combined with model.adapter.rank={model.adapter.rank}: the gradients "
+            f"of adapters are too small to overlap; use mesh.fsdp_gradients=reduce_scatter"
+        )
     if mesh.zero != Zero.fsdp:
         raise UserError(f"mesh.fsdp_gradients=ring needs mesh.zero=fsdp, but mesh.zero={mesh.zero}; set mesh.zero=fsdp")
     if mesh.tensor_parallel == TensorParallelMode.collective_matmul:
@@ -224,6 +230,16 @@ def _validate_model(mesh: MeshConfig, model: ModelConfig) -> None:
     _check_rotary(model)
     _check_options(model)
     _check_offload(model)
+    _check_adapter(model.adapter)
+
+
+def _check_adapter(adapter: AdapterConfig) -> None:
+    if not 0 < adapter.alpha < math.inf:
+        raise UserError(
+            f"model.adapter.alpha={adapter.alpha} must be above 0 and finite; the rank, or twice the rank, is usual"
+        )
+    if adapter.rank and not adapter.matrices:
+        raise UserError("model.adapter.matrices=[] names no matrix; use [all], or model.adapter.rank=0 for no adapters")
 
 
 def divisors(size: int) -> list[int]:

@@ -8,7 +8,9 @@ numbers that would overflow or fill the memory.
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from enum import Enum
+from functools import reduce
 from pathlib import PurePath
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -26,7 +28,7 @@ _MAY_BE_ZERO = [
     *("run.seed", "train.check_replicas_every", "train.z_loss", "evaluate.every", "checkpoint.every"),
     *("sample.every", "sample.temperature", "optimizer.beta1", "optimizer.beta2", "optimizer.warmup_steps"),
     *("optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.weight_decay", "model.init_std"),
-    *("model.norm_epsilon", "model.embedding_scale"),
+    *("model.norm_epsilon", "model.embedding_scale", "model.adapter.rank"),
     *("model.rotary_low_frequency_factor", "model.rotary_high_frequency_factor"),
 ]
 MINIMUM = dict.fromkeys(_MAY_BE_ZERO, 0) | {
@@ -37,7 +39,9 @@ MINIMUM = dict.fromkeys(_MAY_BE_ZERO, 0) | {
     "checkpoint.keep": 2,
 }
 """What a number, which must be finite, must at least be, where that is not 1."""
-OTHER_RULES = {"optimizer.decay_fraction", "optimizer.epsilon", "optimizer.clip_norm", "train.profile", "mesh.tile"}
+OTHER_RULES = {"optimizer.decay_fraction", "optimizer.epsilon", "optimizer.clip_norm", "train.profile", "mesh.tile"} | {
+    "model.adapter.alpha"
+}
 """Keys that `validate.py` checks in place of a minimum."""
 ZERO_IS_NULL = {"train.max_sequences_per_device", "checkpoint.keep_every"}
 """Keys for which 0 means the same as null."""
@@ -59,6 +63,7 @@ BOUND = {
     "model.head_dim": 2**16,
     "model.ffn": 2**24,
     "model.context": 2**24,
+    "model.adapter.rank": 2**16,
 }
 """What the value of an integer must be below, where that is not INT32."""
 MAX_WEIGHTS = 10**13
@@ -76,24 +81,44 @@ MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4000
 
 def keys(section: str) -> list[str]:
     """All keys of a section, such as train.steps."""
-    return [f"{section}.{key}" for key in SECTIONS[section].__dataclass_fields__]
+    return list(_fields(SECTIONS[section], section))
+
+
+def _fields(kind: type, name: str) -> Iterator[str]:
+    """The keys of the dataclass `kind`, whose own key is `name`, and of those inside it."""
+    for key, field in kind.__dataclass_fields__.items():
+        inside = f"{name}.{key}"
+        yield from _fields(field.type, inside) if is_dataclass(field.type) else [inside]
+
+
+def _given(values: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+    """Each key in `values`, those of the key `name`, with its value."""
+    for key, value in values.items():
+        inside = f"{name}.{key}"
+        is_group = is_dataclass(_annotation(inside)) and isinstance(value, dict)
+        yield from _given(value, inside) if is_group else [(inside, value)]
 
 
 def check_sections(values: dict[str, Any], file: str) -> None:
-    """Raise UserError if a section in `values`, the contents of `file`, is a single value or a list."""
-    for section in (name for name in SECTIONS if name in values):
-        if not isinstance(values[section], dict):
+    """Raise UserError if a section in `values`, the contents of `file`, or a group in one is a value or a list."""
+    given = {name: values[name] for name in SECTIONS if name in values}
+    groups = {name: list(_fields(SECTIONS[name], name)) for name in given}
+    for section in [name for name in given if isinstance(given[name], dict)]:
+        for key, field in SECTIONS[section].__dataclass_fields__.items():
+            if key in given[section] and is_dataclass(field.type):
+                name = f"{section}.{key}"
+                given[name], groups[name] = given[section][key], list(_fields(field.type, name))
+    for name, value in given.items():
+        if not isinstance(value, dict):
             raise UserError(
-                f"{file}: {section} is a group of keys, not a value; set one of them, for example "
-                f"{keys(section)[0]}=..."
+                f"{file}: {name} is a group of keys, not a value; set one of them, for example {groups[name][0]}=..."
             )
 
 
 def check_values(values: dict[str, Any], file: str) -> None:
     """Raise UserError if a value in `values`, which OmegaConf has accepted for the schema, is not of its key's type."""
     for section in (name for name in SECTIONS if name in values):
-        for name, value in values[section].items():
-            key = f"{section}.{name}"
+        for key, value in _given(values[section], section):
             kinds = kinds_of(key)
             parts = [value]
             if isinstance(value, dict):
@@ -150,9 +175,11 @@ def kinds_of(key: str) -> set[type]:
 
 
 def _annotation(key: str) -> Any:
-    """The annotation of the field that `key` names; its parts after the second are keys of a dict."""
-    section, name = key.split(".")[:2]
-    return SECTIONS[section].__dataclass_fields__[name].type
+    """The annotation of the field that `key` names; its parts after a field that is no group are keys of a dict."""
+    kind: Any = Config
+    for part in key.split("."):
+        kind = kind.__dataclass_fields__[part].type if is_dataclass(kind) else kind
+    return kind
 
 
 def check_bounds(config: Config) -> None:
@@ -186,8 +213,7 @@ def check_paths(config: Config) -> None:
 
 
 def value_of(config: Config, key: str) -> object:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    return reduce(getattr, key.split("."), config)
 
 
 def _numbers(config: Config) -> Iterator[tuple[str, int | float]]:

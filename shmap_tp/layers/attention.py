@@ -26,10 +26,10 @@ from shmap_tp.config.activation_names import ATTENTION_OUTPUT, QUERY_KEY_VALUE
 from shmap_tp.layers.causal_attention import Pattern, causal_attention
 from shmap_tp.layers.context import Context, DeferredResiduals, Extras
 from shmap_tp.layers.flash_attention import Cudnn, Splash
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, adapted
 from shmap_tp.layers.norm import RMSNorm
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.linear_protocol import Linear
+from shmap_tp.parallel.linear_protocol import Adapter, Linear
 from shmap_tp.parallel.mesh import MP, Role, axes_of
 from shmap_tp.parallel.partitioning import ParameterKind, param
 from shmap_tp.parallel.tensor_parallel import Activation
@@ -76,15 +76,18 @@ class KeyValueHeads(eqx.Module):
 
     weight: Float[Array, "D N K"] = param(None, MP, None, outputs=(1, 2), replicate_if_fewer=True)
     bias: Float[Array, "N K"] | None = param(MP, None, kind=ParameterKind.vector, replicate_if_fewer=True)
+    adapter: Adapter | None
     heads: int = eqx.field(static=True)
 
     def __init__(self, width: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray, bias: bool = False):
         self.weight = std * jax.random.normal(key, (width, heads, head_dim))
         self.bias = jnp.zeros((heads, head_dim)) if bias else None
+        self.adapter = None
         self.heads = heads
 
     def __call__(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T N K"]:
-        return jnp.einsum("btd,dhk->bthk", h_BTD, self._of_this_device(self.weight, 1).astype(h_BTD.dtype))
+        weight_DNK = self._of_this_device(self.weight, 1).astype(h_BTD.dtype)
+        return adapted(jnp.einsum("btd,dhk->bthk", h_BTD, weight_DNK), self.adapter, h_BTD)
 
     def add_bias(self, y_BTNK: Float[Array, "B T N K"]) -> Float[Array, "B T N K"]:
         if self.bias is None:

@@ -12,18 +12,26 @@ Neither communicates: a tensor-parallel mode calls them together with its collec
 T is all of time there, or a chunk of it.  A call is the product alone; `add_bias` is called by the mode, which knows
 when the sum over mp is complete (`parallel/linear_protocol.py`).  Biases start at zero.
 
+Each may have an `Adapter`, a product of low rank that is added to its own (`with_adapter`).
+
 The dim that mp shards is stored first, and FSDP shards it further if it can.  Of an MLP it is the longer dim, so a
 piece of a weight gradient that is reduced in a ring (`parallel/fsdp_overlap.py`) reads only the smaller operand in
 full.
 """
 
+import math
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.linear_protocol import Adapter
 from shmap_tp.parallel.mesh import MP
-from shmap_tp.parallel.partitioning import param
+from shmap_tp.parallel.partitioning import declaration, param
 
 
 class ColumnParallelLinear(eqx.Module):
@@ -38,6 +46,7 @@ class ColumnParallelLinear(eqx.Module):
 
     weight: Float[Array, "F D"] = param(MP, None, outputs=(0,))
     bias: Float[Array, " F"] | None = param(MP)
+    adapter: Adapter | None
     head_dim: int | None = eqx.field(static=True)
 
     def __init__(
@@ -52,13 +61,14 @@ class ColumnParallelLinear(eqx.Module):
     ):
         self.weight = std * jax.random.normal(key, (features_out, features_in))
         self.bias = jnp.zeros(features_out) if bias else None
+        self.adapter = None
         self.head_dim = head_dim
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T *F"]:
         if self.head_dim is None:
-            return matmul(x_BTD, self.weight.T)
+            return adapted(matmul(x_BTD, self.weight.T), self.adapter, x_BTD)
         weight_HKD = self.weight.astype(x_BTD.dtype).reshape(-1, self.head_dim, x_BTD.shape[2])
-        return jnp.einsum("btd,hkd->bthk", x_BTD, weight_HKD)
+        return adapted(jnp.einsum("btd,hkd->bthk", x_BTD, weight_HKD), self.adapter, x_BTD)
 
     def add_bias(self, y: Float[Array, "B T *F"]) -> Float[Array, "B T *F"]:
         return y if self.bias is None else y + self.bias.astype(y.dtype).reshape(1, 1, *y.shape[2:])
@@ -75,20 +85,65 @@ class RowParallelLinear(eqx.Module):
 
     weight: Float[Array, "D F"] = param(MP, None)
     bias: Float[Array, " F"] | None = param(None)
+    adapter: Adapter | None
 
     def __init__(self, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray, bias: bool = False):
         self.weight = std * jax.random.normal(key, (features_in, features_out))
         self.bias = jnp.zeros(features_out) if bias else None
+        self.adapter = None
 
     def __call__(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T F"]:
         if x.ndim == 3:
-            return matmul(x, self.weight)
+            return adapted(matmul(x, self.weight), self.adapter, x)
         weight_HKF = self.weight.astype(x.dtype).reshape(*x.shape[2:], self.weight.shape[1])
-        return jnp.einsum("bthk,hkf->btf", x, weight_HKF)
+        return adapted(jnp.einsum("bthk,hkf->btf", x, weight_HKF), self.adapter, x)
 
     def add_bias(self, y_BTF: Float[Array, "B _ F"]) -> Float[Array, "B _ F"]:
         """y is reduced: T/mp positions of it, or all."""
         return y_BTF if self.bias is None else y_BTF + self.bias.astype(y_BTF.dtype)[None, None]
+
+
+class ReplicatedLinear(eqx.Module):
+    """y = x @ w, for an x that differs between the devices of mp, all of which hold w: a factor of an adapter.
+
+    Shapes         x[B T D], varying over mp -> y[B T F], in x's dtype.
+    Communication  backward: one all-reduce of dw (D F values) over mp, unless the tensor-parallel mode marked w as
+                   varying before: then it is reduced once per step.
+    """
+
+    weight: Float[Array, "D F"] = param(None, None)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        return matmul(x_BTD, mark_varying(self.weight, MP))
+
+
+def adapted(y: Float[Array, "B T *F"], adapter: Adapter | None, x: Float[Array, "B T *D"]) -> Float[Array, "B T *F"]:
+    """y = x @ w, and what the adapter of w adds to it."""
+    return y if adapter is None else y + adapter(x)
+
+
+def with_adapter(layer: Any, rank: int, scale: float, *, key: PRNGKeyArray) -> Any:
+    """`layer`, a linear layer, with an adapter of this rank.  The factor on the side that mp shards is a layer of the
+    same class.
+
+    Initially a is uniform within +-1 / sqrt(features in), as in PEFT (He et al. 2015, with a slope of sqrt(5)), and b
+    is zero: the layer's product is what it was.
+    """
+    declared = declaration(layer, (GetAttrKey("weight"),))
+    shape = dict(enumerate(layer.weight.shape, -layer.weight.ndim))
+    features_in = math.prod(shape[dim] for dim in declared.inputs)
+    features_out = math.prod(shape[dim] for dim in declared.outputs)
+    a = jax.random.uniform(key, (features_in, rank), minval=-1.0, maxval=1.0) * features_in**-0.5
+
+    def alike(weight: Array) -> Any:
+        return eqx.tree_at(lambda layer: (layer.weight, layer.bias), layer, (weight, None), is_leaf=lambda x: x is None)
+
+    if any(declared.axes[dim] for dim in declared.inputs):
+        adapter = Adapter(alike(a), ReplicatedLinear(jnp.zeros((rank, features_out))), scale)
+    else:
+        sizes = [rank if dim in declared.inputs else size for dim, size in shape.items()]
+        adapter = Adapter(ReplicatedLinear(a), alike(jnp.zeros(sizes)), scale)
+    return eqx.tree_at(lambda layer: layer.adapter, layer, adapter, is_leaf=lambda x: x is None)
 
 
 def matmul(x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"]) -> Float[Array, "B T F"]:

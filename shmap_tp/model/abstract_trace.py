@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -72,16 +73,18 @@ def trace_gradients(
     sizes: Mapping[str, int] = ONE_DEVICE,
     dtype: DTypeLike = jnp.float32,
     is_gathered: Any = None,
+    is_trained: Any = None,
 ) -> Any:
     """The jaxpr of one device of a mesh of these axis sizes: from its tokens[B T] to the output of the final norm, and
     the backward pass.
 
     `shapes` are the parameters as `parameter_shapes` gives them, `tokens` is (B, T).  Every rematerialisation policy
     does what it does in training; `is_gathered`, a tree like the parameters, says which of them FSDP gathers before
-    their use (None: none).  Not part of it: the output projection and the loss, and what gathers parameters and
-    reduces their gradients over token axes.
+    their use (None: none), and `is_trained` of which there are gradients (None: all).  Not part of it: the output
+    projection and the loss, and what gathers parameters and reduces their gradients over token axes.
     """
     is_gathered = jax.tree.map(lambda _: False, shapes) if is_gathered is None else is_gathered
+    is_trained = jax.tree.map(lambda _: True, shapes) if is_trained is None else is_trained
     placements = jax.tree.map(lambda gathered: Fsdp((), 0, None) if gathered else Replicated(()), is_gathered)
     execution = Execution(tp, dtype, placements)
 
@@ -89,11 +92,13 @@ def trace_gradients(
         # with positions given, the rotation is computed without a matmul
         carried = Carried(jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape))
         marked = mark_varying(params, (*token_axes(), *tp.time_axes))
-        h_BTD, pull = jax.vjp(lambda params: params(ids_BT, execution, carried)[0], marked)
+        trained, frozen = eqx.partition(marked, is_trained)
+        h_BTD, pull = jax.vjp(lambda trained: eqx.combine(trained, frozen)(ids_BT, execution, carried)[0], trained)
         return jax.tree.map(jnp.ravel, pull(h_BTD)[0])
 
     mesh = abstract_mesh(dict(sizes))
     specs = partition_specs(shapes, sizes)
-    local = jax.tree.map(lambda _: P(tuple(sizes)), shapes)  # what each device computes, whether it varies or not
+    # what each device computes, whether it varies or not
+    local = jax.tree.map(lambda _: P(tuple(sizes)), eqx.filter(shapes, is_trained))
     program = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, P()), out_specs=local)
     return jax.make_jaxpr(program)(shapes, jax.ShapeDtypeStruct(tokens, jnp.int32)).jaxpr

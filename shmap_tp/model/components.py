@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
-from shmap_tp.config.schema import ModelConfig
+from shmap_tp.config.schema import ModelConfig, Precision
 from shmap_tp.layers.attention import AnyAttention, Chunked
+from shmap_tp.model.adapters import is_factor
 from shmap_tp.model.blocks import MakeMlp
 from shmap_tp.model.transformer import MakeBlock, Transformer
 from shmap_tp.parallel.key_paths import path_name
@@ -25,7 +28,8 @@ class Frozen:
     where: Callable[[str], bool]
     """The name of a parameter's path, such as blocks/attention/query/weight -> whether it is frozen."""
     dtype: DTypeLike
-    """What frozen matrices and embeddings are held in; vectors (norms, biases) keep their own dtype."""
+    """What frozen matrices and embeddings are held in; vectors (norms, biases) keep their own dtype.  With adapters it
+    is that of model.adapter.base_dtype."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +40,34 @@ class ModelComponents:
     mlp: MakeMlp | None = None
     tensor_parallel: TensorParallel | None = None
     frozen: Frozen | None = None
-    """Without it, every parameter is trained."""
+    """Without it every parameter is trained, or with adapters these alone."""
 
     def make(self, model: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Transformer:
         """The model with its initial parameters."""
         return Transformer(model, attend, key=key, block=self.block, mlp=self.mlp)
 
-    def trained(self, params: Transformer) -> Any:
+    def trained(self, model: ModelConfig, params: Transformer) -> Any:
         """A tree like the parameters (arrays or shapes): whether each is trained."""
         where = (lambda _: False) if self.frozen is None else self.frozen.where
-        return jax.tree_util.tree_map_with_path(lambda path, _: not where(path_name(path)), params)
 
-    def held(self, params: Transformer) -> Transformer:
-        """The parameters, frozen ones in the dtype that they are held in."""
+        def is_trained(path: tuple, _: Any) -> bool:
+            return not where(path_name(path)) and (not model.adapter.rank or is_factor(path))
+
+        return jax.tree_util.tree_map_with_path(is_trained, params)
+
+    def held(self, model: ModelConfig, params: Transformer, dtype: DTypeLike) -> Transformer:
+        """The parameters, frozen ones in the dtype that they are held in; `dtype` is that of the activations."""
+        if model.adapter.rank:
+            frozen = dtype if model.adapter.base_dtype == Precision.auto else model.adapter.base_dtype.value
+        else:
+            frozen = None if self.frozen is None else self.frozen.dtype
 
         def hold(path: tuple, w: Array, is_trained: bool) -> Array:
             if is_trained or declaration(params, path).kind == ParameterKind.vector:
                 return w
-            return w.astype(self.frozen.dtype)
+            return w.astype(frozen)
 
-        return jax.tree_util.tree_map_with_path(hold, params, self.trained(params))
+        return jax.tree_util.tree_map_with_path(hold, params, self.trained(model, params))
 
 
 CONFIGURED_MODEL = ModelComponents()
@@ -63,9 +75,13 @@ CONFIGURED_MODEL = ModelComponents()
 
 
 def parameter_shapes(
-    model: ModelConfig, components: ModelComponents = CONFIGURED_MODEL, attend: AnyAttention | None = None
+    model: ModelConfig,
+    components: ModelComponents = CONFIGURED_MODEL,
+    attend: AnyAttention | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Transformer:
-    """The model with a ShapeDtypeStruct, of the whole array, in the place of every parameter.  No array is made, and no
-    device is used."""
+    """The model with a ShapeDtypeStruct, of the whole array, in the place of every parameter; `dtype` is that of
+    the activations.  No array is made, and no device is used."""
     attend = attend or Chunked(model.attention_chunk)
-    return eqx.filter_eval_shape(lambda: components.held(components.make(model, attend, jax.random.key(0))))
+    make = partial(components.make, model, attend)
+    return eqx.filter_eval_shape(lambda: components.held(model, make(jax.random.key(0)), dtype))

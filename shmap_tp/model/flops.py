@@ -6,7 +6,8 @@ is therefore counted like those that the configuration names, and what cannot be
 
 A matmul of [a, b] with [b, c] is a*b*c multiplications and as many additions: 2abc FLOPs.  For one token that is two
 FLOPs per weight in the forward pass and four in the backward pass (one matmul for the gradient of the input, one for
-the gradient of the weight).  A training step therefore costs three forward passes.
+the gradient of the weight).  A training step therefore costs three forward passes; with adapters (LoRA) about two,
+since the matrices beside them are frozen.
 
 Model FLOPs, the basis of MFU: the work that the mathematics requires, without recomputation.
     Chowdhery et al. 2022, "PaLM", appendix B, https://arxiv.org/abs/2204.02311
@@ -107,8 +108,11 @@ def recomputed_terms(
 
 
 def flops_per_token(model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL) -> int:
-    """Model FLOPs of a training step per token: three forward passes, but for matmuls with a constant."""
-    backward = _with_mask(_count(model, components).backward, causal) | {"head": 4 * model.width * model.vocabulary}
+    """Model FLOPs of a training step per token: three forward passes, but for matmuls with a constant.  Of a frozen
+    matrix there is no gradient, only that of its input."""
+    products = 2 if _head_is_trained(model, components) else 1
+    head = {"head": 2 * products * model.width * model.vocabulary}
+    backward = _with_mask(_count(model, components).backward, causal) | head
     return sum(forward_terms(model, causal=causal, components=components).values()) + sum(backward.values())
 
 
@@ -118,6 +122,11 @@ def hardware_flops_per_token(
     """Model FLOPs and recomputed FLOPs of a training step per token.  Padding and masked-out keys are not counted."""
     recomputed = recomputed_terms(model, causal=causal, components=components)
     return flops_per_token(model, causal=causal, components=components) + sum(recomputed.values())
+
+
+def _head_is_trained(model: ModelConfig, components: ModelComponents) -> bool:
+    trained = components.trained(model, parameter_shapes(model, components))
+    return trained.embedding.weight if trained.head is None else trained.head.weight
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,8 @@ def _count(model: ModelConfig, components: ModelComponents) -> _Count:
     if key not in _COUNTS:
         shapes = parameter_shapes(model, components, TracedAttention(model.context, _recomputes_scores(model)))
         passes = {name: dict.fromkeys(("blocks", "scores", "values"), 0) for name in _Count.__dataclass_fields__}
-        for visit in equations(trace_gradients(shapes, AllReduce(), (1, model.context))):
+        trained = components.trained(model, shapes)
+        for visit in equations(trace_gradients(shapes, AllReduce(), (1, model.context), is_trained=trained)):
             name = "recomputed" if visit.is_recomputed else "backward" if visit.is_backward else "forward"
             passes[name][_term(visit)] += matmul_flops(visit)
         _COUNTS[key] = _Count(**{name: _per_token(terms, model.context) for name, terms in passes.items()})

@@ -20,8 +20,9 @@ mp. {+mp}: a partial sum, not yet reduced.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -185,15 +186,13 @@ def _sums(
     return lax.scan(chunk, _zeros(how, share_CN, source_CN), (h_CND, targets_CN, share_CN, source_CN))[0]
 
 
-def _sums_and_gradients(
-    how: LinearCrossEntropy,
-    h_CND: Array,
-    projection: OutputProjection,
-    targets_CN: Array,
-    share_CN: Array,
-    source_CN: Array | None,
-) -> tuple[Sums, tuple[Array, OutputProjection]]:
-    """(the sums, (dh[C N D], (dw[V/mp D], db[V/mp])) of the objective)."""
+def _sums_and_gradients(how: LinearCrossEntropy, *primals: Any) -> tuple[Sums, tuple[Array, OutputProjection]]:
+    """(the sums, (dh[C N D], (dw[V/mp D], db[V/mp])) of the objective), of frozen weights None.
+
+    `primals` are the other arguments of `_sums`, each array with whether a gradient of it is taken.
+    """
+    h_CND, projection, targets_CN, share_CN, source_CN = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
+    is_trained = jax.tree.map(lambda x: x.perturbed, primals[1], is_leaf=_is_primal)
     cast_VD = projection.weight.astype(h_CND.dtype)
     cast = projection._replace(weight=cast_VD)
 
@@ -205,21 +204,26 @@ def _sums_and_gradients(
             dlogits_NV = scale_N[:, None] * scores.exp_NV - jnp.where(scores.is_target_NV, share_N[:, None], 0.0)
             db_V = None if db_V is None else db_V + jnp.sum(dlogits_NV, axis=0)
             dlogits_NV = dlogits_NV.astype(h_ND.dtype)
-        dw_VD = dw_VD + jnp.matmul(dlogits_NV.T, h_ND, preferred_element_type=dw_VD.dtype)
+        if dw_VD is not None:
+            dw_VD = dw_VD + jnp.matmul(dlogits_NV.T, h_ND, preferred_element_type=dw_VD.dtype)
         return (_add(how, sums, scores, share_N, source_N), OutputProjection(dw_VD, db_V)), dlogits_NV @ cast_VD
 
-    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, share_CN.dtype), projection)
+    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, share_CN.dtype), eqx.filter(projection, is_trained))
     parts = h_CND, targets_CN, share_CN, source_CN
     (sums, gradients), dh_CND = lax.scan(chunk, (_zeros(how, share_CN, source_CN), zeros), parts)
-    return sums, (dh_CND, jax.tree.map(lambda dw, w: dw.astype(w.dtype), gradients, projection))
+    return sums, (dh_CND, jax.tree.map(lambda dw, w: dw.astype(w.dtype), gradients, eqx.filter(projection, is_trained)))
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
 
 
 def _scaled(
-    how: LinearCrossEntropy, gradients: tuple[Array, OutputProjection], cotangents: Sums
+    how: LinearCrossEntropy, gradients: tuple[Array, OutputProjection], cotangents: tuple[Array, Any]
 ) -> tuple[Array, OutputProjection, None, None, None]:
     """The gradients times the cotangent of the objective; targets, shares and sources have no gradient."""
     dh_CND, d_projection = jax.tree.map(lambda gradient: gradient * cotangents[0].astype(gradient.dtype), gradients)
     return dh_CND, d_projection, None, None, None
 
 
-_sums.defvjp(_sums_and_gradients, _scaled)
+_sums.defvjp(_sums_and_gradients, _scaled, symbolic_zeros=True)

@@ -19,6 +19,7 @@ from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.fsdp import PlacedParameters, gather_between_slices, place_parameters
+from shmap_tp.parallel.key_paths import leaves_by_path, path_name
 from shmap_tp.parallel.mesh import axis_sizes
 from shmap_tp.parallel.partitioning import named_shardings
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
@@ -49,6 +50,16 @@ class ShardedModel:
 
         return jax.shard_map(run, mesh=self.mesh, in_specs=(self.placed.stored, *in_specs), out_specs=out_specs)
 
+    def with_initial(self, params: Transformer) -> Transformer:
+        """`params`, with initial values in place of those that are None."""
+        given = leaves_by_path(params)
+        is_missing = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in given, self.shapes)
+        missing = eqx.filter(self.shapes, is_missing)
+        if not jax.tree.leaves(missing):
+            return params
+        shardings = jax.tree.map(lambda shape: shape.sharding, missing)
+        return eqx.combine(params, jax.jit(lambda: eqx.filter(self.make(), is_missing), out_shardings=shardings)())
+
     def split(self, tree: Any) -> tuple[Any, Any]:
         """(the part of a tree like the parameters that belongs to trained ones, the part of frozen ones); the rest of
         each is None."""
@@ -71,10 +82,12 @@ def shard_model(
     attend = select_attention(config.model, mesh.devices.flat[0], dtype, isolated)
 
     def make() -> Transformer:
-        return components.held(components.make(config.model, attend, jax.random.key(config.run.seed)))
+        made = components.make(config.model, attend, jax.random.key(config.run.seed))
+        return components.held(config.model, made, dtype)
 
     shapes = jax.eval_shape(make)
-    placed = place_parameters(config.mesh, shapes)
+    trained = components.trained(config.model, shapes)
+    placed = place_parameters(config.mesh, shapes, trained)
     shardings = named_shardings(mesh, placed.stored)
     return ShardedModel(
         mesh=mesh,
@@ -85,5 +98,5 @@ def shard_model(
             components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel], dtype, placed.placements
         ),
         attention=attend,
-        trained=components.trained(shapes),
+        trained=trained,
     )

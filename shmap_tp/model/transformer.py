@@ -30,12 +30,13 @@ from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, 
 from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_norm
 from shmap_tp.layers.positions import Alibi, Learned, Rotary, make_position_encoding
 from shmap_tp.layers.xla_workarounds import isolate_gradient, join_gradients
+from shmap_tp.model.adapters import with_adapters
 from shmap_tp.model.blocks import BLOCKS, MakeMlp
 from shmap_tp.model.host_offload import save_at_block_end
 from shmap_tp.model.offloaded_scan import OffloadedLayers, PrefetchSpec, scan_with_offload
 from shmap_tp.model.remat import Layer, checkpointed
 from shmap_tp.model.tokens import positions_within
-from shmap_tp.parallel.fsdp import gather, has_gathered, is_ring_reduced, without_ring
+from shmap_tp.parallel.fsdp import gather, has_gathered, is_ring_reduced, reduces_gradient, without_ring
 from shmap_tp.parallel.partitioning import stacked
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 
@@ -112,7 +113,12 @@ class Transformer(eqx.Module):
         self.positions = make_position_encoding(config, key_positions)
         make = block or BLOCKS[config.block]
         keys = jax.random.split(key_blocks, config.layers)
-        self.blocks = eqx.filter_vmap(lambda key: make(config, attend, key=key, mlp=mlp))(keys)
+
+        def one_block(key: PRNGKeyArray) -> Any:
+            made = make(config, attend, key=key, mlp=mlp)
+            return with_adapters(made, config.adapter, key=key) if config.adapter.rank else made
+
+        self.blocks = eqx.filter_vmap(one_block)(keys)
         self.norm = make_norm(config)
         head = partial(VocabParallelHead, *table, std=config.init_std, key=key_head, bias=config.head_bias)
         self.head = None if config.tie_embeddings else head()
@@ -153,7 +159,7 @@ class Transformer(eqx.Module):
         tied.  h is the one given; its gradient and that of w become available together (`join_gradients`)."""
         placements, dtype = execution.placements, execution.dtype
         placement, table = (placements.embedding, self.embedding) if self.head is None else (placements.head, self.head)
-        h_BTD, table = join_gradients(h_BTD, table) if has_gathered(placement) else (h_BTD, isolate_gradient(table))
+        h_BTD, table = join_gradients(h_BTD, table) if reduces_gradient(placement) else (h_BTD, isolate_gradient(table))
         gathered = gather(placement, table, dtype)
         return h_BTD, OutputProjection(gathered.weight, None if self.head is None else gathered.bias)
 

@@ -35,7 +35,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.linear_protocol import AfterNorm, Linear
+from shmap_tp.parallel.linear_protocol import Adapter, AfterNorm, Linear
 from shmap_tp.parallel.mesh import MP, ring_permutation
 from shmap_tp.parallel.ring import RingStep, ring_offsets, ring_reduce_scatter, to_float32
 
@@ -81,9 +81,14 @@ def _input_gradient(layer: Linear, x: Array, dy: Any) -> Array:
 def _transpose(layer: Linear, function: Callable[[Any], Any], at: Any, dy: Any) -> Any:
     """The gradient of `at` for dy = d function(at), where `function` is one of `layer`: its transpose if it is linear.
 
-    `AfterNorm` is not.  The gradient of its norm reads that of the norm's output, which is computed here once more.
+    `AfterNorm` is not, nor is an adapter in its factors.  The gradient of the norm reads that of the norm's output, and
+    that of a factor the product with the other, which are computed here once more.
     """
-    if isinstance(layer, AfterNorm):
+
+    def is_product(node: Any) -> bool:
+        return isinstance(node, AfterNorm | Adapter)
+
+    if any(map(is_product, jax.tree.leaves(layer, is_leaf=is_product))):
         return jax.vjp(function, at)[1](dy)[0]
     return jax.linear_transpose(function, at)(dy)[0]
 

@@ -134,13 +134,15 @@ class Fsdp:
     ring: RingSide | None
     """None: the gradient is reduced by one reduce-scatter.  Else in a ring (`fsdp_overlap`), and which features of the
     weight dp shards."""
+    trained: bool = True
+    """Whether there is a gradient."""
 
     def gather_between_slices(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         return all_gather(w, DP_SLICE, self.dim) if DP_SLICE in self.axes else w
 
     def gather(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
         """Backward: one reduce-scatter of the gradient, in `dtype`."""
-        return self._gather_within_slice(w.astype(dtype))
+        return self._gather_within_slice(w.astype(dtype)) if self.trained else self.gather_without_gradient(w, dtype)
 
     def gather_without_gradient(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
         return self._gather_within_slice(lax.stop_gradient(w.astype(dtype)))
@@ -208,6 +210,11 @@ def has_gathered(placements: Any) -> bool:
     return any(isinstance(placement, Fsdp) for placement in jax.tree.leaves(placements))
 
 
+def reduces_gradient(placements: Any) -> bool:
+    """Whether the gradient of any weight of this part of the model is reduced by the transpose of its gather."""
+    return any(isinstance(placement, Fsdp) and placement.trained for placement in jax.tree.leaves(placements))
+
+
 def is_ring_reduced(placement: Any) -> bool:
     """Whether this is the placement of an FSDP weight whose gradient is reduced in a ring."""
     return isinstance(placement, Fsdp) and placement.ring is not None
@@ -231,9 +238,11 @@ class PlacedParameters(NamedTuple):
     placements: Any
 
 
-def place_parameters(config: MeshConfig, model: Any) -> PlacedParameters:
-    """The placement of every parameter on the mesh of `config`; `model` are the parameters (arrays or shapes)."""
+def place_parameters(config: MeshConfig, model: Any, trained: Any = None) -> PlacedParameters:
+    """The placement of every parameter on the mesh of `config`; `model` are the parameters (arrays or shapes), and
+    `trained` a tree like them that says which are (None: all)."""
     sizes = axis_sizes(config)
+    trained = jax.tree.map(lambda _: True, model) if trained is None else trained
     declared, described = partition_specs(model, sizes), declarations(model)
 
     def undeclared(spec: P) -> tuple[str, ...]:
@@ -246,7 +255,7 @@ def place_parameters(config: MeshConfig, model: Any) -> PlacedParameters:
 
     updated = jax.tree.map(further, model, declared, described)
 
-    def place(spec: P, before: P, about: Declaration) -> Placement:
+    def place(spec: P, before: P, about: Declaration, is_trained: bool) -> Placement:
         axes = undeclared(before)
         if spec == before:
             return Replicated(axes)
@@ -254,9 +263,10 @@ def place_parameters(config: MeshConfig, model: Any) -> PlacedParameters:
         if config.zero == Zero.zero1:
             return Zero1(axes, dim)
         is_linear = about.stacked and not set(axes_of(Role.features, sizes)).isdisjoint(axes_in(before))
-        return Fsdp(axes, dim, _ring_side(spec, dim) if is_linear and has_rings(config) else None)
+        in_ring = is_linear and is_trained and has_rings(config)
+        return Fsdp(axes, dim, _ring_side(spec, dim) if in_ring else None, is_trained)
 
-    placements = jax.tree.map(place, updated, declared, described)
+    placements = jax.tree.map(place, updated, declared, described, trained)
     return PlacedParameters(updated if config.zero == Zero.fsdp else declared, updated, placements)
 
 

@@ -1,4 +1,5 @@
-"""The interface of the linear layers that a tensor-parallel mode multiplies with, and two wrappers around such layers.
+"""The interface of the linear layers that a tensor-parallel mode multiplies with, two wrappers around such layers, and
+what a layer may have beside its weight: a low-rank adapter.
 
 A layer is called for its matrix product alone, which is linear in the input and in the weight; its bias is added apart,
 by the mode, because of where that must happen:
@@ -44,6 +45,29 @@ class InScope(eqx.Module):
     def add_bias(self, y: Array) -> Array:
         with jax.named_scope(self.name):
             return self.layer.add_bias(y)
+
+
+class Adapter(eqx.Module):
+    """scale (x @ a) @ b, which a layer with frozen weights adds to its product.  Hu et al. 2021, "LoRA", section 4.1,
+    https://arxiv.org/abs/2106.09685
+
+    The two factors are layers.  They are sharded as the weight is, and so share the communication of the layer's own
+    product:
+
+        column-parallel   x[B T D]     @ a[D r]     @ b[r F/mp]  ->  [B T F/mp]       x has entered already
+        row-parallel      x[B T D/mp]  @ a[D/mp r]  @ b[r F]     ->  [B T F] {+mp}    reduced with the layer's product
+
+    Communication  none of activations.  Backward: one all-reduce over mp of the gradient of the factor that mp does not
+                   shard (`ReplicatedLinear`).
+    """
+
+    a: Any
+    b: Any
+    scale: float = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        with jax.named_scope("adapter"):
+            return self.b(self.scale * self.a(x))
 
 
 class AfterNorm(eqx.Module):

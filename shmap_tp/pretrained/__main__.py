@@ -2,8 +2,9 @@
 
     python -m shmap_tp.pretrained inspect DIR
         the model's shape, parameters and meshes, and whether its weights are complete
-    python -m shmap_tp.pretrained export RUN_OR_CHECKPOINT --out OUT [--step N] [--dtype bfloat16]
-        a directory that AutoModelForCausalLM.from_pretrained of transformers reads, from any checkpoint of any mesh
+    python -m shmap_tp.pretrained export RUN_OR_CHECKPOINT --out OUT [--step N] [--dtype bfloat16] [--merge]
+        a directory that AutoModelForCausalLM.from_pretrained of transformers reads, from any checkpoint of any mesh; of
+        a run with adapters one that PeftModel.from_pretrained of PEFT reads, or with --merge the whole model
 
 exit codes: 0 done, 2 an error that is explained in one or two lines, 130 interrupted by Ctrl-C
 """
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--out", type=Path, required=True, help="the directory to write; it must not exist")
     export.add_argument("--step", type=int, help="the checkpoint (default: the newest intact one)")
     export.add_argument("--dtype", default="float32", choices=list(OUTPUT_DTYPES), help="of the weights written")
+    export.add_argument("--merge", action="store_true", help="add the adapters of a run to its base")
     return top
 
 
@@ -49,7 +51,8 @@ def _pretrained(arguments: argparse.Namespace) -> None:
     if arguments.command == "inspect":
         print(inspect(arguments.directory))
     else:
-        checkpoint, family = export_checkpoint(arguments.directory, arguments.out, arguments.step, arguments.dtype)
+        given = arguments.directory, arguments.out, arguments.step, arguments.dtype
+        checkpoint, family = export_checkpoint(*given, merge=arguments.merge)
         print(f"{arguments.out}: {checkpoint} as {family}, {arguments.dtype}")
 
 

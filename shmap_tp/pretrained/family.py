@@ -23,7 +23,7 @@ DEFAULT_CONTEXT = 2048
 
 ARCHITECTURE_KEYS = frozenset(ModelConfig.__dataclass_fields__) - {
     *("name", "from_pretrained", "context", "vocabulary_multiple", "init_std"),
-    *("remat", "offload", "attention", "attention_chunk"),
+    *("remat", "offload", "attention", "attention_chunk", "adapter"),
 }
 """Keys of the `model` section that determine what is computed, and so follow from config.json."""
 

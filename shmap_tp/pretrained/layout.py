@@ -58,6 +58,7 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "f": model.ffn,
         "v": model.vocabulary,
         "t": model.context,
+        "r": model.adapter.rank,
     }
 
 

@@ -90,9 +90,9 @@ def _check_tied_head(source: Source, tensors: Mapping[str, StoredTensor], found:
     """Raises UserError if the files have a head that differs from the embedding although config.json ties them:
     transformers would use that head."""
     head = tensors.get(source.family.head)
-    embedding = found["embedding.weight"][1][0]
     if head is None or "head.weight" in found:
         return
+    embedding = found["embedding.weight"][1][0]
     if (head.shape, head.dtype, head.sample()) != (embedding.shape, embedding.dtype, embedding.sample()):
         raise UserError(
             f"{head.file}: {source.family.head} differs from the embedding, which {source.config_file} uses in its "

@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,19 +39,23 @@ class Source:
     """The name on the hub of a snapshot whose weights are not there yet."""
     run: Path | None = None
     """The run directory of what was trained on; the tokenizer's files there, of conversations, replace its own."""
+    weights: str = SINGLE
+    """The file of the weights, where there are not several."""
+    described_by: str | None = None
+    """What says which tensors there are, if not config.json."""
 
     @property
     def config_file(self) -> str:
         """The name of config.json in messages."""
-        return str(self.directory / "config.json")
+        return self.described_by or str(self.directory / "config.json")
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Where each tensor is.  Raises UserError if files are missing, damaged or not safetensors."""
         if self.hub_name:
             _download(self.hub_name, WEIGHTS, revision=self.directory.name)
-        if (self.directory / SINGLE).is_file():  # as in transformers, whatever else is there
-            return read_header(self.directory / SINGLE)
+        if self.weights != SINGLE or (self.directory / SINGLE).is_file():  # as in transformers, whatever else is there
+            return read_header(self.directory / self.weights)
         if (self.directory / INDEX).is_file():
             return self._indexed(read_json_file(self.directory / INDEX))
         files = sorted(self.directory.glob("*.safetensors"))
@@ -91,12 +96,19 @@ class Source:
     def fingerprint(self) -> str:
         """SHA-256 of config.json, and of the name, dtype, shape and first 4096 bytes of each tensor: it tells weights
         apart without reading them all."""
-        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for name, tensor in sorted(self.tensors.items()):
-            digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-            with tensor.file.open("rb") as stream:
-                stream.seek(tensor.offset)
-                digest.update(stream.read(min(FINGERPRINT_BYTES, tensor.size)))
+        return self._digest(lambda tensor: tensor.first_bytes(FINGERPRINT_BYTES))
+
+    def sha256(self) -> str:
+        """SHA-256 of config.json, and of the name, dtype, shape and all bytes of each tensor, in whichever file."""
+        return self._digest(StoredTensor.sha256)
+
+    def _digest(self, content: Callable[[StoredTensor], bytes]) -> str:
+        digest, tensors = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()), sorted(self.tensors.items())
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            contents = threads.map(content, [tensor for _, tensor in tensors])
+            for (name, tensor), part in zip(tensors, contents, strict=True):
+                digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+                digest.update(part)
         return digest.hexdigest()
 
     def companions(self) -> list[Path]:

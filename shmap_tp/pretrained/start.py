@@ -6,16 +6,21 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
+import equinox as eqx
 import jax
 
-from shmap_tp.config.schema import Config, Precision
+from shmap_tp.config.schema import Config, ModelConfig, Precision
 from shmap_tp.errors import UserError
+from shmap_tp.model.adapters import split_factors
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.pretrained.peft import SavedAdapter, load_factors
 from shmap_tp.pretrained.reading import held_in, load_parameters
 from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
+from shmap_tp.training.checkpoint_files import read_facts, restore_parameters, saved_config
 from shmap_tp.training.environment import USE, compute_dtype, require_host_memory
+from shmap_tp.training.resume import BASE, require_same_base
 from shmap_tp.training.step import CONFIGURED, Components
 
 RECORD = "pretrained"
@@ -27,13 +32,25 @@ def with_pretrained(config: Config, components: Components = CONFIGURED) -> Comp
     """`components` with the parameters of model.from_pretrained, if `config` has one."""
     if config.model.from_pretrained is None or components.load_parameters is not None:
         return components
-    return replace(components, load_parameters=load_and_record)
+    return replace(components, load_parameters=load_and_record, identify_parameters=identify)
+
+
+def identify(config: Config) -> dict[str, str]:
+    """Where model.from_pretrained is, and the hash of all its weights.  Raises UserError if it cannot be read."""
+    try:
+        source = open_source(config.model.from_pretrained)
+        return {"path": str(source.directory.resolve()), "sha256": source.sha256()}
+    except UserError as error:
+        raise UserError(
+            f"the base of the adapter cannot be read: {error};\nif it was moved, name it with model.from_pretrained=DIR"
+        ) from error
 
 
 def load_and_record(config: Config, shapes: Transformer) -> Transformer:
-    """The parameters of model.from_pretrained.  Their origin is recorded in the run directory."""
+    """The parameters of model.from_pretrained, and no factors of adapters.  Their origin is recorded in the run
+    directory."""
     source = open_source(config.model.from_pretrained)
-    parameters = load_parameters(source, config.model, shapes)
+    parameters = load_parameters(source, config.model, split_factors(shapes)[1])
     if jax.process_index() == 0:
         record(source, Path(config.run.dir))
     print_on_process_0(f"starting from {source.directory} ({source.family.architecture}, {source.fingerprint()[:12]})")
@@ -66,8 +83,11 @@ def recorded_source(checkpoint: PathLike, config: Config) -> Source | None:
     return None
 
 
-def pretrained_parameters(config: Config, shapes: Transformer, dtype: str = "float32") -> tuple[Transformer, Source]:
-    """(the parameters of model.from_pretrained with their matrices of the precision `dtype`, where they are from).
+def pretrained_parameters(
+    config: Config, shapes: Transformer, dtype: str = "float32", adapter: SavedAdapter | None = None
+) -> tuple[Transformer, Source]:
+    """(the parameters of model.from_pretrained with their matrices of the precision `dtype`, where they are from); the
+    factors are those of `adapter`, or None.
 
     Raises UserError if they cannot be read, or the memory of a machine with emulated devices is too small.
     """
@@ -76,4 +96,37 @@ def pretrained_parameters(config: Config, shapes: Transformer, dtype: str = "flo
     source = open_source(config.model.from_pretrained)
     held = held_in(shapes, compute_dtype(Precision(dtype)))
     require_host_memory(held, purpose=USE)
-    return load_parameters(source, config.model, held), source
+    base = load_parameters(source, config.model, split_factors(held)[1])
+    return base if adapter is None else eqx.combine(base, load_factors(adapter, config.model, held)), source
+
+
+def restored_parameters(checkpoint: PathLike, shapes: Transformer, held: Transformer | None = None) -> Transformer:
+    """The parameters of a checkpoint, as `restore_parameters` reads them; one that has adapters alone is completed with
+    the frozen parameters that it names.
+
+    Raises UserError if these are not there any more, or are others.
+    """
+    base, held = recorded_base(checkpoint), shapes if held is None else held
+    if base is None:
+        return restore_parameters(checkpoint, shapes, held)
+    factors = restore_parameters(checkpoint, split_factors(shapes)[0], split_factors(held)[0])
+    return eqx.combine(factors, base_of(checkpoint, base, saved_config(checkpoint).model, held))
+
+
+def recorded_base(checkpoint: PathLike) -> dict[str, str] | None:
+    """ "path" and "sha256" of the frozen parameters that a checkpoint leaves out; None if it has all."""
+    facts = read_facts(checkpoint)
+    return facts.get(BASE) if isinstance(facts, dict) else None
+
+
+def base_of(checkpoint: PathLike, recorded: dict[str, str], model: ModelConfig, shapes: Transformer) -> Transformer:
+    """The frozen parameters that a checkpoint leaves out and names as `recorded`; the factors are None."""
+    try:
+        source = open_source(recorded["path"])
+    except UserError as error:
+        raise UserError(
+            f"checkpoint {checkpoint} has an adapter alone, and its base cannot be read: {error}.\nPut it back there; "
+            f"or export the adapter with `python -m shmap_tp.pretrained export`, and use --pretrained DIR --adapter OUT"
+        ) from error
+    require_same_base(recorded | {"sha256": source.sha256()}, recorded, f"checkpoint {checkpoint}")
+    return load_parameters(source, model, split_factors(shapes)[1])

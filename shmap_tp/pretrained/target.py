@@ -9,7 +9,7 @@ from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.families import FAMILIES
 from shmap_tp.pretrained.family import Family
-from shmap_tp.pretrained.source import Source
+from shmap_tp.pretrained.source import SINGLE, Source
 
 EXPORTABLE = ("bytes_llama", "gpt2", "llama3_8b")
 """Some models of conf/model that can be exported, the smallest first."""
@@ -23,6 +23,10 @@ class Target:
     config: Mapping[str, Any]
     companions: tuple[Path, ...] = ()
     """Files that are copied: those of the tokenizer, and generation_config.json."""
+    weights: str = SINGLE
+    """The file of the weights, where they are not divided."""
+    documents: Mapping[str, Any] | None = None
+    """Of an adapter, the JSON files by their names, in place of config.json and what belongs to it."""
 
 
 def target_of(model: ModelConfig, source: Source | None) -> Target:

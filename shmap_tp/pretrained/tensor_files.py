@@ -7,6 +7,7 @@ The `safetensors` library reads byte ranges of some dtypes and writes whole file
     https://huggingface.co/docs/safetensors
 """
 
+import hashlib
 import json
 import math
 import os
@@ -36,6 +37,8 @@ MAX_TENSORS = 100_000
 """Of one file: a header of a million takes half a minute to check."""
 
 SAMPLES, SAMPLE_BYTES = 256, 4096
+HASHED_BYTES = 2**24
+"""Of a tensor, how much is read at a time to hash it."""
 
 Box = Sequence[tuple[int, int]]
 """The range [start, stop) of each dim of a tensor, in some view of it."""
@@ -70,6 +73,19 @@ class StoredTensor:
         finally:
             os.close(descriptor)
         return buffer.view(self.dtype).reshape([stop - start for start, stop in box])
+
+    def first_bytes(self, count: int) -> bytes:
+        """Up to `count` bytes of the tensor."""
+        with self.file.open("rb") as stream:
+            return os.pread(stream.fileno(), min(count, self.size), self.offset)
+
+    def sha256(self) -> bytes:
+        """The hash of all bytes of the tensor."""
+        digest = hashlib.sha256()
+        with self.file.open("rb") as stream:
+            for at in range(0, self.size, HASHED_BYTES):
+                digest.update(os.pread(stream.fileno(), min(HASHED_BYTES, self.size - at), self.offset + at))
+        return digest.digest()
 
     def sample(self) -> bytes:
         """4096 bytes at each of up to 256 places of the tensor, or the whole of a small one."""

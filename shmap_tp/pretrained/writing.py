@@ -26,17 +26,19 @@ from jaxtyping import Float
 
 from shmap_tp.config.schema import Config, ModelConfig, Zero
 from shmap_tp.errors import StorageError, UserError, shown
+from shmap_tp.model.adapters import merged, split_factors
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked
 from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, Ranges, pieces_of_array
+from shmap_tp.pretrained.peft import adapter_target
 from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import INDEX, Source
-from shmap_tp.pretrained.start import recorded_source
+from shmap_tp.pretrained.start import recorded_base, recorded_source, restored_parameters
 from shmap_tp.pretrained.target import Target, target_of
 from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, place_tensors, reserve, write_header
 from shmap_tp.runtime.run_lock import LOCK, lock_directories
-from shmap_tp.training.checkpoint_files import find_checkpoint, read_chunks, saved_config
+from shmap_tp.training.checkpoint_files import find_checkpoint, read_chunks, restore_parameters, saved_config
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import build_model_functions
 
@@ -56,19 +58,32 @@ def save_model(
     source: Source | None,
     dtype: str,
     shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    base: Mapping[str, str] | None = None,
+    merge: bool = False,
 ) -> None:
     """Write `parameters` to the new directory `out`; `source` is what they were read from, if they were.
 
-    Every process of a mesh calls it and writes what it has, to a file system that all share.
+    Of a model with adapters these alone are written, beside which `base` they were trained; to `merge` them, the whole
+    model.  Every process of a mesh calls it and writes what it has, to a file system that all share.
     """
-    target, stacked = target_of(config.model, source), paths_of(is_stacked(parameters))
+    target = target_of(config.model, source)
+    if config.model.adapter.rank and merge:
+        parameters = merged(parameters)
+    elif config.model.adapter.rank:
+        parameters, _ = split_factors(parameters)
+        target = adapter_target(target, config.model, parameters, base)
+    stacked = paths_of(is_stacked(parameters))
     save_parameters(out, target, config.model, stacked, pieces_of(parameters), dtype, shard_bytes=shard_bytes)
 
 
-def export_checkpoint(directory: str, out: Path, step: int | None, dtype: str) -> tuple[Path, str]:
-    """Write a checkpoint of a run to the new directory `out`, one chunk of its files at a time.
+def export_checkpoint(
+    directory: str, out: Path, step: int | None, dtype: str, *, merge: bool = False
+) -> tuple[Path, str]:
+    """Write a checkpoint of a run to the new directory `out`, one chunk of its files at a time; of a run with adapters
+    these alone, or to `merge` them the whole model, which is then in memory.
 
-    Returns (the checkpoint, the architecture of what was written).
+    Returns (the checkpoint, what was written).
     Raises UserError if there is no such checkpoint or its model cannot be expressed, StorageError if the disk is full.
     """
     checkpoint = find_checkpoint(directory, step)
@@ -78,10 +93,24 @@ def export_checkpoint(directory: str, out: Path, step: int | None, dtype: str) -
     shapes = build_model_functions(
         config, make_mesh(config.mesh, jax.devices()[:1]), compute_dtype(config.train.precision)
     ).shapes
-    target, stacked = target_of(config.model, recorded_source(checkpoint, config)), paths_of(is_stacked(shapes))
-    chunks = read_chunks(checkpoint, shapes)
-    save_parameters(out, target, config.model, stacked, chunks, dtype, shard_bytes=MAX_SHARD_BYTES)
-    return Path(str(checkpoint)), target.family.architecture
+    source = recorded_source(checkpoint, config)
+    target, has_adapter = target_of(config.model, source), config.model.adapter.rank > 0
+    if merge and not has_adapter:
+        raise UserError(f"--merge is for a run with adapters, and {checkpoint} is of one without; leave it out")
+    if has_adapter:
+        base = recorded_base(checkpoint)
+        is_whole = merge or base is None
+        parameters = (
+            restored_parameters(checkpoint, shapes)
+            if is_whole
+            else restore_parameters(checkpoint, split_factors(shapes)[0])
+        )
+        save_model(out, config, parameters, source, dtype, base=base, merge=merge)
+    else:
+        stacked, chunks = paths_of(is_stacked(shapes)), read_chunks(checkpoint, shapes)
+        save_parameters(out, target, config.model, stacked, chunks, dtype, shard_bytes=MAX_SHARD_BYTES)
+    kind = "an adapter of " if has_adapter and not merge else ""
+    return Path(str(checkpoint)), kind + target.family.architecture
 
 
 def save_parameters(
@@ -103,7 +132,7 @@ def save_parameters(
     if dtype not in OUTPUT_DTYPES:
         raise UserError(f"dtype {dtype} cannot be written; use one of {', '.join(OUTPUT_DTYPES)}")
     layouts, kind = target.family.layouts(model, stacked), OUTPUT_DTYPES[dtype]
-    files = _divide(_tensor_shapes(layouts, stacked, model.layers), kind, shard_bytes)
+    files = _divide(_tensor_shapes(layouts, stacked, model.layers), kind, shard_bytes, target.weights)
     temporary = _temporary(out)
     places: dict[str, StoredTensor] = {}
     for name, shapes in files.items():
@@ -167,27 +196,32 @@ def _tensor_shapes(
 
 
 def _divide(
-    shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_bytes: int
+    shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_bytes: int, name: str
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors of each file, by its name."""
+    """The tensors of each file, by its name; `name` is that of a single one."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
-    for name, shape in shapes.items():
+    for tensor, shape in shapes.items():
         added = math.prod(shape) * dtype.itemsize
         if groups[-1] and size + added > shard_bytes:
             groups.append({})
             size = 0
-        groups[-1][name] = shape
+        groups[-1][tensor] = shape
         size += added
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+        return {name: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 def _write_companions(
     directory: Path, target: Target, files: Mapping[str, Any], places: Mapping[str, StoredTensor], dtype: str
 ) -> None:
-    """config.json, the index if there are several files, generation_config.json and the tokenizer's files."""
+    """config.json, the index if there are several files, generation_config.json and the tokenizer's files; or the
+    documents of an adapter."""
+    if target.documents is not None:
+        for name, document in target.documents.items():
+            (directory / name).write_text(json.dumps(document, indent=2) + "\n")
+        return
     config = dict(target.config)
     for key in ("dtype", "torch_dtype"):
         if key in config:

@@ -7,9 +7,11 @@ values is copied to config.1.yaml, config.2.yaml, ...; a file of anybody else is
 
 import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import yaml
 
@@ -19,6 +21,7 @@ from shmap_tp.config.schema import Config, Resume
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError
+from shmap_tp.model.adapters import split_factors
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
 from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
@@ -37,6 +40,9 @@ STREAK_LIMITS = 3
 SPLIT_FACTS = {"tokens": int, "sha256": str}
 FACTS = {"config": {"model": dict}, "data": {"seed": int, "batch": int}, "mesh": [int, int]}
 """The facts of a checkpoint that a resume reads, with their types; and those of its data (`_types_of_data`)."""
+BASE, BASE_FACTS = "base", {"path": str, "sha256": str}
+"""The fact that a checkpoint without frozen parameters has besides: what these are."""
+FROM = "model.from_pretrained"
 
 TOKENIZER_HASH = "data.dir (sha256 of tokenizer.json)"
 DATA_ORDER = "the data order"
@@ -48,10 +54,12 @@ def restore_or_initialize(
     batches: Batches,
     checkpoints: Checkpoints,
     load_parameters: LoadParameters | None = None,
+    base: dict[str, str] | None = None,
 ) -> tuple[State, int | None]:
     """(state, step) of the newest intact checkpoint, or (new state, None), as `checkpoint.resume` says.
 
-    A new state has the parameters of `load_parameters`, if it is given, instead of random ones.
+    A new state has the parameters of `load_parameters`, if it is given, instead of random ones; so have the frozen
+    parameters that a checkpoint leaves out, if `base` says that they are the same.
 
     Raises `UserError` if there is a checkpoint but resuming was not requested, if resuming was requested but nothing
     can be resumed, or if the checkpoint is of a run with another model or data order.
@@ -83,11 +91,33 @@ def restore_or_initialize(
         if load_parameters is None:
             return functions.init(), None
         return functions.init_from(load_parameters(config, functions.shapes.params)), None
-    return _restore(step, config, functions, batches, checkpoints), step
+    facts = _facts(step, config, batches, checkpoints)
+    state = _restore(step, config, functions, checkpoints, with_base=BASE not in facts)
+    if BASE in facts:
+        if load_parameters is None or base is None:
+            raise UserError(
+                f"{config.checkpoint.dir} has the adapter alone; name its base: {FROM}={facts[BASE]['path']}"
+            )
+        require_same_base(base, facts[BASE], config.checkpoint.dir)
+        _, frozen = split_factors(load_parameters(config, functions.shapes.params))
+        state = replace(state, params=eqx.combine(state.params, frozen))
+    _announce(step, facts, config.checkpoint.dir)
+    return state, step
 
 
-def _restore(step: int, config: Config, functions: StepFunctions, batches: Batches, checkpoints: Checkpoints) -> State:
-    """The state of the checkpoint of `step`; newer ones, which are damaged, are renamed."""
+def _announce(step: int, facts: dict[str, Any], directory: str) -> None:
+    """Print where the run goes on, and what is not as it was."""
+    dp, mp = facts["mesh"]
+    print_on_process_0(f"resuming from step {step} of {directory}, saved on mesh dp={dp}, mp={mp}")
+    if "order" not in facts["data"]:
+        print_on_process_0(
+            f"checkpoint {directory}/{step} was saved by a version that shuffled otherwise: in the epoch of that "
+            f"step some sequences are read twice and others not; every later epoch has each once"
+        )
+
+
+def _facts(step: int, config: Config, batches: Batches, checkpoints: Checkpoints) -> dict[str, Any]:
+    """The facts of the checkpoint of `step`, if the run can go on from it."""
     directory = config.checkpoint.dir
     if step > config.train.steps:
         raise UserError(
@@ -103,7 +133,16 @@ def _restore(step: int, config: Config, functions: StepFunctions, batches: Batch
         )
     facts = _check_facts(facts, f"checkpoint {directory}/{step}")
     _refuse_differences(facts, config, batches.identity, step)
-    state = checkpoints.restore(step, functions.shapes)
+    return facts
+
+
+def _restore(
+    step: int, config: Config, functions: StepFunctions, checkpoints: Checkpoints, *, with_base: bool
+) -> State:
+    """The state of the checkpoint of `step`, frozen parameters `with_base`; newer ones, which are damaged, are
+    renamed."""
+    directory = config.checkpoint.dir
+    state = checkpoints.restore(step, functions.shapes if with_base else without_base(functions.shapes))
     if int(state.step) != step:
         raise UserError(
             f"checkpoint {directory}/{step} contains the state after step {int(state.step)}: rename the directory to "
@@ -111,14 +150,22 @@ def _restore(step: int, config: Config, functions: StepFunctions, batches: Batch
         )
     _refuse_endless_streak(int(state.guard.in_a_row), step, config, checkpoints)
     checkpoints.set_aside_after(step)
-    dp, mp = facts["mesh"]
-    print_on_process_0(f"resuming from step {step} of {directory}, saved on mesh dp={dp}, mp={mp}")
-    if "order" not in facts["data"]:
-        print_on_process_0(
-            f"checkpoint {directory}/{step} was saved by a version that shuffled otherwise: in the epoch of that "
-            f"step some sequences are read twice and others not; every later epoch has each once"
-        )
     return state
+
+
+def require_same_base(found: dict[str, str], recorded: dict[str, str], checkpoint: str) -> None:
+    """Raise `UserError` unless the weights `found` are those that an adapter was trained beside."""
+    if found["sha256"] != recorded["sha256"]:
+        raise UserError(
+            f"{checkpoint} has an adapter of other weights than those of {found['path']} (sha256 "
+            f"{found['sha256'][:12]}):\nit was trained beside {recorded['path']} (sha256 {recorded['sha256'][:12]}); "
+            f"restore those, or name a copy of them with {FROM}=..."
+        )
+
+
+def without_base(state: State) -> State:
+    """A state (arrays or shapes), its parameters the factors of adapters alone."""
+    return eqx.tree_at(lambda state: state.params, state, split_factors(state.params)[0])
 
 
 def _refuse_names_of_saves(config: Config, checkpoints: Checkpoints, newest: int) -> None:
@@ -166,7 +213,8 @@ def _check_facts(facts: Any, checkpoint: str) -> dict[str, Any]:
         for key in expected if kind is dict and container else range(len(expected)) if container else ():
             check(value.get(key) if kind is dict else value[key], expected[key], f"{where}.{key}".lstrip("."))
 
-    check(facts, types, "")
+    has_base = isinstance(facts, dict) and BASE in facts
+    check(facts, types | ({BASE: BASE_FACTS} if has_base else {}), "")
     return facts
 
 
@@ -231,8 +279,10 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any], only_source
 
     Names may change, and settings that choose how the same result is computed.
     """
-    may_change = {"name", "from_pretrained", "remat", "offload", "attention", "attention_chunk"}
+    may_change = {"name", "from_pretrained", "remat", "offload", "attention", "attention_chunk", "adapter"}
     shape = {f"model.{key}": model[key] for key in model.keys() - may_change}
+    adapter = model.get("adapter", {"rank": 0})  # a run from before there were adapters has none
+    shape |= {f"model.adapter.{key}": adapter[key] for key in (adapter if adapter["rank"] else ["rank"])}
     files = {
         f"data.dir ({split}.bin)": f"{identity[split]['tokens']} tokens of sha256 {identity[split]['sha256'][:12]}"
         for split in (SPLITS if only_source else ())

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,7 +49,13 @@ from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_sa
 from shmap_tp.training.optimizer import describe_schedule
 from shmap_tp.training.profiler import Profile
 from shmap_tp.training.replica_check import ReplicaCheck
-from shmap_tp.training.resume import refuse_foreign_config, restore_or_initialize, write_run_config
+from shmap_tp.training.resume import (
+    BASE,
+    refuse_foreign_config,
+    restore_or_initialize,
+    without_base,
+    write_run_config,
+)
 from shmap_tp.training.step import Components, State, StepFunctions, build_step_functions
 
 
@@ -91,7 +98,7 @@ class Run:
     def restore_or_initialize(self) -> tuple[State, int | None]:
         """(state, step) of the newest intact checkpoint, or (new state, None); see `resume`."""
         load = self.components.load_parameters
-        return restore_or_initialize(self.config, self.functions, self.batches, self.checkpoints, load)
+        return restore_or_initialize(self.config, self.functions, self.batches, self.checkpoints, load, self._base)
 
     def compile_step(self, first_step: int) -> Any:
         """The compiled step.  Writes config.yaml and the tokenizer's files, opens time.jsonl: the run has started."""
@@ -134,10 +141,18 @@ class Run:
         return Meter(record, self.config.train.batch * model.context, flops, peak)
 
     def save(self, step: int, state: State, skipped_in_a_row: int) -> None:
-        """Start to save the checkpoint of `step`."""
+        """Start to save the checkpoint of `step`: with adapters without the frozen parameters, if these can be read
+        again."""
         mesh = [self.config.mesh.dp, self.config.mesh.mp]
         facts = {"config": to_dict(self.config), "data": self.batches.identity, "mesh": mesh}
-        self.checkpoints.save(step, state, facts, skipped_in_a_row)
+        saved = state if self._base is None else without_base(state)
+        self.checkpoints.save(step, saved, facts | ({BASE: self._base} if self._base else {}), skipped_in_a_row)
+
+    @cached_property
+    def _base(self) -> dict[str, str] | None:
+        """What the frozen parameters are, where checkpoints have that in place of them."""
+        identify = self.components.identify_parameters
+        return identify(self.config) if self.config.model.adapter.rank and identify else None
 
 
 @contextmanager

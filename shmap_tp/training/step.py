@@ -52,7 +52,9 @@ class State(eqx.Module):
 
 
 LoadParameters = Callable[[Config, Transformer], Transformer]
-"""(config, shapes with shardings) -> parameters."""
+"""(config, shapes with shardings) -> parameters, None in place of those that keep their initial values."""
+IdentifyParameters = Callable[[Config], dict[str, str]]
+"""(config) -> {"path": where the parameters are from, "sha256": of their bytes}."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,15 @@ class Components(ModelComponents):
     frozen            which parameters are not trained, and their dtype: a `Frozen` of model/components.py
     make_optimizer    the `optimizer` section of the configuration -> an `Optimizer`
     load_parameters   (config, shapes with shardings) -> the parameters that a new run starts from
+    identify_parameters  (config) -> "path" and "sha256" of what load_parameters reads: with adapters, checkpoints then
+                      have these in place of frozen parameters
 
     Examples: docs/extending.md.
     """
 
     make_optimizer: Callable[[Any], Optimizer] | None = None
     load_parameters: LoadParameters | None = None
+    identify_parameters: IdentifyParameters | None = None
     given_as: str | None = None
     """FILE:NAME of --components, for the command line that resumes the run."""
 
@@ -181,7 +186,8 @@ class StepFunctions(eqx.Module):
     init: Callable[[], State]
     """() -> State, each device initialising its own shards."""
     init_from: Callable[[Transformer], State]
-    """(params) -> the State of a new run with these parameters, which are donated."""
+    """(params) -> the State of a new run with these parameters, which are donated; those that are None have their
+    initial values."""
     step: Callable[..., tuple[State, dict[str, Array]]]
     """(State, tokens[A B T+1]) -> (State, metrics); the argument state is donated.  Here and in `evaluate` segments
     [A B T+1] may follow, which say where documents are in place of their ends; here also sources[A B 1], the number
@@ -244,11 +250,12 @@ def build_step_functions(
         return model.mapped(local_evaluate, (batch_specs(axes, batch),), (P(), P()))(params, batch)
 
     shardings = named_shardings(mesh, specs)
+    start = jax.jit(init_from, out_shardings=shardings, donate_argnums=0)
     microbatches = config.train.microbatches
     tokens = (microbatches, config.train.batch // microbatches, config.model.context + 1)
     return StepFunctions(
         init=jax.jit(init, out_shardings=shardings),
-        init_from=jax.jit(init_from, out_shardings=shardings, donate_argnums=0),
+        init_from=lambda params: start(model.with_initial(params)),
         step=jax.jit(step, donate_argnums=0),
         evaluate=jax.jit(evaluate),
         shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),

@@ -33,10 +33,12 @@ def refusal():
     """A function: the message about the default configuration with another value of one key."""
     config = load(FIRST, [])
 
+    def with_value(part: object, name: str, *inside: str, value: object) -> object:
+        return replace(part, **{name: with_value(getattr(part, name), *inside, value=value) if inside else value})
+
     def message(key: str, value: object) -> str:
-        section, _, name = key.partition(".")
         with pytest.raises(UserError) as caught:
-            validate(replace(config, **{section: replace(getattr(config, section), **{name: value})}))
+            validate(with_value(config, *key.split("."), value=value))
         return str(caught.value)
 
     return message

@@ -3,6 +3,7 @@
 B sequences on this device, T time, D model width.
 """
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -121,6 +122,8 @@ PROGRAMS = {
     "2 slices, fsdp": "kv_heads=2 positions=learned mesh.zero=fsdp mesh.slices=2",
     "2 slices, fsdp ring": "mlp=swiglu remat=full mesh.zero=fsdp mesh.fsdp_gradients=ring mesh.slices=2",
     "2 slices, zero1": "kv_heads=2 positions=learned mesh.zero=zero1 mesh.slices=2",
+    "adapters": "adapter.rank=4 kv_heads=2 mlp=swiglu qkv_bias=true",
+    "adapters, fsdp": "adapter.rank=4 kv_heads=2 remat=attention tie_embeddings=true mesh.zero=fsdp",
     "1 kv head, sequential, remat full": (
         "kv_heads=1 block=sequential remat=full positions=learned tie_embeddings=true"
     ),
@@ -137,7 +140,9 @@ PROGRAMS |= {
 def program_config(program: str, shape: tuple[int, int]) -> Config:
     """One of PROGRAMS with two microbatches and three layers."""
     sizes = f"mesh.dp={shape[0]} mesh.mp={shape[1]} model.layers=3 train.batch=16 train.microbatches=2"
-    settings = [setting if "." in setting else f"model.{setting}" for setting in PROGRAMS[program].split()]
+    settings = [
+        setting if re.match("(mesh|train)[.]", setting) else f"model.{setting}" for setting in PROGRAMS[program].split()
+    ]
     return config(*sizes.split(), *settings)
 
 

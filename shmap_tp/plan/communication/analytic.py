@@ -78,9 +78,10 @@ def activations(config: Config, dtype: DTypeLike, components: Components = CONFI
     model = replace(config.model, offload=[])  # changes where activations are saved, not what is communicated
     used = shapes_in_use(model, mesh, dtype, components)
     sizes = axis_sizes(mesh)
-    is_gathered = jax.tree.map(lambda it: isinstance(it, Fsdp), placed_shapes(model, mesh, components)[2])
+    is_gathered = jax.tree.map(lambda it: isinstance(it, Fsdp), placed_shapes(model, mesh, components, dtype)[2])
     tokens, tp = microbatch_shape(config), _mode(config, components)
-    found = model_communication(used, tp, tokens, sizes, dtype, is_gathered)
+    is_trained = components.trained(model, used)
+    found = model_communication(used, tp, tokens, sizes, dtype, is_gathered, is_trained)
     return [replace(entry, count=entry.count * microbatches) for entry in found]
 
 
@@ -119,7 +120,7 @@ def analytic_communication(config: Config, dtype: DTypeLike, components: Compone
     Entries over a mesh axis of size 1 are included, since they are in the program: see `ledger.without_trivial_axes`.
     Raises ValueError where it is unknown how often something runs.
     """
-    every = parameters(config.model, config.mesh, components)
+    every = parameters(config.model, config.mesh, dtype, components)
     return [
         *gathers_between_slices(config, every),
         *_forward_and_backward(config, dtype, components),
@@ -134,7 +135,7 @@ def analytic_evaluation_communication(
     """The same for one evaluation of as many tokens: the forward half of it."""
     both = _forward_and_backward(config, dtype, components)
     forward = [entry for entry in both if entry.direction == Direction.forward]
-    every = parameters(config.model, config.mesh, components)
+    every = parameters(config.model, config.mesh, dtype, components)
     return [*gathers_between_slices(config, every), *forward, *_counts(config)]
 
 
@@ -144,7 +145,7 @@ def _forward_and_backward(config: Config, dtype: DTypeLike, components: Componen
     positions = math.prod(microbatch_shape(config))
     wide = jnp.promote_types(dtype, jnp.float32).name
     return [
-        *fsdp_uses(config, parameters(model, config.mesh, components), jnp.dtype(dtype).name),
+        *fsdp_uses(config, parameters(model, config.mesh, dtype, components), jnp.dtype(dtype).name),
         *activations(config, dtype, components),
         *cross_entropy(ArrayTraffic(positions, wide, microbatches), config.train.loss_chunk),
     ]
@@ -173,7 +174,7 @@ def _generation(config: Config, batch: int, positions: int, steps: int, dtype: D
     used = shapes_in_use(model, config.mesh, dtype)
     found = model_communication(used, AllReduce(), (batch, positions), axis_sizes(config.mesh), dtype)
     once = replace(config, train=replace(config.train, microbatches=1))
-    found += fsdp_uses(once, parameters(model, config.mesh), jnp.dtype(dtype).name)
+    found += fsdp_uses(once, parameters(model, config.mesh, dtype), jnp.dtype(dtype).name)
     repeated = [replace(e, count=e.count * steps) for e in found if e.direction == Direction.forward]
     wide = jnp.promote_types(dtype, jnp.float32).name
     chosen = [ArrayTraffic(batch, of, steps) for of in (wide, "int32")]

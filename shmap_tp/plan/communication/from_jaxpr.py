@@ -100,19 +100,19 @@ def model_communication(
     sizes: Mapping[str, int],
     dtype: DTypeLike,
     is_gathered: Any = None,
+    is_trained: Any = None,
 ) -> list[Entry]:
     """Everything that a model communicates in one microbatch of tokens[B T] on a device, over any axis, from the
     embedding to the final norm and back, computing in `dtype`, on a mesh with these axis sizes.  Not part of it: what
     gathers parameters and reduces their gradients over token axes.
 
-    `shapes` are the parameters, in the dtype in which layers are given them; `is_gathered` as for `trace_gradients`.
-    Equal arrays of one part of the model are one entry.  Raises ValueError where it is unknown how often something
-    runs.
+    `shapes` are the parameters, in the dtype in which layers are given them; `is_gathered` and `is_trained` as for
+    `trace_gradients`.  Equal arrays of one part of the model are one entry.  Raises ValueError where it is unknown how
+    often something runs.
     """
     counts: Counter[Entry] = Counter()
-    for visit in equations(
-        trace_gradients(shapes, _with_scopes(tp), tokens, sizes=sizes, dtype=dtype, is_gathered=is_gathered)
-    ):
+    about = {"is_gathered": is_gathered, "is_trained": is_trained}
+    for visit in equations(trace_gradients(shapes, _with_scopes(tp), tokens, sizes=sizes, dtype=dtype, **about)):
         direction = Direction.recompute if visit.is_recomputed else Direction.forward
         for entry in collective(visit, Direction.backward if visit.is_backward else direction):
             counts[replace(entry, what=_what(visit.scope, entry.operation), count=0)] += entry.count

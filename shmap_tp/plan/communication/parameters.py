@@ -47,6 +47,10 @@ class Parameter:
     """Whether its gather in the backward pass is prefetched (`model/offloaded_scan.py`)."""
     uses: int
     """How often a microbatch uses it: 2 for an embedding that is also the head."""
+    trained: bool
+    """Whether it has a gradient and moments."""
+    dtype: str
+    """What it is stored in."""
 
     def traffic(self, dtype: str, *, stacked: bool) -> ArrayTraffic:
         """All layers at once, or one after the other."""
@@ -56,18 +60,20 @@ class Parameter:
 
 
 def placed_shapes(
-    model: ModelConfig, mesh: MeshConfig, components: ModelComponents = CONFIGURED_MODEL
+    model: ModelConfig, mesh: MeshConfig, components: ModelComponents, dtype: DTypeLike
 ) -> tuple[Transformer, Transformer, Transformer]:
-    """(the shapes of the parameters, their PartitionSpecs as declared, their placements), three trees alike."""
-    shapes = parameter_shapes(model, components)
-    return shapes, partition_specs(shapes, axis_sizes(mesh)), place_parameters(mesh, shapes).placements
+    """(the shapes of the parameters, their PartitionSpecs as declared, their placements), three trees alike; `dtype` is
+    that of the activations."""
+    shapes = parameter_shapes(model, components, dtype=dtype)
+    placed = place_parameters(mesh, shapes, components.trained(model, shapes))
+    return shapes, partition_specs(shapes, axis_sizes(mesh)), placed.placements
 
 
 def shapes_in_use(
     model: ModelConfig, mesh: MeshConfig, dtype: DTypeLike, components: ModelComponents = CONFIGURED_MODEL
 ) -> Transformer:
     """The shapes of the parameters as layers are given them: FSDP weights are gathered in `dtype`."""
-    shapes, _, placements = placed_shapes(model, mesh, components)
+    shapes, _, placements = placed_shapes(model, mesh, components, dtype)
     return jax.tree.map(
         lambda leaf, placement: jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(placement, Fsdp) else leaf,
         shapes,
@@ -75,12 +81,16 @@ def shapes_in_use(
     )
 
 
-def parameters(model: ModelConfig, mesh: MeshConfig, components: ModelComponents = CONFIGURED_MODEL) -> list[Parameter]:
-    """Every parameter of the model on a mesh, in the order of its tree."""
-    shapes, declared, placements = placed_shapes(model, mesh, components)
+def parameters(
+    model: ModelConfig, mesh: MeshConfig, dtype: DTypeLike, components: ModelComponents = CONFIGURED_MODEL
+) -> list[Parameter]:
+    """Every parameter of the model on a mesh, in the order of its tree; `dtype` is that of the activations."""
+    shapes, declared, placements = placed_shapes(model, mesh, components, dtype)
+    trained = components.trained(model, shapes)
     prefetched, sizes = _prefetched(model, placements), axis_sizes(mesh)
 
-    def describe(path: tuple, leaf: jax.ShapeDtypeStruct, spec: Any, placement: Placement, stacked: bool) -> Parameter:
+    def describe(path: tuple, leaf: jax.ShapeDtypeStruct, spec: Any, placement: Placement, *is_: bool) -> Parameter:
+        stacked, trained = is_
         shards = math.prod(sizes[axis] for axis in axes_in(spec))
         layers = leaf.shape[0] if stacked else 1
         is_head_too = shapes.head is None and leaf is shapes.embedding.weight
@@ -94,9 +104,11 @@ def parameters(model: ModelConfig, mesh: MeshConfig, components: ModelComponents
             shards=1 if isinstance(placement, Replicated) else math.prod(sizes[axis] for axis in placement.axes),
             prefetched=placement is prefetched,
             uses=1 + is_head_too,
+            trained=trained,
+            dtype=str(leaf.dtype),
         )
 
-    found = jax.tree_util.tree_map_with_path(describe, shapes, declared, placements, is_stacked(shapes))
+    found = jax.tree_util.tree_map_with_path(describe, shapes, declared, placements, is_stacked(shapes), trained)
     return jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, Parameter))
 
 
@@ -123,7 +135,7 @@ def fsdp_uses(config: Config, every: list[Parameter], dtype: str) -> list[Entry]
         for layers, in_ring in split:
             full = replace(parameter.traffic(dtype, stacked=False), count=layers * config.train.microbatches)
             entries += _gathers(config, parameter, full, sizes, prefetched=parameter.prefetched and in_ring)
-            entries += _reduction(full, parameter, sizes, in_ring=in_ring)
+            entries += _reduction(full, parameter, sizes, in_ring=in_ring) if parameter.trained else []
     return entries
 
 
@@ -167,20 +179,20 @@ def gathers_between_slices(config: Config, every: list[Parameter]) -> list[Entry
     sizes, entries = axis_sizes(config.mesh), []
     for parameter in every:
         if isinstance(parameter.placement, Fsdp) and DP_SLICE in parameter.placement.axes:
-            shard = _part(parameter.traffic("float32", stacked=True), parameter.placement.axes, sizes)
+            shard = _part(parameter.traffic(parameter.dtype, stacked=True), parameter.placement.axes, sizes)
             entries.append(shard.over(DP_SLICE, parameter.name, Operation.all_gather, Direction.once))
     return entries
 
 
 def update(config: Config, every: list[Parameter], *, partial_over: tuple[str, ...]) -> list[Entry]:
-    """After the last microbatch: gradients reduced over the token axes and, where they are partial sums over other axes
-    (`partial_over`), those of parameters replicated over these reduced over them, too; the gradient norm; the norms of
-    the parameters before and after the update; the updates of ZeRO-1 gathered.
+    """After the last microbatch, of what is trained: gradients reduced over the token axes and, where they are partial
+    sums over other axes (`partial_over`), those of parameters replicated over these reduced over them, too; the
+    gradient norm; the norms of the parameters before and after the update; the updates of ZeRO-1 gathered.
 
     The squares of a norm are summed over the axes that shard a gradient: one all-reduce for each set of axes.
     """
     entries, shardings, sizes = [], set(), axis_sizes(config.mesh)
-    for parameter in every:
+    for parameter in [each for each in every if each.trained]:
         placement, axes = parameter.placement, parameter.placement.axes
         sharded = not isinstance(placement, Replicated)
         shardings.add(mesh_order({*parameter.declared, *(axes if sharded else ())}))

@@ -4,8 +4,8 @@ Per device and step.  A microbatches of n = B T tokens on a dp rank; D width, L 
 heads of K, F the MLP's width, V the padded vocabulary.
 
 Memory (bytes)
-    state        4 P parameters, 8 P of AdamW's moments, 4 P of gradients; P as mp and the ZeRO stage leave it to a
-                 device (Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 3)
+    state        4 P parameters, 8 P of AdamW's moments, 4 P of gradients; 2 P of frozen matrices; P as mp and the ZeRO
+                 stage leave it to a device (Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 3)
     saved        2 L n times the values that the remat policy saves (Korthikanti et al. 2022,
                  https://arxiv.org/abs/2205.05198, section 4, split as in model/remat.py), less what is offloaded
     working set  one layer's activations and their gradients; two gathered FSDP layers; bfloat16 copies of unsharded
@@ -108,7 +108,7 @@ def _parameters(config: Config) -> list[Parameter]:
     model = replace(config.model, remat=Remat.full, offload=[])
     key = repr((model, config.mesh))
     if key not in _PARAMETERS:
-        _PARAMETERS[key] = parameters(model, config.mesh)
+        _PARAMETERS[key] = parameters(model, config.mesh, jnp.bfloat16)
     return _PARAMETERS[key]
 
 
@@ -130,9 +130,10 @@ def memory_terms(config: Config, model: ModelConfig, every: list[Parameter]) -> 
     tokens = microbatch_tokens(config)
     per_layer = NARROW * tokens
     layer = sum(p.values for p in every if p.in_block)
-    dense = sum(p.values * p.layers for p in every if not isinstance(p.placement, Fsdp))
+    dense = sum(p.values * p.layers for p in every if not isinstance(p.placement, Fsdp) and p.dtype == "float32")
     is_fsdp = any(isinstance(p.placement, Fsdp) for p in every)
     head = padded_vocabulary(model) // config.mesh.mp
+    trains_head = next(p for p in reversed(every) if p.name in ("head", "embedding")).trained
     chunk = min(config.train.loss_chunk, tokens)
     scores = 0.0
     if model.attention == AttentionKernel.chunked:
@@ -144,18 +145,19 @@ def memory_terms(config: Config, model: ModelConfig, every: list[Parameter]) -> 
         "layer": per_layer * layer_values(config),
         "gathered": 2 * NARROW * layer if is_fsdp else 0.0,
         "copies": 0.0 if is_fsdp else NARROW * dense,
-        "head": WIDE * head * (chunk + model.width),
+        "head": WIDE * head * (chunk + (model.width if trains_head else 0)),
         "scores": scores,
     }
 
 
 def state_bytes(every: list[Parameter]) -> float:
-    """Parameters, moments and gradients of one device."""
+    """Parameters, and of those that are trained moments and gradients, of one device."""
     total = 0.0
     for parameter in every:
         size, dp = parameter.values * parameter.layers, parameter.shards
-        is_fsdp = isinstance(parameter.placement, Fsdp)
-        total += 8 * size / dp + (4 + 4) * size / (dp if is_fsdp else 1)
+        stored = jnp.dtype(parameter.dtype).itemsize + (WIDE if parameter.trained else 0)
+        total += stored * size / (dp if isinstance(parameter.placement, Fsdp) else 1)
+        total += 2 * WIDE * size / dp if parameter.trained else 0
     return total
 
 
@@ -217,7 +219,7 @@ def time_terms(config: Config, model: ModelConfig, every: list[Parameter], targe
         "scores": score_bytes / device.memory_rate,
         "activations": activations / device.memory_rate,
         "weights": microbatches * 3 * NARROW * weights / device.memory_rate,
-        "update": 7 * WIDE * sum(p.values * p.layers / p.shards for p in every) / device.memory_rate,
+        "update": 7 * WIDE * sum(p.values * p.layers / p.shards for p in every if p.trained) / device.memory_rate,
         **collective_seconds(config, every, target),
     }
 

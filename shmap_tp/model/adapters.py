@@ -1,0 +1,96 @@
+"""Low-rank adapters beside the frozen matrices of a block: which matrices have one, and what their factors start from.
+
+Hu et al. 2021, "LoRA", https://arxiv.org/abs/2106.09685
+Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", https://arxiv.org/abs/2312.03732
+
+The product itself is `parallel/linear_protocol.Adapter`, and how its factors are cut `layers/linear.with_adapter`.
+"""
+
+import zlib
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import GetAttrKey
+from jaxtyping import PRNGKeyArray
+
+from shmap_tp.config.schema import AdapterConfig, AdapterScale
+from shmap_tp.errors import UserError
+from shmap_tp.layers.linear import with_adapter
+from shmap_tp.parallel.key_paths import path_name
+from shmap_tp.parallel.partitioning import declaration
+
+ADAPTER = GetAttrKey("adapter")
+"""The field of a linear layer that has its adapter."""
+ALL = "all"
+
+
+def is_factor(path: tuple) -> bool:
+    """Whether this is the path of a factor of an adapter."""
+    return ADAPTER in path
+
+
+def split_factors(tree: Any) -> tuple[Any, Any]:
+    """(the factors of a tree like the parameters, the rest of it); what belongs to the other is None."""
+    return eqx.partition(tree, jax.tree_util.tree_map_with_path(lambda path, _: is_factor(path), tree))
+
+
+def adapter_scale(config: AdapterConfig) -> float:
+    """What the product of the factors is multiplied by."""
+    return config.alpha / (config.rank if config.scale == AdapterScale.rank else config.rank**0.5)
+
+
+def with_adapters(block: Any, config: AdapterConfig, *, key: PRNGKeyArray) -> Any:
+    """`block`, with an adapter beside each matrix that the configuration names.
+
+    The initial values of a factor depend on `key` and on the path of its matrix in the block alone.
+    Raises UserError if a name is that of no matrix, or the rank is above the sizes of one.
+    """
+
+    def is_linear(node: Any) -> bool:
+        return hasattr(node, "adapter")
+
+    named, known = set(), set()
+
+    def adapt(path: tuple, node: Any) -> Any:
+        if not is_linear(node):
+            return node
+        names, name = {ALL, *(path_name((part,)) for part in path)}, path_name(path, ".")
+        known.update(names)
+        named.update(names.intersection(config.matrices))
+        if names.isdisjoint(config.matrices):
+            return node
+        if config.rank > min(node.weight.shape[0], node.weight.size // node.weight.shape[0]):
+            raise UserError(
+                f"model.adapter.rank={config.rank} is above a size of {name}, {list(node.weight.shape)}, and so no "
+                f"lower than its own; lower it, or leave {path_name(path[-1:])} out of model.adapter.matrices"
+            )
+        key_of_matrix = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return with_adapter(node, config.rank, adapter_scale(config), key=key_of_matrix)
+
+    adapted = jax.tree_util.tree_map_with_path(adapt, block, is_leaf=is_linear)
+    if unknown := sorted(set(config.matrices) - named):
+        raise UserError(
+            f"model.adapter.matrices has {unknown[0]}, which is no matrix of {type(block).__name__}; use names in "
+            f"{{{', '.join(sorted(known))}}}"
+        )
+    return adapted
+
+
+def merged(params: Any) -> Any:
+    """The same model without adapters: each is added to its matrix, in float32."""
+
+    def merge(node: Any) -> Any:
+        if getattr(node, "adapter", None) is None:
+            return node
+        declared = declaration(node, (GetAttrKey("weight"),))
+        stack, dims = "l" * (node.weight.ndim - len(declared.axes)), "def"[: len(declared.axes)]
+        (inside,) = (dims[dim] for dim in declared.inputs)
+        product = f"{stack}{inside}r,{stack}{dims.replace(inside, 'r')}->{stack}{dims}"
+        added = jnp.einsum(product, node.adapter.a.weight, node.adapter.b.weight, precision=lax.Precision.HIGHEST)
+        weight = node.weight.astype(added.dtype) + node.adapter.scale * added
+        return eqx.tree_at(lambda node: (node.weight, node.adapter), node, (weight, None))
+
+    return jax.tree.map(merge, params, is_leaf=lambda node: hasattr(node, "adapter"))

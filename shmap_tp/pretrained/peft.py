@@ -1,0 +1,266 @@
+"""Adapters in the files of PEFT: adapter_model.safetensors and adapter_config.json, in and out.
+
+r rank.  A factor is a row of a family's table, derived from the row of its matrix: a[in r] is the tensor
+lora_A.weight[r in] of the matrix's module, b is lora_B.weight[out r].
+
+Some families fuse q, k and v in one matrix, where PEFT has one pair of factors and this project three.  Two forms of
+that pair are equal to the three:
+
+    shared   a is the same for the three: lora_A[r in], and lora_B has the rows of the three
+    blocks   a of the three one below the other: lora_A[3r in], and lora_B is block-diagonal; rank and alpha of the
+             module are three times as large (rank_pattern, alpha_pattern), and their quotient is the same
+
+PEFT trains the first, training here leads to the second; any other pair is refused.
+    https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from shmap_tp.config.schema import AdapterConfig, AdapterScale, ModelConfig, Precision
+from shmap_tp.errors import UserError, shown
+from shmap_tp.model.adapters import split_factors
+from shmap_tp.model.components import parameter_shapes
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.partitioning import Declaration, declarations
+from shmap_tp.pretrained.family import Family, Row
+from shmap_tp.pretrained.layout import Layout, sizes_of
+from shmap_tp.pretrained.reading import load_parameters, paths_of
+from shmap_tp.pretrained.source import Source
+from shmap_tp.pretrained.target import Target
+from shmap_tp.runtime.files import read_json_file, reading
+from shmap_tp.training.resume import require_same_base
+
+WEIGHTS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
+"""The files of PEFT, and one that says beside which weights the adapter was trained: "path" and "sha256"."""
+MODULE = "base_model.model."
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+FACTOR = ".adapter.a.weight"
+BLOCK = re.compile(r"\((\d)/(\d) r\)")
+"""The part of a fused matrix that a factor in the form of blocks belongs to, and the number of parts."""
+
+_HARMLESS = """
+    peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
+    exclude_modules lora_dropout fan_in_fan_out megatron_core qalora_group_size r lora_alpha use_rslora rank_pattern
+    alpha_pattern
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+"""Keys of adapter_config.json that are read, or do not change what an adapter computes.  Any other must be off."""
+INITIAL = (True, False, "gaussian", "orthogonal", None)
+"""Values of init_lora_weights with which the base stays as it was."""
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter in a directory, beside a base whose tables are known."""
+
+    directory: Path
+    source: Source
+    """The files, with the base's config.json."""
+    config: AdapterConfig
+    shared: frozenset[str]
+    """Modules of fused matrices, as in the rows of the family, whose factors are in the shared form."""
+
+
+def open_adapter(directory: str, base: Source) -> SavedAdapter:
+    """The adapter in `directory`, which was trained beside `base`.
+
+    Raises UserError if a file is missing or damaged, for an option that is not supported, for tensors of another
+    architecture, and for other weights than those that base.json names.
+    """
+    root = Path(directory)
+    with reading(directory):
+        if not (root / CONFIG).is_file():
+            raise UserError(f"{shown(directory)} has no {CONFIG}; name a directory as PEFT's save_pretrained writes it")
+    given, where = read_json_file(root / CONFIG), str(root / CONFIG)
+    _refuse_unsupported(given, where)
+    if (root / BASE).is_file():
+        recorded = read_json_file(root / BASE)
+        if not (isinstance(recorded, dict) and {"path", "sha256"} <= recorded.keys()):
+            raise UserError(f"{root / BASE} does not say which weights the adapter was trained beside; copy it again")
+        found = {"path": str(base.directory), "sha256": base.sha256()}
+        require_same_base(found, recorded, str(root))
+    files = Source(root, base.config, base.family, weights=WEIGHTS, described_by=f"{where} beside {base.config_file}")
+    rank, groups = given["r"], _groups(base.family)
+    present = [module for module in groups if _name(module, LORA_A, 0) in files.tensors]
+    if not present:
+        raise UserError(
+            f"{root / WEIGHTS} has no factor of a matrix of {base.family.architecture}; name another adapter"
+        )
+    shared = frozenset(module for module in present if files.tensors[_name(module, LORA_A, 0)].shape[:1] == (rank,))
+    blocks = [module for module in present if module not in shared and len(groups[module]) > 1]
+    _check_patterns(given, where, blocks, groups)
+    matrices = [path.split(".")[-2] for module in present for path in groups[module]]
+    scale = AdapterScale.sqrt_rank if given.get("use_rslora") else AdapterScale.rank
+    config = AdapterConfig(rank, float(given["lora_alpha"]), scale, matrices, Precision.auto)
+    return SavedAdapter(root, files, config, shared)
+
+
+def load_factors(adapter: SavedAdapter, model: ModelConfig, shapes: Transformer) -> Transformer:
+    """The factors in the directory, with the dtypes and shardings of `shapes`; the other parameters are None.
+
+    Raises UserError if a tensor is missing, has another shape, or belongs to no matrix.
+    """
+    family = _with_factors(adapter.source.family, model, adapter.shared)
+    parameters = load_parameters(replace(adapter.source, family=family), model, split_factors(shapes)[0])
+    _check_blocks(adapter, family, model)
+    return parameters
+
+
+def adapter_target(target: Target, model: ModelConfig, factors: Transformer, base: Mapping[str, str] | None) -> Target:
+    """What a directory will contain of the `factors` of a model that `target` describes; `base` is what they were
+    trained beside."""
+    arrays, groups = paths_of(factors), _groups(target.family)
+    modules = {module: [path for path in paths if _factor(path) in arrays] for module, paths in groups.items()}
+    modules = {module: [arrays[_factor(path)] for path in paths] for module, paths in modules.items() if paths}
+    shared = {module for module, own in modules.items() if all(bool(jnp.array_equal(own[0], a)) for a in own)}
+    family = _with_factors(target.family, model, shared)
+    blocks = [module for module in modules if module not in shared]
+    first = next(row for row in target.family.rows if row.theirs in modules)
+    adapter = model.adapter
+    document = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else base["path"],
+        "inference_mode": True,
+        "r": adapter.rank,
+        "lora_alpha": _number(adapter.alpha),
+        "use_rslora": adapter.scale == AdapterScale.sqrt_rank,
+        "target_modules": [_suffix(module) for module in modules],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": _dims(first)[0][0] == _sides(first, _described(model)[first.ours])[0],
+        "rank_pattern": {_suffix(module): adapter.rank * len(groups[module]) for module in blocks},
+        "alpha_pattern": {_suffix(module): _block_alpha(adapter, len(groups[module])) for module in blocks},
+    }
+    documents = {CONFIG: document} | ({} if base is None else {BASE: dict(base)})
+    return replace(target, family=family, weights=WEIGHTS, documents=documents)
+
+
+def _groups(family: Family) -> dict[str, list[str]]:
+    """The tensor of each matrix of the blocks, without .weight, with the paths of ours that it has."""
+    groups: dict[str, list[str]] = {}
+    for row in family.rows:
+        if row.ours.startswith("blocks.") and row.ours.endswith(".weight"):
+            groups.setdefault(row.theirs, []).append(row.ours)
+    return groups
+
+
+def _with_factors(family: Family, model: ModelConfig, shared: Collection[str]) -> Family:
+    """The family, with a row for each factor of the model, and names as in PEFT's files."""
+    described, rows = _described(model), []
+    for module, paths in _groups(family).items():
+        adapted = [path for path in paths if _factor(path) in described]
+        for row in [row for row in family.rows if row.ours in adapted]:
+            is_block = len(paths) > 1 and module not in shared
+            rank = f"({paths.index(row.ours)}/{len(paths)} r)" if is_block else "r"
+            rows += _factor_rows(row, described[row.ours], rank)
+    return replace(family, rows=(*family.rows, *rows), prefix="")
+
+
+def _factor_rows(row: Row, declared: Declaration, rank: str) -> list[Row]:
+    """The rows of a and b of a matrix."""
+    _, ours = _dims(row)
+    theirs_in, theirs_out, ours_in = _sides(row, declared)
+    field, module = row.ours.removesuffix("weight") + "adapter.", MODULE + row.theirs.removesuffix(".weight")
+    b = " ".join("r" if dim == ours_in else dim for dim in ours)
+    return [
+        Row(f"{field}a.weight", module + LORA_A, f"{rank} {theirs_in} -> {ours_in} r"),
+        Row(f"{field}b.weight", module + LORA_B, f"{theirs_out} {rank} -> {b}"),
+    ]
+
+
+def _dims(row: Row) -> tuple[list[str], list[str]]:
+    """The dims of the file's tensor, and of our array."""
+    left, right = (re.findall(r"\([^)]*\)|\S+", side) for side in row.pattern.split("->"))
+    return left, right
+
+
+def _sides(row: Row, declared: Declaration) -> tuple[str, str, str]:
+    """(the file's dim of features in, its dim of features out, our dim of features in)."""
+    left, right = _dims(row)
+    (ours_in,) = (right[dim] for dim in declared.inputs)
+    theirs_in = next(dim for dim in left if set(re.findall("[a-z]", dim)) & set(re.findall("[a-z]", ours_in)))
+    return theirs_in, next(dim for dim in left if dim != theirs_in), ours_in
+
+
+def _described(model: ModelConfig) -> dict[str, Declaration]:
+    return paths_of(declarations(parameter_shapes(model)))
+
+
+def _factor(matrix: str) -> str:
+    """The path of the first factor beside a matrix."""
+    return matrix.removesuffix(".weight") + FACTOR
+
+
+def _name(module: str, factor: str, layer: int) -> str:
+    return MODULE + module.format(layer=layer).removesuffix(".weight") + factor
+
+
+def _suffix(module: str) -> str:
+    """The last two names of a module's path, such as self_attn.q_proj, which no other module of a block has."""
+    return ".".join(module.removesuffix(".weight").split(".")[-2:])
+
+
+def _block_alpha(adapter: AdapterConfig, parts: int) -> int | float:
+    """The alpha with which a rank `parts` times as large has the same scale."""
+    return _number(adapter.alpha * (parts if adapter.scale == AdapterScale.rank else parts**0.5))
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value == int(value) else value
+
+
+def _refuse_unsupported(given: Any, where: str) -> None:
+    """Raise UserError for an option that changes what an adapter computes, and is not read here."""
+    if not isinstance(given, dict) or given.get("peft_type") != "LORA":
+        kind = given.get("peft_type") if isinstance(given, dict) else None
+        raise UserError(f"{where}: peft_type={shown(kind)} is not supported; supported is LORA")
+    for key in sorted(given.keys() - HARMLESS):
+        off = INITIAL if key == "init_lora_weights" else (None, False, "none", {}, [])
+        if given[key] not in off:
+            raise UserError(
+                f"{where}: {shown(key)}={shown(given[key])} is not supported; only plain LoRA and rsLoRA are"
+            )
+    rank, alpha = given.get("r"), given.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not alpha > 0:
+        raise UserError(
+            f"{where}: r={shown(rank)} and lora_alpha={shown(alpha)} must be numbers above 0; copy it again"
+        )
+
+
+def _check_patterns(given: Mapping[str, Any], where: str, blocks: list[str], groups: Mapping[str, list[str]]) -> None:
+    """Raise UserError for ranks or alphas of single modules, other than those of block-diagonal factors."""
+    scale = AdapterScale.sqrt_rank if given.get("use_rslora") else AdapterScale.rank
+    adapter = AdapterConfig(given["r"], float(given["lora_alpha"]), scale, [], Precision.auto)
+    expected = {
+        "rank_pattern": {_suffix(module): adapter.rank * len(groups[module]) for module in blocks},
+        "alpha_pattern": {_suffix(module): _block_alpha(adapter, len(groups[module])) for module in blocks},
+    }
+    for key, wanted in expected.items():
+        if (given.get(key) or {}) != wanted:
+            raise UserError(
+                f"{where}: {key}={shown(given.get(key))} is not supported: all matrices have one rank and alpha here"
+            )
+
+
+def _check_blocks(adapter: SavedAdapter, family: Family, model: ModelConfig) -> None:
+    """Raise UserError unless the factors of fused matrices that are not shared are block-diagonal in every layer."""
+    sizes, tensors = sizes_of(model), adapter.source.tensors
+    for row in [row for row in family.rows if row.theirs.endswith(LORA_B) and BLOCK.search(row.pattern)]:
+        part, parts = map(int, BLOCK.search(row.pattern).groups())
+        for other in set(range(parts)) - {part}:
+            layout = Layout(BLOCK.sub(f"({other}/{parts} r)", row.pattern), sizes)
+            for name in [row.theirs.format(layer=layer) for layer in range(model.layers)]:
+                whole = tuple((0, size) for size in layout.our_shape)
+                if layout.read(tensors[name], whole, np.dtype(np.float32)).any():
+                    raise UserError(
+                        f"{adapter.directory / WEIGHTS}: {name} is neither shared by q, k and v nor block-diagonal, so "
+                        f"that three adapters cannot express it; train one of rank {sizes['r']} on the fused matrix"
+                    )

@@ -1,0 +1,106 @@
+"""Low-rank adapters: the same factors and the same curve on every mesh, beside a base that nothing changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shmap_tp.errors import UserError
+from shmap_tp.model.adapters import adapter_scale
+from shmap_tp.model.flops import flops_per_token, forward_terms, parameters
+from shmap_tp.training.step import build_step_functions
+from tests.helpers.adapter_cases import (
+    ADAPTER,
+    BLOCKS,
+    assert_base_keeps_its_bits,
+    compare_with_merged,
+    functions_of,
+    step_functions,
+    trained_on,
+)
+from tests.helpers.assertions import assert_same_bits, by_path
+from tests.helpers.model_fixtures import config, mesh_of
+from tests.helpers.step_fixtures import largest_difference, step_config
+
+PLACES = [
+    ((8, 1), "all_reduce", "fsdp"), ((4, 2), "sequence", "fsdp"), ((2, 2), "collective_matmul", "none"),
+    ((2, 4), "all_reduce", "none"), ((1, 8), "sequence", "zero1"), ((2, 4), "collective_matmul", "fsdp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "mode", "zero"), PLACES, ids=str)
+def test_an_adapter_starts_from_the_same_bits_and_trains_alike_on_every_mesh(shape, mode, zero):
+    (start, losses, _), (expected_start, expected, _) = trained_on(shape, mode, zero), trained_on((1, 1))
+    assert_same_bits(start, expected_start)
+    assert largest_difference(losses, expected) < 1e-5
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_base_keeps_its_bits_and_has_no_moments():
+    before, _, after = trained_on((2, 4))
+    factors = assert_base_keeps_its_bits(before, after)
+    assert len(factors) == 2 * 6
+    moments = step_functions(step_config((2, 4), *ADAPTER)).shapes.optimizer[0].mu
+    assert set(by_path(jax.tree.map(lambda leaf: np.zeros(leaf.shape), moments))) == factors
+
+
+def test_the_base_is_held_in_the_dtype_of_the_activations_or_its_own():
+    for settings, dtype in [((), "bfloat16"), (("model.adapter.base_dtype=float32",), "float32")]:
+        conf = step_config((2, 4), *ADAPTER, *settings)
+        params = build_step_functions(conf, mesh_of(conf), jnp.bfloat16).shapes.params
+        assert params.blocks.mlp.up.weight.dtype == params.embedding.weight.dtype == dtype
+        assert params.blocks.mlp.up.adapter.a.weight.dtype == params.norm.scale.dtype == "float32"
+
+
+def test_initial_factors_are_those_of_peft_and_independent_of_other_matrices():
+    start, *_ = trained_on((1, 1))
+    for name, array in start.items():
+        if ".adapter.b." in name:
+            assert not array.any() and not np.signbit(array).any(), name
+        elif ".adapter.a." in name:
+            features_in = 40 if "down" in name else 32 if "out" in name else 24
+            assert array.shape == (2, features_in, 3)
+            assert 0.8 * features_in**-0.5 < np.abs(array).max() <= features_in**-0.5, name
+    alone = step_functions(step_config((1, 1), *ADAPTER, "model.adapter.matrices=[down]")).init().params
+    assert_same_bits(by_path(alone.blocks.mlp.down.adapter.a), {"weight": start["blocks.mlp.down.adapter.a.weight"]})
+
+
+@pytest.mark.parametrize("mode", BLOCKS)
+def test_a_fresh_adapter_changes_no_bit_and_a_trained_one_is_that_of_the_merged_matrix(mode):
+    compare_with_merged(mode)
+
+
+def test_the_scale_is_by_the_rank_or_its_root():
+    adapter = ["model.adapter.rank=16", "model.adapter.alpha=8"]
+    assert adapter_scale(config(*adapter).model.adapter) == 0.5
+    assert adapter_scale(config(*adapter, "model.adapter.scale=sqrt_rank").model.adapter) == 2
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    (["model.adapter.rank=25"], r"rank=25 is above a size of attention.query, \[32, 24\].*leave query out"),
+    (["model.adapter.rank=9"], r"rank=9 is above a size of attention.key, \[24, 2, 4\]"),
+    (["model.adapter.matrices=[attention,gate]"], "has gate, which is no matrix of ParallelBlock; use names in {all,"),
+])  # fmt: skip
+def test_what_no_matrix_of_the_model_has_is_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        functions_of(*ADAPTER, *settings)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    (["mesh.zero=fsdp", "mesh.fsdp_gradients=ring"], r"cannot be combined with model\.adapter\.rank=3"),
+    (["model.adapter.alpha=0"], r"alpha=0\.0 must be above 0"),
+    (["model.adapter.matrices=[]"], r"matrices=\[\] names no matrix"),
+    (["model.adapter=lora"], r"model\.adapter is a group of keys.*model\.adapter\.rank="),
+])  # fmt: skip
+def test_settings_that_cannot_be_meant_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        config(*ADAPTER, *settings)
+
+
+def test_flops_are_those_of_the_activations_everywhere_and_of_the_weights_that_are_trained():
+    """Forward and backward 2 FLOPs each for a weight of the base, 2 and 4 for one of the factors; scores as ever."""
+    without, model = config().model, config(*ADAPTER[:2]).model
+    base, factors = forward_terms(without), parameters(model) - parameters(without)
+    assert forward_terms(model) == base | {"blocks": base["blocks"] + 2 * factors}
+    attention = base["scores"] + base["values"]
+    assert flops_per_token(model) == 2 * (base["blocks"] + base["head"]) + 6 * factors + 3 * attention

@@ -1,0 +1,116 @@
+"""Runs of adapters beside pretrained weights: training, checkpoints without the weights, resuming, and PEFT's files."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import shmap_tp
+from shmap_tp.command_model import model_parser, open_model
+from shmap_tp.errors import UserError
+from shmap_tp.pretrained.__main__ import main
+from shmap_tp.training.checkpoint_files import absolute, saved_state
+from tests.helpers.assertions import assert_close, assert_same_bits, by_path
+from tests.helpers.paths import ROOT
+from tests.helpers.pretrained_models import write_directory
+from tests.helpers.run_fixtures import write_tokens
+
+RUN = ["mesh.dp=2", "mesh.mp=4", "model.context=16", "train.batch=8", "train.steps=4", "optimizer.warmup_steps=1"]
+RUN += ["optimizer.learning_rate=1e-2", "checkpoint.every=2", "evaluate.every=4", "evaluate.batches=1"]
+RUN += ["log.tensorboard=false", "log.every=1", "run.compilation_cache=null", "model.adapter.rank=4"]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, data, and a run of four steps of an adapter on the mesh (2, 4)."""
+    work = tmp_path_factory.mktemp("work")
+    write_directory(work / "model", "llama")
+    write_tokens(work / "data")
+    given = [f"model.from_pretrained={work / 'model'}", f"run.dir={work / 'run'}", f"data.dir={work / 'data'}"]
+    assert shmap_tp.run_training(shmap_tp.load_config(*given, *RUN, file=str(ROOT / "conf" / "finetune.yaml")))
+    return work
+
+
+def resumed(run: Path, *more: str) -> bool:
+    given = [f"run.dir={run}", f"checkpoint.dir={run / 'checkpoints'}", "checkpoint.resume=must", *more]
+    return shmap_tp.run_training(shmap_tp.load_config(*given, file=str(run / "config.yaml")))
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
+
+
+def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(work):
+    saved = by_path(
+        jax.tree.map(lambda leaf: np.zeros(leaf.shape), saved_state(absolute(str(work / "run/checkpoints/4"))))
+    )
+    arrays = {name for name in saved if name.startswith("params.") or ".mu." in name or ".nu." in name}
+    assert len(arrays) == 3 * 7 * 2 and all(".adapter." in name for name in arrays)
+    size = sum(file.stat().st_size for file in (work / "run" / "checkpoints" / "4").rglob("*") if file.is_file())
+    assert size < 4 * sum(saved[name].size for name in arrays) + 300_000
+
+
+def test_a_run_is_resumed_on_another_mesh_with_the_curve_of_one_that_was_not_interrupted(work, tmp_path):
+    given = [f"model.from_pretrained={work / 'model'}", f"run.dir={tmp_path / 'whole'}", f"data.dir={work / 'data'}"]
+    config = shmap_tp.load_config(*given, *RUN, "train.steps=6", file=str(ROOT / "conf" / "finetune.yaml"))
+    assert shmap_tp.run_training(config)
+    shutil.copytree(work / "run", tmp_path / "run")
+    assert resumed(tmp_path / "run", "mesh.dp=4", "mesh.mp=2", "mesh.zero=fsdp", "train.steps=6")
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "run")
+    assert whole.keys() == parts.keys() and max(whole) == 6
+    np.testing.assert_allclose([*parts.values()], [*whole.values()], rtol=1e-5)
+
+
+def test_a_base_that_was_moved_is_named_again_and_one_that_was_changed_is_refused(work, tmp_path):
+    shutil.copytree(work / "run", tmp_path / "run")
+    (work / "model").rename(work / "moved")
+    try:
+        with pytest.raises(UserError, match=r"model is not a directory.*\n.*model\.from_pretrained=DIR"):
+            resumed(tmp_path / "run", "train.steps=5")
+        with pytest.raises(UserError, match=r"its base cannot be read: .*\n.*--pretrained DIR --adapter OUT"):
+            shmap_tp.Model.restore(tmp_path / "run")
+        assert resumed(tmp_path / "run", "train.steps=5", f"model.from_pretrained={work / 'moved'}")
+        assert shmap_tp.Model.restore(tmp_path / "run", dp=1, mp=1).source is not None
+    finally:
+        (work / "moved").rename(work / "model")
+    changed = shutil.copytree(work / "model", tmp_path / "model")
+    with (changed / "model.safetensors").open("r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"\0")
+    with pytest.raises(UserError, match=r"has an adapter of other weights than those of .*model.*\n.*trained beside"):
+        resumed(tmp_path / "run", "train.steps=6", f"model.from_pretrained={changed}")
+
+
+def test_a_restored_model_is_the_base_with_the_trained_factors_on_any_mesh(work):
+    model, base = shmap_tp.Model.restore(work / "run", dp=1, mp=1), shmap_tp.from_pretrained(work / "model", context=16)
+    found = by_path(model.parameters)
+    assert_same_bits({name: w for name, w in found.items() if "adapter" not in name}, by_path(base.parameters))
+    assert all(w.any() for name, w in found.items() if ".adapter.b." in name)
+    tokens = np.arange(16)[None] % 97
+    trainer = shmap_tp.Trainer(model.config)
+    assert trainer.restore(work / "run") == 4
+    assert_same_bits(trainer.model().logits(tokens), model.logits(tokens))
+    assert np.abs(np.asarray(model.logits(tokens)) - np.asarray(base.logits(tokens))).max() > 1e-3
+
+
+def test_a_run_is_exported_as_an_adapter_or_merged_and_the_commands_read_it(work, tmp_path, capsys):
+    assert main(["export", str(work / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert "checkpoints/4 as an adapter of LlamaForCausalLM, float32" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "base.json").read_text())["path"] == str(work / "model")
+    assert main(["export", str(work / "run"), "--out", str(tmp_path / "merged"), "--merge"]) == 0
+    expected, tokens = shmap_tp.Model.restore(work / "run", dp=1, mp=1), np.arange(16)[None] % 97
+
+    def opened(*given: str) -> shmap_tp.Model:
+        return open_model(model_parser("chat", "", "", several=False).parse_args(given))
+
+    adapter = ["--adapter", str(tmp_path / "out")]
+    found = opened("--pretrained", str(work / "model"), *adapter)
+    assert_same_bits(found.parameters, expected.parameters)
+    merged = shmap_tp.from_pretrained(tmp_path / "merged", context=16)
+    assert_close(merged.logits(tokens), expected.logits(tokens), 2e-5)
+    with pytest.raises(UserError, match="--adapter is for --pretrained"):
+        opened("--checkpoint", str(work / "run"), *adapter)

@@ -1,0 +1,163 @@
+"""Adapters in PEFT's files: the same bits in and out, for every table of tensors, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+import shmap_tp
+from shmap_tp.errors import UserError
+from shmap_tp.model.adapters import split_factors
+from tests.helpers.assertions import assert_close, assert_same_bits
+from tests.helpers.paths import ROOT
+from tests.helpers.pretrained_models import read_tensors, tokens, write_directory, write_tensors
+
+RANK, IDS = 3, tokens()[:1, :32]
+FILES = {"adapter_model.safetensors", "adapter_config.json", "base.json"}
+FUSED = {"gpt2": "attn.c_attn", "gpt_neox": "attention.query_key_value"}
+CONTEXT = {"gpt2": 512}
+"""Learned positions are kept whole."""
+
+
+def adapted(base: Path, case: str, *settings: str, shared: bool = False) -> shmap_tp.Model:
+    """The model of `base` on the mesh (2, 4) with random factors; `shared`: a of q, k and v are the same."""
+    given = [f"model.from_pretrained={base}", f"model.adapter.rank={RANK}", "mesh.dp=2", "mesh.mp=4", *settings]
+    given.append(f"model.context={CONTEXT.get(case, 32)}")
+    model = shmap_tp.Model.initialize(shmap_tp.load_config(*given, file=str(ROOT / "conf" / "finetune.yaml")))
+    factors, frozen = split_factors(model.parameters)
+    random = np.random.default_rng(3)
+    factors = jax.tree.map(
+        lambda w: jax.device_put(random.normal(0, 0.1, w.shape).astype(np.float32), w.sharding), factors
+    )
+    if shared:
+        attention = factors.blocks.attention
+        factors = eqx.tree_at(
+            lambda params: [getattr(params.blocks.attention, name).adapter.a for name in ("key", "value")],
+            factors,
+            [attention.query.adapter.a] * 2,
+        )
+    return replace(model, parameters=eqx.combine(factors, frozen))
+
+
+def read(base: Path, adapter: Path, case: str, **mesh: int) -> shmap_tp.Model:
+    return shmap_tp.from_pretrained(base, adapter=adapter, context=CONTEXT.get(case, 32), **mesh)
+
+
+@pytest.mark.parametrize("case", ["llama_tied", "gpt2", "gpt_neox", "gptj"])
+def test_an_adapter_is_written_and_read_with_the_same_bits_and_merged_into_the_same_model(tmp_path, case):
+    base = write_directory(tmp_path / "base", case)
+    model = adapted(base, case, "model.adapter.scale=sqrt_rank")
+    model.save_pretrained(tmp_path / "out")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == FILES
+    found = read(base, tmp_path / "out", case, dp=1, mp=2)
+    assert_same_bits(found.parameters, model.parameters)
+    found.save_pretrained(tmp_path / "again")
+    assert all((tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in FILES)
+    model.save_pretrained(tmp_path / "merged", merge=True)
+    merged = shmap_tp.from_pretrained(tmp_path / "merged", context=model.config.model.context)
+    assert_close(merged.logits(IDS), model.logits(IDS), 2e-5)
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_factors_that_q_k_and_v_share_are_those_of_one_fused_matrix_and_others_are_its_blocks(tmp_path, case):
+    base = write_directory(tmp_path / "base", case)
+    for shared, rank in [(True, RANK), (False, 3 * RANK)]:
+        model, out = adapted(base, case, shared=shared), tmp_path / str(shared)
+        model.save_pretrained(out)
+        config = json.loads((out / "adapter_config.json").read_text())
+        assert config["rank_pattern"] == ({} if shared else {FUSED[case]: rank})
+        assert config["alpha_pattern"] == ({} if shared else {FUSED[case]: 3 * 16})
+        named = {name: w for name, w in read_tensors(out).items() if FUSED[case] in name}
+        assert {w.shape[0 if ".lora_A." in name else 1] for name, w in named.items()} == {rank}
+        assert_same_bits(read(base, out, case).parameters, model.parameters)
+    name = next(name for name in named if ".lora_B." in name)
+    write_tensors(out / "adapter_model.safetensors", read_tensors(out) | {name: named[name] + 1})
+    with pytest.raises(UserError, match=r"is neither shared by q, k and v nor block-diagonal"):
+        read(base, out, case)
+
+
+def test_an_adapter_of_some_matrices_has_these_alone(tmp_path):
+    base = write_directory(tmp_path / "base", "llama")
+    model = adapted(base, "llama", "model.adapter.matrices=[query,mlp]")
+    model.save_pretrained(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert_same_bits(read(base, tmp_path / "out", "llama").parameters, model.parameters)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base and an adapter of it."""
+    root = tmp_path_factory.mktemp("saved")
+    adapted(write_directory(root / "base", "llama"), "llama").save_pretrained(root / "out")
+    return root
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"use_dora": True}, "use_dora=True is not supported"),
+    ({"bias": "all"}, "bias=all is not supported"),
+    ({"lora_bias": True}, "lora_bias=True is not supported"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+    ({"layers_to_transform": [0]}, "layers_to_transform="),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not supported"),
+    ({"rank_pattern": {"q_proj": 8}}, "rank_pattern=.* all matrices have one rank and alpha here"),
+    ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern="),
+    ({"peft_type": "IA3"}, "peft_type=IA3 is not supported; supported is LORA"),
+    ({"an_option_of_next_year": 1}, "an_option_of_next_year=1 is not supported"),
+    ({"r": 0}, "r=0 and lora_alpha=16 must be numbers above 0"),
+    ({"r": 4}, r"lora_A.weight has the shape \[3, 48\], but .*adapter_config.json beside .* asks for \[4, 48\]"),
+])  # fmt: skip
+def test_options_of_peft_that_are_not_supported_are_refused_by_name(saved, tmp_path, changed, message):
+    out = shutil.copytree(saved / "out", tmp_path / "out")
+    config = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(UserError, match=message):
+        read(saved / "base", out, "llama")
+
+
+def test_an_adapter_of_another_base_is_refused(saved, tmp_path):
+    other = write_directory(tmp_path / "gptj", "gptj")
+    base = shutil.copytree(saved / "base", tmp_path / "base")
+    with (base / "model.safetensors").open("r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"\0")
+    with pytest.raises(UserError, match=r"out has an adapter of other weights than those of .*base"):
+        read(base, saved / "out", "llama")
+    out = shutil.copytree(saved / "out", tmp_path / "out")
+    (out / "base.json").unlink()  # as PEFT writes it
+    read(base, out, "llama")
+    with pytest.raises(UserError, match="has no factor of a matrix of GPTJForCausalLM"):
+        read(other, out, "gptj")
+    wide = write_directory(tmp_path / "wide", "gemma")
+    (wide / "config.json").write_text(json.dumps(json.loads((wide / "config.json").read_text())))
+    with pytest.raises(UserError, match=r"q_proj.lora_B.weight has the shape \[48, 3\], but .* asks for \[128, 3\]"):
+        read(wide, out, "llama")
+
+
+def test_damaged_files_are_refused(saved, tmp_path):
+    def copy(name: str) -> Path:
+        return shutil.copytree(saved / "out", tmp_path / name)
+
+    written = read_tensors(saved / "out")
+    without = {name: w for name, w in written.items() if "layers.2.mlp.up_proj.lora_B" not in name}
+    write_tensors(copy("missing") / "adapter_model.safetensors", without)
+    more = {"base_model.model.lm_head.weight": np.zeros((97, 48), np.float32)}
+    write_tensors(copy("more") / "adapter_model.safetensors", written | more)
+    (copy("none") / "adapter_model.safetensors").unlink()
+    (copy("config") / "adapter_config.json").unlink()
+    (copy("base") / "base.json").write_text("[]")
+    for name, message in {
+        "missing": "has no tensor base_model.model.model.layers.2.mlp.up_proj.lora_B.weight",
+        "more": "has the tensor base_model.model.lm_head.weight, for which",
+        "none": "adapter_model.safetensors does not exist; copy it there",
+        "config": "has no adapter_config.json; name a directory as PEFT",
+        "base": "base.json does not say which weights",
+        "nowhere": "has no adapter_config.json",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            read(saved / "base", tmp_path / name, "llama")

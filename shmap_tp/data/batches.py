@@ -4,7 +4,7 @@ n sequences in a file, b sequences in one microbatch, T context.
 
 The data order is a function of (seed, step) and of nothing else: sample i = step * batch + row is a sequence of one of
 the sources (`mixture`; data.dir is the only one unless there are data.sources).  It depends on neither the hosts nor
-the mesh, so a run can be resumed on any machine.  Only `host_shards` and `on_devices` use JAX.
+the mesh, so a run can be resumed on any machine.  Here all is numpy; `device_batch` puts it on the devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ from jaxtyping import Int32
 from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig
 from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
 from shmap_tp.data.chat_template import ChatTemplate, chat_template_of_files
+from shmap_tp.data.device_batch import host_shards, on_devices
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import (
     COMPANIONS,
@@ -50,15 +51,19 @@ def training_rows(
 ) -> Int32[np.ndarray, "rows tokens"]:
     """Rows first .. last - 1 of the `batch` rows of a step, [last - first, T + 1].  Steps are counted from 0.
 
-    `files` are those of the sources, in the order that `order` knows.
+    `files` are those of the sources, in the order that `order` knows; if one is in a bucket, they are read at the same
+    time.
     """
     assert 0 <= first <= last <= batch, (first, last, batch)
     source, sequence = order(step * batch + first, step * batch + last)
     if len(files) == 1:
         return files[0].read(sequence)
     rows = np.empty((last - first, files[0].context + 1), np.int32)
-    for number in np.unique(source):
-        rows[source == number] = files[number].read(sequence[source == number])
+    reads = {number: partial(files[number].read, sequence[source == number]) for number in np.unique(source)}
+    remote = any(isinstance(files[number], BucketTokenFile) for number in reads)
+    parts = [in_background(read).result for read in reads.values()] if remote else reads.values()
+    for number, part in zip(reads, parts, strict=True):
+        rows[source == number] = part()
     return rows
 
 
@@ -78,56 +83,6 @@ def validation_rows(
     numbers = np.arange(index * batch + first, index * batch + last)
     rows = file.read(numbers[numbers < len(file)])
     return np.pad(rows, [(0, len(numbers) - len(rows)), (0, 0)], constant_values=IGNORE)
-
-
-def device_batch(
-    rows: Callable[[int, int], np.ndarray], sharding: jax.sharding.Sharding, shape: tuple[int, int, int]
-) -> Int32[jax.Array, "microbatches b tokens"]:
-    """One step's batch on the devices: `shape` = [microbatches, b, T + 1], b sharded over dp, P(None, 'dp', None).
-
-    `rows(first, last)` returns rows of the step, [last - first, T + 1]; row r is in microbatch r // b at index r % b.
-    """
-    return on_devices(host_shards(rows, sharding, shape), sharding, shape)
-
-
-def host_shards(
-    rows: Callable[[int, int], np.ndarray],
-    sharding: jax.sharding.Sharding,
-    shape: tuple[int, int, int],
-    concurrently: bool = False,
-) -> list[Int32[np.ndarray, "microbatches rows tokens"]]:
-    """What `on_devices` puts on each device of this process; arguments as of `device_batch`.
-
-    A process reads only the rows of its own devices, each once even if several mp ranks hold it, and neighbours in one
-    call of `rows`.  The calls are made one after the other, or `concurrently`, in threads.
-    """
-    held = [
-        tuple(range(*part.indices(dim)) for part, dim in zip(index[:2], shape[:2], strict=True))
-        for index in sharding.addressable_devices_indices_map(shape).values()
-    ]
-    numbers = {each: np.add.outer(np.array(each[0]) * shape[1], np.array(each[1])) for each in held}
-    needed = np.unique(np.concatenate([one.ravel() for one in numbers.values()]))
-    runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1)]
-    if concurrently and len(runs) > 1:
-        parts = [call.result() for call in [in_background(partial(rows, *run)) for run in runs]]
-    else:
-        parts = [rows(*run) for run in runs]
-    read = np.concatenate(parts) if len(parts) > 1 else parts[0]
-    shards = {each: read[np.searchsorted(needed, one)] for each, one in numbers.items()}
-    return [shards[each] for each in held]
-
-
-def on_devices(
-    shards: list[Int32[np.ndarray, "microbatches rows tokens"]],
-    sharding: jax.sharding.Sharding,
-    shape: tuple[int, int, int],
-) -> Int32[jax.Array, "microbatches b tokens"]:
-    """The array of `shape` that has these `host_shards`.
-
-    The host-to-device transfer is explicit, so the caller may run under `transfer_guard("disallow")`.
-    """
-    devices = list(sharding.addressable_devices_indices_map(shape))
-    return jax.make_array_from_single_device_arrays(shape, sharding, jax.device_put(shards, devices))
 
 
 def open_data(

@@ -1,0 +1,55 @@
+"""The rows of a step as an array on the devices.
+
+b sequences in one microbatch, T context.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import numpy as np
+from jaxtyping import Int32
+
+from shmap_tp.runtime.background import in_background
+
+
+def host_shards(
+    rows: Callable[[int, int], np.ndarray],
+    sharding: jax.sharding.Sharding,
+    shape: tuple[int, int, int],
+    concurrently: bool = False,
+) -> list[Int32[np.ndarray, "microbatches rows tokens"]]:
+    """What `on_devices` puts on each device of this process, of a batch of `shape` = [microbatches, b, T + 1], of which
+    b is sharded over dp, P(None, 'dp', None).
+
+    `rows(first, last)` returns rows of the step, [last - first, T + 1]; row r is in microbatch r // b at index r % b.
+    A process reads only the rows of its own devices, each once even if several mp ranks hold it, and neighbours in one
+    call of `rows`.  The calls are made one after the other, or `concurrently`, in threads.
+    """
+    held = [
+        tuple(range(*part.indices(dim)) for part, dim in zip(index[:2], shape[:2], strict=True))
+        for index in sharding.addressable_devices_indices_map(shape).values()
+    ]
+    numbers = {each: np.add.outer(np.array(each[0]) * shape[1], np.array(each[1])) for each in held}
+    needed = np.unique(np.concatenate([one.ravel() for one in numbers.values()]))
+    runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1)]
+    if concurrently and len(runs) > 1:
+        parts = [call.result() for call in [in_background(partial(rows, *run)) for run in runs]]
+    else:
+        parts = [rows(*run) for run in runs]
+    read = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    shards = {each: read[np.searchsorted(needed, one)] for each, one in numbers.items()}
+    return [shards[each] for each in held]
+
+
+def on_devices(
+    shards: list[Int32[np.ndarray, "microbatches rows tokens"]],
+    sharding: jax.sharding.Sharding,
+    shape: tuple[int, int, int],
+) -> Int32[jax.Array, "microbatches b tokens"]:
+    """The array of `shape` that has these `host_shards`.
+
+    The host-to-device transfer is explicit, so the caller may run under `transfer_guard("disallow")`.
+    """
+    devices = list(sharding.addressable_devices_indices_map(shape))
+    return jax.make_array_from_single_device_arrays(shape, sharding, jax.device_put(shards, devices))

@@ -4,7 +4,7 @@ n sequences in a file, b sequences in one microbatch, T context.
 
 The data order is a function of (seed, step) and of nothing else: sample i = step * batch + row is a sequence of one of
 the sources (`mixture`; data.dir is the only one unless there are data.sources).  It depends on neither the hosts nor
-the mesh, so a run can be resumed on any machine.  Here all is numpy; `device_batch` puts it on the devices.
+the mesh, so a run can be resumed on any machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from jaxtyping import Int32
 from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig
 from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
 from shmap_tp.data.chat_template import ChatTemplate, chat_template_of_files
-from shmap_tp.data.device_batch import host_shards, on_devices
+from shmap_tp.data.device_batch import device_batch, host_shards, on_devices
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import (
     COMPANIONS,
@@ -233,11 +233,15 @@ class Batches:
     companions: dict[str, bytes]
     """The files of the tokenizer and the chat template beside the data, by name; of several sources those of the first
     that has each."""
+    sources_shape: jax.ShapeDtypeStruct | None
+    """Of `row_sources`; None without data.sources."""
 
     def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
         """Open and check all token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""
         self._sources, self._phases = open_sources(config), phases(config.data)
         self._batch, self._tokens = config.train.batch, tokens
+        sources = jax.ShapeDtypeStruct((*tokens.shape[:2], 1), np.int32, sharding=tokens.sharding)
+        self.sources_shape = sources if config.data.sources else None
         self._names = sorted(self._sources, key=lambda name: self._sources[name].train.sha256)  # whatever the names
         self._files = [self._sources[name].train for name in self._names]
         self._order = DataOrder(
@@ -299,6 +303,18 @@ class Batches:
     def training(self, step: int) -> Int32[jax.Array, "microbatches b tokens"]:
         """The batch of a step.  Steps are counted from 0."""
         return on_devices(self._training_shards(step), self._tokens.sharding, self._tokens.shape)
+
+    def row_sources(self, step: int) -> Int32[jax.Array, "microbatches b 1"] | None:
+        """The source of each row of a step, by its place among the names in order; None without data.sources."""
+        if self.sources_shape is None:
+            return None
+        numbers = np.array([[*self._sources].index(name) for name in self._names], np.int32)
+
+        def rows(first: int, last: int) -> Int32[np.ndarray, "rows 1"]:
+            source, _ = self._order(step * self._batch + first, step * self._batch + last)
+            return numbers[source][:, None]
+
+        return device_batch(rows, self.sources_shape.sharding, self.sources_shape.shape)
 
     def validation(self, index: int, source: str = "") -> Int32[jax.Array, "microbatches b tokens"]:
         """Validation batch `index` of a source: the same sequences in every evaluation."""

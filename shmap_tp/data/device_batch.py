@@ -1,4 +1,4 @@
-"""The rows of a step as an array on the devices.
+"""Rows that this host has read, as an array on the devices: each process reads those of its own devices alone.
 
 b sequences in one microbatch, T context.
 """
@@ -13,16 +13,24 @@ from jaxtyping import Int32
 from shmap_tp.runtime.background import in_background
 
 
+def device_batch(
+    rows: Callable[[int, int], np.ndarray], sharding: jax.sharding.Sharding, shape: tuple[int, int, int]
+) -> Int32[jax.Array, "microbatches b tokens"]:
+    """One step's batch on the devices: `shape` = [microbatches, b, T + 1], b sharded over dp, P(None, 'dp', None).
+
+    `rows(first, last)` returns rows of the step, [last - first, T + 1]; row r is in microbatch r // b at index r % b.
+    """
+    return on_devices(host_shards(rows, sharding, shape), sharding, shape)
+
+
 def host_shards(
     rows: Callable[[int, int], np.ndarray],
     sharding: jax.sharding.Sharding,
     shape: tuple[int, int, int],
     concurrently: bool = False,
 ) -> list[Int32[np.ndarray, "microbatches rows tokens"]]:
-    """What `on_devices` puts on each device of this process, of a batch of `shape` = [microbatches, b, T + 1], of which
-    b is sharded over dp, P(None, 'dp', None).
+    """What `on_devices` puts on each device of this process; arguments as of `device_batch`.
 
-    `rows(first, last)` returns rows of the step, [last - first, T + 1]; row r is in microbatch r // b at index r % b.
     A process reads only the rows of its own devices, each once even if several mp ranks hold it, and neighbours in one
     call of `rows`.  The calls are made one after the other, or `concurrently`, in threads.
     """

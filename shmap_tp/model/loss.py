@@ -32,8 +32,8 @@ from shmap_tp.model.tokens import IGNORE
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import MP, token_axes
 
-Sums = tuple[Float[Array, ""], Float[Array, ""]]
-"""(the objective, the cross entropy) of the positions so far."""
+Sums = tuple[Float[Array, ""], Float[Array, "*sources"]]
+"""(the objective, the cross entropy) of the positions so far; the second by source where rows have sources."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class LinearCrossEntropy:
     z_loss: float
     chunk: int
     """Largest number of positions in a chunk; positions are spread evenly over the fewest chunks."""
+    sources: int = 0
+    """Number of sources of rows that have one."""
 
     @jax.named_scope("head")
     def __call__(
@@ -59,16 +61,19 @@ class LinearCrossEntropy:
         projection: OutputProjection,
         targets_BT: Int[Array, "B T"],
         counted: Float[Array, ""],
+        sources_BT: Int[Array, "B T"] | None = None,
     ) -> Sums:
         """This device's share of (the objective, the cross entropy); only the first is differentiated.
 
-        h has entered (`TensorParallel.enter`); `counted` is the number of counted targets of the whole step.
+        h has entered (`TensorParallel.enter`); `counted` is the number of counted targets of the whole step.  With the
+        source of each position, the cross entropy is a vector whose sum is that of all: what each source adds to it.
         """
         h_BTD, projection = mark_varying((h_BTD, projection), (*token_axes(), MP))  # as their gradients vary
         h_CND = self._chunked(h_BTD.reshape(-1, h_BTD.shape[-1]), 0)
         targets_CN = self._chunked(targets_BT.reshape(-1), IGNORE)
         share_CN = jnp.where(targets_CN >= 0, 1 / counted, 0.0)
-        objective, loss = _sums(self, h_CND, projection, targets_CN, lax.stop_gradient(share_CN))
+        source_CN = None if sources_BT is None else self._chunked(sources_BT.reshape(-1), 0)
+        objective, loss = _sums(self, h_CND, projection, targets_CN, lax.stop_gradient(share_CN), source_CN)
         return objective, lax.stop_gradient(loss)
 
     def _chunked(self, x: Array, filling: int) -> Array:
@@ -136,13 +141,25 @@ def _scores(
         return _Scores(exp_NV, found.is_target_NV, found.z_N, jnp.log(found.z_N) + found.max_N, nll_N)
 
 
-def _add(how: LinearCrossEntropy, sums: Sums, scores: _Scores, share_N: Float[Array, "N"]) -> Sums:
+def _add(
+    how: LinearCrossEntropy,
+    sums: Sums,
+    scores: _Scores,
+    share_N: Float[Array, "N"],
+    source_N: Int[Array, "N"] | None,
+) -> Sums:
     loss, square = (jnp.sum(share_N * x_N) for x_N in (scores.nll_N, jnp.square(scores.log_z_N)))
-    return sums[0] + loss + how.z_loss * square, sums[1] + loss
+    objective = sums[0] + loss + how.z_loss * square
+    if source_N is None:
+        return objective, sums[1] + loss
+    is_source_NS = source_N[:, None] == jnp.arange(how.sources)[None]
+    return objective, sums[1] + jnp.sum(jnp.where(is_source_NS, (share_N * scores.nll_N)[:, None], 0.0), axis=0)
 
 
-def _zeros(share_CN: Float[Array, "C N"]) -> Sums:
-    return 2 * (mark_varying(jnp.zeros((), share_CN.dtype), token_axes()),)
+def _zeros(how: LinearCrossEntropy, share_CN: Float[Array, "C N"], source_CN: Int[Array, "C N"] | None) -> Sums:
+    shapes = (), () if source_CN is None else (how.sources,)
+    objective, loss = (mark_varying(jnp.zeros(shape, share_CN.dtype), token_axes()) for shape in shapes)
+    return objective, loss
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -152,6 +169,7 @@ def _sums(
     projection: OutputProjection,
     targets_CN: Int[Array, "C N"],
     share_CN: Float[Array, "C N"],
+    source_CN: Int[Array, "C N"] | None,
 ) -> Sums:
     """The sums alone, where no gradient is taken; else `_sums_and_gradients` computes both together.
 
@@ -160,22 +178,27 @@ def _sums(
     """
     projection = projection._replace(weight=projection.weight.astype(h_CND.dtype))
 
-    def chunk(sums: Sums, part: tuple[Array, Array, Array]) -> tuple[Sums, None]:
-        h_ND, targets_N, share_N = part
-        return _add(how, sums, _scores(h_ND, projection, targets_N, how.vocabulary), share_N), None
+    def chunk(sums: Sums, part: tuple[Array, Array, Array, Array | None]) -> tuple[Sums, None]:
+        h_ND, targets_N, share_N, source_N = part
+        return _add(how, sums, _scores(h_ND, projection, targets_N, how.vocabulary), share_N, source_N), None
 
-    return lax.scan(chunk, _zeros(share_CN), (h_CND, targets_CN, share_CN))[0]
+    return lax.scan(chunk, _zeros(how, share_CN, source_CN), (h_CND, targets_CN, share_CN, source_CN))[0]
 
 
 def _sums_and_gradients(
-    how: LinearCrossEntropy, h_CND: Array, projection: OutputProjection, targets_CN: Array, share_CN: Array
+    how: LinearCrossEntropy,
+    h_CND: Array,
+    projection: OutputProjection,
+    targets_CN: Array,
+    share_CN: Array,
+    source_CN: Array | None,
 ) -> tuple[Sums, tuple[Array, OutputProjection]]:
     """(the sums, (dh[C N D], (dw[V/mp D], db[V/mp])) of the objective)."""
     cast_VD = projection.weight.astype(h_CND.dtype)
     cast = projection._replace(weight=cast_VD)
 
-    def chunk(carry: tuple[Sums, OutputProjection], part: tuple[Array, Array, Array]) -> tuple[tuple, Array]:
-        (sums, (dw_VD, db_V)), (h_ND, targets_N, share_N) = carry, part
+    def chunk(carry: tuple[Sums, OutputProjection], part: tuple) -> tuple[tuple, Array]:
+        (sums, (dw_VD, db_V)), (h_ND, targets_N, share_N, source_N) = carry, part
         scores = _scores(h_ND, cast, targets_N, how.vocabulary)
         with jax.named_scope("cross_entropy"):
             scale_N = share_N * (1 + 2 * how.z_loss * scores.log_z_N) / scores.z_N
@@ -183,19 +206,20 @@ def _sums_and_gradients(
             db_V = None if db_V is None else db_V + jnp.sum(dlogits_NV, axis=0)
             dlogits_NV = dlogits_NV.astype(h_ND.dtype)
         dw_VD = dw_VD + jnp.matmul(dlogits_NV.T, h_ND, preferred_element_type=dw_VD.dtype)
-        return (_add(how, sums, scores, share_N), OutputProjection(dw_VD, db_V)), dlogits_NV @ cast_VD
+        return (_add(how, sums, scores, share_N, source_N), OutputProjection(dw_VD, db_V)), dlogits_NV @ cast_VD
 
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, share_CN.dtype), projection)
-    (sums, gradients), dh_CND = lax.scan(chunk, (_zeros(share_CN), zeros), (h_CND, targets_CN, share_CN))
+    parts = h_CND, targets_CN, share_CN, source_CN
+    (sums, gradients), dh_CND = lax.scan(chunk, (_zeros(how, share_CN, source_CN), zeros), parts)
     return sums, (dh_CND, jax.tree.map(lambda dw, w: dw.astype(w.dtype), gradients, projection))
 
 
 def _scaled(
     how: LinearCrossEntropy, gradients: tuple[Array, OutputProjection], cotangents: Sums
-) -> tuple[Array, OutputProjection, None, None]:
-    """The gradients times the cotangent of the objective; targets and shares have no gradient."""
+) -> tuple[Array, OutputProjection, None, None, None]:
+    """The gradients times the cotangent of the objective; targets, shares and sources have no gradient."""
     dh_CND, d_projection = jax.tree.map(lambda gradient: gradient * cotangents[0].astype(gradient.dtype), gradients)
-    return dh_CND, d_projection, None, None
+    return dh_CND, d_projection, None, None, None
 
 
 _sums.defvjp(_sums_and_gradients, _scaled)

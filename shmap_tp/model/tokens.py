@@ -41,6 +41,8 @@ class Batch(NamedTuple):
     """None: 0 to T - 1, where every device has whole rows."""
     segments: Int[Array, "*A B T"] | None = None
     """None: each row is one document."""
+    sources: Int[Array, "*A B T"] | None = None
+    """The number of the source of each row; None where losses are not wanted by source."""
 
 
 def next_token_batch(
@@ -48,6 +50,7 @@ def next_token_batch(
     axes: Sequence[str],
     segments_ABT: Int[Array, "*A B T"] | None = None,
     end_of_text: int | None = None,
+    sources_AB1: Int[Array, "*A B 1"] | None = None,
 ) -> Batch:
     """tokens[A B T+1] -> the batch whose target at each position is the next token, on a mesh with these axes.
 
@@ -61,7 +64,8 @@ def next_token_batch(
     if segments_ABT is not None:
         same = segments_ABT[..., 1:] == segments_ABT[..., :-1]
         targets, segments_ABT = jnp.where(same | (targets < 0), targets, ~targets), segments_ABT[..., :-1]
-    return Batch(inputs, targets, positions_of(inputs, axes), segments_ABT)
+    sources = None if sources_AB1 is None else jnp.broadcast_to(sources_AB1, inputs.shape)
+    return Batch(inputs, targets, positions_of(inputs, axes), segments_ABT, sources)
 
 
 def document_segments(tokens_ABT: Int[Array, "*A B T"], end_of_text: int) -> Int[Array, "*A B T"]:

@@ -78,8 +78,8 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
             while step < config.train.steps and not run.stop.requested() and not monitor.verdict:
                 with profile.annotate(step + 1):
                     with clock.fetching():
-                        tokens = run.batches.training(step)
-                    state, metrics = compiled_step(state, tokens)
+                        tokens, sources = run.batches.training(step), run.batches.row_sources(step)
+                    state, metrics = compiled_step(state, tokens, None, sources)
                     clock.dispatched(metrics)
                     step += 1
                     meter.record(step, metrics)

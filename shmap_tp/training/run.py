@@ -113,7 +113,9 @@ class Run:
         if self.components.make_optimizer is None:
             print_on_process_0(f"learning rate {describe_schedule(config.optimizer, config.train.steps)}")
         options = compiler_options(jax.devices()[0].device_kind, config)
-        return compile_with(functions.step.lower(functions.shapes, functions.tokens), options)
+        return compile_with(
+            functions.step.lower(functions.shapes, functions.tokens, None, self.batches.sources_shape), options
+        )
 
     def make_meter(self, record: Callable[[dict[str, Any]], None]) -> Meter:
         """A meter that computes MFU from this machine's peak; prints the formula, or why there is none."""

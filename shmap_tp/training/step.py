@@ -8,7 +8,7 @@ communicating over mp only; reduce them once over the token axes; update, each r
 update.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import Config
+from shmap_tp.config.sources import each_source
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.components import ModelComponents
@@ -88,14 +89,15 @@ class Objective:
 
     def __call__(
         self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """This device's share of (the objective, the cross entropy), for a microbatch[B T].
+    ) -> tuple[Float[Array, ""], Float[Array, "*sources"]]:
+        """This device's share of (the objective, the cross entropy), for a microbatch[B T]; the latter by source where
+        the batch has sources.
 
         `counted` is the number of counted targets of the whole step, and `tokens` that of all its tokens.
         """
         h_BTD, extras = params(batch.inputs, self.execution, Carried(batch.positions, batch.segments))
         h_BTD, projection = params.output_projection(h_BTD, self.execution)
-        objective, loss = self.loss(h_BTD, projection, batch.targets, counted)
+        objective, loss = self.loss(h_BTD, projection, batch.targets, counted, batch.sources)
         if extras.auxiliary_loss is None or not self.auxiliary:
             return objective, loss
         # in a mode that shards time, each device of mp has a sum over its positions
@@ -125,9 +127,10 @@ def microbatch(batch: Batch, i: int) -> Batch:
 
 def loss_and_gradients(
     objective: Objective, params: Transformer, batch: Batch, frozen: Any = None
-) -> tuple[Float[Array, ""], Transformer]:
+) -> tuple[Float[Array, "*sources"], Transformer]:
     """(cross entropy, gradients) of the whole step, in the parameters' dtype; of each parameter the gradient of what
-    this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params` lacks.
+    this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params` lacks.  Where
+    the batch has sources, the cross entropy is a vector: what each adds to the mean.
 
     Communication  over mp that of the model and the loss, per microbatch, and where the residual stream is sharded over
                    time one all-reduce of the gradients of replicated parameters, once.  Over the token axes once: an
@@ -161,7 +164,8 @@ def loss_and_gradients(
             pull.with_refs(totals)(jnp.ones_like(value))
             return total + loss, None
 
-        loss, _ = lax.scan(accumulate, mark_varying(jnp.zeros(()), token_axes()), batch)
+        shape = () if batch.sources is None else (objective.loss.sources,)
+        loss, _ = lax.scan(accumulate, mark_varying(jnp.zeros(shape), token_axes()), batch)
         gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_gradient_reduction"):
         of_trained, _ = eqx.partition(placements, is_trained)
@@ -180,7 +184,8 @@ class StepFunctions(eqx.Module):
     """(params) -> the State of a new run with these parameters, which are donated."""
     step: Callable[..., tuple[State, dict[str, Array]]]
     """(State, tokens[A B T+1]) -> (State, metrics); the argument state is donated.  Here and in `evaluate` segments
-    [A B T+1] may follow, which say where documents are in place of their ends."""
+    [A B T+1] may follow, which say where documents are in place of their ends; here also sources[A B 1], the number
+    of the source of each row among the names of data.sources, whose losses are then metrics, too."""
     evaluate: Callable[..., tuple[Array, Array]]
     """(params, tokens[A B T+1]) -> (mean cross entropy of the targets that count, their number); differentiable."""
     shapes: State
@@ -226,8 +231,10 @@ def build_step_functions(
     axes = mesh.axis_names
     local_step = _make_step(config, objective, optimizer, model, (updated, optimizer_layout))
 
-    def step(state: State, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[State, dict[str, Array]]:
-        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text)
+    def step(
+        state: State, tokens_ABT: Array, segments_ABT: Array | None = None, sources_AB1: Array | None = None
+    ) -> tuple[State, dict[str, Array]]:
+        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, sources_AB1)
         in_specs = specs, batch_specs(axes, batch)
         return jax.shard_map(local_step, mesh=mesh, in_specs=in_specs, out_specs=(specs, P()))(state, batch)
 
@@ -259,9 +266,18 @@ def _evaluate(cross_entropy: Objective, params: Transformer, batch: Batch) -> tu
 
 def make_objective(config: Config, execution: Execution) -> Objective:
     """The objective of `config`."""
-    return Objective(
-        LinearCrossEntropy(config.model.vocabulary, config.train.z_loss, config.train.loss_chunk), execution
-    )
+    z_loss, chunk, sources = config.train.z_loss, config.train.loss_chunk, len(config.data.sources)
+    return Objective(LinearCrossEntropy(config.model.vocabulary, z_loss, chunk, sources), execution)
+
+
+def losses_by_source(loss: Float[Array, " sources"], batch: Batch, names: Sequence[str]) -> dict[str, Float[Array, ""]]:
+    """The mean cross entropy of the counted targets of each source, as a metric by its name; NaN where it has none.
+    `loss` is what each adds to the mean of all.  Communication: one all-reduce of a number for each source."""
+    counted = jnp.where(batch.targets >= 0, batch.sources, -1)  # -1: of no source
+    local = jnp.stack([jnp.sum(counted == number) for number in range(len(names))])
+    counts = all_reduce(local, token_axes()).astype(loss.dtype)
+    means = jnp.where(counts > 0, loss * jnp.sum(counts) / jnp.maximum(counts, 1), jnp.nan)
+    return {f"{name}/loss": mean for name, mean in zip(names, means, strict=True)}
 
 
 def _make_step(
@@ -273,7 +289,8 @@ def _make_step(
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         params, frozen = model.split(state.params)
-        loss, gradients = loss_and_gradients(objective, params, batch, frozen)
+        losses, gradients = loss_and_gradients(objective, params, batch, frozen)
+        loss = losses if batch.sources is None else jnp.sum(losses)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
             old = jax.tree.map(lambda placement, w: placement.local_shard(w), placements, params)
@@ -293,6 +310,8 @@ def _make_step(
             params = jax.tree.map(lambda placement, w: placement.all_gather_updated(w), placements, new)
         rate = optimizer.schedule(state.step - state.guard.skipped)
         metrics = outcome.metrics() | {"learning_rate": jnp.asarray(rate, jnp.float32)} | guard.counts()
+        if batch.sources is not None:
+            metrics |= losses_by_source(losses, batch, [*each_source(config.data)])
         if config.guard.loss_spike_sigmas is not None:
             metrics["loss_limit"] = state.guard.limit(config.guard)
         return State(eqx.combine(params, frozen), optimizer_state, guard, state.step + 1), metrics

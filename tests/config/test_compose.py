@@ -206,16 +206,16 @@ def test_a_saved_configuration_has_no_groups_to_override(tmp_path):
 
 
 def test_the_configuration_of_an_earlier_run_keeps_its_meaning(tmp_path):
-    """It was saved before there were other schedules than a cosine, and before documents were isolated."""
+    """It was saved before there were other schedules than a cosine, several sources and isolated documents."""
     file = tmp_path / "config.yaml"
-    later = ("  schedule: cosine\n", "  decay_fraction: 0.1\n", "  documents: isolated\n")
+    later = ("  schedule: cosine\n", "  decay_fraction: 0.1\n", "  documents: isolated\n", "  sources: {}\n")
     text = to_yaml(load(FIRST, []))
     assert all(line in text for line in later)
     for line in later:
         text = text.replace(line, "")
     file.write_text(text)
     earlier = load(str(file), [])
-    assert (earlier.optimizer.schedule, earlier.data.documents) == ("cosine", "joined")
+    assert (earlier.optimizer.schedule, earlier.data.documents, earlier.data.sources) == ("cosine", "joined", {})
 
 
 def test_conf_config_yaml_has_every_key_of_the_schema():

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.data import batches
-from shmap_tp.data.device_batch import host_shards, on_devices
+from shmap_tp.data.device_batch import device_batch
 from shmap_tp.data.token_files import TokenFile
 from shmap_tp.errors import UserError
 from tests.helpers.data_orders import order_of
@@ -110,17 +110,12 @@ class RecordingReader:
         return self.rows(first, last)
 
 
-def on_mesh(rows, mesh: Mesh) -> jax.Array:
-    sharding = NamedSharding(mesh, P(None, "dp", None))
-    return on_devices(host_shards(rows, sharding, SHAPE), sharding, SHAPE)
-
-
 @pytest.mark.parametrize("dp, mp", MESHES)
 def test_devices_hold_the_global_batch_and_each_row_is_read_once(token_file, dp, mp):
     mesh = jax.make_mesh((dp, mp), ("dp", "mp"), (AxisType.Auto,) * 2, devices=jax.devices()[: dp * mp])
     reader = RecordingReader(token_file)
     with jax.transfer_guard("disallow"):
-        batch = on_mesh(reader, mesh)
+        batch = device_batch(reader, NamedSharding(mesh, P(None, "dp", None)), SHAPE)
     assert batch.shape == SHAPE and batch.dtype == np.int32
     assert batch.sharding.spec == P(None, "dp", None)
     assert (np.asarray(batch).reshape(BATCH, -1) == batch_at(token_file, 2)).all()
@@ -131,7 +126,7 @@ def test_rows_follow_the_position_of_a_device_in_the_mesh_not_its_id(token_file)
     """On a TPU the two differ, because the mesh follows the torus."""
     shuffled = np.array(jax.devices())[[5, 3, 0, 6, 1, 7, 4, 2]].reshape(2, 4)
     mesh = Mesh(shuffled, ("dp", "mp"), axis_types=(AxisType.Auto,) * 2)
-    batch = on_mesh(RecordingReader(token_file), mesh)
+    batch = device_batch(RecordingReader(token_file), NamedSharding(mesh, P(None, "dp", None)), SHAPE)
     expected = batch_at(token_file, 2).reshape(SHAPE)
     assert all((np.asarray(shard.data) == expected[shard.index]).all() for shard in batch.addressable_shards)
 
@@ -144,7 +139,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from shmap_tp.data import batches
-from shmap_tp.data.device_batch import host_shards, on_devices
+from shmap_tp.data.device_batch import device_batch
 from shmap_tp.data.token_files import TokenFile
 from tests.helpers.data_orders import order_of
 port, process, path, shape = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), tuple(json.loads(sys.argv[4]))
@@ -159,8 +154,7 @@ for dp, mp in [(8, 1), (2, 4), (1, 8)]:
         requested.extend(range(first, last))
         return batches.training_rows([file], order, 2, size, first, last)
     mesh = jax.make_mesh((dp, mp), ("dp", "mp"), (AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, P(None, "dp", None))
-    batch = on_devices(host_shards(rows, sharding, shape), sharding, shape)
+    batch = device_batch(rows, NamedSharding(mesh, P(None, "dp", None)), shape)
     expected = batches.training_rows([file], order, 2, size, 0, size).reshape(shape)
     correct = all((np.asarray(s.data) == expected[s.index]).all() for s in batch.addressable_shards)
     shards = len(batch.addressable_shards)

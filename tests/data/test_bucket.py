@@ -131,6 +131,25 @@ def test_without_a_cache_only_the_rows_of_a_step_are_read(tmp_path, bucket, monk
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_source_in_a_bucket_is_mixed_with_one_on_the_disk(tmp_path, bucket, cache):
+    upload, config = bucket
+    for name, seed in (("data", 0), ("disk", 1)):
+        write_tokens(tmp_path / name, seed=seed)
+        complete_meta(tmp_path / name)
+    upload(tmp_path / "data")
+    config.data.cache = config.data.cache if cache else None
+    found = []
+    for where in ("gs://bucket/data", str(tmp_path / "data")):
+        sources = {"a": {"dir": where, "weight": 0.25}, "b": {"dir": str(tmp_path / "disk"), "weight": 0.75}}
+        config.data.dir, config.data.source, config.data.sources = None, None, sources
+        batches = Batches(config, tokens_of(config))
+        found.append((batches.identity, [*map(np.asarray, map(batches.training, range(3)))]))
+        assert sum(one.startswith("a ") for one in batches.sequences(0)) == BATCH // 4
+    assert found[0][0] == found[1][0]
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [

@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +13,8 @@ from shmap_tp.config.schema import Config
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import META
 from shmap_tp.errors import UserError
+from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.runtime.agreement import data_facts
 from shmap_tp.training import loop
 from shmap_tp.training.check import check
 from shmap_tp.training.evaluation import Evaluation, mixed
@@ -21,6 +25,7 @@ from tests.helpers.run_fixtures import (
     file_contents,
     lines,
     make_runs_quick,
+    shared_step_functions,
     tiny,
     tokens_of,
     values,
@@ -44,7 +49,7 @@ def mixture(run: Path, data: Path, *more: str, **weights: str) -> Config:
     """The tiny run of the sources with these `weights`; their directories are `data`/NAME."""
     sources = ",".join(f"{name}:{{dir:{data / name},{weight}}}" for name, weight in weights.items())
     (run / "data").mkdir(exist_ok=True, parents=True)  # which is not read
-    return tiny(run, "data.dir=null", f"data.sources={{{sources}}}", *more)
+    return tiny(run, "train.microbatches=2", "data.dir=null", f"data.sources={{{sources}}}", *more)
 
 
 def read_by(config: Config, steps: int) -> list:
@@ -92,6 +97,36 @@ def test_each_source_has_its_validation_loss_beside_that_of_the_mixture(uninterr
     loss = {line.get("source"): line["loss"] for line in found[:4]}
     assert loss[None] == pytest.approx(0.6 * loss["web"] + 0.3 * loss["code"] + 0.1 * loss["math"])
     assert len({*loss.values()}) == 4
+
+
+def test_the_training_loss_of_each_source_is_that_of_its_rows(directory, uninterrupted, tmp_path):
+    config = mixture(tmp_path, directory, **WEIGHTS)
+    functions = shared_step_functions(config, make_mesh(config.mesh), jnp.float32, end_of_text=0)
+    batches, state = Batches(config, functions.tokens), functions.init()
+    tokens, sources = batches.training(4), batches.row_sources(4)
+    names = np.array(["code", "math", "web"])[np.asarray(sources).reshape(-1)]
+    assert [one.split()[0] for one in batches.sequences(4)] == names.tolist() and len({*names}) == 3
+    expected = {}
+    for number, name in enumerate(["code", "math", "web"]):
+        others_do_not_count = jax.device_put(jnp.where(sources == number, tokens, ~tokens), tokens.sharding)
+        expected[name] = float(functions.evaluate(state.params, others_do_not_count)[0])
+    _, metrics = functions.step(state, tokens, None, sources)
+    assert {name: float(metrics[f"{name}/loss"]) for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_training_lines_have_the_loss_of_each_source_or_null_where_it_had_no_row(directory, uninterrupted):
+    read = read_by(mixture(uninterrupted, directory, **WEIGHTS), STEPS)
+    for line, sequences in zip(lines(uninterrupted), read, strict=True):
+        losses = {name: loss for name in WEIGHTS if (loss := line[f"{name}/loss"]) is not None}
+        assert losses.keys() == {one.split()[0] for one in sequences}
+        assert min(losses.values()) <= line["loss"] <= max(losses.values())
+
+
+def test_the_processes_of_a_run_compare_the_files_of_each_source(directory, tmp_path):
+    config = mixture(tmp_path, directory, **WEIGHTS)
+    facts = data_facts(Batches(config, tokens_of(config)).identity)
+    assert {f"{name}/{split}.bin" for name in WEIGHTS for split in ("train", "validation")} < facts.keys()
+    assert facts["web/train.bin"].startswith("3000 tokens of sha256 ")
 
 
 def test_bits_per_byte_of_a_mixture_are_those_of_targets_drawn_by_the_weights():

@@ -41,6 +41,7 @@ from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identi
 from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256, tokenizer_of_data
 from shmap_tp.errors import UserError
 from shmap_tp.model.tokens import IGNORE
+from shmap_tp.runtime.background import in_background
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, parse_json, reading
 
@@ -50,15 +51,19 @@ def training_rows(
 ) -> Int32[np.ndarray, "rows tokens"]:
     """Rows first .. last - 1 of the `batch` rows of a step, [last - first, T + 1].  Steps are counted from 0.
 
-    `files` are those of the sources, in the order that `order` knows.
+    `files` are those of the sources, in the order that `order` knows; if one is in a bucket, they are read at the same
+    time.
     """
     assert 0 <= first <= last <= batch, (first, last, batch)
     source, sequence = order(step * batch + first, step * batch + last)
     if len(files) == 1:
         return files[0].read(sequence)
     rows = np.empty((last - first, files[0].context + 1), np.int32)
-    for number in np.unique(source):
-        rows[source == number] = files[number].read(sequence[source == number])
+    reads = {number: partial(files[number].read, sequence[source == number]) for number in np.unique(source)}
+    remote = any(isinstance(files[number], BucketTokenFile) for number in reads)
+    parts = [in_background(read).result for read in reads.values()] if remote else reads.values()
+    for number, part in zip(reads, parts, strict=True):
+        rows[source == number] = part()
     return rows
 
 

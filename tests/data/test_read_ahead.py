@@ -4,6 +4,7 @@ import asyncio
 import io
 import signal
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,13 +16,14 @@ from fsspec.registry import _registry
 
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.data import read_ahead
-from shmap_tp.data.batches import Batches, open_data
+from shmap_tp.data.batches import Batches, open_data, training_rows
 from shmap_tp.data.device_batch import host_shards
 from shmap_tp.data.read_ahead import AHEAD, ReadAhead
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop
 from shmap_tp.training.goodput import TimeCategory, WallClock
+from tests.helpers.data_orders import order_of
 from tests.helpers.run_fixtures import (
     BATCH,
     CONTEXT,
@@ -126,6 +128,16 @@ def test_the_rows_of_a_step_are_requested_at_the_same_time_whatever_its_ranks_an
     assert time.time() - begin < 4 * DELAY and sorted(asked) == [(4 * m, 4 * m + 2) for m in range(8)]
     for rank, shard in enumerate(shards):
         np.testing.assert_array_equal(shard, expected[:, rank : rank + 1])
+
+
+def test_the_sources_of_a_step_are_read_at_the_same_time(config):
+    (file,), *_ = open_data(config.data, config.model, ["train"])
+    files = [file] * 4
+    order = order_of(*files, shares={0: [Fraction(1, 4)] * 4})
+    expected = training_rows(files, order, 2, BATCH, 0, BATCH)
+    SlowBucket.delay, begin = DELAY, time.time()
+    np.testing.assert_array_equal(training_rows(files, order, 2, BATCH, 0, BATCH), expected)
+    assert time.time() - begin < 3 * DELAY
 
 
 def test_at_most_a_few_batches_are_read_early_and_none_beyond_the_last():

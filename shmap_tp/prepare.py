@@ -122,6 +122,9 @@ def _prepare(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name):
             rule = "does not apply to conversations; leave it out" if of_chat else "needs --chat"
             raise UserError(f"--{name.replace('_', '-')} {rule}")
+    for name in ("endings", "field") if arguments.source == "stdlib" else ():
+        if getattr(arguments, name):
+            raise UserError(f"--{name} does not apply to --source stdlib; leave it out, or name files with --text")
     try:
         source, tokenizer, row = _conversations(arguments) if of_chat else _texts(arguments)
         with raising():  # SIGTERM removes what was written as Ctrl-C does

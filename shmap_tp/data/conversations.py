@@ -184,17 +184,19 @@ class ChatSource:
                 f"{self.name}: {len(hashes)} different conversations, but both splits need some; add others"
             )
         limit = hashes[min(max(round(self._validation * len(hashes)), 1), len(hashes) - 1)]
-        longest_first = sorted(tokenizer.special_tokens(), key=len, reverse=True)
-        ends = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        special = tokenizer.special_tokens()
+        ends = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         for place, row in tqdm(self._rows(), desc=self.name, unit=" conversations", disable=None):
             split = VALIDATION if _hash(row) < limit else TRAIN
             for sample in samples_of(conversation(row, place), self._template, ends):
-                tokens = self._fitted(self._tokens(sample, tokenizer, place), place)
+                tokens = self._fitted(self._tokens(sample, tokenizer, [*special.values()], place), place)
                 if (tokens >= 0).any():
                     yield split, tokens
         self._report()
 
-    def _tokens(self, sample: Sample, tokenizer: Bytes | Subwords, place: str) -> Int32[np.ndarray, " _"]:
+    def _tokens(
+        self, sample: Sample, tokenizer: Bytes | Subwords, special: list[int], place: str
+    ) -> Int32[np.ndarray, " _"]:
         check_text(sample.text, place)
         ids, places = tokenizer.encode_with_places(sample.text)
         if (ids == tokenizer.end_of_text).any():
@@ -202,8 +204,8 @@ class ChatSource:
                 f"{place}: {tokenizer.decode([tokenizer.end_of_text])!r} is to end a conversation in the data, but it "
                 f"is within this one; name a token that is in none with --end-of-text"
             )
-        special, lasts = [*tokenizer.special_tokens().values()], [last for _, last in sample.answers]
-        self._end_tokens |= {*ids[np.isin(places[1], lasts) & np.isin(ids, special)].tolist()}
+        ends_answer = np.isin(places[1], [last for _, last in sample.answers])
+        self._end_tokens |= {*ids[ends_answer & np.isin(ids, special)].tolist()}
         return marked_tokens(sample, ids, places, tokenizer.end_of_text)
 
     def _fitted(self, tokens: Int32[np.ndarray, " _"], place: str) -> Int32[np.ndarray, " _"]:

@@ -193,3 +193,8 @@ def test_a_failing_data_set_is_reported_in_one_line(tmp_path, capsys, monkeypatc
     arguments = ["--tokenizer", subwords, "--end-of-text", "</s>", "--source", "stdlib", "--out", tmp_path / "out"]
     code, _, err = run(capsys, *arguments)
     assert code == 2 and "has no token '</s>'" in err
+
+
+def test_an_option_of_files_does_not_apply_to_the_standard_library(tmp_path, capsys):
+    code, _, error = run(capsys, "--source", "stdlib", "--field", "body", "--out", tmp_path / "out")
+    assert code == 2 and "--field does not apply to --source stdlib" in error and not list(tmp_path.iterdir())

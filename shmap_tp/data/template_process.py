@@ -86,7 +86,7 @@ def answer(make: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]
 
 
 def main() -> None:
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a profiler may have left it ignored in the process that started this
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a profiler may have left it ignored in the parent process
     compiled: list[jinja2.Template] = []
     limits = json.loads(sys.stdin.readline())
     with suppress(ValueError, OSError):  # a system without it

@@ -23,6 +23,9 @@ D width, L layers, H query heads, K head dim, V vocabulary, T context.
 import math
 from dataclasses import dataclass
 
+import equinox as eqx
+import jax
+
 from shmap_tp.config.schema import AttentionKernel, ModelConfig, Remat, padded_vocabulary
 from shmap_tp.model.abstract_trace import SCORES, VALUES, TracedAttention, trace_gradients
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
@@ -57,6 +60,13 @@ def parameter_terms(
 def parameters(model: ModelConfig, *, padded: bool = False, components: ModelComponents = CONFIGURED_MODEL) -> int:
     """Total number of parameters: the sum of `parameter_terms`."""
     return sum(parameter_terms(model, padded=padded, components=components).values())
+
+
+def frozen_parameters(model: ModelConfig, *, components: ModelComponents = CONFIGURED_MODEL) -> int:
+    """The number of parameters that are not trained, with the padding of the vocabulary."""
+    shapes = parameter_shapes(model, components)
+    trained = components.trained(model, shapes)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(eqx.filter(shapes, trained, inverse=True)))
 
 
 def forward_terms(model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL) -> Terms:

@@ -23,11 +23,14 @@ D width, L layers, H query heads, K head dim, V vocabulary, T context.
 import math
 from dataclasses import dataclass
 
+import equinox as eqx
+
 from shmap_tp.config.schema import AttentionKernel, ModelConfig, Remat, padded_vocabulary
 from shmap_tp.model.abstract_trace import SCORES, VALUES, TracedAttention, trace_gradients
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
 from shmap_tp.model.jaxprs import Visit, equations
 from shmap_tp.model.matmul_count import matmul_flops
+from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.tensor_parallel import AllReduce
 
@@ -43,8 +46,12 @@ def parameter_terms(
 
     `padded` also counts the padding rows of the vocabulary in embedding and head, which the arrays have.
     """
+    return _terms(model, parameter_shapes(model, components), padded=padded)
+
+
+def _terms(model: ModelConfig, shapes: Transformer, *, padded: bool) -> Terms:
     terms: Terms = {}
-    for path, leaf in leaves_by_path(parameter_shapes(model, components), ".").items():
+    for path, leaf in leaves_by_path(shapes, ".").items():
         module, *inside = path.split(".")
         name = f"{module}.{inside[0]}" if module == "blocks" else module
         size, rows = math.prod(leaf.shape), padded_vocabulary(model)
@@ -57,6 +64,13 @@ def parameter_terms(
 def parameters(model: ModelConfig, *, padded: bool = False, components: ModelComponents = CONFIGURED_MODEL) -> int:
     """Total number of parameters: the sum of `parameter_terms`."""
     return sum(parameter_terms(model, padded=padded, components=components).values())
+
+
+def frozen_parameters(model: ModelConfig, *, components: ModelComponents = CONFIGURED_MODEL) -> int:
+    """Those of `parameters` that are not trained."""
+    shapes = parameter_shapes(model, components)
+    trained = eqx.filter(shapes, components.trained(model, shapes))
+    return sum(_terms(model, shapes, padded=False).values()) - sum(_terms(model, trained, padded=False).values())
 
 
 def forward_terms(model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL) -> Terms:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -32,7 +33,7 @@ from shmap_tp.plan.report import ESTIMATED, EXPLICIT, GSPMD, PREDICTED, Row, con
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
 from shmap_tp.plan.targets import Target, link_model
 from shmap_tp.plan.tpu import topology_devices
-from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
 
 CACHE = Path(".cache/tpu")
 """Compiled programs for TPUs, kept between runs."""
@@ -120,7 +121,7 @@ def predict(
     options, limit = compiler_options(kind, config), usable_bytes(gpu) if gpu else DEVICES[kind].memory
     with answered_for(gpu) if gpu else nullcontext():
         programs = build_programs(build, config, mesh, step_dtype(config), components)
-        if (minimum := state_bytes(programs.shapes)) > limit:
+        if (minimum := state_bytes(programs)) > limit:
             compiled = Compiled(None, minimum, limit, None, 0.0)
         else:
             lowered = programs.step.lower(programs.shapes, programs.tokens)
@@ -171,23 +172,28 @@ def shard_bytes(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def state_bytes(shapes: State) -> int:
-    """The least that a step needs: parameters, optimizer state, and gradients of the size of the parameters."""
-    return 2 * shard_bytes(shapes.params) + shard_bytes(shapes.optimizer)
+def gradient_bytes(programs: StepFunctions) -> int:
+    """Those of a gradient of each parameter that is trained."""
+    return shard_bytes(eqx.filter(programs.shapes.params, programs.trained))
+
+
+def state_bytes(programs: StepFunctions) -> int:
+    """The least that a step needs: parameters, optimizer state, and gradients of what is trained."""
+    shapes = programs.shapes
+    return shard_bytes(shapes.params) + gradient_bytes(programs) + shard_bytes(shapes.optimizer)
 
 
 def memory_by_kind(programs: StepFunctions, compiled: Compiled) -> dict[str, float]:
     """Bytes per device by kind; the last kind is the remainder of the peak.
 
     parameters, optimizer state   exact, from shapes and shardings
-    gradients                     one float32 accumulator per parameter
+    gradients                     one float32 accumulator per parameter that is trained
     activations, temporaries      the remainder: saved activations, bfloat16 copies of weights, temporaries, padding
     """
-    params = shard_bytes(programs.shapes.params)
     kinds = {
-        "parameters": params,
+        "parameters": shard_bytes(programs.shapes.params),
         "optimizer state": shard_bytes(programs.shapes.optimizer),
-        "gradients": params,
+        "gradients": gradient_bytes(programs),
     }
     return kinds | {"activations, temporaries": max(0, compiled.peak_bytes - sum(kinds.values()))}
 

@@ -10,7 +10,7 @@ from shmap_tp.hardware.devices import Peak, generation
 from shmap_tp.hardware.torus import Torus
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
-from shmap_tp.model.flops import flops_per_token, hardware_flops_per_token, parameters
+from shmap_tp.model.flops import flops_per_token, frozen_parameters, hardware_flops_per_token, parameters
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan.communication.ledger import format_bytes
 
@@ -19,6 +19,8 @@ PREDICTED, ESTIMATED = "predicted", "estimated"
 
 STATE_BYTES = 16
 """Of a parameter over all devices: itself, its gradient and the two moments of AdamW, in float32."""
+FROZEN_BYTES = 2
+"""Of a frozen parameter, in bfloat16."""
 
 FORMULA = (
     "MFU = tokens/s x model FLOPs per token (causal attention counted at half, recomputation not counted) / peak; "
@@ -90,6 +92,8 @@ class Row:
     """XLA options that differ from the defaults (shmap_tp/hardware/xla_options.py)."""
     versions: dict[str, str] = field(default_factory=dict)
     command: str = ""
+    frozen: int = 0
+    """Of `params`, those that are not trained."""
 
     def __post_init__(self) -> None:
         """Derive throughput and utilisation from the step time."""
@@ -123,6 +127,7 @@ def config_fields(
     return {
         "model": model.name,
         "params": parameters(model, components=components),
+        "frozen": frozen_parameters(model, components=components),
         DP: config.mesh.dp,
         MP: config.mesh.mp,
         "devices": devices,
@@ -164,8 +169,9 @@ def format_row(row: Row) -> str:
     devices += f", {row.slices} slices" if row.slices > 1 else ""
     tile = f", mp on {'x'.join(map(str, row.tile))} (x, y, z, core)" if row.tile else ""
     program = "" if row.program == EXPLICIT else f"{row.program} of "
+    trained = f" ({_format_count(row.params - row.frozen)} trained)" if row.frozen else ""
     lines = [
-        f"{row.kind.upper()}  {program}{row.model}, {_format_count(row.params)} parameters, on {devices}",
+        f"{row.kind.upper()}  {program}{row.model}, {_format_count(row.params)} parameters{trained}, on {devices}",
         f"  mesh           dp={row.dp}, mp={row.mp}{tile}",
         f"  step           {row.global_batch} sequences of {row.context} in {row.microbatches} microbatches = "
         f"{row.tokens_per_step:,} tokens; {_format_settings(row)}",
@@ -216,7 +222,7 @@ def _format_memory(row: Row) -> str:
 def _advice(row: Row) -> str:
     """What would take less memory, of that which this row does not do already; where even a state sharded over all
     devices is too large, how many devices it needs."""
-    state = STATE_BYTES * row.params
+    state = STATE_BYTES * (row.params - row.frozen) + FROZEN_BYTES * row.frozen
     if row.limit_bytes_per_device and state > row.devices * row.limit_bytes_per_device:
         least = math.ceil(state / row.limit_bytes_per_device)
         return f"{least} devices or more: parameters, optimizer state and gradients alone are {format_bytes(state)}"

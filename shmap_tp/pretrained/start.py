@@ -84,17 +84,17 @@ def recorded_source(checkpoint: PathLike, config: Config) -> Source | None:
 
 
 def pretrained_parameters(
-    config: Config, shapes: Transformer, dtype: str = "float32", adapter: SavedAdapter | None = None
+    config: Config, shapes: Transformer, dtype: str | None = None, adapter: SavedAdapter | None = None
 ) -> tuple[Transformer, Source]:
-    """(the parameters of model.from_pretrained with their matrices of the precision `dtype`, where they are from); the
-    factors are those of `adapter`, or None.
+    """(the parameters of model.from_pretrained, where they are from); their matrices are of the precision `dtype`, or
+    as in `shapes`, and the factors are those of `adapter`, or None.
 
     Raises UserError if they cannot be read, or the memory of a machine with emulated devices is too small.
     """
     if config.model.from_pretrained is None:
         raise UserError("model.from_pretrained=null names no Hugging Face directory")
     source = open_source(config.model.from_pretrained)
-    held = held_in(shapes, compute_dtype(Precision(dtype)))
+    held = shapes if dtype is None else held_in(shapes, compute_dtype(Precision(dtype)))
     require_host_memory(held, purpose=USE)
     base = load_parameters(source, config.model, split_factors(held)[1])
     return base if adapter is None else eqx.combine(base, load_factors(adapter, config.model, held)), source

@@ -22,7 +22,7 @@ from shmap_tp.errors import DivergedError, UserError
 from shmap_tp.hardware.devices import machine_peak
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
-from shmap_tp.model.flops import flops_per_token, parameters
+from shmap_tp.model.flops import flops_per_token, frozen_parameters, parameters
 from shmap_tp.model.matmul_count import UncountedError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.runtime.agreement import data_facts, on_process_0, require_agreement
@@ -110,9 +110,11 @@ class Run:
                 with writing(file := directory / name), replacing(file, "wb") as stream:
                     stream.write(content)
         self.clock.open(directory if is_main else None, first_step, new_run=config.checkpoint.resume == Resume.never)
+        size = parameters(config.model, components=self.components)
+        trained = size - frozen_parameters(config.model, components=self.components)
         print_on_process_0(
-            f"compiling the training step of {config.model.name}, "
-            f"{parameters(config.model, components=self.components) / 1e6:,.1f}M parameters, "
+            f"compiling the training step of {config.model.name}, {size / 1e6:,.1f}M parameters"
+            f"{'' if trained == size else f' ({trained / 1e6:,.1f}M trained)'}, "
             f"attention {kernel_name(functions.attention)} ..."
         )
         if note := precision_note(compute_dtype(config.train.precision)):

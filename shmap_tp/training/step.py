@@ -198,6 +198,8 @@ class StepFunctions(eqx.Module):
     """ShapeDtypeStructs of the whole state, each with its sharding."""
     tokens: jax.ShapeDtypeStruct
     """tokens[A B T+1] of a step, int32, with its sharding."""
+    trained: Any
+    """A tree like the parameters: whether each is trained, or frozen."""
     attention: AnyAttention = eqx.field(static=True)
     """How the attention of each head is computed, on this mesh."""
 
@@ -260,6 +262,7 @@ def build_step_functions(
         evaluate=jax.jit(evaluate),
         shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
         tokens=jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, tokens_spec(axes))),
+        trained=model.trained,
         attention=model.attention,
     )
 

@@ -1,5 +1,9 @@
 """Low-rank adapters: the same factors and the same curve on every mesh, beside a base that nothing changes."""
 
+import math
+import re
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,12 @@ import pytest
 
 from shmap_tp.errors import UserError
 from shmap_tp.model.adapters import adapter_scale
-from shmap_tp.model.flops import flops_per_token, forward_terms, parameters
+from shmap_tp.model.flops import flops_per_token, forward_terms, frozen_parameters, parameters
+from shmap_tp.model.jaxprs import equations
+from shmap_tp.parallel.key_paths import leaves_by_path
+from shmap_tp.plan.communication.parameters import parameters as planned_parameters
+from shmap_tp.plan.predict import state_bytes
+from shmap_tp.plan.search.formulas import state_bytes as planned_state_bytes
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.adapter_cases import (
     ADAPTER,
@@ -20,6 +29,7 @@ from tests.helpers.adapter_cases import (
 )
 from tests.helpers.assertions import assert_same_bits, by_path
 from tests.helpers.model_fixtures import config, mesh_of
+from tests.helpers.mutations import trace_step
 from tests.helpers.step_fixtures import largest_difference, step_config
 
 PLACES = [
@@ -104,3 +114,29 @@ def test_flops_are_those_of_the_activations_everywhere_and_of_the_weights_that_a
     assert forward_terms(model) == base | {"blocks": base["blocks"] + 2 * factors}
     attention = base["scores"] + base["values"]
     assert flops_per_token(model) == 2 * (base["blocks"] + base["head"]) + 6 * factors + 3 * attention
+
+
+def test_the_head_is_multiplied_with_twice_and_its_gradient_is_not_computed():
+    def products(*settings: str) -> int:
+        every = equations(trace_step(*settings))
+        return sum(visit.name == "dot_general" and re.search(r"\bhead\b", visit.scope) is not None for visit in every)
+
+    assert products() == 3
+    assert products("model.adapter.rank=2") == 2
+
+
+def test_the_least_memory_is_that_of_the_base_once_and_of_the_factors_four_times():
+    """On (2, 4) with bfloat16: 2 bytes of a frozen matrix, 4 of a norm; parameter, gradient and two moments of a
+    factor."""
+    conf = step_config((2, 4), *ADAPTER, "mesh.zero=none")
+    programs = build_step_functions(conf, mesh_of(conf), jnp.bfloat16)
+    params = leaves_by_path(programs.shapes.params)
+    local = {path: math.prod(leaf.sharding.shard_shape(leaf.shape)) for path, leaf in params.items()}
+    factors = sum(size for path, size in local.items() if "/adapter/" in path)
+    norms = sum(size for path, size in local.items() if path.endswith("scale"))
+    base = sum(local.values()) - factors - norms
+    assert state_bytes(programs) == 2 * base + 4 * norms + 16 * factors + 8  # two counters of the optimizer
+    every = planned_parameters(conf.model, conf.mesh, jnp.bfloat16)
+    assert planned_state_bytes(every) == 2 * base + 4 * norms + 16 * factors
+    without = replace(conf.model, adapter=replace(conf.model.adapter, rank=0))
+    assert frozen_parameters(conf.model) == parameters(without)

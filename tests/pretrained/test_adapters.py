@@ -114,3 +114,16 @@ def test_a_run_is_exported_as_an_adapter_or_merged_and_the_commands_read_it(work
     assert_close(merged.logits(tokens), expected.logits(tokens), 2e-5)
     with pytest.raises(UserError, match="--adapter is for --pretrained"):
         opened("--checkpoint", str(work / "run"), *adapter)
+
+
+def test_a_trainer_holds_the_base_in_the_dtype_of_the_activations(work):
+    given = [f"model.from_pretrained={work / 'model'}", *RUN, "train.precision=bfloat16"]
+    trainer = shmap_tp.Trainer(shmap_tp.load_config(*given, file=str(ROOT / "conf" / "finetune.yaml")))
+    before = by_path(trainer.state.params)
+    trainer.step(np.random.default_rng(0).integers(0, 97, (8, 17)))
+    after = by_path(trainer.state.params)
+    changed = {name for name in after if not np.array_equal(after[name], before[name])}
+    assert changed == {name for name in after if ".adapter.b." in name}, "a has no gradient as long as b is zero"
+    assert {after[name].dtype.name for name in after if name.endswith("proj.weight") or "embedding" in name} == {
+        "bfloat16"
+    }

@@ -253,18 +253,22 @@ def build_step_functions(
 
     shardings = named_shardings(mesh, specs)
     start = jax.jit(init_from, out_shardings=shardings, donate_argnums=0)
-    microbatches = config.train.microbatches
-    tokens = (microbatches, config.train.batch // microbatches, config.model.context + 1)
     return StepFunctions(
         init=jax.jit(init, out_shardings=shardings),
         init_from=lambda params: start(model.with_initial(params)),
         step=jax.jit(step, donate_argnums=0),
         evaluate=jax.jit(evaluate),
         shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
-        tokens=jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, tokens_spec(axes))),
+        tokens=jax.ShapeDtypeStruct(_tokens_shape(config), jnp.int32, sharding=NamedSharding(mesh, tokens_spec(axes))),
         trained=model.trained,
         attention=model.attention,
     )
+
+
+def _tokens_shape(config: Config) -> tuple[int, int, int]:
+    """[A B T+1]."""
+    microbatches = config.train.microbatches
+    return microbatches, config.train.batch // microbatches, config.model.context + 1
 
 
 def _evaluate(cross_entropy: Objective, params: Transformer, batch: Batch) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ PLAIN = {
 
 def refuse_options(model: ModelConfig, baseline: str, *, supported: tuple[str, ...] = ()) -> None:
     """Raises UserError if `model` has an option beyond those of conf/model_defaults.yaml that is not `supported`."""
-    plain = PLAIN | {key: {value} for key, value in OmegaConf.load(CONF / "model_defaults.yaml").items()}
+    plain = PLAIN | {key: [value] for key, value in OmegaConf.load(CONF / "model_defaults.yaml").items()}
     for key, values in plain.items():
         value = getattr(model, key)
         if key not in supported and value not in values:

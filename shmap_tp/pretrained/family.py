@@ -14,6 +14,7 @@ from typing import Any
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError, shown
 from shmap_tp.pretrained.config_json import RotaryKeys, size, value_for
+from shmap_tp.pretrained.layer_types import shortest_pattern
 from shmap_tp.pretrained.layout import Layout, sizes_of
 
 REQUIRED = object()
@@ -234,6 +235,8 @@ NEUTRAL = {
     "rotary_scaling": "none",
     "embedding_scale": 1.0,
     "tie_embeddings": False,
+    "window": None,
+    "layer_pattern": (),
 }
 """The value of a key that a family does not name."""
 
@@ -250,6 +253,7 @@ def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
         found["norm_epsilon"] = 1e-5 if found["norm"] == "layernorm" else 1e-6
     if found["rotary_dim"] is None:
         found["rotary_dim"] = found["head_dim"]
+    found["layer_pattern"] = shortest_pattern([plain(kind) for kind in found["layer_pattern"]])
     without_effect = [key for key in found if key.startswith("rotary_")]
     if found["positions"] == "rotary" and found["rotary_scaling"] == "none":
         without_effect = [key for key in without_effect if "factor" in key or "original" in key]

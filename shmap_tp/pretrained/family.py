@@ -108,11 +108,12 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of config.json that may be absent, and the values of them that are supported."""
     ignored: frozenset[str] = frozenset()
-    """Keys of config.json that `window` reads, or that have no effect in this family."""
+    """Keys of config.json that `window` reads or `derived`, or that have no effect in this family."""
     buffers: str = r"\.rotary_emb\.inv_freq$"
     """Names of tensors that are no parameters: old files have them, and they are skipped."""
     window: Callable[[Mapping[str, Any]], ContextLimit | None] = lambda config: None
-    """The sliding window of a config.json: within it, attention is to all earlier positions."""
+    """The sliding window of a config.json where longer sequences are not supported: within it, attention is to all
+    earlier positions."""
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
     """Keys of the `model` section that config.json has no key for."""
     write: Callable[[ModelConfig], Mapping[str, Any]] = lambda model: {}

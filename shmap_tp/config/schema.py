@@ -18,6 +18,7 @@ PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
 RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
 RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3"])
 AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
+LayerKind = StrEnum("LayerKind", ["local", "global"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention", "mlp", "attention_and_up", "all_matmuls"])
 SavedActivation = StrEnum(
@@ -162,6 +163,11 @@ class ModelConfig:
     """For rotary_scaling=llama3: number of rotations in the original context above which the rate stays."""
     rotary_original_context: int
     """For rotary_scaling=llama3: the context that the model was trained with before its rates were scaled."""
+    window: int | None
+    """In local layers a token attends to the last `window` tokens, of which it is one; null: to all before it."""
+    layer_pattern: list[LayerKind]
+    """Which layers are local and which global, without the window: repeated over the layers, the first layer has the
+    first element.  [] makes all layers local."""
     tie_embeddings: bool
     """Whether the output head is the transposed embedding."""
     embedding_scale: float

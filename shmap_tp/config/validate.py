@@ -17,6 +17,7 @@ from shmap_tp.config.schema import (
     Config,
     DataConfig,
     FsdpGradients,
+    LayerKind,
     MeshConfig,
     Mlp,
     ModelConfig,
@@ -229,6 +230,7 @@ def _validate_model(mesh: MeshConfig, model: ModelConfig) -> None:
     _check_heads(mesh, model)
     _check_rotary(model)
     _check_options(model)
+    _check_layer_pattern(mesh, model)
     _check_offload(model)
     _check_adapter(model.adapter)
 
@@ -303,6 +305,27 @@ def _check_options(model: ModelConfig) -> None:
     for key in ("norm_epsilon", "embedding_scale"):
         if getattr(model, key) == 0:
             raise UserError(f"model.{key}=0 must be above 0")
+
+
+def _check_layer_pattern(mesh: MeshConfig, model: ModelConfig) -> None:
+    pattern = model.layer_pattern
+    shown_pattern = f"model.layer_pattern=[{','.join(pattern)}]"
+    if len(pattern) > model.layers:
+        raise UserError(
+            f"{shown_pattern} has {len(pattern)} elements, more than model.layers={model.layers} (model {model.name}); "
+            f"remove those that no layer has"
+        )
+    if pattern and (LayerKind.local in pattern) != (model.window is not None):
+        reason = "has no local layer" if model.window else "has local layers, which need a window"
+        raise UserError(
+            f"{shown_pattern} {reason}, but model.window={'null' if model.window is None else model.window} "
+            f"(model {model.name}); change one of them, or use model.layer_pattern=[]"
+        )
+    if len(set(pattern)) > 1 and model.offload and mesh.fsdp_gradients == FsdpGradients.ring:
+        raise UserError(
+            f"{shown_pattern} cannot be combined with model.offload where gradients are reduced in rings;\n"
+            f"use mesh.fsdp_gradients=reduce_scatter, or model.offload=[]"
+        )
 
 
 def _check_offload(model: ModelConfig) -> None:

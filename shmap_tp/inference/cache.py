@@ -9,6 +9,8 @@ of slot s in sequence b is s - start[b]; padding, the slots before start[b], is 
 sequence writes to the same slots, whatever its length.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -20,7 +22,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.layers.causal_attention import Keys, Queries, attend, map_chunks
+from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend, map_chunks
+from shmap_tp.model.layer_pattern import scan_layers
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import MP, batch_axes
 
@@ -43,19 +46,23 @@ class KeyValueCache(NamedTuple):
         """The positions of the tokens in the next `time` slots; 0 for padding."""
         return jnp.maximum(self.filled + jnp.arange(time)[None] - self.start_B[:, None], 0)
 
-    def scan(self, layer: Any, x_BTD: Float[Array, "B T D"], blocks: Any) -> tuple[Array, "KeyValueCache"]:
-        """(x after all `blocks`, the cache with the new tokens); `layer(x, block, cache)` returns (x, cache).
+    def scan(
+        self, layers: Sequence[Callable[..., tuple]], x_BTD: Float[Array, "B T D"], blocks: Any
+    ) -> tuple[Array, "KeyValueCache"]:
+        """(x after all `blocks`, the cache with the new tokens); each of the period's `layers(x, block, cache)` returns
+        (x, cache).
 
         The cache is carried whole and updated in place: as an input and output of the scan it would be copied.
         """
 
-        def body(carry: tuple[Array, Array, Array], each: tuple[Any, Array]) -> tuple[tuple, None]:
+        def body(layer: Any, carry: tuple[Array, Array, Array], each: tuple[Any, Array]) -> tuple[tuple, None]:
             (x_BTD, keys, values), (block, index) = carry, each
             x_BTD, cache = layer(x_BTD, block, LayerCache(keys, values, self.start_B, self.filled, index))
             return (x_BTD, cache.keys, cache.values), None
 
         each = (blocks, jnp.arange(self.keys.shape[0]))
-        (y_BTD, keys, values), _ = lax.scan(body, (x_BTD, self.keys, self.values), each)
+        bodies = [partial(body, layer) for layer in layers]
+        (y_BTD, keys, values), _ = scan_layers(bodies, (x_BTD, self.keys, self.values), each)
         return y_BTD, KeyValueCache(keys, values, self.start_B, self.filled + x_BTD.shape[1])
 
 
@@ -73,14 +80,14 @@ class LayerCache(eqx.Module):
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
-        slopes_H: Float[Array, " H"] | None,
+        pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], "LayerCache"]:
         """(attention of T new tokens to all tokens so far, the cache with their keys and values)."""
         keys, values = self._write(self.keys, k_BTNK), self._write(self.values, v_BTNK)
         k_BNSK, v_BNSK = (lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
         queries = Queries(q_BTHK, self._segments(self.filled + jnp.arange(q_BTHK.shape[1])))
         written = Keys(k_BNSK, v_BNSK, self._segments(jnp.arange(k_BNSK.shape[2])))
-        mixed_BTHK = _attend_in_chunks(queries, written, slopes_H, self.filled)
+        mixed_BTHK = _attend_in_chunks(queries, written, pattern, self.filled)
         return mixed_BTHK, LayerCache(keys, values, self.start_B, self.filled, self.layer)
 
     def _segments(self, slot_S: Int[Array, " S"]) -> Int[Array, "B S"]:
@@ -113,18 +120,18 @@ def cache_bytes(model: ModelConfig, dp: int, mp: int, batch: int, slots: int, dt
 
 
 def _attend_in_chunks(
-    queries: Queries, keys: Keys, slopes_H: Array | None, filled: Int[Array, ""]
+    queries: Queries, keys: Keys, pattern: Pattern, filled: Int[Array, ""]
 ) -> Float[Array, "B T H K"]:
     """`attend` of the queries from slot `filled` on, QUERY_CHUNK at a time: the scores of all queries of a long prompt
     would not fit."""
     time = queries.q_BTHK.shape[1]
     if time <= QUERY_CHUNK:
-        return attend(queries, keys, slopes_H, filled)
+        return attend(queries, keys, pattern, filled)
     chunks = -(-time // QUERY_CHUNK)
 
     def padded(x_BT: Array) -> Array:
         return jnp.pad(x_BT, [(0, 0), (0, chunks * QUERY_CHUNK - time), *[(0, 0)] * (x_BT.ndim - 2)])
 
     firsts = filled + QUERY_CHUNK * jnp.arange(chunks)
-    mixed = map_chunks(lambda q, first: attend(q, keys, slopes_H, first), jax.tree.map(padded, queries), firsts)
+    mixed = map_chunks(lambda q, first: attend(q, keys, pattern, first), jax.tree.map(padded, queries), firsts)
     return mixed[:, :time]

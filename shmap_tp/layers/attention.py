@@ -174,11 +174,12 @@ class Attention(eqx.Module):
         if context.cache is not None:
             if context.segments is not None:
                 raise TypeError("a cache holds one document a row: attention with a cache takes no segments")
-            mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, encoding.slopes())
+            mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, Pattern(encoding.slopes(), window=context.window))
             return tp.split_time(mixed_BTHK), Extras(cache=cache)
         if self.query_norm is None:  # else they are saved before their norms
             qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)
-        pattern = Pattern(encoding.slopes(), context.segments)
+        is_cut = context.window is not None and context.window < q_BTHK.shape[1]
+        pattern = Pattern(encoding.slopes(), context.segments, context.window if is_cut else None)
         mixed_BTHK, residuals = self.attend(*qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE), pattern)
         return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
 

@@ -27,6 +27,8 @@ class Pattern:
     """slope * (s - t) is added to the score of query t and key s (ALiBi)."""
     segments_BT: Int[Array, "B T"] | None = None
     """A query attends to the keys of its own segment alone."""
+    window: int | None = None
+    """A query attends to the last `window` positions, of which its own is one: t - window < s <= t."""
 
     @property
     def used(self) -> frozenset[str]:
@@ -48,9 +50,9 @@ class Keys(NamedTuple):
     v_BSNK: Float[Array, "B S N K"]
     segments_BS: Int[Array, "B S"] | None
 
-    def upto(self, end: int) -> "Keys":
-        """Those of the positions below `end`."""
-        return jax.tree.map(lambda x: x[:, :end], self)
+    def between(self, start: int, end: int) -> "Keys":
+        """Those of the positions from `start` on and below `end`."""
+        return jax.tree.map(lambda x: x[:, start:end], self)
 
     def by_head(self) -> "Keys":
         """With k and v as [B N S K], which `attend` takes."""
@@ -68,31 +70,75 @@ def causal_attention(
 
     Scores and softmax are float32 (or wider).  Consecutive chunks form at most MAX_KEY_LENGTHS groups of equal size; a
     group computes all its queries with the keys up to its end, in a loop where it has several chunks.  With g groups
-    the work is (1 + 1 / g) / 2 of all pairs of queries and keys.
+    the work is (1 + 1 / g) / 2 of all pairs of queries and keys; with a window at most T x (2 window + chunk).
 
     Memory  linear in T: the scores [B, H, chunk, T] of one chunk, or of each group where a group is one chunk.  The
             backward pass recomputes them, and saves only q, k and v.
     """
-    time = q_BTHK.shape[1]
+    time, window = q_BTHK.shape[1], pattern.window
     queries, keys = Queries(q_BTHK, pattern.segments_BT), Keys(k_BTNK, v_BTNK, pattern.segments_BT)
+    if window is not None:
+        chunk = min(chunk, window)
+        if 2 * (block := -(-window // chunk) * chunk) < time:
+            return _attend_blocks(queries, keys, pattern, block, chunk)
     if time <= chunk:
-        return attend(queries, keys.by_head(), pattern.slopes_H, 0)
+        return attend(queries, keys.by_head(), pattern, 0)
+    return _attend_groups(queries, keys, pattern, chunk)
+
+
+def _attend_blocks(queries: Queries, keys: Keys, pattern: Pattern, block: int, chunk: int) -> Array:
+    """Attention within a window of at most `block` positions.  Every block of queries is a row of the batch, with the
+    keys of its own block and of the one before it."""
+    batch, time, heads, head_dim = queries.q_BTHK.shape
+    blocks = -(-time // block)
+    if queries.segments_BT is None:
+        segments_BT = jnp.zeros((batch, time), jnp.int32)
+        queries, keys = queries._replace(segments_BT=segments_BT), keys._replace(segments_BS=segments_BT)
+
+    def folded(x_BT: Array, before: int, filling: int = 0) -> Array:
+        beyond = [(0, 0), (before * block, blocks * block - time), *[(0, 0)] * (x_BT.ndim - 2)]
+        padded = jnp.pad(x_BT, beyond, constant_values=filling)
+        return padded.reshape(batch, before + blocks, block, *x_BT.shape[2:])
+
+    def with_previous(x_BS: Array, filling: int = 0) -> Array:
+        x_BCS = folded(x_BS, 1, filling)
+        return jnp.concatenate([x_BCS[:, :-1], x_BCS[:, 1:]], axis=2).reshape(
+            batch * blocks, 2 * block, *x_BS.shape[2:]
+        )
+
+    @jax.checkpoint
+    def attend_all(queries: Queries, keys: Keys) -> Array:
+        rows = jax.tree.map(lambda x: folded(x, 0).reshape(batch * blocks, block, *x.shape[2:]), queries)
+        before_the_first = -1  # a segment that no query has
+        k, v, segments = keys
+        keys = Keys(with_previous(k), with_previous(v), with_previous(segments, before_the_first))
+        return _attend_groups(rows, keys, pattern, chunk)
+
+    mixed_BTHK = attend_all(queries, keys).reshape(batch, blocks * block, heads, head_dim)
+    return mixed_BTHK[:, :time]
+
+
+def _attend_groups(queries: Queries, keys: Keys, pattern: Pattern, chunk: int) -> Array:
+    """Attention of the queries, whose positions are the last of those of the keys."""
+    time, before = queries.q_BTHK.shape[1], keys.k_BSNK.shape[1] - queries.q_BTHK.shape[1]
     per_group = -(-time // chunk // MAX_KEY_LENGTHS) * chunk
     ends = [min(start + per_group, time) for start in range(0, time, per_group)]
     groups = zip(_split(queries, ends[:-1]), ends, strict=True)
-    return jnp.concatenate([_attend_group(group, keys, pattern.slopes_H, end, chunk) for group, end in groups], axis=1)
+    mixed = [_attend_group(group, keys, pattern, before + end, chunk) for group, end in groups]
+    return jnp.concatenate(mixed, axis=1)
 
 
-def _attend_group(queries: Queries, keys: Keys, slopes_H: Array | None, end: int, chunk: int) -> Array:
+def _attend_group(queries: Queries, keys: Keys, pattern: Pattern, end: int, chunk: int) -> Array:
     """Attention of the queries of the positions up to `end`, a chunk at a time."""
+    time = queries.q_BTHK.shape[1]
+    start, (whole, rest) = end - time, divmod(time, chunk)
+    oldest = 0 if pattern.window is None else max(0, start - pattern.window + 1)
 
     @jax.checkpoint
     def attend_chunk(queries: Queries, keys: Keys, first: Int[Array, ""] | int) -> Array:
-        # keys are sliced here, so that they are saved whole, once, and not as a prefix for each group
-        return attend(queries, keys.upto(end).by_head(), slopes_H, first)
+        # keys are sliced here, so that they are saved whole, once, and not as a part for each group
+        return attend(queries, keys.between(oldest, end).by_head(), pattern, first - oldest)
 
-    time = queries.q_BTHK.shape[1]
-    start, (whole, rest) = end - time, divmod(time, chunk)
     if time <= chunk:
         return attend_chunk(queries, keys, start)
     in_loop, *last = _split(queries, [whole * chunk])
@@ -121,12 +167,11 @@ def _split(queries: Queries, at: list[int]) -> list[Queries]:
 
 
 @jax.named_scope("attend")
-def attend(
-    queries: Queries, keys: Keys, slopes_H: Float[Array, " H"] | None, first: Int[Array, ""] | int
-) -> Float[Array, "B T H K"]:
+def attend(queries: Queries, keys: Keys, pattern: Pattern, first: Int[Array, ""] | int) -> Float[Array, "B T H K"]:
     """Exact softmax attention of T queries, from position `first` on, to the keys of positions 0 to S - 1, by head.
 
     Each pair of batch and key/value head is one batch entry of the matrix products; its G query heads are more rows.
+    The segments are those of `queries` and `keys`.
     """
     q_BTHK, (k_BNSK, v_BNSK) = queries.q_BTHK, keys[:2]
     (batch, time, heads, head_dim), groups = q_BTHK.shape, k_BNSK.shape[1]
@@ -134,7 +179,7 @@ def attend(
     q = q_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, groups, shared * time, head_dim)
     scores = jnp.einsum("bnrk,bnsk->bnrs", q, k_BNSK, preferred_element_type=wide) * head_dim**-0.5
-    bias_NRS = _bias(slopes_H, shared, _positions(first, time), k_BNSK.shape[2], wide)
+    bias_NRS = _bias(pattern, shared, _positions(first, time), k_BNSK.shape[2], wide)
     weights = jax.nn.softmax(_within_segments(scores + bias_NRS[None], queries, keys), axis=-1)
     mixed = jnp.einsum("bnrs,bnsk->bnrk", weights.astype(v_BNSK.dtype), v_BNSK)
     mixed = mixed.reshape(batch, groups, shared, time, head_dim)
@@ -155,11 +200,13 @@ def _positions(first: Int[Array, ""] | int, time: int) -> Int[Array, " T"]:
 
 
 def _bias(
-    slopes_H: Float[Array, " H"] | None, shared: int, query_T: Int[Array, " T"], keys: int, dtype: DTypeLike
+    pattern: Pattern, shared: int, query_T: Int[Array, " T"], keys: int, dtype: DTypeLike
 ) -> Float[Array, "N R S"]:
-    """What is added to the scores [N or 1, G x T, S]: the head's slope x (s - t), and nearly -inf for later keys."""
+    """What is added to the scores [N or 1, G x T, S]: the head's slope x (s - t), and nearly -inf for later keys and
+    for those before the window."""
     past_TS = jnp.arange(keys)[None, :] - query_T[:, None]
-    slopes_H = jnp.zeros(shared, dtype) if slopes_H is None else slopes_H.astype(dtype)
+    slopes_H = jnp.zeros(shared, dtype) if pattern.slopes_H is None else pattern.slopes_H.astype(dtype)
     bias_HTS = slopes_H[:, None, None] * past_TS.astype(dtype)[None]
-    bias_HTS = jnp.where((past_TS <= 0)[None], bias_HTS, jnp.finfo(dtype).min)
+    seen_TS = past_TS <= 0 if pattern.window is None else (past_TS <= 0) & (past_TS > -pattern.window)
+    bias_HTS = jnp.where(seen_TS[None], bias_HTS, jnp.finfo(dtype).min)
     return bias_HTS.reshape(-1, shared * query_T.shape[0], keys)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import equinox as eqx
 from jaxtyping import Array, Float, Int
 
+from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.positions import PositionEncoding
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 
@@ -29,15 +30,16 @@ class Cache(Protocol):
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
-        slopes_H: Float[Array, " H"] | None,
+        pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], "Cache"]:
-        """(attention of T new tokens to all tokens so far, the cache with them); q and k are rotated."""
+        """(attention of T new tokens to all tokens so far, the cache with them); q and k are rotated, and the pattern
+        has no segments."""
         ...
 
 
 @dataclass(frozen=True)
 class Context:
-    """The same for all blocks, but for the cache, of which each has its own."""
+    """The same for all blocks, but for the cache, of which each has its own, and what `model.layer_pattern` says."""
 
     tp: TensorParallel
     encoding: PositionEncoding
@@ -47,6 +49,8 @@ class Context:
     """The document of each token: a token attends to earlier ones of its own.  None: every row is one document."""
     cache: Cache | None = None
     """Only in generation."""
+    window: int | None = None
+    """In this layer a token attends to the last `window` tokens, of which it is one; None: to all before it."""
 
 
 class Extras(eqx.Module):

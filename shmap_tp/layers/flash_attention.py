@@ -17,7 +17,7 @@ receives them from `model/host_offload.py`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -58,7 +58,7 @@ class Splash:
     """Whether q, k and v are returned as deferred residuals, and read in the backward pass from `save_at_block_end`."""
     interpret: bool = False
     """Interpret the kernel on any device instead of compiling it: for tests."""
-    patterns: ClassVar[frozenset[str]] = frozenset({"segments"})
+    patterns: ClassVar[frozenset[str]] = frozenset({"segments", "window"})
     """The fields of a `Pattern` that it computes."""
 
     def __call__(
@@ -76,28 +76,32 @@ class Splash:
         q = scaled_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
         k, v = [x.transpose(0, 2, 1, 3).reshape(batch * groups, time, head_dim) for x in (k_BTNK, v_BTNK)]
         q = q.reshape(batch * groups, shared, time, head_dim)
-        mixed, residuals = _call_kernel(self, (q, k, v), pattern.segments_BT)
+        mixed, residuals = _call_kernel(self, (q, k, v), pattern)
         mixed = mixed.reshape(batch, groups, shared, time, head_dim)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim), residuals
 
     def run(
         self,
+        options: Pattern,
         segments_BT: Int[Array, "B T"] | None,
         q_CGTK: Float[Array, "C G T K"],
         k_CTK: Float[Array, "C T K"],
         v_CTK: Float[Array, "C T K"],
     ) -> Float[Array, "C G T K"]:
-        """The kernel, for C = B N pairs of sequence and key/value head.  The two cores of a v4 or v5p chip share a
-        mapped dim; none of the backward kernel's own dims can be shared so."""
-        kernel = _splash(*q_CGTK.shape[1:3], self.interpret)
+        """The kernel, for C = B N pairs of sequence and key/value head; `options` has no arrays.
+
+        The two cores of a v4 or v5p chip share a mapped dim; none of the backward kernel's own dims can be shared so.
+        """
+        kernel = _splash(*q_CGTK.shape[1:3], options, self.interpret)
         if segments_BT is None:
             return jax.vmap(kernel)(q_CGTK, k_CTK, v_CTK)
         segments_CT = jnp.repeat(segments_BT, q_CGTK.shape[0] // segments_BT.shape[0], axis=0)
         return jax.vmap(kernel)(q_CGTK, k_CTK, v_CTK, splash_kernel.SegmentIds(segments_CT, segments_CT))
 
 
-def _splash(shared: int, time: int, interpret: bool) -> Callable[..., Array]:
-    """q[G T K], k[T K], v[T K] -> [G T K]: the kernel for the query heads of one key/value head, causal."""
+def _splash(shared: int, time: int, options: Pattern, interpret: bool) -> Callable[..., Array]:
+    """q[G T K], k[T K], v[T K] -> [G T K]: the kernel for the query heads of one key/value head, causal.  It skips the
+    blocks of scores that are masked, also those outside of the window."""
     size = next(size for size in BLOCKS if time % size == 0)
     blocks = splash_kernel.BlockSizes(
         block_q=size,
@@ -108,7 +112,11 @@ def _splash(shared: int, time: int, interpret: bool) -> Callable[..., Array]:
         block_kv_dkv_compute=size,
         use_fused_bwd_kernel=True,
     )
-    mask = splash_mask.MultiHeadMask([splash_mask.CausalMask((time, time))] * shared)
+    if options.window is None:
+        mask = splash_mask.CausalMask((time, time))
+    else:
+        mask = splash_mask.LocalMask((time, time), window_size=(options.window - 1, 0), offset=0)
+    mask = splash_mask.MultiHeadMask([mask] * shared)
     return splash_kernel.make_splash_mqa(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=interpret)
 
 
@@ -124,7 +132,7 @@ class Cudnn:
     """Whether q, k and v are returned as deferred residuals, and read in the backward pass from `save_at_block_end`."""
     otherwise: Callable[..., tuple[Array, DeferredResiduals]] | None = None
     """The attention of patterns that it does not compute; None: they are refused."""
-    patterns: ClassVar[frozenset[str]] = frozenset()
+    patterns: ClassVar[frozenset[str]] = frozenset({"window"})
 
     def __call__(
         self,
@@ -134,20 +142,24 @@ class Cudnn:
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
         """(mixed, deferred residuals).  Communication: none."""
-        if self.otherwise is not None and pattern.used:
+        if self.otherwise is not None and pattern.used - self.patterns:
             return self.otherwise(q_BTHK, k_BTNK, v_BTNK, pattern)
         _refuse(self, pattern)
-        return _call_kernel(self, (q_BTHK, k_BTNK, v_BTNK), None)
+        return _call_kernel(self, (q_BTHK, k_BTNK, v_BTNK), pattern)
 
     def run(
         self,
+        options: Pattern,
         segments_BT: None,
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
     ) -> Float[Array, "B T H K"]:
         """The kernel."""
-        return jax.nn.dot_product_attention(q_BTHK, k_BTNK, v_BTNK, is_causal=True, implementation="cudnn")
+        window = None if options.window is None else (options.window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q_BTHK, k_BTNK, v_BTNK, is_causal=True, local_window_size=window, implementation="cudnn"
+        )
 
 
 def _refuse(kernel: "Splash | Cudnn", pattern: Pattern) -> None:
@@ -182,18 +194,24 @@ def without_vma_check(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def _call_kernel(
-    kernel: "Splash | Cudnn", qkv: tuple[Array, Array, Array], segments_BT: Int[Array, "B T"] | None
+    kernel: "Splash | Cudnn", qkv: tuple[Array, Array, Array], pattern: Pattern
 ) -> tuple[Array, DeferredResiduals]:
-    """kernel.run(segments, q, k, v).  q, k and v are marked as varying over the same axes before: JAX then adds what
-    the gradient of one that did not vary needs, and the gradients returned here have the types of the arguments."""
+    """kernel.run(the options of the pattern, its segments, q, k, v).
+
+    q, k and v are marked as varying over the same axes before: JAX then adds what the gradient of one that did not vary
+    needs, and the gradients returned here have the types of the arguments.
+    """
     qkv = mark_varying(qkv, tuple(sorted(frozenset[str]().union(*[varying_axes(x) for x in qkv]))))
+    options = replace(pattern, slopes_H=None, segments_BT=None)
     with jax.named_scope("attend"):
-        return _attend(kernel, segments_BT, *qkv)
+        return _attend(kernel, options, pattern.segments_BT, *qkv)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(kernel: "Splash | Cudnn", segments_BT: Array | None, *qkv: Array) -> tuple[Array, DeferredResiduals]:
-    return without_vma_check(kernel.run, segments_BT, *qkv), _residuals(kernel, qkv)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    kernel: "Splash | Cudnn", options: Pattern, segments_BT: Array | None, *qkv: Array
+) -> tuple[Array, DeferredResiduals]:
+    return without_vma_check(partial(kernel.run, options), segments_BT, *qkv), _residuals(kernel, qkv)
 
 
 class Placeholder(eqx.Module):
@@ -204,13 +222,13 @@ class Placeholder(eqx.Module):
 
 
 def _forward(
-    kernel: "Splash | Cudnn", segments_BT: Array | None, *qkv: Array
+    kernel: "Splash | Cudnn", options: Pattern, segments_BT: Array | None, *qkv: Array
 ) -> tuple[tuple[Array, DeferredResiduals], Any]:
     """((output, deferred residuals), residuals of the backward kernel).  The output, q, k and v are placeholders in
     there: an array that leaves `without_vma_check` twice would be saved twice by a rematerialisation policy."""
 
     def run(segments_BT: Array | None, *qkv: Array) -> tuple[Array, Any]:
-        mixed, pull = jax.vjp(partial(kernel.run, segments_BT), *qkv)
+        mixed, pull = jax.vjp(partial(kernel.run, options, segments_BT), *qkv)
         known: dict[int, Any] = {id(x): Placeholder(of, x.shape) for of, x in enumerate((mixed, *qkv))}
 
         def named(x: Array) -> Any:
@@ -239,7 +257,7 @@ def _checkpoint_as_bits(x: Array, name: str) -> Array:
 
 
 def _backward(
-    kernel: "Splash | Cudnn", saved: Any, cotangents: tuple[Array, DeferredResiduals]
+    kernel: "Splash | Cudnn", options: Pattern, saved: Any, cotangents: tuple[Array, DeferredResiduals]
 ) -> tuple[Array | None, ...]:
     """`cotangents` are those of the output and, where q, k and v are deferred, q, k and v themselves
     (`host_offload`)."""

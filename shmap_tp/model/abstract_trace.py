@@ -29,13 +29,16 @@ from shmap_tp.parallel.tensor_parallel import TensorParallel
 ONE_DEVICE = {DP: 1, MP: 1}
 SCORES, VALUES = "attention_scores", "attention_values"
 """Named scopes of the two products of `TracedAttention`."""
+WINDOW = "attention_window_"
+"""A scope around them, followed by the window of their layer, or 0."""
 
 
 @dataclass(frozen=True)
 class TracedAttention(Chunked):
     """Stands for every way to compute attention: softmax(q k') v of the whole sequence, as two products.
 
-    It computes all pairs of queries and keys, without a mask, which changes no shape.
+    It computes all pairs of queries and keys, without a mask, which changes no shape; the scope of the two products
+    names the window of their layer.
     """
 
     recomputes_scores: bool = False
@@ -49,7 +52,8 @@ class TracedAttention(Chunked):
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H J"], DeferredResiduals]:
         attend = jax.checkpoint(_attend) if self.recomputes_scores else _attend
-        return checkpoint_name(attend(q_BTHK, k_BTNK, v_BTNK), ATTENTION_OUTPUT), ()
+        with jax.named_scope(f"{WINDOW}{pattern.window or 0}"):
+            return checkpoint_name(attend(q_BTHK, k_BTNK, v_BTNK), ATTENTION_OUTPUT), ()
 
 
 def _attend(

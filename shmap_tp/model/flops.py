@@ -21,12 +21,13 @@ D width, L layers, H query heads, K head dim, V vocabulary, T context.
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 import equinox as eqx
 
 from shmap_tp.config.schema import AttentionKernel, ModelConfig, Remat, padded_vocabulary
-from shmap_tp.model.abstract_trace import SCORES, VALUES, TracedAttention, trace_gradients
+from shmap_tp.model.abstract_trace import SCORES, VALUES, WINDOW, TracedAttention, trace_gradients
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
 from shmap_tp.model.jaxprs import Visit, equations
 from shmap_tp.model.matmul_count import matmul_flops
@@ -77,14 +78,15 @@ def forward_terms(model: ModelConfig, *, causal: bool = True, components: ModelC
     """FLOPs of the forward pass for one token, by matmul.
 
     blocks    2 per weight of a matmul
-    scores    L 2 HK T     each query times T keys, whatever the number of key/value heads
-    values    L 2 HK T     T attention weights times the values
+    scores    L 2 HK T     each query times T keys, whatever the number of key/value heads; min(W, T) in a window of W
+    values    L 2 HK T     T attention weights times the values; min(W, T) of them
     head      2 D V        tied or not; without padding of the vocabulary
 
-    `causal` counts half of scores and values, since a query attends to T / 2 keys on average (exactly T / 2 + 1/2).
+    `causal` counts half of scores and values, since a query attends to T / 2 keys on average (exactly T / 2 + 1/2); in
+    a window to W - W (W - 1) / 2T.
     PaLM's appendix B and most published figures count them in full: causal=False.
     """
-    return _with_mask(_count(model, components).forward, causal) | {"head": 2 * model.width * model.vocabulary}
+    return _count(model, components, causal).forward | {"head": 2 * model.width * model.vocabulary}
 
 
 def recomputed_terms(
@@ -114,11 +116,11 @@ def recomputed_terms(
     recomputed matmul whose result no gradient reads, such as the last one of a block.
     """
     assert model.attention != AttentionKernel.auto, "attention=auto does not determine what is recomputed"
-    count = _count(model, components)
+    count = _count(model, components, causal)
     recomputed = count.recomputed
     if model.remat == Remat.full:
         recomputed = recomputed | {"blocks": count.forward["blocks"]}
-    return _with_mask(recomputed, causal) | {"head": 0}
+    return recomputed | {"head": 0}
 
 
 def flops_per_token(model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL) -> int:
@@ -126,7 +128,7 @@ def flops_per_token(model: ModelConfig, *, causal: bool = True, components: Mode
     matrix there is no gradient, only that of its input."""
     products = 2 if _head_is_trained(model, components) else 1
     head = {"head": 2 * products * model.width * model.vocabulary}
-    backward = _with_mask(_count(model, components).backward, causal) | head
+    backward = _count(model, components, causal).backward | head
     return sum(forward_terms(model, causal=causal, components=components).values()) + sum(backward.values())
 
 
@@ -145,7 +147,7 @@ def _head_is_trained(model: ModelConfig, components: ModelComponents) -> bool:
 
 @dataclass(frozen=True)
 class _Count:
-    """FLOPs of all blocks for one token, attention in full, by the pass that they belong to."""
+    """FLOPs of all blocks for one token, by the pass that they belong to."""
 
     forward: Terms
     backward: Terms
@@ -153,19 +155,19 @@ class _Count:
     recomputed: Terms
 
 
-_COUNTS: dict[tuple[str, ModelComponents], _Count] = {}
+_COUNTS: dict[tuple[str, ModelComponents, bool], _Count] = {}
 """What was counted before: a trace takes some tenths of a second."""
 
 
-def _count(model: ModelConfig, components: ModelComponents) -> _Count:
-    key = repr(model), components
+def _count(model: ModelConfig, components: ModelComponents, causal: bool) -> _Count:
+    key = repr(model), components, causal
     if key not in _COUNTS:
         shapes = parameter_shapes(model, components, TracedAttention(model.context, _recomputes_scores(model)))
         passes = {name: dict.fromkeys(("blocks", "scores", "values"), 0) for name in _Count.__dataclass_fields__}
         trained = components.trained(model, shapes)
         for visit in equations(trace_gradients(shapes, AllReduce(), (1, model.context), is_trained=trained)):
             name = "recomputed" if visit.is_recomputed else "backward" if visit.is_backward else "forward"
-            passes[name][_term(visit)] += matmul_flops(visit)
+            passes[name][_term(visit)] += _visible(matmul_flops(visit), visit, model.context, causal)
         _COUNTS[key] = _Count(**{name: _per_token(terms, model.context) for name, terms in passes.items()})
     return _COUNTS[key]
 
@@ -183,5 +185,11 @@ def _recomputes_scores(model: ModelConfig) -> bool:
     return model.attention != AttentionKernel.chunked or model.attention_chunk < model.context
 
 
-def _with_mask(terms: Terms, causal: bool) -> Terms:
-    return {name: flops // 2 if causal and name in ("scores", "values") else flops for name, flops in terms.items()}
+def _visible(flops: int, visit: Visit, time: int, causal: bool) -> int:
+    """Of the FLOPs of all pairs of queries and keys those of pairs that the mask leaves; of other matmuls all."""
+    if _term(visit) == "blocks":
+        return flops
+    if window := int(re.search(rf"{WINDOW}(\d+)", visit.scope)[1]):
+        keys = window * time - window * (window - 1) // 2 if causal else window * time
+        return flops * keys // time**2
+    return flops // 2 if causal else flops

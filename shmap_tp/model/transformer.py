@@ -10,7 +10,7 @@ x is the residual stream, [B T D] or [B T/mp D] as the tensor-parallel mode says
 its FSDP weights are gathered (`fsdp.gather`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +18,6 @@ from typing import Any, Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -33,6 +32,7 @@ from shmap_tp.layers.xla_workarounds import isolate_gradient, join_gradients
 from shmap_tp.model.adapters import with_adapters
 from shmap_tp.model.blocks import BLOCKS, MakeMlp
 from shmap_tp.model.host_offload import save_at_block_end
+from shmap_tp.model.layer_pattern import LayerOptions, layer_options, scan_layers
 from shmap_tp.model.offloaded_scan import OffloadedLayers, PrefetchSpec, scan_with_offload
 from shmap_tp.model.remat import Layer, checkpointed
 from shmap_tp.model.tokens import positions_within
@@ -60,9 +60,13 @@ class ModelCache(Protocol):
     """Keys and values of all layers (`inference/cache.py`)."""
 
     def scan(
-        self, layer: Callable[[Array, Any, Cache], tuple[Array, Cache]], x_BTD: Float[Array, "B T D"], blocks: Any
+        self,
+        layers: Sequence[Callable[[Array, Any, Cache], tuple[Array, Cache]]],
+        x_BTD: Float[Array, "B T D"],
+        blocks: Any,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """(x after all `blocks`, the cache with the new tokens); `layer(x, block, its cache)` returns (x, cache)."""
+        """(x after all `blocks`, the cache with the new tokens); `layers` are those of a period, and each of them,
+        `layer(x, block, its cache)`, returns (x, cache)."""
         ...
 
 
@@ -94,6 +98,7 @@ class Transformer(eqx.Module):
     norm: LayerNorm | RMSNorm
     head: VocabParallelHead | None
     embedding_scale: float = eqx.field(static=True)
+    period: tuple[LayerOptions, ...] = eqx.field(static=True)
     remat: Remat = eqx.field(static=True)
     offload: tuple[SavedActivation, ...] = eqx.field(static=True)
 
@@ -123,6 +128,7 @@ class Transformer(eqx.Module):
         head = partial(VocabParallelHead, *table, std=config.init_std, key=key_head, bias=config.head_bias)
         self.head = None if config.tie_embeddings else head()
         self.embedding_scale = config.embedding_scale
+        self.period = layer_options(config)
         self.remat, self.offload = config.remat, tuple(config.offload)
 
     def __call__(
@@ -172,9 +178,9 @@ class Transformer(eqx.Module):
     ) -> tuple[Float[Array, "B T D"], Extras]:
         """All blocks, one after the other, each with its part of the cache."""
 
-        def layer(x_BTD: Array, block: Any, cache: Cache) -> tuple[Array, Cache]:
+        def layer(options: LayerOptions, x_BTD: Array, block: Any, cache: Cache) -> tuple[Array, Cache]:
             gathered = gather(execution.placements.blocks, block, execution.dtype)
-            x_BTD, extras = gathered(x_BTD, replace(context, cache=cache))
+            x_BTD, extras = gathered(x_BTD, replace(options.within(context), cache=cache))
             if extras.cache is None:
                 raise UserError(
                     f"{type(block).__name__} cannot generate: its extras have no cache although its context has one; "
@@ -182,7 +188,7 @@ class Transformer(eqx.Module):
                 )
             return x_BTD, extras.cache
 
-        x_BTD, cache = cache.scan(layer, x_BTD, self.blocks)
+        x_BTD, cache = cache.scan([partial(layer, options) for options in self.period], x_BTD, self.blocks)
         return x_BTD, Extras(cache=cache)
 
     def _scan_blocks(
@@ -191,9 +197,11 @@ class Transformer(eqx.Module):
         """All blocks, one after the other."""
         placements = execution.placements.blocks
 
-        def layer(x_BTD: Array, block: Any, *, placements: Any = placements, copy: bool = True) -> tuple[Array, Any]:
+        def layer(
+            options: LayerOptions, x_BTD: Array, block: Any, *, placements: Any = placements, copy: bool = True
+        ) -> tuple[Array, Any]:
             gathered = gather(placements, block, execution.dtype)
-            x_BTD, extras = gathered(x_BTD, context)
+            x_BTD, extras = gathered(x_BTD, options.within(context))
             if extras.auxiliary_loss is not None and self._has_offloaded_scan(placements):
                 raise UserError(
                     f"{type(block).__name__} has an auxiliary loss, which model.offload cannot be combined with where "
@@ -201,14 +209,15 @@ class Transformer(eqx.Module):
                 )
             return save_at_block_end(x_BTD, extras.residuals, copy=copy), extras.auxiliary_loss
 
-        rematerialised = layer
+        period = [partial(layer, options) for options in self.period]
         if self.remat != Remat.none or has_gathered(placements):
-            rematerialised = checkpointed(layer, self.remat, self.offload)
+            period = [checkpointed(each, self.remat, self.offload) for each in period]
         if self._has_offloaded_scan(placements):
-            last = partial(layer, placements=without_ring(placements), copy=False)
+            (rematerialised,) = period  # validate.py refuses layers that differ
+            last = partial(layer, self.period[0], placements=without_ring(placements), copy=False)
             layers = self._offloaded_layers(rematerialised, last, placements.last_weight, execution.dtype)
             return scan_with_offload(layers, x_BTD, self.blocks), Extras()
-        x_BTD, losses = lax.scan(rematerialised, x_BTD, self.blocks)
+        x_BTD, losses = scan_layers(period, x_BTD, self.blocks)
         return x_BTD, Extras(None if losses is None else jnp.sum(losses))
 
     def _has_offloaded_scan(self, placements: Any) -> bool:

@@ -8,6 +8,7 @@ transformers 5     rope_parameters = {"rope_theta": ..., "rope_type": ..., "part
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from shmap_tp.config.schema import ModelConfig, RotaryScaling
@@ -47,6 +48,8 @@ def section(value: Any, key: str, where: str) -> Mapping[str, Any]:
 def value_for(ours: str, value: Any, key: str, where: str) -> Any:
     """`value`, of `key` in `where`, if the key `ours` of the `model` section can have it."""
     kinds = kinds_of(f"model.{ours}")
+    if value is None and NoneType in kinds:
+        return None
     if int in kinds:
         return size(value, key, where)
     if float in kinds:

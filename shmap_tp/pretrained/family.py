@@ -14,6 +14,7 @@ from typing import Any
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError, shown
 from shmap_tp.pretrained.config_json import RotaryKeys, size, value_for
+from shmap_tp.pretrained.layer_types import shortest_pattern
 from shmap_tp.pretrained.layout import Layout, sizes_of
 
 REQUIRED = object()
@@ -107,11 +108,12 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of config.json that may be absent, and the values of them that are supported."""
     ignored: frozenset[str] = frozenset()
-    """Keys of config.json that `window` reads, or that have no effect in this family."""
+    """Keys of config.json that `window` reads or `derived`, or that have no effect in this family."""
     buffers: str = r"\.rotary_emb\.inv_freq$"
     """Names of tensors that are no parameters: old files have them, and they are skipped."""
     window: Callable[[Mapping[str, Any]], ContextLimit | None] = lambda config: None
-    """The sliding window of a config.json: within it, attention is to all earlier positions."""
+    """The sliding window of a config.json where longer sequences are not supported: within it, attention is to all
+    earlier positions."""
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
     """Keys of the `model` section that config.json has no key for."""
     write: Callable[[ModelConfig], Mapping[str, Any]] = lambda model: {}
@@ -234,6 +236,8 @@ NEUTRAL = {
     "rotary_scaling": "none",
     "embedding_scale": 1.0,
     "tie_embeddings": False,
+    "window": None,
+    "layer_pattern": (),
 }
 """The value of a key that a family does not name."""
 
@@ -250,6 +254,7 @@ def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
         found["norm_epsilon"] = 1e-5 if found["norm"] == "layernorm" else 1e-6
     if found["rotary_dim"] is None:
         found["rotary_dim"] = found["head_dim"]
+    found["layer_pattern"] = shortest_pattern([plain(kind) for kind in found["layer_pattern"]])
     without_effect = [key for key in found if key.startswith("rotary_")]
     if found["positions"] == "rotary" and found["rotary_scaling"] == "none":
         without_effect = [key for key in without_effect if "factor" in key or "original" in key]

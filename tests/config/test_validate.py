@@ -78,6 +78,10 @@ OVERRIDES = {
     "model.rotary_pairing=neighbouring": "model.rotary_pairing=neighbouring has no effect with model.positions=alibi",
     "model.rotary_scaling=llama3": "model.rotary_scaling=llama3 has no effect with model.positions=alibi",
     "model.rotary_scaling=yarn": "model.rotary_scaling=yarn must be one of none, llama3",
+    "model.layer_pattern=[local,sliding]": "model.layer_pattern[1]=sliding must be one of local, global",
+    "model.layer_pattern=[local,global]": "model.layer_pattern=[local,global] has local layers, which need a window, "
+    "but model.window=null (model bytes)",
+    "model.window=0": "model.window=0 is too small; it must be 1 or more",
     "model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=8; choose a divisor",
     "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 sequences (train.batch / train.microbatches); "
     "use mesh.dp in {1, 2, 4, 8, 16}",
@@ -108,6 +112,18 @@ def test_only_a_schedule_with_a_decay_must_end_after_its_warm_up():
         assert "must be above optimizer.warmup_steps=500" in error_message(
             FIRST, f"optimizer.schedule={schedule}", *given
         )
+
+
+def test_layers_that_differ_need_a_pattern_that_fits_and_a_scan_without_rings_and_offload():
+    pattern = "model.layer_pattern=[local,global,global,global,global]"
+    said = error_message(FIRST, "model.window=8", pattern)
+    assert "=[local,global,global,global,global] has 5 elements, more than model.layers=4 (model bytes)" in said
+    said = error_message(FIRST, "model.window=8", "model.layer_pattern=[global]")
+    assert "model.layer_pattern=[global] has no local layer, but model.window=8 (model bytes)" in said
+    given = ["model.window=8", "model.layer_pattern=[local,global]", "mesh.zero=fsdp", "model.remat=full"]
+    load(FIRST, [*given, "model.offload=[input]"])
+    said = error_message(FIRST, *given, "model.offload=[input]", "mesh.fsdp_gradients=ring")
+    assert "model.layer_pattern=[local,global] cannot be combined with model.offload where gradients are" in said
 
 
 def test_fsdp_gradient_ring_cannot_be_combined_with_collective_matmul():

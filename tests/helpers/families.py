@@ -19,6 +19,8 @@ FAMILIES = {
     "qk_norm=true remat=all_matmuls attention_chunk=4 init_std=0.05",
     "gemma": "block=sequential norm=rmsnorm_unit_offset mlp=geglu positions=rotary kv_heads=1 head_dim=6 "
     "tie_embeddings=true embedding_scale=4.898979485566356 init_std=0.05",
+    "local and global": "block=sequential norm=rmsnorm mlp=swiglu positions=rotary kv_heads=2 attention_chunk=2 "
+    "layers=5 window=3 layer_pattern=[local,local,global] remat=mlp",
 }
 FAMILIES = {
     name: [*SIZES.split(), *(f"model.{option}" for option in options.split())] for name, options in FAMILIES.items()

@@ -42,7 +42,7 @@ _LLAMA3 = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _LLAMA | {"rope_parameters": _LLAMA3}),
     "llama_tied": ("llama", _LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "mistral": ("mistral", _LLAMA | {"sliding_window": CONTEXT, "head_dim": 8}),
+    "mistral": ("mistral", _LLAMA | {"sliding_window": 100, "head_dim": 8}),
     "qwen2": ("qwen2", _LLAMA),
     "qwen3": ("qwen3", _LLAMA | {"head_dim": 16}),
     "gemma": ("gemma", _LLAMA | {"head_dim": 16}),

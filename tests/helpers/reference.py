@@ -108,16 +108,16 @@ def rotate(x_BTHK, config=None):
     return jnp.concatenate([y, rest], axis=-1)
 
 
-def one_head(q_BTK, k_BTK, v_BTK, slope):
-    """softmax over s <= t of (q k' / sqrt(K) + slope (s - t)), times v."""
+def one_head(q_BTK, k_BTK, v_BTK, slope, window):
+    """softmax over t - window < s <= t of (q k' / sqrt(K) + slope (s - t)), times v."""
     time, size = q_BTK.shape[1:]
     t, s = jnp.arange(time)[:, None], jnp.arange(time)[None, :]
     scores = jnp.einsum("btk,bsk->bts", q_BTK, k_BTK) / math.sqrt(size) + (slope * (s - t))[None]
-    weights = jnp.where((s <= t)[None], jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
+    weights = jnp.where(((s <= t) & (s > t - window))[None], jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
     return jnp.einsum("bts,bsk->btk", weights / weights.sum(-1, keepdims=True), v_BTK)
 
 
-def attention(p: dict, x, positions: str, config=None):
+def attention(p: dict, x, positions: str, config=None, layer: int = 0):
     """`config` has the options of the heads; without it there are none."""
     k_BTNK = jnp.einsum("btd,dnk->btnk", x, p["key.weight"])
     v_BTNK = jnp.einsum("btd,dnk->btnk", x, p["value.weight"])
@@ -134,8 +134,15 @@ def attention(p: dict, x, positions: str, config=None):
     heads, share = q_BTHK.shape[2], q_BTHK.shape[2] // k_BTNK.shape[2]
     k_BTHK, v_BTHK = jnp.repeat(k_BTNK, share, axis=2), jnp.repeat(v_BTNK, share, axis=2)
     slopes_H = jnp.array(alibi_slopes(heads) if positions == "alibi" else [0.0] * heads)
-    mixed_BTHK = jax.vmap(one_head, in_axes=(2, 2, 2, 0), out_axes=2)(q_BTHK, k_BTHK, v_BTHK, slopes_H)
+    is_cut = config and config.window and (not config.layer_pattern or kind_of(config, layer) == "local")
+    window = config.window if is_cut else x.shape[1]
+    of_heads = jax.vmap(one_head, in_axes=(2, 2, 2, 0, None), out_axes=2)
+    mixed_BTHK = of_heads(q_BTHK, k_BTHK, v_BTHK, slopes_H, window)
     return mixed_BTHK.reshape(*x.shape[:2], -1) @ p["out.weight"] + bias(p, "out.bias")
+
+
+def kind_of(config, layer: int) -> str:
+    return config.layer_pattern[layer % len(config.layer_pattern)]
 
 
 NORMS = {"layernorm": layernorm, "rmsnorm": rmsnorm, "rmsnorm_unit_offset": rmsnorm_unit_offset}
@@ -147,14 +154,14 @@ MLPS = {
 }
 
 
-def block(p: dict, x, config):
+def block(p: dict, x, config, layer: int = 0):
     mlp = MLPS[config.mlp]
 
     def norm(name: str, x):
         return NORMS[config.norm](inside(p, name), x, config.norm_epsilon)
 
     def attend(h):
-        return attention(inside(p, "attention"), h, config.positions, config)
+        return attention(inside(p, "attention"), h, config.positions, config, layer)
 
     if config.block == "sequential":
         x = x + attend(norm("attention_norm", x))
@@ -174,7 +181,7 @@ def transformer(p: dict, ids_BT, config):
     if config.positions == "learned":
         x = x + p["positions.weight"][None, : x.shape[1]]
     for layer in range(config.layers):
-        x = block({path: array[layer] for path, array in inside(p, "blocks").items()}, x, config)
+        x = block({path: array[layer] for path, array in inside(p, "blocks").items()}, x, config, layer)
     head = p["embedding.weight" if config.tie_embeddings else "head.weight"]
     return NORMS[config.norm](inside(p, "norm"), x, config.norm_epsilon) @ head.T + bias(p, "head.bias")
 

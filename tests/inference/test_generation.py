@@ -88,6 +88,12 @@ CACHED = {
         "model.qkv_bias=true",
         "mesh.zero=fsdp",
     ],
+    "local and global": [
+        *VARIANTS["rotary, sequential, RMSNorm, SwiGLU"],
+        "model.layers=3",
+        "model.window=4",
+        "model.layer_pattern=[local,global]",
+    ],
 }
 
 
@@ -96,7 +102,13 @@ ROTARY, LEARNED = "rotary, sequential, two key/value heads", "learned, parallel 
 
 @pytest.mark.parametrize(
     ("variant", "shape"),
-    [*((ROTARY, shape) for shape in MESHES), ("ALiBi, parallel", (1, 8)), (LEARNED, (2, 2)), (LEARNED, (8, 1))],
+    [
+        *((ROTARY, shape) for shape in MESHES),
+        ("ALiBi, parallel", (1, 8)),
+        (LEARNED, (2, 2)),
+        (LEARNED, (8, 1)),
+        ("local and global", (2, 4)),
+    ],
     ids=str,
 )
 def test_logits_with_a_cache_equal_those_of_the_full_forward_pass_at_every_position(variant, shape):

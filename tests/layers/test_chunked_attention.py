@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 
 from shmap_tp.layers.causal_attention import Pattern, causal_attention
+from shmap_tp.model.jaxprs import equations
+from shmap_tp.model.matmul_count import matmul_flops
 from tests.helpers.assertions import RELATIVE, assert_close
+from tests.helpers.reference import one_head
 
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
 
 
-def vjp(chunk: int):
+def vjp(chunk: int, window: int | None = None):
     """(output, gradients of q, k and v) as a function of (q, k, v, the cotangent of the output)."""
 
     def run(q, k, v, cotangent, slopes_H=None, segments_BT=None):
-        pattern = Pattern(slopes_H, segments_BT)
+        pattern = Pattern(slopes_H, segments_BT, window)
         out, pull = jax.vjp(lambda *qkv: causal_attention(*qkv, pattern, chunk), q, k, v)
         return out, pull(cotangent)
 
@@ -59,6 +62,45 @@ def test_segments_attend_as_if_each_were_a_sequence_of_its_own(chunk):
                 assert_close(within, [alone[0], *alone[1]], RELATIVE["float64"])
         joined, _ = jax.jit(vjp(chunk))(q, k, v, cotangent, slopes_H)
         assert np.abs(found - joined).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("window", "chunk", "with_segments"),
+    [(2, 36, False), (3, 2, True), (5, 12, True), (12, 5, False), (18, 36, False), (30, 5, True)],
+)
+def test_a_query_attends_to_as_many_tokens_as_the_window_has_of_which_it_is_one(window, chunk, with_segments):
+    """Output and gradients against the dense reference: blocks of a whole window and larger, and a window
+    that is too large for blocks."""
+    rng = np.random.default_rng(0)
+    segments = np.repeat([0, 1, 2], [9, 4, 24])[None].astype(np.int32) if with_segments else np.zeros((1, 37), np.int32)
+
+    def dense(q, k, v, cotangent, slopes_H, segments_BT):
+        def of_head(q, k, v, slope):
+            ends = [*np.flatnonzero(np.diff(segments[0])) + 1, 37]
+            parts = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+            return jnp.concatenate([one_head(q[:, s], k[:, s], v[:, s], slope, window) for s in parts], axis=1)
+
+        heads = jax.vmap(of_head, in_axes=(2, 2, 2, 0), out_axes=2)
+        out, pull = jax.vjp(lambda q, k, v: heads(q, *(jnp.repeat(x, 2, axis=2) for x in (k, v)), slopes_H), q, k, v)
+        return out, pull(cotangent)
+
+    with jax.enable_x64(True):
+        q, k, v, cotangent = (rng.normal(size=(1, 37, heads, 4)) for heads in (4, 2, 2, 4))
+        arguments = q, k, v, cotangent, jnp.array(SLOPES), segments if with_segments else None
+        assert_close(jax.jit(vjp(chunk, window))(*arguments), dense(*arguments), RELATIVE["float64"])
+
+
+def test_the_work_within_a_window_is_linear_in_the_sequence_length():
+    """FLOPs of the matrix products, forward and backward, per position; a chunk of 32 in a window of 16 and of 100."""
+
+    def flops(time: int, window: int) -> float:
+        x = jax.ShapeDtypeStruct((1, time, 2, 4), jnp.float32)
+        return sum(matmul_flops(visit) for visit in equations(jax.make_jaxpr(vjp(32, window))(x, x, x, x).jaxpr)) / time
+
+    for window in (16, 100):
+        assert flops(4096, window) <= 1.01 * flops(2048, window)
+        pair = 2 * 2 * 4 * 6  # of two heads of 4: scores twice, values once, and three products for the gradients
+        assert flops(4096, window) <= 1.1 * pair * (2 * window + 32)
 
 
 @pytest.mark.parametrize(("backward", "limit"), [(False, 24), (True, 48)], ids=["forward", "backward"])

@@ -5,6 +5,7 @@ T time, D model width, H query heads, N key/value heads, K head dim.
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,8 @@ def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head
     compare(splash_attention(kv_heads, head_dim, shape[0], defer), shape, "float32")
 
 
-def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
+def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypatch, options):
     """Output and gradients, with segments that end within and between blocks, others in each row."""
     monkeypatch.setattr(flash_attention, "BLOCKS", (128,))
     rng, lengths = np.random.default_rng(0), ([100, 28, 60, 68], [256])
@@ -86,7 +88,7 @@ def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypat
 
     def run(attend, with_segments):
         def local(q, k, v, cotangent, segments):
-            pattern = Pattern(None, segments if with_segments else None)
+            pattern = Pattern(None, segments if with_segments else None, **options)
             mixed, pull = jax.vjp(lambda *qkv: attend(*qkv, pattern)[0], q, k, v)
             return mixed, *pull(cotangent)
 
@@ -97,6 +99,19 @@ def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypat
     splash, chunked = Splash(interpret=True), Chunked(64)
     assert_close(run(splash, True), run(chunked, True), RELATIVE["float32"])
     assert np.abs(run(splash, False)[0] - run(splash, True)[0]).max() > 0.1
+
+
+def test_splash_attention_skips_the_blocks_outside_of_the_window():
+    """Of 8 x 8 blocks of 128: all up to the diagonal, or two in each row, and three where the window begins within
+    another block."""
+
+    def blocks(window: int | None) -> list[int]:
+        kernel = flash_attention._splash(1, 1024, Pattern(window=window), interpret=True)
+        return [np.count_nonzero(info.block_mask) for info in (kernel.fwd_mask_info, kernel.dkv_mask_info)]
+
+    with mock.patch.object(flash_attention, "BLOCKS", (128,)):
+        assert blocks(None) == [36, 36]
+        assert blocks(129) == [15, 15] and blocks(130) == [21, 21]
 
 
 def test_kernel_results_vary_over_the_axes_of_their_arguments():
@@ -311,8 +326,9 @@ def test_deferred_residuals_change_no_bit_of_loss_and_gradients(block):
 def test_cudnn_attention_is_lowered_to_cudnn_calls(without_cudnn, remat, forward, defer):
     """In a full model in bfloat16 on (2, 4), with four key/value heads for eight query heads."""
     model = config(
-        "model.head_dim=8", "model.kv_heads=4", "model.context=16", "model.positions=rotary", f"model.remat={remat}"
-    ).model
+        "model.head_dim=8", "model.kv_heads=4", "model.context=16", "model.positions=rotary", f"model.remat={remat}",
+        "model.window=5",
+    ).model  # fmt: skip
     params = shapes_of(partial(Transformer, model, Cudnn(defer)))
     tokens = jax.ShapeDtypeStruct((1, 4, model.context + 1), jnp.int32)
     traced = jax.jit(loss_and_gradients_on_mesh(model, params, "bfloat16")).trace(params, tokens)
@@ -320,6 +336,7 @@ def test_cudnn_attention_is_lowered_to_cudnn_calls(without_cudnn, remat, forward
     assert text.count("@__cudnn$fmhaSoftmax(") == forward
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
     assert "tensor<2x16x2x8xbf16>" in text, "q[B/dp T H/mp K]"
+    assert text.count(r"sliding_window_length\22: 5") == forward + 1
 
 
 def test_a_kernel_refuses_alibi_slopes():

@@ -5,7 +5,16 @@ from dataclasses import fields, replace
 import pytest
 from omegaconf import OmegaConf
 
-from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, PositionKind, Remat, padded_vocabulary
+from shmap_tp.config.schema import (
+    AttentionKernel,
+    Block,
+    LayerKind,
+    Mlp,
+    ModelConfig,
+    PositionKind,
+    Remat,
+    padded_vocabulary,
+)
 from shmap_tp.model.flops import (
     flops_per_token,
     forward_terms,
@@ -141,6 +150,16 @@ def test_forward_flops_equal_a_hand_computation():
     assert forward_terms(TINY) == full | {"scores": 240, "values": 240}
     assert flops_per_token(TINY, causal=False) == 3 * (2880 + 960 + 672 + 176) == 14_064
     assert flops_per_token(TINY) == 3 * (2880 + 480 + 672 + 176) == 12_624
+
+
+def test_flops_within_a_window_equal_a_hand_computation():
+    """A query of 4 tokens sees min(t, 3) keys in the first layer, 9 pairs, and all of them, counted as 4 / 2 each, in
+    the second.  5 numbers in each of 6 heads: 60 FLOPs a pair."""
+    windowed = replace(TINY, window=3, layer_pattern=[LayerKind("local"), LayerKind("global")])
+    pairs = 60 * (9 + 8) // 4
+    assert forward_terms(windowed) == forward_terms(TINY) | {"scores": pairs, "values": pairs}
+    assert forward_terms(windowed, causal=False)["values"] == 60 * (3 + 4)
+    assert flops_per_token(replace(TINY, window=4)) == flops_per_token(TINY)
 
 
 def test_flops_of_the_head_do_not_depend_on_tying_or_padding():

@@ -18,7 +18,7 @@ from shmap_tp.pretrained.writing import save_model
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import assert_same_bits, distances
-from tests.helpers.pretrained_models import CASES, file_name, read_tensors, tokens, weight, write_directory
+from tests.helpers.pretrained_models import CASES, file_name, read_tensors, reference, tokens, weight, write_directory
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[test-pretrained]'")
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[test-pretrained]'")
@@ -26,6 +26,8 @@ from tests.helpers.transformers_float64 import float64_throughout, model_in_floa
 
 pytestmark = pytest.mark.filterwarnings("default")
 
+WINDOWED = ("mistral",)
+"""Cases with a window."""
 every_case = pytest.mark.parametrize("case", CASES)
 TOLERANCE = {"float32": 2e-5, "float64": 1e-10}
 GRADIENT_TOLERANCE = 1e-4
@@ -111,6 +113,19 @@ def gradient_differences(model: shmap_tp.Model, loss: float, expected: Any, dire
     assert abs(float(ours) - loss) < 1e-5 * loss
     save_model(directory, model.config, gradients, model.source, "float32")
     return distances(read_tensors(directory), expected)
+
+
+@pytest.mark.parametrize("case", WINDOWED)
+def test_greedy_tokens_are_those_of_transformers_for_several_times_the_window(directories, case):
+    """A prompt within the window, and tokens to beyond three of it."""
+    prompt, new = tokens()[:1, :90], 220
+    assert prompt.shape[1] + new > 3 * reference(case)["config"]["sliding_window"]
+    model = theirs(directories / case)
+    expected = model.generate(torch.tensor(prompt), max_new_tokens=new, do_sample=False, eos_token_id=None)
+    found = shmap_tp.from_pretrained(directories / case, **MESHES["(2,4)"]).generate(
+        [prompt[0].tolist()], max_new_tokens=new, temperature=0.0
+    )
+    assert found[0] == expected[0, prompt.shape[1] :].tolist()
 
 
 @every_case

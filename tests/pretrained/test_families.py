@@ -189,8 +189,7 @@ def test_where_config_json_has_rope_scaling_and_rope_parameters_the_first_counts
     [
         ("llama", {}, "max_position_embeddings=512"),
         ("gpt2", {}, "n_positions=512"),
-        ("mistral", {"sliding_window": 256}, "sliding_window=256"),
-        ("mistral", {"sliding_window": 256, "max_position_embeddings": 1024}, "sliding_window=256"),
+        ("mistral", {}, "max_position_embeddings=512"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 100, "layer_types": None}, "sliding_window=100"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 99}, "sliding_window=99"),
     ],
@@ -201,6 +200,14 @@ def test_a_context_beyond_the_model_or_its_sliding_window_is_refused(tmp_path, c
     assert f"model.context=513 is above {limit} of" in said
     longest = int(limit.rpartition("=")[2])
     assert config_of(tmp_path, case, **changed).model.context == longest
+
+
+def test_the_window_of_mistral_is_that_of_config_json(tmp_path):
+    """An absent key means 4096, as in transformers, and null none."""
+    for written, window in (({"sliding_window": 100}, 100), ({"sliding_window": None}, 4096)):
+        assert config_of(tmp_path, "mistral", **written).model.window == window
+    content = reference("mistral")["config"] | {"sliding_window": None}
+    assert find_family(content, "").options(content, "config.json")["window"] is None
 
 
 def test_a_key_that_config_json_determines_cannot_be_given_another_value(tmp_path):

@@ -50,6 +50,8 @@ def test_the_comparison_fails_with(tmp_path, monkeypatch, what):
         ("gemma", "embedding_scale=1.0"),
         ("gpt2", "mlp=gelu_erf"),
         ("gpt_neox", "block=sequential"),
+        ("mistral", "window=99"),
+        ("mistral", "window=101"),
     ],
 )
 def test_the_comparison_fails_with_another_option(tmp_path, monkeypatch, case, changed):

@@ -48,6 +48,7 @@ from shmap_tp.config.schema import (
 )
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
+from shmap_tp.model.layer_pattern import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
 from shmap_tp.parallel.mesh import DP_SLICE, MP, axis_sizes, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
@@ -209,7 +210,7 @@ def time_terms(config: Config, model: ModelConfig, every: list[Parameter], targe
     attention = _attention_flops(model) * share
     matmuls = (flops_per_token(model) + sum(recomputed_terms(model).values())) * share - attention
     is_chunked = model.attention == AttentionKernel.chunked
-    score_bytes = WIDE * model.layers * model.heads / config.mesh.mp * model.context * all_tokens if is_chunked else 0.0
+    score_bytes = WIDE * _score_keys(model) * model.heads / config.mesh.mp * all_tokens if is_chunked else 0.0
     weights = sum(p.values * p.layers for p in every)
     activations = NARROW * all_tokens * model.layers * layer_values(config)
     return {
@@ -222,6 +223,14 @@ def time_terms(config: Config, model: ModelConfig, every: list[Parameter], targe
         "update": 7 * WIDE * sum(p.values * p.layers / p.shards for p in every if p.trained) / device.memory_rate,
         **collective_seconds(config, every, target),
     }
+
+
+def _score_keys(model: ModelConfig) -> int:
+    """The keys with which chunked attention computes the scores of a query, of all layers: of local ones the blocks of
+    `causal_attention`."""
+    period = layer_options(model)
+    keys = (2 * (period[layer % len(period)].window or model.context) for layer in range(model.layers))
+    return sum(min(of_layer, model.context) for of_layer in keys)
 
 
 def _attention_flops(model: ModelConfig) -> int | float:

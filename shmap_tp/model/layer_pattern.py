@@ -1,0 +1,69 @@
+"""Layers that differ: what `model.layer_pattern` says of each, and a scan over layers that repeats the pattern.
+
+L layers, P layers of a period.
+
+    pattern [local, local, global], 7 layers:   (local, local, global), (local, local, global), local
+
+Parameters are stacked over layers as without a pattern.  An iteration of the scan computes the layers of one period one
+after the other, so each layer's attention is chosen when the program is traced, and the program is as long as a period,
+whatever the number of layers.  The layers beyond the last whole period follow the scan.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shmap_tp.config.schema import LayerKind, ModelConfig
+from shmap_tp.layers.context import Context
+
+Body = Callable[[Any, Any], tuple[Any, Any]]
+"""(carry, a layer) -> (carry, output), as lax.scan takes it."""
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """In what a layer may differ from the others."""
+
+    window: int | None
+
+    def within(self, context: Context) -> Context:
+        """The context of this layer."""
+        return replace(context, window=self.window)
+
+
+def layer_options(config: ModelConfig) -> tuple[LayerOptions, ...]:
+    """Those of each layer of a period: layer i has element i % P."""
+    kinds = config.layer_pattern or [LayerKind.local]
+    return tuple(LayerOptions(config.window if kind == LayerKind.local else None) for kind in kinds)
+
+
+def scan_layers(bodies: Sequence[Body], carry: Any, layers: Any) -> tuple[Any, Any]:
+    """lax.scan over the first dim of every array of `layers`; layer i is computed by bodies[i % P].
+
+    As many outputs as layers, stacked.
+    """
+    period = len(bodies)
+    if period == 1:
+        return lax.scan(bodies[0], carry, layers)
+    whole, rest = divmod(len(jax.tree.leaves(layers)[0]), period)
+
+    def unrolled(carry: Any, layers: Any, count: int) -> tuple[Any, Any]:
+        outputs = []
+        for i in range(count):
+            carry, output = bodies[i](carry, jax.tree.map(lambda x, i=i: x[i], layers))
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
+
+    def periods(x: jax.Array) -> jax.Array:
+        return x[: whole * period].reshape(whole, period, *x.shape[1:])
+
+    carry, outputs = lax.scan(lambda carry, each: unrolled(carry, each, period), carry, jax.tree.map(periods, layers))
+    outputs = jax.tree.map(lambda x: x.reshape(whole * period, *x.shape[2:]), outputs)
+    if not rest:
+        return carry, outputs
+    carry, last = unrolled(carry, jax.tree.map(lambda x: x[whole * period :], layers), rest)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, last)

@@ -41,10 +41,6 @@ def shorten_train_file(data: Path) -> None:
     np.zeros(16, "<u2").tofile(data / "train.bin")
 
 
-def shorten_validation_file(data: Path) -> None:
-    np.zeros(7 * 16 + 1, "<u2").tofile(data / "validation.bin")
-
-
 BAD = {
     "an unknown key": (["train.stepz=3"], ["unknown key train.stepz", "did you mean train.steps?"]),
     "an unknown option": (["model=nope"], ["model=nope", "use one of", "6_9b"]),
@@ -64,9 +60,6 @@ BAD = {
     ),
     "a file shorter than a sequence": (
         shorten_train_file, ["train.bin: 16 tokens", "model.context=16 needs 17", "shorten model.context"],
-    ),
-    "too few sequences to evaluate": (
-        shorten_validation_file, ["7 sequences", "train.batch=8", "use train.batch=6 or less, a multiple of 2"],
     ),
     "no token file": (remove_file, ["train.bin does not exist", "python -m shmap_tp.prepare"]),
     "a run directory below a file": (["run.dir=FILE/x"], ["run.dir=", "cannot be written: Not a directory", "choose"]),

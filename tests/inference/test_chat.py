@@ -1,7 +1,6 @@
 """`shmap_tp.chat`: templates as transformers renders them, history, a full context, and what is refused."""
 
 import json
-import signal
 
 import pytest
 
@@ -92,12 +91,18 @@ def test_a_template_without_end_is_ended(monkeypatch, text, reason):
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
     monkeypatch.setattr(chat_template, "CHARACTERS", 100)
     monkeypatch.setattr(chat_template, "BYTES", 1 << 27)
-    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)  # as JAX's profiler leaves it
-    try:
-        with pytest.raises(UserError, match=reason):
-            ChatTemplate(text, "t", {}).render(MESSAGES)
-    finally:
-        signal.signal(signal.SIGPROF, before)
+    with pytest.raises(UserError, match=reason):
+        ChatTemplate(text, "t", {}).render(MESSAGES)
+
+
+def test_a_template_is_ended_where_a_profiler_has_left_its_signal_ignored(tmp_path, monkeypatch):
+    """Processes inherit it, as from a run of JAX's profiler."""
+    ignoring = "import runpy, signal\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
+    (tmp_path / "program.py").write_text(f"{ignoring}runpy.run_path({chat_template.PROGRAM!r}, run_name='__main__')\n")
+    monkeypatch.setattr(chat_template, "PROGRAM", str(tmp_path / "program.py"))
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    with pytest.raises(UserError, match=r"takes more than 0\.3 s"):
+        ChatTemplate("{{ 10**100000000 }}", "t", {})
 
 
 def test_a_template_that_was_ended_renders_the_next_messages(monkeypatch):

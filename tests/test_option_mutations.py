@@ -4,6 +4,7 @@ They are those that other frameworks have had: a dropped bias, rotation of a who
 the other pairing, another epsilon.  (A bias added on every device of mp: tests/silent_bugs.)
 """
 
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -177,7 +178,7 @@ def test_key_value_biases_of_the_wrong_head_give_wrong_values(monkeypatch):
 
 
 def test_a_head_without_its_bias_gives_wrong_values(monkeypatch):
-    dropped = lambda x, projection: score(x, projection._replace(bias=None))  # noqa: E731
+    dropped = lambda x, projection: score(x, replace(projection, bias=None))  # noqa: E731
     monkeypatch.setattr(shmap_tp.model.loss, "score", dropped)
     (case,) = [name for name in LOSSES if name.startswith("with a bias")]
     with wrong:

@@ -18,6 +18,7 @@ PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
 RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
 RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3"])
 AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
+NormPlacement = StrEnum("NormPlacement", ["before", "both"])
 LayerKind = StrEnum("LayerKind", ["local", "global"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention", "mlp", "attention_and_up", "all_matmuls"])
@@ -131,8 +132,11 @@ class ModelConfig:
     """Added to the variance in a norm; null is 1e-5 for layernorm and 1e-6 for the others."""
     norm_bias: bool
     """Whether every LayerNorm adds a bias."""
+    norm_placement: NormPlacement
+    """For block=sequential.  before: the input of attention and of the MLP is normalised.  both: also their output."""
     qk_norm: bool
-    """Whether each head of q and of k is normalised by an RMSNorm, before the rotary encoding."""
+    """Whether each head of q and of k is normalised by an RMSNorm, before the rotary encoding; with
+    norm=rmsnorm_unit_offset by one with the offset."""
     mlp: Mlp
     """MLP and its activation.  gelu: GELU in its tanh form.  gelu_erf: exact GELU.  swiglu, geglu: a gate projection
     beside the up projection, with SiLU or with GELU in its tanh form."""
@@ -168,6 +172,14 @@ class ModelConfig:
     layer_pattern: list[LayerKind]
     """Which layers are local and which global, without the window: repeated over the layers, the first layer has the
     first element.  [] makes all layers local."""
+    rotary_local_base: float | None
+    """For positions=rotary: the base in local layers, whose rates are not scaled; null: as in the others."""
+    attention_softcap: float | None
+    """Scores become softcap x tanh(score / softcap) before the mask; null: they stay as they are."""
+    attention_scale_dim: int | None
+    """Scores are divided by the square root of this; null: of head_dim."""
+    logit_softcap: float | None
+    """Logits become softcap x tanh(logit / softcap); null: they stay as they are."""
     tie_embeddings: bool
     """Whether the output head is the transposed embedding."""
     embedding_scale: float

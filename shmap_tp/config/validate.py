@@ -22,6 +22,7 @@ from shmap_tp.config.schema import (
     Mlp,
     ModelConfig,
     Norm,
+    NormPlacement,
     OptimizerConfig,
     PositionKind,
     RotaryPairing,
@@ -264,6 +265,7 @@ def _check_rotary(model: ModelConfig) -> None:
         given = {
             f"rotary_dim={model.rotary_dim}": model.rotary_dim is not None,
             f"rotary_pairing={model.rotary_pairing}": model.rotary_pairing != RotaryPairing.half,
+            f"rotary_local_base={model.rotary_local_base}": model.rotary_local_base is not None,
             f"rotary_scaling={model.rotary_scaling}": model.rotary_scaling != RotaryScaling.none,
         }
         for option in [option for option, is_given in given.items() if is_given]:
@@ -272,6 +274,11 @@ def _check_rotary(model: ModelConfig) -> None:
                 f"use model.positions=rotary, or remove it"
             )
         return
+    if model.rotary_local_base is not None and model.window is None:
+        raise UserError(
+            f"model.rotary_local_base={model.rotary_local_base} needs local layers, but model.window=null (model "
+            f"{model.name}); use model.rotary_base, or set a window"
+        )
     rotated = model.head_dim if model.rotary_dim is None else model.rotary_dim
     if rotated % 2:
         key = "head_dim" if model.rotary_dim is None else "rotary_dim"
@@ -302,7 +309,12 @@ def _check_options(model: ModelConfig) -> None:
             f"model.head_bias=true needs an output head of its own, but model.tie_embeddings=true (model {model.name});"
             f" set one of them to false"
         )
-    for key in ("norm_epsilon", "embedding_scale"):
+    if model.norm_placement == NormPlacement.both and model.block != Block.sequential:
+        raise UserError(
+            f"model.norm_placement=both needs model.block=sequential, but model.block={model.block} (model "
+            f"{model.name}); use model.norm_placement=before"
+        )
+    for key in ("norm_epsilon", "embedding_scale", "attention_softcap", "logit_softcap"):
         if getattr(model, key) == 0:
             raise UserError(f"model.{key}=0 must be above 0")
 

@@ -28,7 +28,8 @@ _MAY_BE_ZERO = [
     *("run.seed", "train.check_replicas_every", "train.z_loss", "evaluate.every", "checkpoint.every"),
     *("sample.every", "sample.temperature", "optimizer.beta1", "optimizer.beta2", "optimizer.warmup_steps"),
     *("optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.weight_decay", "model.init_std"),
-    *("model.norm_epsilon", "model.embedding_scale", "model.adapter.rank"),
+    *("model.norm_epsilon", "model.embedding_scale", "model.attention_softcap", "model.logit_softcap"),
+    "model.adapter.rank",
     *("model.rotary_low_frequency_factor", "model.rotary_high_frequency_factor"),
 ]
 MINIMUM = dict.fromkeys(_MAY_BE_ZERO, 0) | {

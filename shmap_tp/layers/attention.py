@@ -13,7 +13,7 @@ How the attention of each head is computed is a value, too: `Chunked`, here, in 
 flash_attention.py, selected when the model is built (attention_selection.py).  None of them communicates.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import equinox as eqx
 import jax
@@ -174,12 +174,13 @@ class Attention(eqx.Module):
         if context.cache is not None:
             if context.segments is not None:
                 raise TypeError("a cache holds one document a row: attention with a cache takes no segments")
-            mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, Pattern(encoding.slopes(), window=context.window))
+            mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, replace(context.pattern, slopes_H=encoding.slopes()))
             return tp.split_time(mixed_BTHK), Extras(cache=cache)
         if self.query_norm is None:  # else they are saved before their norms
             qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)
-        is_cut = context.window is not None and context.window < q_BTHK.shape[1]
-        pattern = Pattern(encoding.slopes(), context.segments, context.window if is_cut else None)
+        pattern = replace(context.pattern, slopes_H=encoding.slopes(), segments_BT=context.segments)
+        if pattern.window is not None and pattern.window >= q_BTHK.shape[1]:
+            pattern = replace(pattern, window=None)
         mixed_BTHK, residuals = self.attend(*qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE), pattern)
         return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
 

@@ -2,8 +2,8 @@
 
     TPU v4 and later   splash, where the positions are not ALiBi, 128 divides the context and the head dim is 64, 128
                        or 256; on v2 and v3 Pallas cannot multiply bfloat16 matrices
-    NVIDIA             cudnn, where the positions are not ALiBi, documents are joined, the dtype has 16 bits and the
-                       head dim suits cuDNN
+    NVIDIA             cudnn, where the positions are not ALiBi, scores have no softcap, documents are joined, the dtype
+                       has 16 bits and the head dim suits cuDNN
     all else           chunked, and with auto also what cudnn cannot compute: segments that the library is given
 
 Decided once, when programs are built, and passed down as a value: no layer asks for a device.
@@ -73,6 +73,8 @@ def _no_cudnn(model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bo
         return "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later"
     if model.positions == PositionKind.alibi:
         return "it is used without a bias, and model.positions=alibi needs one"
+    if model.attention_softcap is not None:
+        return f"it caps no scores, and model.attention_softcap={model.attention_softcap} needs that"
     if isolated:
         return "it cannot isolate the documents of a row; use data.documents=joined with it"
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):

@@ -29,11 +29,19 @@ class Pattern:
     """A query attends to the keys of its own segment alone."""
     window: int | None = None
     """A query attends to the last `window` positions, of which its own is one: t - window < s <= t."""
+    softcap: float | None = None
+    """Scores become softcap tanh(score / softcap), before anything is added or masked."""
+    scale: float | None = None
+    """In place of 1 / sqrt(K)."""
 
     @property
     def used(self) -> frozenset[str]:
         """The names of the fields that are not None, without their dims."""
         return frozenset(each.name.split("_")[0] for each in fields(self) if getattr(self, each.name) is not None)
+
+
+PLAIN = Pattern()
+"""Attention to all earlier positions."""
 
 
 class Queries(NamedTuple):
@@ -178,7 +186,10 @@ def attend(queries: Queries, keys: Keys, pattern: Pattern, first: Int[Array, ""]
     shared, wide = heads // groups, jnp.promote_types(q_BTHK.dtype, jnp.float32)
     q = q_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, groups, shared * time, head_dim)
-    scores = jnp.einsum("bnrk,bnsk->bnrs", q, k_BNSK, preferred_element_type=wide) * head_dim**-0.5
+    scale = head_dim**-0.5 if pattern.scale is None else pattern.scale
+    scores = jnp.einsum("bnrk,bnsk->bnrs", q, k_BNSK, preferred_element_type=wide) * scale
+    if pattern.softcap is not None:
+        scores = pattern.softcap * jnp.tanh(scores / pattern.softcap)
     bias_NRS = _bias(pattern, shared, _positions(first, time), k_BNSK.shape[2], wide)
     weights = jax.nn.softmax(_within_segments(scores + bias_NRS[None], queries, keys), axis=-1)
     mixed = jnp.einsum("bnrs,bnsk->bnrk", weights.astype(v_BNSK.dtype), v_BNSK)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import equinox as eqx
 from jaxtyping import Array, Float, Int
 
-from shmap_tp.layers.causal_attention import Pattern
+from shmap_tp.layers.causal_attention import PLAIN, Pattern
 from shmap_tp.layers.positions import PositionEncoding
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 
@@ -49,8 +49,8 @@ class Context:
     """The document of each token: a token attends to earlier ones of its own.  None: every row is one document."""
     cache: Cache | None = None
     """Only in generation."""
-    window: int | None = None
-    """In this layer a token attends to the last `window` tokens, of which it is one; None: to all before it."""
+    pattern: Pattern = PLAIN
+    """What the attention of this layer computes; it adds slopes and segments itself."""
 
 
 class Extras(eqx.Module):

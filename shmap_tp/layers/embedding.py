@@ -9,8 +9,6 @@ B batch, T time, N positions of a chunk, D model width, V vocabulary rows, padde
     score    x[N D]    @  w[V/mp D]' + b[V/mp]  ->  logits[N V/mp]    never gathered: the loss works on the shards
 """
 
-from typing import NamedTuple
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -59,15 +57,16 @@ class VocabParallelHead(eqx.Module):
         self.bias = jnp.zeros(rows) if bias else None
 
 
-class OutputProjection(NamedTuple):
+class OutputProjection(eqx.Module):
     """What logits are computed with: weight and bias of the head or, where the two are tied, the embedding's weight."""
 
     weight: Float[Array, "V D"]
     bias: Float[Array, " V"] | None = None
+    softcap: float | None = eqx.field(static=True, default=None)
 
 
 def score(x_ND: Float[Array, "N D"], projection: OutputProjection) -> Float[Array, "N V"]:
-    """logits = x @ w' + b.
+    """logits = x @ w' + b, with a softcap c: c tanh((x @ w' + b) / c).
 
     Shapes         x[N D], varying over mp -> logits[N V/mp]; w is cast to x's dtype, and the logits are float32 (or
                    wider), not rounded to x's dtype in between.  Padded rows are scored, too.
@@ -75,4 +74,6 @@ def score(x_ND: Float[Array, "N D"], projection: OutputProjection) -> Float[Arra
     """
     wide = jnp.promote_types(x_ND.dtype, jnp.float32)
     logits_NV = jnp.matmul(x_ND, projection.weight.astype(x_ND.dtype).T, preferred_element_type=wide)
-    return logits_NV if projection.bias is None else logits_NV + projection.bias.astype(wide)[None]
+    if projection.bias is not None:
+        logits_NV = logits_NV + projection.bias.astype(wide)[None]
+    return logits_NV if projection.softcap is None else projection.softcap * jnp.tanh(logits_NV / projection.softcap)

@@ -58,7 +58,7 @@ class Splash:
     """Whether q, k and v are returned as deferred residuals, and read in the backward pass from `save_at_block_end`."""
     interpret: bool = False
     """Interpret the kernel on any device instead of compiling it: for tests."""
-    patterns: ClassVar[frozenset[str]] = frozenset({"segments", "window"})
+    patterns: ClassVar[frozenset[str]] = frozenset({"segments", "window", "softcap", "scale"})
     """The fields of a `Pattern` that it computes."""
 
     def __call__(
@@ -72,7 +72,8 @@ class Splash:
         _refuse(self, pattern)
         (batch, time, heads, head_dim), groups = q_BTHK.shape, k_BTNK.shape[2]
         shared = heads // groups
-        scaled_BTHK = (q_BTHK.astype(jnp.float32) * head_dim**-0.5).astype(q_BTHK.dtype)
+        scale = head_dim**-0.5 if pattern.scale is None else pattern.scale
+        scaled_BTHK = (q_BTHK.astype(jnp.float32) * scale).astype(q_BTHK.dtype)
         q = scaled_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
         k, v = [x.transpose(0, 2, 1, 3).reshape(batch * groups, time, head_dim) for x in (k_BTNK, v_BTNK)]
         q = q.reshape(batch * groups, shared, time, head_dim)
@@ -117,7 +118,10 @@ def _splash(shared: int, time: int, options: Pattern, interpret: bool) -> Callab
     else:
         mask = splash_mask.LocalMask((time, time), window_size=(options.window - 1, 0), offset=0)
     mask = splash_mask.MultiHeadMask([mask] * shared)
-    return splash_kernel.make_splash_mqa(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=interpret)
+    shards = {"head_shards": 1, "q_seq_shards": 1}
+    return splash_kernel.make_splash_mqa(
+        mask, block_sizes=blocks, attn_logits_soft_cap=options.softcap, interpret=interpret, **shards
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class Cudnn:
     """Whether q, k and v are returned as deferred residuals, and read in the backward pass from `save_at_block_end`."""
     otherwise: Callable[..., tuple[Array, DeferredResiduals]] | None = None
     """The attention of patterns that it does not compute; None: they are refused."""
-    patterns: ClassVar[frozenset[str]] = frozenset({"window"})
+    patterns: ClassVar[frozenset[str]] = frozenset({"window", "scale"})
 
     def __call__(
         self,
@@ -157,9 +161,8 @@ class Cudnn:
     ) -> Float[Array, "B T H K"]:
         """The kernel."""
         window = None if options.window is None else (options.window - 1, 0)
-        return jax.nn.dot_product_attention(
-            q_BTHK, k_BTNK, v_BTNK, is_causal=True, local_window_size=window, implementation="cudnn"
-        )
+        how = {"scale": options.scale, "is_causal": True, "local_window_size": window, "implementation": "cudnn"}
+        return jax.nn.dot_product_attention(q_BTHK, k_BTNK, v_BTNK, **how)
 
 
 def _refuse(kernel: "Splash | Cudnn", pattern: Pattern) -> None:

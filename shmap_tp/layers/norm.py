@@ -109,7 +109,8 @@ def make_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
 
 def make_head_norm(config: ModelConfig) -> RMSNorm:
     """The norm of each head of q, or of k."""
-    return RMSNorm(config.head_dim, **_epsilon(config))
+    unit_offset = config.norm == Norm.rmsnorm_unit_offset
+    return RMSNorm(config.head_dim, **_epsilon(config), unit_offset=unit_offset)
 
 
 def _epsilon(config: ModelConfig) -> dict[str, float]:

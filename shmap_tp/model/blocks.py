@@ -5,6 +5,7 @@ B batch, T time, D model width.
     parallel             x + row_parallel(attention, mlp of column_parallel(norm(x)))     one pair of collectives
     parallel_two_norms   the same, each with the scale and bias of a norm of its own      one pair
     sequential           x + attention(norm(x)), then x + mlp(norm(x))                    two pairs
+                         with norm_placement=both the outputs of attention and mlp are normalised as well
 
 Which collectives these are, and whether x is [B T D] or [B T/mp D], is decided by the tensor-parallel mode
 (`parallel/tensor_parallel.py`).
@@ -20,7 +21,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.config.schema import Block, ModelConfig
+from shmap_tp.config.schema import Block, ModelConfig, NormPlacement
 from shmap_tp.layers.attention import AnyAttention, Attention
 from shmap_tp.layers.context import Context, Extras
 from shmap_tp.layers.mlp import MLPS
@@ -103,6 +104,9 @@ class ParallelBlockTwoNorms(eqx.Module):
 class SequentialBlock(eqx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).  Radford et al. 2019, GPT-2
 
+    With output norms x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).  Gemma Team 2024, Gemma 2, section 2,
+    https://arxiv.org/abs/2408.00118
+
     Communication  two `column_parallel` and two `row_parallel` of `tp`; every `remat` but `none` repeats the first two
                    in the backward pass, and `full` also the `row_parallel` of attention, which the second norm reads.
     """
@@ -111,6 +115,8 @@ class SequentialBlock(eqx.Module):
     attention: Attention
     mlp_norm: LayerNorm | RMSNorm
     mlp: eqx.Module
+    attention_output_norm: LayerNorm | RMSNorm | None
+    mlp_output_norm: LayerNorm | RMSNorm | None
 
     def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray, mlp: MakeMlp | None = None):
         key_attention, key_mlp = jax.random.split(key)
@@ -118,13 +124,18 @@ class SequentialBlock(eqx.Module):
         self.attention = _attention(config, attend, key_attention)
         self.mlp_norm = make_norm(config)
         self.mlp = _mlp(config, mlp, key_mlp)
+        has_output_norms = config.norm_placement == NormPlacement.both
+        self.attention_output_norm, self.mlp_output_norm = (
+            (make_norm(config), make_norm(config)) if has_output_norms else (None, None)
+        )
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
         with jax.named_scope("attention"):
             y_BTD, extras = self.attention(self.attention_norm(x_BTD), context)
-            x_BTD = x_BTD + y_BTD
+            x_BTD = x_BTD + (y_BTD if self.attention_output_norm is None else self.attention_output_norm(y_BTD))
         with jax.named_scope("mlp"):
-            x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), context.tp)
+            y_BTD = self.mlp(self.mlp_norm(x_BTD), context.tp)
+            x_BTD = x_BTD + (y_BTD if self.mlp_output_norm is None else self.mlp_output_norm(y_BTD))
         return x_BTD, extras
 
     @property

@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from shmap_tp.config.schema import LayerKind, ModelConfig
+from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import Context
+from shmap_tp.layers.positions import Rotary
+from shmap_tp.layers.rotation import Rotation, make_rotation
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 """(carry, a layer) -> (carry, output), as lax.scan takes it."""
@@ -28,17 +31,27 @@ Body = Callable[[Any, Any], tuple[Any, Any]]
 class LayerOptions:
     """In what a layer may differ from the others."""
 
-    window: int | None
+    pattern: Pattern
+    """Of its attention, without arrays."""
+    rotation: Rotation | None
+    """None: that of the model's position encoding."""
 
     def within(self, context: Context) -> Context:
         """The context of this layer."""
-        return replace(context, window=self.window)
+        encoding = context.encoding if self.rotation is None else Rotary(self.rotation)
+        return replace(context, pattern=self.pattern, encoding=encoding)
 
 
 def layer_options(config: ModelConfig) -> tuple[LayerOptions, ...]:
     """Those of each layer of a period: layer i has element i % P."""
-    kinds = config.layer_pattern or [LayerKind.local]
-    return tuple(LayerOptions(config.window if kind == LayerKind.local else None) for kind in kinds)
+    rotation = None
+    if config.rotary_local_base is not None:
+        rotation = replace(make_rotation(config), base=config.rotary_local_base, scaling=None)
+    scale = None if config.attention_scale_dim is None else config.attention_scale_dim**-0.5
+    everywhere = Pattern(softcap=config.attention_softcap, scale=scale)
+    local = LayerOptions(replace(everywhere, window=config.window), rotation)
+    global_ = LayerOptions(everywhere, None)
+    return tuple(local if kind == LayerKind.local else global_ for kind in config.layer_pattern or [LayerKind.local])
 
 
 def scan_layers(bodies: Sequence[Body], carry: Any, layers: Any) -> tuple[Any, Any]:

@@ -16,9 +16,11 @@ mp. {+mp}: a partial sum, not yet reduced.
     dh[N D] {+mp}   = dlogits   @  w[V/mp D]                                                      product 2
     dw[V/mp D]     += dlogits'  @  h[N D]                                                         product 3
     db[V/mp]       += sum over N of dlogits
+
+With a softcap c the logits are c tanh(. / c) of product 1 with b, and dlogits is multiplied by 1 - (logits / c)^2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -128,18 +130,21 @@ class _Scores:
     """log Z = m + log z."""
     nll_N: Float[Array, "N"]
     """-log p(target)."""
+    slope_NV: Float[Array, "N V"] | None
+    """The derivative of the softcap; None without one."""
 
 
 def _scores(
     h_ND: Float[Array, "N D"], projection: OutputProjection, targets_N: Int[Array, "N"], vocabulary: int
 ) -> _Scores:
     """One matmul, one all-gather of [3 N] over mp."""
-    logits_NV = score(h_ND, projection)
+    logits_NV, cap = score(h_ND, projection), projection.softcap
+    slope_NV = None if cap is None else 1 - jnp.square(logits_NV / cap)
     with jax.named_scope("cross_entropy"):
         found = target_statistics(logits_NV, targets_N, vocabulary)
         nll_N = jnp.log(found.z_N) - (found.target_N - found.max_N)
         exp_NV = jnp.exp(found.logits_NV - found.max_N[:, None])
-        return _Scores(exp_NV, found.is_target_NV, found.z_N, jnp.log(found.z_N) + found.max_N, nll_N)
+        return _Scores(exp_NV, found.is_target_NV, found.z_N, jnp.log(found.z_N) + found.max_N, nll_N, slope_NV)
 
 
 def _add(
@@ -177,7 +182,7 @@ def _sums(
     The plain version is autodiff of this function, which would save or recompute the logits.  The custom gradient
     stands for no collective: dh is reduced over mp, and dw over dp, by the transposes of the casts before it.
     """
-    projection = projection._replace(weight=projection.weight.astype(h_CND.dtype))
+    projection = replace(projection, weight=projection.weight.astype(h_CND.dtype))
 
     def chunk(sums: Sums, part: tuple[Array, Array, Array, Array | None]) -> tuple[Sums, None]:
         h_ND, targets_N, share_N, source_N = part
@@ -194,19 +199,23 @@ def _sums_and_gradients(how: LinearCrossEntropy, *primals: Any) -> tuple[Sums, t
     h_CND, projection, targets_CN, share_CN, source_CN = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
     is_trained = jax.tree.map(lambda x: x.perturbed, primals[1], is_leaf=_is_primal)
     cast_VD = projection.weight.astype(h_CND.dtype)
-    cast = projection._replace(weight=cast_VD)
+    cast = replace(projection, weight=cast_VD)
 
     def chunk(carry: tuple[Sums, OutputProjection], part: tuple) -> tuple[tuple, Array]:
-        (sums, (dw_VD, db_V)), (h_ND, targets_N, share_N, source_N) = carry, part
+        (sums, gradients), (h_ND, targets_N, share_N, source_N) = carry, part
+        dw_VD, db_V = gradients.weight, gradients.bias
         scores = _scores(h_ND, cast, targets_N, how.vocabulary)
         with jax.named_scope("cross_entropy"):
             scale_N = share_N * (1 + 2 * how.z_loss * scores.log_z_N) / scores.z_N
             dlogits_NV = scale_N[:, None] * scores.exp_NV - jnp.where(scores.is_target_NV, share_N[:, None], 0.0)
+            if scores.slope_NV is not None:
+                dlogits_NV = dlogits_NV * scores.slope_NV
             db_V = None if db_V is None else db_V + jnp.sum(dlogits_NV, axis=0)
             dlogits_NV = dlogits_NV.astype(h_ND.dtype)
         if dw_VD is not None:
             dw_VD = dw_VD + jnp.matmul(dlogits_NV.T, h_ND, preferred_element_type=dw_VD.dtype)
-        return (_add(how, sums, scores, share_N, source_N), OutputProjection(dw_VD, db_V)), dlogits_NV @ cast_VD
+        gradients = jax.tree.unflatten(jax.tree.structure(gradients), [x for x in (dw_VD, db_V) if x is not None])
+        return (_add(how, sums, scores, share_N, source_N), gradients), dlogits_NV @ cast_VD
 
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, share_CN.dtype), eqx.filter(projection, is_trained))
     parts = h_CND, targets_CN, share_CN, source_CN

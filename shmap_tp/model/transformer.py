@@ -98,6 +98,7 @@ class Transformer(eqx.Module):
     norm: LayerNorm | RMSNorm
     head: VocabParallelHead | None
     embedding_scale: float = eqx.field(static=True)
+    logit_softcap: float | None = eqx.field(static=True)
     period: tuple[LayerOptions, ...] = eqx.field(static=True)
     remat: Remat = eqx.field(static=True)
     offload: tuple[SavedActivation, ...] = eqx.field(static=True)
@@ -127,7 +128,7 @@ class Transformer(eqx.Module):
         self.norm = make_norm(config)
         head = partial(VocabParallelHead, *table, std=config.init_std, key=key_head, bias=config.head_bias)
         self.head = None if config.tie_embeddings else head()
-        self.embedding_scale = config.embedding_scale
+        self.embedding_scale, self.logit_softcap = config.embedding_scale, config.logit_softcap
         self.period = layer_options(config)
         self.remat, self.offload = config.remat, tuple(config.offload)
 
@@ -167,7 +168,8 @@ class Transformer(eqx.Module):
         placement, table = (placements.embedding, self.embedding) if self.head is None else (placements.head, self.head)
         h_BTD, table = join_gradients(h_BTD, table) if reduces_gradient(placement) else (h_BTD, isolate_gradient(table))
         gathered = gather(placement, table, dtype)
-        return h_BTD, OutputProjection(gathered.weight, None if self.head is None else gathered.bias)
+        bias = None if self.head is None else gathered.bias
+        return h_BTD, OutputProjection(gathered.weight, bias, self.logit_softcap)
 
     def _scaled(self, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
         """The embedding, multiplied by embedding_scale in its own dtype."""

@@ -123,3 +123,42 @@ class RotaryKeys:
             values = {theirs: getattr(model, ours) for theirs, ours in LLAMA3.items()}
             config["rope_scaling"] = {"rope_type": "llama3"} | values
         return config
+
+
+@dataclass(frozen=True)
+class LocalRotaryKeys:
+    """Those of a family whose local layers have another base.
+
+    transformers 4     `local` beside the keys of the global layers
+    transformers 5     rope_parameters = {"full_attention": {...}, "sliding_attention": {...}}
+    """
+
+    of_global: RotaryKeys
+    local: str
+    default_local: float
+
+    @property
+    def names(self) -> set[str]:
+        return self.of_global.names | {self.local}
+
+    def read(self, config: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
+        """The `rotary_` keys of the `model` section.  Local layers have no scaling."""
+        given = section(config.get("rope_parameters"), "rope_parameters", where)
+        nested, local = {"full_attention", "sliding_attention"}, config.get(self.local)
+        if nested & given.keys() or not given:
+            if unknown := sorted(given.keys() - nested):
+                raise UserError(f"{where}: rope_parameters.{shown(unknown[0])} is not supported")
+            of_local = section(given.get("sliding_attention"), "rope_parameters.sliding_attention", where)
+            config = {**config, "rope_parameters": given.get("full_attention")}
+            if of_local:
+                found = RotaryKeys(default_base=self.default_local).read({"rope_parameters": of_local}, head_dim, where)
+                if RotaryScaling.llama3.value in found.values():
+                    raise UserError(f"{where}: rope_parameters.sliding_attention={shown(of_local)} is not supported")
+                local = found["rotary_base"]
+        local = number(self.default_local if local is None else local, self.local, where)
+        return self.of_global.read(config, head_dim, where) | {"rotary_local_base": local}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Keys of config.json, by the names of transformers 4, which 5 reads as well."""
+        local = model.rotary_base if model.rotary_local_base is None else model.rotary_local_base
+        return self.of_global.write(model) | {self.local: local}

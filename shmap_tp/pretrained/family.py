@@ -13,7 +13,7 @@ from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError, shown
-from shmap_tp.pretrained.config_json import RotaryKeys, size, value_for
+from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys, size, value_for
 from shmap_tp.pretrained.layer_types import shortest_pattern
 from shmap_tp.pretrained.layout import Layout, sizes_of
 
@@ -48,6 +48,7 @@ _HARMLESS = """
     gradient_checkpointing pretraining_tp chunk_size_feed_forward is_llama_config max_window_layers n_ctx
     max_length min_length temperature top_k top_p do_sample num_beams repetition_penalty length_penalty
     no_repeat_ngram_size transformers.js_config unsloth_version unsloth_fixed reorder_and_upcast_attn
+    cache_implementation
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keys that do not change the logits: names and versions, special tokens, generation, how transformers computes, and
@@ -104,7 +105,7 @@ class Family:
     rows: tuple[Row, ...]
     prefix: str
     """What the names of tensors begin with, except where the model was saved without its head."""
-    rotary: RotaryKeys | None = None
+    rotary: RotaryKeys | LocalRotaryKeys | None = None
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of config.json that may be absent, and the values of them that are supported."""
     ignored: frozenset[str] = frozenset()
@@ -125,6 +126,7 @@ class Family:
         Raises UserError for a key or a value that is not supported, or a key that is missing.
         """
         self._check_sizes(config, where)
+        self._check_layer_types(config, where)
         found = dict(self.fixed)
         for key in self.keys:
             value = config.get(key.theirs)
@@ -149,7 +151,8 @@ class Family:
     def _check_sizes(self, config: Mapping[str, Any], where: str) -> None:
         """Raises UserError if a size is missing, or is not an integer above 0."""
         required = [key.theirs for key in self.keys if key.default is REQUIRED] + [self.context_key]
-        optional = [key.theirs for key in self.keys if SIZES.intersection(key.ours)] + ["sliding_window"]
+        optional = [key.theirs for key in self.keys if SIZES.intersection(key.ours)]
+        optional += ["sliding_window", "sliding_window_pattern"]
         for name in [*required, *optional]:
             value = config.get(name)
             if value is None and name in required:
@@ -157,14 +160,21 @@ class Family:
             if value is not None:
                 size(value, name, where)
 
-    def _refuse_unknown(self, config: Mapping[str, Any], where: str) -> None:
-        known = HARMLESS | {key.theirs for key in self.keys} | {self.context_key} | self.ignored
-        known |= self.rotary.names if self.rotary else set()
+    def _check_layer_types(self, config: Mapping[str, Any], where: str) -> None:
+        """Raises UserError unless they are known, and as many as layers."""
         kinds = config.get("layer_types")
-        if kinds and not (isinstance(kinds, list) and all(kind in ATTENTION_KINDS for kind in kinds)):
+        if not kinds or "layer_types" not in self.ignored:
+            return
+        if not isinstance(kinds, list) or any(kind not in ATTENTION_KINDS for kind in kinds):
             raise UserError(
                 f"{where}: layer_types={shown(kinds)} is not supported; supported are {' and '.join(ATTENTION_KINDS)}"
             )
+        if len(kinds) != (layers := config["num_hidden_layers"]):
+            raise UserError(f"{where}: layer_types has {len(kinds)} elements, but num_hidden_layers={layers}")
+
+    def _refuse_unknown(self, config: Mapping[str, Any], where: str) -> None:
+        known = HARMLESS | {key.theirs for key in self.keys} | {self.context_key} | self.ignored
+        known |= self.rotary.names if self.rotary else set()
         for name, value in config.items():
             if name in self.only and value is not None and value not in self.only[name]:
                 raise UserError(
@@ -238,6 +248,11 @@ NEUTRAL = {
     "tie_embeddings": False,
     "window": None,
     "layer_pattern": (),
+    "rotary_local_base": None,
+    "norm_placement": "before",
+    "attention_softcap": None,
+    "attention_scale_dim": None,
+    "logit_softcap": None,
 }
 """The value of a key that a family does not name."""
 
@@ -255,6 +270,10 @@ def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
     if found["rotary_dim"] is None:
         found["rotary_dim"] = found["head_dim"]
     found["layer_pattern"] = shortest_pattern([plain(kind) for kind in found["layer_pattern"]])
+    if found["attention_scale_dim"] is None:
+        found["attention_scale_dim"] = found["head_dim"]
+    if found["rotary_local_base"] == found["rotary_base"] and found["rotary_scaling"] == "none":
+        found["rotary_local_base"] = None
     without_effect = [key for key in found if key.startswith("rotary_")]
     if found["positions"] == "rotary" and found["rotary_scaling"] == "none":
         without_effect = [key for key in without_effect if "factor" in key or "original" in key]

@@ -2,6 +2,21 @@
 
 from collections.abc import Sequence
 
+TYPES = {"local": "sliding_attention", "global": "full_attention"}
+"""`model.layer_pattern` -> layer_types."""
+
+
+def pattern_of(types: Sequence[str]) -> list[str]:
+    """`model.layer_pattern` of the layers; types that are not known become themselves."""
+    ours = {theirs: ours for ours, theirs in TYPES.items()}
+    return shortest_pattern([ours.get(kind, kind) for kind in types])
+
+
+def layer_types(pattern: Sequence[str], layers: int) -> list[str]:
+    """The layer_types of the layers of a pattern."""
+    repeated = pattern or ["local"]
+    return [TYPES[repeated[i % len(repeated)]] for i in range(layers)]
+
 
 def shortest_pattern(kinds: Sequence[str]) -> list[str]:
     """The first of `kinds`, as few as give all of them when they are repeated; [] for local ones alone."""

@@ -81,6 +81,9 @@ OVERRIDES = {
     "model.layer_pattern=[local,sliding]": "model.layer_pattern[1]=sliding must be one of local, global",
     "model.layer_pattern=[local,global]": "model.layer_pattern=[local,global] has local layers, which need a window, "
     "but model.window=null (model bytes)",
+    "model.norm_placement=both": "model.norm_placement=both needs model.block=sequential, but model.block=parallel",
+    "model.logit_softcap=0": "model.logit_softcap=0 must be above 0",
+    "model.rotary_local_base=10": "model.rotary_local_base=10.0 has no effect with model.positions=alibi",
     "model.window=0": "model.window=0 is too small; it must be 1 or more",
     "model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=8; choose a divisor",
     "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 sequences (train.batch / train.microbatches); "

@@ -21,6 +21,11 @@ CONTEXT, VOCABULARY = 512, 97
 POSITIONS = (0, 1, 5, 63, 127, 256, 383, 511)
 """Where the reference logits of the first sequence are recorded."""
 
+
+def _rope(base: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": base}
+
+
 _SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
 _LLAMA = _SIZES | {
     "hidden_size": 48,
@@ -30,6 +35,8 @@ _LLAMA = _SIZES | {
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-5,
 }
+_LOCAL = ["sliding_attention"]
+_GEMMA = _LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 100}
 _NEOX = _SIZES | {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 8}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -46,6 +53,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", _LLAMA),
     "qwen3": ("qwen3", _LLAMA | {"head_dim": 16}),
     "gemma": ("gemma", _LLAMA | {"head_dim": 16}),
+    "gemma2": ("gemma2", _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma3": (
+        "gemma3_text",
+        _GEMMA
+        | {"num_hidden_layers": 5, "layer_types": [*_LOCAL, *_LOCAL, "full_attention", *_LOCAL, *_LOCAL]}
+        | {"rope_parameters": {_LOCAL[0]: _rope(100.0), "full_attention": _rope(50_000.0)}},
+    ),
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 48, "n_layer": 3, "n_head": 8}),
     "gpt_neox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5}),
     "gpt_neox_sequential": ("gpt_neox", _NEOX | {"rotary_pct": 0.25, "use_parallel_residual": False}),
@@ -72,7 +86,7 @@ def weight(name: str, shape: tuple[int, ...], case: str) -> np.ndarray:
     """The random tensor of that name, float32."""
     values = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
     if len(shape) == 1:
-        is_scale = name.endswith("weight") and case != "gemma"
+        is_scale = name.endswith("weight") and not case.startswith("gemma")
         return (0.3 * values + is_scale).astype(np.float32)
     spread = 3 if name in ("lm_head.weight", "embed_out.weight") else 1
     return (spread * values * shape[-1] ** -0.5).astype(np.float32)

@@ -7,6 +7,8 @@ written for clarity and float64: full [T, T] scores, one head at a time, one lay
 """
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -108,11 +110,16 @@ def rotate(x_BTHK, config=None):
     return jnp.concatenate([y, rest], axis=-1)
 
 
-def one_head(q_BTK, k_BTK, v_BTK, slope, window):
-    """softmax over t - window < s <= t of (q k' / sqrt(K) + slope (s - t)), times v."""
-    time, size = q_BTK.shape[1:]
+def softcapped(x, cap):
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def one_head(q_BTK, k_BTK, v_BTK, slope, window, softcap=None, size=None):
+    """softmax over t - window < s <= t of (q k' / sqrt(size) + slope (s - t)), times v; `size` is K by default."""
+    time, size = q_BTK.shape[1], size or q_BTK.shape[2]
     t, s = jnp.arange(time)[:, None], jnp.arange(time)[None, :]
-    scores = jnp.einsum("btk,bsk->bts", q_BTK, k_BTK) / math.sqrt(size) + (slope * (s - t))[None]
+    scores = softcapped(jnp.einsum("btk,bsk->bts", q_BTK, k_BTK) / math.sqrt(size), softcap)
+    scores = scores + (slope * (s - t))[None]
     weights = jnp.where(((s <= t) & (s > t - window))[None], jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
     return jnp.einsum("bts,bsk->btk", weights / weights.sum(-1, keepdims=True), v_BTK)
 
@@ -127,17 +134,24 @@ def attention(p: dict, x, positions: str, config=None, layer: int = 0):
         for name, y in (("query", q_BTHK), ("key", k_BTNK), ("value", v_BTNK))
     )
     if config and config.qk_norm:
-        q_BTHK = rmsnorm(inside(p, "query_norm"), q_BTHK, config.norm_epsilon)
-        k_BTNK = rmsnorm(inside(p, "key_norm"), k_BTNK, config.norm_epsilon)
+        norm = rmsnorm_unit_offset if config.norm == "rmsnorm_unit_offset" else rmsnorm
+        q_BTHK = norm(inside(p, "query_norm"), q_BTHK, config.norm_epsilon)
+        k_BTNK = norm(inside(p, "key_norm"), k_BTNK, config.norm_epsilon)
+    is_local = config and config.window and (not config.layer_pattern or kind_of(config, layer) == "local")
     if positions == "rotary":
+        if is_local and config.rotary_local_base:
+            unscaled = type(config.rotary_scaling)("none")
+            config = replace(config, rotary_base=config.rotary_local_base, rotary_scaling=unscaled)
         q_BTHK, k_BTNK = rotate(q_BTHK, config), rotate(k_BTNK, config)
     heads, share = q_BTHK.shape[2], q_BTHK.shape[2] // k_BTNK.shape[2]
     k_BTHK, v_BTHK = jnp.repeat(k_BTNK, share, axis=2), jnp.repeat(v_BTNK, share, axis=2)
     slopes_H = jnp.array(alibi_slopes(heads) if positions == "alibi" else [0.0] * heads)
-    is_cut = config and config.window and (not config.layer_pattern or kind_of(config, layer) == "local")
-    window = config.window if is_cut else x.shape[1]
-    of_heads = jax.vmap(one_head, in_axes=(2, 2, 2, 0, None), out_axes=2)
-    mixed_BTHK = of_heads(q_BTHK, k_BTHK, v_BTHK, slopes_H, window)
+    options = {"window": config.window if is_local else x.shape[1]}
+    if config:
+        options |= {"softcap": config.attention_softcap, "size": config.attention_scale_dim}
+    mixed_BTHK = jax.vmap(partial(one_head, **options), in_axes=(2, 2, 2, 0), out_axes=2)(
+        q_BTHK, k_BTHK, v_BTHK, slopes_H
+    )
     return mixed_BTHK.reshape(*x.shape[:2], -1) @ p["out.weight"] + bias(p, "out.bias")
 
 
@@ -164,8 +178,9 @@ def block(p: dict, x, config, layer: int = 0):
         return attention(inside(p, "attention"), h, config.positions, config, layer)
 
     if config.block == "sequential":
-        x = x + attend(norm("attention_norm", x))
-        return x + mlp(inside(p, "mlp"), norm("mlp_norm", x))
+        normed = norm if config.norm_placement == "both" else lambda name, y: y
+        x = x + normed("attention_output_norm", attend(norm("attention_norm", x)))
+        return x + normed("mlp_output_norm", mlp(inside(p, "mlp"), norm("mlp_norm", x)))
     names = ("norm", "norm") if config.block == "parallel" else ("attention_norm", "mlp_norm")
     return x + attend(norm(names[0], x)) + mlp(inside(p, "mlp"), norm(names[1], x))
 
@@ -183,7 +198,8 @@ def transformer(p: dict, ids_BT, config):
     for layer in range(config.layers):
         x = block({path: array[layer] for path, array in inside(p, "blocks").items()}, x, config, layer)
     head = p["embedding.weight" if config.tie_embeddings else "head.weight"]
-    return NORMS[config.norm](inside(p, "norm"), x, config.norm_epsilon) @ head.T + bias(p, "head.bias")
+    logits = NORMS[config.norm](inside(p, "norm"), x, config.norm_epsilon) @ head.T + bias(p, "head.bias")
+    return softcapped(logits, config.logit_softcap)
 
 
 def cross_entropy(logits_BTV, targets_BT, vocabulary: int):

@@ -93,6 +93,8 @@ CACHED = {
         "model.layers=3",
         "model.window=4",
         "model.layer_pattern=[local,global]",
+        *("model.rotary_local_base=100", "model.attention_softcap=2", "model.logit_softcap=3", "model.qk_norm=true"),
+        *("model.norm_placement=both", "model.attention_scale_dim=3"),
     ],
 }
 

@@ -76,7 +76,7 @@ def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head
     compare(splash_attention(kv_heads, head_dim, shape[0], defer), shape, "float32")
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 1.5, "scale": 0.25}], ids=str)
 def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypatch, options):
     """Output and gradients, with segments that end within and between blocks, others in each row."""
     monkeypatch.setattr(flash_attention, "BLOCKS", (128,))
@@ -221,6 +221,7 @@ REFUSED = {
     ("V100", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later",
     ("MI300", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs",
     ("H100", "cudnn", "positions=alibi", "bfloat16"): "it is used without a bias, and model.positions=alibi needs one",
+    ("H100", "cudnn", "attention_softcap=50", "bfloat16"): "caps no scores, and model.attention_softcap=50.0 needs",
     ("H100", "cudnn", "", "float32"): "in bfloat16 or float16, not float32; set train.precision=bfloat16",
     ("A100", "cudnn", "head_dim=256", "bfloat16"): "model.head_dim=256 must be a multiple of 8, and 128 or less",
     ("H100", "cudnn", "head_dim=100", "bfloat16"): "model.head_dim=100 must be a multiple of 8, and 256 or less",

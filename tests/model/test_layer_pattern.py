@@ -2,9 +2,14 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
+
+import shmap_tp.model.loss
 import shmap_tp.model.transformer
 from shmap_tp.layers import causal_attention
 from shmap_tp.model.abstract_trace import trace_gradients
+from shmap_tp.model.blocks import SequentialBlock
 from shmap_tp.model.components import parameter_shapes
 from shmap_tp.model.layer_pattern import layer_options
 from shmap_tp.parallel.tensor_parallel import AllReduce
@@ -13,7 +18,7 @@ from tests.helpers.model_cases import compare_model
 from tests.helpers.model_fixtures import config
 from tests.helpers.mutations import wrong
 
-LOCAL = "local and global"
+LOCAL = "gemma2 and 3"
 
 
 def test_the_program_is_as_long_for_48_layers_as_for_12():
@@ -34,7 +39,7 @@ def test_a_window_with_one_token_more_gives_wrong_values(monkeypatch):
 
     monkeypatch.setattr(causal_attention, "_bias", longer)
     with wrong:
-        compare_model(LOCAL, (1, 1), "float32")
+        compare_model(LOCAL, (1, 1), "float64")
 
 
 def test_a_pattern_shifted_by_one_layer_gives_wrong_values(monkeypatch):
@@ -44,4 +49,34 @@ def test_a_pattern_shifted_by_one_layer_gives_wrong_values(monkeypatch):
 
     monkeypatch.setattr(shmap_tp.model.transformer, "layer_options", shifted)
     with wrong:
-        compare_model(LOCAL, (1, 1), "float32")
+        compare_model(LOCAL, (1, 1), "float64")
+
+
+def test_a_softcap_after_the_mask_gives_wrong_values(monkeypatch):
+    """A masked score would become -softcap, and its key would be seen."""
+    softmax = jax.nn.softmax
+
+    def capped(scores, axis):
+        return softmax(jnp.tanh(scores), axis=axis)
+
+    monkeypatch.setattr(causal_attention.jax.nn, "softmax", capped)
+    with wrong:
+        compare_model(LOCAL, (1, 1), "float64")
+
+
+def test_a_loss_without_the_gradient_of_its_softcap_gives_wrong_values(monkeypatch):
+    scores = shmap_tp.model.loss._scores
+    monkeypatch.setattr(shmap_tp.model.loss, "_scores", lambda *given: replace(scores(*given), slope_NV=None))
+    with wrong:
+        compare_model(LOCAL, (1, 1), "float64")
+
+
+def test_output_norms_in_place_of_input_norms_give_wrong_values(monkeypatch):
+    def moved(self, x_BTD, context):
+        y_BTD, extras = self.attention(x_BTD, context)
+        x_BTD = x_BTD + self.attention_output_norm(y_BTD)
+        return x_BTD + self.mlp_output_norm(self.mlp(x_BTD, context.tp)), extras
+
+    monkeypatch.setattr(SequentialBlock, "__call__", moved)
+    with wrong:
+        compare_model(LOCAL, (1, 1), "float64")

@@ -93,7 +93,7 @@ def test_logits_of_bfloat16_inputs_are_float32(bfloat16_arrays):
     """No logit is rounded to bfloat16: the losses equal those of the same h in float32.  The dtypes of the program are
     checked, too, because XLA for CPU would leave out such a rounding."""
     h, w, ids = bfloat16_arrays
-    (product,) = equations_named(jax.make_jaxpr(score)(h[0], OutputProjection(w)).jaxpr, "dot_general")
+    (product,) = equations_named(jax.make_jaxpr(score)(h[0], OutputProjection(jnp.asarray(w))).jaxpr, "dot_general")
     dtypes = [var.aval.dtype for var in (*product.invars, *product.outvars)]
     assert dtypes == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
     loss = LinearCrossEntropy(V, Z_LOSS, 5)

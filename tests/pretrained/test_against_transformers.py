@@ -26,7 +26,7 @@ from tests.helpers.transformers_float64 import float64_throughout, model_in_floa
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-WINDOWED = ("mistral",)
+WINDOWED = ("mistral", "gemma2", "gemma3")
 """Cases with a window."""
 every_case = pytest.mark.parametrize("case", CASES)
 TOLERANCE = {"float32": 2e-5, "float64": 1e-10}
@@ -117,11 +117,13 @@ def gradient_differences(model: shmap_tp.Model, loss: float, expected: Any, dire
 
 @pytest.mark.parametrize("case", WINDOWED)
 def test_greedy_tokens_are_those_of_transformers_for_several_times_the_window(directories, case):
-    """A prompt within the window, and tokens to beyond three of it."""
+    """A prompt within the window, and tokens to beyond three of it.  With a mask: transformers would take the tokens
+    of the prompt that have the id of padding for padding."""
     prompt, new = tokens()[:1, :90], 220
     assert prompt.shape[1] + new > 3 * reference(case)["config"]["sliding_window"]
     model = theirs(directories / case)
-    expected = model.generate(torch.tensor(prompt), max_new_tokens=new, do_sample=False, eos_token_id=None)
+    options = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones(prompt.shape, dtype=torch.long)}
+    expected = model.generate(torch.tensor(prompt), max_new_tokens=new, **options)
     found = shmap_tp.from_pretrained(directories / case, **MESHES["(2,4)"]).generate(
         [prompt[0].tolist()], max_new_tokens=new, temperature=0.0
     )

@@ -99,6 +99,19 @@ REFUSED = [
     ("qwen2", {"attention_bias": True}, "attention_bias=True is not a key that shmap_tp knows for Qwen2ForCausalLM"),
     ("gpt2", {"num_attention_heads": 4}, "num_attention_heads=4 is not a key that shmap_tp knows for GPT2LMHeadModel"),
     ("gemma", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not a key that shmap_tp knows"),
+    ("gemma2", {"layer_types": ["full_attention"] * 2}, "layer_types has 2 elements, but num_hidden_layers=3"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported for Gemma3ForCausalLM"),
+    (
+        "gemma3",
+        {"rope_parameters": None, "rope_local_base_freq": "x"},
+        "rope_local_base_freq=x must be a finite number",
+    ),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+    (
+        "gemma3",
+        {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        "rope_scaling={'rope_type': 'linear', 'factor': 8.0} is not supported",
+    ),
     ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act=quick_gelu is not supported for GPTNeoX"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False is not supported"),
@@ -128,6 +141,10 @@ MALFORMED = {
     "gpt_neox": {"hidden_size": [{}, float("nan")], "rope_parameters": [{"partial_rotary_factor": 2.0}]},
     "gemma": {"hidden_size": [-1, []]},
     "mistral": {"sliding_window": ["x", 0, []]},
+    "gemma2": {"layer_types": [7, "x", [7]], "sliding_window_pattern": ["x", 0], "attn_logit_softcapping": ["x", -1]},
+    "gemma3": {
+        "rope_parameters": ["x", {"full_attention": 7}, {"sliding_attention": {"rope_theta": "a"}, "chunked": {}}],
+    },
     "qwen3": {"layer_types": [7, "x", [7]]},
 }
 
@@ -149,6 +166,12 @@ PUBLISHED = {
     "pythia-70m": ({"rotary_emb_base": 10000, "rotary_pct": 0.25, "rope_parameters": None}, "gpt_neox"),
     "gpt-neox-20b": ({"hidden_act": "gelu_fast", "attention_probs_dropout_prob": 0.1}, "gpt_neox"),
     "gpt-j-6b": ({"rotary": True, "scale_attn_weights": True, "gradient_checkpointing": False}, "gptj"),
+    "gemma-2-2b": ({"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}, "gemma2"),
+    "gemma-3-1b-pt": (
+        {"layer_types": None, "sliding_window_pattern": 3, "rope_parameters": None, "rope_theta": 5e4}
+        | {"rope_local_base_freq": 100.0, "rope_scaling": None, "cache_implementation": "hybrid"},
+        "gemma3",
+    ),
     "gemma-7b": ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gemma"),
 }
 """Keys that the config.json of published models has, and this project's tests of logits do not have."""
@@ -191,7 +214,11 @@ def test_where_config_json_has_rope_scaling_and_rope_parameters_the_first_counts
         ("gpt2", {}, "n_positions=512"),
         ("mistral", {}, "max_position_embeddings=512"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 100, "layer_types": None}, "sliding_window=100"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 99}, "sliding_window=99"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 99},
+            "sliding_window=99",
+        ),
     ],
 )
 def test_a_context_beyond_the_model_or_its_sliding_window_is_refused(tmp_path, case, changed, limit):
@@ -200,6 +227,14 @@ def test_a_context_beyond_the_model_or_its_sliding_window_is_refused(tmp_path, c
     assert f"model.context=513 is above {limit} of" in said
     longest = int(limit.rpartition("=")[2])
     assert config_of(tmp_path, case, **changed).model.context == longest
+
+
+def test_the_layers_of_gemma_are_those_of_layer_types_and_without_it_those_of_transformers(tmp_path):
+    assert config_of(tmp_path, "gemma2").model.layer_pattern == ["local", "global"]
+    assert config_of(tmp_path, "gemma2", layer_types=None).model.layer_pattern == ["local", "global"]
+    assert config_of(tmp_path, "gemma3").model.layer_pattern == ["local", "local", "global"]
+    layers = {"layer_types": None, "num_hidden_layers": 26}
+    assert config_of(tmp_path, "gemma3", **layers).model.layer_pattern == [*["local"] * 5, "global"]
 
 
 def test_the_window_of_mistral_is_that_of_config_json(tmp_path):

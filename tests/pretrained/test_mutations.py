@@ -52,6 +52,12 @@ def test_the_comparison_fails_with(tmp_path, monkeypatch, what):
         ("gpt_neox", "block=sequential"),
         ("mistral", "window=99"),
         ("mistral", "window=101"),
+        ("gemma2", "layer_pattern=[global,local]"),
+        ("gemma2", "attention_softcap=null"),
+        ("gemma2", "attention_scale_dim=null"),
+        ("gemma2", "logit_softcap=null"),
+        ("gemma3", "rotary_local_base=null"),
+        ("gemma3", "layer_pattern=[local,global,local]"),
     ],
 )
 def test_the_comparison_fails_with_another_option(tmp_path, monkeypatch, case, changed):

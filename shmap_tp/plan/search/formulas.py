@@ -229,7 +229,7 @@ def _score_keys(model: ModelConfig) -> int:
     """The keys with which chunked attention computes the scores of a query, of all layers: of local ones the blocks of
     `causal_attention`."""
     period = layer_options(model)
-    keys = (2 * (period[layer % len(period)].window or model.context) for layer in range(model.layers))
+    keys = (2 * (period[layer % len(period)].pattern.window or model.context) for layer in range(model.layers))
     return sum(min(of_layer, model.context) for of_layer in keys)
 
 

@@ -1,7 +1,7 @@
 """The model families that can be read and written.  A new one is a file of tables, and an entry here."""
 
 from shmap_tp.errors import UserError, shown
-from shmap_tp.pretrained.families.gemma import GEMMA
+from shmap_tp.pretrained.families.gemma import GEMMA, GEMMA2, GEMMA3
 from shmap_tp.pretrained.families.gpt2 import GPT2
 from shmap_tp.pretrained.families.gpt_neox import GPT_NEOX
 from shmap_tp.pretrained.families.gptj import GPTJ
@@ -10,7 +10,7 @@ from shmap_tp.pretrained.families.mistral import MISTRAL
 from shmap_tp.pretrained.families.qwen import QWEN2, QWEN3
 from shmap_tp.pretrained.family import Family
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, GPTJ, GEMMA)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, GPTJ, GEMMA, GEMMA2, GEMMA3)
 """In the order in which a family is chosen for a model that was not read from a Hugging Face directory."""
 
 

@@ -1,24 +1,31 @@
-"""Gemma 1.  Gemma 2 and 3 have soft caps and local layers, which are not supported."""
+"""Gemma 1, 2 and 3 (the text models)."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from shmap_tp.pretrained.config_json import RotaryKeys
+from shmap_tp.config.schema import ModelConfig
+from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys
 from shmap_tp.pretrained.families.llama import ROWS, SHAPE
-from shmap_tp.pretrained.family import Family, Key
+from shmap_tp.pretrained.family import Family, Key, Row
+from shmap_tp.pretrained.layer_types import layer_types, pattern_of
 
 _TANH = "gelu_pytorch_tanh"
-_OTHER_DEFAULTS = {
-    "head_dim": Key("head_dim", ("head_dim",), 256),
-    "tie_word_embeddings": Key("tie_word_embeddings", ("tie_embeddings",), True),
-}
+_HEAD_DIM = Key("head_dim", ("head_dim",), 256)
+_SHAPE = (
+    *(key for key in SHAPE if key.theirs not in ("head_dim", "tie_word_embeddings")),
+    _HEAD_DIM,
+    Key("tie_word_embeddings", ("tie_embeddings",), True),
+    Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
+)
 
 GEMMA = Family(
     architecture="GemmaForCausalLM",
     model_type="gemma",
     keys=(
-        *(_OTHER_DEFAULTS.get(key.theirs, key) for key in SHAPE),
+        *_SHAPE,
         Key("hidden_act", ("mlp",), _TANH, {_TANH: "geglu", "gelu": "geglu"}),  # gelu means the tanh form here
-        Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
     ),
     fixed={"block": "sequential", "norm": "rmsnorm_unit_offset", "positions": "rotary"},
     context_key="max_position_embeddings",
@@ -27,4 +34,67 @@ GEMMA = Family(
     rotary=RotaryKeys(),
     only={"hidden_activation": (_TANH,), "use_bidirectional_attention": (False,)},
     derived=lambda config: {"embedding_scale": math.sqrt(config["hidden_size"])},
+)
+
+
+def _of_kinds(period: int) -> dict[str, Any]:
+    """Fields of a family whose layers, where layer_types is absent, are local but for every `period`-th."""
+
+    def derived(config: Mapping[str, Any]) -> dict[str, Any]:
+        every = config.get("sliding_window_pattern") or period
+        kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_layers(config))]
+        return GEMMA.derived(config) | {"layer_pattern": pattern_of(config.get("layer_types") or kinds)}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {"layer_types": layer_types(model.layer_pattern, model.layers)}
+
+    return {"derived": derived, "write": write, "ignored": frozenset({"layer_types", "sliding_window_pattern"})}
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    return config["num_hidden_layers"]
+
+
+_NORMS = {
+    "blocks.attention_output_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "blocks.mlp_norm.scale": "model.layers.{layer}.pre_feedforward_layernorm.weight",
+    "blocks.mlp_output_norm.scale": "model.layers.{layer}.post_feedforward_layernorm.weight",
+}
+_BOTH_NORMS = (
+    *(row for row in ROWS if row.ours not in _NORMS),
+    *(Row(ours, theirs, "d -> d") for ours, theirs in _NORMS.items()),
+)
+
+GEMMA2 = replace(
+    GEMMA,
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    keys=(
+        *_SHAPE,
+        Key("hidden_activation", ("mlp",), _TANH, {_TANH: "geglu"}),
+        Key("query_pre_attn_scalar", ("attention_scale_dim",), 256),
+        Key("sliding_window", ("window",), 4096),
+        Key(
+            "attn_logit_softcapping", ("attention_softcap",), lambda config: config.get("attn_logit_softcapping", 50.0)
+        ),
+        Key("final_logit_softcapping", ("logit_softcap",), lambda config: config.get("final_logit_softcapping", 30.0)),
+    ),
+    fixed=GEMMA.fixed | {"norm_placement": "both"},
+    rows=_BOTH_NORMS,
+    only={"hidden_act": (_TANH,), "use_bidirectional_attention": (False,)},
+    **_of_kinds(2),
+)
+
+GEMMA3 = replace(
+    GEMMA2,
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    keys=(
+        *(key for key in GEMMA2.keys if "softcapping" not in key.theirs),
+        Key("final_logit_softcapping", ("logit_softcap",), None),
+    ),
+    fixed=GEMMA2.fixed | {"qk_norm": True},
+    rotary=LocalRotaryKeys(RotaryKeys(default_base=1e6), local="rope_local_base_freq", default_local=10_000.0),
+    only=GEMMA2.only | {"attn_logit_softcapping": (None,)},  # which transformers 5 reads and does not use
+    **_of_kinds(6),
 )

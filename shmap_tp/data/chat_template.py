@@ -117,9 +117,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 def chat_template_of_model(model: Any, file: str | None) -> ChatTemplate:
     """That in `file`, or of the conversations that an `api.Model` was trained on, or of the Hugging Face directory that
     it was read from.  Raises UserError if there is none."""
-    run = None if model.checkpoint is None else Path(model.checkpoint).parents[1]
-    if file is None and run is not None and file_size(run / TEMPLATE) is not None:
-        return chat_template_of(run)
+    runs = [] if model.checkpoint is None else [Path(model.checkpoint).parents[1], Path(model.config.run.dir)]
+    for run in runs if file is None else ():  # checkpoints may be in a bucket
+        if file_size(run / TEMPLATE) is not None:
+            return chat_template_of(run)
     return chat_template_of(Path(model.checkpoint) if model.source is None else model.source.directory, file)
 
 

@@ -30,8 +30,8 @@ from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.files import parse_json
 
 ASSISTANT = "assistant"
-SHAREGPT = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
-"""The names of ShareGPT's speakers that are called otherwise in messages; others keep their name."""
+SHAREGPT = {"human": "user", "gpt": ASSISTANT}
+"""Speakers of ShareGPT's form that have another name in messages."""
 FORMS = '{"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or ShareGPT\'s form'
 
 
@@ -79,7 +79,7 @@ def conversation(row: Any, place: str) -> Conversation:
 
 
 def _of_sharegpt(turn: Any, place: str) -> Message:
-    if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or "value" not in turn:
         raise UserError(f"{place}: a turn of ShareGPT's form is an object with from and value, not {str(turn)[:40]!r}")
     return {"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
 

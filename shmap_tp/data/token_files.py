@@ -82,14 +82,14 @@ class TokenFile:
     def _open_bits(self, path: Path, sha256: str) -> np.ndarray:
         """The bits of what counts.  Raises UserError if they are not those of meta.json."""
         size = _existing_size(path)
-        with reading(path):
-            found = hashlib.sha256(path.read_bytes()).hexdigest() if size == -(-self.tokens // 8) else f"{size} bytes"
-            if found != sha256:
-                raise UserError(
-                    f"{path}: sha256 is {found[:12]}..., {META} says {sha256[:12]}...; the file has changed: copy it "
-                    f"again, or prepare it again"
-                )
-            return np.memmap(path, np.uint8, "r")
+        with reading(path), path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != sha256 or size != -(-self.tokens // 8):
+            raise UserError(
+                f"{path}: {size} bytes of sha256 {found[:12]}..., but {META} says {sha256[:12]}... for {self.tokens} "
+                f"tokens; the file has changed: copy it again, or prepare it again"
+            )
+        return np.memmap(path, np.uint8, "r")
 
     def __len__(self) -> int:
         """Number of sequences."""

@@ -156,7 +156,7 @@ def test_prepared_conversations_are_read_with_what_counts_and_stop_where_the_tem
         assert meta.counted[split] == file.counted
     assert len(files[1]) == 2  # 4 of 40 conversations
     (tmp_path / "data" / "train.counted").write_bytes(bytes(-(-files[0].tokens // 8)))
-    with pytest.raises(UserError, match=r"train\.counted: sha256 is .* the file has changed"):
+    with pytest.raises(UserError, match=r"train\.counted: .* bytes of sha256 .* the file has changed"):
         open_data(config.data, config.model, ["train"])
 
 
@@ -199,6 +199,7 @@ def test_the_example_conversations_are_prepared_in_rows_of_the_models_limit(mode
         ({"text": "a"}, [], "line 3: no conversation in the fields text; .* for text use --text"),
         ([1], [], "line 3: an object is needed"),
         ({"conversations": [{"value": 1}]}, [], "line 3: a turn of ShareGPT's form is an object with from and value"),
+        ({"conversations": [{"from": [1], "value": ""}]}, [], "line 3: a turn of ShareGPT's form is an object with"),
         ({"messages": [SAID[0], {"role": "assistant", "content": 5}]}, [], "line 3: .* refuses the messages: "),
         ({"prompt": "a", "completion": "b" * 99}, ["--pack", "64"], "1 samples are longer than --pack 64 tokens; .*"),
         ({"prompt": "a", "completion": "<|endoftext|>"}, [], "line 3: '<.endoftext.>' is to end a conversation"),

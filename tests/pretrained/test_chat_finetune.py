@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,8 @@ def test_chat_and_export_have_the_template_of_the_conversations_and_stop_at_its_
     tokenizer = tokenizer_of_model(model, None)
     end = tokenizer.special_tokens()["<|im_end|>"]
     assert chat_template_of_model(model, None).text == TEMPLATE and end in tokenizer.stop_tokens
+    in_a_bucket = replace(model, checkpoint="gs://bucket/run/checkpoints/20")  # then it is found in run.dir
+    assert chat_template_of_model(in_a_bucket, None).text == TEMPLATE
     assert main(["export", str(work / "run"), "--out", str(work / "out")]) == 0
     assert chat_template_of(work / "out").text == TEMPLATE
     assert json.loads((work / "out" / "generation_config.json").read_text())["eos_token_id"] == [end]

@@ -10,7 +10,8 @@ H/mp: dim H sharded over mp.  {+mp}: a partial sum, not yet reduced.
        --attention, head by head-->  mixed[B T H/mp K]  --row_parallel: out {+mp}, reduced-->  y
 
 How the attention of each head is computed is a value, too: `Chunked`, here, in XLA's own operations, or a kernel of
-flash_attention.py, selected when the model is built (attention_selection.py).  None of them communicates.
+flash_attention.py, selected when the model is built (attention_selection.py).  They communicate only on a mesh with an
+axis that shards time, which `Chunked` alone can do.
 """
 
 from dataclasses import dataclass, replace
@@ -23,14 +24,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.config.activation_names import ATTENTION_OUTPUT, QUERY_KEY_VALUE
-from shmap_tp.layers.causal_attention import Pattern, causal_attention
+from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend_from, causal_attention
 from shmap_tp.layers.context import Context, DeferredResiduals, Extras
 from shmap_tp.layers.flash_attention import Cudnn, Splash
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, adapted
 from shmap_tp.layers.norm import RMSNorm
-from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.collectives import all_gather, mark_varying
 from shmap_tp.parallel.linear_protocol import Adapter, Linear
-from shmap_tp.parallel.mesh import MP, Role, axes_of
+from shmap_tp.parallel.mesh import MP, Role, axes_of, ranks
 from shmap_tp.parallel.partitioning import ParameterKind, param
 from shmap_tp.parallel.tensor_parallel import Activation
 
@@ -50,8 +51,19 @@ class Chunked:
         v_BTNK: Float[Array, "B T N K"],
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
-        """(mixed, no deferred residuals).  Communication: none."""
-        mixed_BTHK = causal_attention(q_BTHK, k_BTNK, v_BTNK, pattern, self.chunk)
+        """(mixed, no deferred residuals).  Of rows whose time is sharded, each device has consecutive positions, in the
+        order of the ranks, and computes its queries with all keys of the row, T x T / ranks scores a head.
+
+        Communication  none; over the axes that shard time, one all-gather each of k, v and the segments, and backward
+                       one reduce-scatter each of dk and dv.
+        """
+        if over := axes_of(Role.time):
+            first = lax.axis_index(over) * q_BTHK.shape[1]
+            local = Keys(k_BTNK, v_BTNK, pattern.segments_BT)
+            keys = jax.tree.map(lambda x: all_gather(x, over, 1), local)
+            mixed_BTHK = attend_from(Queries(q_BTHK, pattern.segments_BT), keys, pattern, first, self.chunk)
+        else:
+            mixed_BTHK = causal_attention(q_BTHK, k_BTNK, v_BTNK, pattern, self.chunk)
         return checkpoint_per_head(mixed_BTHK, ATTENTION_OUTPUT), ()
 
 
@@ -161,11 +173,13 @@ class Attention(eqx.Module):
     def mix(self, q: Activation, k: Activation, v: Activation, context: Context) -> tuple[Activation, Extras]:
         """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these.
 
-        Raises TypeError for a cache with segments, and on a mesh with an axis that shards time: keys of other ranks
-        would be left out.
+        Raises TypeError for a cache with segments, and on a mesh with an axis that shards time for a cache and for
+        kernels: keys of other ranks would be left out.
         """
-        if over := axes_of(Role.time):
-            raise TypeError(f"attention sees the keys of its own rank alone, and the mesh axis {over[0]} shards time")
+        over = axes_of(Role.time)
+        if over and (context.cache is not None or not isinstance(self.attend, Chunked)):
+            what = "a cache" if context.cache is not None else type(self.attend).__name__
+            raise TypeError(f"{what} has the keys of its own rank alone, and the mesh axis {over[0]} shards time")
         tp, encoding = context.tp, context.encoding
         q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
         if self.query_norm is not None:
@@ -179,7 +193,7 @@ class Attention(eqx.Module):
         if self.query_norm is None:  # else they are saved before their norms
             qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)
         pattern = replace(context.pattern, slopes_H=encoding.slopes(), segments_BT=context.segments)
-        if pattern.window is not None and pattern.window >= q_BTHK.shape[1]:
+        if pattern.window is not None and pattern.window >= q_BTHK.shape[1] * ranks(over):
             pattern = replace(pattern, window=None)
         mixed_BTHK, residuals = self.attend(*qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE), pattern)
         return tp.split_time(mixed_BTHK), Extras(residuals=residuals)

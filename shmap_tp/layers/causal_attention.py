@@ -136,11 +136,29 @@ def _attend_groups(queries: Queries, keys: Keys, pattern: Pattern, chunk: int) -
     return jnp.concatenate(mixed, axis=1)
 
 
+def attend_from(
+    queries: Queries, keys: Keys, pattern: Pattern, first: Int[Array, ""] | int, chunk: int
+) -> Float[Array, "B T H K"]:
+    """Attention of T queries, from position `first` on, to the keys of positions 0 to S - 1, `chunk` queries at a time.
+
+    All S keys take part in the work, those that the mask excludes, too.
+    """
+    return _attend_chunks(queries, keys, pattern, (0, keys.k_BSNK.shape[1]), first, chunk)
+
+
 def _attend_group(queries: Queries, keys: Keys, pattern: Pattern, end: int, chunk: int) -> Array:
     """Attention of the queries of the positions up to `end`, a chunk at a time."""
-    time = queries.q_BTHK.shape[1]
-    start, (whole, rest) = end - time, divmod(time, chunk)
+    start = end - queries.q_BTHK.shape[1]
     oldest = 0 if pattern.window is None else max(0, start - pattern.window + 1)
+    return _attend_chunks(queries, keys, pattern, (oldest, end), start, chunk)
+
+
+def _attend_chunks(
+    queries: Queries, keys: Keys, pattern: Pattern, span: tuple[int, int], start: Int[Array, ""] | int, chunk: int
+) -> Array:
+    """Attention of the queries from position `start` on to the keys between the two positions of `span`."""
+    time, (oldest, end) = queries.q_BTHK.shape[1], span
+    whole, rest = divmod(time, chunk)
 
     @jax.checkpoint
     def attend_chunk(queries: Queries, keys: Keys, first: Int[Array, ""] | int) -> Array:
@@ -152,7 +170,9 @@ def _attend_group(queries: Queries, keys: Keys, pattern: Pattern, end: int, chun
     in_loop, *last = _split(queries, [whole * chunk])
     firsts = start + chunk * jnp.arange(whole)
     mixed_BTHK = map_chunks(lambda queries, first: attend_chunk(queries, keys, first), in_loop, firsts)
-    return jnp.concatenate([mixed_BTHK, attend_chunk(*last, keys, end - rest)], axis=1) if rest else mixed_BTHK
+    if not rest:
+        return mixed_BTHK
+    return jnp.concatenate([mixed_BTHK, attend_chunk(*last, keys, start + whole * chunk)], axis=1)
 
 
 def map_chunks(

@@ -72,7 +72,7 @@ def reduce_scatter(x: Float[Array, "..."], axes: Axes, dim: int) -> Float[Array,
     return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
 
 
-def all_gather(x: Float[Array, "..."], axes: Axes, dim: int) -> Float[Array, "..."]:
+def all_gather(x: Shaped[Array, "..."], axes: Axes, dim: int) -> Shaped[Array, "..."]:
     """Shards of x along `dim` -> x, typed as varying: devices will use it differently.  Communication: one all-gather
     of x; backward one reduce-scatter of dx, in x's dtype."""
     return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True)

@@ -15,6 +15,7 @@ Block = StrEnum("Block", ["parallel", "sequential", "parallel_two_norms"])
 Norm = StrEnum("Norm", ["layernorm", "rmsnorm", "rmsnorm_unit_offset"])
 Mlp = StrEnum("Mlp", ["gelu", "gelu_erf", "swiglu", "geglu"])
 PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
+RouterScores = StrEnum("RouterScores", ["softmax", "sigmoid"])
 RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
 RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3"])
 AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
@@ -116,7 +117,22 @@ class ModelConfig:
     head_dim: int
     """K, the size of one head; it need not be width / heads."""
     ffn: int
-    """F, the hidden size of the MLP; mp must divide it."""
+    """F, the hidden size of the MLP, which mp must divide, or of each expert."""
+    experts: int
+    """E, the number of experts that each block has in place of its MLP; mp must divide it.  0: an MLP."""
+    experts_per_token: int
+    """How many experts compute each token, those with the highest scores."""
+    router_scores: RouterScores
+    """Scores of the experts, from the product of a token and the router's weight.  softmax: over all experts.  sigmoid:
+    of each expert by itself."""
+    router_normalize: bool
+    """Whether the scores of a token's chosen experts, its weights, are divided by their sum."""
+    router_balance_loss: float
+    """Weight of the load-balancing loss, which is 1 in each block where all experts are chosen alike; 0: none."""
+    router_z_loss: float
+    """Weight of the router's squared log-partition term (ST-MoE, section 3.2), in each block; 0: none."""
+    shared_expert_ffn: int
+    """Hidden size of an MLP beside the experts that computes every token; mp must divide it.  0: none."""
     vocabulary: int
     """V, the number of token ids."""
     vocabulary_multiple: int

@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
+from shmap_tp.config.experts import check_experts
 from shmap_tp.config.schema import (
     AUTO,
     AdapterConfig,
@@ -178,6 +179,10 @@ def _check_mp_divides_model(mesh: MeshConfig, model: ModelConfig) -> None:
 def _cut_along_mp(mesh: MeshConfig, model: ModelConfig) -> dict[str, int]:
     """The sizes that mesh.mp must divide."""
     sizes = {"heads": model.heads, "ffn": model.ffn, "the padded vocabulary": padded_vocabulary(model)}
+    if model.experts:  # whole experts: their hidden size is not sharded
+        sizes["ffn"] = 0
+        sizes |= {"experts": model.experts, "shared_expert_ffn": model.shared_expert_ffn}
+    sizes = {what: size for what, size in sizes.items() if size}
     is_time_cut = mesh.tensor_parallel != TensorParallelMode.all_reduce
     return sizes | ({"context": model.context} if is_time_cut else {})
 
@@ -232,6 +237,7 @@ def _validate_model(mesh: MeshConfig, model: ModelConfig) -> None:
     _check_rotary(model)
     _check_options(model)
     _check_layer_pattern(mesh, model)
+    check_experts(model)
     _check_offload(model)
     _check_adapter(model.adapter)
 

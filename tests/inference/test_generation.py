@@ -99,6 +99,11 @@ CACHED = {
 }
 
 
+CACHED["experts"] = [
+    *VARIANTS["rotary, sequential, RMSNorm, SwiGLU"],
+    *("model.experts=8", "model.experts_per_token=3", "model.ffn=12", "model.shared_expert_ffn=8"),
+    *("model.router_balance_loss=0.1", "mesh.zero=fsdp"),
+]
 ROTARY, LEARNED = "rotary, sequential, two key/value heads", "learned, parallel with two norms, tied, FSDP"
 
 
@@ -110,6 +115,7 @@ ROTARY, LEARNED = "rotary, sequential, two key/value heads", "learned, parallel 
         (LEARNED, (2, 2)),
         (LEARNED, (8, 1)),
         ("local and global", (2, 4)),
+        ("experts", (2, 4)),
     ],
     ids=str,
 )

@@ -20,7 +20,7 @@ RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
 RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3"])
 AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
 NormPlacement = StrEnum("NormPlacement", ["before", "both"])
-LayerKind = StrEnum("LayerKind", ["local", "global"])
+LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention", "mlp", "attention_and_up", "all_matmuls"])
 SavedActivation = StrEnum(
@@ -186,8 +186,8 @@ class ModelConfig:
     window: int | None
     """In local layers a token attends to the last `window` tokens, of which it is one; null: to all before it."""
     layer_pattern: list[LayerKind]
-    """Which layers are local and which global, without the window: repeated over the layers, the first layer has the
-    first element.  [] makes all layers local."""
+    """Which layers are local, which global, without the window, and which nope, global without the rotary encoding:
+    repeated over the layers, the first layer has the first element.  [] makes all layers local."""
     rotary_local_base: float | None
     """For positions=rotary: the base in local layers, whose rates are not scaled; null: as in the others."""
     attention_softcap: float | None

@@ -273,6 +273,7 @@ def _check_rotary(model: ModelConfig) -> None:
             f"rotary_pairing={model.rotary_pairing}": model.rotary_pairing != RotaryPairing.half,
             f"rotary_local_base={model.rotary_local_base}": model.rotary_local_base is not None,
             f"rotary_scaling={model.rotary_scaling}": model.rotary_scaling != RotaryScaling.none,
+            f"layer_pattern=[{','.join(model.layer_pattern)}] with nope": LayerKind.nope in model.layer_pattern,
         }
         for option in [option for option, is_given in given.items() if is_given]:
             raise UserError(

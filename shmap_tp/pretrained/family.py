@@ -126,8 +126,8 @@ class Family:
     window: Callable[[Mapping[str, Any]], ContextLimit | None] = lambda config: None
     """The sliding window of a config.json where longer sequences are not supported: within it, attention is to all
     earlier positions."""
-    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
-    """Keys of the `model` section that config.json has no key for."""
+    derived: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda config, where: {}
+    """Keys of the `model` section that no one key of config.json determines, of (config.json, where it is)."""
     write: Callable[[ModelConfig], Mapping[str, Any]] = lambda model: {}
     """Keys of config.json that follow from the model and are in no table."""
 
@@ -153,7 +153,7 @@ class Family:
                     )
                 value = key.values[value]
             found |= dict.fromkeys(key.ours, value)
-        found |= self.derived(config)
+        found |= self.derived(config, where)
         if self.rotary:
             found |= self.rotary.read(config, found["head_dim"], where)
         self._refuse_unknown(config, where)

@@ -78,9 +78,10 @@ OVERRIDES = {
     "model.rotary_pairing=neighbouring": "model.rotary_pairing=neighbouring has no effect with model.positions=alibi",
     "model.rotary_scaling=llama3": "model.rotary_scaling=llama3 has no effect with model.positions=alibi",
     "model.rotary_scaling=yarn": "model.rotary_scaling=yarn must be one of none, llama3",
-    "model.layer_pattern=[local,sliding]": "model.layer_pattern[1]=sliding must be one of local, global",
+    "model.layer_pattern=[local,sliding]": "model.layer_pattern[1]=sliding must be one of local, global, nope",
     "model.layer_pattern=[local,global]": "model.layer_pattern=[local,global] has local layers, which need a window, "
     "but model.window=null (model bytes)",
+    "model.layer_pattern=[global,nope]": "model.layer_pattern=[global,nope] with nope has no effect with model.",
     "model.norm_placement=both": "model.norm_placement=both needs model.block=sequential, but model.block=parallel",
     "model.logit_softcap=0": "model.logit_softcap=0 must be above 0",
     "model.rotary_local_base=10": "model.rotary_local_base=10.0 has no effect with model.positions=alibi",

@@ -25,7 +25,7 @@ FAMILIES = {
     "experts_per_token=5 router_normalize=false router_balance_loss=0.1 router_z_loss=0.1 shared_expert_ffn=8 "
     "remat=full",
     "gemma2 and 3": "block=sequential norm=rmsnorm_unit_offset norm_placement=both qk_norm=true mlp=geglu kv_heads=2 "
-    "positions=rotary rotary_local_base=10 layers=5 window=3 layer_pattern=[local,local,global] attention_chunk=2 "
+    "positions=rotary rotary_local_base=10 layers=5 window=3 layer_pattern=[local,nope,global] attention_chunk=2 "
     "attention_softcap=1 attention_scale_dim=3 logit_softcap=0.5 tie_embeddings=true remat=mlp init_std=0.05",
 }
 FAMILIES = {

@@ -67,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 5, "layer_types": [*_LOCAL, *_LOCAL, "full_attention", *_LOCAL, *_LOCAL]}
         | {"rope_parameters": {_LOCAL[0]: _rope(100.0), "full_attention": _rope(50_000.0)}},
     ),
+    "smollm3": ("smollm3", _LLAMA | {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 48, "n_layer": 3, "n_head": 8}),
     "gpt_neox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5}),
     "gpt_neox_sequential": ("gpt_neox", _NEOX | {"rotary_pct": 0.25, "use_parallel_residual": False}),

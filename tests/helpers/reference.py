@@ -169,7 +169,7 @@ def attention(p: dict, x, positions: str, config=None, layer: int = 0):
         q_BTHK = norm(inside(p, "query_norm"), q_BTHK, config.norm_epsilon)
         k_BTNK = norm(inside(p, "key_norm"), k_BTNK, config.norm_epsilon)
     is_local = config and config.window and (not config.layer_pattern or kind_of(config, layer) == "local")
-    if positions == "rotary":
+    if positions == "rotary" and not (config and config.layer_pattern and kind_of(config, layer) == "nope"):
         if is_local and config.rotary_local_base:
             unscaled = type(config.rotary_scaling)("none")
             config = replace(config, rotary_base=config.rotary_local_base, rotary_scaling=unscaled)

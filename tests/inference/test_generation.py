@@ -90,9 +90,9 @@ CACHED = {
     ],
     "local and global": [
         *VARIANTS["rotary, sequential, RMSNorm, SwiGLU"],
-        "model.layers=3",
+        "model.layers=4",
         "model.window=4",
-        "model.layer_pattern=[local,global]",
+        "model.layer_pattern=[local,global,nope]",
         *("model.rotary_local_base=100", "model.attention_softcap=2", "model.logit_softcap=3", "model.qk_norm=true"),
         *("model.norm_placement=both", "model.attention_scale_dim=3"),
     ],

@@ -259,6 +259,11 @@ class TrainConfig:
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int
     """Number of positions per device whose logits are in memory at a time."""
+    dpo_beta: float | None
+    """Direct preference optimisation of an adapter, on data of `prepare --preferences`: beta, by which differences of
+    log-probabilities become rewards; 0.1 is usual.  null: the next token is trained on."""
+    dpo_label_smoothing: float
+    """For dpo_beta: the share of pairs whose preference is taken to be wrong; 0 is plain DPO."""
     profile: list[int] | None
     """[first, last]: the steps, counted from 1, that are traced for XProf or TensorBoard; null: none."""
     check_replicas_every: int

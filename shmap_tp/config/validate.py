@@ -55,6 +55,7 @@ def validate(config: Config) -> None:
     _check_profile(config.train)
     _check_mp_divides_model(mesh, model)
     _validate_model(mesh, model)
+    _check_preferences(config.train, model.adapter)
     _check_fsdp_gradients(mesh, model)
     _check_batch(mesh, config.train)
 
@@ -249,6 +250,27 @@ def _check_adapter(adapter: AdapterConfig) -> None:
         )
     if adapter.rank and not adapter.matrices:
         raise UserError("model.adapter.matrices=[] names no matrix; use [all], or model.adapter.rank=0 for no adapters")
+
+
+def _check_preferences(train: TrainConfig, adapter: AdapterConfig) -> None:
+    beta, smoothing = train.dpo_beta, train.dpo_label_smoothing
+    if beta is None and smoothing:
+        raise UserError(f"train.dpo_label_smoothing={smoothing} has no effect with train.dpo_beta=null; leave it out")
+    if beta is None:
+        return
+    if not 0 < beta < math.inf:
+        raise UserError(f"train.dpo_beta={beta} must be above 0 and finite; 0.1 is usual, and null for no preferences")
+    if train.z_loss:
+        raise UserError(
+            f"train.z_loss={train.z_loss} cannot be combined with train.dpo_beta={beta}; use train.z_loss=0"
+        )
+    if smoothing >= 0.5:
+        raise UserError(f"train.dpo_label_smoothing={smoothing} must be below 0.5, where neither answer is preferred")
+    if not adapter.rank:
+        raise UserError(
+            f"train.dpo_beta={beta} compares the model with itself without its adapter, but model.adapter.rank=0; "
+            f"use model.adapter.rank=16, or train.dpo_beta=null"
+        )
 
 
 def divisors(size: int) -> list[int]:

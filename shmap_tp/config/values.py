@@ -30,7 +30,7 @@ _MAY_BE_ZERO = [
     *("optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.weight_decay", "model.init_std"),
     *("model.norm_epsilon", "model.embedding_scale", "model.attention_softcap", "model.logit_softcap"),
     *("model.adapter.rank", "model.experts", "model.router_balance_loss", "model.router_z_loss"),
-    "model.shared_expert_ffn",
+    *("model.shared_expert_ffn", "train.dpo_label_smoothing"),
     *("model.rotary_low_frequency_factor", "model.rotary_high_frequency_factor"),
 ]
 MINIMUM = dict.fromkeys(_MAY_BE_ZERO, 0) | {
@@ -42,7 +42,7 @@ MINIMUM = dict.fromkeys(_MAY_BE_ZERO, 0) | {
 }
 """What a number, which must be finite, must at least be, where that is not 1."""
 OTHER_RULES = {"optimizer.decay_fraction", "optimizer.epsilon", "optimizer.clip_norm", "train.profile", "mesh.tile"} | {
-    "model.adapter.alpha"
+    *("model.adapter.alpha", "train.dpo_beta"),
 }
 """Keys that `validate.py` checks in place of a minimum."""
 ZERO_IS_NULL = {"train.max_sequences_per_device", "checkpoint.keep_every"}

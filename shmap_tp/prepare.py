@@ -1,7 +1,8 @@
-"""Tokenize text or conversations into the files that training reads.
+"""Tokenize text, conversations or preference pairs into the files that training reads.
 
 python -m shmap_tp.prepare --source stdlib --out data/stdlib
 python -m shmap_tp.prepare --chat FILES --tokenizer DIR --out data/chat
+python -m shmap_tp.prepare --preferences FILES --tokenizer DIR --out data/pairs
 """
 
 import argparse
@@ -46,10 +47,12 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--field", metavar="NAME", help="the field or column with the text (text)")
     parser.add_argument(
-        "--template", metavar="FILE", help="for --chat: a chat template in Jinja (default: that of --tokenizer DIR)"
+        "--template",
+        metavar="FILE",
+        help="for conversations: a chat template in Jinja (default: that of --tokenizer DIR)",
     )
     parser.add_argument(
-        "--cut", action="store_true", help="for --chat: cut the ends of conversations that are longer than --pack"
+        "--cut", action="store_true", help="for conversations: cut the ends of those that are longer than --pack"
     )
     parser.add_argument(
         "--validation",
@@ -93,6 +96,12 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         help="conversations: .jsonl, .json, .parquet or .arrow files, directories, URLs; the loss counts the answers",
     )
     source.add_argument(
+        "--preferences",
+        nargs="+",
+        metavar="PATH",
+        help="pairs of a chosen and a rejected answer, in files as of --chat; the loss counts these answers",
+    )
+    source.add_argument(
         "--dataset", metavar="NAME", help="a Hugging Face data set: its name on the hub, or its directory"
     )
 
@@ -117,10 +126,10 @@ def _prepare(arguments: argparse.Namespace) -> None:
         raise UserError(f"--workers {arguments.workers} must be a number of processes, such as 8")
     if not arguments.tokenizer:
         raise UserError("--tokenizer has no name; give bytes, a JSON file, a model's directory or a name on the hub")
-    of_chat = arguments.chat is not None or arguments.source == "conversations"
+    of_chat = bool(arguments.chat or arguments.preferences) or arguments.source == "conversations"
     for name in ("endings", "field", "train_tokenizer", "workers") if of_chat else ("template", "cut"):
         if getattr(arguments, name):
-            rule = "does not apply to conversations; leave it out" if of_chat else "needs --chat"
+            rule = "does not apply to conversations; leave it out" if of_chat else "needs --chat or --preferences"
             raise UserError(f"--{name.replace('_', '-')} {rule}")
     for name in ("endings", "field") if arguments.source == "stdlib" else ():
         if getattr(arguments, name):
@@ -140,6 +149,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
     if row is not None:
         used, there = (sum(meta[key].values()) for key in ("of_documents", "tokens"))
         print(f"packed into rows of {row} tokens, {used / there:.1%} of which are tokens of documents")
+    if pairs := meta.get("pairs"):
+        print(f"{pairs[SPLITS[0]]:,} preference pairs for training, {pairs[SPLITS[1]]:,} for validation")
     if source.marked:
         print(f"{sum(meta['counted_tokens'].values()):,} tokens, those of the answers, count as targets")
     size = f"vocabulary {meta['vocabulary']}, {meta['dtype']}"
@@ -176,9 +187,9 @@ def _texts(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords",
 
 
 def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords", int]:
-    """As `_texts`, of conversations.  Raises UserError."""
+    """As `_texts`, of conversations or preference pairs.  Raises UserError."""
     with importing():
-        from shmap_tp.data import conversations, example_conversations
+        from shmap_tp.data import conversations, example_conversations, preferences
         from shmap_tp.data.chat_template import chat_template_of
         from shmap_tp.data.source_files import CHATS, files_at, records_of
         from shmap_tp.data.text_sources import check_fraction
@@ -199,10 +210,12 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
     if arguments.source:
         label, rows = example_conversations.NAME, example_conversations.rows
     else:
-        files = [file for path in arguments.chat for file in files_at(path, CHATS, "--chat")]
-        label, rows = ", ".join(Path(path).name for path in arguments.chat), partial(records_of, files)
+        option, paths = ("--chat", arguments.chat) if arguments.chat else ("--preferences", arguments.preferences)
+        files = [file for path in paths for file in files_at(path, CHATS, option)]
+        label, rows = ", ".join(Path(path).name for path in paths), partial(records_of, files)
     row = arguments.pack or row
     limits = {"validation": arguments.validation, "row": row, "cut": arguments.cut}
+    limits["kind"] = preferences.PAIRS if arguments.preferences else conversations.CONVERSATIONS
     return conversations.ChatSource(label, rows, template, Path(name), **limits), tokenizer, row
 
 

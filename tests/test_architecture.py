@@ -53,6 +53,7 @@ MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 10
 CUSTOM_GRADIENTS = {
     "parallel",
     "layers/flash_attention.py",
+    "layers/grouped_matmul.py",
     "layers/xla_workarounds.py",
     "model/host_offload.py",
     "model/loss.py",

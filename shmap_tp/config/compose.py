@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,8 @@ def _in_steps(values: Any) -> Any:
     """`values`, with numbers of tokens, such as train.steps=10B tokens, as the steps that read at least so many."""
 
     def given(key: str) -> Any:
-        is_there = OmegaConf.is_dict(OmegaConf.select(values, key.partition(".")[0]))
-        return OmegaConf.select(values, key, throw_on_resolution_failure=False) if is_there else None
+        select = partial(OmegaConf.select, values, throw_on_resolution_failure=False)
+        return select(key) if OmegaConf.is_dict(select(key.partition(".")[0])) else None
 
     steps: dict[str, dict[str, int]] = {}
     for key in IN_TOKENS:

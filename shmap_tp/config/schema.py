@@ -15,11 +15,12 @@ Block = StrEnum("Block", ["parallel", "sequential", "parallel_two_norms"])
 Norm = StrEnum("Norm", ["layernorm", "rmsnorm", "rmsnorm_unit_offset"])
 Mlp = StrEnum("Mlp", ["gelu", "gelu_erf", "swiglu", "geglu"])
 PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
+RouterScores = StrEnum("RouterScores", ["softmax", "sigmoid"])
 RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
 RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3"])
 AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
 NormPlacement = StrEnum("NormPlacement", ["before", "both"])
-LayerKind = StrEnum("LayerKind", ["local", "global"])
+LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention", "mlp", "attention_and_up", "all_matmuls"])
 SavedActivation = StrEnum(
@@ -116,7 +117,22 @@ class ModelConfig:
     head_dim: int
     """K, the size of one head; it need not be width / heads."""
     ffn: int
-    """F, the hidden size of the MLP; mp must divide it."""
+    """F, the hidden size of the MLP, which mp must divide, or of each expert."""
+    experts: int
+    """E, the number of experts that each block has in place of its MLP; mp must divide it.  0: an MLP."""
+    experts_per_token: int
+    """How many experts compute each token, those with the highest scores."""
+    router_scores: RouterScores
+    """Scores of the experts, from the product of a token and the router's weight.  softmax: over all experts.  sigmoid:
+    of each expert by itself."""
+    router_normalize: bool
+    """Whether the scores of a token's chosen experts, its weights, are divided by their sum."""
+    router_balance_loss: float
+    """Weight of the load-balancing loss, which is 1 in each block where all experts are chosen alike; 0: none."""
+    router_z_loss: float
+    """Weight of the router's squared log-partition term (ST-MoE, section 3.2), in each block; 0: none."""
+    shared_expert_ffn: int
+    """Hidden size of an MLP beside the experts that computes every token; mp must divide it.  0: none."""
     vocabulary: int
     """V, the number of token ids."""
     vocabulary_multiple: int
@@ -170,8 +186,8 @@ class ModelConfig:
     window: int | None
     """In local layers a token attends to the last `window` tokens, of which it is one; null: to all before it."""
     layer_pattern: list[LayerKind]
-    """Which layers are local and which global, without the window: repeated over the layers, the first layer has the
-    first element.  [] makes all layers local."""
+    """Which layers are local, which global, without the window, and which nope, global without the rotary encoding:
+    repeated over the layers, the first layer has the first element.  [] makes all layers local."""
     rotary_local_base: float | None
     """For positions=rotary: the base in local layers, whose rates are not scaled; null: as in the others."""
     attention_softcap: float | None
@@ -243,6 +259,11 @@ class TrainConfig:
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int
     """Number of positions per device whose logits are in memory at a time."""
+    dpo_beta: float | None
+    """Direct preference optimisation of an adapter, on data of `prepare --preferences`: beta, by which differences of
+    log-probabilities become rewards; 0.1 is usual.  null: the next token is trained on."""
+    dpo_label_smoothing: float
+    """For dpo_beta: the share of pairs whose preference is taken to be wrong; 0 is plain DPO."""
     profile: list[int] | None
     """[first, last]: the steps, counted from 1, that are traced for XProf or TensorBoard; null: none."""
     check_replicas_every: int

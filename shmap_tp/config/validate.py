@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
+from shmap_tp.config.experts import check_experts
 from shmap_tp.config.schema import (
     AUTO,
     AdapterConfig,
@@ -54,6 +55,7 @@ def validate(config: Config) -> None:
     _check_profile(config.train)
     _check_mp_divides_model(mesh, model)
     _validate_model(mesh, model)
+    _check_preferences(config.train, model.adapter)
     _check_fsdp_gradients(mesh, model)
     _check_batch(mesh, config.train)
 
@@ -178,6 +180,10 @@ def _check_mp_divides_model(mesh: MeshConfig, model: ModelConfig) -> None:
 def _cut_along_mp(mesh: MeshConfig, model: ModelConfig) -> dict[str, int]:
     """The sizes that mesh.mp must divide."""
     sizes = {"heads": model.heads, "ffn": model.ffn, "the padded vocabulary": padded_vocabulary(model)}
+    if model.experts:  # whole experts: their hidden size is not sharded
+        sizes["ffn"] = 0
+        sizes |= {"experts": model.experts, "shared_expert_ffn": model.shared_expert_ffn}
+    sizes = {what: size for what, size in sizes.items() if size}
     is_time_cut = mesh.tensor_parallel != TensorParallelMode.all_reduce
     return sizes | ({"context": model.context} if is_time_cut else {})
 
@@ -232,6 +238,7 @@ def _validate_model(mesh: MeshConfig, model: ModelConfig) -> None:
     _check_rotary(model)
     _check_options(model)
     _check_layer_pattern(mesh, model)
+    check_experts(model)
     _check_offload(model)
     _check_adapter(model.adapter)
 
@@ -243,6 +250,27 @@ def _check_adapter(adapter: AdapterConfig) -> None:
         )
     if adapter.rank and not adapter.matrices:
         raise UserError("model.adapter.matrices=[] names no matrix; use [all], or model.adapter.rank=0 for no adapters")
+
+
+def _check_preferences(train: TrainConfig, adapter: AdapterConfig) -> None:
+    beta, smoothing = train.dpo_beta, train.dpo_label_smoothing
+    if beta is None and smoothing:
+        raise UserError(f"train.dpo_label_smoothing={smoothing} has no effect with train.dpo_beta=null; leave it out")
+    if beta is None:
+        return
+    if not 0 < beta < math.inf:
+        raise UserError(f"train.dpo_beta={beta} must be above 0 and finite; 0.1 is usual, and null for no preferences")
+    if train.z_loss:
+        raise UserError(
+            f"train.z_loss={train.z_loss} cannot be combined with train.dpo_beta={beta}; use train.z_loss=0"
+        )
+    if smoothing >= 0.5:
+        raise UserError(f"train.dpo_label_smoothing={smoothing} must be below 0.5, where neither answer is preferred")
+    if not adapter.rank:
+        raise UserError(
+            f"train.dpo_beta={beta} compares the model with itself without its adapter, but model.adapter.rank=0; "
+            f"use model.adapter.rank=16, or train.dpo_beta=null"
+        )
 
 
 def divisors(size: int) -> list[int]:
@@ -267,6 +295,7 @@ def _check_rotary(model: ModelConfig) -> None:
             f"rotary_pairing={model.rotary_pairing}": model.rotary_pairing != RotaryPairing.half,
             f"rotary_local_base={model.rotary_local_base}": model.rotary_local_base is not None,
             f"rotary_scaling={model.rotary_scaling}": model.rotary_scaling != RotaryScaling.none,
+            f"layer_pattern=[{','.join(model.layer_pattern)}] with nope": LayerKind.nope in model.layer_pattern,
         }
         for option in [option for option, is_given in given.items() if is_given]:
             raise UserError(

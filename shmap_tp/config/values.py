@@ -29,7 +29,8 @@ _MAY_BE_ZERO = [
     *("sample.every", "sample.temperature", "optimizer.beta1", "optimizer.beta2", "optimizer.warmup_steps"),
     *("optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.weight_decay", "model.init_std"),
     *("model.norm_epsilon", "model.embedding_scale", "model.attention_softcap", "model.logit_softcap"),
-    "model.adapter.rank",
+    *("model.adapter.rank", "model.experts", "model.router_balance_loss", "model.router_z_loss"),
+    *("model.shared_expert_ffn", "train.dpo_label_smoothing"),
     *("model.rotary_low_frequency_factor", "model.rotary_high_frequency_factor"),
 ]
 MINIMUM = dict.fromkeys(_MAY_BE_ZERO, 0) | {
@@ -41,7 +42,7 @@ MINIMUM = dict.fromkeys(_MAY_BE_ZERO, 0) | {
 }
 """What a number, which must be finite, must at least be, where that is not 1."""
 OTHER_RULES = {"optimizer.decay_fraction", "optimizer.epsilon", "optimizer.clip_norm", "train.profile", "mesh.tile"} | {
-    "model.adapter.alpha"
+    *("model.adapter.alpha", "train.dpo_beta"),
 }
 """Keys that `validate.py` checks in place of a minimum."""
 ZERO_IS_NULL = {"train.max_sequences_per_device", "checkpoint.keep_every"}
@@ -63,6 +64,9 @@ BOUND = {
     "model.kv_heads": 2**16,
     "model.head_dim": 2**16,
     "model.ffn": 2**24,
+    "model.experts": 2**16,
+    "model.experts_per_token": 2**16,
+    "model.shared_expert_ffn": 2**24,
     "model.context": 2**24,
     "model.adapter.rank": 2**16,
 }
@@ -246,7 +250,8 @@ def _check_float(key: str, value: float) -> None:
 def _weights(model: ModelConfig) -> int:
     """Elements of all matrices; `model/flops.py` counts them by kind, with the norms."""
     attention = 2 * (model.heads + model.kv_heads) * model.head_dim
-    mlp = (3 if model.mlp in (Mlp.swiglu, Mlp.geglu) else 2) * model.ffn
+    hidden = max(model.experts, 1) * model.ffn + model.shared_expert_ffn
+    mlp = (3 if model.mlp in (Mlp.swiglu, Mlp.geglu) else 2) * hidden
     return model.width * (model.layers * (attention + mlp) + 2 * padded_vocabulary(model) + model.context)
 
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig
+from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig, TrainConfig
 from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
 from shmap_tp.data.chat_template import ChatTemplate, chat_template_of_files
 from shmap_tp.data.device_batch import device_batch, host_shards, on_devices
@@ -109,6 +109,21 @@ def check_rows(meta: Meta, data: DataConfig, model: ModelConfig) -> None:
             f"{data.dir} was packed into rows for isolated documents, so they cannot be joined; use "
             f"data.documents=isolated (evaluate: --documents isolated), or prepare it without --pack"
         )
+
+
+def check_pairs(meta: Meta, data: DataConfig, train: TrainConfig) -> None:
+    """Raise UserError if the data has preference pairs and the objective does not read them, or the other way round."""
+    if (meta.pairs is None) == (train.dpo_beta is None):
+        return
+    if meta.pairs is None:
+        raise UserError(
+            f"train.dpo_beta={train.dpo_beta} needs preference pairs, but {data.dir} has none; prepare some with "
+            f"--preferences, or use train.dpo_beta=null"
+        )
+    raise UserError(
+        f"{data.dir} has preference pairs, whose rejected answers are not to be learned; use train.dpo_beta=0.1, or "
+        f"prepare conversations with --chat"
+    )
 
 
 def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Meta, dict[str, bytes]]:
@@ -211,6 +226,7 @@ def open_sources(config: Config) -> dict[str, Source]:
         (train, validation), meta, companions = open_data(data, config.model, SPLITS)
         if warning := data_warning(data, config.model, meta, max(train.largest, validation.largest)):
             print_on_process_0(warning)
+        check_pairs(meta, data, config.train)
         found[name] = Source(data, train, validation, meta, companions)
     check_alike({name: source.meta for name, source in found.items()})
     by_content: dict[str, str] = {}

@@ -43,6 +43,8 @@ class Conversation:
     """Where it was read, for messages."""
     messages: list[Message]
     tools: list[Any] | None = None
+    prompt: int = 1
+    """How many messages are only read: assistant turns among them do not count."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,17 @@ def conversation(row: Any, place: str) -> Conversation:
     elif isinstance(row.get("conversations"), list):
         messages = [_of_sharegpt(turn, place) for turn in row["conversations"]]
     elif {"prompt", "completion"} <= row.keys():
-        messages = [*_turns(row["prompt"], "user"), *_turns(row["completion"], ASSISTANT)]
+        messages = [*turns_of(row["prompt"], "user"), *turns_of(row["completion"], ASSISTANT)]
     else:
-        text = "; for text use --text" if isinstance(row.get("text"), str) else ""
-        raise UserError(f"{place}: no conversation in the fields {', '.join(row)}; give {FORMS}{text}")
+        other = "; for text use --text" if isinstance(row.get("text"), str) else ""
+        other = "; for preference pairs use --preferences" if {"chosen", "rejected"} <= row.keys() else other
+        raise UserError(f"{place}: no conversation in the fields {', '.join(row)}; give {FORMS}{other}")
+    return answered(messages, row.get("tools"), place)
+
+
+def answered(messages: list[Any], tools: list[Any] | None, place: str) -> Conversation:
+    """The conversation of `messages`, to its last assistant turn.  Raises UserError if one is no message, or there is
+    no such turn after the first one."""
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f"{place}: message {number} is {shown(str(message)[:40])}; give an object with a role")
@@ -75,7 +84,7 @@ def conversation(row: Any, place: str) -> Conversation:
         raise UserError(f"{place}: no assistant turn answers a message, so there is nothing to learn; leave it out")
     while messages[-1]["role"] != ASSISTANT:
         messages = messages[:-1]
-    return Conversation(place, messages, row.get("tools"))
+    return Conversation(place, messages, tools)
 
 
 def _of_sharegpt(turn: Any, place: str) -> Message:
@@ -84,19 +93,20 @@ def _of_sharegpt(turn: Any, place: str) -> Message:
     return {"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
 
 
-def _turns(given: Any, role: str) -> list[Message]:
+def turns_of(given: Any, role: str) -> list[Any]:
     """The messages of a prompt or a completion, which is a text or messages already."""
     return given if isinstance(given, list) else [{"role": role, "content": given}]
 
 
 def samples_of(given: Conversation, template: ChatTemplate, ends: re.Pattern[str]) -> list[Sample]:
-    """What is trained on of a conversation: one sample, or one for each assistant turn (see above).
+    """What is trained on of a conversation: one sample, or one for each assistant turn after its prompt (see above).
 
     `ends` matches the tokens that may end a turn.  Raises UserError if the template refuses the messages, or an answer
     in its text does not follow the prompt to which it is the answer.
     """
     try:
-        turns = [number for number, each in enumerate(given.messages) if number and each["role"] == ASSISTANT]
+        turns = [number for number, each in enumerate(given.messages) if each["role"] == ASSISTANT]
+        turns = [turn for turn in turns if turn >= given.prompt]
         each = [_answer(given, turn, template, ends) for turn in turns]
     except UserError as error:
         raise UserError(f"{given.place}: {error}") from None
@@ -147,10 +157,30 @@ def marked_tokens(sample: Sample, ids: np.ndarray, places: np.ndarray, end_of_te
     return np.where(counted, ids, ~ids)
 
 
-class ChatSource:
-    """Conversations of files, tokenized and marked, each assigned to a split as a whole.
+@dataclass(frozen=True)
+class Kind:
+    """What the records of files are."""
 
-    The fraction `validation` of the conversations, at least one, is for validation: those with the lowest hashes.
+    name: str
+    """Their name in messages."""
+    document: str
+    """The name of their documents."""
+    documents: Callable[[Any, str, ChatTemplate, re.Pattern[str]], list[list[Sample]]]
+    """The documents of a record, each of one or more samples, from (record, place, template, ends) as of `conversation`
+    and `samples_of`."""
+
+
+CONVERSATIONS = Kind(
+    "conversations",
+    "samples",
+    lambda row, place, template, ends: [[sample] for sample in samples_of(conversation(row, place), template, ends)],
+)
+
+
+class ChatSource:
+    """Conversations of files, tokenized and marked, each assigned to a split as a whole; or records of another `kind`.
+
+    The fraction `validation` of the records, at least one, is for validation: those with the lowest hashes.
     """
 
     marked, files = True, None
@@ -164,34 +194,38 @@ class ChatSource:
         validation: float,
         row: int,
         cut: bool,
+        kind: Kind = CONVERSATIONS,
     ):
         """`rows` yields (place, record) of each conversation; `directory` has the other files of the template's model.
 
-        Samples of more than `row` tokens lose their ends with `cut`; else they are refused.
+        Documents of more than `row` tokens are refused; with `cut`, each of their samples loses what exceeds its equal
+        share of `row`.
         """
+        self.kind = kind
         self.name, self._rows, self._template, self._directory = name, rows, template, directory
         self._validation, self._row, self._cut = validation, row, cut
-        self._long: list[tuple[str, int]] = []  # (where, tokens) of samples that are too long
-        self._empty = 0  # of these, how many have no answer once they are cut
+        self._long: list[tuple[str, int]] = []  # (where, tokens) of documents that are too long
+        self._empty = 0  # of these, how many lack an answer once they are cut
         self._end_tokens: set[int] = set()
 
     def tokenized(self, tokenizer: Bytes | Subwords) -> Iterator[tuple[str, Int32[np.ndarray, " _"]]]:
-        """(split, tokens) of each sample, to its end of text.  Raises UserError as `conversation` and `samples_of` do,
-        if a sample is too long, or contains the end of text."""
+        """(split, tokens) of each document: its samples, each to its end of text.  Raises UserError as `kind.documents`
+        does, if a document is too long, or a sample contains the end of text."""
         hashes = sorted({_hash(row) for _, row in self._rows()})
         if len(hashes) < 2:
             raise UserError(
-                f"{self.name}: {len(hashes)} different conversations, but both splits need some; add others"
+                f"{self.name}: {len(hashes)} different {self.kind.name}, but both splits need some; add others"
             )
         limit = hashes[min(max(round(self._validation * len(hashes)), 1), len(hashes) - 1)]
         special = tokenizer.special_tokens()
         ends = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
-        for place, row in tqdm(self._rows(), desc=self.name, unit=" conversations", disable=None):
+        for place, row in tqdm(self._rows(), desc=self.name, unit=f" {self.kind.name}", disable=None):
             split = VALIDATION if _hash(row) < limit else TRAIN
-            for sample in samples_of(conversation(row, place), self._template, ends):
-                tokens = self._fitted(self._tokens(sample, tokenizer, [*special.values()], place), place)
-                if (tokens >= 0).any():
-                    yield split, tokens
+            for document in self.kind.documents(row, place, self._template, ends):
+                parts = [self._tokens(sample, tokenizer, [*special.values()], place) for sample in document]
+                parts = self._fitted(parts, place)
+                if all((part >= 0).any() for part in parts):
+                    yield split, np.concatenate(parts)
         self._report()
 
     def _tokens(
@@ -208,21 +242,23 @@ class ChatSource:
         self._end_tokens |= {*ids[ends_answer & np.isin(ids, special)].tolist()}
         return marked_tokens(sample, ids, places, tokenizer.end_of_text)
 
-    def _fitted(self, tokens: Int32[np.ndarray, " _"], place: str) -> Int32[np.ndarray, " _"]:
-        """`tokens`, without the end of what is too long."""
-        if len(tokens) <= self._row:
-            return tokens
-        self._long.append((place, len(tokens)))
-        cut = np.append(tokens[: self._row - 1], min(tokens[-1], ~tokens[-1]))
-        self._empty += not (cut >= 0).any()
+    def _fitted(self, parts: list[np.ndarray], place: str) -> list[np.ndarray]:
+        """The samples of a document, without their ends if it is too long."""
+        if (size := sum(map(len, parts))) <= self._row:
+            return parts
+        self._long.append((place, size))
+        share = self._row // len(parts)
+        cut = [part if len(part) <= share else np.append(part[: share - 1], min(part[-1], ~part[-1])) for part in parts]
+        self._empty += not all((part >= 0).any() for part in cut)
         return cut
 
     def _report(self) -> None:
-        """Refuse samples that are too long, or say how many were cut."""
+        """Refuse documents that are too long, or say how many were cut."""
         if not self._long:
             return
         place, size = self._long[0]
-        what = f"{len(self._long)} samples are longer than --pack {self._row} tokens; the first, {place}, has {size}"
+        what = f"{len(self._long)} {self.kind.document} are longer than --pack {self._row} tokens"
+        what = f"{what}; the first, {place}, has {size}"
         if not self._cut:
             raise UserError(f"{what};\nuse a larger --pack, shorten them, or cut their ends: --cut")
         print(f"{what}: their ends are cut, and {self._empty} that have no answer then are left out")

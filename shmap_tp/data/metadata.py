@@ -48,6 +48,9 @@ class Meta:
     """Tokens of a row, where whole documents were packed into rows (`prepare --pack`)."""
     counted: dict[str, str] = field(default_factory=dict)
     """sha256 of each split's file of what counts, where only some tokens do (`prepare --chat`)."""
+    pairs: dict[str, int] | None = None
+    """Number of preference pairs of each split (`prepare --preferences`); None for other data.  Each pair is two
+    consecutive documents, the chosen one and the rejected one."""
 
 
 def read_meta(directory: Path) -> Meta:
@@ -99,7 +102,7 @@ def _fault(values: dict[str, Any]) -> str | None:
         kind = int if name in ("vocabulary", "end_of_text", "row") else str
         if name in values and type(values[name]) is not kind:
             return f"{name} is {str(values[name])[:40]!r}, but must be of type {kind.__name__}"
-    for name, kind in {"tokens": int, "sha256": str, "counted": str}.items():
+    for name, kind in {"tokens": int, "sha256": str, "counted": str, "pairs": int}.items():
         splits = values.get(name, dict.fromkeys(SPLITS, kind()))
         if not isinstance(splits, dict) or not all(type(splits.get(split)) is kind for split in SPLITS):
             return f"{name} must have {' and '.join(SPLITS)}, each of type {kind.__name__}"

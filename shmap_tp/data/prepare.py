@@ -24,6 +24,7 @@ from shmap_tp.data.conversations import ChatSource
 from shmap_tp.data.location import FILES, STDLIB
 from shmap_tp.data.metadata import DTYPES, META, SPLITS
 from shmap_tp.data.packing import pack
+from shmap_tp.data.preferences import PAIRS
 from shmap_tp.data.staging import remove_stale, staging
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
 from shmap_tp.data.tokenizing import id_dtype, parts_key, tokenized
@@ -67,12 +68,13 @@ class TokenWriter:
         self._dtype, self._row, self._filling = dtype, row, ~end_of_text if marked else end_of_text
         self.ids, self.bits = HashedFile(path), HashedFile(path.with_suffix(".counted")) if marked else None
         self._documents, self._waiting, self._begun = list[np.ndarray](), 0, np.zeros(0, bool)
-        self.tokens, self.counted, self.of_documents = 0, 0, 0
-        """Tokens in the file; those that count as targets; those that are no filling."""
+        self.tokens, self.counted, self.of_documents, self.documents = 0, 0, 0, 0
+        """Tokens in the file; those that count as targets; those that are no filling; number of documents."""
 
     def write(self, document: Integer[np.ndarray, " _"]) -> None:
         """Append one document, whose last token is the end of text."""
         self.of_documents += len(document)
+        self.documents += 1
         if self._row is None:
             return self._append(document)
         self._documents.append(document.astype(np.int32))
@@ -218,6 +220,8 @@ def _write_splits(
     if source.marked:
         more["counted"] = {split: writer.bits.sha256() for split, writer in writers.items()}
         more["counted_tokens"] = {split: writer.counted for split, writer in writers.items()}
+    if isinstance(source, ChatSource) and source.kind is PAIRS:
+        more["pairs"] = {split: writer.documents for split, writer in writers.items()}
     return {
         "vocabulary": tokenizer.vocabulary,
         "tokenizer": tokenizer.name,

@@ -13,6 +13,7 @@ import equinox as eqx
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.layers.causal_attention import PLAIN, Pattern
+from shmap_tp.layers.grouped_matmul import GroupedMatmul, ragged_dot
 from shmap_tp.layers.positions import PositionEncoding
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 
@@ -51,6 +52,8 @@ class Context:
     """Only in generation."""
     pattern: Pattern = PLAIN
     """What the attention of this layer computes; it adds slopes and segments itself."""
+    grouped_matmul: GroupedMatmul = ragged_dot
+    """How experts multiply their tokens."""
 
 
 class Extras(eqx.Module):

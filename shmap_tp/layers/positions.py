@@ -1,11 +1,12 @@
-"""Position encodings.  One is chosen for the whole model and passed to every block.
+"""Position encodings.  One is chosen for the whole model and passed to every block; a layer may have another.
 
 B batch, T time, D model width, H heads on this device, K head dim.
 
-              add_to_input (x[B T D])    rotate (q, k [B T H K])        slopes ([H/mp] or None)
-    Alibi     x                          q, k                           slope of each head
-    Rotary    x                          rotated by position            None
-    Learned   x + w[positions]           q, k                           None
+                 add_to_input (x[B T D])    rotate (q, k [B T H K])        slopes ([H/mp] or None)
+    Alibi        x                          q, k                           slope of each head
+    Rotary       x                          rotated by position            None
+    Learned      x + w[positions]           q, k                           None
+    NoPositions  x                          q, k                           None
 
 `positions` [B T] are those of the tokens in their sequences; None stands for 0, 1 ... T - 1.  No communication:
 every device knows all positions, a head's slope is that of its number in the whole model, and which positions of the
@@ -130,6 +131,26 @@ class Learned(eqx.Module):
     ) -> Float[Array, "B _ D"]:
         weight_BTD = self.weight[None] if positions is None else self.weight[positions]
         return x_BTD + tp.local_positions(weight_BTD, x_BTD.shape[1]).astype(x_BTD.dtype)
+
+    def rotate(
+        self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T H K"]:
+        return x_BTHK
+
+    def slopes(self) -> None:
+        return None
+
+
+class NoPositions(eqx.Module):
+    """None: a causal layer of a model whose other layers have one.  Kazemnejad et al. 2023, NoPE,
+    https://arxiv.org/abs/2305.19466"""
+
+    is_absolute = False
+
+    def add_to_input(
+        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B _ D"]:
+        return x_BTD
 
     def rotate(
         self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None

@@ -37,6 +37,17 @@ def split_factors(tree: Any) -> tuple[Any, Any]:
     return eqx.partition(tree, jax.tree_util.tree_map_with_path(lambda path, _: is_factor(path), tree))
 
 
+def without_adapters(tree: Any) -> Any:
+    """A tree like the parameters, with no adapter beside any matrix."""
+
+    def without(node: Any) -> Any:
+        if getattr(node, "adapter", None) is None:
+            return node
+        return eqx.tree_at(lambda node: node.adapter, node, None)
+
+    return jax.tree.map(without, tree, is_leaf=lambda node: hasattr(node, "adapter"))
+
+
 def adapter_scale(config: AdapterConfig) -> float:
     """What the product of the factors is multiplied by."""
     return config.alpha / (config.rank if config.scale == AdapterScale.rank else config.rank**0.5)

@@ -5,7 +5,8 @@ B batch, T time, D model width.
     parallel             x + row_parallel(attention, mlp of column_parallel(norm(x)))     one pair of collectives
     parallel_two_norms   the same, each with the scale and bias of a norm of its own      one pair
     sequential           x + attention(norm(x)), then x + mlp(norm(x))                    two pairs
-                         with norm_placement=both the outputs of attention and mlp are normalised as well
+                         with norm_placement=both the outputs of attention and mlp are normalised as well; the MLP
+                         may be experts
 
 Which collectives these are, and whether x is [B T D] or [B T/mp D], is decided by the tensor-parallel mode
 (`parallel/tensor_parallel.py`).
@@ -24,6 +25,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from shmap_tp.config.schema import Block, ModelConfig, NormPlacement
 from shmap_tp.layers.attention import AnyAttention, Attention
 from shmap_tp.layers.context import Context, Extras
+from shmap_tp.layers.experts import Experts
 from shmap_tp.layers.mlp import MLPS
 from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_head_norm, make_norm
 from shmap_tp.parallel.linear_protocol import AfterNorm, InScope, Linear
@@ -134,9 +136,13 @@ class SequentialBlock(eqx.Module):
             y_BTD, extras = self.attention(self.attention_norm(x_BTD), context)
             x_BTD = x_BTD + (y_BTD if self.attention_output_norm is None else self.attention_output_norm(y_BTD))
         with jax.named_scope("mlp"):
-            y_BTD = self.mlp(self.mlp_norm(x_BTD), context.tp)
+            h_BTD, loss = self.mlp_norm(x_BTD), None
+            if isinstance(self.mlp, Experts):
+                y_BTD, loss = self.mlp(h_BTD, context)
+            else:
+                y_BTD = self.mlp(h_BTD, context.tp)
             x_BTD = x_BTD + (y_BTD if self.mlp_output_norm is None else self.mlp_output_norm(y_BTD))
-        return x_BTD, extras
+        return x_BTD, Extras(loss, extras.cache, extras.residuals)
 
     @property
     def last_weight(self) -> Any:
@@ -162,6 +168,8 @@ def _attention(config: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> 
 
 
 def _mlp(config: ModelConfig, make: MakeMlp | None, key: PRNGKeyArray) -> eqx.Module:
+    if config.experts and make is None:
+        return Experts(config, **_init_std(config), key=key)
     bias = {"bias": True} if config.mlp_bias else {}
     return (make or MLPS[config.mlp])(config.width, config.ffn, **_init_std(config), **bias, key=key)
 

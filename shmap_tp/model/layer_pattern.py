@@ -20,8 +20,8 @@ from jax import lax
 from shmap_tp.config.schema import LayerKind, ModelConfig
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import Context
-from shmap_tp.layers.positions import Rotary
-from shmap_tp.layers.rotation import Rotation, make_rotation
+from shmap_tp.layers.positions import NoPositions, Rotary
+from shmap_tp.layers.rotation import make_rotation
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 """(carry, a layer) -> (carry, output), as lax.scan takes it."""
@@ -33,25 +33,27 @@ class LayerOptions:
 
     pattern: Pattern
     """Of its attention, without arrays."""
-    rotation: Rotation | None
-    """None: that of the model's position encoding."""
+    encoding: Rotary | NoPositions | None = None
+    """None: that of the model."""
 
     def within(self, context: Context) -> Context:
         """The context of this layer."""
-        encoding = context.encoding if self.rotation is None else Rotary(self.rotation)
-        return replace(context, pattern=self.pattern, encoding=encoding)
+        return replace(context, pattern=self.pattern, encoding=self.encoding or context.encoding)
 
 
 def layer_options(config: ModelConfig) -> tuple[LayerOptions, ...]:
     """Those of each layer of a period: layer i has element i % P."""
-    rotation = None
+    rotary = None
     if config.rotary_local_base is not None:
-        rotation = replace(make_rotation(config), base=config.rotary_local_base, scaling=None)
+        rotary = Rotary(replace(make_rotation(config), base=config.rotary_local_base, scaling=None))
     scale = None if config.attention_scale_dim is None else config.attention_scale_dim**-0.5
     everywhere = Pattern(softcap=config.attention_softcap, scale=scale)
-    local = LayerOptions(replace(everywhere, window=config.window), rotation)
-    global_ = LayerOptions(everywhere, None)
-    return tuple(local if kind == LayerKind.local else global_ for kind in config.layer_pattern or [LayerKind.local])
+    of_kind = {
+        LayerKind["local"]: LayerOptions(replace(everywhere, window=config.window), rotary),
+        LayerKind["global"]: LayerOptions(everywhere),
+        LayerKind["nope"]: LayerOptions(everywhere, NoPositions()),
+    }
+    return tuple(of_kind[kind] for kind in config.layer_pattern or [LayerKind.local])
 
 
 def scan_layers(bodies: Sequence[Body], carry: Any, layers: Any) -> tuple[Any, Any]:

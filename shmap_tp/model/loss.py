@@ -65,19 +65,40 @@ class LinearCrossEntropy:
         targets_BT: Int[Array, "B T"],
         counted: Float[Array, ""],
         sources_BT: Int[Array, "B T"] | None = None,
+        weights_BT: Float[Array, "B T"] | None = None,
     ) -> Sums:
         """This device's share of (the objective, the cross entropy); only the first is differentiated.
 
         h has entered (`TensorParallel.enter`); `counted` is the number of counted targets of the whole step.  With the
         source of each position, the cross entropy is a vector whose sum is that of all: what each source adds to it.
+        With `weights`, the sum has these in place of 1 / counted.
         """
         h_BTD, projection = mark_varying((h_BTD, projection), (*token_axes(), MP))  # as their gradients vary
         h_CND = self._chunked(h_BTD.reshape(-1, h_BTD.shape[-1]), 0)
         targets_CN = self._chunked(targets_BT.reshape(-1), IGNORE)
-        share_CN = jnp.where(targets_CN >= 0, 1 / counted, 0.0)
+        share_CN = 1 / counted if weights_BT is None else self._chunked(weights_BT.reshape(-1), 0)
+        share_CN = jnp.where(targets_CN >= 0, share_CN, 0.0)
         source_CN = None if sources_BT is None else self._chunked(sources_BT.reshape(-1), 0)
         objective, loss = _sums(self, h_CND, projection, targets_CN, lax.stop_gradient(share_CN), source_CN)
         return objective, lax.stop_gradient(loss)
+
+    @jax.named_scope("head")
+    def negative_log_likelihoods(
+        self, h_BTD: Float[Array, "B T D"], projection: OutputProjection, targets_BT: Int[Array, "B T"]
+    ) -> Float[Array, "B T"]:
+        """-log p of each target, 0 where it does not count; h and communication as of a call.  It is not meant to be
+        differentiated: that would save the logits."""
+        projection = replace(projection, weight=projection.weight.astype(h_BTD.dtype))
+        h_CND = self._chunked(h_BTD.reshape(-1, h_BTD.shape[-1]), 0)
+        targets_CN = self._chunked(targets_BT.reshape(-1), IGNORE)
+
+        def chunk(_: None, part: tuple[Array, Array]) -> tuple[None, Array]:
+            h_ND, targets_N = part
+            nll_N = _scores(h_ND, projection, targets_N, self.vocabulary).nll_N
+            return None, jnp.where(targets_N >= 0, nll_N, 0.0)
+
+        _, nll_CN = lax.scan(chunk, None, (h_CND, targets_CN))
+        return nll_CN.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape)
 
     def _chunked(self, x: Array, filling: int) -> Array:
         """[positions ...] -> [C N ...], the last chunk padded with `filling`."""

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 from shmap_tp.errors import UserError
 from shmap_tp.model.jaxprs import Visit, bodies
@@ -25,6 +26,8 @@ def matmul_flops(visit: Visit) -> int:
     if name == "dot_general":
         ((contracted, _), _), left = equation.params["dimension_numbers"], equation.invars[0].aval
         flops = 2 * equation.outvars[0].aval.size * math.prod(left.shape[dim] for dim in contracted)
+    elif name in ("ragged_dot", "ragged_dot_general"):
+        flops = _ragged_flops(equation)
     elif name == "conv_general_dilated":
         kernel, outputs = equation.invars[1].aval, equation.params["dimension_numbers"].rhs_spec[0]
         flops = 2 * equation.outvars[0].aval.size * (kernel.size // kernel.shape[outputs])
@@ -41,3 +44,12 @@ def matmul_flops(visit: Visit) -> int:
             f"use lax.scan instead, or jnp.where"
         )
     return flops * visit.times
+
+
+def _ragged_flops(equation: Any) -> int:
+    """2abc for a grouped product: every row belongs to one group, and is multiplied once."""
+    left, right, out = equation.invars[0].aval, equation.invars[1].aval, equation.outvars[0].aval
+    rows = left.shape[0]
+    if right.ndim == 3:  # rows[a b] of the groups, each with a matrix
+        return 2 * rows * math.prod(right.shape[1:])
+    return 2 * rows * math.prod(out.shape[1:])  # the gradient of the matrices, [groups b c]

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from shmap_tp.config.schema import Config
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.attention_selection import select_attention
+from shmap_tp.layers.grouped_matmul import select_grouped_matmul
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.fsdp import PlacedParameters, gather_between_slices, place_parameters
@@ -95,7 +96,10 @@ def shard_model(
         shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
         placed=placed,
         execution=Execution(
-            components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel], dtype, placed.placements
+            components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel],
+            dtype,
+            placed.placements,
+            select_grouped_matmul(mesh.devices.flat[0]),
         ),
         attention=attend,
         trained=trained,

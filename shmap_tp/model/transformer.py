@@ -26,6 +26,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.context import Cache, Context, Extras
 from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, VocabParallelHead
+from shmap_tp.layers.grouped_matmul import GroupedMatmul, ragged_dot
 from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_norm
 from shmap_tp.layers.positions import Alibi, Learned, Rotary, make_position_encoding
 from shmap_tp.layers.xla_workarounds import isolate_gradient, join_gradients
@@ -53,6 +54,8 @@ class Execution:
     """The dtype of activations and matrix products."""
     placements: Any
     """A tree like the model: how each parameter is placed over dp (`fsdp.py`)."""
+    grouped_matmul: GroupedMatmul = ragged_dot
+    """How experts multiply their tokens."""
 
 
 @runtime_checkable
@@ -150,7 +153,7 @@ class Transformer(eqx.Module):
             embedding = gather(placements.embedding, table, dtype)
             x_BTD = self._scaled(tp.reduce(embedding(ids_BT, dtype)))
             x_BTD = encoding.add_to_input(x_BTD, tp, positions)
-        context = Context(tp, encoding, positions, carried.segments)
+        context = Context(tp, encoding, positions, carried.segments, grouped_matmul=execution.grouped_matmul)
         with jax.named_scope("blocks"):
             if carried.cache is None:
                 x_BTD, extras = self._scan_blocks(x_BTD, context, execution)

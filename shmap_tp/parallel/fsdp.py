@@ -263,6 +263,7 @@ def place_parameters(config: MeshConfig, model: Any, trained: Any = None) -> Pla
         if config.zero == Zero.zero1:
             return Zero1(axes, dim)
         is_linear = about.stacked and not set(axes_of(Role.features, sizes)).isdisjoint(axes_in(before))
+        is_linear = is_linear and about.kind != ParameterKind.experts  # the row of a ring would be an expert
         in_ring = is_linear and is_trained and has_rings(config)
         return Fsdp(axes, dim, _ring_side(spec, dim) if in_ring else None, is_trained)
 

@@ -29,6 +29,8 @@ class ParameterKind(Enum):
 
     matrix = auto()
     """Multiplies an activation."""
+    experts = auto()
+    """A matrix for each expert, along the first dim."""
     embedding = auto()
     """A row per token or position: of the embedding, the head, learned positions."""
     vector = auto()

@@ -24,7 +24,7 @@ DEFAULT_CONTEXT = 2048
 
 ARCHITECTURE_KEYS = frozenset(ModelConfig.__dataclass_fields__) - {
     *("name", "from_pretrained", "context", "vocabulary_multiple", "init_std"),
-    *("remat", "offload", "attention", "attention_chunk", "adapter"),
+    *("remat", "offload", "attention", "attention_chunk", "adapter", "router_balance_loss", "router_z_loss"),
 }
 """Keys of the `model` section that determine what is computed, and so follow from config.json."""
 
@@ -34,7 +34,8 @@ GELUS = {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pyto
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 """Values of layer_types."""
 
-SIZES = frozenset({"width", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "rotary_dim"})
+_SIZES = "width layers heads kv_heads head_dim ffn vocabulary rotary_dim experts experts_per_token"
+SIZES = frozenset(_SIZES.split())
 """Keys of the `model` section that are integers above 0."""
 
 _HARMLESS = """
@@ -70,12 +71,22 @@ class Key:
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter of ours and the tensor of a file that has it; {layer} stands for the number of the block."""
+    """A parameter of ours and the tensor of a file that has it; {layer} stands for the number of the block, {expert}
+    for that of an expert."""
 
     ours: str
     theirs: str
     pattern: str
-    """See layout.py."""
+    """See layout.py.  Of one layer, and of one expert."""
+
+    def divided(self, model: ModelConfig, stacked: bool) -> tuple[int, ...]:
+        """The first dims of our array for each index of which there is a tensor; `stacked`: the first is layers."""
+        layers = (model.layers,) if stacked else ()
+        return (*layers, model.experts) if "{expert}" in self.theirs else layers
+
+    def name(self, index: tuple[int, ...]) -> str:
+        """The name of the tensor of an index of these dims."""
+        return self.theirs.format(**dict(zip(("layer", "expert"), index, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -115,8 +126,8 @@ class Family:
     window: Callable[[Mapping[str, Any]], ContextLimit | None] = lambda config: None
     """The sliding window of a config.json where longer sequences are not supported: within it, attention is to all
     earlier positions."""
-    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
-    """Keys of the `model` section that config.json has no key for."""
+    derived: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda config, where: {}
+    """Keys of the `model` section that no one key of config.json determines, of (config.json, where it is)."""
     write: Callable[[ModelConfig], Mapping[str, Any]] = lambda model: {}
     """Keys of config.json that follow from the model and are in no table."""
 
@@ -142,7 +153,7 @@ class Family:
                     )
                 value = key.values[value]
             found |= dict.fromkeys(key.ours, value)
-        found |= self.derived(config)
+        found |= self.derived(config, where)
         if self.rotary:
             found |= self.rotary.read(config, found["head_dim"], where)
         self._refuse_unknown(config, where)
@@ -253,6 +264,10 @@ NEUTRAL = {
     "attention_softcap": None,
     "attention_scale_dim": None,
     "logit_softcap": None,
+    "experts": 0,
+    "shared_expert_ffn": 0,
+    "router_scores": "softmax",
+    "router_normalize": True,
 }
 """The value of a key that a family does not name."""
 
@@ -274,6 +289,8 @@ def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
         found["attention_scale_dim"] = found["head_dim"]
     if found["rotary_local_base"] == found["rotary_base"] and found["rotary_scaling"] == "none":
         found["rotary_local_base"] = None
+    if not found["experts"]:
+        found |= {"experts_per_token": None, "router_scores": None, "router_normalize": None}
     without_effect = [key for key in found if key.startswith("rotary_")]
     if found["positions"] == "rotary" and found["rotary_scaling"] == "none":
         without_effect = [key for key in without_effect if "factor" in key or "original" in key]

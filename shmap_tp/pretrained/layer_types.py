@@ -14,8 +14,13 @@ def pattern_of(types: Sequence[str]) -> list[str]:
 
 def layer_types(pattern: Sequence[str], layers: int) -> list[str]:
     """The layer_types of the layers of a pattern."""
-    repeated = pattern or ["local"]
-    return [TYPES[repeated[i % len(repeated)]] for i in range(layers)]
+    return [TYPES.get(kind, "full_attention") for kind in repeated(pattern, layers)]
+
+
+def repeated(pattern: Sequence[str], layers: int) -> list[str]:
+    """The kind of every layer."""
+    kinds = pattern or ["local"]
+    return [kinds[i % len(kinds)] for i in range(layers)]
 
 
 def shortest_pattern(kinds: Sequence[str]) -> list[str]:

@@ -48,6 +48,13 @@ def pieces_of_array(
         yield first, tuple(min(step, size - at) for at, step, size in zip(first, piece, shape, strict=True))
 
 
+def tensors_within(ranges: Ranges) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(the place in a slice, the index) of every tensor that the slice reaches, from its ranges of those dims that
+    divide our array into tensors; without such dims of the only one, at ()."""
+    for place in np.ndindex(*(stop - start for start, stop in ranges)):
+        yield place, tuple(start + at for (start, _), at in zip(ranges, place, strict=True))
+
+
 def sizes_of(model: ModelConfig) -> dict[str, int]:
     """The size of each letter of a pattern.  v is without padding: files have none."""
     return {
@@ -59,6 +66,7 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "v": model.vocabulary,
         "t": model.context,
         "r": model.adapter.rank,
+        "e": model.experts,
     }
 
 

@@ -24,9 +24,12 @@ from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.partitioning import is_stacked
-from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, pieces_of_array
+from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, pieces_of_array, tensors_within
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.tensor_files import StoredTensor
+
+Tensors = Mapping[tuple[int, ...], StoredTensor]
+"""The tensors of a parameter by the indices of its first dims, layers and experts; one at () where it has neither."""
 
 
 def paths_of(parameters: Transformer) -> dict[str, Any]:
@@ -46,16 +49,13 @@ def load_parameters(source: Source, model: ModelConfig, shapes: Transformer) -> 
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"reading {source.directory.name}", disable=quiet) as bar:
         arrays = []
         for path, leaf in described.items():
-            arrays.append(_read_parameter(leaf, _reader(*places[path], stacked[path], leaf.dtype)))
+            arrays.append(_read_parameter(leaf, _reader(*places[path], leaf.dtype)))
             bar.update(_bytes(leaf.shape, leaf.dtype))
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
 
-def find_tensors(
-    source: Source, model: ModelConfig, stacked: dict[str, bool]
-) -> dict[str, tuple[Layout, list[StoredTensor]]]:
-    """For each parameter path (with whether it is stacked over layers) its layout, and its tensor or those of its
-    layers.
+def find_tensors(source: Source, model: ModelConfig, stacked: dict[str, bool]) -> dict[str, tuple[Layout, Tensors]]:
+    """For each parameter path (with whether it is stacked over layers) its layout, and its tensors.
 
     Raises UserError if a tensor is missing, has another shape, or belongs to no parameter.
     """
@@ -64,8 +64,8 @@ def find_tensors(
         tensors = {name if name.startswith("lm_head.") else family.prefix + name: t for name, t in tensors.items()}
     found, used = {}, set()
     for path, (row, layout) in family.layouts(model, stacked).items():
-        names = [row.theirs.format(layer=layer) for layer in range(model.layers if stacked[path] else 1)]
-        for name in names:
+        names = {index: row.name(index) for index in np.ndindex(row.divided(model, stacked[path]))}
+        for name in names.values():
             if name not in tensors:
                 raise UserError(f"{source.directory} has no tensor {name}, which {source.config_file} asks for")
             if not _fits(tensors[name].shape, layout, row.ours):
@@ -73,8 +73,9 @@ def find_tensors(
                     f"{tensors[name].file}: {name} has the shape {list(tensors[name].shape)}, but "
                     f"{source.config_file} asks for {list(layout.file_shape)}"
                 )
-        found[path] = _with_rows(layout, tensors[names[0]], row.ours), [tensors[name] for name in names]
-        used |= set(names)
+        of_path = {index: tensors[name] for index, name in names.items()}
+        found[path] = _with_rows(layout, next(iter(of_path.values())), row.ours), of_path
+        used |= set(names.values())
     _check_tied_head(source, tensors, found)
     unexpected = [name for name in sorted(tensors.keys() - used) if not family.is_skipped(name, stacked)]
     if unexpected:
@@ -92,7 +93,7 @@ def _check_tied_head(source: Source, tensors: Mapping[str, StoredTensor], found:
     head = tensors.get(source.family.head)
     if head is None or "head.weight" in found:
         return
-    embedding = found["embedding.weight"][1][0]
+    embedding = found["embedding.weight"][1][()]
     if (head.shape, head.dtype, head.sample()) != (embedding.shape, embedding.dtype, embedding.sample()):
         raise UserError(
             f"{head.file}: {source.family.head} differs from the embedding, which {source.config_file} uses in its "
@@ -116,16 +117,15 @@ Reader = Callable[[tuple[slice, ...], tuple[int, ...]], np.ndarray]
 """(index, shape of the whole array) -> that part of the array."""
 
 
-def _reader(layout: Layout, tensors: list[StoredTensor], stacked: bool, dtype: np.dtype) -> Reader:
+def _reader(layout: Layout, tensors: Tensors, dtype: np.dtype) -> Reader:
     """Reads a part of one parameter."""
 
     def read(index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
         ranges = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        if not stacked:
-            return layout.read(tensors[0], ranges, dtype)
         out = np.empty([stop - start for start, stop in ranges], dtype)
-        for i, layer in enumerate(range(*ranges[0])):
-            out[i] = layout.read(tensors[layer], ranges[1:], dtype)
+        divided = len(ranges) - len(layout.our_shape)
+        for place, number in tensors_within(ranges[:divided]):
+            out[place] = layout.read(tensors[number], ranges[divided:], dtype)
         return out
 
     return read

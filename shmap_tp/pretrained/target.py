@@ -46,7 +46,7 @@ def target_of(model: ModelConfig, source: Source | None) -> Target:
     for family, config, differences in differing:
         if not differences:
             return Target(family, config, tuple(source.companions()) if source else ())
-    family, _, differences = min(differing, key=lambda one: len(one[2]))
+    family, _, differences = min(differing, key=lambda one: ("config" in one[2], len(one[2])))
     listed = ", ".join(f"model.{key}={mine} (there {theirs})" for key, (mine, theirs) in differences.items())
     raise UserError(
         f"no supported architecture can express model {model.name}; the closest, {family.architecture}, differs in "

@@ -30,7 +30,8 @@ from shmap_tp.model.adapters import merged, split_factors
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked
-from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, Ranges, pieces_of_array
+from shmap_tp.pretrained.family import Row
+from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, Ranges, pieces_of_array, tensors_within
 from shmap_tp.pretrained.peft import adapter_target
 from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import INDEX, Source
@@ -132,7 +133,7 @@ def save_parameters(
     if dtype not in OUTPUT_DTYPES:
         raise UserError(f"dtype {dtype} cannot be written; use one of {', '.join(OUTPUT_DTYPES)}")
     layouts, kind = target.family.layouts(model, stacked), OUTPUT_DTYPES[dtype]
-    files = _divide(_tensor_shapes(layouts, stacked, model.layers), kind, shard_bytes, target.weights)
+    files = _divide(_tensor_shapes(layouts, stacked, model), kind, shard_bytes, target.weights)
     temporary = _temporary(out)
     places: dict[str, StoredTensor] = {}
     for name, shapes in files.items():
@@ -156,11 +157,9 @@ def save_parameters(
             with _all_or_none(out):
                 for path, ranges, values in pieces:
                     row, layout = layouts[path]
-                    if not stacked[path]:
-                        layout.write(places[row.theirs], ranges, values)
-                        continue
-                    for i, layer in enumerate(range(*ranges[0])):
-                        layout.write(places[row.theirs.format(layer=layer)], ranges[1:], values[i])
+                    divided = len(ranges) - len(layout.our_shape)
+                    for place, index in tensors_within(ranges[:divided]):
+                        layout.write(places[row.name(index)], ranges[divided:], values[place])
             in_process_0(finish)
         except BaseException:
             if jax.process_index() == 0:
@@ -184,15 +183,14 @@ def pieces_of(parameters: Transformer) -> Iterator[Piece]:
 
 
 def _tensor_shapes(
-    layouts: Mapping[str, tuple[Any, Layout]], stacked: Mapping[str, bool], layers: int
+    layouts: Mapping[str, tuple[Row, Layout]], stacked: Mapping[str, bool], model: ModelConfig
 ) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor by its name, those outside of the blocks first, then block by block."""
-    shapes = {row.theirs: layout.file_shape for path, (row, layout) in layouts.items() if not stacked[path]}
-    for layer in range(layers):
-        for path, (row, layout) in layouts.items():
-            if stacked[path]:
-                shapes[row.theirs.format(layer=layer)] = layout.file_shape
-    return shapes
+    found = []
+    for path, (row, layout) in layouts.items():
+        for index in np.ndindex(row.divided(model, stacked[path])):
+            found.append((index[:1], row.name(index), layout.file_shape))
+    return {name: shape for _, name, shape in sorted(found, key=lambda one: one[0])}
 
 
 def _divide(

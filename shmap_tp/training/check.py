@@ -6,10 +6,10 @@ Nothing is written, no device is used and no token is read.  What depends on the
 import os
 from pathlib import Path
 
-from shmap_tp.config.schema import AUTO, Config, DataConfig, ModelConfig
+from shmap_tp.config.schema import AUTO, Config, DataConfig
 from shmap_tp.config.sources import describe_shares, each_source, phases
 from shmap_tp.config.values import SCHEMES, value_of
-from shmap_tp.data.batches import check_alike, check_rows, data_warning, isolating_id
+from shmap_tp.data.batches import check_alike, check_pairs, check_rows, data_warning, isolating_id
 from shmap_tp.data.location import STDLIB, prepare_command
 from shmap_tp.data.metadata import SPLITS, Meta, read_meta
 from shmap_tp.data.tokenizer import Bytes
@@ -28,7 +28,7 @@ def check(config: Config, export: str, components: ModelComponents) -> str:
     """
     try:
         _check_directories(config)
-        sources = {name: _data(data, config.model) for name, data in each_source(config.data).items()}
+        sources = {name: _data(data, config) for name, data in each_source(config.data).items()}
         check_alike({name: meta for name, (*_, meta) in sources.items() if meta})
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}; choose another directory") from error
@@ -51,6 +51,7 @@ def summary(
         "batch": f"{train.batch} sequences x {model.context} tokens = {tokens:,} tokens per step, "
         f"in {train.microbatches} microbatches",
         "steps": f"{train.steps:,}, together {train.steps * tokens:,} tokens",
+        **({} if train.dpo_beta is None else {"objective": f"preferences (DPO), beta {train.dpo_beta}"}),
         "learning rate": describe_schedule(config.optimizer, train.steps),
         **_data_lines(config, sources),
         "export": export,
@@ -94,14 +95,16 @@ def _mesh(config: Config) -> str:
     return f"dp={mesh.dp} x mp={mesh.mp} = {mesh.dp * mesh.mp} devices; {modes}"
 
 
-def _data(data: DataConfig, model: ModelConfig) -> tuple[str, str | None, Meta | None]:
+def _data(data: DataConfig, config: Config) -> tuple[str, str | None, Meta | None]:
     """(whether data.dir is prepared, or how it is, in words; why it may be the wrong one; meta.json where it is)."""
+    model = config.model
     if "://" in data.dir:
         return "looked at when a run starts", None, None
     if all((Path(data.dir) / f"{split}.bin").is_file() for split in SPLITS):
         meta = read_meta(Path(data.dir))
         check_rows(meta, data, model)
         isolating_id(meta, data, model)
+        check_pairs(meta, data, config.train)
         return "prepared", data_warning(data, model, meta), meta
     if data.source == STDLIB:
         meta = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from shmap_tp.config.schema import Config, DataConfig, MeshConfig, Resume
 from shmap_tp.config.sources import each_source
 from shmap_tp.config.validate import resolve_auto
-from shmap_tp.data.batches import check_alike, data_warning, isolating_token, open_data
+from shmap_tp.data.batches import check_alike, check_pairs, data_warning, isolating_token, open_data
 from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy
 from shmap_tp.data.metadata import DTYPES, SPLITS, TOKENIZER, Meta
 from shmap_tp.data.tokenizer import Bytes
@@ -102,6 +102,7 @@ def _data(config: Config, data: DataConfig) -> tuple[str, str | None, Meta | Non
         return "looked at when a run starts", None, None
     streamed = replace(data, cache=None)
     _, meta, _ = open_data(streamed, config.model, ())
+    check_pairs(meta, data, config.train)
     isolating_token(streamed, config.model)
     if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
         return "there; meta.json does not say which tokens, which are looked at when a run starts", None, meta

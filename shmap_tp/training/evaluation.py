@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over the targets that count of some validation batches."""
+    """Sums over the targets that count, or the preference pairs, of some validation batches."""
 
     nats: float
-    """Cross entropy."""
+    """Cross entropy, or the loss of the pairs."""
     targets: float
     size: int | float | None
-    """UTF-8 bytes of their text; None where the tokenizer is not known."""
+    """UTF-8 bytes of their text; None where the tokenizer is not known, and of pairs."""
 
     @property
     def loss(self) -> float:

@@ -112,7 +112,7 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 
 def _evaluate(run: Run, step: int, state: State, recorder: Recorder) -> bool:
-    """Record the mean cross entropy over the targets of the validation batches that count, of each source and of all.
+    """Record the mean loss over the targets, or pairs, of the validation batches that count, of each source and of all.
 
     Returns False if a stop request interrupted it; the resumed run then evaluates this step.
     """
@@ -125,7 +125,8 @@ def _evaluate(run: Run, step: int, state: State, recorder: Recorder) -> bool:
             found.append(run.functions.evaluate(state.params, run.batches.validation(i, source)))
             jax.block_until_ready(found[-2:-1])  # at most one batch in flight, so that a stop request is noticed soon
         losses, counted = np.array(jax.device_get(found), np.float64).T
-        size = run.validation_bytes[source] if run.validation_bytes else None
+        is_text = run.validation_bytes and run.config.train.dpo_beta is None
+        size = run.validation_bytes[source] if is_text else None
         sums[source] = Evaluation(float(losses @ counted), float(counted.sum()), size)
     recorder.validation(step, mixed(sums, run.batches.weights), {name: each for name, each in sums.items() if name})
     return True

@@ -20,13 +20,11 @@ from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch, position
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.mesh import Role, axes_of, token_axes
+from shmap_tp.training.objective import all_tokens, next_token_objective
 from shmap_tp.training.step import (
     CONFIGURED,
     Components,
-    all_tokens,
-    counted_targets,
     loss_and_gradients,
-    make_objective,
     microbatch,
 )
 
@@ -58,7 +56,7 @@ def build_model_functions(
     Raises UserError if model.attention names a kernel that these devices cannot run.
     """
     model, axes = shard_model(config, mesh, dtype, components), mesh.axis_names
-    objective = make_objective(config, model.execution)
+    objective = next_token_objective(config, model.execution)
     updated, _ = model.split(model.placed.updated)
 
     def local_logits(params: Transformer, ids_BT: Int[Array, "B T"], carried: Carried) -> Float[Array, "B T V"]:
@@ -67,8 +65,7 @@ def build_model_functions(
         return score(h_BTD.reshape(-1, h_BTD.shape[-1]), projection).reshape(*h_BTD.shape[:2], -1)
 
     def local_loss(params: Transformer, batch: Batch) -> Float[Array, ""]:
-        cross_entropy = objective.cross_entropy()
-        share, _ = cross_entropy(params, microbatch(batch, 0), counted_targets(batch), all_tokens(batch))
+        share, _ = objective.alone()(params, microbatch(batch, 0), objective.counted(batch), all_tokens(batch))
         return all_reduce(share, token_axes())
 
     def local_gradients(params: Transformer, batch: Batch) -> tuple[Float[Array, ""], Transformer]:

@@ -8,8 +8,8 @@ communicating over mp only; reduce them once over the token axes; update, each r
 update.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,20 +24,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import Config
-from shmap_tp.config.sources import each_source
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.components import ModelComponents
-from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.model.sharded_model import ShardedModel, shard_model
 from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch, tokens_spec
-from shmap_tp.model.transformer import Carried, Execution, Transformer
-from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients, varying_axes
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
 from shmap_tp.parallel.fsdp import gather_between_slices
-from shmap_tp.parallel.mesh import Role, axes_of, ranks, token_axes
+from shmap_tp.parallel.mesh import Role, axes_of, token_axes
 from shmap_tp.parallel.partitioning import named_shardings
 from shmap_tp.training.bad_steps import BadStepState, StepOutcome, initial_bad_step_state, select_tree
+from shmap_tp.training.objective import Objective, all_tokens
 from shmap_tp.training.optimizer import Optimizer, clip_by_global_norm, make_optimizer, update_norms
+from shmap_tp.training.preferences import make_objective
 
 
 class State(eqx.Module):
@@ -83,48 +83,6 @@ CONFIGURED = Components()
 """Everything as the configuration names it."""
 
 
-@dataclass(frozen=True)
-class Objective:
-    """The training objective, a function of parameters and tokens."""
-
-    loss: LinearCrossEntropy
-    execution: Execution
-    auxiliary: bool = True
-    """Whether the auxiliary losses of the blocks are part of it."""
-
-    def __call__(
-        self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int
-    ) -> tuple[Float[Array, ""], Float[Array, "*sources"]]:
-        """This device's share of (the objective, the cross entropy), for a microbatch[B T]; the latter by source where
-        the batch has sources.
-
-        `counted` is the number of counted targets of the whole step, and `tokens` that of all its tokens.
-        """
-        h_BTD, extras = params(batch.inputs, self.execution, Carried(batch.positions, batch.segments))
-        h_BTD, projection = params.output_projection(h_BTD, self.execution)
-        objective, loss = self.loss(h_BTD, projection, batch.targets, counted, batch.sources)
-        if extras.auxiliary_loss is None or not self.auxiliary:
-            return objective, loss
-        # in a mode that shards time, each device of mp has a sum over its positions
-        over = tuple(axis for axis in self.execution.tp.time_axes if axis in varying_axes(extras.auxiliary_loss))
-        return objective + mark_varying(all_reduce(extras.auxiliary_loss, over), token_axes()) / tokens, loss
-
-    def cross_entropy(self) -> "Objective":
-        """The objective that is the cross entropy alone; it can be differentiated, too."""
-        return replace(self, loss=replace(self.loss, z_loss=0.0), auxiliary=False)
-
-
-def counted_targets(batch: Batch) -> Float[Array, ""]:
-    """How many targets of the whole step count, at least 1.  Communication: one all-reduce of a scalar over the token
-    axes."""
-    return jnp.maximum(1, all_reduce(jnp.sum(batch.targets >= 0), token_axes())).astype(float)
-
-
-def all_tokens(batch: Batch) -> int:
-    """The number of inputs of the whole step, on all devices."""
-    return batch.inputs.size * ranks(token_axes())
-
-
 def microbatch(batch: Batch, i: int) -> Batch:
     """Microbatch i of batch[A B T]."""
     return jax.tree.map(lambda x: x[i], batch)
@@ -132,10 +90,9 @@ def microbatch(batch: Batch, i: int) -> Batch:
 
 def loss_and_gradients(
     objective: Objective, params: Transformer, batch: Batch, frozen: Any = None
-) -> tuple[Float[Array, "*sources"], Transformer]:
-    """(cross entropy, gradients) of the whole step, in the parameters' dtype; of each parameter the gradient of what
-    this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params` lacks.  Where
-    the batch has sources, the cross entropy is a vector: what each adds to the mean.
+) -> tuple[Float[Array, "*parts"], Transformer]:
+    """(the parts of the loss, gradients) of the whole step, in the parameters' dtype; of each parameter the gradient of
+    what this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params` lacks.
 
     Communication  over mp that of the model and the loss, per microbatch, and where the residual stream is sharded over
                    time one all-reduce of the gradients of replicated parameters, once.  Over the token axes once: an
@@ -147,8 +104,7 @@ def loss_and_gradients(
     whole = gather_between_slices(placements, mark_varying(everything, (*token_axes(), *tp.time_axes)))
     is_trained = jax.tree.map(lambda _, w: w is not None, everything, params, is_leaf=lambda x: x is None)
     local, untrained = eqx.partition(whole, is_trained)
-    counted = counted_targets(batch)
-    tokens = all_tokens(batch)
+    counted, tokens = objective.counted(batch), all_tokens(batch)
 
     def forward(batch: Batch) -> tuple[Array, Any, Array]:
         def of_trained(trained: Transformer) -> tuple[Array, Array]:
@@ -169,8 +125,7 @@ def loss_and_gradients(
             pull.with_refs(totals)(jnp.ones_like(value))
             return total + loss, None
 
-        shape = () if batch.sources is None else (objective.loss.sources,)
-        loss, _ = lax.scan(accumulate, mark_varying(jnp.zeros(shape), token_axes()), batch)
+        loss, _ = lax.scan(accumulate, mark_varying(jnp.zeros(objective.parts(batch)), token_axes()), batch)
         gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_gradient_reduction"):
         of_trained, _ = eqx.partition(placements, is_trained)
@@ -193,7 +148,8 @@ class StepFunctions(eqx.Module):
     [A B T+1] may follow, which say where documents are in place of their ends; here also sources[A B 1], the number
     of the source of each row among the names of data.sources, whose losses are then metrics, too."""
     evaluate: Callable[..., tuple[Array, Array]]
-    """(params, tokens[A B T+1]) -> (mean cross entropy of the targets that count, their number); differentiable."""
+    """(params, tokens[A B T+1]) -> (mean cross entropy of the targets that count, their number), or with train.dpo_beta
+    (mean loss of the pairs, their number); differentiable."""
     shapes: State
     """ShapeDtypeStructs of the whole state, each with its sharding."""
     tokens: jax.ShapeDtypeStruct
@@ -248,7 +204,7 @@ def build_step_functions(
 
     def evaluate(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[Array, Array]:
         batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text)
-        local_evaluate = partial(_evaluate, objective.cross_entropy())
+        local_evaluate = partial(_evaluate, objective.alone())
         return model.mapped(local_evaluate, (batch_specs(axes, batch),), (P(), P()))(params, batch)
 
     shardings = named_shardings(mesh, specs)
@@ -271,27 +227,11 @@ def _tokens_shape(config: Config) -> tuple[int, int, int]:
     return microbatches, config.train.batch // microbatches, config.model.context + 1
 
 
-def _evaluate(cross_entropy: Objective, params: Transformer, batch: Batch) -> tuple[Array, Array]:
-    """(the mean cross entropy of the counted targets of the whole batch[A B T], their number), on every device."""
-    counted, tokens = counted_targets(batch), all_tokens(batch)
-    losses = lax.map(lambda batch: cross_entropy(params, batch, counted, tokens)[0], batch)
+def _evaluate(objective: Objective, params: Transformer, batch: Batch) -> tuple[Array, Array]:
+    """(the objective of the whole batch[A B T], of how many targets or pairs it is the mean), on every device."""
+    counted, tokens = objective.counted(batch), all_tokens(batch)
+    losses = lax.map(lambda batch: objective(params, batch, counted, tokens)[0], batch)
     return all_reduce(jnp.sum(losses), token_axes()), counted
-
-
-def make_objective(config: Config, execution: Execution) -> Objective:
-    """The objective of `config`."""
-    z_loss, chunk, sources = config.train.z_loss, config.train.loss_chunk, len(config.data.sources)
-    return Objective(LinearCrossEntropy(config.model.vocabulary, z_loss, chunk, sources), execution)
-
-
-def losses_by_source(loss: Float[Array, " sources"], batch: Batch, names: Sequence[str]) -> dict[str, Float[Array, ""]]:
-    """The mean cross entropy of the counted targets of each source, as a metric by its name; NaN where it has none.
-    `loss` is what each adds to the mean of all.  Communication: one all-reduce of a number for each source."""
-    counted = jnp.where(batch.targets >= 0, batch.sources, -1)  # -1: of no source
-    local = jnp.stack([jnp.sum(counted == number) for number in range(len(names))])
-    counts = all_reduce(local, token_axes()).astype(loss.dtype)
-    means = jnp.where(counts > 0, loss * jnp.sum(counts) / jnp.maximum(counts, 1), jnp.nan)
-    return {f"{name}/loss": mean for name, mean in zip(names, means, strict=True)}
 
 
 def _make_step(
@@ -304,7 +244,7 @@ def _make_step(
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         params, frozen = model.split(state.params)
         losses, gradients = loss_and_gradients(objective, params, batch, frozen)
-        loss = losses if batch.sources is None else jnp.sum(losses)
+        loss = objective.total(losses, batch)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
             old = jax.tree.map(lambda placement, w: placement.local_shard(w), placements, params)
@@ -324,8 +264,7 @@ def _make_step(
             params = jax.tree.map(lambda placement, w: placement.all_gather_updated(w), placements, new)
         rate = optimizer.schedule(state.step - state.guard.skipped)
         metrics = outcome.metrics() | {"learning_rate": jnp.asarray(rate, jnp.float32)} | guard.counts()
-        if batch.sources is not None:
-            metrics |= losses_by_source(losses, batch, [*each_source(config.data)])
+        metrics |= objective.metrics(losses, batch)
         if config.guard.loss_spike_sigmas is not None:
             metrics["loss_limit"] = state.guard.limit(config.guard)
         return State(eqx.combine(params, frozen), optimizer_state, guard, state.step + 1), metrics

@@ -105,7 +105,7 @@ OVERRIDES = {
     "model.width.x=3": "model.width={'x': 3} must be of type int",
     "train.batch_size=1": "unknown key train.batch_size; did you mean train.batch?",
     "train.learning_rate=1": "unknown key train.learning_rate; did you mean optimizer.learning_rate?",
-    "model.experts=1": "unknown key model.experts; shmap_tp/config/schema.py lists all keys",
+    "model.dropout=1": "unknown key model.dropout; shmap_tp/config/schema.py lists all keys",
     "data.pack=1": "unknown key data.pack; shmap_tp/config/schema.py lists all keys",
     "mesh.fsdp=1": "unknown key mesh.fsdp; shmap_tp/config/schema.py lists all keys",
     "frobnicate=1": "unknown key frobnicate; shmap_tp/config/schema.py lists all keys",

@@ -78,9 +78,10 @@ OVERRIDES = {
     "model.rotary_pairing=neighbouring": "model.rotary_pairing=neighbouring has no effect with model.positions=alibi",
     "model.rotary_scaling=llama3": "model.rotary_scaling=llama3 has no effect with model.positions=alibi",
     "model.rotary_scaling=yarn": "model.rotary_scaling=yarn must be one of none, llama3",
-    "model.layer_pattern=[local,sliding]": "model.layer_pattern[1]=sliding must be one of local, global",
+    "model.layer_pattern=[local,sliding]": "model.layer_pattern[1]=sliding must be one of local, global, nope",
     "model.layer_pattern=[local,global]": "model.layer_pattern=[local,global] has local layers, which need a window, "
     "but model.window=null (model bytes)",
+    "model.layer_pattern=[global,nope]": "model.layer_pattern=[global,nope] with nope has no effect with model.",
     "model.norm_placement=both": "model.norm_placement=both needs model.block=sequential, but model.block=parallel",
     "model.logit_softcap=0": "model.logit_softcap=0 must be above 0",
     "model.rotary_local_base=10": "model.rotary_local_base=10.0 has no effect with model.positions=alibi",
@@ -95,6 +96,31 @@ OVERRIDES = {
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_the_message_for_a_broken_rule_states_the_rule(override):
     assert OVERRIDES[override] in error_message(FIRST, override)
+
+
+EXPERTS = ["model.experts=8", "model.block=sequential", "model.mlp=swiglu", "mesh.mp=4", "mesh.dp=2"]
+OF_EXPERTS = {
+    "model.experts=6": "mesh.mp=4 does not divide experts=6 (model bytes); use mesh.mp in {1, 2}",
+    "model.shared_expert_ffn=6": "mesh.mp=4 does not divide shared_expert_ffn=6 (model bytes); use mesh.mp in {1, 2}",
+    "model.experts_per_token=9": "model.experts_per_token=9 is above model.experts=8 (model bytes); use at most 8",
+    "model.block=parallel": "model.experts=8 cannot be combined with model.block=parallel (model bytes); "
+    "use model.block=sequential",
+    "model.mlp=gelu": "model.experts=8 cannot be combined with model.mlp=gelu (model bytes); use model.mlp=swiglu",
+    "model.mlp_bias=true": "model.experts=8 cannot be combined with model.mlp_bias=true (model bytes); use",
+    "model.adapter.rank=4": "model.adapter.matrices has all, but experts have no adapters (model.experts=8); "
+    "use model.adapter.matrices=[attention]",
+    "model.experts=0 model.router_z_loss=0.1": "model.router_z_loss=0.1 has no effect with model.experts=0 (model "
+    "bytes); set model.experts, or model.router_z_loss=0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", OF_EXPERTS)
+def test_the_message_for_experts_that_are_not_possible_states_the_rule(given):
+    assert OF_EXPERTS[given] in error_message(FIRST, *EXPERTS, *given.split())
+
+
+def test_mp_need_not_divide_the_hidden_size_of_an_expert():
+    load(FIRST, [*EXPERTS, "model.ffn=510"])
 
 
 @pytest.mark.parametrize("fraction, steps", [("0.001", 0), ("0.91", 273), ("1", 300)])

@@ -197,6 +197,7 @@ def test_the_example_conversations_are_prepared_in_rows_of_the_models_limit(mode
         ({"messages": []}, [], "line 3: no assistant turn answers a message"),
         ({"messages": [3]}, [], "line 3: message 0 is 3; give an object with a role"),
         ({"text": "a"}, [], "line 3: no conversation in the fields text; .* for text use --text"),
+        ({"chosen": [], "rejected": []}, [], "line 3: no conversation in .*; for preference pairs use --preferences"),
         ([1], [], "line 3: an object is needed"),
         ({"conversations": [{"value": 1}]}, [], "line 3: a turn of ShareGPT's form is an object with from and value"),
         ({"conversations": [{"from": [1], "value": ""}]}, [], "line 3: a turn of ShareGPT's form is an object with"),

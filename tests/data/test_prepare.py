@@ -34,7 +34,7 @@ def test_the_prepared_library_can_be_trained_on(library):
     assert train.tokens > 5_000_000
     assert 0.005 < validation.tokens / train.tokens < 0.05
     meta = json.loads((library / META).read_text())
-    assert {*meta} == {*Meta.__dataclass_fields__} - {"row", "counted"}
+    assert {*meta} == {*Meta.__dataclass_fields__} - {"row", "counted", "pairs"}
     assert meta["sha256"]["train"] == hashlib.sha256((library / "train.bin").read_bytes()).hexdigest()
 
 

@@ -19,8 +19,13 @@ FAMILIES = {
     "qk_norm=true remat=all_matmuls attention_chunk=4 init_std=0.05",
     "gemma": "block=sequential norm=rmsnorm_unit_offset mlp=geglu positions=rotary kv_heads=1 head_dim=6 "
     "tie_embeddings=true embedding_scale=4.898979485566356 init_std=0.05",
+    "mixtral": "block=sequential norm=rmsnorm mlp=swiglu positions=rotary kv_heads=2 ffn=12 experts=8 "
+    "experts_per_token=2 router_balance_loss=0.1 router_z_loss=0.1 remat=attention",
+    "many experts": "block=sequential norm=rmsnorm mlp=swiglu positions=rotary kv_heads=2 ffn=12 experts=16 "
+    "experts_per_token=5 router_normalize=false router_balance_loss=0.1 router_z_loss=0.1 shared_expert_ffn=8 "
+    "remat=full",
     "gemma2 and 3": "block=sequential norm=rmsnorm_unit_offset norm_placement=both qk_norm=true mlp=geglu kv_heads=2 "
-    "positions=rotary rotary_local_base=10 layers=5 window=3 layer_pattern=[local,local,global] attention_chunk=2 "
+    "positions=rotary rotary_local_base=10 layers=5 window=3 layer_pattern=[local,nope,global] attention_chunk=2 "
     "attention_softcap=1 attention_scale_dim=3 logit_softcap=0.5 tie_embeddings=true remat=mlp init_std=0.05",
 }
 FAMILIES = {

@@ -13,8 +13,20 @@ def projection_weights(model: ModelConfig) -> int:
 
 
 def mlp_weights(model: ModelConfig) -> int:
-    """MLP weights of one block: two matrices of D F, three with a gate."""
-    return (3 if model.mlp == Mlp.swiglu else 2) * model.width * model.ffn
+    """MLP weights of one block: two matrices of D F, three with a gate; of each expert, with a router [D, E]."""
+    return _mlp_weights(model, model.experts)
+
+
+def active_mlp_weights(model: ModelConfig) -> int:
+    """Those that a token is multiplied with."""
+    return _mlp_weights(model, model.experts_per_token)
+
+
+def _mlp_weights(model: ModelConfig, experts: int) -> int:
+    each = (3 if model.mlp == Mlp.swiglu else 2) * model.width
+    if not model.experts:
+        return each * model.ffn
+    return each * (experts * model.ffn + model.shared_expert_ffn) + model.width * model.experts
 
 
 def biases(model: ModelConfig) -> int:
@@ -28,12 +40,19 @@ def parameters(model: ModelConfig, *, padded: bool) -> int:
     vocabulary = padded_vocabulary(model) if padded else model.vocabulary
     norms_per_block = 1 if model.block == Block.parallel else 2
     norm = (2 if model.norm_bias else 1) * model.width
+    head_norms = 2 * model.head_dim if model.qk_norm else 0
     return (
         (1 if model.tie_embeddings else 2) * vocabulary * model.width
         + (model.context * model.width if model.positions == PositionKind.learned else 0)
-        + model.layers * (projection_weights(model) + mlp_weights(model) + biases(model) + norms_per_block * norm)
+        + model.layers * (projection_weights(model) + mlp_weights(model) + biases(model))
+        + model.layers * (norms_per_block * norm + head_norms)
         + norm
     )
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Those that a token is multiplied with."""
+    return parameters(model, padded=False) - model.layers * (mlp_weights(model) - active_mlp_weights(model))
 
 
 def forward(model: ModelConfig) -> dict[str, int]:
@@ -43,7 +62,7 @@ def forward(model: ModelConfig) -> dict[str, int]:
         "projections": 2 * model.layers * projection_weights(model),
         "scores": attention,
         "values": attention,
-        "mlp": 2 * model.layers * mlp_weights(model),
+        "mlp": 2 * model.layers * active_mlp_weights(model),
         "head": 2 * model.width * model.vocabulary,
     }
 

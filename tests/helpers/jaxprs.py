@@ -17,7 +17,8 @@ from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.fsdp import Replicated
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.training.step import Objective, loss_and_gradients
+from shmap_tp.training.objective import Objective
+from shmap_tp.training.step import loss_and_gradients
 from tests.helpers.model_fixtures import mesh, shapes_of
 from tests.helpers.sharded_harness import ALL_REDUCE
 

@@ -17,7 +17,8 @@ from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import MP, make_mesh, token_axes
-from shmap_tp.training.step import loss_and_gradients, make_objective, microbatch
+from shmap_tp.training.preferences import make_objective
+from shmap_tp.training.step import loss_and_gradients, microbatch
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, by_path
 from tests.helpers.families import FAMILIES

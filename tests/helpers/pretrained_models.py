@@ -52,6 +52,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", _LLAMA | {"sliding_window": 100, "head_dim": 8}),
     "qwen2": ("qwen2", _LLAMA),
     "qwen3": ("qwen3", _LLAMA | {"head_dim": 16}),
+    "mixtral": ("mixtral", _LLAMA | {"intermediate_size": 24, "num_local_experts": 8}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _LLAMA
+        | {"head_dim": 16, "moe_intermediate_size": 12, "num_experts": 16, "num_experts_per_tok": 5}
+        | {"norm_topk_prob": False},
+    ),
     "gemma": ("gemma", _LLAMA | {"head_dim": 16}),
     "gemma2": ("gemma2", _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
     "gemma3": (
@@ -60,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 5, "layer_types": [*_LOCAL, *_LOCAL, "full_attention", *_LOCAL, *_LOCAL]}
         | {"rope_parameters": {_LOCAL[0]: _rope(100.0), "full_attention": _rope(50_000.0)}},
     ),
+    "smollm3": ("smollm3", _LLAMA | {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 48, "n_layer": 3, "n_head": 8}),
     "gpt_neox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5}),
     "gpt_neox_sequential": ("gpt_neox", _NEOX | {"rotary_pct": 0.25, "use_parallel_residual": False}),
@@ -92,9 +100,19 @@ def weight(name: str, shape: tuple[int, ...], case: str) -> np.ndarray:
     return (spread * values * shape[-1] ** -0.5).astype(np.float32)
 
 
-def file_name(parameter: str, case: str) -> str:
-    """The name that a parameter of transformers has in files."""
-    return parameter.replace("lm_head.", "embed_out.") if case.startswith("gpt_neox") else parameter
+def in_files(parameter: str, values: np.ndarray, case: str) -> dict[str, np.ndarray]:
+    """The tensors of files that have a parameter of transformers, views of its values: its matrices of all experts are
+    one array, gate and up together."""
+    if ".experts." not in parameter:
+        name = parameter.replace("mlp.gate", "block_sparse_moe.gate") if case == "mixtral" else parameter
+        return {name.replace("lm_head.", "embed_out.") if case.startswith("gpt_neox") else name: values}
+    module, kind = parameter.rsplit(".", 1)
+    module = module.replace("mlp", "block_sparse_moe") if case == "mixtral" else module
+    gate, up, down = ("w1", "w3", "w2") if case == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    parts = np.split(values, 2, axis=1) if kind == "gate_up_proj" else [values]
+    names = (gate, up) if kind == "gate_up_proj" else (down,)
+    of_names = zip(names, parts, strict=True)
+    return {f"{module}.{e}.{name}.weight": part[e] for name, part in of_names for e in range(len(values))}
 
 
 def write_directory(

@@ -68,6 +68,37 @@ def swiglu_mlp(p: dict, x):
     return gated_mlp(p, x, silu)
 
 
+def experts(p: dict, x, config):
+    """(the output, the auxiliary loss summed over tokens): one token and one expert at a time, without sorting."""
+    activation = {"swiglu": silu, "geglu": gelu}[config.mlp]
+    logits = x @ p["router.weight"]
+    exponentials = jnp.exp(logits)
+    if config.router_scores == "sigmoid":
+        scores = exponentials / (1 + exponentials)
+    else:
+        scores = exponentials / exponentials.sum(-1, keepdims=True)
+    # how many experts come before each: those with higher scores, and of equal ones those with lower numbers
+    number = jnp.arange(config.experts)
+    mine, other = scores[..., :, None], scores[..., None, :]
+    before = (other > mine) | ((other == mine) & (number[None, :] < number[:, None])[None, None])
+    chosen = before.sum(-1) < config.experts_per_token
+    weights = jnp.where(chosen, scores, 0)
+    if config.router_normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    y = 0 * x
+    for e in range(config.experts):
+        one = {f"{name}.weight": p[f"{name}.weight"][e].T for name in ("gate", "up")}
+        one["down.weight"] = p["down.weight"][e]
+        y = y + weights[..., e, None] * gated_mlp(one, x, activation)
+    if config.shared_expert_ffn:
+        y = y + gated_mlp(inside(p, "shared"), x, activation)
+    share = scores / scores.sum(-1, keepdims=True)
+    frequency = chosen.astype(x.dtype).mean(1) * config.experts / config.experts_per_token  # of each sequence
+    balance = x.shape[1] * (frequency * share.mean(1)).sum()
+    z = (jnp.log(exponentials.sum(-1)) ** 2).sum()
+    return y, config.router_balance_loss * balance + config.router_z_loss * z
+
+
 def alibi_slopes(heads: int) -> list[float]:
     """Press et al.: a geometric sequence from 2^(-8/H).  If H is not a power of two: the slopes of the next lower power
     of two, then every second slope of twice that number."""
@@ -138,7 +169,7 @@ def attention(p: dict, x, positions: str, config=None, layer: int = 0):
         q_BTHK = norm(inside(p, "query_norm"), q_BTHK, config.norm_epsilon)
         k_BTNK = norm(inside(p, "key_norm"), k_BTNK, config.norm_epsilon)
     is_local = config and config.window and (not config.layer_pattern or kind_of(config, layer) == "local")
-    if positions == "rotary":
+    if positions == "rotary" and not (config and config.layer_pattern and kind_of(config, layer) == "nope"):
         if is_local and config.rotary_local_base:
             unscaled = type(config.rotary_scaling)("none")
             config = replace(config, rotary_base=config.rotary_local_base, rotary_scaling=unscaled)
@@ -169,6 +200,11 @@ MLPS = {
 
 
 def block(p: dict, x, config, layer: int = 0):
+    return block_with_loss(p, x, config, layer)[0]
+
+
+def block_with_loss(p: dict, x, config, layer: int = 0):
+    """(the output, the auxiliary loss summed over tokens)."""
     mlp = MLPS[config.mlp]
 
     def norm(name: str, x):
@@ -180,9 +216,11 @@ def block(p: dict, x, config, layer: int = 0):
     if config.block == "sequential":
         normed = norm if config.norm_placement == "both" else lambda name, y: y
         x = x + normed("attention_output_norm", attend(norm("attention_norm", x)))
-        return x + normed("mlp_output_norm", mlp(inside(p, "mlp"), norm("mlp_norm", x)))
+        h = norm("mlp_norm", x)
+        y, loss = experts(inside(p, "mlp"), h, config) if config.experts else (mlp(inside(p, "mlp"), h), 0.0)
+        return x + normed("mlp_output_norm", y), loss
     names = ("norm", "norm") if config.block == "parallel" else ("attention_norm", "mlp_norm")
-    return x + attend(norm(names[0], x)) + mlp(inside(p, "mlp"), norm(names[1], x))
+    return x + attend(norm(names[0], x)) + mlp(inside(p, "mlp"), norm(names[1], x)), 0.0
 
 
 def embedding(p: dict, ids_BT):
@@ -192,14 +230,21 @@ def embedding(p: dict, ids_BT):
 
 def transformer(p: dict, ids_BT, config):
     """Logits of all rows of the table, including padding."""
+    return with_auxiliary_loss(p, ids_BT, config)[0]
+
+
+def with_auxiliary_loss(p: dict, ids_BT, config):
+    """(logits, the auxiliary losses of all blocks, summed over tokens)."""
+    total = 0.0
     x = embedding(inside(p, "embedding"), ids_BT) * config.embedding_scale
     if config.positions == "learned":
         x = x + p["positions.weight"][None, : x.shape[1]]
     for layer in range(config.layers):
-        x = block({path: array[layer] for path, array in inside(p, "blocks").items()}, x, config, layer)
+        x, loss = block_with_loss({path: array[layer] for path, array in inside(p, "blocks").items()}, x, config, layer)
+        total = total + loss
     head = p["embedding.weight" if config.tie_embeddings else "head.weight"]
     logits = NORMS[config.norm](inside(p, "norm"), x, config.norm_epsilon) @ head.T + bias(p, "head.bias")
-    return softcapped(logits, config.logit_softcap)
+    return softcapped(logits, config.logit_softcap), total
 
 
 def cross_entropy(logits_BTV, targets_BT, vocabulary: int):
@@ -213,10 +258,11 @@ def cross_entropy(logits_BTV, targets_BT, vocabulary: int):
 
 def objective(p: dict, tokens_BT, config, z_loss: float):
     """(the minimised objective, the cross entropy): means over the counted targets."""
-    logits = transformer(p, tokens_BT[:, :-1], config)
+    logits, auxiliary = with_auxiliary_loss(p, tokens_BT[:, :-1], config)
     nll, logz = cross_entropy(logits, tokens_BT[:, 1:], config.vocabulary)
     counted = (tokens_BT[:, 1:] >= 0).sum()
-    return nll.sum() / counted + z_loss * (logz**2).sum() / counted, nll.sum() / counted
+    cross = nll.sum() / counted
+    return cross + z_loss * (logz**2).sum() / counted + auxiliary / tokens_BT[:, 1:].size, cross
 
 
 def adamw(p: dict, gradients: dict, moments: dict, step: int, rate: float, config):

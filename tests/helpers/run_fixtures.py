@@ -107,7 +107,7 @@ def shared_step_functions(
     train = replace(config.train, steps=0, profile=None, check_replicas_every=0)
     settings = repr((config.model, config.mesh, config.optimizer, config.guard, train, config.run.seed))
     settings += repr([*config.data.sources])
-    replaced = *filter(callable, vars(step).values()), step.Objective.__call__
+    replaced = *filter(callable, vars(step).values()), step.Objective.__call__, step.Objective.counted
     key = settings, mesh, dtype, components, end_of_text, replaced
     if key not in BUILT:
         BUILT[key] = build_step_functions(config, mesh, dtype, components, end_of_text)

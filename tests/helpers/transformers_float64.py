@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.helpers.pretrained_models import file_name, read_tensors
+from tests.helpers.pretrained_models import in_files, read_tensors
 
 
 @contextmanager
@@ -32,10 +32,12 @@ def float64_throughout() -> Iterator[None]:
 def model_in_float64(directory: Path, case: str) -> Any:
     """The model of a directory; to be called, and used, in the block of `float64_throughout`."""
     config = transformers.AutoConfig.from_pretrained(directory)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_config(config, **kinds).eval()
     tensors = read_tensors(directory)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert parameter.dtype == torch.float64
-            parameter.copy_(torch.tensor(tensors[file_name(name, case)]))
+            for of_file, values in in_files(name, parameter.numpy(), case).items():
+                values[...] = tensors[of_file]
     return model

@@ -90,15 +90,20 @@ CACHED = {
     ],
     "local and global": [
         *VARIANTS["rotary, sequential, RMSNorm, SwiGLU"],
-        "model.layers=3",
+        "model.layers=4",
         "model.window=4",
-        "model.layer_pattern=[local,global]",
+        "model.layer_pattern=[local,global,nope]",
         *("model.rotary_local_base=100", "model.attention_softcap=2", "model.logit_softcap=3", "model.qk_norm=true"),
         *("model.norm_placement=both", "model.attention_scale_dim=3"),
     ],
 }
 
 
+CACHED["experts"] = [
+    *VARIANTS["rotary, sequential, RMSNorm, SwiGLU"],
+    *("model.experts=8", "model.experts_per_token=3", "model.ffn=12", "model.shared_expert_ffn=8"),
+    *("model.router_balance_loss=0.1", "mesh.zero=fsdp"),
+]
 ROTARY, LEARNED = "rotary, sequential, two key/value heads", "learned, parallel with two norms, tied, FSDP"
 
 
@@ -110,6 +115,7 @@ ROTARY, LEARNED = "rotary, sequential, two key/value heads", "learned, parallel 
         (LEARNED, (2, 2)),
         (LEARNED, (8, 1)),
         ("local and global", (2, 4)),
+        ("experts", (2, 4)),
     ],
     ids=str,
 )

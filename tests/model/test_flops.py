@@ -42,6 +42,9 @@ EXPECTED = {
     "32b": (31_663_333_376, "31.66B", 16),
     "64b": (62_802_370_560, "62.80B", 16),
     "128b": (125_079_396_352, "125.08B", 16),
+    "bytes_moe": (2_495_616, "2.50M", 8),
+    "mixtral_8x7b": (46_702_792_704, "46.70B", 8),
+    "qwen3_30b_a3b": (30_532_122_624, "30.53B", 4),
     "llama2_70b": (68_976_648_192, "68.98B", 8),
     "llama3_8b": (8_030_261_248, "8.03B", 8),
     "llama3_70b": (70_553_706_496, "70.55B", 8),
@@ -56,7 +59,7 @@ EXPECTED = {
     "gpt2_128b": (128_872_919_040, "128.87B", 16),
 }
 
-LARGE = [name for name, (exact, _, _) in EXPECTED.items() if exact > 2e9]
+LARGE = [name for name, (exact, _, _) in EXPECTED.items() if exact > 2e9 and not load(name).experts]
 
 
 def printed(count: int, like: str) -> str:
@@ -233,7 +236,7 @@ def test_recomputed_flops_are_undefined_for_attention_auto():
 def test_flops_with_full_attention_equal_the_formula_of_palm(name):
     """PaLM, appendix B, where N counts the parameters that take part in a matmul."""
     model = load(name)
-    weights = flop_formulas.projection_weights(model) + flop_formulas.mlp_weights(model)
+    weights = flop_formulas.projection_weights(model) + flop_formulas.active_mlp_weights(model)
     n = model.layers * weights + model.width * model.vocabulary
     attention = 12 * model.layers * model.heads * model.head_dim * model.context
     assert flops_per_token(model, causal=False) == 6 * n + attention
@@ -253,6 +256,16 @@ def test_flops_of_a_gpt_with_full_remat_equal_the_formula_of_narayanan(name):
 def test_large_models_need_about_six_flops_per_parameter_and_token(name):
     model = load(name)
     assert 0.9 < flops_per_token(model) / (6 * parameters(model)) < 1.1
+
+
+@pytest.mark.parametrize(("name", "billions"), [("mixtral_8x7b", 12.9), ("qwen3_30b_a3b", 3.3)])
+def test_models_with_experts_need_the_flops_of_their_active_parameters(name, billions):
+    """Published: 13B of Mixtral, 3.3B of Qwen3-30B-A3B.  Of the embedding's parameters there are no FLOPs."""
+    model = load(name)
+    active = flop_formulas.active_parameters(model)
+    assert active / 1e9 == pytest.approx(billions, rel=0.02)
+    forward = forward_terms(model)
+    assert 2 * (active - model.width * model.vocabulary) == pytest.approx(forward["blocks"] + forward["head"], rel=1e-3)
 
 
 def test_flops_per_step_of_gpt2_128b_and_64b_equal_the_published_ones():

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import shmap_tp.model.loss
 import shmap_tp.model.transformer
 from shmap_tp.layers import causal_attention
+from shmap_tp.layers.positions import NoPositions
+from shmap_tp.layers.rotation import Rotation
+from shmap_tp.layers.xla_workarounds import rotate_pairs
 from shmap_tp.model.abstract_trace import trace_gradients
 from shmap_tp.model.blocks import SequentialBlock
 from shmap_tp.model.components import parameter_shapes
@@ -48,6 +51,12 @@ def test_a_pattern_shifted_by_one_layer_gives_wrong_values(monkeypatch):
         return (*rest, first)
 
     monkeypatch.setattr(shmap_tp.model.transformer, "layer_options", shifted)
+    with wrong:
+        compare_model(LOCAL, (1, 1), "float64")
+
+
+def test_the_rotary_encoding_in_a_layer_without_it_gives_wrong_values(monkeypatch):
+    monkeypatch.setattr(NoPositions, "rotate", lambda self, x, positions=None: rotate_pairs(Rotation(1e4), 1, x))
     with wrong:
         compare_model(LOCAL, (1, 1), "float64")
 

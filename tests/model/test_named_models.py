@@ -1,7 +1,7 @@
 """The models of conf/model that have the name of a published model are that model: what its config.json says.
 
 The figures are those of the config.json files on huggingface.co: openai-community/gpt2 and gpt2-xl, meta-llama/
-Llama-2-70b-hf, Llama-3.1-8B and Llama-3.1-70B.
+Llama-2-70b-hf, Llama-3.1-8B and Llama-3.1-70B, mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen3-30B-A3B.
 """
 
 import json
@@ -34,6 +34,55 @@ PUBLISHED = {
     "llama2_70b": LLAMA | SIZES_70B | {"vocab_size": 32000, "max_position_embeddings": 4096},
     "llama3_8b": LLAMA3 | SIZES_8B,
     "llama3_70b": LLAMA3 | SIZES_70B,
+    "mixtral_8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "qwen3_30b_a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
 }
 OURS = {"name", "vocabulary_multiple", "context", "remat", "offload", "attention", "attention_chunk", "from_pretrained"}
 """What is chosen for training, and is no property of the published model."""

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import Config, Remat
+from shmap_tp.config.schema import Config, Remat, SavedActivation
 from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DP, DP_SLICE
 from shmap_tp.plan.communication.analytic import activations
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, tally
-from shmap_tp.plan.search.formulas import _TRACED, _activation_entries, estimate, links_of
+from shmap_tp.plan.search.formulas import _TRACED, _activation_entries, activation_values, estimate, links_of
 from shmap_tp.plan.targets import VERSIONS, find_target, machine_of
 
 
@@ -107,3 +107,11 @@ def test_a_target_has_as_many_hosts_as_its_recipe_has_processes(name):
     version = next(each for each in VERSIONS if each in name.split("_")[-1])
     recipe = load(str(CONF / "recipes" / f"{name}.yaml"), []).mesh
     assert machine_of(find_target(version, recipe.dp * recipe.mp, None, 1)).hosts == recipe.processes
+
+
+@pytest.mark.parametrize(("mp", "values"), [(1, 2 * 12), (4, 2 * 12), (8, 12)])
+def test_a_device_has_room_for_all_tokens_at_its_experts(mp, values):
+    """Two of eight experts of a hidden size of 12: where a device has one of them, no token needs more than one row."""
+    settings = "block=sequential mlp=swiglu experts=8 experts_per_token=2 ffn=12"
+    one = config(f"mesh.mp={mp}", *(f"model.{setting}" for setting in settings.split()))
+    assert activation_values(one)[SavedActivation.up] == activation_values(one)[SavedActivation.gate] == values

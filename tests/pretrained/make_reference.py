@@ -1,4 +1,4 @@
-"""Write tests/pretrained/reference/*.json with transformers: python tests/pretrained/make_reference.py"""
+"""Write tests/pretrained/reference/*.json with transformers: python tests/pretrained/make_reference.py [CASE ...]"""
 
 import json
 import sys
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import transformers
 
-from tests.helpers.pretrained_models import CASES, POSITIONS, REFERENCE, file_name, tokens, weight
+from tests.helpers.pretrained_models import CASES, POSITIONS, REFERENCE, in_files, tokens, weight
 
 
 def build(case: str) -> Any:
@@ -21,7 +21,8 @@ def build(case: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.tensor(weight(file_name(name, case), tuple(parameter.shape), case)))
+            for of_file, values in in_files(name, parameter.numpy(), case).items():
+                values[...] = weight(of_file, values.shape, case)
     return model
 
 
@@ -34,13 +35,16 @@ def saved_config(model: Any) -> dict[str, Any]:
 
 def main() -> None:
     REFERENCE.mkdir(exist_ok=True)
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         model = build(case)
         with torch.no_grad():
             logits = model(torch.tensor(tokens()[:, :-1])).logits.numpy()
+        parameters = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+        of_files = [in_files(name, values, case) for name, values in parameters.items()]
+        tensors = {name: list(values.shape) for one in of_files for name, values in one.items()}
         record = {
             "config": saved_config(model),
-            "tensors": {file_name(name, case): list(parameter.shape) for name, parameter in model.named_parameters()},
+            "tensors": tensors,
             "spread": float(logits.max() - logits.min()),
             "logits": [[float(f"{x:.8g}") for x in row] for row in logits[0, POSITIONS].tolist()],
         }

@@ -58,6 +58,8 @@ def test_the_comparison_fails_with(tmp_path, monkeypatch, what):
         ("gemma2", "logit_softcap=null"),
         ("gemma3", "rotary_local_base=null"),
         ("gemma3", "layer_pattern=[local,global,local]"),
+        ("smollm3", "layer_pattern=[]"),
+        ("smollm3", "layer_pattern=[nope,global]"),
     ],
 )
 def test_the_comparison_fails_with_another_option(tmp_path, monkeypatch, case, changed):

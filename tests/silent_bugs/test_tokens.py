@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import shmap_tp.layers.attention
-import shmap_tp.training.step
 from shmap_tp.data import mixture
 from shmap_tp.layers.attention import Attention, Chunked
 from shmap_tp.layers.causal_attention import Pattern
@@ -21,6 +20,7 @@ from shmap_tp.layers.positions import Alibi
 from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.model.tokens import Batch, batch_specs, input_ids, next_token_batch
 from shmap_tp.parallel.mesh import AXES, DP, Role, ranks, token_axes
+from shmap_tp.training.objective import Objective
 from tests.helpers import reference, sharded_harness
 from tests.helpers.assertions import assert_close
 from tests.helpers.layer_cases import RESIDUAL_STREAM, D, H, K, T
@@ -93,10 +93,10 @@ def test_targets_are_shifted_within_each_shard_of_time(dp_shards_time):
 def test_each_rank_divides_by_its_own_number_of_targets(monkeypatch):
     """A mean of means: targets of ranks that have few of them count more."""
 
-    def own(batch: Batch) -> jax.Array:
+    def own(objective: Objective, batch: Batch) -> jax.Array:
         return (ranks(token_axes()) * jnp.maximum(1, jnp.sum(batch.targets >= 0))).astype(float)
 
-    monkeypatch.setattr(shmap_tp.training.step, "counted_targets", own)
+    monkeypatch.setattr(Objective, "counted", own)
     with wrong:
         compare_model("parallel layernorm gelu alibi", (2, 4), "float32")
 

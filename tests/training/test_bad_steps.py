@@ -26,7 +26,8 @@ from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop, step
 from shmap_tp.training.bad_steps import BadStepMonitor, BadStepState, StepOutcome, initial_bad_step_state
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.step import Objective, State, build_step_functions
+from shmap_tp.training.objective import Objective
+from shmap_tp.training.step import State, build_step_functions
 from tests.helpers.assertions import assert_replicas_agree, assert_same_bits, by_path
 from tests.helpers.checkpoint_fixtures import checkpoint_config
 from tests.helpers.model_fixtures import config, mesh_of

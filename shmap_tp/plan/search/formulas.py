@@ -179,9 +179,16 @@ def activation_values(config: Config) -> dict[SavedActivation, float]:
         SavedActivation.sublayer_output: residual if model.block == Block.sequential else 0.0,
         SavedActivation.query_key_value: query + key_value,
         SavedActivation.attention_output: query,
-        SavedActivation.gate: model.ffn / mesh.mp if gated else 0.0,
-        SavedActivation.up: model.ffn / mesh.mp,
+        SavedActivation.gate: _hidden_values(model, mesh) if gated else 0.0,
+        SavedActivation.up: _hidden_values(model, mesh),
     }
+
+
+def _hidden_values(model: ModelConfig, mesh: MeshConfig) -> float:
+    """Of the MLP, or of the rows that a device has room for: those of its experts, chosen as often as possible."""
+    if not model.experts:
+        return model.ffn / mesh.mp
+    return min(model.experts_per_token, model.experts // mesh.mp) * model.ffn + model.shared_expert_ffn / mesh.mp
 
 
 def saved_values(config: Config) -> dict[SavedActivation, float]:

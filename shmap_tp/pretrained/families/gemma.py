@@ -33,17 +33,17 @@ GEMMA = Family(
     prefix="model.",
     rotary=RotaryKeys(),
     only={"hidden_activation": (_TANH,), "use_bidirectional_attention": (False,)},
-    derived=lambda config: {"embedding_scale": math.sqrt(config["hidden_size"])},
+    derived=lambda config, where: {"embedding_scale": math.sqrt(config["hidden_size"])},
 )
 
 
 def _of_kinds(period: int) -> dict[str, Any]:
     """Fields of a family whose layers, where layer_types is absent, are local but for every `period`-th."""
 
-    def derived(config: Mapping[str, Any]) -> dict[str, Any]:
+    def derived(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         every = config.get("sliding_window_pattern") or period
         kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_layers(config))]
-        return GEMMA.derived(config) | {"layer_pattern": pattern_of(config.get("layer_types") or kinds)}
+        return GEMMA.derived(config, where) | {"layer_pattern": pattern_of(config.get("layer_types") or kinds)}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         return {"layer_types": layer_types(model.layer_pattern, model.layers)}

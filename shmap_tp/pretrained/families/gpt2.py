@@ -31,7 +31,7 @@ GPT2 = Family(
         "mlp_bias": True,
         "positions": "learned",
     },
-    derived=lambda config: {"head_dim": config["n_embd"] // config["n_head"]},
+    derived=lambda config, where: {"head_dim": config["n_embd"] // config["n_head"]},
     context_key="n_positions",
     prefix="transformer.",
     only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},

@@ -22,7 +22,7 @@ GPT_NEOX = Family(
         Key("tie_word_embeddings", ("tie_embeddings",), False),
     ),
     fixed={"norm": "layernorm", "norm_bias": True, "mlp_bias": True, "positions": "rotary"},
-    derived=lambda config: {"head_dim": config["hidden_size"] // config["num_attention_heads"]},
+    derived=lambda config, where: {"head_dim": config["hidden_size"] // config["num_attention_heads"]},
     context_key="max_position_embeddings",
     prefix="gpt_neox.",
     rotary=RotaryKeys(base="rotary_emb_base", partial="rotary_pct", default_partial=0.25),

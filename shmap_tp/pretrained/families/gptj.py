@@ -33,7 +33,7 @@ GPTJ = Family(
         "rotary_base": 10_000.0,
         "rotary_pairing": "neighbouring",
     },
-    derived=lambda config: {"head_dim": config["n_embd"] // config["n_head"]},
+    derived=lambda config, where: {"head_dim": config["n_embd"] // config["n_head"]},
     context_key="n_positions",
     prefix="transformer.",
     only={"scale_attn_weights": (True,), "rotary": (True,)},

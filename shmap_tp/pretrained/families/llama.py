@@ -42,6 +42,15 @@ ROWS = (
     Row("blocks.mlp.down.bias", "model.layers.{layer}.mlp.down_proj.bias", "d -> d"),
 )
 
+
+def without_mlp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows of a family whose blocks have experts."""
+    return tuple(row for row in rows if not row.ours.startswith("blocks.mlp."))
+
+
+ROUTER_TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
+"""Keys of config.json with which a router was trained; here model.router_balance_loss is given."""
+
 FIXED = {"block": "sequential", "norm": "rmsnorm", "positions": "rotary"}
 
 LLAMA = Family(

@@ -1,11 +1,12 @@
-"""Qwen2 (and Qwen2.5) and Qwen3, the dense models, inside their sliding window where they use one."""
+"""Qwen2 (and Qwen2.5) and Qwen3, inside their sliding window where they use one; of Qwen3 also the models with experts
+in every layer."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from shmap_tp.pretrained.config_json import RotaryKeys
-from shmap_tp.pretrained.families.llama import FIXED, ROWS, SHAPE, SWIGLU
-from shmap_tp.pretrained.family import ContextLimit, Family, Key
+from shmap_tp.pretrained.families.llama import FIXED, ROUTER_TRAINING, ROWS, SHAPE, SWIGLU, without_mlp
+from shmap_tp.pretrained.family import ContextLimit, Family, Key, Row
 
 
 def _window(config: Mapping[str, Any]) -> ContextLimit | None:
@@ -37,3 +38,33 @@ QWEN3 = Family(
     ),
     **_COMMON | {"fixed": FIXED | {"qk_norm": True}},
 )
+
+_EXPERT = "model.layers.{layer}.mlp.experts.{expert}."
+_MOE_SHAPE = tuple(key for key in SHAPE if key.theirs not in ("head_dim", "intermediate_size"))
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    keys=(
+        *_MOE_SHAPE,
+        Key("head_dim", ("head_dim",), lambda config: config["hidden_size"] // config["num_attention_heads"]),
+        SWIGLU,
+        Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
+        Key("moe_intermediate_size", ("ffn",), 768),
+        Key("num_experts", ("experts",), lambda config: config.get("num_local_experts", 128)),
+        Key("num_experts_per_tok", ("experts_per_token",), 8),
+        Key("norm_topk_prob", ("router_normalize",), False),
+    ),
+    rows=(
+        *without_mlp(ROWS),
+        Row("blocks.mlp.router.weight", "model.layers.{layer}.mlp.gate.weight", "e d -> d e"),
+        Row("blocks.mlp.gate.weight", _EXPERT + "gate_proj.weight", "f d -> d f"),
+        Row("blocks.mlp.up.weight", _EXPERT + "up_proj.weight", "f d -> d f"),
+        Row("blocks.mlp.down.weight", _EXPERT + "down_proj.weight", "d f -> f d"),
+    ),
+    only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    **{key: value for key, value in _COMMON.items() if key not in ("fixed", "rows", "ignored")},
+    fixed=FIXED | {"qk_norm": True},
+    ignored=_COMMON["ignored"] | ROUTER_TRAINING | {"intermediate_size", "num_local_experts"},
+)
+"""intermediate_size is that of layers without experts, which are not supported.  The number of experts is
+num_local_experts in files of transformers 5."""

@@ -1,0 +1,136 @@
+"""Direct preference optimisation: an adapter learns to prefer the chosen answer of each pair to the rejected one.
+
+Rafailov et al. 2023, "Direct Preference Optimization", section 4, https://arxiv.org/abs/2305.18290
+Label smoothing: Mitchell 2023, "A note on DPO with noisy preferences", https://ericmitchell.ai/cdpo.pdf
+
+B sequences of a microbatch on this device, T time, P pairs of a row.
+
+The documents of a row are a chosen and a rejected one in turn, as `prepare --preferences` packs them: pair p is
+segments 2p and 2p + 1.  With log p, the log-probability of a document's counted targets, and log r, that of the
+reference, which is the same model without its adapters:
+
+    margin    beta ((log p - log r)(chosen) - (log p - log r)(rejected))
+    loss      -(1 - s) log sigmoid(margin) - s log sigmoid(-margin), s the smoothing; the mean over pairs of the step
+    d loss / d log p(chosen)  =  -d loss / d log p(rejected)  =  beta (s - sigmoid(-margin)) / pairs
+
+The last line makes the gradient that of a cross entropy with a weight for each target, which `LinearCrossEntropy`
+computes a chunk of positions at a time.  So a step has one forward and one backward pass of the model, a forward pass
+of the reference, and the head's product twice more.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from shmap_tp.config.schema import Config
+from shmap_tp.errors import UserError
+from shmap_tp.model.adapters import without_adapters
+from shmap_tp.model.tokens import Batch
+from shmap_tp.model.transformer import Execution, Transformer
+from shmap_tp.parallel.collectives import all_reduce, mark_varying
+from shmap_tp.parallel.mesh import token_axes
+from shmap_tp.training.objective import Objective, next_token_objective
+
+METRICS = ("reward_accuracy", "reward_margin", "chosen_log_probability", "rejected_log_probability")
+"""Means over the pairs of a step: how often the margin is above 0, the margin, and log p of both documents."""
+
+
+@dataclass(frozen=True)
+class PreferenceObjective(Objective):
+    """The loss above.  Its parts are the loss and `METRICS`.
+
+    Communication  as `Objective`; the reference has the forward pass of the model once more, and the head another
+                   all-gather over mp per chunk for each of the two.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __call__(
+        self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int
+    ) -> tuple[Float[Array, ""], Float[Array, " parts"]]:
+        """This device's share of (the objective, its parts), for a microbatch[B T] that has segments.
+
+        `counted` is the number of pairs of the whole step.
+        """
+        h_BTD, projection, extras = self.hidden(params, batch)
+        log_p_BP2 = by_document(self._log_probabilities(h_BTD, projection, batch), batch)
+        log_r_BP2 = by_document(self._reference(params, batch), batch)
+        margin_BP = self.beta * -jnp.diff(log_p_BP2 - log_r_BP2)[..., 0]
+        smoothing, is_pair_BP = self.label_smoothing, pairs(batch)
+        share_BP = jnp.where(is_pair_BP, 1 / counted, 0.0)
+        loss_BP = -(1 - smoothing) * jax.nn.log_sigmoid(margin_BP) - smoothing * jax.nn.log_sigmoid(-margin_BP)
+        slope_BP = share_BP * self.beta * (jax.nn.sigmoid(-margin_BP) - smoothing)
+        weights_BT = of_targets(jnp.stack([slope_BP, -slope_BP], axis=-1), batch)
+        weighted, _ = self.loss(h_BTD, projection, batch.targets, counted, weights_BT=weights_BT)
+        values = loss_BP, margin_BP > 0, margin_BP, log_p_BP2[..., 0], log_p_BP2[..., 1]
+        parts = jnp.stack([jnp.sum(jnp.where(is_pair_BP, share_BP * value, 0.0)) for value in values])
+        objective = weighted + lax.stop_gradient(parts[0] - weighted)  # the loss, with the gradient of `weighted`
+        return self.with_auxiliary(objective, extras, tokens), parts
+
+    def _reference(self, params: Transformer, batch: Batch) -> Float[Array, "B T"]:
+        execution = replace(self.execution, placements=without_adapters(self.execution.placements))
+        alone = replace(self, execution=execution)
+        h_BTD, projection, _ = alone.hidden(without_adapters(lax.stop_gradient(params)), batch)
+        return self._log_probabilities(h_BTD, projection, batch)
+
+    def _log_probabilities(self, h_BTD: Array, projection: Any, batch: Batch) -> Float[Array, "B T"]:
+        """Of each target; 0 where it does not count.  No gradient is taken."""
+        return lax.stop_gradient(-self.loss.negative_log_likelihoods(h_BTD, projection, batch.targets))
+
+    def counted(self, batch: Batch) -> Float[Array, ""]:
+        """The number of pairs of the whole step, at least 1.  Communication: one all-reduce of a scalar over the token
+        axes."""
+        rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), Batch(*batch[:2], None, batch.segments))
+        return jnp.maximum(1, all_reduce(jnp.sum(pairs(rows)), token_axes())).astype(float)
+
+    def parts(self, batch: Batch) -> tuple[int, ...]:
+        return (1 + len(METRICS),)
+
+    def total(self, losses: Float[Array, " parts"], batch: Batch) -> Float[Array, ""]:
+        return losses[0]
+
+    def metrics(self, losses: Float[Array, " parts"], batch: Batch) -> dict[str, Float[Array, ""]]:
+        return dict(zip(METRICS, losses[1:], strict=True))
+
+
+def make_objective(config: Config, execution: Execution) -> Objective:
+    """The training objective of `config`."""
+    objective, train = next_token_objective(config, execution), config.train
+    if train.dpo_beta is None:
+        return objective
+    how = {"beta": train.dpo_beta, "label_smoothing": train.dpo_label_smoothing}
+    return PreferenceObjective(objective.loss, execution, **how)
+
+
+def _document(batch: Batch) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"]]:
+    """(row, pair, 0 for the chosen and 1 for the rejected) of each target.  Raises UserError without segments."""
+    if batch.segments is None:
+        raise UserError(
+            "train.dpo_beta: the rows have no documents, of which two are a pair; give segments, or data of "
+            "prepare --preferences.\nA plan knows no pairs: plan the run with train.dpo_beta=null"
+        )
+    row_BT = jnp.broadcast_to(jnp.arange(batch.targets.shape[0])[:, None], batch.targets.shape)
+    return row_BT, batch.segments // 2, batch.segments % 2
+
+
+def by_document(x_BT: Float[Array, "B T"], batch: Batch) -> Float[Array, "B P 2"]:
+    """The sum of x over the tokens of each document."""
+    rows, time = x_BT.shape
+    zeros = mark_varying(jnp.zeros((rows, -(-time // 2), 2), x_BT.dtype), token_axes())
+    return zeros.at[_document(batch)].add(x_BT)
+
+
+def of_targets(x_BP2: Float[Array, "B P 2"], batch: Batch) -> Float[Array, "B T"]:
+    """For each target that counts what x has for its document, else 0."""
+    return jnp.where(batch.targets >= 0, x_BP2[_document(batch)], 0.0)
+
+
+def pairs(batch: Batch) -> Bool[Array, "B P"]:
+    """Whether both documents of a pair have targets that count; the filling of a row has none."""
+    counted_BP2 = by_document((batch.targets >= 0).astype(jnp.float32), batch)
+    return jnp.all(counted_BP2 > 0, axis=-1)

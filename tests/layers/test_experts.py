@@ -1,0 +1,73 @@
+"""A layer of experts equals a loop over its experts, whatever the load, on every mesh and in every mode.
+
+`assert_close` compares the largest error of every array: of the output, and of the gradients of x, the router and each
+expert.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shmap_tp.layers.grouped_matmul import in_blocks, ragged_dot
+from tests.helpers.expert_cases import CASES, LOADS, experts_case, moved
+from tests.helpers.model_fixtures import every_place, mesh
+from tests.helpers.sharded_harness import compare
+
+QUICK = [
+    ("two of eight", "sequence"),
+    ("one expert takes all", "all_reduce"),
+    ("three of sixteen by sigmoid, shared", "collective_matmul"),
+]
+
+
+@pytest.mark.parametrize(
+    ("load", "mode"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+@every_place
+def test_experts_equal_a_loop_over_them(load, mode, shape, precision):
+    compare(CASES[load, mode], shape, precision)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_the_loads_are_what_their_names_say(load):
+    layer, (x,) = CASES[load, "all_reduce"].arrays("float32")
+    logits, chosen = moved(x, *LOADS[load][1]) @ layer.router.weight, layer.router.per_token
+    assert np.min(np.diff(np.sort(logits, axis=-1), axis=-1)) > 1e-5, "a tie"
+    used = len(np.unique(np.argsort(logits, axis=-1)[..., -chosen:]))
+    assert (used == chosen) == ("all" in load)
+
+
+@pytest.mark.parametrize("sizes", [(0, 300, 1, 64), (65, 0, 0, 520), (0, 0, 0, 0), (150, 150, 150, 150)])
+def test_products_in_blocks_are_those_of_a_loop_over_groups(sizes):
+    """Blocks of both sizes, empty groups, and rows of no group."""
+    rng = np.random.default_rng(0)
+    x, w, dy = rng.normal(size=(600, 5)), rng.normal(size=(4, 5, 3)), rng.normal(size=(600, 3))
+    ends = np.cumsum(sizes)
+    groups = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    for multiply in (in_blocks, ragged_dot):
+        with jax.enable_x64(True):
+            y, pull = jax.vjp(
+                lambda x, w, multiply=multiply: multiply(x, w, jnp.array(sizes)), jnp.array(x), jnp.array(w)
+            )
+            dx, dw = pull(jnp.array(dy))
+        for e, group in enumerate(groups):
+            assert np.allclose(y[group], x[group] @ w[e], rtol=0, atol=1e-12)
+            assert np.allclose(dx[group], dy[group] @ w[e].T, rtol=0, atol=1e-12)
+            assert np.allclose(dw[e], x[group].T @ dy[group], rtol=0, atol=1e-12)
+
+
+def test_equal_scores_choose_the_experts_of_lower_numbers():
+    """As jax.lax.top_k has it, on every mesh."""
+    layer = CASES["two of eight", "all_reduce"].arrays("float32")[0].router
+    scores = np.zeros((3, 8), np.float32)
+    scores[1, [2, 5, 6]] = 1.0
+    router = eqx.tree_at(lambda router: router.weight, layer, jnp.eye(8))
+    choose = jax.shard_map(lambda x: router(x).experts_NC, mesh=mesh((1, 2)), in_specs=P(), out_specs=P("mp"))
+    assert choose(scores)[:3].tolist() == [[0, 1], [2, 5], [0, 1]]
+
+
+def test_ragged_dot_gives_the_same():
+    compare(experts_case("two of eight", "all_reduce", ragged_dot), (2, 4), "float32")

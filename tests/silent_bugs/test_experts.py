@@ -1,0 +1,73 @@
+"""Published silent bugs of mixtures of experts, made on purpose.  docs/silent-bugs.md names the threads."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import shmap_tp.layers.experts
+from shmap_tp.layers.experts import Router
+from shmap_tp.parallel.mesh import MP
+from tests.helpers.expert_cases import CASES
+from tests.helpers.mutations import refused_by_type, trace_step, with_lax, wrong
+from tests.helpers.sharded_harness import compare
+
+STEP = ["model.block=sequential", "model.mlp=swiglu", "model.experts=8", "model.norm=rmsnorm"]
+
+
+def comparison() -> None:
+    compare(CASES["two of eight", "all_reduce"], (2, 4), "float64")
+
+
+def test_the_partial_gradient_of_a_router_is_labelled_as_complete(monkeypatch):
+    """Each device of mp has that which comes through its own experts."""
+    share = jax.custom_vjp(lambda w: lax.pcast(w, MP, to="varying"))
+    share.defvjp(lambda w: (lax.pcast(w, MP, to="varying"), None), lambda _, dw: (dw,))
+    monkeypatch.setattr(shmap_tp.layers.experts, "mark_varying", lambda w, axes: share(w) if axes == MP else w)
+    with refused_by_type:
+        comparison()
+
+
+def test_the_partial_gradient_of_a_router_is_not_summed_at_the_end_of_a_step(monkeypatch):
+    name = "shmap_tp.training.step.reduce_partial_gradients"
+    monkeypatch.setattr(name, lambda axis, gradients, params: gradients)
+    with refused_by_type:
+        trace_step(*STEP, "mesh.tensor_parallel=sequence", "model.context=8")
+
+
+def test_an_auxiliary_loss_that_every_rank_has_is_summed_over_ranks(monkeypatch):
+    with_lax(monkeypatch, shmap_tp.layers.experts, pmean=lax.psum)
+    with wrong:
+        comparison()
+
+
+def test_an_auxiliary_loss_that_every_rank_has_is_taken_as_a_share(monkeypatch):
+    with_lax(monkeypatch, shmap_tp.layers.experts, pmean=lambda loss, axis: loss)
+    with refused_by_type:
+        comparison()
+
+
+def test_the_weights_of_chosen_experts_are_not_normalised(monkeypatch):
+    route = Router.__call__
+
+    def without(self, x):
+        found = route(self, x)
+        return found._replace(weights_NC=jnp.take_along_axis(found.scores_NE, found.experts_NC, 1))
+
+    monkeypatch.setattr(Router, "__call__", without)
+    with wrong:
+        comparison()
+
+
+def test_tokens_go_to_the_expert_beside_the_chosen_one(monkeypatch):
+    sort = shmap_tp.layers.experts.sort_by_expert
+    monkeypatch.setattr(shmap_tp.layers.experts, "sort_by_expert", lambda chosen, n: sort((chosen + 1) % 8, n))
+    with wrong:
+        comparison()
+
+
+def test_the_balance_loss_depends_on_how_the_batch_is_divided(monkeypatch):
+    """The product of two means over the tokens of a rank, instead of over those of each sequence."""
+    balance = shmap_tp.layers.experts.balance_loss
+    monkeypatch.setattr(shmap_tp.layers.experts, "balance_loss", lambda routing, batch: balance(routing, 1))
+    with wrong:
+        comparison()

@@ -1,0 +1,71 @@
+"""50 steps of a model with experts, auxiliary losses included: one curve on every mesh and for any microbatches."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shmap_tp.plan.communication.analytic import analytic_communication
+from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
+from shmap_tp.plan.communication.ledger import tally
+from shmap_tp.training.step import build_step_functions
+from tests.helpers.model_fixtures import MESHES, mesh_of
+from tests.helpers.step_fixtures import STEPS, largest_difference, learnable_batch, step_config
+
+EXPERTS = (
+    "block=sequential norm=rmsnorm mlp=swiglu positions=rotary context=8 attention_chunk=8 ffn=16 experts=8 "
+    "router_balance_loss=0.01 router_z_loss=0.001"
+)
+ROWS = 16
+
+
+@cache
+def losses(shape: tuple[int, int], settings: str = "", microbatches: int = 1, more: str = "") -> np.ndarray:
+    given = [*(f"model.{one}" for one in EXPERTS.split()), *(f"mesh.{one}" for one in settings.split())]
+    conf = step_config(shape, *given, f"train.microbatches={microbatches}", *more.split())
+    made = build_step_functions(conf, mesh_of(conf), jnp.float32)
+    state, found = made.init(), []
+    for i in range(STEPS):
+        batch = learnable_batch(i, (ROWS, 9)).reshape(made.tokens.shape)
+        state, metrics = made.step(state, jax.device_put(batch, made.tokens.sharding))
+        found.append(float(metrics["loss"]))  # waits: emulated devices deadlock with many steps in flight
+    return np.array(found)
+
+
+SETTINGS = [
+    f"tensor_parallel={mode}{zero}"
+    for mode in ("all_reduce", "sequence", "collective_matmul")
+    for zero in ("", " zero=fsdp")
+]
+QUICK = [((2, 4), SETTINGS[0], 2), ((4, 2), SETTINGS[3], 4), ((1, 8), SETTINGS[4], 1)]
+EVERY = [
+    (shape, settings, n) for shape in MESHES for settings in SETTINGS for n in (1, 2, 4) if 16 // n % shape[0] == 0
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "microbatches"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in EVERY],
+    ids=str,
+)
+def test_the_loss_curve_of_a_model_with_experts_is_the_same_everywhere(shape, settings, microbatches):
+    expected = losses((1, 1))
+    assert expected[-1] < expected[0] - 1
+    assert largest_difference(losses(shape, settings, microbatches), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_traced_step_communicates_as_the_ledger_says(settings):
+    given = [*(f"model.{one}" for one in EXPERTS.split()), *(f"mesh.{one}" for one in settings.split())]
+    conf = step_config((2, 4), *given, "model.remat=full")
+    made = build_step_functions(conf, mesh_of(conf), jnp.float32)
+    traced = communication_in_jaxpr(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
+    assert tally(traced) == tally(analytic_communication(conf, "float32"))
+
+
+def test_adapters_of_attention_train_beside_frozen_experts_alike_on_every_mesh():
+    adapters = "model.adapter.rank=2 model.adapter.matrices=[attention] model.adapter.base_dtype=float32"
+    found = [losses(shape, "tensor_parallel=sequence", more=adapters) for shape in ((1, 1), (2, 4))]
+    assert found[0][-1] < found[0][0] and largest_difference(*found) <= 1e-5

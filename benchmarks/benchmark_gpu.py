@@ -60,7 +60,7 @@ def run(arguments: Namespace) -> None:
         report(estimated(config, arguments), arguments, "benchmark_gpu.py")
         return
     measure = measure_emulated if arguments.emulate else measure_attached
-    if arguments.torch and config.mesh.dp * config.mesh.mp > 1:
+    if arguments.torch and config.mesh.devices > 1:
         raise UserError("--torch runs on one GPU only; use it with --dp 1 --mp 1")
     if arguments.compare_plan and arguments.emulate:
         raise UserError("--compare-plan compares with attached GPUs; omit --emulate")
@@ -90,7 +90,7 @@ def estimated(config: Config, arguments: Namespace) -> Prediction:
     given = [flag for flag in ("emulate", "torch", "compare_gspmd", "compare_plan") if getattr(arguments, flag)]
     if given:
         raise UserError(f"--{given[0].replace('_', '-')} needs attached devices; omit it, or omit --version")
-    return predict(config, find_nodes(arguments.version, config.mesh.dp * config.mesh.mp))
+    return predict(config, find_nodes(arguments.version, config.mesh.devices))
 
 
 def planned_elsewhere(arguments: Namespace) -> tuple[Row, str | None]:

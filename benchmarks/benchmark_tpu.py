@@ -60,7 +60,7 @@ def choose_runner(config: Config, arguments: Namespace) -> Callable[[Builder], R
         return lambda build: measure_emulated(config, arguments.steps, build)
     if slice_is_attached(config, arguments.version):
         return lambda build: measure_attached(config, arguments.steps, build)
-    target = find_slice(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
+    target = find_slice(arguments.version, config.mesh.devices, arguments.topology, config.mesh.slices)
     return lambda build: predict(config, target, build)
 
 
@@ -75,7 +75,7 @@ def slice_is_attached(config: Config, version: str) -> bool:
     initialize_distributed(config)
     devices = jax.devices()
     kinds = {GENERATIONS[version].kind, "TPU v5p" if version == "v5p" else ""}
-    return devices[0].device_kind in kinds and len(devices) == config.mesh.dp * config.mesh.mp
+    return devices[0].device_kind in kinds and len(devices) == config.mesh.devices
 
 
 def make_parser() -> ArgumentParser:

@@ -221,7 +221,7 @@ def _on_gpu(step: Callable[[], None], steps: int) -> list[float]:
 
 def run(arguments: Namespace) -> None:
     config = configuration(arguments)
-    if config.mesh.dp * config.mesh.mp > 1:
+    if config.mesh.devices > 1:
         raise UserError("the PyTorch baseline runs on one GPU; use --dp 1 --mp 1")
     if not arguments.emulate and not torch.cuda.is_available():
         raise UserError("PyTorch finds no GPU; run on the CPU with --emulate")

@@ -67,7 +67,7 @@ def run(setting: dict[str, str], arguments: argparse.Namespace) -> dict:
     """The row of one grid point, as JSON."""
     try:
         config = configuration({"mesh.slices": str(arguments.slices)} | setting)
-        devices = config.mesh.dp * config.mesh.mp
+        devices = config.mesh.devices
         if arguments.emulate:
             if devices != arguments.emulate:
                 raise UserError(

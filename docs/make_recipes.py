@@ -86,7 +86,7 @@ def table() -> str:
         speed, duration = (f"{plan.tokens_per_second_per_chip:,}", plan.duration) if plan else ("-", "-")
         planned = f"{speed} | {recipe.memory} | {duration}"
         link = f"[{recipe.name}](../conf/recipes/{recipe.file.name})"
-        devices = f"{mesh.dp * mesh.mp}, ({mesh.dp}, {mesh.mp})"
+        devices = f"{mesh.devices}, ({mesh.dp}, {mesh.mp})"
         lines.append(f"| {link} | {devices} | {parameters(config.model) / 1e9:.2f}B | {tokens:,} | {planned} |")
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from shmap_tp.api import Model, build, copies, finished
 from shmap_tp.config.compose import to_dict
+from shmap_tp.config.mesh_sizes import mesh_shape
 from shmap_tp.config.schema import Config
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import UserError
@@ -122,7 +123,7 @@ class Trainer:
         """
         check_path("directory", name := str(directory), SCHEMES["checkpoint.dir"])
         given = replace(self.config.checkpoint, dir=name)
-        facts = {"config": to_dict(self.config), "mesh": [self.config.mesh.dp, self.config.mesh.mp]}
+        facts = {"config": to_dict(self.config), "mesh": mesh_shape(self.config.mesh)}
         with self._lock, lock_directories({"directory": name}, None), Checkpoints(given, print) as checkpoints:
             step, there = int(self.state.step), checkpoints.steps()
             if there and "data" in (checkpoints.facts(there[0]) or {}):

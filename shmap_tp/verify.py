@@ -41,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--steps", type=_steps, default=3, metavar="N", help=steps)
         command.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of FILE")
         if name == "resume":
-            command.add_argument("--onto", type=_mesh, required=True, metavar="DP,MP", help="the other mesh, as in 8,1")
+            command.add_argument(
+                "--onto", type=_mesh, required=True, metavar="DP,[CP,]MP", help="the other mesh, as in 8,1"
+            )
     commands.add_parser("checkpoint").add_argument("directory", help="a run, or its checkpoint.dir")
     return top
 
@@ -80,13 +82,12 @@ def _steps(text: str) -> int:
     return int(text)
 
 
-def _mesh(text: str) -> tuple[int, int]:
-    """(dp, mp) of "8,1"."""
-    try:
-        dp, mp = map(int, text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write it as in 8,1") from error
-    return dp, mp
+def _mesh(text: str) -> tuple[int, ...]:
+    """(dp, mp) of "8,1", or (dp, cp, mp) of "2,2,2"."""
+    sizes = text.split(",")
+    if len(sizes) not in (2, 3) or not all(size.isascii() and size.isdecimal() for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write it as in 8,1, or with cp as in 2,2,2")
+    return tuple(map(int, sizes))
 
 
 if __name__ == "__main__":

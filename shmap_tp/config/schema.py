@@ -60,6 +60,9 @@ class MeshConfig:
     """Data-parallel size; `auto` (for training only) is the number of devices divided by mesh.mp."""
     mp: int
     """Tensor-parallel (model-parallel) size: the number of devices over which each layer is sharded."""
+    cp: int
+    """Context-parallel size: the number of devices over which each row is cut along time, in two chunks a device, so
+    that all have the same work; 2 cp must divide model.context."""
     tensor_parallel: TensorParallelMode
     """Tensor-parallel mode.  all_reduce: activations between layers are replicated (Megatron).  sequence: they are
     sharded over time, all-gathered before each layer and reduce-scattered after it; mp must divide model.context.
@@ -78,6 +81,11 @@ class MeshConfig:
     processes: int
     """Number of processes: one per host, under Slurm one per GPU.  Without a TPU, GKE or Slurm environment they also
     need --coordinator."""
+
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh has; dp must be a number."""
+        return self.dp * self.cp * self.mp
 
 
 @dataclass
@@ -138,7 +146,8 @@ class ModelConfig:
     vocabulary_multiple: int
     """The embedding and output head are padded to a multiple of this, which mp must divide; the loss is the same."""
     context: int
-    """T, the number of tokens per training sequence; mp must divide it unless tensor_parallel=all_reduce."""
+    """T, the number of tokens per training sequence; 2 cp must divide it, and mp that unless
+    tensor_parallel=all_reduce."""
     block: Block
     """parallel: attention and MLP read the same input and share their collectives.  parallel_two_norms: as parallel,
     but attention and MLP each have the scale and bias of a norm of their own.  sequential: MLP after attention."""

@@ -10,7 +10,9 @@ import re
 from dataclasses import replace
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
+from shmap_tp.config.context_parallel import check_context_parallel
 from shmap_tp.config.experts import check_experts
+from shmap_tp.config.mesh_sizes import product_in_words
 from shmap_tp.config.schema import (
     AUTO,
     AdapterConfig,
@@ -54,6 +56,7 @@ def validate(config: Config) -> None:
     _check_prompts(config.sample)
     _check_profile(config.train)
     _check_mp_divides_model(mesh, model)
+    check_context_parallel(config)
     _validate_model(mesh, model)
     _check_preferences(config.train, model.adapter)
     _check_fsdp_gradients(mesh, model)
@@ -71,8 +74,10 @@ def resolve_auto(config: Config, devices: int | None = None) -> Config:
         if devices is None:
             raise UserError(f"mesh.dp={AUTO} is only for training, on all available devices; give mesh.dp as a number")
         what, fit = f"the {devices} available devices (mesh.dp={AUTO})", _fitting_mp(mesh, config.model)
-        _check_divides("mesh.mp", mesh.mp, what, devices, [n for n in fit if devices % n == 0])
-        mesh = replace(mesh, dp=devices // mesh.mp)
+        _check_divides("mesh.cp", mesh.cp, what, devices)
+        what = what if mesh.cp == 1 else f"{what} / mesh.cp={mesh.cp}"
+        _check_divides("mesh.mp", mesh.mp, what, devices // mesh.cp, [n for n in fit if devices // mesh.cp % n == 0])
+        mesh = replace(mesh, dp=devices // mesh.cp // mesh.mp)
         try:
             validate(replace(config, mesh=mesh))
         except UserError as error:
@@ -216,9 +221,9 @@ def _check_batch(mesh: MeshConfig, train: TrainConfig) -> None:
     _check_divides("train.microbatches", train.microbatches, f"train.batch={train.batch}", train.batch)
     if mesh.dp == AUTO:
         return
-    devices = f"the {mesh.dp * mesh.mp} devices of mesh.dp={mesh.dp} x mesh.mp={mesh.mp}"
-    _check_divides("mesh.processes", mesh.processes, devices, mesh.dp * mesh.mp)
-    _check_divides("mesh.slices", mesh.slices, f"mesh.dp={mesh.dp} (an mp group cannot span slices)", mesh.dp)
+    devices = f"the {mesh.devices} devices of mesh {product_in_words(mesh)}"
+    _check_divides("mesh.processes", mesh.processes, devices, mesh.devices)
+    _check_divides("mesh.slices", mesh.slices, f"mesh.dp={mesh.dp} (a row or an mp group cannot span slices)", mesh.dp)
     microbatch = train.batch // train.microbatches
     what = f"a microbatch of {microbatch} sequences (train.batch / train.microbatches)"
     _check_divides("mesh.dp", mesh.dp, what, microbatch)

@@ -55,6 +55,7 @@ BOUND = {
     "run.lost_timeout_seconds": 10**6,
     "mesh.dp": 2**16,
     "mesh.mp": 2**16,
+    "mesh.cp": 2**16,
     "mesh.slices": 2**16,
     "mesh.processes": 2**16,
     "train.batch": 2**24,

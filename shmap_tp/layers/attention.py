@@ -11,7 +11,7 @@ H/mp: dim H sharded over mp.  {+mp}: a partial sum, not yet reduced.
 
 How the attention of each head is computed is a value, too: `Chunked`, here, in XLA's own operations, or a kernel of
 flash_attention.py, selected when the model is built (attention_selection.py).  They communicate only on a mesh with an
-axis that shards time, which `Chunked` alone can do.
+axis that shards time, where each device needs the keys and values of the whole row (`context_parallel.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +29,8 @@ from shmap_tp.layers.context import Context, DeferredResiduals, Extras
 from shmap_tp.layers.flash_attention import Cudnn, Splash
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, adapted
 from shmap_tp.layers.norm import RMSNorm
-from shmap_tp.parallel.collectives import all_gather, mark_varying
+from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.context_parallel import chunk_numbers, own_chunks, whole_rows
 from shmap_tp.parallel.linear_protocol import Adapter, Linear
 from shmap_tp.parallel.mesh import MP, Role, axes_of, ranks
 from shmap_tp.parallel.partitioning import ParameterKind, param
@@ -51,20 +52,27 @@ class Chunked:
         v_BTNK: Float[Array, "B T N K"],
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
-        """(mixed, no deferred residuals).  Of rows whose time is sharded, each device has consecutive positions, in the
-        order of the ranks, and computes its queries with all keys of the row, T x T / ranks scores a head.
+        """(mixed, no deferred residuals).
 
-        Communication  none; over the axes that shard time, one all-gather each of k, v and the segments, and backward
-                       one reduce-scatter each of dk and dv.
+        Where time is sharded, the first chunk of each device is computed with the first half of the row's keys, and the
+        second with all of them: 3/4 of all pairs, the same on every device.
+
+        Communication  that of `whole_rows`, for k and v.
         """
-        if over := axes_of(Role.time):
-            first = lax.axis_index(over) * q_BTHK.shape[1]
-            local = Keys(k_BTNK, v_BTNK, pattern.segments_BT)
-            keys = jax.tree.map(lambda x: all_gather(x, over, 1), local)
-            mixed_BTHK = attend_from(Queries(q_BTHK, pattern.segments_BT), keys, pattern, first, self.chunk)
+        if axes_of(Role.time):
+            keys = Keys(*whole_rows((k_BTNK, v_BTNK)), pattern.segments_BT)
+            mixed_BTHK = self._attend_two_chunks(Queries(q_BTHK, own_chunks(pattern.segments_BT)), keys, pattern)
         else:
             mixed_BTHK = causal_attention(q_BTHK, k_BTNK, v_BTNK, pattern, self.chunk)
         return checkpoint_per_head(mixed_BTHK, ATTENTION_OUTPUT), ()
+
+    def _attend_two_chunks(self, queries: Queries, keys: Keys, pattern: Pattern) -> Float[Array, "B T H K"]:
+        """The attention of this device's two chunks of queries to the keys of all ranks."""
+        half, mixed = keys.k_BSNK.shape[1] // 2, []
+        visible = [keys.between(0, half), keys]
+        for part, seen, number in zip(queries.halves(), visible, chunk_numbers(), strict=True):
+            mixed.append(attend_from(part, seen, pattern, number * part.q_BTHK.shape[1], self.chunk))
+        return jnp.concatenate(mixed, axis=1)
 
 
 AnyAttention = Chunked | Splash | Cudnn
@@ -174,10 +182,10 @@ class Attention(eqx.Module):
         """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these.
 
         Raises TypeError for a cache with segments, and on a mesh with an axis that shards time for a cache and for
-        kernels: keys of other ranks would be left out.
+        cuDNN: keys of other ranks would be left out.
         """
         over = axes_of(Role.time)
-        if over and (context.cache is not None or not isinstance(self.attend, Chunked)):
+        if over and (context.cache is not None or isinstance(self.attend, Cudnn)):
             what = "a cache" if context.cache is not None else type(self.attend).__name__
             raise TypeError(f"{what} has the keys of its own rank alone, and the mesh axis {over[0]} shards time")
         tp, encoding = context.tp, context.encoding

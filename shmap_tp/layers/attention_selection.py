@@ -1,9 +1,10 @@
 """Selection of the attention kernel: the one that `model.attention` names, or with `auto` the best for the devices.
 
-    TPU v4 and later   splash, where the positions are not ALiBi, 128 divides the context and the head dim is 64, 128
-                       or 256; on v2 and v3 Pallas cannot multiply bfloat16 matrices
-    NVIDIA             cudnn, where the positions are not ALiBi, scores have no softcap, documents are joined, the dtype
-                       has 16 bits and the head dim suits cuDNN
+    TPU v4 and later   splash, where the positions are not ALiBi, 128 divides the context, of rows that are cut along
+                       time the context / 2cp, and the head dim is 64, 128 or 256; on v2 and v3 Pallas cannot multiply
+                       bfloat16 matrices
+    NVIDIA             cudnn, where the positions are not ALiBi, scores have no softcap, documents are joined, rows are
+                       not cut along time (mesh.cp=1), the dtype has 16 bits and the head dim suits cuDNN
     all else           chunked, and with auto also what cudnn cannot compute: segments that the library is given
 
 Decided once, when programs are built, and passed down as a value: no layer asks for a device.
@@ -16,17 +17,21 @@ from shmap_tp.config.schema import AttentionKernel, ModelConfig, PositionKind, S
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.layers.attention import AnyAttention, Chunked
-from shmap_tp.layers.flash_attention import BLOCKS, SPLASH_HEAD_DIMS, Cudnn, Splash
+from shmap_tp.layers.flash_attention import SPLASH_HEAD_DIMS, Cudnn, Splash
+from shmap_tp.layers.splash_masks import BLOCKS
 
 
-def select_attention(model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bool = False) -> AnyAttention:
-    """The attention of `model` on devices like `device`, in `dtype`, for rows whose documents are `isolated` or not.
+def select_attention(
+    model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bool = False, cp: int = 1
+) -> AnyAttention:
+    """The attention of `model` on devices like `device`, in `dtype`, for rows whose documents are `isolated` or not,
+    and which are cut over `cp` devices.
 
     Raises UserError where the one that is named cannot run there.
     """
     refusals = {
-        AttentionKernel.splash: _no_splash(model, device),
-        AttentionKernel.cudnn: _no_cudnn(model, device, dtype, isolated),
+        AttentionKernel.splash: _no_splash(model, device, cp),
+        AttentionKernel.cudnn: _no_cudnn(model, device, dtype, isolated, cp),
     }
     defer = SavedActivation.query_key_value in model.offload
     chunked = Chunked(model.attention_chunk)
@@ -52,21 +57,23 @@ def kernel_name(attention: AnyAttention) -> AttentionKernel:
     return kinds[type(attention)]
 
 
-def _no_splash(model: ModelConfig, device: Device) -> str | None:
+def _no_splash(model: ModelConfig, device: Device, cp: int) -> str | None:
     """Why splash cannot run, or None."""
     made = generation(device.device_kind)
     if made is None or not made.has_kernels:
         return "it is for TPU v4 and later"
     if model.positions == PositionKind.alibi:
         return "it adds no bias to scores, and model.positions=alibi needs one"
-    if model.context % BLOCKS[-1]:
-        return f"its blocks have {BLOCKS[-1]} positions, which does not divide model.context={model.context}"
+    chunks = 1 if cp == 1 else 2 * cp
+    if model.context % (chunks * BLOCKS[-1]):
+        what = f"model.context={model.context}" + (f" / (2 mesh.cp) = {model.context / chunks:g}" if cp > 1 else "")
+        return f"its blocks have {BLOCKS[-1]} positions, which does not divide {what}"
     if model.head_dim not in SPLASH_HEAD_DIMS:
         return f"model.head_dim={model.head_dim} is not one of its {', '.join(map(str, SPLASH_HEAD_DIMS))}"
     return None
 
 
-def _no_cudnn(model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bool) -> str | None:
+def _no_cudnn(model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bool, cp: int) -> str | None:
     """Why cuDNN's flash attention cannot run, or None.  Head dims as jax.nn.dot_product_attention checks them."""
     capability = _capability(device)
     if capability < 8.0:
@@ -75,6 +82,8 @@ def _no_cudnn(model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bo
         return "it is used without a bias, and model.positions=alibi needs one"
     if model.attention_softcap is not None:
         return f"it caps no scores, and model.attention_softcap={model.attention_softcap} needs that"
+    if cp > 1:
+        return f"its queries and keys are those of whole rows, which mesh.cp={cp} cuts"
     if isolated:
         return "it cannot isolate the documents of a row; use data.documents=joined with it"
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):

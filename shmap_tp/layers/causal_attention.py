@@ -26,7 +26,7 @@ class Pattern:
     slopes_H: Float[Array, " H"] | None = None
     """slope * (s - t) is added to the score of query t and key s (ALiBi)."""
     segments_BT: Int[Array, "B T"] | None = None
-    """A query attends to the keys of its own segment alone."""
+    """A query attends to the keys of its own segment alone.  Those of the whole row, as the keys."""
     window: int | None = None
     """A query attends to the last `window` positions, of which its own is one: t - window < s <= t."""
     softcap: float | None = None
@@ -50,6 +50,10 @@ class Queries(NamedTuple):
     q_BTHK: Float[Array, "B T H K"]
     segments_BT: Int[Array, "B T"] | None
 
+    def halves(self) -> list["Queries"]:
+        """Those of the first and of the second half of the positions."""
+        return _split(self, [self.q_BTHK.shape[1] // 2])
+
 
 class Keys(NamedTuple):
     """What attention knows of its keys."""
@@ -61,6 +65,17 @@ class Keys(NamedTuple):
     def between(self, start: int, end: int) -> "Keys":
         """Those of the positions from `start` on and below `end`."""
         return jax.tree.map(lambda x: x[:, start:end], self)
+
+    def within(
+        self, window: int | None, first: Int[Array, ""] | int, queries: int
+    ) -> tuple[Int[Array, ""] | int, "Keys"]:
+        """(the first position of the keys, those in the windows of some queries from position `first` on)."""
+        there = self.k_BSNK.shape[1]
+        seen = there if window is None else min(there, queries + window - 1)
+        if seen == there:
+            return 0, self
+        oldest = jnp.clip(first + 1 - window, 0, there - seen)
+        return oldest, jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, oldest, seen, 1), self)
 
     def by_head(self) -> "Keys":
         """With k and v as [B N S K], which `attend` takes."""
@@ -141,9 +156,9 @@ def attend_from(
 ) -> Float[Array, "B T H K"]:
     """Attention of T queries, from position `first` on, to the keys of positions 0 to S - 1, `chunk` queries at a time.
 
-    All S keys take part in the work, those that the mask excludes, too.
+    All S keys take part in the work, those that the mask excludes, too; with a window at most window + chunk of them.
     """
-    return _attend_chunks(queries, keys, pattern, (0, keys.k_BSNK.shape[1]), first, chunk)
+    return _attend_chunks(queries, keys, pattern, None, first, chunk)
 
 
 def _attend_group(queries: Queries, keys: Keys, pattern: Pattern, end: int, chunk: int) -> Array:
@@ -154,16 +169,26 @@ def _attend_group(queries: Queries, keys: Keys, pattern: Pattern, end: int, chun
 
 
 def _attend_chunks(
-    queries: Queries, keys: Keys, pattern: Pattern, span: tuple[int, int], start: Int[Array, ""] | int, chunk: int
+    queries: Queries,
+    keys: Keys,
+    pattern: Pattern,
+    span: tuple[int, int] | None,
+    start: Int[Array, ""] | int,
+    chunk: int,
 ) -> Array:
-    """Attention of the queries from position `start` on to the keys between the two positions of `span`."""
-    time, (oldest, end) = queries.q_BTHK.shape[1], span
+    """Attention of the queries from position `start` on to the keys between the two positions of `span`; without one,
+    to all of them, with a window to those that a chunk can see."""
+    time = queries.q_BTHK.shape[1]
     whole, rest = divmod(time, chunk)
 
     @jax.checkpoint
     def attend_chunk(queries: Queries, keys: Keys, first: Int[Array, ""] | int) -> Array:
         # keys are sliced here, so that they are saved whole, once, and not as a part for each group
-        return attend(queries, keys.between(oldest, end).by_head(), pattern, first - oldest)
+        if span is None:
+            oldest, seen = keys.within(pattern.window, first, queries.q_BTHK.shape[1])
+        else:
+            oldest, seen = span[0], keys.between(*span)
+        return attend(queries, seen.by_head(), pattern, first - oldest)
 
     if time <= chunk:
         return attend_chunk(queries, keys, start)

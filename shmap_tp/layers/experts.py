@@ -34,8 +34,8 @@ from shmap_tp.config.schema import Mlp, ModelConfig, RouterScores
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.grouped_matmul import GroupedMatmul
 from shmap_tp.layers.mlp import MLPS, GatedMlp
-from shmap_tp.parallel.collectives import mark_varying, varying_axes
-from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.collectives import all_reduce, mark_varying, varying_axes
+from shmap_tp.parallel.mesh import MP, Role, axes_of, ranks
 from shmap_tp.parallel.partitioning import ParameterKind, param
 
 ACTIVATIONS: dict[Mlp, Callable[[Array], Array]] = {Mlp.swiglu: jax.nn.silu, Mlp.geglu: jax.nn.gelu}
@@ -195,11 +195,14 @@ def sort_by_expert(experts_NC: Int[Array, "N C"], experts: int) -> Rows:
 
 def balance_loss(routing: Routing, batch: int) -> Float[Array, ""]:
     """T sum_e f_e P_e of each sequence, summed over sequences: f_e is E / C times the fraction of the pairs of the
-    sequence that chose expert e, and P_e the mean of its share of the scores; 1 per token where both are uniform.
+    sequence that chose expert e, and P_e the mean of its share of the scores; 1 per token where both are uniform.  Of
+    sequences that are cut along time, the part of one of R devices, which is the same for all: 1 / R of it.
 
     Fedus et al. 2021, "Switch Transformers", section 2.2, https://arxiv.org/abs/2101.03961; of each sequence by itself
     as in DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2, https://arxiv.org/abs/2412.19437.  A product of two means over
-    a microbatch, or over the tokens of a device, would depend on how the batch is divided; a sequence is never divided.
+    a microbatch, or over the tokens of a device, would depend on how the batch is divided.
+
+    Communication  none; over the axes that shard time one all-reduce of two arrays of B E values.
     """
     tokens, experts = routing.scores_NE.shape
     time, chosen = tokens // batch, routing.experts_NC.shape[1]
@@ -207,7 +210,9 @@ def balance_loss(routing: Routing, batch: int) -> Float[Array, ""]:
     counts_BE = jnp.sum(one_hot_NE.reshape(batch, time, experts), axis=1)
     shares_NE = routing.scores_NE / jnp.sum(routing.scores_NE, axis=-1, keepdims=True)
     mean_BE = jnp.mean(shares_NE.reshape(batch, time, experts), axis=1)
-    return jnp.sum(counts_BE.astype(mean_BE.dtype) * mean_BE) * (experts / chosen)
+    over = axes_of(Role.time)
+    counts_BE, mean_BE = all_reduce((counts_BE, mean_BE), over)  # R times the mean
+    return jnp.sum(counts_BE.astype(mean_BE.dtype) * mean_BE) * (experts / chosen / ranks(over) ** 2)
 
 
 def router_z_loss(logits_NE: Float[Array, "N E"]) -> Float[Array, ""]:

@@ -19,7 +19,7 @@ receives them from `model/host_offload.py`.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -35,12 +34,11 @@ from shmap_tp.config.activation_names import ATTENTION_OUTPUT, SOFTMAX_DENOMINAT
 from shmap_tp.errors import UserError
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import DeferredResiduals
+from shmap_tp.layers.splash_masks import make_splash
 from shmap_tp.layers.xla_workarounds import sum_by_additions
 from shmap_tp.parallel.collectives import mark_varying, varying_axes
-
-BLOCKS = (512, 256, 128)
-"""Positions in a block of queries and of keys: the first that divides T is used.  Larger blocks compute more of the
-masked half, and at K = 256 their backward pass does not fit the vector memory of v4."""
+from shmap_tp.parallel.context_parallel import own_chunks, whole_rows
+from shmap_tp.parallel.mesh import Role, axes_of
 
 SPLASH_HEAD_DIMS = (64, 128, 256)
 
@@ -50,8 +48,9 @@ class Splash:
     """softmax(q k' / sqrt(K), s <= t) v on the matrix units of a TPU, block by block.
 
     Scores and softmax are float32; q is scaled by K^-0.5 before, in float32, and rounded back to its own dtype.  Blocks
-    above the diagonal are skipped.  The backward pass is one kernel, which returns a partial dq for every block of
-    keys, in q's dtype; these are summed by `sum_by_additions`.
+    of scores that are masked are skipped.  The backward pass is one kernel, which returns a partial dq for every block
+    of keys, in q's dtype, which are summed by `sum_by_additions`; of long rows, for which these would not fit, it is
+    two.
     """
 
     defer: bool = False
@@ -68,14 +67,15 @@ class Splash:
         v_BTNK: Float[Array, "B T N K"],
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
-        """(mixed, deferred residuals).  Communication: none."""
+        """(mixed, deferred residuals).  Communication: that of `whole_rows`, for k and v; else none."""
         _refuse(self, pattern)
-        (batch, time, heads, head_dim), groups = q_BTHK.shape, k_BTNK.shape[2]
+        k_BTNK, v_BTNK = whole_rows((k_BTNK, v_BTNK))
+        (batch, time, heads, head_dim), (_, keys, groups, _) = q_BTHK.shape, k_BTNK.shape
         shared = heads // groups
         scale = head_dim**-0.5 if pattern.scale is None else pattern.scale
         scaled_BTHK = (q_BTHK.astype(jnp.float32) * scale).astype(q_BTHK.dtype)
         q = scaled_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
-        k, v = [x.transpose(0, 2, 1, 3).reshape(batch * groups, time, head_dim) for x in (k_BTNK, v_BTNK)]
+        k, v = [x.transpose(0, 2, 1, 3).reshape(batch * groups, keys, head_dim) for x in (k_BTNK, v_BTNK)]
         q = q.reshape(batch * groups, shared, time, head_dim)
         mixed, residuals = _call_kernel(self, (q, k, v), pattern)
         mixed = mixed.reshape(batch, groups, shared, time, head_dim)
@@ -84,44 +84,23 @@ class Splash:
     def run(
         self,
         options: Pattern,
-        segments_BT: Int[Array, "B T"] | None,
+        places: "Places",
         q_CGTK: Float[Array, "C G T K"],
-        k_CTK: Float[Array, "C T K"],
-        v_CTK: Float[Array, "C T K"],
+        k_CSK: Float[Array, "C S K"],
+        v_CSK: Float[Array, "C S K"],
     ) -> Float[Array, "C G T K"]:
         """The kernel, for C = B N pairs of sequence and key/value head; `options` has no arrays.
 
         The two cores of a v4 or v5p chip share a mapped dim; none of the backward kernel's own dims can be shared so.
         """
-        kernel = _splash(*q_CGTK.shape[1:3], options, self.interpret)
-        if segments_BT is None:
-            return jax.vmap(kernel)(q_CGTK, k_CTK, v_CTK)
-        segments_CT = jnp.repeat(segments_BT, q_CGTK.shape[0] // segments_BT.shape[0], axis=0)
-        return jax.vmap(kernel)(q_CGTK, k_CTK, v_CTK, splash_kernel.SegmentIds(segments_CT, segments_CT))
-
-
-def _splash(shared: int, time: int, options: Pattern, interpret: bool) -> Callable[..., Array]:
-    """q[G T K], k[T K], v[T K] -> [G T K]: the kernel for the query heads of one key/value head, causal.  It skips the
-    blocks of scores that are masked, also those outside of the window."""
-    size = next(size for size in BLOCKS if time % size == 0)
-    blocks = splash_kernel.BlockSizes(
-        block_q=size,
-        block_kv=size,
-        block_kv_compute=size,
-        block_q_dkv=size,
-        block_kv_dkv=size,
-        block_kv_dkv_compute=size,
-        use_fused_bwd_kernel=True,
-    )
-    if options.window is None:
-        mask = splash_mask.CausalMask((time, time))
-    else:
-        mask = splash_mask.LocalMask((time, time), window_size=(options.window - 1, 0), offset=0)
-    mask = splash_mask.MultiHeadMask([mask] * shared)
-    shards = {"head_shards": 1, "q_seq_shards": 1}
-    return splash_kernel.make_splash_mqa(
-        mask, block_sizes=blocks, attn_logits_soft_cap=options.softcap, interpret=interpret, **shards
-    )
+        kernel = make_splash((*q_CGTK.shape[1:3], k_CSK.shape[1]), options, places.rank, self.interpret)
+        if places.query_segments is None:
+            return jax.vmap(kernel)(q_CGTK, k_CSK, v_CSK)
+        segments = [
+            jnp.repeat(segments_BT, q_CGTK.shape[0] // segments_BT.shape[0], axis=0)
+            for segments_BT in (places.query_segments, places.key_segments)
+        ]
+        return jax.vmap(kernel)(q_CGTK, k_CSK, v_CSK, splash_kernel.SegmentIds(*segments))
 
 
 @dataclass(frozen=True)
@@ -154,7 +133,7 @@ class Cudnn:
     def run(
         self,
         options: Pattern,
-        segments_BT: None,
+        places: "Places",
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
@@ -207,14 +186,27 @@ def _call_kernel(
     qkv = mark_varying(qkv, tuple(sorted(frozenset[str]().union(*[varying_axes(x) for x in qkv]))))
     options = replace(pattern, slopes_H=None, segments_BT=None)
     with jax.named_scope("attend"):
-        return _attend(kernel, options, pattern.segments_BT, *qkv)
+        return _attend(kernel, options, Places.of(pattern), *qkv)
+
+
+class Places(NamedTuple):
+    """Where the queries of a kernel are among the keys."""
+
+    query_segments: Int[Array, "B T"] | None
+    key_segments: Int[Array, "B S"] | None
+    rank: Int[Array, ""] | None
+    """This device's, of those over which rows are cut; None: every device has whole rows."""
+
+    @classmethod
+    def of(cls, pattern: Pattern) -> "Places":
+        """Those of this device, inside shard_map."""
+        over = axes_of(Role.time)
+        return cls(own_chunks(pattern.segments_BT), pattern.segments_BT, lax.axis_index(over) if over else None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-    kernel: "Splash | Cudnn", options: Pattern, segments_BT: Array | None, *qkv: Array
-) -> tuple[Array, DeferredResiduals]:
-    return without_vma_check(partial(kernel.run, options), segments_BT, *qkv), _residuals(kernel, qkv)
+def _attend(kernel: "Splash | Cudnn", options: Pattern, places: Places, *qkv: Array) -> tuple[Array, DeferredResiduals]:
+    return without_vma_check(partial(kernel.run, options), places, *qkv), _residuals(kernel, qkv)
 
 
 class Placeholder(eqx.Module):
@@ -225,13 +217,13 @@ class Placeholder(eqx.Module):
 
 
 def _forward(
-    kernel: "Splash | Cudnn", options: Pattern, segments_BT: Array | None, *qkv: Array
+    kernel: "Splash | Cudnn", options: Pattern, places: Places, *qkv: Array
 ) -> tuple[tuple[Array, DeferredResiduals], Any]:
     """((output, deferred residuals), residuals of the backward kernel).  The output, q, k and v are placeholders in
     there: an array that leaves `without_vma_check` twice would be saved twice by a rematerialisation policy."""
 
-    def run(segments_BT: Array | None, *qkv: Array) -> tuple[Array, Any]:
-        mixed, pull = jax.vjp(partial(kernel.run, options, segments_BT), *qkv)
+    def run(places: Places, *qkv: Array) -> tuple[Array, Any]:
+        mixed, pull = jax.vjp(partial(kernel.run, options, places), *qkv)
         known: dict[int, Any] = {id(x): Placeholder(of, x.shape) for of, x in enumerate((mixed, *qkv))}
 
         def named(x: Array) -> Any:
@@ -242,7 +234,7 @@ def _forward(
 
         return _checkpoint_as_bits(mixed, ATTENTION_OUTPUT), jax.tree.map(named, pull)
 
-    mixed, pull = without_vma_check(run, segments_BT, *qkv)
+    mixed, pull = without_vma_check(run, places, *qkv)
     residuals = _residuals(kernel, qkv)
     return (mixed, residuals), (pull, mixed, None if residuals else qkv)
 

@@ -21,6 +21,7 @@ from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import DeferredResiduals
 from shmap_tp.model.transformer import Carried, Execution, Transformer
 from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.context_parallel import whole_rows
 from shmap_tp.parallel.fsdp import Fsdp, Replicated
 from shmap_tp.parallel.mesh import DP, MP, abstract_mesh, token_axes
 from shmap_tp.parallel.partitioning import partition_specs
@@ -52,8 +53,9 @@ class TracedAttention(Chunked):
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H J"], DeferredResiduals]:
         attend = jax.checkpoint(_attend) if self.recomputes_scores else _attend
+        keys, values = whole_rows((k_BTNK, v_BTNK))
         with jax.named_scope(f"{WINDOW}{pattern.window or 0}"):
-            return checkpoint_name(attend(q_BTHK, k_BTNK, v_BTNK), ATTENTION_OUTPUT), ()
+            return checkpoint_name(attend(q_BTHK, keys, values), ATTENTION_OUTPUT), ()
 
 
 def _attend(

@@ -80,7 +80,7 @@ def shard_model(
     Raises UserError where model.attention names a kernel that these devices cannot run.
     """
     assert dict(mesh.shape) == axis_sizes(config.mesh), f"{mesh.shape} is not a mesh of {config.mesh}"
-    attend = select_attention(config.model, mesh.devices.flat[0], dtype, isolated)
+    attend = select_attention(config.model, mesh.devices.flat[0], dtype, isolated, config.mesh.cp)
 
     def make() -> Transformer:
         made = components.make(config.model, attend, jax.random.key(config.run.seed))

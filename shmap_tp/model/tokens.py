@@ -6,8 +6,8 @@ A microbatches, B batch, T time.
     -1 - id     the same input, but no target that counts: the token of a prompt, for example
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
+from shmap_tp.parallel.context_parallel import rank_order, time_ranks
 from shmap_tp.parallel.mesh import Role, axes_of, batch_axes
 
 Tokens = np.ndarray | Array | Sequence[Sequence[int]]
@@ -38,25 +39,26 @@ class Batch(NamedTuple):
     targets: Int[Array, "*A B T"]
     """Those below zero do not count."""
     positions: Int[Array, "*A B T"] | None
-    """None: 0 to T - 1, where every device has whole rows."""
+    """None, where every device has whole rows: 0 to T - 1, or from the segments, where the encoding needs them."""
     segments: Int[Array, "*A B T"] | None = None
-    """None: each row is one document."""
+    """Of whole rows, in order, also where the rest is cut along time.  None: each row is one document."""
     sources: Int[Array, "*A B T"] | None = None
     """The number of the source of each row; None where losses are not wanted by source."""
 
 
 def next_token_batch(
     tokens_ABT: Int[Array, "*A B T"],
-    axes: Sequence[str],
+    axes: Mapping[str, int],
     segments_ABT: Int[Array, "*A B T"] | None = None,
     end_of_text: int | None = None,
     sources_AB1: Int[Array, "*A B 1"] | None = None,
 ) -> Batch:
-    """tokens[A B T+1] -> the batch whose target at each position is the next token, on a mesh with these axes.
+    """tokens[A B T+1] -> the batch whose target at each position is the next token, on a mesh of these sizes.
 
     With segments[A B T+1], or with `end_of_text` those of `document_segments`, a target of another document than its
     input does not count: nothing that the model may see says what the next document is.
-    It is made before anything is sharded, so that each position has its own target and position wherever it goes.
+    It is made before anything is sharded, so that each position has its own target and position wherever it goes; on a
+    mesh with an axis that shards time everything but the segments is in `rank_order`.
     """
     inputs, targets = input_ids(tokens_ABT[..., :-1]), tokens_ABT[..., 1:]
     if segments_ABT is None and end_of_text is not None:
@@ -65,7 +67,8 @@ def next_token_batch(
         same = segments_ABT[..., 1:] == segments_ABT[..., :-1]
         targets, segments_ABT = jnp.where(same | (targets < 0), targets, ~targets), segments_ABT[..., :-1]
     sources = None if sources_AB1 is None else jnp.broadcast_to(sources_AB1, inputs.shape)
-    return Batch(inputs, targets, positions_of(inputs, axes), segments_ABT, sources)
+    batch = Batch(inputs, targets, positions_of(inputs, axes, segments_ABT), None, sources)
+    return jax.tree.map(lambda x: rank_order(x, time_ranks(axes)), batch)._replace(segments=segments_ABT)
 
 
 def document_segments(tokens_ABT: Int[Array, "*A B T"], end_of_text: int) -> Int[Array, "*A B T"]:
@@ -81,20 +84,25 @@ def positions_within(segments_BT: Int[Array, "*B T"]) -> Int[Array, "*B T"]:
     return place - lax.cummax(jnp.where(begins, place, 0), axis=place.ndim - 1)
 
 
-def positions_of(ids_ABT: Int[Array, "*A B T"], axes: Sequence[str]) -> Int[Array, "*A B T"] | None:
-    """The positions 0 to T - 1 of each row, where the mesh has an axis that shards time; else None."""
+def positions_of(
+    ids_ABT: Int[Array, "*A B T"], axes: Iterable[str], segments_ABT: Int[Array, "*A B T"] | None
+) -> Int[Array, "*A B T"] | None:
+    """The position of each token, in its segment where there are several, if the mesh has an axis that shards time;
+    else None."""
     if not axes_of(Role.time, axes):
         return None
+    if segments_ABT is not None:
+        return positions_within(segments_ABT)
     return jnp.broadcast_to(jnp.arange(ids_ABT.shape[-1]), ids_ABT.shape)
 
 
-def batch_specs(axes: Sequence[str], batch: Any) -> Any:
-    """PartitionSpecs of the fields of a batch, or of another tree of arrays [A B T], on a mesh with these axes."""
-    spec = P(None, batch_axes(axes), axes_of(Role.time, axes) or None)
-    return jax.tree.map(lambda _: spec, batch)
+def batch_specs(axes: Iterable[str], batch: Batch) -> Batch:
+    """PartitionSpecs of the fields of a batch on a mesh with these axes."""
+    specs = jax.tree.map(lambda _: P(None, batch_axes(axes), axes_of(Role.time, axes) or None), batch)
+    return specs if batch.segments is None else specs._replace(segments=tokens_spec(axes))
 
 
-def tokens_spec(axes: Sequence[str]) -> P:
+def tokens_spec(axes: Iterable[str]) -> P:
     """The PartitionSpec of tokens[A B T+1] as they are placed on a mesh with these axes."""
     return P(None, batch_axes(axes), None)
 

@@ -78,7 +78,7 @@ class Carried(eqx.Module):
 
     positions: Int[Array, "B T"] | None = None
     """None: from the segments, where the encoding needs them."""
-    segments: Int[Array, "B T"] | None = None
+    segments: Int[Array, "B row"] | None = None
     cache: ModelCache | None = None
 
 

@@ -10,6 +10,8 @@ modes of tensor parallelism; dp, dp_ring and dp_slice where gradient rings and s
     axis      roles     its ranks are
     dp        tokens    neighbours; all data-parallel ranks where there are no rings and slices
     dp_ring   tokens    the rings of a slice, where weight gradients are reduced in several (`mesh.fsdp_gradients=ring`)
+    cp        tokens,   the devices that share rows, each with two chunks of their time (`context_parallel.py`)
+              time
     dp_slice  tokens    the slices
     mp        features  the devices that share a model
 
@@ -26,6 +28,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
 
+from shmap_tp.config.mesh_sizes import keys_in_words, product_in_words
 from shmap_tp.config.schema import FsdpGradients, MeshConfig, TensorParallelMode
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Device
@@ -40,14 +43,16 @@ class Role(Enum):
     features = auto()
 
 
-DP, DP_RING, DP_SLICE, MP = "dp", "dp_ring", "dp_slice", "mp"
+DP, DP_RING, CP, DP_SLICE, MP = "dp", "dp_ring", "cp", "dp_slice", "mp"
 AXES: dict[str, frozenset[Role]] = {
     DP: frozenset({Role.tokens}),
     DP_RING: frozenset({Role.tokens}),
+    CP: frozenset({Role.tokens, Role.time}),
     DP_SLICE: frozenset({Role.tokens}),
     MP: frozenset({Role.features}),
 }
-"""All mesh axes, the slowest-varying first, and their roles."""
+"""All mesh axes, the slowest-varying first, and their roles.  Those within a slice stand before the slices, over which
+gradients are reduced last, in shards."""
 
 MAX_RING_SIZE = 16
 """Ranks of a gradient ring at most: a weight gradient is computed in as many pieces."""
@@ -114,9 +119,9 @@ def make_mesh(config: MeshConfig, devices: list[Device] | None = None) -> Mesh:
     """The mesh of `config` over `devices` (by default all of this process group).
 
     On a TPU torus, mp fills tiles of `config.tile` chips and cores, or by default of the shape with the fewest hops
-    between its devices; with collective matmul in the order of a closed walk round the tile.  The other axes count
-    tiles; gradient rings are closed walks round groups of tiles.  Elsewhere mp is consecutive devices, which are those
-    of one host.
+    between its devices; with collective matmul in the order of a closed walk round the tile.  cp is a closed walk round
+    the most compact group of such tiles.  The other axes count these groups; gradient rings are closed walks round
+    several.  Elsewhere mp is consecutive devices, which are those of one host, and cp are consecutive ones of these.
 
     Raises UserError where the number of devices, the tile or the slices do not fit.
     """
@@ -125,8 +130,8 @@ def make_mesh(config: MeshConfig, devices: list[Device] | None = None) -> Mesh:
     wanted = config.dp * math.prod(size for axis, size in sizes.items() if axis not in (DP, DP_RING, DP_SLICE))
     if wanted != len(devices):
         raise UserError(
-            f"mesh dp={config.dp} x mp={config.mp} needs {wanted} devices, this machine has {len(devices)} "
-            f"({devices[0].device_kind}); choose mesh.dp and mesh.mp with dp x mp = {len(devices)}"
+            f"mesh {product_in_words(config)} needs {wanted} devices, this machine has {len(devices)} "
+            f"({devices[0].device_kind}); choose {keys_in_words(config)} = {len(devices)}"
         )
     torus = Torus.of(devices)
     if torus is None and config.tile is not None:
@@ -143,11 +148,13 @@ def make_mesh(config: MeshConfig, devices: list[Device] | None = None) -> Mesh:
             else list(range(config.mp))
         )
         tiles = torus.group(tile, config.mp)
-        ring_tile = tiles.best_ring_tile(ring)
-        arranged = tiles.arrange(ring_tile, ring)[:, tiles.ring_order(ring_tile)]
-        arranged = np.array([group[i] for group in arranged.flat for i in mp_order], object)
+        cp_tile = tiles.most_compact_tile(config.cp, "mesh.cp")
+        cp_order, groups = tiles.ring_order(cp_tile), tiles.group(cp_tile, config.cp)
+        ring_tile = groups.best_ring_tile(ring)
+        arranged = groups.arrange(ring_tile, ring)[:, groups.ring_order(ring_tile)]
+        arranged = np.array([group[c][m] for group in arranged.flat for c in cp_order for m in mp_order], object)
     rings = config.dp // config.slices // ring
-    by_axis = arranged.reshape(config.slices, rings, ring, -1).transpose(2, 1, 0, 3)
+    by_axis = arranged.reshape(config.slices, rings, ring, config.cp, -1).transpose(2, 1, 3, 0, 4)
     return Mesh(by_axis.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 

@@ -142,7 +142,7 @@ def check_generation_flags(arguments: argparse.Namespace) -> None:
 def plan_one_mesh(arguments: argparse.Namespace) -> None:
     """Print the predicted row of a mesh, its memory, and its communication as planned and as compiled."""
     config = config_from_flags(arguments, *DEFAULTS)
-    target = find_target(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
+    target = find_target(arguments.version, config.mesh.devices, arguments.topology, config.mesh.slices)
     print(f"compiling the step for {target} ...", flush=True)
     prediction = predict(config, target, record=arguments.plot is not None)
     save_rows([prediction.row], arguments)

@@ -283,7 +283,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
 def measure_emulated(config: Config, steps: int, build: Builder = build_step_functions) -> Measurement:
     """Time the step on emulated CPU devices, in float32 unless the configuration asks for bfloat16."""
     jax.config.update("jax_platforms", "cpu")
-    emulate_cpu_devices(config.mesh.dp * config.mesh.mp)
+    emulate_cpu_devices(config.mesh.devices)
     return measure(config, make_mesh(config.mesh), step_dtype(config, Precision.float32), steps, build)
 
 

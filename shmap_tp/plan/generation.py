@@ -294,7 +294,7 @@ def generation_command(arguments: argparse.Namespace) -> None:
         prompt=min(PROMPT_TOKENS, context // 2) if arguments.prompt_tokens is None else arguments.prompt_tokens,
         new=min(NEW_TOKENS, context // 4) if arguments.new_tokens is None else arguments.new_tokens,
     )
-    target = find_target(arguments.version, config.mesh.dp * config.mesh.mp, arguments.topology, config.mesh.slices)
+    target = find_target(arguments.version, config.mesh.devices, arguments.topology, config.mesh.slices)
     if not isinstance(target, Slice):
         raise UserError(f"--decode --version {arguments.version}: generation is planned for TPUs only; choose a TPU")
     print(f"compiling prefill and decode for {target} ...", flush=True)

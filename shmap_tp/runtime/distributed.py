@@ -4,7 +4,7 @@ import ipaddress
 import os
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -55,11 +55,11 @@ def initialize_distributed(config: Config, coordinator: Coordinator | None = Non
     Must be called before JAX first uses a backend.  Raises UserError if this process cannot take part.  Exits with
     code LOST if the others do not join within run.join_timeout_seconds.
     """
-    processes, dp = config.mesh.processes, config.mesh.dp
-    if dp != AUTO:
-        emulate_cpu_devices(max(1, dp * config.mesh.mp // processes))
-    elif jax.config.jax_num_cpu_devices < 1:  # JAX_NUM_CPU_DEVICES is not set: emulate one mp group over all processes
-        emulate_cpu_devices(max(1, config.mesh.mp // processes))
+    mesh, processes = config.mesh, config.mesh.processes
+    if mesh.dp != AUTO:
+        emulate_cpu_devices(max(1, mesh.devices // processes))
+    elif jax.config.jax_num_cpu_devices < 1:  # JAX_NUM_CPU_DEVICES is not set: emulate one dp rank over all processes
+        emulate_cpu_devices(max(1, replace(mesh, dp=1).devices // processes))
     if processes == 1:
         return
     _initialize(config, coordinator)

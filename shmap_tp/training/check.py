@@ -6,6 +6,7 @@ Nothing is written, no device is used and no token is read.  What depends on the
 import os
 from pathlib import Path
 
+from shmap_tp.config.mesh_sizes import product_in_words
 from shmap_tp.config.schema import AUTO, Config, DataConfig
 from shmap_tp.config.sources import describe_shares, each_source, phases
 from shmap_tp.config.values import SCHEMES, value_of
@@ -90,9 +91,10 @@ def _mesh(config: Config) -> str:
     mesh = config.mesh
     modes = f"tensor_parallel={mesh.tensor_parallel}, zero={mesh.zero}, processes={mesh.processes}"
     if mesh.dp == AUTO:
-        return f"dp={AUTO} (all devices / mp) x mp={mesh.mp}; {modes}"
+        rest = "mp" if mesh.cp == 1 else "cp / mp"
+        return f"{product_in_words(mesh).replace(AUTO, f'{AUTO} (all devices / {rest})')}; {modes}"
     axis_sizes(mesh)
-    return f"dp={mesh.dp} x mp={mesh.mp} = {mesh.dp * mesh.mp} devices; {modes}"
+    return f"{product_in_words(mesh)} = {mesh.devices} devices; {modes}"
 
 
 def _data(data: DataConfig, config: Config) -> tuple[str, str | None, Meta | None]:

@@ -8,6 +8,7 @@ be in a bucket or on a mount, and the mesh must have the devices, hosts and slic
 from dataclasses import replace
 from pathlib import PurePath
 
+from shmap_tp.config.mesh_sizes import keys_in_words, product_in_words
 from shmap_tp.config.schema import Config, DataConfig, MeshConfig, Resume
 from shmap_tp.config.sources import each_source
 from shmap_tp.config.validate import resolve_auto
@@ -48,10 +49,10 @@ def check_slices(config: Config, name: str, export: str, components: ModelCompon
 
 def check_mesh(mesh: MeshConfig, slices: RentedSlices) -> None:
     """Raise UserError unless a mesh has the devices, hosts and slices of `slices`."""
-    if mesh.dp * mesh.mp != slices.devices:
+    if mesh.devices != slices.devices:
         raise UserError(
-            f"mesh.dp={mesh.dp} x mesh.mp={mesh.mp} is {mesh.dp * mesh.mp} devices, but {slices} has {slices.devices}; "
-            f"choose another --type, or mesh.dp and mesh.mp with dp x mp = {slices.devices}"
+            f"mesh {product_in_words(mesh)} is {mesh.devices} devices, but {slices} has {slices.devices}; "
+            f"choose another --type, or {keys_in_words(mesh)} = {slices.devices}"
         )
     for key, given, there, what in [
         ("mesh.slices", mesh.slices, slices.slices, "slices"),

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from shmap_tp.config.mesh_sizes import product_in_words
 from shmap_tp.config.schema import AUTO, Config, Precision
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.prepare import prepare_missing
@@ -65,7 +66,7 @@ def precision_note(dtype: DTypeLike) -> str | None:
 def make_mesh(config: Config) -> Mesh:
     """The (dp, mp) mesh of `config`.  Initialises JAX's backend.
 
-    On a CPU the devices are emulated if no backend has been used before, and a mesh may use the first dp x mp of them;
+    On a CPU the devices are emulated if no backend has been used before, and a mesh may use the first of them;
     on accelerators it must use all.  Raises UserError if the devices do not make the mesh.
     """
     return resolve(config)[1]
@@ -75,13 +76,13 @@ def resolve(config: Config) -> tuple[Config, Mesh]:
     """(`config` with mesh.dp=auto replaced by a number, its mesh)."""
     if config.mesh.processes != 1:
         return _over_processes(config)
-    emulate_devices(config.mesh.mp * (1 if config.mesh.dp == AUTO else config.mesh.dp))
+    emulate_devices((replace(config.mesh, dp=1) if config.mesh.dp == AUTO else config.mesh).devices)
     devices = jax.devices()
     config = resolve_auto(config, len(devices))
-    wanted = config.mesh.dp * config.mesh.mp
+    wanted = config.mesh.devices
     if devices[0].platform == "cpu" and wanted > len(devices):
         raise UserError(
-            f"mesh.dp={config.mesh.dp} x mesh.mp={config.mesh.mp} needs {wanted} devices, but JAX already runs with "
+            f"mesh {product_in_words(config.mesh)} needs {wanted} devices, but JAX already runs with "
             f"{len(devices)};\nrestart Python with JAX_NUM_CPU_DEVICES={wanted}, build this mesh first, or choose a "
             f"smaller one (dp, mp)"
         )
@@ -93,7 +94,7 @@ def mesh_of_devices(config: Config) -> Mesh:
 
     Raises UserError if the devices do not make the mesh.
     """
-    devices, wanted = jax.devices(), config.mesh.dp * config.mesh.mp
+    devices, wanted = jax.devices(), config.mesh.devices
     some = config.mesh.processes == 1 and devices[0].platform == "cpu" and wanted < len(devices)
     return meshes.make_mesh(config.mesh, devices[:wanted] if some else devices)
 

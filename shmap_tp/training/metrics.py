@@ -19,6 +19,7 @@ from jaxtyping import Float64
 from tqdm import tqdm
 
 from shmap_tp.config.compose import to_dict
+from shmap_tp.config.mesh_sizes import mesh_shape, named_sizes
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Peak
@@ -63,10 +64,7 @@ class Recorder:
             self._file, is_metric, lambda line: line["step"] > first_step, lambda line: line["step"] < first_step
         )
         self.has_validation = any(line["step"] == first_step and line["split"] == "validation" for line in kept)
-        self._common = {
-            "mesh": [config.mesh.dp, config.mesh.mp],
-            "segment": kept[0]["segment"] + 1 if kept else 0,
-        }
+        self._common = {"mesh": mesh_shape(config.mesh), "segment": kept[0]["segment"] + 1 if kept else 0}
         if config.log.tensorboard:
             self._writers.append(TensorBoardWriter(directory / "tensorboard"))
         if config.log.wandb:
@@ -201,7 +199,7 @@ def is_metric(line: dict[str, Any]) -> bool:
         and all(type(number) is int and 0 <= number < 2**63 for number in (step, segment))
         and (loss is None or (isinstance(loss, float) and math.isfinite(loss)))
         and isinstance(mesh, list)
-        and [type(size) for size in mesh] == [int, int]
+        and [type(size) for size in mesh] in ([int, int], [int, int, int])
     )
 
 
@@ -361,9 +359,9 @@ def plot_losses(directory: Path) -> Path:
 
     curves, validation, scale = _read_losses(directory / "metrics.jsonl")
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    colours: dict[tuple[int, int], str] = {}
+    colours: dict[tuple[int, ...], str] = {}
     for segment, (mesh, losses) in sorted(curves.items()):
-        label = None if mesh in colours else f"mesh dp={mesh[0]}, mp={mesh[1]}"
+        label = None if mesh in colours else f"mesh {', '.join(named_sizes(mesh))}"
         colour = colours.setdefault(mesh, f"C{len(colours) % 10}")
         axes.plot(*_pairs(losses).T, color=colour, linewidth=1, label=label)
         if segment and len(losses):
@@ -381,10 +379,10 @@ def plot_losses(directory: Path) -> Path:
     return directory / "loss.png"
 
 
-def _read_losses(file: Path) -> tuple[dict[int, tuple[tuple[int, int], array]], array, float | None]:
+def _read_losses(file: Path) -> tuple[dict[int, tuple[tuple[int, ...], array]], array, float | None]:
     """(by segment its mesh and its training losses, the validation losses, bits per byte of one nat per token if it is
     known), losses as step, loss, step, loss, ..."""
-    curves: dict[int, tuple[tuple[int, int], array]] = {}
+    curves: dict[int, tuple[tuple[int, ...], array]] = {}
     validation, scale = array("d"), None
     for line in (line for line in read_metrics(file) if line.get("source") is None):
         losses = curves.setdefault(line["segment"], (tuple(line["mesh"]), array("d")))[1]

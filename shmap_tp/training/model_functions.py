@@ -19,7 +19,8 @@ from shmap_tp.model.sharded_model import ShardedModel, shard_model
 from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch, positions_of
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_reduce
-from shmap_tp.parallel.mesh import Role, axes_of, token_axes
+from shmap_tp.parallel.context_parallel import rank_order, row_order, time_ranks
+from shmap_tp.parallel.mesh import Role, axes_of, batch_axes, token_axes
 from shmap_tp.training.objective import all_tokens, next_token_objective
 from shmap_tp.training.step import (
     CONFIGURED,
@@ -55,7 +56,7 @@ def build_model_functions(
 
     Raises UserError if model.attention names a kernel that these devices cannot run.
     """
-    model, axes = shard_model(config, mesh, dtype, components), mesh.axis_names
+    model, axes = shard_model(config, mesh, dtype, components), mesh.shape
     objective = next_token_objective(config, model.execution)
     updated, _ = model.split(model.placed.updated)
 
@@ -73,9 +74,15 @@ def build_model_functions(
         return loss_and_gradients(objective, trained, batch, frozen)
 
     def logits(params: Transformer, ids_BT: Array, segments_BT: Array | None = None) -> Array:
-        carried, spec = Carried(positions_of(ids_BT, axes), segments_BT), P(*batch_specs(axes, ids_BT)[1:])
-        in_specs = (spec, jax.tree.map(lambda _: spec, carried))
-        return model.mapped(local_logits, in_specs, P(*spec, axes_of(Role.features, axes)))(params, ids_BT, carried)
+        ranks, rows, time = time_ranks(axes), batch_axes(axes), axes_of(Role.time, axes) or None
+        positions = positions_of(ids_BT, axes, segments_BT)
+        ids_BT, positions = jax.tree.map(lambda x: rank_order(x, ranks), (ids_BT, positions))
+        specs = (
+            P(rows, time),
+            Carried(None if positions is None else P(rows, time), None if segments_BT is None else P(rows, None)),
+        )
+        run = model.mapped(local_logits, specs, P(rows, time, axes_of(Role.features, axes)))
+        return row_order(run(params, ids_BT, Carried(positions, segments_BT)), ranks, dim=1)
 
     def loss(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> Array:
         batch = next_token_batch(tokens_ABT, axes, segments_ABT)

@@ -16,6 +16,7 @@ import jax
 import yaml
 
 from shmap_tp.config.compose import to_dict, to_yaml
+from shmap_tp.config.mesh_sizes import named_sizes
 from shmap_tp.config.run_directory import HEADER, saved_checkpoint_dir
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.data.batches import Batches
@@ -107,8 +108,8 @@ def restore_or_initialize(
 
 def _announce(step: int, facts: dict[str, Any], directory: str) -> None:
     """Print where the run goes on, and what is not as it was."""
-    dp, mp = facts["mesh"]
-    print_on_process_0(f"resuming from step {step} of {directory}, saved on mesh dp={dp}, mp={mp}")
+    mesh = ", ".join(named_sizes(facts["mesh"]))
+    print_on_process_0(f"resuming from step {step} of {directory}, saved on mesh {mesh}")
     if "order" not in facts["data"]:
         print_on_process_0(
             f"checkpoint {directory}/{step} was saved by a version that shuffled otherwise: in the epoch of that "
@@ -200,6 +201,8 @@ def _refuse_endless_streak(skipped: int, step: int, config: Config, checkpoints:
 def _check_facts(facts: Any, checkpoint: str) -> dict[str, Any]:
     """`facts`, if they have the keys and types that are read here.  Raises `UserError` naming the first wrong one."""
     types = FACTS | {"data": FACTS["data"] | _types_of_data(facts)}
+    if isinstance(facts, dict) and isinstance(facts.get("mesh"), list) and len(facts["mesh"]) == 3:
+        types["mesh"] = [int, int, int]
 
     def check(value: Any, expected: Any, where: str) -> None:
         container = type(expected) in (dict, list)

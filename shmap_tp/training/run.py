@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from shmap_tp.config.compose import to_dict
+from shmap_tp.config.mesh_sizes import mesh_shape
 from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import resolve_auto
@@ -145,8 +146,7 @@ class Run:
     def save(self, step: int, state: State, skipped_in_a_row: int) -> None:
         """Start to save the checkpoint of `step`: with adapters without the frozen parameters, if these can be read
         again."""
-        mesh = [self.config.mesh.dp, self.config.mesh.mp]
-        facts = {"config": to_dict(self.config), "data": self.batches.identity, "mesh": mesh}
+        facts = {"config": to_dict(self.config), "data": self.batches.identity, "mesh": mesh_shape(self.config.mesh)}
         saved = state if self._base is None else without_base(state)
         self.checkpoints.save(step, saved, facts | ({BASE: self._base} if self._base else {}), skipped_in_a_row)
 
@@ -248,6 +248,6 @@ def _report(run: Run, step: int, finished: bool) -> None:
         f"  loss curve  {plot}",
         f"  checkpoint  {config.checkpoint.dir}/{step}",
         f"  to resume   {as_installed('python main.py')} --cfg {directory / 'config.yaml'} {own}{more_steps}--resume",
-        "              (on any mesh.dp=... mesh.mp=...)",
+        "              (on any mesh.dp=... mesh.cp=... mesh.mp=...)",
     ]
     print_on_process_0("\n".join(lines))

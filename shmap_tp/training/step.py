@@ -192,7 +192,7 @@ def build_step_functions(
         (model.placed.stored, optimizer.state_specs(trained_shapes, optimizer_layout)),
     )
     objective = make_objective(config, model.execution)
-    axes = mesh.axis_names
+    axes = mesh.shape
     local_step = _make_step(config, objective, optimizer, model, (updated, optimizer_layout))
 
     def step(

@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from shmap_tp.config.mesh_sizes import mesh_shape, named_sizes
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SCHEMES, check_path
@@ -53,13 +54,15 @@ class Trainer:
         return state, losses
 
 
-def verify_resume(config: Config, other_mesh: tuple[int, int], steps: int) -> bool:
-    """Train `steps` steps, save, restore on the same mesh and on `other_mesh` (dp, mp), and train as many again.
+def verify_resume(config: Config, other_mesh: tuple[int, ...], steps: int) -> bool:
+    """Train `steps` steps, save, restore on the same mesh and on `other_mesh`, and train as many again; the other is
+    (dp, mp) or (dp, cp, mp).
 
     Returns True if the restored state is bitwise equal to the saved one on both meshes, and if the run that was resumed
     on the same mesh is bitwise equal to the uninterrupted run.
     """
-    other = replace(config, mesh=replace(config.mesh, dp=other_mesh[0], mp=other_mesh[1], tile=None))
+    (dp, mp), cp = other_mesh[:: len(other_mesh) - 1], other_mesh[1] if len(other_mesh) == 3 else 1
+    other = replace(config, mesh=replace(config.mesh, dp=dp, cp=cp, mp=mp, tile=None))
     validate(other)
     same_mesh, changed_mesh = Trainer(config), Trainer(other)
     with _temporary_checkpoints(config) as checkpoints:
@@ -74,7 +77,7 @@ def verify_resume(config: Config, other_mesh: tuple[int, int], steps: int) -> bo
             restored = checkpoints.restore(steps, trainer.functions.shapes)
             wrong = bits_differ(_to_host(restored), saved)
             end, losses = trainer.train(restored, steps, 2 * steps)
-            mesh = f"dp={trainer.mesh.dp}, mp={trainer.mesh.mp}"
+            mesh = ", ".join(named_sizes(mesh_shape(trainer.mesh)))
             verdict = f"DIFFERS from the saved state: {wrong[0]}" if wrong else "is bitwise equal to the saved state"
             print_on_process_0(f"on {mesh}: the restored state {verdict}")
             differing = _compare(_to_host(end), uninterrupted, steps)

@@ -44,7 +44,7 @@ def mesh_config(dp: int, mp: int, **others: Any) -> MeshConfig:
         "zero": Zero.none,
         "fsdp_gradients": FsdpGradients.reduce_scatter,
     }
-    return MeshConfig(dp, mp, **defaults | {"slices": 1, "processes": 1} | others)
+    return MeshConfig(dp, mp, **defaults | {"slices": 1, "processes": 1, "cp": 1} | others)
 
 
 def mesh(shape: tuple[int, int]) -> Mesh:

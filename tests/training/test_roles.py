@@ -15,10 +15,7 @@ import pytest
 from jax import lax
 
 from shmap_tp.config.schema import Config, MeshConfig
-from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.context import Extras
-from shmap_tp.layers.flash_attention import Cudnn, Splash
-from shmap_tp.layers.norm import RMSNorm
 from shmap_tp.model.blocks import SequentialBlock
 from shmap_tp.model.components import Frozen
 from shmap_tp.parallel import mesh as mesh_module
@@ -116,7 +113,6 @@ def added_axis(monkeypatch):
 @dataclass
 class MeshOfMoreAxes(MeshConfig):
     ep: int = 1
-    cp: int = 1
 
 
 def with_axis(conf: Config, **sizes: int) -> Config:
@@ -147,70 +143,7 @@ def test_the_ledger_of_an_added_axis_is_that_of_the_traced_step(added_axis, zero
     assert {"ep", "dp ep", "mp"} <= {entry.axis for entry in planned}
 
 
-class PositionWise(eqx.Module):
-    """x + norm(x)^2: a block in which no token sees another, and which ignores its context."""
-
-    norm: RMSNorm
-
-    def __init__(self, config, attend, *, key, mlp=None):
-        self.norm = RMSNorm(config.width)
-
-    def __call__(self, x_BTD, context):
-        return x_BTD + jnp.square(self.norm(x_BTD)), Extras()
-
-
-@pytest.mark.parametrize("zero", ZEROS)
-def test_an_axis_of_time_cuts_inputs_targets_and_positions_alike(added_axis, zero):
-    """Learned positions depend on the place of a token in its row, and targets on the next token, which another rank
-    has."""
-    settings, components = ["model.positions=learned", "model.context=8"], Components(block=PositionWise)
-    expected = on_one_device(components, *settings)
-    added_axis("cp", Role.tokens, Role.time)
-    conf = with_axis(step_config((2, 2), *settings, f"mesh.zero={zero}"), cp=2)
-    made = functions_of(conf, components)
-    assert made.tokens.sharding.spec == jax.P(None, "dp", None)
-    assert_close(train(made), expected, RELATIVE)
-
-
-def with_kernel(attend: AnyAttention) -> Any:
-    """A constructor of blocks whose attention is computed by `attend`, whatever the configuration names."""
-    return lambda config, _, **rest: SequentialBlock(config, attend, **rest)
-
-
-def train_documents(made: StepFunctions) -> dict[str, np.ndarray]:
-    """The parameters after three steps on rows of documents whose lengths nothing divides."""
-    state = made.init()
-    for i in range(3):
-        begins = np.random.default_rng(i).random(made.tokens.shape) < 0.3
-        arrays = learnable_batch(i, made.tokens.shape), np.cumsum(begins, axis=-1, dtype=np.int32)
-        state, _ = made.step(state, *jax.device_put(arrays, made.tokens.sharding))
-    return by_path(state.params)
-
-
 MODES = ["mesh.tensor_parallel=all_reduce", "mesh.tensor_parallel=sequence", "mesh.tensor_parallel=collective_matmul"]
-
-
-@pytest.mark.parametrize(("shape", "cp", "settings"), [
-    ((2, 2), 2, (MODES[0], "mesh.zero=zero1", "model.positions=alibi", "model.attention_chunk=3")),
-    ((1, 2), 4, (MODES[1], "mesh.zero=fsdp", "model.positions=rotary", "model.attention_chunk=2")),
-    ((1, 2), 2, (MODES[2], "model.positions=rotary", "model.attention_chunk=16")),
-])  # fmt: skip
-def test_attention_over_an_axis_of_time_sees_the_keys_of_all_ranks(added_axis, shape, cp, settings):
-    common = ["model.context=16", "optimizer.epsilon=1e-4"]
-    positions = [each for each in settings if each.startswith("model.positions")]
-    expected = train_documents(functions_of(step_config((1, 1), *common, *positions), Components()))
-    added_axis("cp", Role.tokens, Role.time)
-    made = functions_of(with_axis(step_config(shape, *common, *settings), cp=cp), Components())
-    assert_close(train_documents(made), expected, RELATIVE)
-
-
-@pytest.mark.parametrize("attend", [Splash(False), Cudnn(False, None)])
-def test_kernels_over_an_axis_of_time_are_refused(added_axis, attend):
-    """They would leave out the keys of other ranks."""
-    added_axis("cp", Role.tokens, Role.time)
-    made = functions_of(with_axis(step_config((2, 2), "model.context=8"), cp=2), Components(block=with_kernel(attend)))
-    with pytest.raises(TypeError, match=f"{type(attend).__name__} .* the mesh axis cp shards time"):
-        jax.make_jaxpr(made.step)(made.shapes, made.tokens)
 
 
 class Penalised(SequentialBlock):

@@ -120,7 +120,8 @@ def combined(constants: Mapping[str, float], terms: Mapping[str, float]) -> floa
 
 def _kernel(config: Config, target: Target) -> AttentionKernel:
     isolated = config.data.documents == Documents.isolated
-    return kernel_name(select_attention(config.model, devices_of(target)[0], jnp.dtype("bfloat16"), isolated))
+    device, bfloat16 = devices_of(target)[0], jnp.dtype("bfloat16")
+    return kernel_name(select_attention(config.model, device, bfloat16, isolated, config.mesh.cp))
 
 
 # Memory

@@ -1,0 +1,33 @@
+"""The rules of `mesh.cp`, which cuts rows along time."""
+
+import math
+
+from shmap_tp.config.schema import Config, FsdpGradients, TensorParallelMode
+from shmap_tp.errors import UserError
+
+
+def check_context_parallel(config: Config) -> None:
+    """Raises UserError unless rows can be cut in two chunks for each rank of cp, and their parts again over mp where
+    the mode of tensor parallelism does that; and for what cp cannot be combined with."""
+    mesh, model = config.mesh, config.model
+    if mesh.cp == 1:
+        return
+    is_time_cut = mesh.tensor_parallel != TensorParallelMode.all_reduce
+    parts, what = (math.lcm(2, mesh.mp), "2 and mesh.mp") if is_time_cut else (2, "2")
+    if model.context % (mesh.cp * parts):
+        fit = [n for n in range(1, min(model.context, 1024) + 1) if model.context % (n * parts) == 0]
+        longer = -(-model.context // (mesh.cp * parts)) * mesh.cp * parts
+        raise UserError(
+            f"mesh.cp={mesh.cp}: model.context={model.context} (model {model.name}) cannot be cut in {mesh.cp} parts "
+            f"that {what} divide; use mesh.cp in {{{', '.join(map(str, fit))}}}, or model.context={longer}"
+        )
+    if mesh.fsdp_gradients == FsdpGradients.ring:
+        raise UserError(
+            f"mesh.fsdp_gradients=ring cannot be combined with mesh.cp={mesh.cp}; "
+            f"use mesh.fsdp_gradients=reduce_scatter, or mesh.cp=1"
+        )
+    if config.train.dpo_beta is not None:
+        raise UserError(
+            f"train.dpo_beta cannot be combined with mesh.cp={mesh.cp}, which cuts the answers of a pair apart; "
+            f"use mesh.cp=1"
+        )

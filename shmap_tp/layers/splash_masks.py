@@ -1,0 +1,105 @@
+"""Which blocks of scores splash attention computes: those that are not masked, of the queries of a device.
+
+G query heads of a key/value head, T queries, S keys; of a row that is cut along time over R ranks, S = R T.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jaxtyping import Array, Bool, Int
+
+from shmap_tp.layers.causal_attention import Pattern
+from shmap_tp.layers.xla_workarounds import MAX_ADDITIONS
+
+BLOCKS = (512, 256, 128)
+"""Positions in a block of queries and of keys: the first that divides T is used.  Larger blocks compute more of the
+masked half, and at K = 256 their backward pass does not fit the vector memory of v4."""
+
+
+def make_splash(
+    sizes: tuple[int, int, int], options: Pattern, rank: Int[Array, ""] | None, interpret: bool
+) -> Callable[..., Array]:
+    """q[G T K], k[S K], v[S K] -> [G T K]: the kernel for the query heads of one key/value head, causal.
+
+    `sizes` is (G, T, S).  With a `rank` the queries are this device's two chunks of a row (`context_parallel.py`).
+    """
+    shared, time, keys = sizes
+    ranks = keys // time
+    chunk = time if ranks == 1 else time // 2
+    size = next(size for size in BLOCKS if chunk % size == 0)
+    # one backward kernel returns a partial dq for each block of keys: for many of them two kernels take less memory
+    fused = keys // size <= MAX_ADDITIONS
+    blocks = splash_kernel.BlockSizes(
+        block_q=size,
+        block_kv=size,
+        block_kv_compute=size,
+        block_q_dkv=size,
+        block_kv_dkv=size,
+        block_kv_dkv_compute=size,
+        block_q_dq=None if fused else size,
+        block_kv_dq=None if fused else size,
+        use_fused_bwd_kernel=fused,
+    )
+    kernel = splash_kernel.make_splash_mqa(
+        splash_mask.MultiHeadMask([_mask(keys, ranks, options.window)] * shared),
+        block_sizes=blocks,
+        attn_logits_soft_cap=options.softcap,
+        interpret=interpret,
+        head_shards=1,
+        q_seq_shards=ranks,
+    )
+    return kernel if rank is None else _of_rank(kernel, rank, ranks)
+
+
+def _mask(keys: int, ranks: int, window: int | None) -> splash_mask.Mask:
+    """That of all queries of a row, in the order of the ranks."""
+    if ranks == 1 and window is None:
+        return splash_mask.CausalMask((keys, keys))
+    if ranks == 1:
+        return splash_mask.LocalMask((keys, keys), window_size=(window - 1, 0), offset=0)
+    return _RankOrderedMask(keys, ranks, window)
+
+
+class _RankOrderedMask(splash_mask.LocalMask):
+    """Causal, within a window or not, for queries in `rank_order`."""
+
+    def __init__(self, keys: int, ranks: int, window: int | None):
+        super().__init__((keys, keys), window_size=(None if window is None else window - 1, 0), offset=0)
+        chunks = np.arange(keys, dtype=np.int32).reshape(2 * ranks, -1)
+        ordered = [chunks[number] for rank in range(ranks) for number in (rank, 2 * ranks - 1 - rank)]
+        self.q_sequence = np.concatenate(ordered)
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "T S"]:
+        """The mask of a block; of one that is masked in all of its elements or in none, one element.  The library asks
+        for every block, of which a row of 131,072 positions has 65,536."""
+        queries, keys = self.q_sequence[index[0]], range(*index[1].indices(self.shape[1]))
+        nearest, farthest = int(queries[0]) - keys[-1], int(queries[-1]) - keys[0]
+        left = self.window_size[0]
+        if farthest < 0 or (left is not None and nearest > left):
+            return np.zeros((1, 1), bool)
+        if nearest >= 0 and (left is None or farthest <= left):
+            return np.ones((1, 1), bool)
+        return super().__getitem__(index)
+
+    __hash__ = splash_mask.LocalMask.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return splash_mask.LocalMask.__eq__(self, other)
+
+
+def _of_rank(
+    kernel: splash_kernel.SplashAttentionKernel, rank: Int[Array, ""], ranks: int
+) -> splash_kernel.SplashAttentionKernel:
+    """The kernel for the queries of one rank, of that for the queries of all: its arrays, which say which blocks are
+    computed, are cut along their dim of queries."""
+
+    def cut(x: Array) -> Array:
+        dim = 0 if x.ndim == 1 else 1
+        size = x.shape[dim] // ranks
+        return lax.dynamic_slice_in_dim(x, rank * size, size, dim)
+
+    return jax.tree.map(cut, kernel)

@@ -1,0 +1,90 @@
+"""Context parallelism: which positions of a row each rank of the axes of time has, and how a device gets the others.
+
+R ranks, T positions of a row, in 2R chunks of c = T / 2R.  Rank r has the chunks r and 2R - 1 - r, one of either end:
+
+    positions    0    c    2c   3c   4c   5c   6c   7c         R = 4
+    rank         0    1    2    3    3    2    1    0
+
+A query attends to the keys before it, so that with chunks of one end the last rank would have almost all of the work.
+Of these two, one has r chunks before it and the other 2R - 1 - r: every rank has the same.  This is the layout of
+Dubey et al. 2024, Llama 3, section 3.3.2, and as there keys and values are gathered before attention, and not passed on
+in a ring: with few key/value heads they are small beside the queries.
+
+What depends on the order of the tokens (targets, positions) is made before a row is cut; the segments of its documents
+are not cut.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, Shaped
+
+from shmap_tp.parallel.collectives import all_gather
+from shmap_tp.parallel.mesh import Role, axes_of, ranks
+
+
+def time_ranks(sizes: Mapping[str, int]) -> int:
+    """R, of a mesh whose axes have these sizes."""
+    return math.prod(sizes[axis] for axis in axes_of(Role.time, sizes))
+
+
+def rank_order(x: Shaped[Array, "..."], ranks: int, dim: int = -1) -> Shaped[Array, "..."]:
+    """Rows whose positions are in order along `dim` -> such that cutting it in `ranks` parts gives each rank its own.
+    2 `ranks` must divide their number; with one rank, x itself."""
+    if ranks == 1:
+        return x
+    dim %= x.ndim
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    chunks = x.reshape(*before, 2, ranks, x.shape[dim] // (2 * ranks), *after)
+    low, high = (lax.index_in_dim(chunks, end, dim, keepdims=False) for end in (0, 1))
+    return jnp.stack([low, jnp.flip(high, dim)], axis=dim + 1).reshape(x.shape)
+
+
+def row_order(x: Shaped[Array, "..."], ranks: int, dim: int = -1) -> Shaped[Array, "..."]:
+    """The inverse of `rank_order`."""
+    if ranks == 1:
+        return x
+    dim %= x.ndim
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    chunks = x.reshape(*before, ranks, 2, x.shape[dim] // (2 * ranks), *after)
+    low, high = (lax.index_in_dim(chunks, end, dim + 1, keepdims=False) for end in (0, 1))
+    return jnp.stack([low, jnp.flip(high, dim)], axis=dim).reshape(x.shape)
+
+
+def whole_rows(tree: Any) -> Any:
+    """Of every array [B T/ranks ...], all positions in order, [B T ...]; inside shard_map.  Without an axis that shards
+    time, the arrays themselves.
+
+    Communication  one all-gather of each over the axes of time; backward one reduce-scatter of its gradient, in its
+                   dtype.
+    """
+    over = axes_of(Role.time)
+    if not over:
+        return tree
+    return jax.tree.map(lambda x: row_order(all_gather(x, over, 1), ranks(over), 1), tree)
+
+
+def own_chunks(tree: Any) -> Any:
+    """Of every array [B T] of whole rows, this device's two chunks; inside shard_map.  Without an axis of time, the
+    arrays themselves.  Communication: none."""
+    if not axes_of(Role.time):
+        return tree
+
+    def cut(x_BT: Shaped[Array, "B T"]) -> Shaped[Array, "B _"]:
+        size = x_BT.shape[1] // (2 * ranks(axes_of(Role.time)))
+        chunks = [lax.dynamic_slice_in_dim(x_BT, number * size, size, 1) for number in chunk_numbers()]
+        return jnp.concatenate(chunks, axis=1)
+
+    return jax.tree.map(cut, tree)
+
+
+def chunk_numbers() -> list[Int[Array, ""]]:
+    """The numbers of this device's two chunks among the 2 R of a row; inside shard_map, with an axis that shards
+    time."""
+    over = axes_of(Role.time)
+    rank = lax.axis_index(over)
+    return [rank, 2 * ranks(over) - 1 - rank]

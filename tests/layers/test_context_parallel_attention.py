@@ -1,0 +1,100 @@
+"""Attention of rows that are cut along time equals that of whole rows, of every implementation; its work is balanced.
+
+T time, R ranks of the axis cp, H query heads, N key/value heads, K head dim.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shmap_tp.layers import splash_masks
+from shmap_tp.layers.attention import Chunked
+from shmap_tp.layers.causal_attention import Pattern, causal_attention
+from shmap_tp.layers.flash_attention import Splash
+from shmap_tp.layers.splash_masks import make_splash
+from shmap_tp.parallel.collectives import all_reduce
+from shmap_tp.parallel.context_parallel import rank_order, row_order
+from shmap_tp.parallel.mesh import CP, MP, make_mesh
+from tests.helpers.assertions import RELATIVE, assert_close
+from tests.helpers.model_fixtures import mesh_config
+
+OPTIONS = {"window": 100, "softcap": 1.5, "scale": 0.25}
+
+
+def rows(time: int, documents: int) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """(q, k and v of two rows, where their documents are), of lengths that nothing divides."""
+    rng = np.random.default_rng(time)
+    sizes = {"q": 4, "k": 2, "v": 2}
+    qkv = {name: jnp.float32(rng.standard_normal((2, time, heads, 64))) for name, heads in sizes.items()}
+    if documents == 1:
+        return qkv, None
+    ends = np.sort(rng.choice(np.arange(1, time), (2, documents - 1)), axis=1)
+    return qkv, jnp.int32([np.searchsorted(row, np.arange(time), side="right") for row in ends])
+
+
+def on_ranks(attend, ranks: int, qkv, segments, options):
+    """(the mixed values, their gradients with respect to q, k and v) on a mesh that cuts the rows."""
+    mesh = make_mesh(mesh_config(1, 1, cp=ranks), jax.devices()[:ranks])
+
+    def local(qkv, segments):
+        def total(qkv):
+            pattern = Pattern(segments_BT=segments, **options)
+            mixed, _ = attend(qkv["q"], qkv["k"], qkv["v"], pattern)
+            return jnp.sum(jnp.sin(mixed)), mixed
+
+        gradients, mixed = jax.grad(total, has_aux=True)(qkv)
+        return all_reduce(mixed, MP), all_reduce(gradients, MP)
+
+    cut = P(None, CP)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(cut, P()), out_specs=cut))
+    found = run(jax.tree.map(partial(rank_order, ranks=ranks, dim=1), qkv), segments)
+    mixed, gradients = jax.tree.map(partial(row_order, ranks=ranks, dim=1), found)
+    return {"mixed": mixed, **gradients}
+
+
+def on_whole_rows(qkv, segments, options):
+    def total(qkv):
+        mixed = causal_attention(qkv["q"], qkv["k"], qkv["v"], Pattern(segments_BT=segments, **options), 64)
+        return jnp.sum(jnp.sin(mixed)), mixed
+
+    gradients, mixed = jax.jit(jax.grad(total, has_aux=True))(qkv)
+    return {"mixed": mixed, **gradients}
+
+
+@pytest.mark.parametrize(("ranks", "documents", "options"), [
+    (2, 1, {}), (4, 5, {}), (8, 3, OPTIONS), (2, 30, {"window": 7}),
+])  # fmt: skip
+def test_chunked_attention_of_cut_rows_equals_that_of_whole_rows(ranks, documents, options):
+    qkv, segments = rows(208, documents)
+    found = on_ranks(Chunked(5), ranks, qkv, segments, options)
+    assert_close(found, on_whole_rows(qkv, segments, options), RELATIVE["float32"])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("ranks", "documents", "options"), [(2, 1, {}), (2, 7, OPTIONS)])
+def test_splash_attention_of_cut_rows_equals_that_of_whole_rows(monkeypatch, ranks, documents, options, fused):
+    """With one backward kernel, and with the two of long rows."""
+    monkeypatch.setattr(splash_masks, "BLOCKS", (128,))
+    monkeypatch.setattr(splash_masks, "MAX_ADDITIONS", 16 if fused else 1)
+    qkv, segments = rows(512, documents)
+    found = on_ranks(Splash(interpret=True), ranks, qkv, segments, options)
+    assert_close(found, on_whole_rows(qkv, segments, options), RELATIVE["float32"])
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+def test_the_blocks_that_splash_attention_computes_are_as_many_on_every_rank(window):
+    """To the blocks of one row in a hundred.  Segments are data, and blocks between documents are not skipped: the work
+    is the same for rows of 1, 10 or 100 documents."""
+    ranks, keys = 8, 16384
+    pattern = Pattern(window=window)
+    counts = []
+    for rank in range(ranks):
+        kernel = make_splash((1, keys // ranks, keys), pattern, jnp.int32(rank), interpret=True)
+        counts.append(int(np.count_nonzero(kernel.fwd_mask_info.block_mask)))
+    whole = make_splash((1, keys, keys), pattern, None, interpret=True)
+    assert sum(counts) == np.count_nonzero(whole.fwd_mask_info.block_mask)
+    assert max(counts) <= 1.05 * np.mean(counts)

@@ -65,7 +65,7 @@ def _mask(keys: int, ranks: int, window: int | None) -> splash_mask.Mask:
 
 
 class _RankOrderedMask(splash_mask.LocalMask):
-    """Causal, within a window or not, for queries in `rank_order`."""
+    """Causal, within a window or not, for queries in the order of the ranks."""
 
     def __init__(self, keys: int, ranks: int, window: int | None):
         super().__init__((keys, keys), window_size=(None if window is None else window - 1, 0), offset=0)

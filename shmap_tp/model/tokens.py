@@ -6,10 +6,9 @@ A microbatches, B batch, T time.
     -1 - id     the same input, but no target that counts: the token of a prompt, for example
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,7 +17,7 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
-from shmap_tp.parallel.context_parallel import rank_order, time_ranks
+from shmap_tp.parallel.context_parallel import own_chunks
 from shmap_tp.parallel.mesh import Role, axes_of, batch_axes
 
 Tokens = np.ndarray | Array | Sequence[Sequence[int]]
@@ -41,24 +40,24 @@ class Batch(NamedTuple):
     positions: Int[Array, "*A B T"] | None
     """None, where every device has whole rows: 0 to T - 1, or from the segments, where the encoding needs them."""
     segments: Int[Array, "*A B T"] | None = None
-    """Of whole rows, in order, also where the rest is cut along time.  None: each row is one document."""
+    """Of whole rows, also where the rest is cut along time.  None: each row is one document."""
     sources: Int[Array, "*A B T"] | None = None
     """The number of the source of each row; None where losses are not wanted by source."""
 
 
 def next_token_batch(
     tokens_ABT: Int[Array, "*A B T"],
-    axes: Mapping[str, int],
+    axes: Iterable[str],
     segments_ABT: Int[Array, "*A B T"] | None = None,
     end_of_text: int | None = None,
     sources_AB1: Int[Array, "*A B 1"] | None = None,
 ) -> Batch:
-    """tokens[A B T+1] -> the batch whose target at each position is the next token, on a mesh of these sizes.
+    """tokens[A B T+1] -> the batch whose target at each position is the next token, on a mesh with these axes.
 
     With segments[A B T+1], or with `end_of_text` those of `document_segments`, a target of another document than its
     input does not count: nothing that the model may see says what the next document is.
-    It is made before anything is sharded, so that each position has its own target and position wherever it goes; on a
-    mesh with an axis that shards time everything but the segments is in `rank_order`.
+    It is made before anything is cut along time (`of_this_device`), so that each position has its own target and
+    position wherever it goes.
     """
     inputs, targets = input_ids(tokens_ABT[..., :-1]), tokens_ABT[..., 1:]
     if segments_ABT is None and end_of_text is not None:
@@ -67,8 +66,12 @@ def next_token_batch(
         same = segments_ABT[..., 1:] == segments_ABT[..., :-1]
         targets, segments_ABT = jnp.where(same | (targets < 0), targets, ~targets), segments_ABT[..., :-1]
     sources = None if sources_AB1 is None else jnp.broadcast_to(sources_AB1, inputs.shape)
-    batch = Batch(inputs, targets, positions_of(inputs, axes, segments_ABT), None, sources)
-    return jax.tree.map(lambda x: rank_order(x, time_ranks(axes)), batch)._replace(segments=segments_ABT)
+    return Batch(inputs, targets, positions_of(inputs, axes, segments_ABT), segments_ABT, sources)
+
+
+def of_this_device(batch: Batch) -> Batch:
+    """The positions of whole rows that this device computes, inside shard_map.  Communication: none."""
+    return own_chunks(batch._replace(segments=None))._replace(segments=batch.segments)
 
 
 def document_segments(tokens_ABT: Int[Array, "*A B T"], end_of_text: int) -> Int[Array, "*A B T"]:
@@ -96,14 +99,8 @@ def positions_of(
     return jnp.broadcast_to(jnp.arange(ids_ABT.shape[-1]), ids_ABT.shape)
 
 
-def batch_specs(axes: Iterable[str], batch: Batch) -> Batch:
-    """PartitionSpecs of the fields of a batch on a mesh with these axes."""
-    specs = jax.tree.map(lambda _: P(None, batch_axes(axes), axes_of(Role.time, axes) or None), batch)
-    return specs if batch.segments is None else specs._replace(segments=tokens_spec(axes))
-
-
 def tokens_spec(axes: Iterable[str]) -> P:
-    """The PartitionSpec of tokens[A B T+1] as they are placed on a mesh with these axes."""
+    """The PartitionSpec of whole rows: of tokens[A B T+1] and the fields of a batch, on a mesh with these axes."""
     return P(None, batch_axes(axes), None)
 
 

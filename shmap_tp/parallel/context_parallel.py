@@ -32,20 +32,8 @@ def time_ranks(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes_of(Role.time, sizes))
 
 
-def rank_order(x: Shaped[Array, "..."], ranks: int, dim: int = -1) -> Shaped[Array, "..."]:
-    """Rows whose positions are in order along `dim` -> such that cutting it in `ranks` parts gives each rank its own.
-    2 `ranks` must divide their number; with one rank, x itself."""
-    if ranks == 1:
-        return x
-    dim %= x.ndim
-    before, after = x.shape[:dim], x.shape[dim + 1 :]
-    chunks = x.reshape(*before, 2, ranks, x.shape[dim] // (2 * ranks), *after)
-    low, high = (lax.index_in_dim(chunks, end, dim, keepdims=False) for end in (0, 1))
-    return jnp.stack([low, jnp.flip(high, dim)], axis=dim + 1).reshape(x.shape)
-
-
 def row_order(x: Shaped[Array, "..."], ranks: int, dim: int = -1) -> Shaped[Array, "..."]:
-    """The inverse of `rank_order`."""
+    """Parts of rows, one after the other along `dim` in the order of the ranks -> whole rows; with one rank, x."""
     if ranks == 1:
         return x
     dim %= x.ndim
@@ -69,15 +57,15 @@ def whole_rows(tree: Any) -> Any:
 
 
 def own_chunks(tree: Any) -> Any:
-    """Of every array [B T] of whole rows, this device's two chunks; inside shard_map.  Without an axis of time, the
+    """Of every array [... T] of whole rows, this device's two chunks; inside shard_map.  Without an axis of time, the
     arrays themselves.  Communication: none."""
     if not axes_of(Role.time):
         return tree
 
-    def cut(x_BT: Shaped[Array, "B T"]) -> Shaped[Array, "B _"]:
-        size = x_BT.shape[1] // (2 * ranks(axes_of(Role.time)))
-        chunks = [lax.dynamic_slice_in_dim(x_BT, number * size, size, 1) for number in chunk_numbers()]
-        return jnp.concatenate(chunks, axis=1)
+    def cut(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        size = x.shape[-1] // (2 * ranks(axes_of(Role.time)))
+        chunks = [lax.dynamic_slice_in_dim(x, number * size, size, x.ndim - 1) for number in chunk_numbers()]
+        return jnp.concatenate(chunks, axis=-1)
 
     return jax.tree.map(cut, tree)
 

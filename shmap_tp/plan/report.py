@@ -11,7 +11,7 @@ from shmap_tp.hardware.torus import Torus
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.model.flops import flops_per_token, frozen_parameters, hardware_flops_per_token, parameters
-from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.parallel.mesh import CP, DP, MP
 from shmap_tp.plan.communication.ledger import format_bytes
 
 EXPLICIT, GSPMD = "explicit", "gspmd"
@@ -94,6 +94,8 @@ class Row:
     command: str = ""
     frozen: int = 0
     """Of `params`, those that are not trained."""
+    cp: int = 1
+    """Devices over which each row is cut along time."""
 
     def __post_init__(self) -> None:
         """Derive throughput and utilisation from the step time."""
@@ -129,6 +131,7 @@ def config_fields(
         "params": parameters(model, components=components),
         "frozen": frozen_parameters(model, components=components),
         DP: config.mesh.dp,
+        CP: config.mesh.cp,
         MP: config.mesh.mp,
         "devices": devices,
         "global_batch": config.train.batch,
@@ -172,7 +175,7 @@ def format_row(row: Row) -> str:
     trained = f" ({_format_count(row.params - row.frozen)} trained)" if row.frozen else ""
     lines = [
         f"{row.kind.upper()}  {program}{row.model}, {_format_count(row.params)} parameters{trained}, on {devices}",
-        f"  mesh           dp={row.dp}, mp={row.mp}{tile}",
+        f"  mesh           dp={row.dp}, {f'cp={row.cp}, ' if row.cp > 1 else ''}mp={row.mp}{tile}",
         f"  step           {row.global_batch} sequences of {row.context} in {row.microbatches} microbatches = "
         f"{row.tokens_per_step:,} tokens; {_format_settings(row)}",
     ]

@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int
 from shmap_tp.config.schema import Config
 from shmap_tp.layers.embedding import score
 from shmap_tp.model.sharded_model import ShardedModel, shard_model
-from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch, positions_of
+from shmap_tp.model.tokens import Batch, next_token_batch, of_this_device, positions_of, tokens_spec
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_reduce
-from shmap_tp.parallel.context_parallel import rank_order, row_order, time_ranks
-from shmap_tp.parallel.mesh import Role, axes_of, batch_axes, token_axes
+from shmap_tp.parallel.context_parallel import own_chunks, row_order, time_ranks
+from shmap_tp.parallel.mesh import Role, axes_of, token_axes
 from shmap_tp.training.objective import all_tokens, next_token_objective
 from shmap_tp.training.step import (
     CONFIGURED,
@@ -56,41 +56,38 @@ def build_model_functions(
 
     Raises UserError if model.attention names a kernel that these devices cannot run.
     """
-    model, axes = shard_model(config, mesh, dtype, components), mesh.shape
+    model, axes = shard_model(config, mesh, dtype, components), mesh.axis_names
     objective = next_token_objective(config, model.execution)
     updated, _ = model.split(model.placed.updated)
 
-    def local_logits(params: Transformer, ids_BT: Int[Array, "B T"], carried: Carried) -> Float[Array, "B T V"]:
-        h_BTD, _ = params(ids_BT, model.execution, carried)
+    def local_logits(params: Transformer, ids_BT: Int[Array, "B T"], carried: Carried) -> Float[Array, "B _ V"]:
+        ids_BT, positions = own_chunks((ids_BT, carried.positions))
+        h_BTD, _ = params(ids_BT, model.execution, Carried(positions, carried.segments))
         h_BTD, projection = params.output_projection(h_BTD, model.execution)
         return score(h_BTD.reshape(-1, h_BTD.shape[-1]), projection).reshape(*h_BTD.shape[:2], -1)
 
     def local_loss(params: Transformer, batch: Batch) -> Float[Array, ""]:
+        batch = of_this_device(batch)
         share, _ = objective.alone()(params, microbatch(batch, 0), objective.counted(batch), all_tokens(batch))
         return all_reduce(share, token_axes())
 
     def local_gradients(params: Transformer, batch: Batch) -> tuple[Float[Array, ""], Transformer]:
         trained, frozen = model.split(params)
-        return loss_and_gradients(objective, trained, batch, frozen)
+        return loss_and_gradients(objective, trained, of_this_device(batch), frozen)
 
     def logits(params: Transformer, ids_BT: Array, segments_BT: Array | None = None) -> Array:
-        ranks, rows, time = time_ranks(axes), batch_axes(axes), axes_of(Role.time, axes) or None
-        positions = positions_of(ids_BT, axes, segments_BT)
-        ids_BT, positions = jax.tree.map(lambda x: rank_order(x, ranks), (ids_BT, positions))
-        specs = (
-            P(rows, time),
-            Carried(None if positions is None else P(rows, time), None if segments_BT is None else P(rows, None)),
-        )
-        run = model.mapped(local_logits, specs, P(rows, time, axes_of(Role.features, axes)))
-        return row_order(run(params, ids_BT, Carried(positions, segments_BT)), ranks, dim=1)
+        carried, (_, *rows) = Carried(positions_of(ids_BT, axes, segments_BT), segments_BT), tokens_spec(axes)
+        out_specs = P(rows[0], axes_of(Role.time, axes) or None, axes_of(Role.features, axes))
+        run = model.mapped(local_logits, (P(*rows), P(*rows)), out_specs)
+        return row_order(run(params, ids_BT, carried), time_ranks(mesh.shape), dim=1)
 
     def loss(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> Array:
         batch = next_token_batch(tokens_ABT, axes, segments_ABT)
-        return model.mapped(local_loss, (batch_specs(axes, batch),), P())(params, batch)
+        return model.mapped(local_loss, (tokens_spec(axes),), P())(params, batch)
 
     def gradients(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[Array, Any]:
         batch = next_token_batch(tokens_ABT, axes, segments_ABT)
-        in_specs, out_specs = (model.placed.stored, batch_specs(axes, batch)), (P(), updated)
+        in_specs, out_specs = (model.placed.stored, tokens_spec(axes)), (P(), updated)
         return jax.shard_map(local_gradients, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(params, batch)
 
     return ModelFunctions(

@@ -28,7 +28,7 @@ from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.sharded_model import ShardedModel, shard_model
-from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch, tokens_spec
+from shmap_tp.model.tokens import Batch, next_token_batch, of_this_device, tokens_spec
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
 from shmap_tp.parallel.fsdp import gather_between_slices
@@ -192,20 +192,20 @@ def build_step_functions(
         (model.placed.stored, optimizer.state_specs(trained_shapes, optimizer_layout)),
     )
     objective = make_objective(config, model.execution)
-    axes = mesh.shape
+    axes = mesh.axis_names
     local_step = _make_step(config, objective, optimizer, model, (updated, optimizer_layout))
 
     def step(
         state: State, tokens_ABT: Array, segments_ABT: Array | None = None, sources_AB1: Array | None = None
     ) -> tuple[State, dict[str, Array]]:
         batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, sources_AB1)
-        in_specs = specs, batch_specs(axes, batch)
+        in_specs = specs, tokens_spec(axes)
         return jax.shard_map(local_step, mesh=mesh, in_specs=in_specs, out_specs=(specs, P()))(state, batch)
 
     def evaluate(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[Array, Array]:
         batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text)
         local_evaluate = partial(_evaluate, objective.alone())
-        return model.mapped(local_evaluate, (batch_specs(axes, batch),), (P(), P()))(params, batch)
+        return model.mapped(local_evaluate, (tokens_spec(axes),), (P(), P()))(params, batch)
 
     shardings = named_shardings(mesh, specs)
     start = jax.jit(init_from, out_shardings=shardings, donate_argnums=0)
@@ -229,6 +229,7 @@ def _tokens_shape(config: Config) -> tuple[int, int, int]:
 
 def _evaluate(objective: Objective, params: Transformer, batch: Batch) -> tuple[Array, Array]:
     """(the objective of the whole batch[A B T], of how many targets or pairs it is the mean), on every device."""
+    batch = of_this_device(batch)
     counted, tokens = objective.counted(batch), all_tokens(batch)
     losses = lax.map(lambda batch: objective(params, batch, counted, tokens)[0], batch)
     return all_reduce(jnp.sum(losses), token_axes()), counted
@@ -242,6 +243,7 @@ def _make_step(
     placements, _ = model.split(model.placed.placements)
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+        batch = of_this_device(batch)
         params, frozen = model.split(state.params)
         losses, gradients = loss_and_gradients(objective, params, batch, frozen)
         loss = objective.total(losses, batch)

@@ -13,7 +13,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.embedding import score
 from shmap_tp.model.sharded_model import shard_model
-from shmap_tp.model.tokens import Batch, batch_specs, next_token_batch
+from shmap_tp.model.tokens import Batch, next_token_batch, tokens_spec
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import MP, make_mesh, token_axes
@@ -146,7 +146,7 @@ def model_on_mesh(config: Config, shape: tuple[int, int], precision: str, *, log
 
     def run(params: Transformer, tokens: jax.Array, segments: jax.Array | None = None) -> dict[str, Any]:
         batch = next_token_batch(tokens, axes, segments)
-        in_specs = (model.placed.stored, batch_specs(axes, batch))
+        in_specs = (model.placed.stored, tokens_spec(axes))
         return jax.shard_map(local, mesh=on, in_specs=in_specs, out_specs=outs)(params, batch)
 
     return jax.jit(run)

@@ -18,7 +18,7 @@ from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.positions import Alibi
 from shmap_tp.model.loss import LinearCrossEntropy
-from shmap_tp.model.tokens import Batch, batch_specs, input_ids, next_token_batch
+from shmap_tp.model.tokens import Batch, input_ids, next_token_batch, tokens_spec
 from shmap_tp.parallel.mesh import AXES, DP, Role, ranks, token_axes
 from shmap_tp.training.objective import Objective
 from tests.helpers import reference, sharded_harness
@@ -82,7 +82,7 @@ def test_targets_are_shifted_within_each_shard_of_time(dp_shards_time):
 
     tokens_ABT = jnp.arange(2 * 9).reshape(1, 2, 9)
     batch = next_token_batch(tokens_ABT, (DP,))
-    specs = batch_specs((DP,), batch)
+    specs = tokens_spec((DP,))
     run = jax.shard_map(targets, mesh=mesh((4, 1)), in_specs=(specs,), out_specs=(specs.targets, specs.targets))
     before_sharding, on_each_shard = run(batch)
     assert_close(before_sharding, tokens_ABT[..., 1:], 0.0)

@@ -26,6 +26,7 @@ from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import tally
+from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
 from tests.helpers.assertions import assert_close, by_path
 from tests.helpers.step_fixtures import STEPS, largest_difference, learnable_batch, step_config
@@ -168,6 +169,19 @@ def test_a_gradient_that_is_not_summed_over_cp_is_a_type_error(monkeypatch):
     made = functions_of(cut((2, 2, 2)))
     with pytest.raises(Exception, match=r"varying"):
         jax.make_jaxpr(made.step)(made.shapes, made.tokens)
+
+
+@pytest.mark.parametrize("with_segments", [False, True])
+def test_the_logits_of_cut_rows_are_those_of_whole_ones(with_segments):
+    found = {}
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        conf = cut(shape, "model.positions=learned")
+        mesh = make_mesh(conf.mesh, jax.devices()[: conf.mesh.devices])
+        functions = build_model_functions(conf, mesh, jnp.float32)
+        ids = jnp.asarray(learnable_batch(0, (2, 32)))
+        segments = (jnp.cumsum(ids % 7 == 0, axis=1),) if with_segments else ()
+        found[shape] = functions.logits(functions.initialize(), ids, *segments)
+    assert_close(*found.values(), 1e-6)
 
 
 class PositionWise(eqx.Module):

@@ -18,7 +18,7 @@ from shmap_tp.plan.targets import Target, devices_of, machine_of
 # What can be chosen
 
 KEYS = (
-    "mesh.dp", "mesh.mp", "mesh.tensor_parallel", "mesh.zero", "mesh.fsdp_gradients", "train.microbatches",
+    "mesh.dp", "mesh.mp", "mesh.cp", "mesh.tensor_parallel", "mesh.zero", "mesh.fsdp_gradients", "train.microbatches",
     "model.remat", "model.offload",
 )  # fmt: skip
 """What is searched, in the words of the configuration."""
@@ -29,12 +29,17 @@ CHOICES = {
 """The names that a key takes; the other keys take whole numbers.  model.offload takes a list of names."""
 
 
+SHORTEST_PART = 4096
+"""A shorter part of a row would not fill a device better than whole rows do."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One choice of every key of KEYS."""
 
     dp: int
     mp: int
+    cp: int
     tensor_parallel: TensorParallelMode
     zero: Zero
     fsdp_gradients: FsdpGradients
@@ -50,7 +55,7 @@ class Candidate:
     def apply(self, config: Config) -> Config:
         """`config` with these choices."""
         mesh = replace(
-            config.mesh, dp=self.dp, mp=self.mp, tensor_parallel=self.tensor_parallel, zero=self.zero,
+            config.mesh, dp=self.dp, mp=self.mp, cp=self.cp, tensor_parallel=self.tensor_parallel, zero=self.zero,
             fsdp_gradients=self.fsdp_gradients,
         )  # fmt: skip
         train = replace(config.train, microbatches=self.microbatches, max_sequences_per_device=None)
@@ -61,7 +66,8 @@ class Candidate:
         mode = f" {self.tensor_parallel}" if self.mp > 1 else ""
         ring = "+ring" if self.fsdp_gradients == FsdpGradients.ring else ""
         offload = f", offload {' + '.join(self.offload)}" if self.offload else ""
-        return f"({self.dp}, {self.mp}){mode} {self.zero}{ring}, {self.microbatches} mb, remat {self.remat}{offload}"
+        mesh = f"({self.dp}, {self.mp})" + (f" cp={self.cp}" if self.cp > 1 else "")
+        return f"{mesh}{mode} {self.zero}{ring}, {self.microbatches} mb, remat {self.remat}{offload}"
 
 
 def candidates(config: Config, target: Target, fixed: dict[str, str]) -> list[Candidate]:
@@ -106,21 +112,30 @@ def _matches(candidate: Candidate, fixed: dict[str, str]) -> bool:
 def _meshes(config: Config, target: Target, fixed: dict[str, str]) -> Iterator[Candidate]:
     """Everything but remat and offload."""
     of_mesh = {key: value for key, value in fixed.items() if not key.startswith("model.")}
-    for mp in divisors(target.devices):
-        dp = target.devices // mp
+    for mp, cp in itertools.product(divisors(target.devices), _cuts(config, fixed)):
+        if target.devices % (mp * cp):
+            continue
+        dp = target.devices // mp // cp
         for mode, zero, gradients in itertools.product(TensorParallelMode, Zero, FsdpGradients):
             if mp == 1 and mode != TensorParallelMode.all_reduce and "mesh.tensor_parallel" not in fixed:
                 continue  # every mode does the same
-            if dp == 1 and zero != Zero.none and "mesh.zero" not in fixed:
+            if dp * cp == 1 and zero != Zero.none and "mesh.zero" not in fixed:
                 continue  # every stage does the same
             if "mesh.fsdp_gradients" not in fixed and zero != Zero.fsdp and gradients == FsdpGradients.ring:
                 continue
             if config.train.batch % dp:
                 continue
             for microbatches in divisors(config.train.batch // dp):
-                candidate = Candidate(dp, mp, mode, zero, gradients, microbatches)
+                candidate = Candidate(dp, mp, cp, mode, zero, gradients, microbatches)
                 if _matches(candidate, of_mesh) and _is_valid(candidate.apply(config), target):
                     yield candidate
+
+
+def _cuts(config: Config, fixed: dict[str, str]) -> list[int]:
+    """The numbers of devices over which a row may be cut: with parts of SHORTEST_PART positions or more."""
+    if "mesh.cp" in fixed:
+        return [int(fixed["mesh.cp"])]
+    return [1, *(n for n in divisors(config.model.context) if n > 1 and config.model.context // n >= SHORTEST_PART)]
 
 
 def _is_valid(config: Config, target: Target) -> bool:

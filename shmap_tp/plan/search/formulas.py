@@ -50,7 +50,7 @@ from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
 from shmap_tp.model.layer_pattern import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
-from shmap_tp.parallel.mesh import DP_SLICE, MP, axis_sizes, make_mesh
+from shmap_tp.parallel.mesh import CP, DP_SLICE, MP, axis_sizes, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 from shmap_tp.plan.communication.analytic import activations
 from shmap_tp.plan.communication.from_jaxpr import IN_A_LAYER
@@ -164,8 +164,8 @@ def state_bytes(every: list[Parameter]) -> float:
 
 
 def microbatch_tokens(config: Config) -> int:
-    """Tokens of a microbatch on one dp rank."""
-    return config.train.batch // (config.train.microbatches * config.mesh.dp) * config.model.context
+    """Tokens of a microbatch on one device, those of an mp group counted once."""
+    return config.train.batch // (config.train.microbatches * config.mesh.dp) * config.model.context // config.mesh.cp
 
 
 def activation_values(config: Config) -> dict[SavedActivation, float]:
@@ -202,8 +202,11 @@ def saved_values(config: Config) -> dict[SavedActivation, float]:
 
 
 def layer_values(config: Config) -> float:
-    """Values per token of the working set of one layer: its activations and as many gradients, and x gathered."""
-    return 2 * sum(activation_values(config).values()) + 2 * config.model.width
+    """Values per token of the working set of one layer: its activations and as many gradients, and x gathered; of rows
+    that are cut along time also the keys and values of the other parts, and their gradients."""
+    model, mesh = config.model, config.mesh
+    gathered = 2 * (mesh.cp - 1) * 2 * max(model.kv_heads / mesh.mp, 1) * model.head_dim
+    return 2 * sum(activation_values(config).values()) + 2 * model.width + gathered
 
 
 # Time
@@ -309,21 +312,22 @@ def collective_seconds(config: Config, every: list[Parameter], target: Target) -
     links, mode = links_of(config.mesh, target), str(config.mesh.tensor_parallel)
     sizes = axis_sizes(config.mesh)
     found[mode] = sum(map(links.seconds, without_trivial_axes(_activation_entries(config), sizes)), 0.0)
-    for entry in fsdp_uses(config, every, "bfloat16") if config.mesh.dp > 1 else []:
+    ranks = config.mesh.dp * config.mesh.cp
+    for entry in fsdp_uses(config, every, "bfloat16") if ranks > 1 else []:
         is_overlapped = entry.operation in (Operation.all_gather, Operation.ppermute)
         found["overlapped" if is_overlapped else "scatters"] += links.seconds(entry)
     partial = TENSOR_PARALLEL[config.mesh.tensor_parallel].time_axes
     last: Iterable[Entry] = [
         *gathers_between_slices(config, every), *update(config, every, partial_over=partial)
     ]  # fmt: skip
-    found["once"] = sum(links.seconds(entry) for entry in last if config.mesh.dp > 1 or MP in entry.axis.split())
+    found["once"] = sum(links.seconds(entry) for entry in last if ranks > 1 or MP in entry.axis.split())
     return found
 
 
 def _activation_entries(config: Config) -> list[Entry]:
     """Those of all microbatches: traced for one sequence, and sized for those of a microbatch.
 
-    What a layer of model/blocks.py communicates by itself is the gradient of a weight, and has one size.
+    What a layer of model/blocks.py communicates over mp by itself is the gradient of a weight, and has one size.
     """
     train = replace(config.train, batch=1, microbatches=1)
     mesh = replace(config.mesh, dp=1, tile=None, zero=Zero.none, fsdp_gradients=FsdpGradients.reduce_scatter, slices=1)
@@ -336,10 +340,15 @@ def _activation_entries(config: Config) -> list[Entry]:
     return [
         replace(
             entry, count=entry.count * microbatches,
-            bytes=entry.bytes * (1 if entry.what.endswith(IN_A_LAYER) else sequences),
+            bytes=entry.bytes * (1 if _is_of_weight(entry) else sequences),
         )
         for entry in _TRACED[key]
     ]  # fmt: skip
+
+
+def _is_of_weight(entry: Entry) -> bool:
+    """Whether it is what a layer communicates by itself, but for the keys and values of cut rows."""
+    return entry.what.endswith(IN_A_LAYER) and CP not in entry.axis.split()
 
 
 def _traced_once(one: Config) -> list[Entry]:

@@ -25,7 +25,7 @@ from shmap_tp.config.schema import ModelConfig
 from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend, map_chunks
 from shmap_tp.model.layer_pattern import scan_layers
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.mesh import MP, batch_axes
+from shmap_tp.parallel.mesh import MP, token_axes
 
 QUERY_CHUNK = 256
 """Queries whose scores exist at a time while a prompt is read."""
@@ -109,7 +109,7 @@ def empty_cache(model: ModelConfig, start_B: Int[Array, " B"], slots: int, dtype
     """A cache without tokens, of this device's shapes, inside shard_map."""
     heads = max(model.kv_heads // lax.axis_size(MP), 1)
     zeros = jnp.zeros((model.layers, start_B.shape[0], heads, slots, model.head_dim), dtype)
-    zeros = mark_varying(zeros, (*batch_axes(), MP))
+    zeros = mark_varying(zeros, (*token_axes(), MP))
     return KeyValueCache(zeros, zeros, start_B, jnp.zeros((), jnp.int32))
 
 

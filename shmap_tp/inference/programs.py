@@ -28,7 +28,7 @@ from shmap_tp.layers.embedding import score
 from shmap_tp.model.sharded_model import ShardedModel
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_gather_invariant, mark_varying
-from shmap_tp.parallel.mesh import MP, batch_axes
+from shmap_tp.parallel.mesh import MP, token_axes
 from shmap_tp.parallel.tensor_parallel import AllReduce
 
 
@@ -63,7 +63,7 @@ class GenerationPrograms:
     def __init__(self, model: ModelConfig, sharded: ShardedModel):
         """For the parameters of `sharded`, the model of this configuration on a mesh."""
         self.model, self.sharded, self.mesh = model, sharded, sharded.mesh
-        self.batch = batch_axes(sharded.mesh.axis_names)
+        self.batch = token_axes(sharded.mesh.axis_names)
         """The axes that serve different prompts."""
         self.batch_ranks = math.prod(self.mesh.shape[axis] for axis in self.batch)
         self.execution = replace(sharded.execution, tp=AllReduce())

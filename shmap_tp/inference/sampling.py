@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.mesh import MP, batch_axes
+from shmap_tp.parallel.mesh import MP, token_axes
 
 
 class Sampling(eqx.Module):
@@ -144,6 +144,6 @@ def _largest(
         reached = jnp.sum(jnp.where(order_BV >= trial_B[:, None], weights_BV, 0), axis=-1)
         return jnp.where(lax.psum(reached, MP) >= needed_B, trial_B, least_B), None
 
-    lowest_B = mark_varying(jnp.zeros(x_BV.shape[0], jnp.uint32), batch_axes())
+    lowest_B = mark_varying(jnp.zeros(x_BV.shape[0], jnp.uint32), token_axes())
     least_B, _ = lax.scan(step, lowest_B, jnp.arange(31, -1, -1, dtype=jnp.uint32))
     return order_BV >= least_B[:, None]

@@ -181,13 +181,10 @@ class Attention(eqx.Module):
     def mix(self, q: Activation, k: Activation, v: Activation, context: Context) -> tuple[Activation, Extras]:
         """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these.
 
-        Raises TypeError for a cache with segments, and on a mesh with an axis that shards time for a cache and for
-        cuDNN: keys of other ranks would be left out.
+        With a cache every device has whole rows, also on a mesh with an axis that shards time.
+
+        Raises TypeError for a cache with segments, and where rows are cut for cuDNN, which would leave out keys.
         """
-        over = axes_of(Role.time)
-        if over and (context.cache is not None or isinstance(self.attend, Cudnn)):
-            what = "a cache" if context.cache is not None else type(self.attend).__name__
-            raise TypeError(f"{what} has the keys of its own rank alone, and the mesh axis {over[0]} shards time")
         tp, encoding = context.tp, context.encoding
         q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
         if self.query_norm is not None:
@@ -201,6 +198,9 @@ class Attention(eqx.Module):
         if self.query_norm is None:  # else they are saved before their norms
             qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)
         pattern = replace(context.pattern, slopes_H=encoding.slopes(), segments_BT=context.segments)
+        over = axes_of(Role.time)
+        if over and isinstance(self.attend, Cudnn):
+            raise TypeError(f"Cudnn has the keys of its own rank alone, and the mesh axis {over[0]} shards time")
         if pattern.window is not None and pattern.window >= q_BTHK.shape[1] * ranks(over):
             pattern = replace(pattern, window=None)
         mixed_BTHK, residuals = self.attend(*qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE), pattern)

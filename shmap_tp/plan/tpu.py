@@ -309,18 +309,21 @@ def splash_flops(phase: str, instruction: Instruction) -> float:
 
     2 x block_q x block_kv x K per matmul, for each block in which any query attends to any key; blocks on the diagonal
     are computed in full.  With blocks of 512 at T = 2048 that is 10 of 16 blocks.  The block sizes are read from the
-    kernel's metadata; q[... T K] is its first floating-point operand with at least three dims.
+    kernel's metadata; q[... T K] is its first floating-point operand with at least three dims, and k[... S K] the next.
+    With more keys than queries these are the first and the last T / 2 of the row: what one of S / T devices has.
     """
     text = instruction.attributes
     suffix = "" if phase == "fwd" else f"_{phase}"
     found = [re.search(rf'"{side}{suffix}\\": (\d+)', text) for side in ("block_q", "block_kv")]
     operands = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", text)
     shapes = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", operands[1] if operands else "")
-    if not all(found) or not shapes or shapes[0].count(",") < 2:
-        raise ValueError(f"{instruction.name}: the block sizes and the shape of q cannot be read")
+    if not all(found) or len(shapes) < 2 or shapes[0].count(",") < 2:
+        raise ValueError(f"{instruction.name}: the block sizes and the shapes of q and k cannot be read")
     block_q, block_kv = (int(match[1]) for match in found)
-    *outer, time, head_dim = (int(size) for size in shapes[0].split(","))
-    blocks = sum(-(-end // block_kv) for end in range(block_q, time + 1, block_q))
+    (*outer, time, head_dim), (*_, keys, _) = ([int(size) for size in dims.split(",")] for dims in shapes[:2])
+    ends = np.arange(block_q, time + 1, block_q)  # of the blocks of queries
+    ends[ends > time / 2] += keys - time
+    blocks = int(np.sum(-(-ends // block_kv)))
     partial_dq = [dims for _, _, dims in ARRAY.findall(instruction.shape) if dims.count(",") > shapes[0].count(",")]
     matmuls = SPLASH_MATMULS[phase] + bool(partial_dq)
     return float(2 * math.prod(outer) * blocks * block_q * block_kv * head_dim * matmuls)

@@ -37,13 +37,14 @@ def test_a_state_is_restored_bit_for_bit_on_every_mesh(functions, tmp_path, sour
 
 
 def test_a_state_is_restored_bit_for_bit_with_every_zero_setting(tmp_path):
-    """Saved without ZeRO, with ZeRO-1 or with FSDP, and restored with each of them."""
+    """Saved without ZeRO, with ZeRO-1 or with FSDP, and restored with each of them; also over cp."""
 
-    def made(dp: int, mp: int, zero: str) -> StepFunctions:
-        config = tiny(tmp_path, f"mesh.dp={dp}", f"mesh.mp={mp}", f"mesh.zero={zero}")
-        return build_step_functions(config, make_mesh(config.mesh, jax.devices()[: dp * mp]), jnp.float32)
+    def made(dp: int, mp: int, zero: str, cp: int = 1) -> StepFunctions:
+        config = tiny(tmp_path, f"mesh.dp={dp}", f"mesh.mp={mp}", f"mesh.cp={cp}", f"mesh.zero={zero}")
+        return build_step_functions(config, make_mesh(config.mesh, jax.devices()[: dp * mp * cp]), jnp.float32)
 
     levels = [made(4, 2, "zero1"), made(2, 4, "none"), made(8, 1, "fsdp"), made(2, 2, "fsdp")]
+    levels += [made(2, 2, "fsdp", cp=2), made(1, 2, "zero1", cp=4), made(1, 1, "none", cp=8)]
     with Checkpoints(checkpoint_config(tmp_path), print) as checkpoints:
         for step, source in enumerate(levels):
             state = random_state(source, seed=step)

@@ -178,7 +178,7 @@ def _generation(config: Config, batch: int, positions: int, steps: int, dtype: D
     repeated = [replace(e, count=e.count * steps) for e in found if e.direction == Direction.forward]
     wide = jnp.promote_types(dtype, jnp.float32).name
     chosen = [ArrayTraffic(batch, of, steps) for of in (wide, "int32")]
-    prompts = " ".join(batch_axes(axis_sizes(config.mesh)))
+    prompts = " ".join(token_axes(axis_sizes(config.mesh)))
     return [
         *repeated,
         *(x.over(MP, "next token", Operation.all_gather, Direction.forward) for x in chosen),

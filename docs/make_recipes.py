@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))  # also without an installed package
 from generated_part import DOCS, GeneratedPart  # noqa: E402
 
 from shmap_tp.config.compose import load  # noqa: E402
+from shmap_tp.config.mesh_sizes import product_in_words  # noqa: E402
 from shmap_tp.config.schema import Config  # noqa: E402
 from shmap_tp.model.flops import parameters  # noqa: E402
 
@@ -76,9 +77,7 @@ def recipes() -> list[Recipe]:
 
 
 def table() -> str:
-    lines = [
-        "| recipe | devices, mesh (dp, mp) | parameters | tokens per step | tokens/s per chip | GiB per device | time |"
-    ]
+    lines = ["| recipe | devices, mesh | parameters | tokens per step | tokens/s per chip | GiB per device | time |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
     for recipe in recipes():
         config, plan = recipe.config, recipe.plan
@@ -86,7 +85,7 @@ def table() -> str:
         speed, duration = (f"{plan.tokens_per_second_per_chip:,}", plan.duration) if plan else ("-", "-")
         planned = f"{speed} | {recipe.memory} | {duration}"
         link = f"[{recipe.name}](../conf/recipes/{recipe.file.name})"
-        devices = f"{mesh.devices}, ({mesh.dp}, {mesh.mp})"
+        devices = f"{mesh.devices}, {product_in_words(mesh)}"
         lines.append(f"| {link} | {devices} | {parameters(config.model) / 1e9:.2f}B | {tokens:,} | {planned} |")
     return "\n".join(lines)
 

@@ -131,7 +131,7 @@ class Model:
 
         `directory` is the run's directory, its checkpoint.dir, or one checkpoint.  Without `step` the newest intact
         checkpoint is used; a damaged one is skipped with a warning.  Without `dp` or `mp` that of the saved mesh is
-        used; no row is cut along time (cp=1).  With `dtype`, float32 or bfloat16, weight matrices, activations and
+        used; no row is split along time (cp=1).  With `dtype`, float32 or bfloat16, weight matrices, activations and
         matrix products are of it; `auto` is what the run computes in (train.precision).  Of several `processes`, which
         have joined, each calls this and has its part.
         Raises UserError if there is no such checkpoint, and as `initialize` does.

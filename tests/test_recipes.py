@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from shmap_tp import prepare, train
+from shmap_tp.config.mesh_sizes import product_in_words
 from shmap_tp.hardware.devices import GENERATIONS, GIB
 from shmap_tp.plan.predict import predict
 from shmap_tp.plan.tpu import find_slice
@@ -51,7 +52,7 @@ def test_main_py_accepts_a_recipe(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train.main(["--check", "--cfg", str(recipe.file)]) == 0
     config = recipe.config
-    assert f"dp={config.mesh.dp} x mp={config.mesh.mp}" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert product_in_words(config.mesh) in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 @EVERY_RECIPE
@@ -73,7 +74,7 @@ def test_the_data_of_a_recipe_says_how_it_is_prepared(recipe):
 @EVERY_PLANNED_RECIPE
 def test_the_time_in_the_header_follows_from_the_speed(recipe):
     config, (amount, unit) = recipe.config, recipe.plan.duration.split()
-    chips = config.mesh.dp * config.mesh.mp / GENERATIONS[version(recipe)].cores
+    chips = config.mesh.devices / GENERATIONS[version(recipe)].cores
     tokens = config.train.steps * config.train.batch * config.model.context
     seconds = tokens / recipe.plan.tokens_per_second_per_chip / chips
     assert float(amount) == round(seconds / {"hours": 3600, "days": 86400}[unit], 1 if "." in amount else None)
@@ -87,7 +88,7 @@ def test_a_recipe_is_planned_to_fit_and_to_be_as_fast_as_its_header_says(recipe,
     monkeypatch.chdir(ROOT)
     arguments = benchmark_tpu.make_parser().parse_intermixed_args(recipe.command[2:])
     config = benchmark_tpu.configuration(arguments)
-    row = predict(config, find_slice(arguments.version, config.mesh.dp * config.mesh.mp, None, 1)).row
+    row = predict(config, find_slice(arguments.version, config.mesh.devices, None, 1)).row
     assert row.fits
     assert row.tokens_per_second_per_chip == pytest.approx(recipe.plan.tokens_per_second_per_chip, rel=0.02)
     assert row.peak_bytes_per_device / GIB == pytest.approx(recipe.plan.gib, rel=0.05)

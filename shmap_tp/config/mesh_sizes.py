@@ -12,8 +12,8 @@ def mesh_shape(mesh: MeshConfig) -> list[int]:
 
 def named_sizes(shape: Sequence[int]) -> list[str]:
     """A `mesh_shape` in words, a size each, such as dp=2."""
-    names = ("dp", "mp") if len(shape) == 2 else ("dp", "cp", "mp")
-    return [f"{name}={size}" for name, size in zip(names, shape, strict=True)]
+    dp, *cp, mp = shape
+    return [f"dp={dp}", *(f"cp={size}" for size in cp), f"mp={mp}"]
 
 
 def product_in_words(mesh: MeshConfig) -> str:

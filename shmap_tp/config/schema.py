@@ -61,7 +61,7 @@ class MeshConfig:
     mp: int
     """Tensor-parallel (model-parallel) size: the number of devices over which each layer is sharded."""
     cp: int
-    """Context-parallel size: the number of devices over which each row is cut along time, in two chunks a device, so
+    """Context-parallel size: the number of devices over which each row is split along time, in two chunks a device, so
     that all have the same work; 2 cp must divide model.context."""
     tensor_parallel: TensorParallelMode
     """Tensor-parallel mode.  all_reduce: activations between layers are replicated (Megatron).  sequence: they are

@@ -47,7 +47,7 @@ class Torus:
         """(x, y, z, cores per chip) of one slice."""
         return self.grid.shape[1:]
 
-    def tiles(self, size: int, key: str = "mp") -> list[Tile]:
+    def tiles(self, size: int, key: str = "mesh.mp") -> list[Tile]:
         """Every tile of `size` devices, or tiles, whose sides divide those of the slice.  Raises UserError if there is
         none; `key` is what it calls the size."""
         divisors = [[n for n in range(1, side + 1) if side % n == 0] for side in self.sides]
@@ -92,7 +92,7 @@ class Torus:
             total += np.minimum(distance, side - distance).mean() if wraps else distance.mean()
         return total
 
-    def most_compact_tile(self, size: int, key: str = "mp") -> Tile:
+    def most_compact_tile(self, size: int, key: str = "mesh.mp") -> Tile:
         """The tile with the fewest hops on average; among equals the longest along x, then y.  `key` as for `tiles`.
 
         T5X measured this order of tiles on a v4 4x8x8 slice.

@@ -1,10 +1,10 @@
 """Selection of the attention kernel: the one that `model.attention` names, or with `auto` the best for the devices.
 
-    TPU v4 and later   splash, where the positions are not ALiBi, 128 divides the context, of rows that are cut along
+    TPU v4 and later   splash, where the positions are not ALiBi, 128 divides the context, of rows that are split along
                        time the context / 2cp, and the head dim is 64, 128 or 256; on v2 and v3 Pallas cannot multiply
                        bfloat16 matrices
     NVIDIA             cudnn, where the positions are not ALiBi, scores have no softcap, documents are joined, rows are
-                       not cut along time (mesh.cp=1), the dtype has 16 bits and the head dim suits cuDNN
+                       not split along time (mesh.cp=1), the dtype has 16 bits and the head dim suits cuDNN
     all else           chunked, and with auto also what cudnn cannot compute: segments that the library is given
 
 Decided once, when programs are built, and passed down as a value: no layer asks for a device.

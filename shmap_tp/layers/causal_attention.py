@@ -69,7 +69,7 @@ class Keys(NamedTuple):
     def within(
         self, window: int | None, first: Int[Array, ""] | int, queries: int
     ) -> tuple[Int[Array, ""] | int, "Keys"]:
-        """(the first position of the keys, those in the windows of some queries from position `first` on)."""
+        """(the first position of the keys, those that some queries from position `first` on see with a window)."""
         there = self.k_BSNK.shape[1]
         seen = there if window is None else min(there, queries + window - 1)
         if seen == there:

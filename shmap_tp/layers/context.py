@@ -48,7 +48,7 @@ class Context:
     """The position of each token in its sequence; None: 0 to T - 1 in every row."""
     segments: Int[Array, "B row"] | None = None
     """The document of each token: a token attends to earlier ones of its own.  Of whole rows, in order, also where
-    the rest is cut along time.  None: every row is one document."""
+    the rest is split along time.  None: every row is one document."""
     cache: Cache | None = None
     """Only in generation."""
     pattern: Pattern = PLAIN

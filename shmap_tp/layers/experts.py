@@ -196,7 +196,7 @@ def sort_by_expert(experts_NC: Int[Array, "N C"], experts: int) -> Rows:
 def balance_loss(routing: Routing, batch: int) -> Float[Array, ""]:
     """T sum_e f_e P_e of each sequence, summed over sequences: f_e is E / C times the fraction of the pairs of the
     sequence that chose expert e, and P_e the mean of its share of the scores; 1 per token where both are uniform.  Of
-    sequences that are cut along time, the part of one of R devices, which is the same for all: 1 / R of it.
+    sequences that are split along time, the part of one of R devices, which is the same for all: 1 / R of it.
 
     Fedus et al. 2021, "Switch Transformers", section 2.2, https://arxiv.org/abs/2101.03961; of each sequence by itself
     as in DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2, https://arxiv.org/abs/2412.19437.  A product of two means over

@@ -1,6 +1,6 @@
 """Which blocks of scores splash attention computes: those that are not masked, of the queries of a device.
 
-G query heads of a key/value head, T queries, S keys; of a row that is cut along time over R ranks, S = R T.
+G query heads of a key/value head, T queries, S keys; of a row that is split along time over R ranks, S = R T.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def _of_rank(
     kernel: splash_kernel.SplashAttentionKernel, rank: Int[Array, ""], ranks: int
 ) -> splash_kernel.SplashAttentionKernel:
     """The kernel for the queries of one rank, of that for the queries of all: its arrays, which say which blocks are
-    computed, are cut along their dim of queries."""
+    computed, are split along their dim of queries."""
 
     def cut(x: Array) -> Array:
         dim = 0 if x.ndim == 1 else 1

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     positions: Int[Array, "*A B T"] | None
     """None, where every device has whole rows: 0 to T - 1, or from the segments, where the encoding needs them."""
     segments: Int[Array, "*A B T"] | None = None
-    """Of whole rows, also where the rest is cut along time.  None: each row is one document."""
+    """Of whole rows, also where the rest is split along time.  None: each row is one document."""
     sources: Int[Array, "*A B T"] | None = None
     """The number of the source of each row; None where losses are not wanted by source."""
 
@@ -56,7 +56,7 @@ def next_token_batch(
 
     With segments[A B T+1], or with `end_of_text` those of `document_segments`, a target of another document than its
     input does not count: nothing that the model may see says what the next document is.
-    It is made before anything is cut along time (`of_this_device`), so that each position has its own target and
+    It is made before anything is split along time (`of_this_device`), so that each position has its own target and
     position wherever it goes.
     """
     inputs, targets = input_ids(tokens_ABT[..., :-1]), tokens_ABT[..., 1:]

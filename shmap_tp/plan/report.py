@@ -95,7 +95,7 @@ class Row:
     frozen: int = 0
     """Of `params`, those that are not trained."""
     cp: int = 1
-    """Devices over which each row is cut along time."""
+    """Devices over which each row is split along time."""
 
     def __post_init__(self) -> None:
         """Derive throughput and utilisation from the step time."""

@@ -91,8 +91,8 @@ def _mesh(config: Config) -> str:
     mesh = config.mesh
     modes = f"tensor_parallel={mesh.tensor_parallel}, zero={mesh.zero}, processes={mesh.processes}"
     if mesh.dp == AUTO:
-        rest = "mp" if mesh.cp == 1 else "cp / mp"
-        return f"{product_in_words(mesh).replace(AUTO, f'{AUTO} (all devices / {rest})')}; {modes}"
+        rest = "all devices / mp" if mesh.cp == 1 else "all devices / cp / mp"
+        return f"{product_in_words(mesh).replace(AUTO, f'{AUTO} ({rest})')}; {modes}"
     axis_sizes(mesh)
     return f"{product_in_words(mesh)} = {mesh.devices} devices; {modes}"
 

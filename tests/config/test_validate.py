@@ -61,8 +61,8 @@ OVERRIDES = {
     "model.ffn=510": "mesh.mp=4 does not divide ffn=510 (model bytes); use mesh.mp in {1, 2}",
     "model.vocabulary_multiple=3": "mesh.mp=4 does not divide the padded vocabulary=258 (model bytes); use",
     "mesh.tensor_parallel=line": "mesh.tensor_parallel=line must be one of all_reduce, sequence, collective_matmul",
-    "mesh.processes=3": "mesh.processes=3 does not divide the 8 devices of mesh.dp=2 x mesh.mp=4; use",
-    "mesh.slices=3": "mesh.slices=3 does not divide mesh.dp=2 (an mp group cannot span slices); "
+    "mesh.processes=3": "mesh.processes=3 does not divide the 8 devices of mesh dp=2 x mp=4; use",
+    "mesh.slices=3": "mesh.slices=3 does not divide mesh.dp=2 (a row or an mp group cannot span slices); "
     "use mesh.slices in {1, 2}",
     "mesh.fsdp_gradients=ring": "mesh.fsdp_gradients=ring needs mesh.zero=fsdp, but mesh.zero=none; set mesh.zero=fsdp",
     "model.offload=[up]": "model.offload has up, which model.remat=none does not save; "

@@ -1,4 +1,4 @@
-"""Attention of rows that are cut along time equals that of whole rows, of every implementation; its work is balanced.
+"""Attention of rows that are split along time equals that of whole rows, of every implementation; its work is balanced.
 
 T time, R ranks of the axis cp, H query heads, N key/value heads, K head dim.
 """

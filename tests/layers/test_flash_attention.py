@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import AttentionKernel, ModelConfig, PositionKind
 from shmap_tp.errors import UserError
-from shmap_tp.layers import flash_attention
+from shmap_tp.layers import flash_attention, splash_masks
 from shmap_tp.layers.attention import AnyAttention, Attention, Chunked
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.causal_attention import Pattern
@@ -72,14 +72,14 @@ def splash_attention(kv_heads: int, head_dim: int, batch: int, defer: bool) -> C
 def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head_dim, shape, defer):
     """Output, input gradient and parameter gradients; also where mp exceeds the number of key/value heads, and with
     deferred residuals."""
-    monkeypatch.setattr(flash_attention, "BLOCKS", (128,))
+    monkeypatch.setattr(splash_masks, "BLOCKS", (128,))
     compare(splash_attention(kv_heads, head_dim, shape[0], defer), shape, "float32")
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 1.5, "scale": 0.25}], ids=str)
 def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypatch, options):
     """Output and gradients, with segments that end within and between blocks, others in each row."""
-    monkeypatch.setattr(flash_attention, "BLOCKS", (128,))
+    monkeypatch.setattr(splash_masks, "BLOCKS", (128,))
     rng, lengths = np.random.default_rng(0), ([100, 28, 60, 68], [256])
     segments = jnp.array([np.repeat(np.arange(len(row)), row) for row in lengths], jnp.int32)
     q, k, v, cotangent = (jnp.array(rng.normal(size=(2, T, heads, 64)), jnp.float32) for heads in (4, 2, 2, 4))
@@ -106,10 +106,10 @@ def test_splash_attention_skips_the_blocks_outside_of_the_window():
     another block."""
 
     def blocks(window: int | None) -> list[int]:
-        kernel = flash_attention._splash(1, 1024, Pattern(window=window), interpret=True)
+        kernel = splash_masks.make_splash((1, 1024, 1024), Pattern(window=window), None, interpret=True)
         return [np.count_nonzero(info.block_mask) for info in (kernel.fwd_mask_info, kernel.dkv_mask_info)]
 
-    with mock.patch.object(flash_attention, "BLOCKS", (128,)):
+    with mock.patch.object(splash_masks, "BLOCKS", (128,)):
         assert blocks(None) == [36, 36]
         assert blocks(129) == [15, 15] and blocks(130) == [21, 21]
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shmap_tp.layers.attention
 from shmap_tp.data import mixture
@@ -18,15 +19,17 @@ from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.positions import Alibi
 from shmap_tp.model.loss import LinearCrossEntropy
-from shmap_tp.model.tokens import Batch, input_ids, next_token_batch, tokens_spec
-from shmap_tp.parallel.mesh import AXES, DP, Role, ranks, token_axes
+from shmap_tp.model.tokens import Batch, input_ids, next_token_batch, of_this_device
+from shmap_tp.parallel.context_parallel import row_order
+from shmap_tp.parallel.mesh import CP, make_mesh, ranks, token_axes
+from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.objective import Objective
 from tests.helpers import reference, sharded_harness
 from tests.helpers.assertions import assert_close
 from tests.helpers.layer_cases import RESIDUAL_STREAM, D, H, K, T
 from tests.helpers.model_cases import compare_model
-from tests.helpers.model_fixtures import mesh
-from tests.helpers.mutations import compare_layer, compare_loss, wrong
+from tests.helpers.model_fixtures import config, mesh_config
+from tests.helpers.mutations import compare_loss, wrong
 from tests.helpers.sharded_harness import ALL_REDUCE, Case
 
 FIRST = 3
@@ -63,28 +66,37 @@ def test_attention_ignores_the_documents_of_a_packed_row(monkeypatch):
         sharded_harness.compare(PACKED, (2, 4), "float64")
 
 
-@pytest.fixture
-def dp_shards_time(monkeypatch):
-    """Ranks of dp hold different positions of the same rows."""
-    monkeypatch.setitem(AXES, DP, frozenset({Role.tokens, Role.time}))
+def losses_of_split_rows() -> tuple[jax.Array, jax.Array]:
+    """The losses of rows of documents, split along time over two devices, and whole on one."""
+    found = []
+    for cp in (2, 1):
+        conf = config(f"mesh.cp={cp}", "mesh.dp=1", "mesh.mp=1", "model.context=16")
+        functions = build_model_functions(conf, make_mesh(conf.mesh, jax.devices()[:cp]), jnp.float32)
+        tokens_ABT = jnp.arange(2 * 17).reshape(1, 2, 17) % 31
+        found.append(functions.loss(functions.initialize(), tokens_ABT, jnp.cumsum(tokens_ABT % 7 == 0, axis=-1)))
+    return found[0], found[1]
 
 
-def test_attention_of_a_rank_leaves_out_the_positions_of_others(dp_shards_time):
-    with pytest.raises(TypeError, match="the mesh axis dp shards time"):
-        compare_layer("attention_alibi")
+def test_attention_of_a_rank_leaves_out_the_positions_of_others(monkeypatch):
+    assert_close(*losses_of_split_rows(), 1e-6)
+    own = partial(jax.tree.map, lambda x: jnp.tile(x, (1, 2, 1, 1)))
+    monkeypatch.setattr(shmap_tp.layers.attention, "whole_rows", own)
+    with wrong:
+        assert_close(*losses_of_split_rows(), 1e-6)
 
 
-def test_targets_are_shifted_within_each_shard_of_time(dp_shards_time):
+def test_targets_are_shifted_within_each_shard_of_time():
     """The last target of every rank is then the first input of the same rank."""
 
     def targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return batch.targets, jnp.roll(batch.inputs, -1, axis=-1)
+        own = of_this_device(batch)
+        return own.targets, jnp.roll(own.inputs, -1, axis=-1)
 
-    tokens_ABT = jnp.arange(2 * 9).reshape(1, 2, 9)
-    batch = next_token_batch(tokens_ABT, (DP,))
-    specs = tokens_spec((DP,))
-    run = jax.shard_map(targets, mesh=mesh((4, 1)), in_specs=(specs,), out_specs=(specs.targets, specs.targets))
-    before_sharding, on_each_shard = run(batch)
+    tokens_ABT = jnp.arange(2 * 17).reshape(1, 2, 17)
+    on_four = make_mesh(mesh_config(1, 1, cp=4), jax.devices()[:4])
+    batch, split = next_token_batch(tokens_ABT, on_four.axis_names), P(None, None, CP)
+    run = jax.shard_map(targets, mesh=on_four, in_specs=(P(),), out_specs=(split, split))
+    before_sharding, on_each_shard = (row_order(x, 4) for x in run(batch))
     assert_close(before_sharding, tokens_ABT[..., 1:], 0.0)
     with wrong:
         assert_close(on_each_shard, tokens_ABT[..., 1:], 0.0)

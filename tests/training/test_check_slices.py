@@ -132,7 +132,7 @@ REFUSED = {
     "nothing to resume": ([*DATA, *SAVED, "--resume", *V3], "no checkpoint in gs://bucket/run; leave it out"),
     "another slice": (
         [*DATA, *SAVED, "--type", "v5litepod-16"],
-        "mesh.dp=16 x mesh.mp=2 is 32 devices, but v5litepod-16 has 16; choose another --type, or mesh.dp and mesh.mp",
+        "mesh dp=16 x mp=2 is 32 devices, but v5litepod-16 has 16; choose another --type, or mesh.dp and mesh.mp",
     ),
     "another number of hosts": ([*DATA, *SAVED, "--type", "v5litepod-32"], "use mesh.processes=8"),
     "another number of slices": ([*DATA, *SAVED, "--type", "2xv5litepod-16"], "use mesh.slices=2"),

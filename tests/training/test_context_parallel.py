@@ -1,4 +1,4 @@
-"""Training on rows that are cut along time, `mesh.cp`: the same values as on one device, whatever else is sharded.
+"""Training on rows that are split along time, `mesh.cp`: the same values as on one device, whatever else is sharded.
 
 T time.  Rows have documents of lengths that nothing divides.
 """

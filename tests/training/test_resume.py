@@ -245,7 +245,7 @@ EDITS: dict[str, Callable[[dict], Any]] = {
     "a list": lambda facts: [],
     "null": lambda facts: None,
     "no mesh": lambda facts: facts.pop("mesh") and facts,
-    "a mesh of three": lambda facts: facts | {"mesh": [2, 4, 1]},
+    "a mesh of four": lambda facts: facts | {"mesh": [2, 1, 4, 1]},
     "a mesh of words": lambda facts: facts | {"mesh": ["2", "4"]},
     "no data": lambda facts: facts | {"data": []},
     "a split as a list": lambda facts: facts | {"data": facts["data"] | {"train": ["tokens", "sha256"]}},

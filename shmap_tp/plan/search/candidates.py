@@ -29,6 +29,7 @@ CHOICES = {
 """The names that a key takes; the other keys take whole numbers.  model.offload takes a list of names."""
 
 
+ONE_DEVICE_A_ROW = "mesh.cp=1"
 SHORTEST_PART = 4096
 """A shorter part of a row would not fill a device better than whole rows do."""
 
@@ -48,9 +49,10 @@ class Candidate:
     offload: tuple[SavedActivation, ...] = ()
 
     def settings(self) -> list[str]:
-        """As overrides of a configuration."""
+        """As overrides of a configuration, in which mesh.cp is 1."""
         values = (*list(vars(self).values())[:-1], f"[{','.join(self.offload)}]")
-        return [f"{key}={value}" for key, value in zip(KEYS, values, strict=True)]
+        settings = [f"{key}={value}" for key, value in zip(KEYS, values, strict=True)]
+        return [setting for setting in settings if setting != ONE_DEVICE_A_ROW]
 
     def apply(self, config: Config) -> Config:
         """`config` with these choices."""
@@ -105,7 +107,7 @@ def _normal(fixed: dict[str, str]) -> dict[str, str]:
 
 
 def _matches(candidate: Candidate, fixed: dict[str, str]) -> bool:
-    given = dict(item.split("=", 1) for item in candidate.settings())
+    given = dict(item.split("=", 1) for item in (ONE_DEVICE_A_ROW, *candidate.settings()))
     return all(given[key] == value for key, value in fixed.items())
 
 

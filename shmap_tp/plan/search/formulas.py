@@ -203,7 +203,7 @@ def saved_values(config: Config) -> dict[SavedActivation, float]:
 
 def layer_values(config: Config) -> float:
     """Values per token of the working set of one layer: its activations and as many gradients, and x gathered; of rows
-    that are cut along time also the keys and values of the other parts, and their gradients."""
+    that are split along time also the keys and values of the other parts, and their gradients."""
     model, mesh = config.model, config.mesh
     gathered = 2 * (mesh.cp - 1) * 2 * max(model.kv_heads / mesh.mp, 1) * model.head_dim
     return 2 * sum(activation_values(config).values()) + 2 * model.width + gathered

@@ -28,7 +28,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.activation_names import ATTENTION_OUTPUT, SOFTMAX_DENOMINATORS
@@ -36,7 +35,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import DeferredResiduals
 from shmap_tp.layers.xla_workarounds import sum_by_additions
-from shmap_tp.parallel.collectives import mark_varying, varying_axes
+from shmap_tp.parallel.collectives import mark_varying, varying_axes, without_vma_check
 
 BLOCKS = (512, 256, 128)
 """Positions in a block of queries and of keys: the first that divides T is used.  Larger blocks compute more of the
@@ -173,27 +172,6 @@ def _refuse(kernel: "Splash | Cudnn", pattern: Pattern) -> None:
             f"model.attention={name} computes no {' and no '.join(sorted(unknown))}, which these inputs need; "
             f"use model.attention=chunked"
         )
-
-
-def without_vma_check(run: Callable[..., Any], *args: Any) -> Any:
-    """run(*args), for operations that know no varying types; every result varies over the axes that any argument does.
-
-    All mesh axes are manual around it already, so the inner shard_map makes none manual, shards nothing and moves
-    nothing: it only switches off, for these lines, a check that Pallas operations do not pass.  The types of the
-    results are asserted by this function, and the transposes of its casts would be reductions that no gradient needs:
-    the caller must not let JAX differentiate it.
-    """
-
-    def untyped(x: Array) -> Array:
-        """x, typed as replicated, which unchecked operations return; these two are free."""
-        return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
-
-    def inner(*args: Any) -> Any:
-        return run(*jax.tree.map(untyped, args))
-
-    axes = sorted(frozenset[str]().union(*[varying_axes(x) for x in jax.tree.leaves(args)]))
-    results = jax.shard_map(inner, in_specs=P(), out_specs=P(), check_vma=False)(*args)
-    return mark_varying(results, tuple(axes))
 
 
 def _call_kernel(

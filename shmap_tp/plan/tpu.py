@@ -36,7 +36,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -131,16 +131,17 @@ def _parse_topology(version: str, topology: str) -> tuple[int, ...]:
 
 @cache
 def slice_shapes(generation: Generation) -> list[tuple[int, ...]]:
-    """Every slice shape of a generation, from one host up, sides in ascending order.
+    """Every slice shape of a generation, sides in ascending order: one chip, which is a slice or which a process uses
+    alone of a host's, then from one host up.
 
     2-D: powers of two with an aspect ratio of at most 1:2.  3-D: powers of two up to 4, then multiples of 4.
     """
     if generation.dims == 2:
         powers = [2**i for i in range(1, 6)]
         pairs = [(a, b) for a in powers for b in powers if a <= b <= 2 * a]
-        return [(a, b) for a, b in pairs if a <= generation.largest[0] and b <= generation.largest[1]]
+        return [(1, 1), *((a, b) for a, b in pairs if a <= generation.largest[0] and b <= generation.largest[1])]
     sides = range(4, max(generation.largest) + 1, 4)
-    small = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+    small = [(1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
     cubes = itertools.combinations_with_replacement(sides, 3)
     return small + [shape for shape in cubes if all(a <= b for a, b in zip(shape, generation.largest, strict=True))]
 
@@ -155,9 +156,11 @@ def topology_devices(target: Slice) -> list[jax.Device]:
     for name, value in LIBTPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # v4 in megacore mode: one device per chip; all other generations have the right default
-    options = {"chip_config_name": "megacore"} if target.version == "v4" else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if target.version == "v4" else {}
     if target.slices > 1:
         options["num_slices"] = target.slices
+    if math.prod(target.sides) == 1:
+        options["chips_per_host_bounds"] = [1, 1, 1]
     name = f"{target.generation.platform}:{target.topology}"
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)

@@ -180,11 +180,11 @@ def _call_kernel(
     """kernel.run(the options of the pattern, its segments, q, k, v).
 
     q, k and v are marked as varying over the same axes before: JAX then adds what the gradient of one that did not vary
-    needs, and the gradients returned here have the types of the arguments.
+    needs, and the gradients returned here have the types of the arguments.  The planner reads the window in the scope.
     """
     qkv = mark_varying(qkv, tuple(sorted(frozenset[str]().union(*[varying_axes(x) for x in qkv]))))
     options = replace(pattern, slopes_H=None, segments_BT=None)
-    with jax.named_scope("attend"):
+    with jax.named_scope("attend" if pattern.window is None else f"attend_window_{pattern.window}"):
         return _attend(kernel, options, pattern.segments_BT, *qkv)
 
 

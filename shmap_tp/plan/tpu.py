@@ -362,7 +362,8 @@ def splash_flops(phase: str, instruction: Instruction) -> float:
 
     2 x block_q x block_kv x K per matmul, for each block in which any query attends to any key; blocks on the diagonal
     are computed in full.  With blocks of 512 at T = 2048 that is 10 of 16 blocks.  The block sizes are read from the
-    kernel's metadata; q[... T K] is its first floating-point operand with at least three dims.
+    kernel's metadata, and a window from its scope; q[... T K] is its first floating-point operand with at least three
+    dims.
     """
     text = instruction.attributes
     suffix = "" if phase == "fwd" else f"_{phase}"
@@ -373,7 +374,9 @@ def splash_flops(phase: str, instruction: Instruction) -> float:
         raise ValueError(f"{instruction.name}: the block sizes and the shape of q cannot be read")
     block_q, block_kv = (int(match[1]) for match in found)
     *outer, time, head_dim = (int(size) for size in shapes[0].split(","))
-    blocks = sum(-(-end // block_kv) for end in range(block_q, time + 1, block_q))
+    window = int(match[1]) if (match := re.search(r"\battend_window_(\d+)\b", text)) else time
+    ends = range(block_q, time + 1, block_q)
+    blocks = sum(-(-end // block_kv) - max(0, end - block_q - window + 1) // block_kv for end in ends)
     partial_dq = [dims for _, _, dims in ARRAY.findall(instruction.shape) if dims.count(",") > shapes[0].count(",")]
     matmuls = SPLASH_MATMULS[phase] + bool(partial_dq)
     return float(2 * math.prod(outer) * blocks * block_q * block_kv * head_dim * matmuls)

@@ -89,6 +89,16 @@ def test_splash_attention_takes_the_flops_of_the_blocks_that_it_computes(case):
     assert found.scopes.keys() == {"attention"}, "attributes after the kernel's metadata are read"
 
 
+def test_splash_attention_in_a_window_computes_the_blocks_that_it_reaches():
+    """In a window of 512 or 513 positions a block of queries sees its own block of keys and the one before, in one of
+    514 also the one before that."""
+    for window, blocks in ((512, 7), (513, 7), (514, 9)):
+        kernel = splash("dkv", (512, 512), "bf16[8,1,2048,256]", SPLASH["backward"][2])
+        found = run(kernel.replace("/attend/", f"/attend_window_{window}/"))
+        flops = 8 * 2 * 256 * blocks * 512 * 512 * 4
+        assert found.seconds == pytest.approx(flops / (KERNEL_EFFICIENCY * DEVICES["TPU v5 lite"].flops))
+
+
 def test_splash_attention_with_unknown_blocks_is_rejected():
     kernel = splash("fwd", (512, 512), DQ, DQ)
     for old, new in {"block_kv": "block_k", "bf16[8,1,2048,256]{3": "s8[8,1,2048,256]{3"}.items():

@@ -8,8 +8,10 @@ a token and one of its experts.  E/mp: whole experts, sharded over mp.  {+mp}: a
 
     x  --enter-->  [N D]  --router-->  C experts of each token, and their weights
        --sort by expert, those of this device first-->  [R D]
-       --gate, up[E/mp D F]-->  [R F]  --activation-->  [R F]  --down[E/mp F D]-->  [R D]
-       --times weights, added up by token-->  [N D] {+mp}  --reduce-->  y
+       --gate, up[E/mp D F]-->  [R F]  --activation, times weights-->  [R F]  --down[E/mp F D]-->  [R D]
+       --added up by token-->  [N D] {+mp}  --reduce-->  y
+
+The rows are weighted before `down`: the gradient of the weights then needs no result of it.
 
 No token is dropped, and no shape depends on the choice: R = N min(C, E/mp) rows, which is what a device needs where its
 experts are chosen as often as possible.  Rows beyond those that are chosen are multiplied by nothing.
@@ -157,10 +159,10 @@ class Experts(eqx.Module):
         x_RD = jnp.where(is_chosen, h_ND[rows.token], 0)
         gate_RF = checkpoint_name(self.gate(x_RD, rows.sizes, multiply), GATE)
         up_RF = checkpoint_name(self.up(x_RD, rows.sizes, multiply), UP)
-        y_RD = self.down(self.activation(gate_RF) * up_RF, rows.sizes, multiply)
-        weights_R = routing.weights_NC.ravel()[rows.pair].astype(y_RD.dtype)
-        weighted_RD = jnp.where(is_chosen, y_RD, 0) * weights_R[:, None]
-        return jnp.zeros_like(h_ND).at[rows.token].add(weighted_RD)
+        weights_R = jnp.where(rows.is_chosen, routing.weights_NC.ravel()[rows.pair], 0).astype(up_RF.dtype)
+        hidden_RF = self.activation(gate_RF) * up_RF * weights_R[:, None]
+        y_RD = jnp.where(is_chosen, self.down(hidden_RF, rows.sizes, multiply), 0)
+        return jnp.zeros_like(h_ND).at[rows.token].add(y_RD)
 
     def _auxiliary_loss(self, routing: Routing, batch: int) -> Float[Array, ""] | None:
         """The router's losses, summed over tokens; None where neither has a weight.  Communication: one all-reduce of
@@ -191,6 +193,13 @@ def sort_by_expert(experts_NC: Int[Array, "N C"], experts: int) -> Rows:
     pair_R = jnp.argsort(group_P, stable=True)[: tokens * min(chosen, experts)]
     sizes_E = jnp.sum(group_P[:, None] == jnp.arange(experts)[None], axis=0, dtype=jnp.int32)
     return Rows(pair_R, pair_R // chosen, sizes_E, group_P[pair_R] < experts)
+
+
+def even_share(config: ModelConfig, mp: int) -> float:
+    """The share of its R rows that a device multiplies where all experts are chosen equally often."""
+    if not config.experts:
+        return 1.0
+    return config.experts_per_token / mp / min(config.experts_per_token, config.experts // mp)
 
 
 def balance_loss(routing: Routing, batch: int) -> Float[Array, ""]:

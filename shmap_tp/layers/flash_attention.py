@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.activation_names import ATTENTION_OUTPUT, SOFTMAX_DENOMINATORS
@@ -36,7 +35,7 @@ from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import DeferredResiduals
 from shmap_tp.layers.splash_masks import make_splash
 from shmap_tp.layers.xla_workarounds import sum_by_additions
-from shmap_tp.parallel.collectives import mark_varying, varying_axes
+from shmap_tp.parallel.collectives import mark_varying, varying_axes, without_vma_check
 from shmap_tp.parallel.context_parallel import own_chunks, whole_rows
 from shmap_tp.parallel.mesh import Role, axes_of
 
@@ -154,38 +153,17 @@ def _refuse(kernel: "Splash | Cudnn", pattern: Pattern) -> None:
         )
 
 
-def without_vma_check(run: Callable[..., Any], *args: Any) -> Any:
-    """run(*args), for operations that know no varying types; every result varies over the axes that any argument does.
-
-    All mesh axes are manual around it already, so the inner shard_map makes none manual, shards nothing and moves
-    nothing: it only switches off, for these lines, a check that Pallas operations do not pass.  The types of the
-    results are asserted by this function, and the transposes of its casts would be reductions that no gradient needs:
-    the caller must not let JAX differentiate it.
-    """
-
-    def untyped(x: Array) -> Array:
-        """x, typed as replicated, which unchecked operations return; these two are free."""
-        return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
-
-    def inner(*args: Any) -> Any:
-        return run(*jax.tree.map(untyped, args))
-
-    axes = sorted(frozenset[str]().union(*[varying_axes(x) for x in jax.tree.leaves(args)]))
-    results = jax.shard_map(inner, in_specs=P(), out_specs=P(), check_vma=False)(*args)
-    return mark_varying(results, tuple(axes))
-
-
 def _call_kernel(
     kernel: "Splash | Cudnn", qkv: tuple[Array, Array, Array], pattern: Pattern
 ) -> tuple[Array, DeferredResiduals]:
     """kernel.run(the options of the pattern, its segments, q, k, v).
 
     q, k and v are marked as varying over the same axes before: JAX then adds what the gradient of one that did not vary
-    needs, and the gradients returned here have the types of the arguments.
+    needs, and the gradients returned here have the types of the arguments.  The planner reads the window in the scope.
     """
     qkv = mark_varying(qkv, tuple(sorted(frozenset[str]().union(*[varying_axes(x) for x in qkv]))))
     options = replace(pattern, slopes_H=None, segments_BT=None)
-    with jax.named_scope("attend"):
+    with jax.named_scope("attend" if pattern.window is None else f"attend_window_{pattern.window}"):
         return _attend(kernel, options, Places.of(pattern), *qkv)
 
 
@@ -195,7 +173,7 @@ class Places(NamedTuple):
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
     rank: Int[Array, ""] | None
-    """This device's, of those over which rows are cut; None: every device has whole rows."""
+    """This device's, of those over which rows are split; None: every device has whole rows."""
 
     @classmethod
     def of(cls, pattern: Pattern) -> "Places":

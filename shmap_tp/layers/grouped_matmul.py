@@ -5,20 +5,28 @@ R rows, sorted by group, E groups, D features in, F features out.
     x[R D], w[E D F], sizes[E]  ->  y[R F]:  the first sizes[0] rows times w[0], the next sizes[1] times w[1], ...
 
 The sizes are values of the run, and their sum may be less than R; what `y` and the gradient of `x` have in the rows
-beyond it is not specified.  Which of the two products a model uses is decided once, by its devices.  `ragged_dot` is
-the plain version, a kernel on TPUs.  On CPUs XLA multiplies all rows by all matrices for it; `in_blocks` does not, and
-its gradient is defined by hand because JAX differentiates no loop whose length is a value.
+beyond it is not specified.  Which of the three products a model uses is decided once, by its devices.
+
+    ragged_dot    the plain version, XLA's own
+    in_kernels    TPU v4 and later: jax.experimental.pallas.ops.tpu.megablox, of the JAX authors.  For the gradient of w
+                  XLA multiplies all rows for every matrix there
+    in_blocks     CPUs, where XLA multiplies all rows by all matrices in the forward pass, too
+
+The gradients of the last two are defined by hand: no kernel and no loop whose length is a value has one in JAX.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
-from shmap_tp.hardware.devices import Device
+from shmap_tp.hardware.devices import Device, generation
+from shmap_tp.parallel.collectives import without_vma_check
 
 GroupedMatmul = Callable[[Array, Array, Array], Array]
 """(x[R D], w[E D F], sizes[E]) -> y[R F], in x's dtype, which is also w's; all three vary over the same mesh axes.
@@ -26,6 +34,13 @@ Communication: none."""
 
 BLOCKS = (256, 64)
 """Rows that a CPU multiplies at a time: as many of the first size as a group has, then of the last one."""
+
+
+ROW_TILES = (1024, 512, 256, 128)
+"""Rows of a tile of a TPU's kernel: the first of which a group has four on average."""
+CONTRACTED_TILE, FEATURE_TILE = 512, 1024
+"""Features of a tile: of the dim that is summed over, and of the others.  With 1024 rows these are what the vector
+memory of a TPU v4 holds."""
 
 
 def ragged_dot(
@@ -55,9 +70,72 @@ def _backward(saved: tuple[Array, Array, Array], dy_RF: Array) -> tuple[Array, A
 in_blocks.defvjp(_forward, _backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def in_kernels(
+    x_RD: Float[Array, "R D"], w_EDF: Float[Array, "E D F"], sizes_E: Int[Array, " E"], interpret: bool = False
+) -> Float[Array, "R F"]:
+    """Tiles of rows, each times the matrix of every group that it has rows of.  `interpret` runs the kernels on any
+    device instead of compiling them: for tests."""
+    tiles = feature_tile(x_RD.shape[1], CONTRACTED_TILE), feature_tile(w_EDF.shape[2])
+    return _in_tiles(gmm, x_RD, w_EDF, sizes_E, tiles, interpret)
+
+
+def _kernels_forward(
+    x_RD: Array, w_EDF: Array, sizes_E: Array, interpret: bool
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return in_kernels(x_RD, w_EDF, sizes_E, interpret), (x_RD, w_EDF, sizes_E)
+
+
+def _kernels_backward(interpret: bool, saved: tuple[Array, Array, Array], dy_RF: Array) -> tuple[Array, Array, None]:
+    x_RD, w_EDF, sizes_E = saved
+    _, d, f = w_EDF.shape
+    tiles = feature_tile(f, CONTRACTED_TILE), feature_tile(d)
+    dx_RD = _in_tiles(partial(gmm, transpose_rhs=True), dy_RF, w_EDF, sizes_E, tiles, interpret)
+    dw_EDF = _in_tiles(_transposed_gmm, x_RD, dy_RF, sizes_E, (feature_tile(d), feature_tile(f)), interpret)
+    return dx_RD, dw_EDF, None
+
+
+in_kernels.defvjp(_kernels_forward, _kernels_backward)
+
+
 def select_grouped_matmul(device: Device) -> GroupedMatmul:
     """The one for devices like `device`."""
-    return in_blocks if device.device_kind == "cpu" else ragged_dot
+    if device.device_kind == "cpu":
+        return in_blocks
+    made = generation(device.device_kind)
+    return in_kernels if made is not None and made.has_kernels else ragged_dot
+
+
+def _transposed_gmm(
+    x_RD: Array, dy_RF: Array, sizes_E: Array, *, tiling: tuple[int, int, int], **options: Any
+) -> Array:
+    """dw[E D F].  The rows are the dim that is summed over, and the kernel transposes its argument back."""
+    rows, *features = tiling
+    return tgmm(x_RD.T, dy_RF, sizes_E, tiling=(min(rows, CONTRACTED_TILE), *features), **options)
+
+
+def _in_tiles(
+    kernel: Callable[..., Array], x: Array, other: Array, sizes_E: Array, features: tuple[int, int], interpret: bool
+) -> Array:
+    """kernel(x[R ..], other, sizes) in x's dtype; `other` is a matrix for each group, or has rows, too.  `features`:
+    sizes of the tiles in the two other dims."""
+    rows = row_tile(len(x), len(sizes_E))
+    kernel = partial(kernel, preferred_element_type=x.dtype, tiling=(rows, *features), interpret=interpret)
+    padded = [jnp.pad(a, ((0, -len(a) % rows), (0, 0))) if a.ndim == 2 else a for a in (x, other)]
+    with jax.numpy_dtype_promotion("standard"):  # the code of the kernels needs it
+        result = without_vma_check(kernel, *padded, sizes_E)
+    return result[: len(x)] if result.ndim == 2 else result
+
+
+def row_tile(rows: int, experts: int) -> int:
+    """Rows of a tile: a tile that two groups share is computed twice, so that a group should fill several."""
+    return next((size for size in ROW_TILES if rows >= 4 * experts * size), ROW_TILES[-1])
+
+
+def feature_tile(features: int, most: int = FEATURE_TILE) -> int:
+    """Features of a tile: all, or that number up to `most` with which the tiles exceed the matrix least."""
+    sizes = range(most, most // 2 - 1, -128)
+    return features if features <= most else min(sizes, key=lambda size: -features % size)
 
 
 def _multiply(x_RD: Array, w: Array, sizes_E: Array, *, contracted: int) -> Array:

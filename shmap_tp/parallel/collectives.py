@@ -18,11 +18,13 @@ explicit.
 {+dp}: a partial sum, not yet reduced over dp.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Shaped
 
 from shmap_tp.parallel.partitioning import spec_axes
@@ -87,3 +89,24 @@ def local_shard(x: Float[Array, "..."], axes: Axes, dim: int) -> Float[Array, ".
 def all_gather_invariant(x: Shaped[Array, "..."], axes: Axes, dim: int) -> Shaped[Array, "..."]:
     """Shards of x along `dim` -> x, typed as replicated over `axes`.  Communication: one all-gather of x."""
     return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True, to="invarying")
+
+
+def without_vma_check(run: Callable[..., Any], *args: Any) -> Any:
+    """run(*args), for operations that know no varying types; every result varies over the axes that any argument does.
+
+    All mesh axes are manual around it already, so the inner shard_map makes none manual, shards nothing and moves
+    nothing: it only switches off, for these lines, a check that Pallas operations do not pass.  The types of the
+    results are asserted by this function, and the transposes of its casts would be reductions that no gradient needs:
+    the caller must not let JAX differentiate it.
+    """
+
+    def untyped(x: Array) -> Array:
+        """x, typed as replicated, which unchecked operations return; these two are free."""
+        return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
+
+    def inner(*args: Any) -> Any:
+        return run(*jax.tree.map(untyped, args))
+
+    axes = sorted(frozenset[str]().union(*[varying_axes(x) for x in jax.tree.leaves(args)]))
+    results = jax.shard_map(inner, in_specs=P(), out_specs=P(), check_vma=False)(*args)
+    return mark_varying(results, tuple(axes))

@@ -26,6 +26,7 @@ from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.inference.cache import cache_bytes
 from shmap_tp.inference.generator import SLOTS_MULTIPLE, Options
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape, progress_specs
+from shmap_tp.layers.experts import even_share
 from shmap_tp.model.flops import parameters
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import MP, axis_sizes, make_mesh
@@ -150,7 +151,8 @@ def predict_generation(
     schedules: list[SimulatedSchedule | None] = [None, None]
     if prefill.fits and decode.fits:
         link_model = LinkModel.of(target.generation, coordinates(mesh))
-        schedules = [simulate(parse_hlo(program.text), link_model) for program in compiled]
+        share = even_share(config.model, config.mesh.mp)
+        schedules = [simulate(parse_hlo(program.text), link_model, chosen_share=share) for program in compiled]
     read = read_bytes(shapes, config.mesh.mp)
     cached = cache_bytes(config.model, config.mesh.dp, config.mesh.mp, requests.batch, requests.slots, DTYPE)
     fields = mesh_fields(mesh, config)

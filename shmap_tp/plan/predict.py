@@ -23,6 +23,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
+from shmap_tp.layers.experts import even_share
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, compile_for_gpu, coordinates
 from shmap_tp.plan.communication.ledger import format_bytes
@@ -132,7 +133,8 @@ def predict(
             )
     schedule = None
     if compiled.text is not None:
-        schedule = simulate(parse_hlo(compiled.text), link_model(target, mesh), record=record)
+        share = even_share(config.model, config.mesh.mp)
+        schedule = simulate(parse_hlo(compiled.text), link_model(target, mesh), record=record, chosen_share=share)
     compiler = COMPILER if gpu else "libtpu"
     peak = table_peak(kind, len(devices))
     row = Row(

@@ -291,15 +291,17 @@ Compute = Callable[[Instruction, Computation], tuple[float, float]]
 """(seconds, bytes whose time had to be derived from the memory bandwidth) of an instruction that is no transfer."""
 
 
-def simulate(module: Module, links: Links, *, record: bool = False) -> SimulatedSchedule:
+def simulate(module: Module, links: Links, *, record: bool = False, chosen_share: float = 1.0) -> SimulatedSchedule:
     """Simulate one run of a module on devices with these links; with `record`, keep a timeline of it.
+
+    `chosen_share` is that of the rows of experts which are chosen (`experts.even_share`).
 
     Raises ValueError where the trip count of a loop or the cost of an operation is unknown.
     """
     if isinstance(links, GpuLinks):
         compute: Compute = GpuCosts(module, links.target.gpu)
     else:
-        compute = partial(compute_seconds, device=DEVICES[links.generation.kind])
+        compute = partial(compute_seconds, device=DEVICES[links.generation.kind], chosen_share=chosen_share)
     return _Simulator(module, TransferCosts(module, links), compute, record).run(module.entry)
 
 

@@ -23,6 +23,8 @@ Instructions:
     compiler's estimate   estimated cycles / clock
     Pallas kernels        FLOPs / (KERNEL_EFFICIENCY x peak); the FLOPs are those that the kernel declares;
                           splash attention declares none, so its blocks are counted (`splash_flops`)
+    grouped matmuls       also Pallas kernels: FLOPs / (GROUPED_EFFICIENCY x peak), or the bytes that they declare /
+                          memory bandwidth if that is longer; for the tiles that are computed (`grouped_tiles`)
     no estimate           bytes read and written / memory bandwidth
 """
 
@@ -34,6 +36,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,6 +45,7 @@ from jax.experimental import topologies
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GENERATIONS, NETWORK_RATE, DeviceFigures, Generation
 from shmap_tp.hardware.libtpu import ANY_TPU
+from shmap_tp.layers.grouped_matmul import CONTRACTED_TILE, FEATURE_TILE, feature_tile
 from shmap_tp.plan.hlo_parser import ARRAY, KERNEL, Computation, Instruction, bytes_accessed
 
 # Devices
@@ -127,16 +131,17 @@ def _parse_topology(version: str, topology: str) -> tuple[int, ...]:
 
 @cache
 def slice_shapes(generation: Generation) -> list[tuple[int, ...]]:
-    """Every slice shape of a generation, from one host up, sides in ascending order.
+    """Every slice shape of a generation, sides in ascending order: one chip, which is a slice or which a process uses
+    alone of a host's, then from one host up.
 
     2-D: powers of two with an aspect ratio of at most 1:2.  3-D: powers of two up to 4, then multiples of 4.
     """
     if generation.dims == 2:
         powers = [2**i for i in range(1, 6)]
         pairs = [(a, b) for a in powers for b in powers if a <= b <= 2 * a]
-        return [(a, b) for a, b in pairs if a <= generation.largest[0] and b <= generation.largest[1]]
+        return [(1, 1), *((a, b) for a, b in pairs if a <= generation.largest[0] and b <= generation.largest[1])]
     sides = range(4, max(generation.largest) + 1, 4)
-    small = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+    small = [(1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
     cubes = itertools.combinations_with_replacement(sides, 3)
     return small + [shape for shape in cubes if all(a <= b for a, b in zip(shape, generation.largest, strict=True))]
 
@@ -151,9 +156,11 @@ def topology_devices(target: Slice) -> list[jax.Device]:
     for name, value in LIBTPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # v4 in megacore mode: one device per chip; all other generations have the right default
-    options = {"chip_config_name": "megacore"} if target.version == "v4" else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if target.version == "v4" else {}
     if target.slices > 1:
         options["num_slices"] = target.slices
+    if math.prod(target.sides) == 1:
+        options["chips_per_host_bounds"] = [1, 1, 1]
     name = f"{target.generation.platform}:{target.topology}"
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
@@ -278,19 +285,34 @@ KERNEL_EFFICIENCY = 0.6
 """Fraction of the peak FLOP/s assumed for every Pallas kernel on every generation.  It has not been measured; see
 docs/performance-notes.md for where the number comes from."""
 
+GROUPED_EFFICIENCY = 0.7
+"""The same of grouped matmuls, whose waiting for memory is counted besides."""
+
 SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Matmuls per block.  fwd: scores, values.  dq: scores, dp, dq.  dkv: scores, dv, dp, dk; and dq where the kernel also
 returns it, one partial sum per block of keys: an array with one dim more than q."""
 
 
-def compute_seconds(instruction: Instruction, computation: Computation, device: DeviceFigures) -> tuple[float, float]:
-    """(seconds, bytes whose time had to be derived from the memory bandwidth) of one instruction."""
+def compute_seconds(
+    instruction: Instruction, computation: Computation, device: DeviceFigures, chosen_share: float = 1.0
+) -> tuple[float, float]:
+    """(seconds, bytes whose time had to be derived from the memory bandwidth) of one instruction.  `chosen_share`: that
+    of the rows of grouped matmuls which belong to any group."""
     if instruction.estimated_cycles is not None:
         return instruction.estimated_cycles / device.clock, 0.0
     if KERNEL in instruction.attributes:
-        return kernel_flops(instruction) / (KERNEL_EFFICIENCY * device.flops), 0.0
+        return kernel_seconds(instruction, device, chosen_share), 0.0
     size = bytes_accessed(instruction, computation)
     return size / device.memory_rate, size
+
+
+def kernel_seconds(instruction: Instruction, device: DeviceFigures, chosen_share: float) -> float:
+    """Seconds of a Pallas kernel.  Raises ValueError where its FLOPs are not known."""
+    flops, tiles = kernel_flops(instruction), grouped_tiles(instruction, chosen_share)
+    if tiles is None:
+        return flops / (KERNEL_EFFICIENCY * device.flops)
+    size = float(re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)[1]) * tiles.of_visits
+    return max(flops * tiles.of_shapes / (GROUPED_EFFICIENCY * device.flops), size / device.memory_rate)
 
 
 def kernel_flops(instruction: Instruction) -> float:
@@ -304,13 +326,45 @@ def kernel_flops(instruction: Instruction) -> float:
     raise ValueError(f"{instruction.name}: a kernel that does not declare its FLOPs (cost_estimate of pallas_call)")
 
 
+class GroupedTiles(NamedTuple):
+    """The tiles that a grouped matmul computes, relative to two others."""
+
+    of_shapes: float
+    """To those of its shapes, whose FLOPs it declares."""
+    of_visits: float
+    """To the most that it could compute, whose bytes it declares."""
+
+
+def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles | None:
+    """Those of a kernel of jax.experimental.pallas.ops.tpu.megablox; None for any other kernel.
+
+    A tile of rows is computed once for each group that has rows in it, and not at all beyond the last group: of E
+    groups E - 1 end within a tile.  The kernel receives the ends of the groups, and the group and number of every tile:
+    s32[E + 1], s32[tiles + E - 1] and again.  Tiles of features may exceed the matrix.
+    """
+    kernel = re.search(r"/jit\((t?gmm)\)/", instruction.attributes)
+    if kernel is None:
+        return None
+    operands = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", instruction.attributes)[1]
+    ends, visits, *_ = (int(size) for size in re.findall(r"s32\[(\d+)\]", operands))
+    x, other = ([int(n) for n in dims.split(",")] for dims in re.findall(r"(?:bf16|f32)\[([\d,]+)\]", operands))
+    out = math.prod(other[1:]) // x[1] if len(other) == 3 else other[1]
+    most = CONTRACTED_TILE if kernel[1] == "gmm" else FEATURE_TILE
+    sizes = (x[1], feature_tile(x[1], most)), (out, feature_tile(out))
+    exceeding = math.prod((n + -n % tile) / n for n, tile in sizes)
+    boundaries = ends - 2
+    computed = chosen_share * (visits - boundaries) + boundaries
+    return GroupedTiles(exceeding * computed / (visits - boundaries), computed / visits)
+
+
 def splash_flops(phase: str, instruction: Instruction) -> float:
     """FLOPs of a kernel of jax.experimental.pallas.ops.tpu.splash_attention under a causal mask.
 
     2 x block_q x block_kv x K per matmul, for each block in which any query attends to any key; blocks on the diagonal
     are computed in full.  With blocks of 512 at T = 2048 that is 10 of 16 blocks.  The block sizes are read from the
-    kernel's metadata; q[... T K] is its first floating-point operand with at least three dims, and k[... S K] the next.
-    With more keys than queries these are the first and the last T / 2 of the row: what one of S / T devices has.
+    kernel's metadata, and a window from its scope; q[... T K] is its first floating-point operand with at least three
+    dims, and k[... S K] the next.  With more keys than queries these are the first and the last T / 2 of the row: what
+    one of S / T devices has.
     """
     text = instruction.attributes
     suffix = "" if phase == "fwd" else f"_{phase}"
@@ -321,9 +375,11 @@ def splash_flops(phase: str, instruction: Instruction) -> float:
         raise ValueError(f"{instruction.name}: the block sizes and the shapes of q and k cannot be read")
     block_q, block_kv = (int(match[1]) for match in found)
     (*outer, time, head_dim), (*_, keys, _) = ([int(size) for size in dims.split(",")] for dims in shapes[:2])
+    window = int(match[1]) if (match := re.search(r"\battend_window_(\d+)\b", text)) else keys
     ends = np.arange(block_q, time + 1, block_q)  # of the blocks of queries
     ends[ends > time / 2] += keys - time
-    blocks = int(np.sum(-(-ends // block_kv)))
+    hidden = np.maximum(0, ends - block_q - window + 1) // block_kv
+    blocks = int(np.sum(-(-ends // block_kv) - hidden))
     partial_dq = [dims for _, _, dims in ARRAY.findall(instruction.shape) if dims.count(",") > shapes[0].count(",")]
     matmuls = SPLASH_MATMULS[phase] + bool(partial_dq)
     return float(2 * math.prod(outer) * blocks * block_q * block_kv * head_dim * matmuls)

@@ -210,7 +210,7 @@ def test_a_row_that_does_not_fit_has_a_size_and_no_step_time(tmp_path):
 MISTAKES = {
     "no such size": (
         ["--dp", "3", "--mp", "2", "--version", "v5e"],
-        "there is no v5e slice of 6 devices; slices have 4,",
+        "there is no v5e slice of 6 devices; slices have 1, 4,",
     ),
     "no such shape": ([*V5E[:-1], "3x3"], "--topology 3x3: there is no such v5e slice; use one of 2x2, 2x4,"),
     "wrong product": ([*V5E[:-1], "4x4"], "4 devices differ from the 16 of v5e 4x4"),

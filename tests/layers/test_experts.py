@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.layers.grouped_matmul import in_blocks, ragged_dot
+from shmap_tp.layers.grouped_matmul import feature_tile, in_blocks, in_kernels, ragged_dot, row_tile
 from tests.helpers.expert_cases import CASES, LOADS, experts_case, moved
 from tests.helpers.model_fixtures import every_place, mesh
 from tests.helpers.sharded_harness import compare
@@ -40,23 +40,41 @@ def test_the_loads_are_what_their_names_say(load):
     assert (used == chosen) == ("all" in load)
 
 
-@pytest.mark.parametrize("sizes", [(0, 300, 1, 64), (65, 0, 0, 520), (0, 0, 0, 0), (150, 150, 150, 150)])
-def test_products_in_blocks_are_those_of_a_loop_over_groups(sizes):
-    """Blocks of both sizes, empty groups, and rows of no group."""
+SIZES = [(0, 300, 1, 64), (65, 0, 0, 520), (0, 0, 0, 0), (150, 150, 150, 150)]
+"""Empty groups, and rows of no group; for `in_blocks` blocks of both sizes, for kernels tiles of several groups."""
+
+
+def check_products(multiply, sizes, dtype, tolerance):
+    """`multiply` and its gradients equal a loop over groups."""
     rng = np.random.default_rng(0)
-    x, w, dy = rng.normal(size=(600, 5)), rng.normal(size=(4, 5, 3)), rng.normal(size=(600, 3))
+    x, w, dy = (rng.normal(size=size).astype(dtype) for size in ((600, 5), (4, 5, 3), (600, 3)))
     ends = np.cumsum(sizes)
     groups = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    y, pull = jax.vjp(lambda x, w: multiply(x, w, jnp.array(sizes, jnp.int32)), jnp.array(x), jnp.array(w))
+    dx, dw = pull(jnp.array(dy))
+    for e, group in enumerate(groups):
+        assert np.allclose(y[group], x[group] @ w[e], rtol=0, atol=tolerance)
+        assert np.allclose(dx[group], dy[group] @ w[e].T, rtol=0, atol=tolerance)
+        assert np.allclose(dw[e], x[group].T @ dy[group], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_grouped_products_are_those_of_a_loop_over_groups(sizes):
     for multiply in (in_blocks, ragged_dot):
         with jax.enable_x64(True):
-            y, pull = jax.vjp(
-                lambda x, w, multiply=multiply: multiply(x, w, jnp.array(sizes)), jnp.array(x), jnp.array(w)
-            )
-            dx, dw = pull(jnp.array(dy))
-        for e, group in enumerate(groups):
-            assert np.allclose(y[group], x[group] @ w[e], rtol=0, atol=1e-12)
-            assert np.allclose(dx[group], dy[group] @ w[e].T, rtol=0, atol=1e-12)
-            assert np.allclose(dw[e], x[group].T @ dy[group], rtol=0, atol=1e-12)
+            check_products(multiply, sizes, "float64", 1e-12)
+    with jax.set_mesh(mesh((1, 1))):
+        check_products(interpreted, sizes, "float32", 1e-4)
+
+
+def interpreted(x, w, sizes):
+    return in_kernels(x, w, sizes, True)
+
+
+def test_tiles_cover_a_matrix_with_little_to_spare():
+    assert [feature_tile(size) for size in (176, 1024, 1408, 5632, 14336)] == [176, 1024, 768, 512, 1024]
+    assert [feature_tile(size, 512) for size in (176, 768, 2048)] == [176, 384, 512]
+    assert [row_tile(8 * rows, 8) for rows in (100, 1024, 2048, 6000)] == [128, 256, 512, 1024]
 
 
 def test_equal_scores_choose_the_experts_of_lower_numbers():
@@ -69,5 +87,6 @@ def test_equal_scores_choose_the_experts_of_lower_numbers():
     assert choose(scores)[:3].tolist() == [[0, 1], [2, 5], [0, 1]]
 
 
-def test_ragged_dot_gives_the_same():
-    compare(experts_case("two of eight", "all_reduce", ragged_dot), (2, 4), "float32")
+@pytest.mark.parametrize("multiply", [ragged_dot, interpreted])
+def test_the_other_grouped_products_give_the_same(multiply):
+    compare(experts_case("two of eight", "all_reduce", multiply), (2, 4), "float32")

@@ -1,10 +1,24 @@
 """The time of compute instructions: the compiler's estimate, the FLOPs of kernels, or bytes accessed."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shmap_tp.hardware.devices import DEVICES
-from shmap_tp.plan.tpu import KERNEL_EFFICIENCY
-from tests.helpers.hlo_text import BYTES, MEMORY_RATE, US, X, run
+from shmap_tp.layers.grouped_matmul import in_kernels
+from shmap_tp.plan.hlo_parser import parse_hlo
+from shmap_tp.plan.tpu import (
+    GROUPED_EFFICIENCY,
+    KERNEL_EFFICIENCY,
+    Slice,
+    grouped_tiles,
+    kernel_flops,
+    kernel_seconds,
+    topology_devices,
+)
+from tests.helpers.hlo_text import BYTES, MEMORY_RATE, US, X, module_text, run
 
 
 def test_estimated_cycles_are_divided_by_the_clock():
@@ -75,8 +89,78 @@ def test_splash_attention_takes_the_flops_of_the_blocks_that_it_computes(case):
     assert found.scopes.keys() == {"attention"}, "attributes after the kernel's metadata are read"
 
 
+def test_splash_attention_in_a_window_computes_the_blocks_that_it_reaches():
+    """In a window of 512 or 513 positions a block of queries sees its own block of keys and the one before, in one of
+    514 also the one before that."""
+    for window, blocks in ((512, 7), (513, 7), (514, 9)):
+        kernel = splash("dkv", (512, 512), "bf16[8,1,2048,256]", SPLASH["backward"][2])
+        found = run(kernel.replace("/attend/", f"/attend_window_{window}/"))
+        flops = 8 * 2 * 256 * blocks * 512 * 512 * 4
+        assert found.seconds == pytest.approx(flops / (KERNEL_EFFICIENCY * DEVICES["TPU v5 lite"].flops))
+
+
 def test_splash_attention_with_unknown_blocks_is_rejected():
     kernel = splash("fwd", (512, 512), DQ, DQ)
     for old, new in {"block_kv": "block_k", "bf16[8,1,2048,256]{3": "s8[8,1,2048,256]{3"}.items():
         with pytest.raises(ValueError, match=r"splash_mqa_fwd_residuals\.1: the block sizes and the shape of q"):
             run(kernel.replace(old, new).replace("bf16[8,2048,256]{2", "s8[8,2048,256]{2"))
+
+
+def grouped(kernel: str, operands: str, flops: float, size: float) -> str:
+    """A kernel of megablox as XLA for TPU prints it: 8 groups, 64 tiles of rows."""
+    return (
+        f'%{kernel}.1 = {X} custom-call(%x, %x), custom_call_target="tpu_custom_call", '
+        f"operand_layout_constraints={{s32[], s32[9]{{0}}, s32[71]{{0}}, s32[71]{{0}}, s32[1]{{0}}, {operands}}}, "
+        f"frontend_attributes={{kernel_metadata={{}}}}, "
+        f'metadata={{op_name="jit(step)/jvp(blocks)/mlp/jit({kernel})/pallas_call"}}, '
+        f'backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":"{flops:.0f}",'
+        f'"transcendentals":"0","bytes_accessed":"{size:.0f}"}}}}}}'
+    )
+
+
+FLOPS = 2 * 65536 * 1408 * 768
+GROUPED = {
+    "gmm": ("gmm", "bf16[65536,1408]{1,0}, bf16[8,1408,768]{2,1,0}", 1536 / 1408),
+    "gmm, transposed": ("gmm", "bf16[65536,768]{1,0}, bf16[8,1408,768]{2,1,0}", 1536 / 1408),
+    "tgmm": ("tgmm", "bf16[65536,1408]{1,0}, bf16[65536,768]{1,0}", 1536 / 1408),
+}
+
+
+@pytest.mark.parametrize("case", GROUPED)
+def test_a_grouped_matmul_takes_the_flops_of_its_tiles_or_the_bytes_that_it_declares(case):
+    """A matrix of 1408 features has two tiles of 768; of 8 groups 7 end within a tile."""
+    kernel, operands, exceeding = GROUPED[case]
+    found = run(grouped(kernel, operands, FLOPS, 1e9))
+    rate = GROUPED_EFFICIENCY * DEVICES["TPU v5 lite"].flops
+    assert found.seconds == pytest.approx(FLOPS * exceeding * (64 + 7) / 64 / rate)
+    assert run(grouped(kernel, operands, FLOPS, 1e12)).seconds == pytest.approx(1e12 / MEMORY_RATE)
+
+
+def test_rows_that_no_expert_is_chosen_for_take_no_time():
+    kernel, operands, exceeding = GROUPED["gmm"]
+    instruction = parse_hlo(module_text(grouped(kernel, operands, FLOPS, 1e9))).entry.instructions["gmm.1"]
+    seconds = kernel_seconds(instruction, DEVICES["TPU v5 lite"], 0.25)
+    rate = GROUPED_EFFICIENCY * DEVICES["TPU v5 lite"].flops
+    assert seconds == pytest.approx(FLOPS * exceeding * (16 + 7) / 64 / rate)
+
+
+def test_compiled_for_tpus_grouped_matmuls_do_the_flops_of_chosen_experts():
+    """Forward and backward, three products of all rows and of no matrix but their own: within 10 % of the FLOPs."""
+    pytest.importorskip("libtpu")
+    mesh = jax.sharding.Mesh(topology_devices(Slice("v6e", (2, 2))), ("dp",))
+
+    def step(x_RD, w_EDF, sizes_E):
+        y_RF, pull = jax.vjp(lambda x, w: in_kernels(x, w, sizes_E), x_RD, w_EDF)
+        return pull(y_RF)
+
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+        for shape, dtype in (((98304, 256), jnp.bfloat16), ((8, 256, 512), jnp.bfloat16), ((8,), jnp.int32))
+    ]
+    lowered = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())).lower(*shapes)
+    text = lowered.compile().as_text()
+    kernels = [one for one in parse_hlo(text).entry.instructions.values() if "tpu_custom_call" in one.attributes]
+    done = sum(kernel_flops(kernel) * grouped_tiles(kernel, 1.0).of_shapes for kernel in kernels)
+    assert len(kernels) == 3
+    assert 1.0 <= done / (3 * 2 * 98304 * 256 * 512) < 1.1
+    assert "convolution(" not in text, "XLA multiplies rows by all matrices"

@@ -115,3 +115,15 @@ def test_a_device_has_room_for_all_tokens_at_its_experts(mp, values):
     settings = "block=sequential mlp=swiglu experts=8 experts_per_token=2 ffn=12"
     one = config(f"mesh.mp={mp}", *(f"model.{setting}" for setting in settings.split()))
     assert activation_values(one)[SavedActivation.up] == activation_values(one)[SavedActivation.gate] == values
+
+
+def test_experts_take_longer_the_fewer_rows_each_has():
+    """Tiles that two experts share are computed twice; a dense model takes as long in any number of microbatches."""
+    target = find_target("v6e", 4, None, 1)
+
+    def matmuls(model: str, microbatches: int) -> float:
+        given = f"model={model}", "train.batch=64", "mesh.dp=4", f"train.microbatches={microbatches}"
+        return estimate(load(str(CONF / "config.yaml"), [*given, "mesh.mp=1"]), target).time_terms["matmuls"]
+
+    assert matmuls("mixtral_8x7b", 16) > 1.05 * matmuls("mixtral_8x7b", 1)
+    assert matmuls("llama3_8b", 16) == matmuls("llama3_8b", 1)

@@ -13,14 +13,14 @@ from shmap_tp.plan.tpu import Slice, find_slice, slice_shapes, topology_devices
 
 every_version = pytest.mark.parametrize("version", GENERATIONS)
 
-# From Google's documentation of each version: slices of at least one host, 3-D ones up to 128 chips
+# From Google's documentation of each version: one chip, and slices of at least one host, 3-D ones up to 128 chips
 KNOWN = {
-    "v2": ["2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"],
-    "v3": ["2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16", "16x32", "32x32"],
-    "v5e": ["2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"],
-    "v6e": ["2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"],
+    "v2": ["1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"],
+    "v3": ["1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16", "16x32", "32x32"],
+    "v5e": ["1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"],
+    "v6e": ["1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"],
 }
-KNOWN |= {name: ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"] for name in ("v4", "v5p", "tpu7x")}
+KNOWN |= {name: ["1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"] for name in ("v4", "v5p", "tpu7x")}
 
 
 def sides(topology: str) -> tuple[int, ...]:
@@ -77,19 +77,19 @@ def test_a_slice_prints_its_shape_chips_and_devices():
 
 # Invalid slices
 
-SIZES = "slices have 4, 8, 16, 32, 64, 128, 256"
+SIZES = "slices have 1, 4, 8, 16, 32, 64, 128, 256"
 INVALID = {
     ("v7", 4, None, 1): "--version v7: unknown TPU version; use one of v2, v3, v4, v5e, v5p, v6e, tpu7x",
     ("v5e", 6, None, 1): f"6 devices: there is no v5e slice of 6 devices; {SIZES}",
     ("v5e", 12, None, 2): f"12 devices: there is no v5e slice of 6 devices; {SIZES}",
-    ("v5e", 1, None, 1): f"1 devices: there is no v5e slice of 1 devices; {SIZES}",
+    ("v5e", 2, None, 1): f"2 devices: there is no v5e slice of 2 devices; {SIZES}",
     ("v5e", 512, None, 1): f"512 devices: there is no v5e slice of 512 devices; {SIZES}",
     (
         "v3",
         4,
         None,
         1,
-    ): "4 devices: there is no v3 slice of 4 devices; slices have 8, 16, 32, 64, 128, 256, 512, 1024, 2048",
+    ): "4 devices: there is no v3 slice of 4 devices; slices have 2, 8, 16, 32, 64, 128, 256, 512, 1024, 2048",
     ("v5e", 32, None, 3): "--slices 3 does not divide 32 devices; choose a divisor",
     ("v5e", 32, None, 0): "--slices 0 does not divide 32 devices; choose a divisor",
     ("v5e", 32, "4x4", 1): "32 devices differ from the 16 of v5e 4x4 (16 chips, 16 devices); "
@@ -101,7 +101,7 @@ INVALID = {
 }
 INVALID |= {
     ("v5e", 16, topology, 1): f"--topology {topology}: there is no such v5e slice; "
-    "use one of 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
+    "use one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
     for topology in ("2x8", "4x4x1", "16", "4x", "x", "4X4", "4x-4", "4x4.0", "", "0x0", "4x²")
 }
 
@@ -114,7 +114,7 @@ def test_an_invalid_slice_is_rejected_with_the_valid_choices(arguments):
 
 
 def test_only_the_smaller_ones_of_many_choices_are_listed():
-    with pytest.raises(UserError, match=r"use one of 2x2x1, .*, 8x8x8 and larger$"):
+    with pytest.raises(UserError, match=r"use one of 1x1x1, .*, 8x8x8 and larger$"):
         find_slice("v4", 64, "3x3x3", 1)
 
 
@@ -132,11 +132,14 @@ def test_a_missing_compiler_is_reported_with_the_command_that_installs_it(monkey
 COMPILED = {
     Slice("v2", (4, 4)): (4, 4, 1, 2),
     Slice("v3", (2, 4)): (2, 4, 1, 2),
+    Slice("v3", (1, 1)): (1, 1, 1, 2),
+    Slice("v4", (1, 1, 1)): (1, 1, 1, 1),
     Slice("v4", (2, 2, 1)): (2, 2, 1, 1),
     Slice("v4", (2, 2, 4)): (2, 2, 4, 1),
     Slice("v4", (4, 8, 8)): (4, 8, 8, 1),
     Slice("v5e", (4, 8)): (4, 8, 1, 1),
     Slice("v5e", (8, 4)): (8, 4, 1, 1),
+    Slice("v5p", (1, 1, 1)): (1, 1, 1, 1),
     Slice("v5p", (2, 2, 2)): (2, 2, 2, 1),
     Slice("v6e", (16, 16)): (16, 16, 1, 1),
     Slice("tpu7x", (4, 4, 4)): (4, 4, 4, 2),

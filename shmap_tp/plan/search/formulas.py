@@ -11,7 +11,7 @@ Memory (bytes)
     working set  one layer's activations and their gradients; two gathered FSDP layers; bfloat16 copies of unsharded
                  weights; the logits and the gradient of the head; the scores of chunked attention
 Time (seconds)
-    matmuls      FLOPs with recomputation (model/flops.py) / peak
+    matmuls      FLOPs with recomputation (model/flops.py) / peak; of experts more (grouped.py)
     attention    FLOPs / peak; for the chunked kernel without the causal half, and its scores through memory
     memory       activations read and written, weights once per pass and microbatch, the optimizer's update / bandwidth
     collectives  those of the analytic ledger, each by the link model, by kind of overlap; of FSDP's gathers and
@@ -19,8 +19,8 @@ Time (seconds)
     host         offloaded bytes / host rate, in each direction; what exceeds the computation is waited for
 
 The time is the sum of these terms, each times a constant of `TIME`, fitted to the compiled steps of benchmarks/results
-(`python benchmarks/formula_calibration.py` fits, and prints the error on models that were left out).  Not modelled: the
-efficiency of small matmuls, what XLA fuses or spills, contention between collectives, fragmentation.
+(`python benchmarks/formula_calibration.py`, which prints the error on models that were left out).  Not modelled: small
+matmuls, what XLA fuses or spills, contention of collectives, fragmentation.
 """
 
 import math
@@ -56,6 +56,7 @@ from shmap_tp.plan.communication.analytic import activations
 from shmap_tp.plan.communication.from_jaxpr import IN_A_LAYER
 from shmap_tp.plan.communication.ledger import Entry, Operation, without_trivial_axes
 from shmap_tp.plan.communication.parameters import Parameter, fsdp_uses, gathers_between_slices, parameters, update
+from shmap_tp.plan.search.grouped import grouped_excess
 from shmap_tp.plan.targets import Target, devices_of, link_model, machine_of
 from shmap_tp.plan.tpu import KERNEL_EFFICIENCY
 
@@ -214,15 +215,14 @@ def layer_values(config: Config) -> float:
 
 def time_terms(config: Config, model: ModelConfig, every: list[Parameter], target: Target) -> dict[str, float]:
     """Seconds of each term of TIME but those of the host."""
-    device = machine_of(target)
-    microbatches, tokens = config.train.microbatches, microbatch_tokens(config)
+    device, microbatches, tokens = machine_of(target), config.train.microbatches, microbatch_tokens(config)
     all_tokens = microbatches * tokens
     share = all_tokens / config.mesh.mp / device.flops
     attention = _attention_flops(model) * share
-    matmuls = (flops_per_token(model) + sum(recomputed_terms(model).values())) * share - attention
+    flops = flops_per_token(model) + sum(recomputed_terms(model).values())
+    matmuls = (flops + grouped_excess(model, tokens, config.mesh.mp, device.kind)) * share - attention
     is_chunked = model.attention == AttentionKernel.chunked
     score_bytes = WIDE * _score_keys(model) * model.heads / config.mesh.mp * all_tokens if is_chunked else 0.0
-    weights = sum(p.values * p.layers for p in every)
     activations = NARROW * all_tokens * model.layers * layer_values(config)
     return {
         "matmuls": matmuls,
@@ -230,7 +230,7 @@ def time_terms(config: Config, model: ModelConfig, every: list[Parameter], targe
         "chunked": 2 * attention if is_chunked else 0.0,
         "scores": score_bytes / device.memory_rate,
         "activations": activations / device.memory_rate,
-        "weights": microbatches * 3 * NARROW * weights / device.memory_rate,
+        "weights": microbatches * 3 * NARROW * sum(p.values * p.layers for p in every) / device.memory_rate,
         "update": 7 * WIDE * sum(p.values * p.layers / p.shards for p in every if p.trained) / device.memory_rate,
         **collective_seconds(config, every, target),
     }

@@ -17,7 +17,7 @@ Mlp = StrEnum("Mlp", ["gelu", "gelu_erf", "swiglu", "geglu"])
 PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
 RouterScores = StrEnum("RouterScores", ["softmax", "sigmoid"])
 RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
-RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3"])
+RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3", "linear", "yarn"])
 AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
 NormPlacement = StrEnum("NormPlacement", ["before", "both"])
 LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
@@ -174,15 +174,18 @@ class ModelConfig:
     """For positions=rotary: which elements form a pair.  half: k and k + R/2.  neighbouring: 2k and 2k + 1."""
     rotary_scaling: RotaryScaling
     """For positions=rotary.  llama3: rates whose wavelength exceeds original_context / low_frequency_factor are divided
-    by the factor, those below original_context / high_frequency_factor stay, and between them it is interpolated."""
+    by the factor, those below original_context / high_frequency_factor stay, and between them it is interpolated.
+    linear: all are divided by the factor.  yarn: as llama3, but interpolated in the number of the pair, from the whole
+    one before to the whole one after, and the rotated elements of q and k times 0.1 log(factor) + 1."""
     rotary_scaling_factor: float
-    """For rotary_scaling=llama3: what low rates are divided by."""
+    """For rotary_scaling=llama3, linear and yarn: what low rates, or all, are divided by."""
     rotary_low_frequency_factor: float
-    """For rotary_scaling=llama3: number of rotations in the original context below which the rate is divided."""
+    """For rotary_scaling=llama3 and yarn: number of rotations in the original context below which the rate is
+    divided."""
     rotary_high_frequency_factor: float
-    """For rotary_scaling=llama3: number of rotations in the original context above which the rate stays."""
+    """For rotary_scaling=llama3 and yarn: number of rotations in the original context above which the rate stays."""
     rotary_original_context: int
-    """For rotary_scaling=llama3: the context that the model was trained with before its rates were scaled."""
+    """For rotary_scaling=llama3 and yarn: the context that the model was trained with before its rates were scaled."""
     window: int | None
     """In local layers a token attends to the last `window` tokens, of which it is one; null: to all before it."""
     layer_pattern: list[LayerKind]

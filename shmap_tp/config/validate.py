@@ -320,10 +320,15 @@ def _check_rotary(model: ModelConfig) -> None:
             f"use at most {model.head_dim}, or null for all of it"
         )
     low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
-    if model.rotary_scaling == RotaryScaling.llama3 and not 0 < low < high:
+    if model.rotary_scaling in (RotaryScaling.llama3, RotaryScaling.yarn) and not 0 < low < high:
         raise UserError(
             f"model.rotary_low_frequency_factor={low} must be above 0 and below "
-            f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4"
+            f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4, YaRN 1 and 32"
+        )
+    if model.rotary_scaling == RotaryScaling.yarn and model.rotary_base <= 1:
+        raise UserError(
+            f"model.rotary_base={model.rotary_base} gives all pairs one rate, and model.rotary_scaling=yarn needs "
+            f"rates that differ; use a base above 1"
         )
 
 

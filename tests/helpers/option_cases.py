@@ -10,7 +10,7 @@ import jax
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.positions import Rotary, make_position_encoding
-from shmap_tp.layers.rotation import Llama3Scaling, Rotation
+from shmap_tp.layers.rotation import Llama3Scaling, Rotation, YarnScaling
 from shmap_tp.model.blocks import BLOCKS
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 from tests.helpers import reference
@@ -60,5 +60,6 @@ ROTATIONS = {
     "neighbouring": Rotation(10_000.0, None, neighbouring=True),
     "partial, neighbouring": Rotation(10_000.0, 4, neighbouring=True),
     "llama3": Rotation(10.0, None, scaling=Llama3Scaling(8.0, 1.0, 4.0, 32)),
+    "yarn": Rotation(10.0, None, scaling=YarnScaling(8.0, 1.0, 4.0, 32, 10.0)),
 }
 ROTARIES = {name: Rotary(rotation) for name, rotation in ROTATIONS.items()}

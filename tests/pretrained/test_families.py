@@ -68,14 +68,30 @@ def test_a_rotary_model_gets_a_context_of_at_most_2048_and_learned_positions_all
     assert config_of(tmp_path, "gpt2", n_positions=4096).model.context == 4096
 
 
+YARN = reference("qwen2")["config"]["rope_parameters"]
 REFUSED = [
     ("llama", {"hidden_act": "relu"}, "hidden_act=relu is not supported for LlamaForCausalLM; supported is silu"),
     ("llama", {"hidden_size": None}, "hidden_size is missing, which every LlamaForCausalLM has"),
     ("llama", {"logit_softcap": 30.0}, "logit_softcap=30.0 is not a key that shmap_tp knows for LlamaForCausalLM"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not a key"),
     ("llama", {"architectures": ["MambaForCausalLM"]}, "the architecture MambaForCausalLM is not supported; supported"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "rope_parameters={'rope_type': 'yarn', 'fac"),
-    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling={'type': 'lin"),
+    (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2}},
+        "the yarn scaling of the rotary encoding has no or",
+    ),
+    ("qwen2", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale=0.7 of the rotary scaling is not supported"),
+    (
+        "qwen2",
+        {"rope_parameters": {**YARN, "truncate": False}},
+        "truncate=False of the rotary scaling is not supported",
+    ),
+    (
+        "qwen2",
+        {"rope_parameters": {**YARN, "attention_factor": 1.1}},
+        "attention_factor=1.1 of the rotary scaling is not",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "the linear scaling of the rotary encoding has no factor"),
     ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "the llama3 scaling of the rotary encoding has no factor"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
     (
@@ -109,8 +125,8 @@ REFUSED = [
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
     (
         "gemma3",
-        {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        "rope_scaling={'rope_type': 'linear', 'factor': 8.0} is not supported",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}},
+        "rope_parameters.sliding_attention={'rope_type': 'linear', 'factor': 8.0} is not supported",
     ),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] must be a list of num_hidden_layers=5 numbers"),
     ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types=['sliding_attention', 'sliding_attention'"),

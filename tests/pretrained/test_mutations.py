@@ -6,10 +6,12 @@ The errors of biases are in test_bias_mutations.py, and those with dense referen
 import pytest
 
 from shmap_tp import api
+from shmap_tp.layers.rotation import YarnScaling
 from shmap_tp.pretrained.families import FAMILIES
 from shmap_tp.pretrained.family import Row
 from tests.helpers.pretrained_models import logit_error, reference, write_directory
 
+AT_LEAST = 5e-5
 MUTATIONS = {
     "q, k and v of GPT-NeoX as thirds": (
         "gpt_neox", "blocks.attention.query.weight", "gpt_neox.layers.{layer}.attention.query_key_value.weight",
@@ -38,6 +40,11 @@ def test_the_comparison_fails_with(tmp_path, monkeypatch, what):
     assert logit_error(directory, case) > 1e-3
 
 
+def test_the_comparison_fails_without_the_amplitude_of_yarn(tmp_path, monkeypatch):
+    monkeypatch.setattr(YarnScaling, "amplitude", 1.0)
+    assert logit_error(write_directory(tmp_path / "m", "qwen2"), "qwen2") > AT_LEAST
+
+
 @pytest.mark.parametrize(
     ("case", "changed"),
     [
@@ -47,6 +54,8 @@ def test_the_comparison_fails_with(tmp_path, monkeypatch, what):
         ("llama", "norm_epsilon=1e-4"),
         ("gpt2", "norm_epsilon=1e-4"),
         ("llama", "rotary_scaling=none"),
+        ("qwen2", "rotary_high_frequency_factor=8"),
+        ("gemma3", "rotary_scaling=none"),
         ("gemma", "embedding_scale=1.0"),
         ("gpt2", "mlp=gelu_erf"),
         ("gpt_neox", "block=sequential"),
@@ -67,4 +76,4 @@ def test_the_comparison_fails_with_another_option(tmp_path, monkeypatch, case, c
     monkeypatch.setattr("shmap_tp.pretrained.configuration.ARCHITECTURE_KEYS", frozenset())
     load = api.load_config
     monkeypatch.setattr(api, "load_config", lambda *given, **more: load(*given, f"model.{changed}", **more))
-    assert logit_error(directory, case) > 5e-5
+    assert logit_error(directory, case) > AT_LEAST

@@ -19,7 +19,7 @@ RouterScores = StrEnum("RouterScores", ["softmax", "sigmoid"])
 RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
 RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3", "linear", "yarn"])
 AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
-NormPlacement = StrEnum("NormPlacement", ["before", "both"])
+NormPlacement = StrEnum("NormPlacement", ["before", "after", "both"])
 LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention", "mlp", "attention_and_up", "all_matmuls"])
@@ -149,10 +149,13 @@ class ModelConfig:
     norm_bias: bool
     """Whether every LayerNorm adds a bias."""
     norm_placement: NormPlacement
-    """For block=sequential.  before: the input of attention and of the MLP is normalised.  both: also their output."""
+    """For block=sequential.  before: the input of attention and of the MLP is normalised.  after: their output.  both:
+    input and output."""
     qk_norm: bool
     """Whether each head of q and of k is normalised by an RMSNorm, before the rotary encoding; with
     norm=rmsnorm_unit_offset by one with the offset."""
+    qk_norm_across_heads: bool
+    """For qk_norm=true: all heads of q are normalised together, and all of k, each element with a scale of its own."""
     mlp: Mlp
     """MLP and its activation.  gelu: GELU in its tanh form.  gelu_erf: exact GELU.  swiglu, geglu: a gate projection
     beside the up projection, with SiLU or with GELU in its tanh form."""

@@ -159,17 +159,19 @@ class LocalRotaryKeys:
     """
 
     of_global: RotaryKeys
-    local: str
+    local: str | None
+    """None: transformers 4 has one base, which must be the default, since transformers 5 reads it for global layers
+    alone."""
     default_local: float
 
     @property
     def names(self) -> set[str]:
-        return self.of_global.names | {self.local}
+        return self.of_global.names | ({self.local} if self.local else set())
 
     def read(self, config: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
         """The `rotary_` keys of the `model` section.  Local layers have no scaling."""
         given = section(config.get("rope_parameters"), "rope_parameters", where)
-        nested, local = {"full_attention", "sliding_attention"}, config.get(self.local)
+        nested, local = {"full_attention", "sliding_attention"}, config.get(self.local or "")
         if nested & given.keys() or not given:
             if unknown := sorted(given.keys() - nested):
                 raise UserError(f"{where}: rope_parameters.{shown(unknown[0])} is not supported")
@@ -180,10 +182,21 @@ class LocalRotaryKeys:
                 if "rotary_scaling" in found:
                     raise UserError(f"{where}: rope_parameters.sliding_attention={shown(of_local)} is not supported")
                 local = found["rotary_base"]
-        local = number(self.default_local if local is None else local, self.local, where)
-        return self.of_global.read(config, head_dim, where) | {"rotary_local_base": local}
+        local = number(self.default_local if local is None else local, self.local or "rope_theta", where)
+        found = self.of_global.read(config, head_dim, where)
+        if not self.local and not nested & given.keys() and found["rotary_base"] != local:
+            raise UserError(
+                f"{where}: rope_theta={found['rotary_base']:g} means different bases of local layers in different "
+                f"versions of transformers; give rope_parameters of full_attention and of sliding_attention"
+            )
+        return found | {"rotary_local_base": local}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Keys of config.json, by the names of transformers 4, which 5 reads as well."""
+        """Keys of config.json, by the names of transformers 4, which 5 reads as well, where these have both bases."""
         local = model.rotary_base if model.rotary_local_base is None else model.rotary_local_base
-        return self.of_global.write(model) | {self.local: local}
+        config = self.of_global.write(model)
+        if self.local:
+            return config | {self.local: local}
+        of_global = {"rope_type": "default", "rope_theta": config["rope_theta"]} | config.get("rope_scaling", {})
+        of_local = {"rope_type": "default", "rope_theta": local}
+        return {"rope_parameters": {"full_attention": of_global, "sliding_attention": of_local}}

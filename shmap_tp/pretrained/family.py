@@ -248,6 +248,7 @@ class Family:
 NEUTRAL = {
     "norm_bias": False,
     "qk_norm": False,
+    "qk_norm_across_heads": False,
     "qkv_bias": False,
     "attention_output_bias": False,
     "mlp_bias": False,

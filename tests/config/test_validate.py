@@ -82,6 +82,8 @@ OVERRIDES = {
     "model.layer_pattern=[local,global]": "model.layer_pattern=[local,global] has local layers, which need a window, "
     "but model.window=null (model bytes)",
     "model.layer_pattern=[global,nope]": "model.layer_pattern=[global,nope] with nope has no effect with model.",
+    "model.qk_norm_across_heads=true": "model.qk_norm_across_heads=true needs model.qk_norm=true and a norm without",
+    "model.norm_placement=after": "model.norm_placement=after needs model.block=sequential, but model.block=parallel",
     "model.norm_placement=both": "model.norm_placement=both needs model.block=sequential, but model.block=parallel",
     "model.logit_softcap=0": "model.logit_softcap=0 must be above 0",
     "model.rotary_local_base=10": "model.rotary_local_base=10.0 has no effect with model.positions=alibi",

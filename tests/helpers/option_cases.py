@@ -31,6 +31,9 @@ BLOCK_OPTIONS = {
         "block=sequential norm=rmsnorm norm_epsilon=1e-5 qk_norm=true kv_heads=2 head_dim=8 rotary_base=10 "
         "rotary_scaling=llama3 rotary_original_context=32"
     ),
+    "sequential, norms after, joint norms of 2 kv heads": (
+        "block=sequential norm=rmsnorm norm_placement=after qk_norm=true qk_norm_across_heads=true kv_heads=2"
+    ),
     "two rms norms with unit offset, geglu": "block=parallel_two_norms norm=rmsnorm_unit_offset mlp=geglu kv_heads=1",
 }
 

@@ -74,6 +74,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 5, "layer_types": [*_LOCAL, *_LOCAL, "full_attention", *_LOCAL, *_LOCAL]}
         | {"rope_parameters": {_LOCAL[0]: _rope(100.0), "full_attention": _rope(50_000.0) | _LINEAR}},
     ),
+    "olmo2": ("olmo2", _LLAMA),
+    "olmo3": (
+        "olmo3",
+        _LLAMA
+        | {"num_hidden_layers": 4, "sliding_window": 100}
+        | {"rope_parameters": {_LOCAL[0]: _rope(50.0), "full_attention": _YARN}},
+    ),
     "smollm3": ("smollm3", _LLAMA | {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 48, "n_layer": 3, "n_head": 8}),
     "gpt_neox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5}),

@@ -1,6 +1,7 @@
 """config.json to the model section and back; what is not supported is refused with its name and value."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,8 @@ REFUSED = [
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}},
         "rope_parameters.sliding_attention={'rope_type': 'linear', 'factor': 8.0} is not supported",
     ),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not a key that shmap_tp knows for Olmo2ForCausalLM"),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "rope_theta=10000 means different bases of local layers"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] must be a list of num_hidden_layers=5 numbers"),
     ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types=['sliding_attention', 'sliding_attention'"),
     ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True is not supported for SmolLM3ForCausalLM"),
@@ -191,6 +194,11 @@ PUBLISHED = {
         | {"rope_local_base_freq": 100.0, "rope_scaling": None, "cache_implementation": "hybrid"},
         "gemma3",
     ),
+    "Olmo-3-7B": (
+        {"rope_parameters": None, "rope_theta": 500_000, "attention_bias": False, "layer_types": None}
+        | {"rope_scaling": YARN | {"rope_theta": None, "attention_factor": 0.1 * math.log(4) + 1}},
+        "olmo3",
+    ),
     "gemma-7b": ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gemma"),
 }
 """Keys that the config.json of published models has, and this project's tests of logits do not have."""
@@ -248,10 +256,11 @@ def test_a_context_beyond_the_model_or_its_sliding_window_is_refused(tmp_path, c
     assert config_of(tmp_path, case, **changed).model.context == longest
 
 
-def test_the_layers_of_gemma_are_those_of_layer_types_and_without_it_those_of_transformers(tmp_path):
+def test_the_layers_of_gemma_and_olmo_are_those_of_layer_types_and_without_it_those_of_transformers(tmp_path):
     assert config_of(tmp_path, "gemma2").model.layer_pattern == ["local", "global"]
     assert config_of(tmp_path, "gemma2", layer_types=None).model.layer_pattern == ["local", "global"]
     assert config_of(tmp_path, "gemma3").model.layer_pattern == ["local", "local", "global"]
+    assert config_of(tmp_path, "olmo3", layer_types=None).model.layer_pattern == [*["local"] * 3, "global"]
     layers = {"layer_types": None, "num_hidden_layers": 26}
     assert config_of(tmp_path, "gemma3", **layers).model.layer_pattern == [*["local"] * 5, "global"]
 

@@ -3,11 +3,14 @@
 The errors of biases are in test_bias_mutations.py, and those with dense references in tests/test_option_mutations.py.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from shmap_tp import api
 from shmap_tp.layers.rotation import YarnScaling
 from shmap_tp.pretrained.families import FAMILIES
+from shmap_tp.pretrained.families.olmo import OLMO2
 from shmap_tp.pretrained.family import Row
 from tests.helpers.pretrained_models import logit_error, reference, write_directory
 
@@ -45,6 +48,19 @@ def test_the_comparison_fails_without_the_amplitude_of_yarn(tmp_path, monkeypatc
     assert logit_error(write_directory(tmp_path / "m", "qwen2"), "qwen2") > AT_LEAST
 
 
+def test_the_comparison_fails_with_a_norm_over_the_heads_of_one_device(tmp_path, monkeypatch):
+    monkeypatch.setattr("shmap_tp.layers.norm.all_reduce", lambda mean, axes: 4 * mean)
+    assert logit_error(write_directory(tmp_path / "m", "olmo2"), "olmo2", mp=4) > AT_LEAST
+
+
+def test_the_comparison_fails_with_the_norms_of_olmo_before_the_sublayers(tmp_path, monkeypatch):
+    directory = write_directory(tmp_path / "m", "olmo2")
+    rows = tuple(replace(row, ours=row.ours.replace("_output_norm", "_norm")) for row in OLMO2.rows)
+    monkeypatch.setitem(vars(OLMO2), "rows", rows)
+    monkeypatch.setitem(vars(OLMO2), "fixed", {**OLMO2.fixed, "norm_placement": "before"})
+    assert logit_error(directory, "olmo2") > AT_LEAST
+
+
 @pytest.mark.parametrize(
     ("case", "changed"),
     [
@@ -67,6 +83,9 @@ def test_the_comparison_fails_without_the_amplitude_of_yarn(tmp_path, monkeypatc
         ("gemma2", "logit_softcap=null"),
         ("gemma3", "rotary_local_base=null"),
         ("gemma3", "layer_pattern=[local,global,local]"),
+        ("olmo3", "layer_pattern=[global,local,local,local]"),
+        ("olmo3", "rotary_local_base=100"),
+        ("olmo3", "window=99"),
         ("smollm3", "layer_pattern=[]"),
         ("smollm3", "layer_pattern=[nope,global]"),
     ],

@@ -98,8 +98,8 @@ class RotaryKeys:
         found = {"rotary_base": base}
         extra = set(scaling) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
         if kind not in ("default", *self.scalings) or (kind == "default" and extra):
-            supported = ", ".join(("default", *self.scalings))
-            raise UserError(f"{where}: {name}={shown(config[name])} is not supported; supported are {supported}")
+            supported = " or ".join(("default", *self.scalings))
+            raise UserError(f"{where}: {name}={shown(config[name])} is not supported; supported is {supported}")
         if kind in SCALINGS:
             found |= _read_scaling(kind, scaling, extra, where)
         return found | self._read_partial(config, scaling, head_dim, where)

@@ -81,6 +81,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "sliding_window": 100}
         | {"rope_parameters": {_LOCAL[0]: _rope(50.0), "full_attention": _YARN}},
     ),
+    "phi3": (
+        "phi3",
+        _LLAMA
+        | {"sliding_window": 100, "pad_token_id": 0}
+        | {"rope_parameters": _rope(10_000.0) | {"partial_rotary_factor": 0.75}},
+    ),
     "smollm3": ("smollm3", _LLAMA | {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 48, "n_layer": 3, "n_head": 8}),
     "gpt_neox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5}),

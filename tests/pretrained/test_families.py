@@ -131,6 +131,12 @@ REFUSED = [
     ),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not a key that shmap_tp knows for Olmo2ForCausalLM"),
     ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "rope_theta=10000 means different bases of local layers"),
+    (
+        "phi3",
+        {"rope_parameters": YARN},
+        "'rope_type': 'yarn'} is not supported; supported is default",
+    ),
+    ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling={'type': 'longrope'} is not supported"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] must be a list of num_hidden_layers=5 numbers"),
     ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types=['sliding_attention', 'sliding_attention'"),
     ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True is not supported for SmolLM3ForCausalLM"),
@@ -193,6 +199,10 @@ PUBLISHED = {
         {"layer_types": None, "sliding_window_pattern": 3, "rope_parameters": None, "rope_theta": 5e4}
         | {"rope_local_base_freq": 100.0, "rope_scaling": None, "cache_implementation": "hybrid"},
         "gemma3",
+    ),
+    "phi-4": (
+        {"original_max_position_embeddings": 16384, "sliding_window": None, "rope_scaling": None, "embd_pdrop": 0.0},
+        "phi3",
     ),
     "Olmo-3-7B": (
         {"rope_parameters": None, "rope_theta": 500_000, "attention_bias": False, "layer_types": None}

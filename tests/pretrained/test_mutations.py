@@ -20,6 +20,10 @@ MUTATIONS = {
         "gpt_neox", "blocks.attention.query.weight", "gpt_neox.layers.{layer}.attention.query_key_value.weight",
         "(0/3 h k) d -> (h k) d",
     ),
+    "k and v of Phi-3 exchanged": (
+        "phi3", "blocks.attention.key.weight", "model.layers.{layer}.self_attn.qkv_proj.weight",
+        "(2/h+n+n k) d -> d n k",
+    ),
     "a transposed weight": (
         "gptj", "blocks.attention.out.weight", "transformer.h.{layer}.attn.out_proj.weight", "(h k) d -> (h k) d"
     ),
@@ -86,6 +90,7 @@ def test_the_comparison_fails_with_the_norms_of_olmo_before_the_sublayers(tmp_pa
         ("olmo3", "layer_pattern=[global,local,local,local]"),
         ("olmo3", "rotary_local_base=100"),
         ("olmo3", "window=99"),
+        ("phi3", "rotary_dim=null"),
         ("smollm3", "layer_pattern=[]"),
         ("smollm3", "layer_pattern=[nope,global]"),
     ],

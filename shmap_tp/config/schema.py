@@ -17,9 +17,9 @@ Mlp = StrEnum("Mlp", ["gelu", "gelu_erf", "swiglu", "geglu"])
 PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
 RouterScores = StrEnum("RouterScores", ["softmax", "sigmoid"])
 RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
-RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3"])
+RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3", "linear", "yarn"])
 AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
-NormPlacement = StrEnum("NormPlacement", ["before", "both"])
+NormPlacement = StrEnum("NormPlacement", ["before", "after", "both"])
 LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention", "mlp", "attention_and_up", "all_matmuls"])
@@ -158,10 +158,13 @@ class ModelConfig:
     norm_bias: bool
     """Whether every LayerNorm adds a bias."""
     norm_placement: NormPlacement
-    """For block=sequential.  before: the input of attention and of the MLP is normalised.  both: also their output."""
+    """For block=sequential.  before: the input of attention and of the MLP is normalised.  after: their output.  both:
+    input and output."""
     qk_norm: bool
     """Whether each head of q and of k is normalised by an RMSNorm, before the rotary encoding; with
     norm=rmsnorm_unit_offset by one with the offset."""
+    qk_norm_across_heads: bool
+    """For qk_norm=true: all heads of q are normalised together, and all of k, each element with a scale of its own."""
     mlp: Mlp
     """MLP and its activation.  gelu: GELU in its tanh form.  gelu_erf: exact GELU.  swiglu, geglu: a gate projection
     beside the up projection, with SiLU or with GELU in its tanh form."""
@@ -183,15 +186,18 @@ class ModelConfig:
     """For positions=rotary: which elements form a pair.  half: k and k + R/2.  neighbouring: 2k and 2k + 1."""
     rotary_scaling: RotaryScaling
     """For positions=rotary.  llama3: rates whose wavelength exceeds original_context / low_frequency_factor are divided
-    by the factor, those below original_context / high_frequency_factor stay, and between them it is interpolated."""
+    by the factor, those below original_context / high_frequency_factor stay, and between them it is interpolated.
+    linear: all are divided by the factor.  yarn: as llama3, but interpolated in the number of the pair, from the whole
+    one before to the whole one after, and the rotated elements of q and k times 0.1 log(factor) + 1."""
     rotary_scaling_factor: float
-    """For rotary_scaling=llama3: what low rates are divided by."""
+    """For rotary_scaling=llama3, linear and yarn: what low rates, or all, are divided by."""
     rotary_low_frequency_factor: float
-    """For rotary_scaling=llama3: number of rotations in the original context below which the rate is divided."""
+    """For rotary_scaling=llama3 and yarn: number of rotations in the original context below which the rate is
+    divided."""
     rotary_high_frequency_factor: float
-    """For rotary_scaling=llama3: number of rotations in the original context above which the rate stays."""
+    """For rotary_scaling=llama3 and yarn: number of rotations in the original context above which the rate stays."""
     rotary_original_context: int
-    """For rotary_scaling=llama3: the context that the model was trained with before its rates were scaled."""
+    """For rotary_scaling=llama3 and yarn: the context that the model was trained with before its rates were scaled."""
     window: int | None
     """In local layers a token attends to the last `window` tokens, of which it is one; null: to all before it."""
     layer_pattern: list[LayerKind]

@@ -325,10 +325,15 @@ def _check_rotary(model: ModelConfig) -> None:
             f"use at most {model.head_dim}, or null for all of it"
         )
     low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
-    if model.rotary_scaling == RotaryScaling.llama3 and not 0 < low < high:
+    if model.rotary_scaling in (RotaryScaling.llama3, RotaryScaling.yarn) and not 0 < low < high:
         raise UserError(
             f"model.rotary_low_frequency_factor={low} must be above 0 and below "
-            f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4"
+            f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4, YaRN 1 and 32"
+        )
+    if model.rotary_scaling == RotaryScaling.yarn and model.rotary_base <= 1:
+        raise UserError(
+            f"model.rotary_base={model.rotary_base} gives all pairs one rate, and model.rotary_scaling=yarn needs "
+            f"rates that differ; use a base above 1"
         )
 
 
@@ -343,10 +348,16 @@ def _check_options(model: ModelConfig) -> None:
             f"model.head_bias=true needs an output head of its own, but model.tie_embeddings=true (model {model.name});"
             f" set one of them to false"
         )
-    if model.norm_placement == NormPlacement.both and model.block != Block.sequential:
+    if model.norm_placement != NormPlacement.before and model.block != Block.sequential:
         raise UserError(
-            f"model.norm_placement=both needs model.block=sequential, but model.block={model.block} (model "
-            f"{model.name}); use model.norm_placement=before"
+            f"model.norm_placement={model.norm_placement} needs model.block=sequential, but model.block={model.block} "
+            f"(model {model.name}); use model.norm_placement=before"
+        )
+    if model.qk_norm_across_heads and (not model.qk_norm or model.norm == Norm.rmsnorm_unit_offset):
+        raise UserError(
+            f"model.qk_norm_across_heads=true needs model.qk_norm=true and a norm without unit offset, but "
+            f"model.qk_norm={str(model.qk_norm).lower()} and model.norm={model.norm} (model {model.name}); "
+            f"change them, or set it to false"
         )
     for key in ("norm_epsilon", "embedding_scale", "attention_softcap", "logit_softcap"):
         if getattr(model, key) == 0:

@@ -28,7 +28,7 @@ from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend_from
 from shmap_tp.layers.context import Context, DeferredResiduals, Extras
 from shmap_tp.layers.flash_attention import Cudnn, Splash
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, adapted
-from shmap_tp.layers.norm import RMSNorm
+from shmap_tp.layers.norm import JointRMSNorm, RMSNorm
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.context_parallel import chunk_numbers, own_chunks, whole_rows
 from shmap_tp.parallel.linear_protocol import Adapter, Linear
@@ -125,23 +125,24 @@ class KeyValueHeads(eqx.Module):
 class Attention(eqx.Module):
     """y = softmax(q k' / sqrt(K) + bias, s <= t) v @ out, with q, k, v = x @ query, x @ key, x @ value.
 
-    With `head_norms` every head of q and of k is normalised before it is rotated.  Yang et al. 2025, Qwen3, section 2,
-    https://arxiv.org/abs/2505.09388
+    With `head_norms` every head of q and of k is normalised before it is rotated (Yang et al. 2025, Qwen3, section 2,
+    https://arxiv.org/abs/2505.09388), or all of them together (`JointRMSNorm`).
 
     A parallel block shares one `column_parallel` and one `row_parallel` with the MLP, and so uses `inputs`, `mix` and
     `out` apart; a sequential block calls the attention.
 
     Communication  what `tp` does for one column-parallel and one row-parallel product; KeyValueHeads' own where mp > N;
-                   of head norms, whose scale [K] is applied to the heads of every device, backward an all-reduce of its
-                   gradient over mp, unless the tensor-parallel mode marked it as varying before.
+                   JointRMSNorm's own; of norms of each head, whose scale [K] is applied to the heads of every device,
+                   backward an all-reduce of its gradient over mp, unless the tensor-parallel mode marked it as varying
+                   before.
     """
 
     query: ColumnParallelLinear
     key: KeyValueHeads
     value: KeyValueHeads
     out: RowParallelLinear
-    query_norm: RMSNorm | None
-    key_norm: RMSNorm | None
+    query_norm: RMSNorm | JointRMSNorm | None
+    key_norm: RMSNorm | JointRMSNorm | None
     attend: AnyAttention = eqx.field(static=True)
 
     def __init__(
@@ -155,7 +156,7 @@ class Attention(eqx.Module):
         std_out: float,
         key: PRNGKeyArray,
         biases: tuple[bool, bool] = (False, False),
-        head_norms: tuple[RMSNorm, RMSNorm] | None = None,
+        head_norms: tuple[RMSNorm | JointRMSNorm, RMSNorm | JointRMSNorm] | None = None,
     ):
         """`heads` is (query heads, key/value heads), `biases` whether there are those of (q, k and v; the output), and
         `head_norms` are those of (q, k)."""
@@ -207,7 +208,7 @@ class Attention(eqx.Module):
         return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
 
 
-def _normalize_heads(norm: RMSNorm, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
-    """Every head of q or k normalised.  Policies save x in place of the result: the gradient of the norm reads x, and
+def _normalize_heads(norm: RMSNorm | JointRMSNorm, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+    """The heads of q or k normalised.  Policies save x in place of the result: the gradient of the norm reads x, and
     attention's backward pass recomputes norm and rotation, instead of the projection."""
     return mark_varying(norm, MP)(checkpoint_per_head(x_BTHK, QUERY_KEY_VALUE))

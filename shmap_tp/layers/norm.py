@@ -2,7 +2,8 @@
 
 B batch, T time, D model width; for a head D is the head dim, and there is a dim of heads before it.
 
-    x[B T D]  ->  y[B T D]      computed in float32 (or wider), returned in x's dtype; no communication
+    x[B T D]  ->  y[B T D]      computed in float32 (or wider), returned in x's dtype; no communication, but for
+                                JointRMSNorm
 
 Positions are normalised one by one.  Where x is replicated over mp, every device computes the same y, and the scale's
 gradient is complete.  Where a device holds T/mp positions, the gradient is a partial sum over mp: the scale was marked
@@ -23,7 +24,9 @@ from jaxtyping import Array, Float
 
 from shmap_tp.config.activation_names import NORM_STATISTICS
 from shmap_tp.config.schema import ModelConfig, Norm
-from shmap_tp.parallel.partitioning import param
+from shmap_tp.parallel.collectives import all_reduce, mark_varying
+from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.partitioning import ParameterKind, param
 
 
 class LayerNorm(eqx.Module):
@@ -93,6 +96,33 @@ class RMSNorm(eqx.Module):
         return n * scale[(None,) * (n.ndim - 1)]
 
 
+class JointRMSNorm(eqx.Module):
+    """RMSNorm of all heads of q, or of k, together: the mean is over heads and elements, and each has its own scale.
+    Team OLMo 2024, OLMo 2, section 3.2, https://arxiv.org/abs/2501.00656
+
+    Shapes         x[B T N/mp K] -> y[B T N/mp K]; where mp > N, the scale is replicated, and x is the one head
+                   [B T 1 K] that mp / N devices share: the mean over devices counts every head alike.
+    Communication  one all-reduce over mp of the mean [B T] of this device's heads; backward one of its gradient, and
+                   where mp > N one of the scale's, unless the tensor-parallel mode marked it as varying before.
+    """
+
+    scale: Float[Array, "N K"] = param(MP, None, kind=ParameterKind.vector, replicate_if_fewer=True)
+    epsilon: float = eqx.field(static=True)
+
+    def __init__(self, heads: int, head_dim: int, epsilon: float = 1e-6):
+        self.scale = jnp.ones((heads, head_dim))
+        self.epsilon = epsilon
+
+    def __call__(self, x_BTNK: Float[Array, "B T N K"]) -> Float[Array, "B T N K"]:
+        scale_NK, devices = self.scale, lax.axis_size(MP)
+        if (heads := scale_NK.shape[0]) != x_BTNK.shape[2]:
+            scale_NK = lax.dynamic_slice_in_dim(scale_NK, lax.axis_index(MP) * heads // devices, 1)
+        x = x_BTNK.astype(scale_NK.dtype)
+        mean_BT = all_reduce(mark_varying(jnp.mean(x * x, axis=(2, 3)), MP), MP) / devices
+        root_BT = lax.rsqrt(checkpoint_name(mean_BT, NORM_STATISTICS) + self.epsilon)
+        return (x * root_BT[..., None, None] * scale_NK[None, None]).astype(x_BTNK.dtype)
+
+
 NORMS = {
     Norm.layernorm: LayerNorm,
     Norm.rmsnorm: RMSNorm,
@@ -107,8 +137,10 @@ def make_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
     return NORMS[config.norm](config.width, **_epsilon(config), **bias)
 
 
-def make_head_norm(config: ModelConfig) -> RMSNorm:
-    """The norm of each head of q, or of k."""
+def make_head_norm(config: ModelConfig, heads: int) -> RMSNorm | JointRMSNorm:
+    """The norm of the heads of q, or of k."""
+    if config.qk_norm_across_heads:
+        return JointRMSNorm(heads, config.head_dim, **_epsilon(config))
     unit_offset = config.norm == Norm.rmsnorm_unit_offset
     return RMSNorm(config.head_dim, **_epsilon(config), unit_offset=unit_offset)
 

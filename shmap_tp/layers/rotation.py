@@ -25,11 +25,59 @@ class Llama3Scaling:
     low: float
     high: float
     original_context: int
+    amplitude = 1.0
 
     def scaled(self, rates: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:
         rotations = self.original_context * rates / (2 * math.pi)
         kept = np.clip((rotations - self.low) / (self.high - self.low), 0, 1)
         return kept * rates + (1 - kept) * rates / self.factor
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Every rate divided by `factor`: positions are interpolated.  Chen et al. 2023, https://arxiv.org/abs/2306.15595"""
+
+    factor: float
+    amplitude = 1.0
+
+    def scaled(self, rates: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:
+        return rates / self.factor
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Low rates divided by `factor`, high ones kept, and what is rotated times 0.1 log(factor) + 1.  Peng et al. 2023,
+    YaRN, sections 3.2 and 3.4, https://arxiv.org/abs/2309.00071
+
+    The rate of the pair i(n) = R log(original_context / 2 pi n) / (2 log base) makes n rotations in the original
+    context.  Rates stay up to pair i(fast), rounded down, and are divided from pair i(slow) on, rounded up; between the
+    two they are interpolated linearly in the number of the pair, as in the code released with the paper.
+    """
+
+    factor: float
+    slow: float
+    fast: float
+    original_context: int
+    base: float
+
+    @property
+    def amplitude(self) -> float:
+        return yarn_amplitude(self.factor)
+
+    def scaled(self, rates: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:
+        pairs = len(rates)
+        fast, slow = (
+            pairs * math.log(self.original_context / (2 * math.pi * n)) / math.log(self.base)
+            for n in (self.fast, self.slow)
+        )
+        first, last = max(math.floor(fast), 0), min(math.ceil(slow), 2 * pairs - 1)
+        divided = np.clip((np.arange(pairs) - first) / (last - first if last != first else 1e-3), 0, 1)
+        return (1 - divided) * rates + divided * rates / self.factor
+
+
+def yarn_amplitude(factor: float) -> float:
+    """What YaRN multiplies q and k by: their scores by its square, the inverse of a temperature."""
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +90,12 @@ class Rotation:
     """R; None: all of the head."""
     neighbouring: bool = False
     """Pairs (2i, 2i + 1), as in the paper and GPT-J; else (i, i + R/2), as in GPT-NeoX and Llama."""
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+
+    @property
+    def amplitude(self) -> float:
+        """What the rotated elements are multiplied by."""
+        return 1.0 if self.scaling is None else self.scaling.amplitude
 
     def size(self, head_dim: int) -> int:
         """R of a head."""
@@ -64,13 +117,22 @@ class Rotation:
 
 def make_rotation(config: ModelConfig) -> Rotation:
     """The rotation that the `rotary_` keys of the model name."""
-    scaling = None
-    if config.rotary_scaling == RotaryScaling.llama3:
-        scaling = Llama3Scaling(
-            config.rotary_scaling_factor,
-            config.rotary_low_frequency_factor,
-            config.rotary_high_frequency_factor,
-            config.rotary_original_context,
-        )
     neighbouring = config.rotary_pairing == RotaryPairing.neighbouring
-    return Rotation(config.rotary_base, config.rotary_dim, neighbouring, scaling)
+    return Rotation(config.rotary_base, config.rotary_dim, neighbouring, _scaling(config))
+
+
+def _scaling(config: ModelConfig) -> Llama3Scaling | LinearScaling | YarnScaling | None:
+    frequencies = (
+        config.rotary_low_frequency_factor,
+        config.rotary_high_frequency_factor,
+        config.rotary_original_context,
+    )
+    match config.rotary_scaling:
+        case RotaryScaling.none:
+            return None
+        case RotaryScaling.llama3:
+            return Llama3Scaling(config.rotary_scaling_factor, *frequencies)
+        case RotaryScaling.linear:
+            return LinearScaling(config.rotary_scaling_factor)
+        case RotaryScaling.yarn:
+            return YarnScaling(config.rotary_scaling_factor, *frequencies, config.rotary_base)

@@ -67,7 +67,7 @@ def _sum(x: Array, axis: int, dtype: DTypeLike) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def rotate_pairs(rotation: Rotation, sign: int, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
-    """Rotate each pair of the head at position t by sign * t * its rate, in float32 or wider.
+    """Rotate each pair of the head at position t by sign * t * its rate, in float32 or wider, times the amplitude.
 
     The plain version is `rotate_pairs_at`.  Here the other element of each pair comes from a matmul with a signed
     permutation, exactly, because half a head fills half a row of a TPU's vector unit; and the gradient, a rotation the
@@ -80,7 +80,9 @@ def rotate_pairs(rotation: Rotation, sign: int, x_BTHK: Float[Array, "B T H K"])
     angle, swap = np.zeros((time, head_dim)), np.zeros((head_dim, head_dim), int)
     angle[:, first] = angle[:, second] = np.arange(time)[:, None] * rotation.rates(head_dim)
     swap[second, first], swap[first, second] = -sign, sign
-    cos, sin = (jnp.asarray(f(angle)[None, :, None, :], wide) for f in (np.cos, np.sin))
+    size = np.ones(head_dim)
+    size[first] = size[second] = rotation.amplitude
+    cos, sin = (jnp.asarray((size * f(angle))[None, :, None, :], wide) for f in (np.cos, np.sin))
     swap = jnp.asarray(swap, x_BTHK.dtype)
     other = jnp.matmul(x_BTHK, swap, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
     return (x_BTHK.astype(wide) * cos + other * sin).astype(x_BTHK.dtype)
@@ -102,7 +104,7 @@ def rotate_pairs_at(
     angle_BTHP = (positions_BT.astype(wide)[..., None] * rates_P[None, None])[:, :, None]
     x, rest = jnp.split(x_BTHK.astype(wide), [rotation.size(head_dim)], axis=-1)
     a, b = (x[..., ::2], x[..., 1::2]) if rotation.neighbouring else jnp.split(x, 2, axis=-1)
-    cos, sin = jnp.cos(angle_BTHP), jnp.sin(angle_BTHP)
+    cos, sin = (rotation.amplitude * f(angle_BTHP) for f in (jnp.cos, jnp.sin))
     turned = [a * cos - b * sin, b * cos + a * sin]
     y = jnp.stack(turned, axis=-1).reshape(x.shape) if rotation.neighbouring else jnp.concatenate(turned, axis=-1)
     return jnp.concatenate([y, rest], axis=-1).astype(x_BTHK.dtype)

@@ -5,8 +5,8 @@ B batch, T time, D model width.
     parallel             x + row_parallel(attention, mlp of column_parallel(norm(x)))     one pair of collectives
     parallel_two_norms   the same, each with the scale and bias of a norm of its own      one pair
     sequential           x + attention(norm(x)), then x + mlp(norm(x))                    two pairs
-                         with norm_placement=both the outputs of attention and mlp are normalised as well; the MLP
-                         may be experts
+                         with norm_placement=both the outputs of attention and mlp are normalised as well, with
+                         after instead; the MLP may be experts
 
 Which collectives these are, and whether x is [B T D] or [B T/mp D], is decided by the tensor-parallel mode
 (`parallel/tensor_parallel.py`).
@@ -107,41 +107,41 @@ class SequentialBlock(eqx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).  Radford et al. 2019, GPT-2
 
     With output norms x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).  Gemma Team 2024, Gemma 2, section 2,
-    https://arxiv.org/abs/2408.00118
+    https://arxiv.org/abs/2408.00118.  With them alone, x + norm(attention(x)), then x + norm(mlp(x)): OLMo 2, section
+    3.2, https://arxiv.org/abs/2501.00656
 
     Communication  two `column_parallel` and two `row_parallel` of `tp`; every `remat` but `none` repeats the first two
                    in the backward pass, and `full` also the `row_parallel` of attention, which the second norm reads.
     """
 
-    attention_norm: LayerNorm | RMSNorm
+    attention_norm: LayerNorm | RMSNorm | None
     attention: Attention
-    mlp_norm: LayerNorm | RMSNorm
+    mlp_norm: LayerNorm | RMSNorm | None
     mlp: eqx.Module
     attention_output_norm: LayerNorm | RMSNorm | None
     mlp_output_norm: LayerNorm | RMSNorm | None
 
     def __init__(self, config: ModelConfig, attend: AnyAttention, *, key: PRNGKeyArray, mlp: MakeMlp | None = None):
         key_attention, key_mlp = jax.random.split(key)
-        self.attention_norm = make_norm(config)
+        before, after = (config.norm_placement != other for other in (NormPlacement.after, NormPlacement.before))
+        self.attention_norm = make_norm(config) if before else None
         self.attention = _attention(config, attend, key_attention)
-        self.mlp_norm = make_norm(config)
+        self.mlp_norm = make_norm(config) if before else None
         self.mlp = _mlp(config, mlp, key_mlp)
-        has_output_norms = config.norm_placement == NormPlacement.both
-        self.attention_output_norm, self.mlp_output_norm = (
-            (make_norm(config), make_norm(config)) if has_output_norms else (None, None)
-        )
+        self.attention_output_norm = make_norm(config) if after else None
+        self.mlp_output_norm = make_norm(config) if after else None
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
         with jax.named_scope("attention"):
-            y_BTD, extras = self.attention(self.attention_norm(x_BTD), context)
-            x_BTD = x_BTD + (y_BTD if self.attention_output_norm is None else self.attention_output_norm(y_BTD))
+            y_BTD, extras = self.attention(_normed(self.attention_norm, x_BTD), context)
+            x_BTD = x_BTD + _normed(self.attention_output_norm, y_BTD)
         with jax.named_scope("mlp"):
-            h_BTD, loss = self.mlp_norm(x_BTD), None
+            h_BTD, loss = _normed(self.mlp_norm, x_BTD), None
             if isinstance(self.mlp, Experts):
                 y_BTD, loss = self.mlp(h_BTD, context)
             else:
                 y_BTD = self.mlp(h_BTD, context.tp)
-            x_BTD = x_BTD + (y_BTD if self.mlp_output_norm is None else self.mlp_output_norm(y_BTD))
+            x_BTD = x_BTD + _normed(self.mlp_output_norm, y_BTD)
         return x_BTD, Extras(loss, extras.cache, extras.residuals)
 
     @property
@@ -158,11 +158,15 @@ BLOCKS = {
 """The blocks that `model.block` names."""
 
 
+def _normed(norm: LayerNorm | RMSNorm | None, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
+    return x_BTD if norm is None else norm(x_BTD)
+
+
 def _attention(config: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Attention:
     heads = (config.heads, config.kv_heads)
     options = {
         "biases": (config.qkv_bias, config.attention_output_bias),
-        "head_norms": (make_head_norm(config), make_head_norm(config)) if config.qk_norm else None,
+        "head_norms": tuple(make_head_norm(config, n) for n in heads) if config.qk_norm else None,
     }
     return Attention(config.width, heads, config.head_dim, attend, **_init_std(config), **options, key=key)
 

@@ -14,6 +14,7 @@ from typing import Any
 from shmap_tp.config.schema import ModelConfig, RotaryScaling
 from shmap_tp.config.values import kinds_of
 from shmap_tp.errors import UserError, shown
+from shmap_tp.layers.rotation import yarn_amplitude
 
 LLAMA3 = {
     "factor": "rotary_scaling_factor",
@@ -22,6 +23,15 @@ LLAMA3 = {
     "original_max_position_embeddings": "rotary_original_context",
 }
 """Keys of llama3 scaling, and ours."""
+_YARN = {
+    "factor": "rotary_scaling_factor",
+    "beta_slow": "rotary_low_frequency_factor",
+    "beta_fast": "rotary_high_frequency_factor",
+    "original_max_position_embeddings": "rotary_original_context",
+}
+SCALINGS = {"llama3": LLAMA3, "linear": {"factor": "rotary_scaling_factor"}, "yarn": _YARN}
+"""Kinds of scaling: their keys, and ours."""
+_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 
 
 def size(value: Any, key: str, where: str) -> int:
@@ -68,6 +78,8 @@ class RotaryKeys:
     partial: str | None = None
     """The fraction of each head that is rotated; None where it is always the whole head."""
     default_partial: float = 1.0
+    scalings: tuple[str, ...] = tuple(SCALINGS)
+    """Those that the family can have."""
 
     @property
     def names(self) -> set[str]:
@@ -85,16 +97,11 @@ class RotaryKeys:
             raise UserError(f"{where}: {self.base}={base:g} must be a number above 0; copy the file again")
         found = {"rotary_base": base}
         extra = set(scaling) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-        if kind not in ("default", "llama3") or (kind == "default" and extra):
-            raise UserError(f"{where}: {name}={shown(config[name])} is not supported; supported are default and llama3")
-        if kind == "llama3":
-            for theirs, ours in LLAMA3.items():
-                if theirs not in scaling:
-                    raise UserError(f"{where}: the llama3 scaling of the rotary encoding has no {theirs}")
-                found[ours] = value_for(ours, scaling[theirs], theirs, where)
-            if unknown := sorted(extra - LLAMA3.keys()):
-                raise UserError(f"{where}: {shown(', '.join(unknown))} of the rotary scaling is not supported")
-            found["rotary_scaling"] = RotaryScaling.llama3.value
+        if kind not in ("default", *self.scalings) or (kind == "default" and extra):
+            supported = " or ".join(("default", *self.scalings))
+            raise UserError(f"{where}: {name}={shown(config[name])} is not supported; supported is {supported}")
+        if kind in SCALINGS:
+            found |= _read_scaling(kind, scaling, extra, where)
         return found | self._read_partial(config, scaling, head_dim, where)
 
     def _read_partial(
@@ -119,10 +126,28 @@ class RotaryKeys:
         config: dict[str, Any] = {self.base: model.rotary_base}
         if self.partial:
             config[self.partial] = (model.rotary_dim or model.head_dim) / model.head_dim
-        if model.rotary_scaling == RotaryScaling.llama3:
-            values = {theirs: getattr(model, ours) for theirs, ours in LLAMA3.items()}
-            config["rope_scaling"] = {"rope_type": "llama3"} | values
+        if model.rotary_scaling != RotaryScaling.none:
+            kind = model.rotary_scaling.value
+            values = {theirs: getattr(model, ours) for theirs, ours in SCALINGS[kind].items()}
+            config["rope_scaling"] = {"rope_type": kind} | values
         return config
+
+
+def _read_scaling(kind: str, scaling: Mapping[str, Any], extra: set[str], where: str) -> dict[str, Any]:
+    """The keys of a scaling; of YaRN's others only values that say what it does without them are supported."""
+    found: dict[str, Any] = {"rotary_scaling": kind}
+    for theirs, ours in SCALINGS[kind].items():
+        value = scaling.get(theirs)
+        if value is None and theirs not in _DEFAULTS:
+            raise UserError(f"{where}: the {kind} scaling of the rotary encoding has no {theirs}")
+        found[ours] = value_for(ours, _DEFAULTS[theirs] if value is None else value, theirs, where)
+    neutral = {}
+    if kind == "yarn":
+        neutral = {"attention_factor": (yarn_amplitude(found["rotary_scaling_factor"]),), "truncate": (True,)}
+    for key in sorted(extra - SCALINGS[kind].keys()):
+        if scaling[key] is not None and scaling[key] not in neutral.get(key, ()):
+            raise UserError(f"{where}: {shown(key)}={shown(scaling[key])} of the rotary scaling is not supported")
+    return found
 
 
 @dataclass(frozen=True)
@@ -134,17 +159,19 @@ class LocalRotaryKeys:
     """
 
     of_global: RotaryKeys
-    local: str
+    local: str | None
+    """None: transformers 4 has one base, which must be the default, since transformers 5 reads it for global layers
+    alone."""
     default_local: float
 
     @property
     def names(self) -> set[str]:
-        return self.of_global.names | {self.local}
+        return self.of_global.names | ({self.local} if self.local else set())
 
     def read(self, config: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
         """The `rotary_` keys of the `model` section.  Local layers have no scaling."""
         given = section(config.get("rope_parameters"), "rope_parameters", where)
-        nested, local = {"full_attention", "sliding_attention"}, config.get(self.local)
+        nested, local = {"full_attention", "sliding_attention"}, config.get(self.local or "")
         if nested & given.keys() or not given:
             if unknown := sorted(given.keys() - nested):
                 raise UserError(f"{where}: rope_parameters.{shown(unknown[0])} is not supported")
@@ -152,13 +179,24 @@ class LocalRotaryKeys:
             config = {**config, "rope_parameters": given.get("full_attention")}
             if of_local:
                 found = RotaryKeys(default_base=self.default_local).read({"rope_parameters": of_local}, head_dim, where)
-                if RotaryScaling.llama3.value in found.values():
+                if "rotary_scaling" in found:
                     raise UserError(f"{where}: rope_parameters.sliding_attention={shown(of_local)} is not supported")
                 local = found["rotary_base"]
-        local = number(self.default_local if local is None else local, self.local, where)
-        return self.of_global.read(config, head_dim, where) | {"rotary_local_base": local}
+        local = number(self.default_local if local is None else local, self.local or "rope_theta", where)
+        found = self.of_global.read(config, head_dim, where)
+        if not self.local and not nested & given.keys() and found["rotary_base"] != local:
+            raise UserError(
+                f"{where}: rope_theta={found['rotary_base']:g} means different bases of local layers in different "
+                f"versions of transformers; give rope_parameters of full_attention and of sliding_attention"
+            )
+        return found | {"rotary_local_base": local}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Keys of config.json, by the names of transformers 4, which 5 reads as well."""
+        """Keys of config.json, by the names of transformers 4, which 5 reads as well, where these have both bases."""
         local = model.rotary_base if model.rotary_local_base is None else model.rotary_local_base
-        return self.of_global.write(model) | {self.local: local}
+        config = self.of_global.write(model)
+        if self.local:
+            return config | {self.local: local}
+        of_global = {"rope_type": "default", "rope_theta": config["rope_theta"]} | config.get("rope_scaling", {})
+        of_local = {"rope_type": "default", "rope_theta": local}
+        return {"rope_parameters": {"full_attention": of_global, "sliding_attention": of_local}}

@@ -13,7 +13,7 @@ from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError, shown
-from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys, size, value_for
+from shmap_tp.pretrained.config_json import LLAMA3, SCALINGS, LocalRotaryKeys, RotaryKeys, size, value_for
 from shmap_tp.pretrained.layer_types import shortest_pattern
 from shmap_tp.pretrained.layout import Layout, sizes_of
 
@@ -248,6 +248,7 @@ class Family:
 NEUTRAL = {
     "norm_bias": False,
     "qk_norm": False,
+    "qk_norm_across_heads": False,
     "qkv_bias": False,
     "attention_output_bias": False,
     "mlp_bias": False,
@@ -292,8 +293,7 @@ def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
     if not found["experts"]:
         found |= {"experts_per_token": None, "router_scores": None, "router_normalize": None}
     without_effect = [key for key in found if key.startswith("rotary_")]
-    if found["positions"] == "rotary" and found["rotary_scaling"] == "none":
-        without_effect = [key for key in without_effect if "factor" in key or "original" in key]
-    elif found["positions"] == "rotary":
-        without_effect = []
+    if found["positions"] == "rotary":
+        used = SCALINGS[found["rotary_scaling"]].values() if found["rotary_scaling"] != "none" else ()
+        without_effect = [key for key in LLAMA3.values() if key not in used]
     return found | dict.fromkeys(without_effect)

@@ -27,6 +27,7 @@ MAX_MP = 64
 SHOWN = (
     *("width", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "block", "norm", "norm_epsilon", "mlp"),
     *("positions", "rotary_base", "rotary_dim", "rotary_pairing", "rotary_scaling", "tie_embeddings", "qk_norm"),
+    *("qk_norm_across_heads", "norm_placement", "window"),
     *("norm_bias", "qkv_bias", "attention_output_bias", "mlp_bias", "head_bias", "embedding_scale"),
 )
 """Keys of the `model` section that are printed, if they have an effect."""

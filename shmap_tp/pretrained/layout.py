@@ -5,9 +5,11 @@
     "(n k) d -> d n k"          the rows of the file are heads, one after the other
     "(h 0/3 k) d -> (h k) d"    the first of three of every head: GPT-NeoX's fused q, k and v
     "d (0/3 h k) -> (h k) d"    the first third of the columns: GPT-2's fused q, k and v
+    "(1/h+n+n k) d -> d n k"    the n heads after the first h, of h + n + n: Phi-3's fused q, k and v
 
 Left of the arrow stand the dims of the file's tensor, right of it those of our array, for one layer; a letter is a dim
-of `sizes_of`, and letters in brackets are one dim in which the last varies fastest.  i/n selects one of n parts.
+of `sizes_of`, and letters in brackets are one dim in which the last varies fastest.  i/n selects one of n equal parts;
+i/h+n+n selects one of three parts of h, n and n, which is a dim of that letter.
 
 A slice of our array is a list of `Part`s: boxes of the file's tensor with all letters as dims of their own.  The same
 parts serve reading and writing, so that what is written is the inverse of what is read.  A parameter is read
@@ -111,7 +113,13 @@ class Layout:
         return tuple(math.prod(self._size(token) for token in dim) for dim in self._sides[1])
 
     def _size(self, token: str) -> int:
-        return int(token.partition("/")[2]) if "/" in token else self.sizes[token]
+        _, _, parts = token.partition("/")
+        if "+" in parts:
+            return sum(self._sizes(parts))
+        return int(parts) if parts else self.sizes[token]
+
+    def _sizes(self, parts: str) -> list[int]:
+        return [self.sizes[letter] for letter in parts.split("+")]
 
     def read(self, tensor: StoredTensor, ranges: Ranges, dtype: np.dtype) -> Float[np.ndarray, "..."]:
         """A slice of our array; what lies outside of the file's tensor is zero (padding of the vocabulary)."""
@@ -130,12 +138,12 @@ class Layout:
 
     def _kept(self, box: Box) -> Iterator[tuple[tuple[int, int], bool]]:
         """Each range of `box`, with whether it is that of a letter (and not of i/n)."""
-        return zip(box, ["/" not in token for token in itertools.chain(*self._sides[0])], strict=True)
+        return zip(box, [_letter(token) is not None for token in itertools.chain(*self._sides[0])], strict=True)
 
     @cached_property
     def _order(self) -> list[int]:
         """For each of our letters, its place among the letters of the file."""
-        letters = [token for token in itertools.chain(*self._sides[0]) if "/" not in token]
+        letters = [_letter(token) for token in itertools.chain(*self._sides[0]) if _letter(token)]
         return [letters.index(letter) for letter in itertools.chain(*self._sides[1])]
 
     def parts(self, ranges: Ranges) -> list[Part]:
@@ -145,11 +153,28 @@ class Layout:
         parts = []
         for combination in itertools.product(*per_dim):
             letters = dict(zip(itertools.chain(*right), itertools.chain(*[p for p, _ in combination]), strict=True))
-            fixed = {token: (int(token.partition("/")[0]),) for token in itertools.chain(*left) if "/" in token}
-            box = [letters.get(token) or (fixed[token][0], fixed[token][0] + 1) for token in itertools.chain(*left)]
+            box = [self._range(token, letters) for token in itertools.chain(*left)]
             shape = tuple(stop - start for start, stop in letters.values())
             parts.append(Part(box, tuple(where for _, where in combination), shape))
         return parts
+
+    def _range(self, token: str, letters: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+        """That of a dim of the file's tensor, from those of the letters."""
+        number, _, parts = token.partition("/")
+        letter = _letter(token)
+        if letter is None:
+            return int(number), int(number) + 1
+        before = sum(self._sizes(parts)[: int(number)]) if parts else 0
+        start, stop = letters[letter]
+        return before + start, before + stop
+
+
+def _letter(token: str) -> str | None:
+    """The letter that a dim of the file's tensor has; None for one of equal parts."""
+    number, _, parts = token.partition("/")
+    if "+" in parts:
+        return parts.split("+")[int(number)]
+    return None if parts else token
 
 
 def _boxes(sizes: list[int], start: int, stop: int) -> list[tuple[list[tuple[int, int]], slice]]:

@@ -261,6 +261,7 @@ def _check_blocks(adapter: SavedAdapter, family: Family, model: ModelConfig) -> 
                 whole = tuple((0, size) for size in layout.our_shape)
                 if layout.read(tensors[name], whole, np.dtype(np.float32)).any():
                     raise UserError(
-                        f"{adapter.directory / WEIGHTS}: {name} is neither shared by q, k and v nor block-diagonal, so "
-                        f"that three adapters cannot express it; train one of rank {sizes['r']} on the fused matrix"
+                        f"{adapter.directory / WEIGHTS}: {name} is neither shared by its {parts} parts nor "
+                        f"block-diagonal, so that {parts} adapters cannot express it; "
+                        f"train one of rank {sizes['r']} on the fused matrix"
                     )

@@ -23,7 +23,7 @@ from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import leaves_by_path
-from shmap_tp.parallel.partitioning import is_stacked
+from shmap_tp.parallel.partitioning import decayed, is_stacked
 from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, pieces_of_array, tensors_within
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.tensor_files import StoredTensor
@@ -180,11 +180,10 @@ def held_in(shapes: Transformer, dtype: DTypeLike) -> Transformer:
     A model that computes in `dtype` gives the same bits: every use of a matrix casts it to that first.
     """
 
-    def held(leaf: jax.ShapeDtypeStruct, stacked: bool) -> jax.ShapeDtypeStruct:
-        is_matrix = len(leaf.shape) - stacked > 1
+    def held(leaf: jax.ShapeDtypeStruct, is_matrix: bool) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, dtype if is_matrix else leaf.dtype, sharding=leaf.sharding)
 
-    return jax.tree.map(held, shapes, is_stacked(shapes))
+    return jax.tree.map(held, shapes, decayed(shapes))
 
 
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:

@@ -77,11 +77,13 @@ OVERRIDES = {
     "use model.positions=rotary, or remove it",
     "model.rotary_pairing=neighbouring": "model.rotary_pairing=neighbouring has no effect with model.positions=alibi",
     "model.rotary_scaling=llama3": "model.rotary_scaling=llama3 has no effect with model.positions=alibi",
-    "model.rotary_scaling=yarn": "model.rotary_scaling=yarn must be one of none, llama3",
+    "model.rotary_scaling=longrope": "model.rotary_scaling=longrope must be one of none, llama3, linear, yarn",
     "model.layer_pattern=[local,sliding]": "model.layer_pattern[1]=sliding must be one of local, global, nope",
     "model.layer_pattern=[local,global]": "model.layer_pattern=[local,global] has local layers, which need a window, "
     "but model.window=null (model bytes)",
     "model.layer_pattern=[global,nope]": "model.layer_pattern=[global,nope] with nope has no effect with model.",
+    "model.qk_norm_across_heads=true": "model.qk_norm_across_heads=true needs model.qk_norm=true and a norm without",
+    "model.norm_placement=after": "model.norm_placement=after needs model.block=sequential, but model.block=parallel",
     "model.norm_placement=both": "model.norm_placement=both needs model.block=sequential, but model.block=parallel",
     "model.logit_softcap=0": "model.logit_softcap=0 must be above 0",
     "model.rotary_local_base=10": "model.rotary_local_base=10.0 has no effect with model.positions=alibi",
@@ -259,6 +261,7 @@ OPTIONS = {
     (ROTARY, "model.rotary_dim=5"): "model.rotary_dim=5 must be even for model.positions=rotary",
     (ROTARY, "model.head_dim=5"): "model.head_dim=5 must be even for model.positions=rotary",
     (ROTARY, "model.rotary_dim=18"): "model.rotary_dim=18 is above model.head_dim=16 (model bytes); use at most 16",
+    (ROTARY, "model.rotary_scaling=yarn", "model.rotary_base=1"): "model.rotary_base=1.0 gives all pairs one rate",
     (ROTARY, "model.rotary_scaling=llama3", "model.rotary_high_frequency_factor=1"): (
         "model.rotary_low_frequency_factor=1.0 must be above 0 and below model.rotary_high_frequency_factor=1.0"
     ),

@@ -10,7 +10,7 @@ import jax
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.positions import Rotary, make_position_encoding
-from shmap_tp.layers.rotation import Llama3Scaling, Rotation
+from shmap_tp.layers.rotation import Llama3Scaling, Rotation, YarnScaling
 from shmap_tp.model.blocks import BLOCKS
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 from tests.helpers import reference
@@ -30,6 +30,9 @@ BLOCK_OPTIONS = {
     "sequential, head norms with 2 kv heads, scaled rotary": (
         "block=sequential norm=rmsnorm norm_epsilon=1e-5 qk_norm=true kv_heads=2 head_dim=8 rotary_base=10 "
         "rotary_scaling=llama3 rotary_original_context=32"
+    ),
+    "sequential, norms after, joint norms of 2 kv heads": (
+        "block=sequential norm=rmsnorm norm_placement=after qk_norm=true qk_norm_across_heads=true kv_heads=2"
     ),
     "two rms norms with unit offset, geglu": "block=parallel_two_norms norm=rmsnorm_unit_offset mlp=geglu kv_heads=1",
 }
@@ -60,5 +63,6 @@ ROTATIONS = {
     "neighbouring": Rotation(10_000.0, None, neighbouring=True),
     "partial, neighbouring": Rotation(10_000.0, 4, neighbouring=True),
     "llama3": Rotation(10.0, None, scaling=Llama3Scaling(8.0, 1.0, 4.0, 32)),
+    "yarn": Rotation(10.0, None, scaling=YarnScaling(8.0, 1.0, 4.0, 32, 10.0)),
 }
 ROTARIES = {name: Rotary(rotation) for name, rotation in ROTATIONS.items()}

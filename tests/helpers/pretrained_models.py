@@ -46,11 +46,18 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = _rope(100.0) | {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR = {"rope_type": "linear", "factor": 8.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _LLAMA | {"rope_parameters": _LLAMA3}),
     "llama_tied": ("llama", _LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", _LLAMA | {"sliding_window": 100, "head_dim": 8}),
-    "qwen2": ("qwen2", _LLAMA),
+    "qwen2": ("qwen2", _LLAMA | {"head_dim": 16, "rope_parameters": _YARN}),
     "qwen3": ("qwen3", _LLAMA | {"head_dim": 16}),
     "mixtral": ("mixtral", _LLAMA | {"intermediate_size": 24, "num_local_experts": 8}),
     "qwen3_moe": (
@@ -65,7 +72,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         _GEMMA
         | {"num_hidden_layers": 5, "layer_types": [*_LOCAL, *_LOCAL, "full_attention", *_LOCAL, *_LOCAL]}
-        | {"rope_parameters": {_LOCAL[0]: _rope(100.0), "full_attention": _rope(50_000.0)}},
+        | {"rope_parameters": {_LOCAL[0]: _rope(100.0), "full_attention": _rope(50_000.0) | _LINEAR}},
+    ),
+    "olmo2": ("olmo2", _LLAMA),
+    "olmo3": (
+        "olmo3",
+        _LLAMA
+        | {"num_hidden_layers": 4, "sliding_window": 100}
+        | {"rope_parameters": {_LOCAL[0]: _rope(50.0), "full_attention": _YARN}},
+    ),
+    "phi3": (
+        "phi3",
+        _LLAMA
+        | {"sliding_window": 100, "pad_token_id": 0}
+        | {"rope_parameters": _rope(10_000.0) | {"partial_rotary_factor": 0.75}},
     ),
     "smollm3": ("smollm3", _LLAMA | {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 48, "n_layer": 3, "n_head": 8}),

@@ -166,8 +166,13 @@ def attention(p: dict, x, positions: str, config=None, layer: int = 0):
     )
     if config and config.qk_norm:
         norm = rmsnorm_unit_offset if config.norm == "rmsnorm_unit_offset" else rmsnorm
-        q_BTHK = norm(inside(p, "query_norm"), q_BTHK, config.norm_epsilon)
-        k_BTNK = norm(inside(p, "key_norm"), k_BTNK, config.norm_epsilon)
+        joint = (*x.shape[:2], -1)
+        q_BTHK, k_BTNK = (
+            norm(
+                inside(p, name), y.reshape(joint if config.qk_norm_across_heads else y.shape), config.norm_epsilon
+            ).reshape(y.shape)
+            for name, y in (("query_norm", q_BTHK), ("key_norm", k_BTNK))
+        )
     is_local = config and config.window and (not config.layer_pattern or kind_of(config, layer) == "local")
     if positions == "rotary" and not (config and config.layer_pattern and kind_of(config, layer) == "nope"):
         if is_local and config.rotary_local_base:
@@ -214,9 +219,12 @@ def block_with_loss(p: dict, x, config, layer: int = 0):
         return attention(inside(p, "attention"), h, config.positions, config, layer)
 
     if config.block == "sequential":
-        normed = norm if config.norm_placement == "both" else lambda name, y: y
-        x = x + normed("attention_output_norm", attend(norm("attention_norm", x)))
-        h = norm("mlp_norm", x)
+        before, normed = (
+            norm if config.norm_placement in (placement, "both") else lambda name, y: y
+            for placement in ("before", "after")
+        )
+        x = x + normed("attention_output_norm", attend(before("attention_norm", x)))
+        h = before("mlp_norm", x)
         y, loss = experts(inside(p, "mlp"), h, config) if config.experts else (mlp(inside(p, "mlp"), h), 0.0)
         return x + normed("mlp_output_norm", y), loss
     names = ("norm", "norm") if config.block == "parallel" else ("attention_norm", "mlp_norm")

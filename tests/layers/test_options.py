@@ -70,6 +70,15 @@ def test_norms_of_heads_sum_the_gradients_of_their_scales_over_mp():
     assert found == tally(2 * [scale])
 
 
+def test_a_joint_norm_of_heads_sums_one_mean_a_token_over_mp():
+    """Forward and backward, for q and for k; with two key/value heads on four devices also the gradient of a scale."""
+    options = "block=sequential kv_heads=2"
+    found = own_communication(block(f"{options} qk_norm=true qk_norm_across_heads=true", ALL_REDUCE))
+    plain = own_communication(block(options, ALL_REDUCE))
+    assert not plain - found
+    assert sum((found - plain).values()) == 5
+
+
 def test_weight_decay_and_fsdp_apply_to_matrices_but_not_to_biases_and_norms():
     """A bias of key/value heads has two dims, and stacked ones have a dim of layers."""
     conf = config(*ALL_BIASES, "mesh.zero=fsdp", "mesh.dp=2", "mesh.mp=2")

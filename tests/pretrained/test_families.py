@@ -1,6 +1,7 @@
 """config.json to the model section and back; what is not supported is refused with its name and value."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,30 @@ def test_a_rotary_model_gets_a_context_of_at_most_2048_and_learned_positions_all
     assert config_of(tmp_path, "gpt2", n_positions=4096).model.context == 4096
 
 
+YARN = reference("qwen2")["config"]["rope_parameters"]
 REFUSED = [
     ("llama", {"hidden_act": "relu"}, "hidden_act=relu is not supported for LlamaForCausalLM; supported is silu"),
     ("llama", {"hidden_size": None}, "hidden_size is missing, which every LlamaForCausalLM has"),
     ("llama", {"logit_softcap": 30.0}, "logit_softcap=30.0 is not a key that shmap_tp knows for LlamaForCausalLM"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not a key"),
     ("llama", {"architectures": ["MambaForCausalLM"]}, "the architecture MambaForCausalLM is not supported; supported"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "rope_parameters={'rope_type': 'yarn', 'fac"),
-    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling={'type': 'lin"),
+    (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2}},
+        "the yarn scaling of the rotary encoding has no or",
+    ),
+    ("qwen2", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale=0.7 of the rotary scaling is not supported"),
+    (
+        "qwen2",
+        {"rope_parameters": {**YARN, "truncate": False}},
+        "truncate=False of the rotary scaling is not supported",
+    ),
+    (
+        "qwen2",
+        {"rope_parameters": {**YARN, "attention_factor": 1.1}},
+        "attention_factor=1.1 of the rotary scaling is not",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "the linear scaling of the rotary encoding has no factor"),
     ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "the llama3 scaling of the rotary encoding has no factor"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
     (
@@ -109,9 +126,17 @@ REFUSED = [
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
     (
         "gemma3",
-        {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        "rope_scaling={'rope_type': 'linear', 'factor': 8.0} is not supported",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}},
+        "rope_parameters.sliding_attention={'rope_type': 'linear', 'factor': 8.0} is not supported",
     ),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not a key that shmap_tp knows for Olmo2ForCausalLM"),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "rope_theta=10000 means different bases of local layers"),
+    (
+        "phi3",
+        {"rope_parameters": YARN},
+        "'rope_type': 'yarn'} is not supported; supported is default",
+    ),
+    ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling={'type': 'longrope'} is not supported"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] must be a list of num_hidden_layers=5 numbers"),
     ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types=['sliding_attention', 'sliding_attention'"),
     ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True is not supported for SmolLM3ForCausalLM"),
@@ -175,6 +200,15 @@ PUBLISHED = {
         | {"rope_local_base_freq": 100.0, "rope_scaling": None, "cache_implementation": "hybrid"},
         "gemma3",
     ),
+    "phi-4": (
+        {"original_max_position_embeddings": 16384, "sliding_window": None, "rope_scaling": None, "embd_pdrop": 0.0},
+        "phi3",
+    ),
+    "Olmo-3-7B": (
+        {"rope_parameters": None, "rope_theta": 500_000, "attention_bias": False, "layer_types": None}
+        | {"rope_scaling": YARN | {"rope_theta": None, "attention_factor": 0.1 * math.log(4) + 1}},
+        "olmo3",
+    ),
     "gemma-7b": ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gemma"),
 }
 """Keys that the config.json of published models has, and this project's tests of logits do not have."""
@@ -232,10 +266,11 @@ def test_a_context_beyond_the_model_or_its_sliding_window_is_refused(tmp_path, c
     assert config_of(tmp_path, case, **changed).model.context == longest
 
 
-def test_the_layers_of_gemma_are_those_of_layer_types_and_without_it_those_of_transformers(tmp_path):
+def test_the_layers_of_gemma_and_olmo_are_those_of_layer_types_and_without_it_those_of_transformers(tmp_path):
     assert config_of(tmp_path, "gemma2").model.layer_pattern == ["local", "global"]
     assert config_of(tmp_path, "gemma2", layer_types=None).model.layer_pattern == ["local", "global"]
     assert config_of(tmp_path, "gemma3").model.layer_pattern == ["local", "local", "global"]
+    assert config_of(tmp_path, "olmo3", layer_types=None).model.layer_pattern == [*["local"] * 3, "global"]
     layers = {"layer_types": None, "num_hidden_layers": 26}
     assert config_of(tmp_path, "gemma3", **layers).model.layer_pattern == [*["local"] * 5, "global"]
 

@@ -1,6 +1,7 @@
 """Models in and out: the logits that transformers computed, the same bits on every mesh, and what is refused."""
 
 import errno
+import itertools
 import json
 import os
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_logits_are_those_of_transformers(tmp_path, case):
 
 
 @every_mesh
-@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_neox", "phi3"])
 def test_what_was_read_is_written_with_the_same_bits_from_every_mesh(tmp_path, case, mesh):
     directory = write_directory(tmp_path / "in", case)
     shmap_tp.from_pretrained(directory, **mesh).save_pretrained(tmp_path / "out")
@@ -52,6 +53,25 @@ def test_what_was_read_is_written_with_the_same_bits_from_every_mesh(tmp_path, c
     for name, values in before.items():
         assert np.array_equal(values.view(np.uint32), after[name].view(np.uint32)), name
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == reference(case)["config"]
+
+
+def test_fused_matrices_give_the_bits_of_those_that_are_not_fused(tmp_path):
+    """Phi-3 as Mistral, its q, k and v apart, and its gate and up."""
+    fused = write_directory(tmp_path / "fused", "phi3", changed={"rope_parameters": None})
+    config = json.loads((fused / "config.json").read_text()) | {"architectures": ["MistralForCausalLM"]}
+    del config["original_max_position_embeddings"]
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    (apart / "config.json").write_text(json.dumps(config))
+    tensors, parts = read_tensors(fused), {"qkv": (("q", "k", "v"), [48, 60]), "gate_up": (("gate", "up"), 2)}
+    for name, (module, (names, cuts)) in itertools.product(list(tensors), parts.items()):
+        if f".{module}_proj" in name:
+            pieces = np.split(tensors.pop(name), cuts)
+            tensors |= {name.replace(module, part): values for part, values in zip(names, pieces, strict=True)}
+    write_tensors(apart / "model.safetensors", tensors)
+    mesh = {"dp": 2, "mp": 4, "tensor_parallel": "sequence"}
+    logits = [np.asarray(shmap_tp.from_pretrained(one, **mesh).logits(tokens()[:, :-1])) for one in (fused, apart)]
+    assert np.array_equal(*logits)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import shmap_tp
-from shmap_tp.parallel.partitioning import is_stacked
+from shmap_tp.parallel.partitioning import decayed
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.paths import ROOT
 from tests.helpers.pretrained_models import CASES, read_tensors, tokens, write_directory
@@ -26,12 +26,10 @@ def test_matrices_in_bfloat16_take_half_the_memory_and_give_the_same_bits(tmp_pa
     directory = write_directory(tmp_path / "m", case)
     model = shmap_tp.from_pretrained(directory, **MESH)
     masters = from_float32(directory, dp=2, mp=4, tensor_parallel="sequence")
-    leaves = zip(
-        *map(jax.tree.leaves, (model.parameters, masters.parameters, is_stacked(model.parameters))), strict=True
-    )
+    leaves = zip(*map(jax.tree.leaves, (model.parameters, masters.parameters, decayed(model.parameters))), strict=True)
     sizes = []
-    for held, master, stacked in leaves:
-        assert held.dtype == (jnp.bfloat16 if held.ndim - stacked > 1 else jnp.float32) and master.dtype == jnp.float32
+    for held, master, is_matrix in leaves:
+        assert held.dtype == (jnp.bfloat16 if is_matrix else jnp.float32) and master.dtype == jnp.float32
         sizes.append([sum(shard.data.nbytes for shard in x.addressable_shards) for x in (held, master)])
     held, master = np.sum(sizes, axis=0)
     assert held < 0.55 * master

@@ -61,6 +61,7 @@ def dense(pattern: str, values: np.ndarray) -> np.ndarray:
         "d (h k) -> (h k) d": lambda x: x.T,
         "(h 1/3 k) d -> (h k) d": lambda x: x.reshape(4, 3, 3, 6)[:, 1].reshape(12, 6),
         "d (2/3 h k) -> (h k) d": lambda x: x[:, 24:36].T,
+        "(1/h+n+n k) d -> d n k": lambda x: x[12:18].reshape(2, 3, 6).transpose(2, 0, 1),
         "(1/3 n k) -> n k": lambda x: x[6:12].reshape(2, 3),
     }[pattern](values)
 
@@ -72,6 +73,7 @@ PATTERNS = {
     "d (h k) -> (h k) d": (6, 12),
     "(h 1/3 k) d -> (h k) d": (36, 6),
     "d (2/3 h k) -> (h k) d": (6, 36),
+    "(1/h+n+n k) d -> d n k": (24, 6),
     "(1/3 n k) -> n k": (18,),
 }
 

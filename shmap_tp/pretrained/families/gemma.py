@@ -9,7 +9,7 @@ from shmap_tp.config.schema import ModelConfig
 from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys
 from shmap_tp.pretrained.families.llama import ROWS, SHAPE
 from shmap_tp.pretrained.family import Family, Key, Row
-from shmap_tp.pretrained.layer_types import layer_types, pattern_of
+from shmap_tp.pretrained.layer_types import layer_types, pattern_in
 
 _TANH = "gelu_pytorch_tanh"
 _HEAD_DIM = Key("head_dim", ("head_dim",), 256)
@@ -41,18 +41,13 @@ def _of_kinds(period: int) -> dict[str, Any]:
     """Fields of a family whose layers, where layer_types is absent, are local but for every `period`-th."""
 
     def derived(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-        every = config.get("sliding_window_pattern") or period
-        kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_layers(config))]
-        return GEMMA.derived(config, where) | {"layer_pattern": pattern_of(config.get("layer_types") or kinds)}
+        pattern = pattern_in(config, config.get("sliding_window_pattern") or period)
+        return GEMMA.derived(config, where) | {"layer_pattern": pattern}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         return {"layer_types": layer_types(model.layer_pattern, model.layers)}
 
     return {"derived": derived, "write": write, "ignored": frozenset({"layer_types", "sliding_window_pattern"})}
-
-
-def _layers(config: Mapping[str, Any]) -> int:
-    return config["num_hidden_layers"]
 
 
 _NORMS = {

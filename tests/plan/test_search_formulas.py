@@ -10,7 +10,8 @@ from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DP, DP_SLICE
 from shmap_tp.plan.communication.analytic import activations
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, tally
-from shmap_tp.plan.search.formulas import _TRACED, _activation_entries, activation_values, estimate, links_of
+from shmap_tp.plan.search.collectives import _TRACED, _activation_entries, links_of
+from shmap_tp.plan.search.formulas import activation_values, estimate
 from shmap_tp.plan.targets import VERSIONS, find_target, machine_of
 
 

@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Float
 
 from shmap_tp.config.schema import Config, ModelConfig, Zero
+from shmap_tp.data.metadata import GENERATION
 from shmap_tp.errors import StorageError, UserError, shown
 from shmap_tp.model.adapters import merged, split_factors
 from shmap_tp.model.transformer import Transformer
@@ -215,10 +216,13 @@ def _write_companions(
     directory: Path, target: Target, files: Mapping[str, Any], places: Mapping[str, StoredTensor], dtype: str
 ) -> None:
     """config.json, the index if there are several files, generation_config.json and the tokenizer's files; or the
-    documents of an adapter."""
+    documents of an adapter and the tokenizer's files, as PEFT's users expect them beside it."""
     if target.documents is not None:
         for name, document in target.documents.items():
             (directory / name).write_text(json.dumps(document, indent=2) + "\n")
+        for file in target.companions:
+            if file.name != GENERATION:
+                shutil.copyfile(file, directory / file.name)
         return
     config = dict(target.config)
     for key in ("dtype", "torch_dtype"):
@@ -231,9 +235,9 @@ def _write_companions(
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     for file in target.companions:
         shutil.copyfile(file, directory / file.name)
-    if not (directory / "generation_config.json").exists():
+    if not (directory / GENERATION).exists():
         tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-        (directory / "generation_config.json").write_text(json.dumps({"_from_model_config": True} | tokens) + "\n")
+        (directory / GENERATION).write_text(json.dumps({"_from_model_config": True} | tokens) + "\n")
 
 
 def _temporary(out: Path) -> Path:

@@ -81,6 +81,14 @@ def test_factors_that_q_k_and_v_share_are_those_of_one_fused_matrix_and_others_a
         read(base, out, case)
 
 
+def test_the_files_of_the_tokenizer_are_beside_an_adapter(tmp_path):
+    base = write_directory(tmp_path / "base", "llama")
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (base / name).write_text('{"eos_token_id": 2}')
+    adapted(base, "llama").save_pretrained(tmp_path / "out")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == FILES | {"tokenizer_config.json"}
+
+
 def test_an_adapter_of_some_matrices_has_these_alone(tmp_path):
     base = write_directory(tmp_path / "base", "llama")
     model = adapted(base, "llama", "model.adapter.matrices=[query,mlp]")

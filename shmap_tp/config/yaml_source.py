@@ -106,6 +106,10 @@ def saved_value(file: Any, key: str) -> Any:
     return saved
 
 
+LONGEST_NAME = 255 - len(".yaml")
+"""Bytes of the name of an option: the file systems of Linux have names of up to 255."""
+
+
 def check_files(main: Path, directories: Sequence[Path], chosen: Mapping[str, str]) -> None:
     """Check the file `main`, and those that its defaults list and theirs name, as Hydra finds them in `directories`.
 
@@ -146,6 +150,8 @@ def _defaults(content: Any, group: str, chosen: Mapping[str, str], file: str) ->
             raise UserError(
                 f"{file}: defaults has {shown(item)}; write each item as GROUP: NAME, for example model: bytes"
             )
+        if any(len(os.fsencode(part)) > LONGEST_NAME for part in f"{key}/{name}".split("/")):
+            raise UserError(f"{file}: defaults has {shown(item)}, longer than the name of a file can be; correct it")
         if "hydra/" in key:
             raise UserError(f"{file}: defaults has {shown(key)}: settings of Hydra have no effect here; remove it")
         key = (key.split(" ")[-1] if isinstance(item, dict) else key).partition("@")[0]  # of `optional GROUP@PACKAGE`

@@ -99,6 +99,8 @@ CONTENTS = {
     "no model": ("defaults:\n  - model: null\n", "defaults has {'model': None}; write each item as GROUP: NAME"),
     "two models": ("defaults:\n  - model: [bytes, test]\n", "defaults has {'model': ['bytes', 'test']}; write each"),
     "an interpolated default": ("defaults: [model: '${x}']\n", "defaults has {'model': '${x}'}; write each item as"),
+    "a long name": (f"defaults:\n  - model: {'a' * 300}\n", "longer than the name of a file can be; correct it"),
+    "a long file": (f"defaults:\n  - {'a' * 251}\n", "longer than the name of a file can be; correct it"),
     "an empty group": ("defaults: [{'': x}]\n", "defaults has {'': 'x'}; write each item as GROUP: NAME"),
     "defaults of Hydra": ("defaults: [{hydra/launcher: x}]\n", "settings of Hydra have no effect here"),
     "an unknown default": ("defaults: [nope]\n", "its defaults list names nope.yaml, which is neither"),

@@ -33,6 +33,21 @@ def test_the_run_directory_has_the_documented_files(uninterrupted):
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_line_of_a_step_has_the_accuracy_of_preferences(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    step = {
+        "step": 1,
+        "loss": 0.5,
+        "learning_rate": 1e-3,
+        "tokens_per_second": 10.0,
+        "mfu": None,
+        "seconds_per_step": 1,
+    }
+    with Recorder(tiny(tmp_path, "log.every=1"), 0, enabled=True) as recorder:
+        recorder.train(step | {"reward_accuracy": 0.75})
+    assert "loss 0.5000  accuracy 0.750  lr 1.00e-03  10 tokens/s" in capsys.readouterr().out
+
+
 def test_each_line_of_metrics_has_the_documented_fields(uninterrupted):
     for line in map(json.loads, (uninterrupted / "run" / "metrics.jsonl").read_text().splitlines()):
         assert line["split"] in ("train", "validation") and line["mesh"] == [2, 4]

@@ -24,6 +24,9 @@ FAMILIES = {
     "many experts": "block=sequential norm=rmsnorm mlp=swiglu positions=rotary kv_heads=2 ffn=12 experts=16 "
     "experts_per_token=5 router_normalize=false router_balance_loss=0.1 router_z_loss=0.1 shared_expert_ffn=8 "
     "remat=full",
+    "olmo 3": "block=sequential norm=rmsnorm norm_placement=after qk_norm=true qk_norm_across_heads=true mlp=swiglu "
+    "kv_heads=2 positions=rotary rotary_base=10 rotary_local_base=100 rotary_scaling=linear layers=3 window=3 "
+    "layer_pattern=[local,global] remat=attention init_std=0.05",
     "gemma2 and 3": "block=sequential norm=rmsnorm_unit_offset norm_placement=both qk_norm=true mlp=geglu kv_heads=2 "
     "positions=rotary rotary_local_base=10 layers=5 window=3 layer_pattern=[local,nope,global] attention_chunk=2 "
     "attention_softcap=1 attention_scale_dim=3 logit_softcap=0.5 tie_embeddings=true remat=mlp init_std=0.05",

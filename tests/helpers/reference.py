@@ -130,6 +130,8 @@ def rotate(x_BTHK, config=None):
     frequencies = [base ** (-2.0 * k / size) for k in range(size // 2)]
     if config and config.rotary_scaling == "llama3":
         frequencies = [llama3_frequency(frequency, config) for frequency in frequencies]
+    elif config and config.rotary_scaling == "linear":
+        frequencies = [frequency / config.rotary_scaling_factor for frequency in frequencies]
     turn = jnp.exp(1j * jnp.arange(time)[:, None] * jnp.array(frequencies)[None, :])[None, :, None, :]
     x, rest = x_BTHK[..., :size], x_BTHK[..., size:]
     if config and config.rotary_pairing == "neighbouring":

@@ -57,7 +57,7 @@ Weak scaling over slices that communicate over the data-centre network (`mesh.sl
 PRETRAINED_NOTES = """
 The shapes are those of the published config.json files (`benchmarks/pretrained`), which is all that a plan needs.
 Master weights, gradients and AdamW's state in float32 take 16 bytes a parameter: Llama 3.1 70B fits none of the small
-slices.
+slices.  With adapters the base is held in bfloat16.  Rows are packed, so that all tokens are those of documents.
 """
 
 COLLECTIVE_MATMUL_NOTES = """
@@ -98,7 +98,13 @@ def _settings(row: dict) -> str:
     if row.get("fsdp_gradients", "reduce_scatter") != "reduce_scatter":
         zero += f", FSDP gradients {row['fsdp_gradients']}"
     remat = row["remat"] + (f", offload {' + '.join(row['offload'])}" if row.get("offload") else "")
-    return f"{row['block']}, {row['tensor_parallel']}, {zero}, {remat}, {row['attention']}{_compiler_options(row)}"
+    settings = f"{row['block']}, {row['tensor_parallel']}, {zero}, {remat}, {row['attention']}"
+    return f"{settings}{_adapter(row)}{_compiler_options(row)}"
+
+
+def _adapter(row: dict) -> str:
+    rank = re.search(r"model\.adapter\.rank=(\d+)", row["command"])
+    return f", adapter of rank {rank[1]}" if rank else ""
 
 
 def _compiler_options(row: dict) -> str:

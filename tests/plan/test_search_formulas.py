@@ -128,3 +128,15 @@ def test_experts_take_longer_the_fewer_rows_each_has():
 
     assert matmuls("mixtral_8x7b", 16) > 1.05 * matmuls("mixtral_8x7b", 1)
     assert matmuls("llama3_8b", 16) == matmuls("llama3_8b", 1)
+
+
+def test_the_scores_of_a_window_need_as_much_memory_as_the_widest_layer():
+    """Of a window of 16 the keys of two blocks, and of all 128 where any layer is global."""
+    target = find_target("v3", 8, None, 1)
+
+    def scores(*settings: str) -> float:
+        given = "mesh.dp=8", "model.attention=chunked", "model.context=128", *settings
+        return estimate(config(*given), target).memory_terms["scores"]
+
+    local = "model.window=16", "model.layer_pattern=[local]"
+    assert scores() == 4 * scores(*local) == scores(local[0], "model.layer_pattern=[local,global]")

@@ -133,7 +133,7 @@ def memory_terms(config: Config, model: ModelConfig, every: list[Parameter]) -> 
     scores = 0.0
     if model.attention == AttentionKernel.chunked:
         rows = min(model.attention_chunk, model.context) * tokens / model.context
-        scores = WIDE * rows * model.context * model.heads / config.mesh.mp
+        scores = WIDE * rows * max(_score_keys(model)) * model.heads / config.mesh.mp
     return {
         "state": state_bytes(every),
         "saved": per_layer * model.layers * sum(saved_values(config).values()),
@@ -214,7 +214,7 @@ def time_terms(config: Config, model: ModelConfig, every: list[Parameter], targe
     flops = flops_per_token(model) + sum(recomputed_terms(model).values())
     matmuls = (flops + grouped_excess(model, tokens, config.mesh.mp, device.kind)) * share - attention
     is_chunked = model.attention == AttentionKernel.chunked
-    score_bytes = WIDE * _score_keys(model) * model.heads / config.mesh.mp * all_tokens if is_chunked else 0.0
+    score_bytes = WIDE * sum(_score_keys(model)) * model.heads / config.mesh.mp * all_tokens if is_chunked else 0.0
     activations = NARROW * all_tokens * model.layers * layer_values(config)
     return {
         "matmuls": matmuls,
@@ -228,12 +228,12 @@ def time_terms(config: Config, model: ModelConfig, every: list[Parameter], targe
     }
 
 
-def _score_keys(model: ModelConfig) -> int:
-    """The keys with which chunked attention computes the scores of a query, of all layers: of local ones the blocks of
+def _score_keys(model: ModelConfig) -> list[int]:
+    """The keys with which chunked attention computes the scores of a query, of each layer: of local ones the blocks of
     `causal_attention`."""
     period = layer_options(model)
     keys = (2 * (period[layer % len(period)].pattern.window or model.context) for layer in range(model.layers))
-    return sum(min(of_layer, model.context) for of_layer in keys)
+    return [min(of_layer, model.context) for of_layer in keys]
 
 
 def _attention_flops(model: ModelConfig) -> int | float:

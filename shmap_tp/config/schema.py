@@ -146,8 +146,7 @@ class ModelConfig:
     vocabulary_multiple: int
     """The embedding and output head are padded to a multiple of this, which mp must divide; the loss is the same."""
     context: int
-    """T, the number of tokens per training sequence; 2 cp must divide it, and mp that unless
-    tensor_parallel=all_reduce."""
+    """T, the number of tokens per training sequence; mp must divide it unless tensor_parallel=all_reduce."""
     block: Block
     """parallel: attention and MLP read the same input and share their collectives.  parallel_two_norms: as parallel,
     but attention and MLP each have the scale and bias of a norm of their own.  sequential: MLP after attention."""
@@ -392,13 +391,6 @@ class Config:
     sample: SampleConfig
     checkpoint: CheckpointConfig
     log: LogConfig
-
-
-def stable_until(optimizer: OptimizerConfig) -> int:
-    """The last step that has the peak learning rate if the schedule has a decay."""
-    decay = round(optimizer.decay_fraction * optimizer.decay_steps)
-    stable = optimizer.decay_steps - decay if optimizer.schedule == Schedule.wsd else 0
-    return max(stable, optimizer.warmup_steps, 1)
 
 
 def padded_vocabulary(model: ModelConfig) -> int:

@@ -18,7 +18,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from shmap_tp.config.schema import OptimizerConfig, Schedule, stable_until
+from shmap_tp.config.schema import OptimizerConfig, Schedule
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import mesh_order
 from shmap_tp.parallel.partitioning import ParameterKind, decayed, optimizer_specs
@@ -69,7 +69,7 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     """The learning rate of step n, counted from 1; the schedule is given n - 1, and depends on nothing else.
 
     n / warmup_steps of the peak during the warm-up, so that no step has the rate 0 (without one, the first step has the
-    peak); the peak until step `stable_until`; with k the part of the steps from there to decay_steps, and rates in
+    peak); the peak until step `_stable_until`; with k the part of the steps from there to decay_steps, and rates in
     units from the final rate (0) to the peak (1):
 
         cosine       (1 + cos(pi k)) / 2
@@ -79,7 +79,7 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     then constant.  The rates of wsd until its decay are the same for every longer decay_steps.
     """
     peak, final = config.learning_rate, config.final_learning_rate
-    first, last = max(config.warmup_steps, 1), stable_until(config)
+    first, last = max(config.warmup_steps, 1), _stable_until(config)
     steps = max(config.decay_steps - last, 1)
     stable = decay = optax.constant_schedule(peak)
     if config.schedule == Schedule.cosine:
@@ -92,7 +92,7 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 def describe_schedule(config: OptimizerConfig, steps: int) -> str:
     """The learning rate over a run of `steps` steps, as a sentence for users."""
-    rise, last, end = config.warmup_steps, stable_until(config), config.decay_steps
+    rise, last, end = config.warmup_steps, _stable_until(config), config.decay_steps
     warmup = f"up to {config.learning_rate:g} at step {rise:,}" if rise else f"{config.learning_rate:g}"
     if config.schedule == Schedule.constant:
         return f"{warmup}, then constant" + (" (optimizer.warmup_steps is above train.steps)" if steps < rise else "")
@@ -166,3 +166,10 @@ def clip_by_global_norm(gradients: Any, limit: float) -> tuple[Any, Float[Array,
     norm = global_norm(gradients)
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
     return jax.tree.map(lambda g: g * scale, gradients), norm
+
+
+def _stable_until(optimizer: OptimizerConfig) -> int:
+    """The last step that has the peak learning rate if the schedule has a decay."""
+    decay = round(optimizer.decay_fraction * optimizer.decay_steps)
+    stable = optimizer.decay_steps - decay if optimizer.schedule == Schedule.wsd else 0
+    return max(stable, optimizer.warmup_steps, 1)

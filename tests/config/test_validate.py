@@ -3,8 +3,9 @@
 import pytest
 
 from shmap_tp.config.compose import load
+from shmap_tp.config.process_arguments import validate_process_arguments
 from shmap_tp.config.schema import TensorParallelMode
-from shmap_tp.config.validate import resolve_auto, validate_process_arguments
+from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
 from tests.helpers.config_errors import error_message
 from tests.helpers.run_fixtures import FIRST

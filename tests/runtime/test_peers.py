@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from shmap_tp import train as command
-from shmap_tp.config.validate import validate_process_arguments
+from shmap_tp.config.process_arguments import validate_process_arguments
 from shmap_tp.errors import UserError
 from shmap_tp.runtime import distributed
 from shmap_tp.runtime.exit_codes import LOST

@@ -33,6 +33,7 @@ GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
     "head_dim": 256, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     "sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072, "vocab_size": 262208,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }  # fmt: skip
 GEMMA3_4B = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
 GEMMA3_12B = {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48}

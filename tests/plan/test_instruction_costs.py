@@ -102,7 +102,7 @@ def test_splash_attention_in_a_window_computes_the_blocks_that_it_reaches():
 def test_splash_attention_with_unknown_blocks_is_rejected():
     kernel = splash("fwd", (512, 512), DQ, DQ)
     for old, new in {"block_kv": "block_k", "bf16[8,1,2048,256]{3": "s8[8,1,2048,256]{3"}.items():
-        with pytest.raises(ValueError, match=r"splash_mqa_fwd_residuals\.1: the block sizes and the shape of q"):
+        with pytest.raises(ValueError, match=r"splash_mqa_fwd_residuals\.1: the block sizes and the shapes of q and k"):
             run(kernel.replace(old, new).replace("bf16[8,2048,256]{2", "s8[8,2048,256]{2"))
 
 

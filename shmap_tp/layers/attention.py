@@ -174,7 +174,8 @@ class Attention(eqx.Module):
         if context.cache is not None:
             if context.segments is not None:
                 raise TypeError("a cache holds one document a row: attention with a cache takes no segments")
-            mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, replace(context.pattern, slopes_H=encoding.slopes()))
+            pattern = replace(context.pattern, slopes_H=encoding.slopes())
+            mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, pattern, self.attend)
             return tp.split_time(mixed_BTHK), Extras(cache=cache)
         if self.query_norm is None:  # else they are saved before their norms
             qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)

@@ -10,6 +10,7 @@ sequence writes to the same slots, whatever its length.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,21 +23,58 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend, map_chunks
+from shmap_tp.layers.attention import AnyAttention, Chunked
+from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend
+from shmap_tp.layers.splash_masks import BLOCKS
 from shmap_tp.model.layer_pattern import scan_layers
-from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.mesh import MP, token_axes
+from shmap_tp.parallel.mesh import MP
 
 QUERY_CHUNK = 256
-"""Queries whose scores exist at a time while a prompt is read."""
+"""Queries whose scores exist at a time while a prompt is read without a kernel."""
+
+
+class EmptyCache(eqx.Module):
+    """A cache without tokens, which reads prompts: their attention is that of the model, with the padding before each
+    as a document of its own."""
+
+    start_B: Int[Array, " B"]
+    """The first slot of each sequence."""
+    slots: int = eqx.field(static=True)
+    """Those of the cache that it becomes."""
+    dtype: DTypeLike = eqx.field(static=True)
+    unrolled: bool = eqx.field(static=True)
+    """Whether that has an array for each layer."""
+
+    def positions(self, time: int) -> Int[Array, "B T"]:
+        """The positions of the tokens in the first `time` slots; 0 for padding."""
+        return _positions(self.start_B, jnp.arange(time))
+
+    def run_layers(
+        self, layers: Sequence[Callable[..., tuple]], x_BTD: Float[Array, "B T D"], blocks: Any
+    ) -> tuple[Array, "KeyValueCache"]:
+        """(x after all `blocks`, the cache of its tokens); each of the period's `layers(x, block, cache)` returns
+        (x, NewTokens)."""
+
+        def body(layer: Any, x_BTD: Array, block: Any) -> tuple[Array, NewTokens]:
+            return layer(x_BTD, block, _PromptLayer(self.start_B, self.dtype))
+
+        y_BTD, stacked = scan_layers([partial(body, layer) for layer in layers], x_BTD, blocks)
+        time = stacked.keys.shape[3]
+
+        def with_free_slots(x: Array) -> Array:
+            return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, self.slots - time), (0, 0)])
+
+        parts = [tuple(x_LBNTK) if self.unrolled else (x_LBNTK,) for x_LBNTK in stacked]
+        keys, values = (tuple(map(with_free_slots, part)) for part in parts)
+        return y_BTD, KeyValueCache(keys, values, self.start_B, jnp.asarray(time, jnp.int32))
 
 
 class KeyValueCache(NamedTuple):
     """Keys and values of all layers.  The new tokens of a call are written at slot `filled`, which advances."""
 
-    keys: Float[Array, "L B N S K"]
-    """Rotated, where the position encoding rotates them."""
-    values: Float[Array, "L B N S K"]
+    keys: tuple[Float[Array, "*L B N S K"], ...]
+    """An array [B N S K] for each layer, or one of all layers; rotated, where the position encoding rotates them."""
+    values: tuple[Float[Array, "*L B N S K"], ...]
     start_B: Int[Array, " B"]
     """The first slot of each sequence."""
     filled: Int[Array, ""]
@@ -44,36 +82,57 @@ class KeyValueCache(NamedTuple):
 
     def positions(self, time: int) -> Int[Array, "B T"]:
         """The positions of the tokens in the next `time` slots; 0 for padding."""
-        return jnp.maximum(self.filled + jnp.arange(time)[None] - self.start_B[:, None], 0)
+        return _positions(self.start_B, self.filled + jnp.arange(time))
 
-    def scan(
+    def run_layers(
         self, layers: Sequence[Callable[..., tuple]], x_BTD: Float[Array, "B T D"], blocks: Any
     ) -> tuple[Array, "KeyValueCache"]:
         """(x after all `blocks`, the cache with the new tokens); each of the period's `layers(x, block, cache)` returns
         (x, cache).
 
-        The cache is carried whole and updated in place: as an input and output of the scan it would be copied.
+        With an array for each layer, the layers are unrolled, and `blocks` may be a tuple with those of each layer: a
+        scan would copy weights and cache of each layer out of stacked arrays, which on a TPU takes as long as the step
+        itself, but compiles faster (docs/performance-notes.md).
         """
+        stacked = self.keys[0].ndim == 5
+        x_BTD, keys, values = (self._scan if stacked else self._unrolled)(layers, x_BTD, blocks)
+        return x_BTD, KeyValueCache(keys, values, self.start_B, self.filled + x_BTD.shape[1])
+
+    def _unrolled(
+        self, layers: Sequence[Callable[..., tuple]], x_BTD: Array, blocks: Any
+    ) -> tuple[Array, tuple, tuple]:
+        caches = []
+        for number, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            is_stacked = not isinstance(blocks, tuple)
+            block = jax.tree.map(lambda x, number=number: x[number], blocks) if is_stacked else blocks[number]
+            before = LayerCache(keys, values, self.start_B, self.filled, None)
+            x_BTD, after = layers[number % len(layers)](x_BTD, block, before)
+            caches.append(after)
+        return x_BTD, tuple(cache.keys for cache in caches), tuple(cache.values for cache in caches)
+
+    def _scan(self, layers: Sequence[Callable[..., tuple]], x_BTD: Array, blocks: Any) -> tuple:
+        """The cache is carried whole and updated in place: as an input and output of the scan it would be copied."""
 
         def body(layer: Any, carry: tuple[Array, Array, Array], each: tuple[Any, Array]) -> tuple[tuple, None]:
             (x_BTD, keys, values), (block, index) = carry, each
             x_BTD, cache = layer(x_BTD, block, LayerCache(keys, values, self.start_B, self.filled, index))
             return (x_BTD, cache.keys, cache.values), None
 
-        each = (blocks, jnp.arange(self.keys.shape[0]))
+        (keys,), (values,) = self.keys, self.values
         bodies = [partial(body, layer) for layer in layers]
-        (y_BTD, keys, values), _ = scan_layers(bodies, (x_BTD, self.keys, self.values), each)
-        return y_BTD, KeyValueCache(keys, values, self.start_B, self.filled + x_BTD.shape[1])
+        (y_BTD, keys, values), _ = scan_layers(bodies, (x_BTD, keys, values), (blocks, jnp.arange(keys.shape[0])))
+        return y_BTD, (keys,), (values,)
 
 
 class LayerCache(eqx.Module):
     """The cache as the attention of one layer sees it."""
 
-    keys: Float[Array, "L B N S K"]
-    values: Float[Array, "L B N S K"]
+    keys: Float[Array, "*L B N S K"]
+    values: Float[Array, "*L B N S K"]
     start_B: Int[Array, " B"]
     filled: Int[Array, ""]
-    layer: Int[Array, ""]
+    layer: Int[Array, ""] | None
+    """The one of keys and values that is meant, where these are of all layers."""
 
     def attend(
         self,
@@ -81,57 +140,81 @@ class LayerCache(eqx.Module):
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
         pattern: Pattern,
+        attention: AnyAttention,
     ) -> tuple[Float[Array, "B T H K"], "LayerCache"]:
-        """(attention of T new tokens to all tokens so far, the cache with their keys and values)."""
+        """(attention of T new tokens to all tokens so far, the cache with their keys and values).  T is small: the
+        scores [B H T S] exist at once, and no kernel, of `attention`, is used."""
         keys, values = self._write(self.keys, k_BTNK), self._write(self.values, v_BTNK)
-        k_BNSK, v_BNSK = (lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
-        queries = Queries(q_BTHK, self._segments(self.filled + jnp.arange(q_BTHK.shape[1])))
-        written = Keys(k_BNSK, v_BNSK, self._segments(jnp.arange(k_BNSK.shape[2])))
-        mixed_BTHK = _attend_in_chunks(queries, written, pattern, self.filled)
+        queries = Queries(q_BTHK, _segments(self.start_B, self.filled + jnp.arange(q_BTHK.shape[1])))
+        k_BNSK, v_BNSK = self._of_layer(keys), self._of_layer(values)
+        written = Keys(k_BNSK, v_BNSK, _segments(self.start_B, jnp.arange(k_BNSK.shape[2])))
+        mixed_BTHK = attend(queries, written, pattern, self.filled)
         return mixed_BTHK, LayerCache(keys, values, self.start_B, self.filled, self.layer)
 
-    def _segments(self, slot_S: Int[Array, " S"]) -> Int[Array, "B S"]:
-        """1 for slots of a sequence, 0 for those before it: what is padding is attended to by padding alone."""
-        return (slot_S[None] >= self.start_B[:, None]).astype(jnp.int32)
+    def _of_layer(self, cache: Float[Array, "*L B N S K"]) -> Float[Array, "B N S K"]:
+        return cache if self.layer is None else lax.dynamic_index_in_dim(cache, self.layer, keepdims=False)
 
-    def _write(self, cache: Float[Array, "L B N S K"], new_BTNK: Float[Array, "B T N K"]) -> Array:
-        new = new_BTNK.transpose(0, 2, 1, 3)[None].astype(cache.dtype)
-        return lax.dynamic_update_slice(cache, new, (self.layer, 0, 0, self.filled, 0))
+    def _write(self, cache: Float[Array, "*L B N S K"], new_BTNK: Float[Array, "B T N K"]) -> Array:
+        new = new_BTNK.transpose(0, 2, 1, 3).astype(cache.dtype)
+        first = (0, 0, self.filled, 0)
+        if self.layer is None:
+            return lax.dynamic_update_slice(cache, new, first)
+        return lax.dynamic_update_slice(cache, new[None], (self.layer, *first))
 
 
-def cache_specs(batch: tuple[str, ...]) -> KeyValueCache:
-    """PartitionSpecs of the fields; `batch` are the axes whose ranks hold different sequences."""
-    heads = P(None, batch, MP, None, None)
+class NewTokens(NamedTuple):
+    """Keys and values of one layer for the tokens of the prompts."""
+
+    keys: Float[Array, "B N T K"]
+    values: Float[Array, "B N T K"]
+
+
+class _PromptLayer(eqx.Module):
+    """`EmptyCache` as the attention of one layer sees it."""
+
+    start_B: Int[Array, " B"]
+    dtype: DTypeLike = eqx.field(static=True)
+
+    def attend(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BTNK: Float[Array, "B T N K"],
+        v_BTNK: Float[Array, "B T N K"],
+        pattern: Pattern,
+        attention: AnyAttention,
+    ) -> tuple[Float[Array, "B T H K"], NewTokens]:
+        """(attention of the prompt's tokens to one another, their keys and values)."""
+        time = q_BTHK.shape[1]
+        new = NewTokens(*(x.transpose(0, 2, 1, 3).astype(self.dtype) for x in (k_BTNK, v_BTNK)))
+        beyond = -time % BLOCKS[-1]
+        if isinstance(attention, Chunked) or "segments" not in attention.patterns:
+            attention, beyond = Chunked(QUERY_CHUNK), 0
+        segments_BT = _segments(self.start_B, jnp.arange(time + beyond))
+        if pattern.window is not None and pattern.window >= time:
+            pattern = replace(pattern, window=None)
+        qkv = [jnp.pad(x, [(0, 0), (0, beyond), (0, 0), (0, 0)]) for x in (q_BTHK, k_BTNK, v_BTNK)]
+        mixed_BTHK, _ = attention(*qkv, replace(pattern, segments_BT=segments_BT))
+        return mixed_BTHK[:, :time], new
+
+
+def _positions(start_B: Int[Array, " B"], slot_T: Int[Array, " T"]) -> Int[Array, "B T"]:
+    return jnp.maximum(slot_T[None] - start_B[:, None], 0)
+
+
+def _segments(start_B: Int[Array, " B"], slot_S: Int[Array, " S"]) -> Int[Array, "B S"]:
+    """1 for slots of a sequence, 0 for those before it: what is padding is attended to by padding alone."""
+    return (slot_S[None] >= start_B[:, None]).astype(jnp.int32)
+
+
+def cache_specs(batch: tuple[str, ...], unrolled: int) -> KeyValueCache:
+    """PartitionSpecs of the fields; `batch` are the axes whose ranks hold different sequences, and `unrolled` is the
+    number of layers with arrays of their own, 0 where they are stacked."""
+    each = P(batch, MP, None, None)
+    heads = (each,) * unrolled or (P(None, *each),)
     return KeyValueCache(heads, heads, P(batch), P())
-
-
-def empty_cache(model: ModelConfig, start_B: Int[Array, " B"], slots: int, dtype: DTypeLike) -> KeyValueCache:
-    """A cache without tokens, of this device's shapes, inside shard_map."""
-    heads = max(model.kv_heads // lax.axis_size(MP), 1)
-    zeros = jnp.zeros((model.layers, start_B.shape[0], heads, slots, model.head_dim), dtype)
-    zeros = mark_varying(zeros, (*token_axes(), MP))
-    return KeyValueCache(zeros, zeros, start_B, jnp.zeros((), jnp.int32))
 
 
 def cache_bytes(model: ModelConfig, dp: int, mp: int, batch: int, slots: int, dtype: DTypeLike) -> int:
     """Bytes of keys and values on one device: 2 L B/dp N/mp S K values."""
     heads = max(model.kv_heads // mp, 1)
     return 2 * model.layers * (batch // dp) * heads * slots * model.head_dim * jnp.dtype(dtype).itemsize
-
-
-def _attend_in_chunks(
-    queries: Queries, keys: Keys, pattern: Pattern, filled: Int[Array, ""]
-) -> Float[Array, "B T H K"]:
-    """`attend` of the queries from slot `filled` on, QUERY_CHUNK at a time: the scores of all queries of a long prompt
-    would not fit."""
-    time = queries.q_BTHK.shape[1]
-    if time <= QUERY_CHUNK:
-        return attend(queries, keys, pattern, filled)
-    chunks = -(-time // QUERY_CHUNK)
-
-    def padded(x_BT: Array) -> Array:
-        return jnp.pad(x_BT, [(0, 0), (0, chunks * QUERY_CHUNK - time), *[(0, 0)] * (x_BT.ndim - 2)])
-
-    firsts = filled + QUERY_CHUNK * jnp.arange(chunks)
-    mixed = map_chunks(lambda q, first: attend(q, keys, pattern, first), jax.tree.map(padded, queries), firsts)
-    return mixed[:, :time]

@@ -2,12 +2,13 @@
 
 B sequences, P slots of the padded prompts, C new tokens of a call, V vocabulary rows, padded.  B/dp, V/mp: sharded.
 
-Whatever mode of tensor parallelism the model was trained with, the residual stream is replicated over mp here: a decode
-step has one position, which cannot be sharded over time.
+Whatever mode of tensor parallelism the model was trained with, a decode step replicates the residual stream over mp: it
+has one position, which cannot be sharded over time.  Prefill shards it over time where mp divides P.
 
-Communication of prefill, and of each decode step, over mp: one all-reduce of the embedding's output and one of each
-row-parallel product (one per parallel block, two per sequential one), then what `sampling.next_token` needs.  Over dp:
-the new tokens are gathered once per call; FSDP weights are gathered for each layer, as in training.
+Communication of a decode step over mp: one all-reduce of the embedding's output and one of each row-parallel product
+(one per parallel block, two per sequential one), then what `sampling.next_token` needs.  Prefill has a reduce-scatter
+and an all-gather in place of each all-reduce.  Over dp: the new tokens are gathered once per call; FSDP weights are
+gathered for each layer, as in training.
 """
 
 import math
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,14 +24,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.inference.cache import KeyValueCache, cache_specs, empty_cache
+from shmap_tp.hardware.devices import DEVICES
+from shmap_tp.inference.cache import EmptyCache, KeyValueCache, cache_specs
 from shmap_tp.inference.sampling import Filters, Sampling, Sequences, next_token
 from shmap_tp.layers.embedding import score
 from shmap_tp.model.sharded_model import ShardedModel
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_gather_invariant, mark_varying
 from shmap_tp.parallel.mesh import MP, token_axes
-from shmap_tp.parallel.tensor_parallel import AllReduce
+from shmap_tp.parallel.tensor_parallel import AllReduce, TensorParallel, prompt_tensor_parallel
+
+COPIES_FILL = 0.8
+"""Share of a device's memory that weights, copies of those of the blocks and the cache may fill while decoding."""
 
 
 class Progress(NamedTuple):
@@ -41,10 +47,10 @@ class Progress(NamedTuple):
     sequences: Sequences
 
 
-def progress_specs(filters: Filters, batch: tuple[str, ...]) -> Progress:
-    """PartitionSpecs of the fields; `batch` are the axes whose ranks hold different sequences."""
+def _progress_specs(filters: Filters, batch: tuple[str, ...], unrolled: int) -> Progress:
+    """PartitionSpecs of the fields; `batch` and `unrolled` as of `cache_specs`."""
     each, seen = P(batch), P(batch, MP) if filters.penalty else None
-    return Progress(cache_specs(batch), each, Sequences(each, each, each, seen))
+    return Progress(cache_specs(batch, unrolled), each, Sequences(each, each, each, seen))
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,16 @@ class PrefillShape:
     """Sequences that continue each prompt."""
 
 
+def unstacked(params: Transformer) -> Transformer:
+    """`params` with the blocks as a tuple of arrays per layer, copied.  XLA for TPU prefetches those to on-chip memory,
+    and never a slice of a stacked array (docs/performance-notes.md)."""
+    layers = range(len(jax.tree.leaves(params.blocks)[0]))
+    blocks = tuple(
+        jax.tree.map(lambda x, layer=layer: lax.optimization_barrier(x[layer]), params.blocks) for layer in layers
+    )
+    return eqx.tree_at(lambda params: params.blocks, params, blocks)
+
+
 class GenerationPrograms:
     """Prefill and decode for one model on one mesh; compiled at the first call with other shapes, filters or count."""
 
@@ -67,12 +83,19 @@ class GenerationPrograms:
         """The axes that serve different prompts."""
         self.batch_ranks = math.prod(self.mesh.shape[axis] for axis in self.batch)
         self.execution = replace(sharded.execution, tp=AllReduce())
+        self._figures = DEVICES.get(self.mesh.devices.flat[0].device_kind)
+        self.unrolled = self._figures is not None and self._figures.clock is not None
+        """Whether the layers of a decode step are unrolled, each with its own arrays: on TPUs."""
         self.prefill = jax.jit(self._prefill, static_argnames=("filters", "shape"))
         """(params, sampling, prompts[B P], requests[B], filters=, shape=) -> (first new tokens[B x samples, 1],
         progress).  Negative ids before a prompt are padding.  The sequences of a prompt follow one another."""
         self.decode = jax.jit(self._decode, static_argnames=("filters", "count"), donate_argnums=2)
         """(params, sampling, progress, filters=, count=) -> (the next tokens[B C], progress).  `progress` is
         donated."""
+
+    def progress_specs(self, filters: Filters) -> Progress:
+        """PartitionSpecs of `Progress`."""
+        return _progress_specs(filters, self.batch, self.model.layers if self.unrolled else 0)
 
     def _prefill(
         self,
@@ -87,14 +110,16 @@ class GenerationPrograms:
         def run(params: Any, sampling: Sampling, prompts_BP: Array, request_B: Array) -> tuple[Array, Progress]:
             is_token_BP = prompts_BP >= 0
             start_B = jnp.argmax(is_token_BP, axis=1).astype(jnp.int32)
-            cache = empty_cache(self.model, start_B, shape.slots, self.execution.dtype)
+            empty = EmptyCache(start_B, shape.slots, self.execution.dtype, self.unrolled)
             ids_BP = jnp.where(is_token_BP, prompts_BP, 0)
-            h_BPD, cache = self._with_cache(params, ids_BP, cache)
+            tp = prompt_tensor_parallel(ids_BP.shape[1], lax.axis_size(MP))
+            h_BPD, cache = self._with_cache(params, ids_BP, empty, tp)
 
             def repeat(x: Array, axis: int = 0) -> Array:
                 return jnp.repeat(x, shape.samples, axis=axis)
 
-            cache = KeyValueCache(repeat(cache.keys, 1), repeat(cache.values, 1), repeat(start_B), cache.filled)
+            keys, values = jax.tree.map(lambda x: repeat(x, x.ndim - 4), (cache.keys, cache.values))
+            cache = KeyValueCache(keys, values, repeat(start_B), cache.filled)
             sample_B = jnp.tile(jnp.arange(shape.samples), request_B.shape[0])
             sequences = Sequences(repeat(request_B), sample_B, prompts_BP.shape[1] - repeat(start_B), None)
             logits_BV = self._logits(params, repeat(h_BPD[:, -1:]))
@@ -111,9 +136,11 @@ class GenerationPrograms:
         self, params: Any, sampling: Sampling, progress: Progress, *, filters: Filters, count: int
     ) -> tuple[Array, Progress]:
         def run(params: Any, sampling: Sampling, progress: Progress) -> tuple[Array, Progress]:
+            if self.unrolled and self._has_room_for_copies(params, progress.cache):
+                params = unstacked(params)
 
             def step(progress: Progress, _: None) -> tuple[Progress, Array]:
-                h_B1D, cache = self._with_cache(params, progress.last_B[:, None], progress.cache)
+                h_B1D, cache = self._with_cache(params, progress.last_B[:, None], progress.cache, AllReduce())
                 logits_BV = self._logits(params, h_B1D)
                 new_B, progress = self._choose(logits_BV, cache, progress.sequences, sampling, filters)
                 return progress, new_B
@@ -121,7 +148,7 @@ class GenerationPrograms:
             progress, new_CB = lax.scan(step, progress, None, length=count)
             return new_CB.T, progress
 
-        in_specs = (P(), progress_specs(filters, self.batch))
+        in_specs = (P(), self.progress_specs(filters))
         return self._mapped(run, filters, in_specs)(params, sampling, progress)
 
     def _mapped(self, run: Callable[..., tuple[Array, Progress]], filters: Filters, in_specs: tuple) -> Callable:
@@ -131,13 +158,19 @@ class GenerationPrograms:
             new_BC, progress = run(*arguments)
             return all_gather_invariant(new_BC, self.batch, 0), progress
 
-        return self.sharded.mapped(gathered, in_specs, (P(), progress_specs(filters, self.batch)))
+        return self.sharded.mapped(gathered, in_specs, (P(), self.progress_specs(filters)))
 
     def _with_cache(
-        self, params: Transformer, ids_BT: Int[Array, "B T"], cache: KeyValueCache
+        self, params: Transformer, ids_BT: Int[Array, "B T"], cache: EmptyCache | KeyValueCache, tp: TensorParallel
     ) -> tuple[Float[Array, "B T D"], KeyValueCache]:
-        h_BTD, extras = params(ids_BT, self.execution, Carried(cache.positions(ids_BT.shape[1]), cache=cache))
+        carried = Carried(cache.positions(ids_BT.shape[1]), cache=cache)
+        h_BTD, extras = params(ids_BT, replace(self.execution, tp=tp), carried)
         return h_BTD, extras.cache
+
+    def _has_room_for_copies(self, params: Transformer, cache: KeyValueCache) -> bool:
+        """Whether the blocks of a device fit there twice."""
+        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, params.blocks, cache)))
+        return self._figures is not None and needed < COPIES_FILL * self._figures.memory
 
     def _logits(self, params: Transformer, h_B1D: Float[Array, "B 1 D"]) -> Float[Array, "B V"]:
         h_B1D, projection = params.output_projection(h_B1D, self.execution)

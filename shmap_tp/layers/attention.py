@@ -32,7 +32,7 @@ from shmap_tp.layers.norm import JointRMSNorm, RMSNorm
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.context_parallel import chunk_numbers, own_chunks, whole_rows
 from shmap_tp.parallel.linear_protocol import Adapter, Linear
-from shmap_tp.parallel.mesh import MP, Role, axes_of, ranks
+from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import ParameterKind, param
 from shmap_tp.parallel.tensor_parallel import Activation
 
@@ -48,22 +48,20 @@ class Chunked:
     def __call__(
         self,
         q_BTHK: Float[Array, "B T H K"],
-        k_BTNK: Float[Array, "B T N K"],
-        v_BTNK: Float[Array, "B T N K"],
+        k_BSNK: Float[Array, "B S N K"],
+        v_BSNK: Float[Array, "B S N K"],
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
-        """(mixed, no deferred residuals).
+        """(mixed, no deferred residuals).  Communication: none.
 
-        Where time is sharded, the first chunk of each device is computed with the first half of the row's keys, and the
-        second with all of them: 3/4 of all pairs, the same on every device.
-
-        Communication  that of `whole_rows`, for k and v.
+        Of rows that are split along time, the first chunk of this device is computed with the first half of the keys,
+        and the second with all of them: 3/4 of all pairs, the same on every device.
         """
-        if axes_of(Role.time):
-            keys = Keys(*whole_rows((k_BTNK, v_BTNK)), pattern.segments_BT)
+        if q_BTHK.shape[1] < k_BSNK.shape[1]:
+            keys = Keys(k_BSNK, v_BSNK, pattern.segments_BT)
             mixed_BTHK = self._attend_two_chunks(Queries(q_BTHK, own_chunks(pattern.segments_BT)), keys, pattern)
         else:
-            mixed_BTHK = causal_attention(q_BTHK, k_BTNK, v_BTNK, pattern, self.chunk)
+            mixed_BTHK = causal_attention(q_BTHK, k_BSNK, v_BSNK, pattern, self.chunk)
         return checkpoint_per_head(mixed_BTHK, ATTENTION_OUTPUT), ()
 
     def _attend_two_chunks(self, queries: Queries, keys: Keys, pattern: Pattern) -> Float[Array, "B T H K"]:
@@ -184,7 +182,9 @@ class Attention(eqx.Module):
 
         With a cache every device has whole rows, also on a mesh with an axis that shards time.
 
-        Raises TypeError for a cache with segments, and where rows are cut for cuDNN, which would leave out keys.
+        Communication: of rows that are split along time that of `whole_rows`, for k and v.
+
+        Raises TypeError for a cache with segments.
         """
         tp, encoding = context.tp, context.encoding
         q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
@@ -194,17 +194,16 @@ class Attention(eqx.Module):
         if context.cache is not None:
             if context.segments is not None:
                 raise TypeError("a cache holds one document a row: attention with a cache takes no segments")
-            mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, replace(context.pattern, slopes_H=encoding.slopes()))
+            pattern = replace(context.pattern, slopes_H=encoding.slopes())
+            mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, pattern, self.attend)
             return tp.split_time(mixed_BTHK), Extras(cache=cache)
         if self.query_norm is None:  # else they are saved before their norms
             qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)
         pattern = replace(context.pattern, slopes_H=encoding.slopes(), segments_BT=context.segments)
-        over = axes_of(Role.time)
-        if over and isinstance(self.attend, Cudnn):
-            raise TypeError(f"Cudnn has the keys of its own rank alone, and the mesh axis {over[0]} shards time")
-        if pattern.window is not None and pattern.window >= q_BTHK.shape[1] * ranks(over):
+        q_BTHK, k_BSNK, v_BSNK = qk[0], *whole_rows((qk[1], checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE)))
+        if pattern.window is not None and pattern.window >= k_BSNK.shape[1]:
             pattern = replace(pattern, window=None)
-        mixed_BTHK, residuals = self.attend(*qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE), pattern)
+        mixed_BTHK, residuals = self.attend(q_BTHK, k_BSNK, v_BSNK, pattern)
         return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
 
 

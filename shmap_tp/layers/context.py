@@ -32,9 +32,10 @@ class Cache(Protocol):
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
         pattern: Pattern,
-    ) -> tuple[Float[Array, "B T H K"], "Cache"]:
+        attention: Any,
+    ) -> tuple[Float[Array, "B T H K"], Any]:
         """(attention of T new tokens to all tokens so far, the cache with them); q and k are rotated, and the pattern
-        has no segments."""
+        has no segments.  `attention` is how the model computes it without a cache, which prompts are read with."""
         ...
 
 

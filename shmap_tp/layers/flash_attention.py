@@ -36,7 +36,7 @@ from shmap_tp.layers.context import DeferredResiduals
 from shmap_tp.layers.splash_masks import make_splash
 from shmap_tp.layers.xla_workarounds import sum_by_additions
 from shmap_tp.parallel.collectives import mark_varying, varying_axes, without_vma_check
-from shmap_tp.parallel.context_parallel import own_chunks, whole_rows
+from shmap_tp.parallel.context_parallel import own_chunks
 from shmap_tp.parallel.mesh import Role, axes_of
 
 SPLASH_HEAD_DIMS = (64, 128, 256)
@@ -62,21 +62,21 @@ class Splash:
     def __call__(
         self,
         q_BTHK: Float[Array, "B T H K"],
-        k_BTNK: Float[Array, "B T N K"],
-        v_BTNK: Float[Array, "B T N K"],
+        k_BSNK: Float[Array, "B S N K"],
+        v_BSNK: Float[Array, "B S N K"],
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
-        """(mixed, deferred residuals).  Communication: that of `whole_rows`, for k and v; else none."""
+        """(mixed, deferred residuals); with more keys than queries, of this device's part of the rows.  Communication:
+        none."""
         _refuse(self, pattern)
-        k_BTNK, v_BTNK = whole_rows((k_BTNK, v_BTNK))
-        (batch, time, heads, head_dim), (_, keys, groups, _) = q_BTHK.shape, k_BTNK.shape
+        (batch, time, heads, head_dim), (_, keys, groups, _) = q_BTHK.shape, k_BSNK.shape
         shared = heads // groups
         scale = head_dim**-0.5 if pattern.scale is None else pattern.scale
         scaled_BTHK = (q_BTHK.astype(jnp.float32) * scale).astype(q_BTHK.dtype)
         q = scaled_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
-        k, v = [x.transpose(0, 2, 1, 3).reshape(batch * groups, keys, head_dim) for x in (k_BTNK, v_BTNK)]
+        k, v = [x.transpose(0, 2, 1, 3).reshape(batch * groups, keys, head_dim) for x in (k_BSNK, v_BSNK)]
         q = q.reshape(batch * groups, shared, time, head_dim)
-        mixed, residuals = _call_kernel(self, (q, k, v), pattern)
+        mixed, residuals = _call_kernel(self, (q, k, v), pattern, Places.of(pattern, split=time < keys))
         mixed = mixed.reshape(batch, groups, shared, time, head_dim)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim), residuals
 
@@ -119,15 +119,19 @@ class Cudnn:
     def __call__(
         self,
         q_BTHK: Float[Array, "B T H K"],
-        k_BTNK: Float[Array, "B T N K"],
-        v_BTNK: Float[Array, "B T N K"],
+        k_BSNK: Float[Array, "B S N K"],
+        v_BSNK: Float[Array, "B S N K"],
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
-        """(mixed, deferred residuals).  Communication: none."""
+        """(mixed, deferred residuals).  Communication: none.  Raises UserError for rows that are split along time."""
         if self.otherwise is not None and pattern.used - self.patterns:
-            return self.otherwise(q_BTHK, k_BTNK, v_BTNK, pattern)
+            return self.otherwise(q_BTHK, k_BSNK, v_BSNK, pattern)
         _refuse(self, pattern)
-        return _call_kernel(self, (q_BTHK, k_BTNK, v_BTNK), pattern)
+        if q_BTHK.shape[1] < k_BSNK.shape[1]:
+            raise UserError(
+                "model.attention=cudnn computes whole rows, which mesh.cp splits; use model.attention=chunked"
+            )
+        return _call_kernel(self, (q_BTHK, k_BSNK, v_BSNK), pattern, Places.of(pattern, split=False))
 
     def run(
         self,
@@ -154,9 +158,9 @@ def _refuse(kernel: "Splash | Cudnn", pattern: Pattern) -> None:
 
 
 def _call_kernel(
-    kernel: "Splash | Cudnn", qkv: tuple[Array, Array, Array], pattern: Pattern
+    kernel: "Splash | Cudnn", qkv: tuple[Array, Array, Array], pattern: Pattern, places: "Places"
 ) -> tuple[Array, DeferredResiduals]:
-    """kernel.run(the options of the pattern, its segments, q, k, v).
+    """kernel.run(the options of the pattern, places, q, k, v).
 
     q, k and v are marked as varying over the same axes before: JAX then adds what the gradient of one that did not vary
     needs, and the gradients returned here have the types of the arguments.  The planner reads the window in the scope.
@@ -164,7 +168,7 @@ def _call_kernel(
     qkv = mark_varying(qkv, tuple(sorted(frozenset[str]().union(*[varying_axes(x) for x in qkv]))))
     options = replace(pattern, slopes_H=None, segments_BT=None)
     with jax.named_scope("attend" if pattern.window is None else f"attend_window_{pattern.window}"):
-        return _attend(kernel, options, Places.of(pattern), *qkv)
+        return _attend(kernel, options, places, *qkv)
 
 
 class Places(NamedTuple):
@@ -176,10 +180,11 @@ class Places(NamedTuple):
     """This device's, of those over which rows are split; None: every device has whole rows."""
 
     @classmethod
-    def of(cls, pattern: Pattern) -> "Places":
-        """Those of this device, inside shard_map."""
-        over = axes_of(Role.time)
-        return cls(own_chunks(pattern.segments_BT), pattern.segments_BT, lax.axis_index(over) if over else None)
+    def of(cls, pattern: Pattern, *, split: bool) -> "Places":
+        """Those of this device, inside shard_map, of whole rows or of rows that are `split` along time."""
+        if not split:
+            return cls(pattern.segments_BT, pattern.segments_BT, None)
+        return cls(own_chunks(pattern.segments_BT), pattern.segments_BT, lax.axis_index(axes_of(Role.time)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

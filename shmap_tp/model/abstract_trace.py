@@ -21,7 +21,6 @@ from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import DeferredResiduals
 from shmap_tp.model.transformer import Carried, Execution, Transformer
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.context_parallel import whole_rows
 from shmap_tp.parallel.fsdp import Fsdp, Replicated
 from shmap_tp.parallel.mesh import DP, MP, abstract_mesh, token_axes
 from shmap_tp.parallel.partitioning import partition_specs
@@ -48,14 +47,13 @@ class TracedAttention(Chunked):
     def __call__(
         self,
         q_BTHK: Float[Array, "B T H K"],
-        k_BTNK: Float[Array, "B T N K"],
-        v_BTNK: Float[Array, "B T N J"],
+        k_BSNK: Float[Array, "B S N K"],
+        v_BSNK: Float[Array, "B S N J"],
         pattern: Pattern,
     ) -> tuple[Float[Array, "B T H J"], DeferredResiduals]:
         attend = jax.checkpoint(_attend) if self.recomputes_scores else _attend
-        keys, values = whole_rows((k_BTNK, v_BTNK))
         with jax.named_scope(f"{WINDOW}{pattern.window or 0}"):
-            return checkpoint_name(attend(q_BTHK, keys, values), ATTENTION_OUTPUT), ()
+            return checkpoint_name(attend(q_BTHK, k_BSNK, v_BSNK), ATTENTION_OUTPUT), ()
 
 
 def _attend(

@@ -62,9 +62,9 @@ class Execution:
 class ModelCache(Protocol):
     """Keys and values of all layers (`inference/cache.py`)."""
 
-    def scan(
+    def run_layers(
         self,
-        layers: Sequence[Callable[[Array, Any, Cache], tuple[Array, Cache]]],
+        layers: Sequence[Callable[[Array, Any, Cache], tuple[Array, Any]]],
         x_BTD: Float[Array, "B T D"],
         blocks: Any,
     ) -> tuple[Float[Array, "B T D"], Any]:
@@ -183,7 +183,7 @@ class Transformer(eqx.Module):
     ) -> tuple[Float[Array, "B T D"], Extras]:
         """All blocks, one after the other, each with its part of the cache."""
 
-        def layer(options: LayerOptions, x_BTD: Array, block: Any, cache: Cache) -> tuple[Array, Cache]:
+        def layer(options: LayerOptions, x_BTD: Array, block: Any, cache: Cache) -> tuple[Array, Any]:
             gathered = gather(execution.placements.blocks, block, execution.dtype)
             x_BTD, extras = gathered(x_BTD, replace(options.within(context), cache=cache))
             if extras.cache is None:
@@ -193,7 +193,7 @@ class Transformer(eqx.Module):
                 )
             return x_BTD, extras.cache
 
-        x_BTD, cache = cache.scan([partial(layer, options) for options in self.period], x_BTD, self.blocks)
+        x_BTD, cache = cache.run_layers([partial(layer, options) for options in self.period], x_BTD, self.blocks)
         return x_BTD, Extras(cache=cache)
 
     def _scan_blocks(

@@ -212,6 +212,12 @@ TENSOR_PARALLEL: dict[TensorParallelMode, TensorParallel] = {
 """The modes that `mesh.tensor_parallel` names."""
 
 
+def prompt_tensor_parallel(time: int, mp: int) -> TensorParallel:
+    """The mode in which prompts of `time` slots are read: with the residual stream sharded over time where mp divides
+    it, which communicates as many bytes, and computes norms and residual sums once."""
+    return AllReduce() if time % mp else SequenceParallel()
+
+
 def _multiply_each(x_BTD: Float[Array, "B T D"], layers: Sequence[Linear]) -> tuple[Activation, ...]:
     return tuple(layer.add_bias(layer(x_BTD)) for layer in layers)
 

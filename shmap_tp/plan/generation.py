@@ -25,7 +25,7 @@ from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.inference.cache import cache_bytes
 from shmap_tp.inference.generator import SLOTS_MULTIPLE, Options
-from shmap_tp.inference.programs import GenerationPrograms, PrefillShape, progress_specs
+from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
 from shmap_tp.layers.experts import even_share
 from shmap_tp.model.flops import parameters
 from shmap_tp.model.transformer import Transformer
@@ -190,7 +190,7 @@ def trace(
     placed = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
         progress,
-        progress_specs(GREEDY.filters, programs.batch),
+        programs.progress_specs(GREEDY.filters),
     )
     static = {"filters": GREEDY.filters}
     return (

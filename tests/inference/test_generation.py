@@ -11,9 +11,9 @@ import pytest
 
 import shmap_tp
 from shmap_tp.errors import UserError
-from shmap_tp.inference.cache import cache_bytes, empty_cache
+from shmap_tp.inference.cache import EmptyCache, cache_bytes
 from shmap_tp.inference.generator import Options, check_prompts, stream
-from shmap_tp.inference.programs import PrefillShape
+from shmap_tp.inference.programs import PrefillShape, unstacked
 from shmap_tp.layers.embedding import score
 from shmap_tp.model.transformer import Carried
 from shmap_tp.parallel.mesh import DP, MP
@@ -108,29 +108,33 @@ ROTARY, LEARNED = "rotary, sequential, two key/value heads", "learned, parallel 
 
 
 @pytest.mark.parametrize(
-    ("variant", "shape"),
+    ("variant", "shape", "unrolled"),
     [
-        *((ROTARY, shape) for shape in MESHES),
-        ("ALiBi, parallel", (1, 8)),
-        (LEARNED, (2, 2)),
-        (LEARNED, (8, 1)),
-        ("local and global", (2, 4)),
-        ("experts", (2, 4)),
+        *((ROTARY, shape, shape != (2, 2)) for shape in MESHES),
+        ("ALiBi, parallel", (1, 8), False),
+        (LEARNED, (2, 2), True),
+        (LEARNED, (8, 1), False),
+        ("local and global", (2, 4), True),
+        ("local and global", (2, 4), False),
+        ("experts", (2, 4), True),
     ],
     ids=str,
 )
-def test_logits_with_a_cache_equal_those_of_the_full_forward_pass_at_every_position(variant, shape):
-    """A prompt of 5 tokens read at once behind 3 slots of padding, then token by token."""
+def test_logits_with_a_cache_equal_those_of_the_full_forward_pass_at_every_position(variant, shape, unrolled):
+    """A prompt of 5 tokens read at once behind 3 slots of padding, then token by token, in a scan over stacked layers
+    or with arrays of each layer."""
     here = model(*shape, *CACHED[variant])
     programs = here.generation_programs
     sharded, execution = programs.sharded, programs.execution
     ids = np.random.default_rng(0).integers(0, 50, (8, 14)).astype(np.int32)
 
     def run(params, ids_BT):
-        cache = empty_cache(programs.model, jnp.full(len(ids_BT), 3, jnp.int32), 20, jnp.float32)
+        cache = EmptyCache(jnp.full(len(ids_BT), 3, jnp.int32), 20, jnp.float32, unrolled)
+        decoding = unstacked(params) if unrolled else params
         found = []
         for part in [jnp.pad(ids_BT[:, :5], [(0, 0), (3, 0)]), *jnp.split(ids_BT[:, 5:], 9, axis=1)]:
-            h_BTD, extras = params(part, execution, Carried(cache.positions(part.shape[1]), cache=cache))
+            weights = decoding if found else params
+            h_BTD, extras = weights(part, execution, Carried(cache.positions(part.shape[1]), cache=cache))
             h_BTD, projection = params.output_projection(h_BTD, execution)
             cache = extras.cache
             found += [score(h_BTD[:, time], projection) for time in range(part.shape[1])]
@@ -180,7 +184,7 @@ def test_a_decode_step_communicates_and_keeps_what_the_docstrings_say(block):
     _, progress = jax.eval_shape(
         partial(programs.prefill, **prefill), here.parameters, options.sampling, prompts, requests
     )
-    local = progress.cache.keys.size * progress.cache.keys.dtype.itemsize // 8
+    local = sum(x.size * x.dtype.itemsize for x in progress.cache.keys) // 8
     assert 2 * local == cache_bytes(programs.model, 2, 4, 4, 16, jnp.float32)
     decode = partial(programs.decode, filters=options.filters, count=5)
     found: Counter[tuple] = Counter()

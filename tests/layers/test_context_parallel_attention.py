@@ -17,7 +17,7 @@ from shmap_tp.layers.causal_attention import Pattern, causal_attention
 from shmap_tp.layers.flash_attention import Splash
 from shmap_tp.layers.splash_masks import make_splash
 from shmap_tp.parallel.collectives import all_reduce
-from shmap_tp.parallel.context_parallel import row_order
+from shmap_tp.parallel.context_parallel import row_order, whole_rows
 from shmap_tp.parallel.mesh import CP, MP, make_mesh
 from tests.helpers.assertions import RELATIVE, assert_close
 from tests.helpers.model_fixtures import mesh_config
@@ -49,7 +49,7 @@ def on_ranks(attend, ranks: int, qkv, segments, options):
     def local(qkv, segments):
         def total(qkv):
             pattern = Pattern(segments_BT=segments, **options)
-            mixed, _ = attend(qkv["q"], qkv["k"], qkv["v"], pattern)
+            mixed, _ = attend(qkv["q"], *whole_rows((qkv["k"], qkv["v"])), pattern)
             return jnp.sum(jnp.sin(mixed)), mixed
 
         gradients, mixed = jax.grad(total, has_aux=True)(qkv)

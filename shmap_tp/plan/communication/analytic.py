@@ -34,7 +34,8 @@ Where the residual stream is sharded over time, the gradients of parameters repl
 positions, key and value where mp > N) are summed over mp, once per step; key and value then not A L times.
 
 Generation reads T positions together (a prompt, or one new token) of each of B/dp sequences of a device, and makes N
-tokens a call.  The residual stream is replicated over mp, whatever the mode of training:
+tokens a call.  Decoding replicates the residual stream over mp, whatever the mode of training; a prompt shards it over
+time where mp divides T, and has a reduce-scatter and an all-gather in place of each all-reduce:
 
     embedding          all-reduce of x[B/dp T D] over mp                                               N times
     parallel block     all-reduce of y[B/dp T D] over mp                                               N L times
@@ -54,7 +55,7 @@ from jax.typing import DTypeLike
 from shmap_tp.config.schema import Config
 from shmap_tp.parallel.fsdp import Fsdp
 from shmap_tp.parallel.mesh import MP, axis_sizes, batch_axes, token_axes
-from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, AllReduce, TensorParallel
+from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, AllReduce, TensorParallel, prompt_tensor_parallel
 from shmap_tp.plan.communication.from_jaxpr import model_communication
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
 from shmap_tp.plan.communication.parameters import (
@@ -160,19 +161,23 @@ def prefill_communication(config: Config, batch: int, prompt: int, dtype: DTypeL
     `batch` is that of all devices of one slice; the model computes in `dtype`.  Entries over a mesh axis of size 1 are
     included.
     """
-    return _generation(config, batch // config.mesh.dp, prompt, 1, dtype)
+    tp = prompt_tensor_parallel(prompt, config.mesh.mp)
+    return _generation(config, (batch // config.mesh.dp, prompt), 1, tp, dtype)
 
 
 def decode_communication(config: Config, batch: int, tokens: int, dtype: DTypeLike) -> list[Entry]:
     """What one call that decodes `tokens` tokens of each of `batch` sequences communicates; as above."""
-    return _generation(config, batch // config.mesh.dp, 1, tokens, dtype)
+    return _generation(config, (batch // config.mesh.dp, 1), tokens, AllReduce(), dtype)
 
 
-def _generation(config: Config, batch: int, positions: int, steps: int, dtype: DTypeLike) -> list[Entry]:
-    """`batch` sequences of a device; `steps` times `positions` positions of each."""
+def _generation(
+    config: Config, shape: tuple[int, int], steps: int, tp: TensorParallel, dtype: DTypeLike
+) -> list[Entry]:
+    """`shape` is (sequences of a device, positions of each), which are computed `steps` times."""
+    batch, _ = shape
     model = replace(config.model, offload=[])
     used = shapes_in_use(model, config.mesh, dtype)
-    found = model_communication(used, AllReduce(), (batch, positions), axis_sizes(config.mesh), dtype)
+    found = model_communication(used, tp, shape, axis_sizes(config.mesh), dtype)
     once = replace(config, train=replace(config.train, microbatches=1))
     found += fsdp_uses(once, parameters(model, config.mesh, dtype), jnp.dtype(dtype).name)
     repeated = [replace(e, count=e.count * steps) for e in found if e.direction == Direction.forward]

@@ -212,7 +212,7 @@ MISTAKES = {
         ["--dp", "3", "--mp", "2", "--version", "v5e"],
         "there is no v5e slice of 6 devices; slices have 1, 4,",
     ),
-    "no such shape": ([*V5E[:-1], "3x3"], "--topology 3x3: there is no such v5e slice; use one of 2x2, 2x4,"),
+    "no such shape": ([*V5E[:-1], "3x3"], "--topology 3x3: there is no such v5e slice; use one of 1x1, 2x2, 2x4,"),
     "wrong product": ([*V5E[:-1], "4x4"], "4 devices differ from the 16 of v5e 4x4"),
     "slices": (
         [*V5E[:-2], "--slices", "3"],

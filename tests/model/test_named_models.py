@@ -29,17 +29,7 @@ LLAMA3 = LLAMA | {
 }  # fmt: skip
 SIZES_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 SIZES_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-GEMMA3 = {
-    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
-    "head_dim": 256, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-    "sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072, "vocab_size": 262208,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-}  # fmt: skip
-GEMMA3_4B = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
-GEMMA3_12B = {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48}
 PUBLISHED = {
-    "gemma3_4b": GEMMA3 | GEMMA3_4B | {"num_attention_heads": 8, "num_key_value_heads": 4},
-    "gemma3_12b": GEMMA3 | GEMMA3_12B | {"num_attention_heads": 16, "num_key_value_heads": 8},
     "gpt2": GPT2 | {"n_embd": 768, "n_head": 12, "n_layer": 12},
     "gpt2_xl": GPT2 | {"n_embd": 1600, "n_head": 25, "n_layer": 48},
     "llama2_70b": LLAMA | SIZES_70B | {"vocab_size": 32000, "max_position_embeddings": 4096},

@@ -163,8 +163,8 @@ def test_an_invalid_tile_is_refused_with_the_valid_ones():
 def test_an_mp_without_a_tile_is_refused_with_the_valid_ones(tile):
     message = error_message(mesh_config(16, 3, tile=tile, slices=3), fake_slice("v5e", 4, 4, slices=3))
     assert message == (
-        "mp=3: a slice of 4 x 4 x 1 chips with 1 devices each cannot be divided into boxes of 3 devices; "
-        "use mp in {1, 2, 4, 8, 16}"
+        "mesh.mp=3: a slice of 4 x 4 x 1 chips with 1 devices each cannot be divided into boxes of 3 devices; "
+        "use mesh.mp in {1, 2, 4, 8, 16}"
     )
 
 

@@ -30,7 +30,7 @@ from shmap_tp.plan.search.output import Task, largest_share, limited_by, table
 from shmap_tp.plan.targets import find_target, machine_of
 
 FILE = str(CONF / "config.yaml")
-BASE = Candidate(4, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
+BASE = Candidate(4, 1, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
 
 
 def config(*settings: str):

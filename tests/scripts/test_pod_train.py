@@ -28,7 +28,7 @@ def test_train_checks_the_run_before_it_rents(cloud):
     given = ["--type", "v5litepod-16", "--", "--cfg", "conf/recipes/gpt2_124m_v5e-8.yaml", "checkpoint.dir=gs://b/c"]
     for step in ("train", "create"):
         refused = cloud.pod(step, "p", *given, code=2)
-        assert "mesh.dp=8 x mesh.mp=1 is 8 devices, but v5litepod-16 has 16" in refused.stderr
+        assert "mesh dp=8 x mp=1 is 8 devices, but v5litepod-16 has 16" in refused.stderr
         assert cloud.calls() == [] and not refused.stdout
 
 

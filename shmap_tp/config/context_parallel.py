@@ -2,7 +2,7 @@
 
 import math
 
-from shmap_tp.config.schema import Config, FsdpGradients, TensorParallelMode
+from shmap_tp.config.schema import Config, FsdpGradients, SavedActivation, TensorParallelMode
 from shmap_tp.errors import UserError
 
 
@@ -25,6 +25,11 @@ def check_context_parallel(config: Config) -> None:
         raise UserError(
             f"mesh.fsdp_gradients=ring cannot be combined with mesh.cp={mesh.cp}; "
             f"use mesh.fsdp_gradients=reduce_scatter, or mesh.cp=1"
+        )
+    if SavedActivation.query_key_value in model.offload:
+        raise UserError(
+            f"model.offload with query_key_value cannot be combined with mesh.cp={mesh.cp}: keys and values of whole "
+            f"rows would be written to the host; leave it out of model.offload, or use mesh.cp=1"
         )
     if config.train.dpo_beta is not None:
         raise UserError(

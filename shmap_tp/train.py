@@ -37,6 +37,7 @@ recipes
 key=value
   mesh.dp, mesh.mp      data-parallel and tensor-parallel size; their product is the number of devices, which are
                         emulated on a machine that has only a CPU; mesh.dp=auto uses all devices
+  mesh.cp               for long rows, over how many devices each is split along time; a factor of the product, too
   model=NAME            a model of conf/model/:
 {models}
   data=NAME             a data source of conf/data/: {data}

@@ -33,7 +33,7 @@ Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
 Resume = StrEnum("Resume", ["never", "if_present", "must"])
 
 AUTO = "auto"
-"""Value of mesh.dp that means all devices divided by mesh.mp."""
+"""Value of mesh.dp that means all devices divided by mesh.cp and mesh.mp."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class RunConfig:
 @dataclass
 class MeshConfig:
     dp: int | str
-    """Data-parallel size; `auto` (for training only) is the number of devices divided by mesh.mp."""
+    """Data-parallel size; `auto` (for training only) is the number of devices divided by cp and mp."""
     mp: int
     """Tensor-parallel (model-parallel) size: the number of devices over which each layer is sharded."""
     cp: int
@@ -70,8 +70,8 @@ class MeshConfig:
     tile: list[int] | None
     """Shape [x, y, z, cores] of the box of a TPU slice that one mp group occupies; null chooses the fewest hops."""
     zero: Zero
-    """What is sharded over dp.  none: nothing.  zero1: the optimizer state and its update (ZeRO-1).  fsdp: also the
-    parameters, which are all-gathered layer by layer (ZeRO-3)."""
+    """What is sharded over dp and cp.  none: nothing.  zero1: the optimizer state and its update (ZeRO-1). fsdp: also
+    the parameters, which are all-gathered layer by layer (ZeRO-3)."""
     fsdp_gradients: FsdpGradients
     """How the gradients of FSDP weights are reduced.  reduce_scatter: one reduce-scatter after each weight-gradient
     matmul.  ring: in ring steps, each of which overlaps the matmul of the next chunk."""

@@ -10,8 +10,8 @@ H/mp: dim H sharded over mp.  {+mp}: a partial sum, not yet reduced.
        --attention, head by head-->  mixed[B T H/mp K]  --row_parallel: out {+mp}, reduced-->  y
 
 How the attention of each head is computed is a value, too: `Chunked`, here, in XLA's own operations, or a kernel of
-flash_attention.py, selected when the model is built (attention_selection.py).  They communicate only on a mesh with an
-axis that shards time, where each device needs the keys and values of the whole row (`context_parallel.py`).
+flash_attention.py, selected when the model is built (attention_selection.py).  None of them communicates: of rows that
+are split along time, `Attention.mix` gathers the keys and values before (`context_parallel.py`).
 """
 
 from dataclasses import dataclass, replace

@@ -25,7 +25,7 @@ def select_attention(
     model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bool = False, cp: int = 1
 ) -> AnyAttention:
     """The attention of `model` on devices like `device`, in `dtype`, for rows whose documents are `isolated` or not,
-    and which are cut over `cp` devices.
+    and which are split along time over `cp` devices.
 
     Raises UserError where the one that is named cannot run there.
     """

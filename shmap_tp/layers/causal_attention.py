@@ -26,7 +26,7 @@ class Pattern:
     slopes_H: Float[Array, " H"] | None = None
     """slope * (s - t) is added to the score of query t and key s (ALiBi)."""
     segments_BT: Int[Array, "B T"] | None = None
-    """A query attends to the keys of its own segment alone.  Those of the whole row, as the keys."""
+    """A query attends to the keys of its own segment alone.  They are those of the keys, for all positions of a row."""
     window: int | None = None
     """A query attends to the last `window` positions, of which its own is one: t - window < s <= t."""
     softcap: float | None = None

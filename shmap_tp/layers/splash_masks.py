@@ -14,10 +14,11 @@ from jaxtyping import Array, Bool, Int
 
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.xla_workarounds import MAX_ADDITIONS
+from shmap_tp.parallel.context_parallel import chunks_of
 
 BLOCKS = (512, 256, 128)
-"""Positions in a block of queries and of keys: the first that divides T is used.  Larger blocks compute more of the
-masked half, and at K = 256 their backward pass does not fit the vector memory of v4."""
+"""Positions in a block of queries and of keys: the first that divides T, or of split rows each chunk, is used.  Larger
+blocks compute more of the masked half, and at K = 256 their backward pass does not fit the vector memory of v4."""
 
 
 def make_splash(
@@ -70,8 +71,7 @@ class _RankOrderedMask(splash_mask.LocalMask):
     def __init__(self, keys: int, ranks: int, window: int | None):
         super().__init__((keys, keys), window_size=(None if window is None else window - 1, 0), offset=0)
         chunks = np.arange(keys, dtype=np.int32).reshape(2 * ranks, -1)
-        ordered = [chunks[number] for rank in range(ranks) for number in (rank, 2 * ranks - 1 - rank)]
-        self.q_sequence = np.concatenate(ordered)
+        self.q_sequence = np.concatenate([chunks[n] for rank in range(ranks) for n in chunks_of(rank, ranks)])
 
     def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "T S"]:
         """The mask of a block; of one that is masked in all of its elements or in none, one element.  The library asks
@@ -84,11 +84,6 @@ class _RankOrderedMask(splash_mask.LocalMask):
         if nearest >= 0 and (left is None or farthest <= left):
             return np.ones((1, 1), bool)
         return super().__getitem__(index)
-
-    __hash__ = splash_mask.LocalMask.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return splash_mask.LocalMask.__eq__(self, other)
 
 
 def _of_rank(

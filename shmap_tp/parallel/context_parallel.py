@@ -74,5 +74,9 @@ def chunk_numbers() -> list[Int[Array, ""]]:
     """The numbers of this device's two chunks among the 2 R of a row; inside shard_map, with an axis that shards
     time."""
     over = axes_of(Role.time)
-    rank = lax.axis_index(over)
-    return [rank, 2 * ranks(over) - 1 - rank]
+    return chunks_of(lax.axis_index(over), ranks(over))
+
+
+def chunks_of(rank: Any, ranks: int) -> list[Any]:
+    """The numbers of the two chunks of a rank, which is an integer or an array of one."""
+    return [rank, 2 * ranks - 1 - rank]

@@ -61,8 +61,8 @@ def verify_resume(config: Config, other_mesh: tuple[int, ...], steps: int) -> bo
     Returns True if the restored state is bitwise equal to the saved one on both meshes, and if the run that was resumed
     on the same mesh is bitwise equal to the uninterrupted run.
     """
-    (dp, mp), cp = other_mesh[:: len(other_mesh) - 1], other_mesh[1] if len(other_mesh) == 3 else 1
-    other = replace(config, mesh=replace(config.mesh, dp=dp, cp=cp, mp=mp, tile=None))
+    dp, *cp, mp = other_mesh
+    other = replace(config, mesh=replace(config.mesh, dp=dp, cp=cp[0] if cp else 1, mp=mp, tile=None))
     validate(other)
     same_mesh, changed_mesh = Trainer(config), Trainer(other)
     with _temporary_checkpoints(config) as checkpoints:

@@ -133,5 +133,6 @@ def test_bad_input_is_reported_in_one_line(trained, tmp_path, capsys):
     assert (left / "4").exists()
     with pytest.raises(SystemExit):
         verify.parser().parse_args(["resume", "--cfg", FIRST, "--onto", "8"])
+    assert verify.parser().parse_args(["resume", "--cfg", FIRST, "--onto", "2,4,1"]).onto == (2, 4, 1)
     assert "'8' is not a mesh; write it as in 8,1" in capsys.readouterr().err
     assert len(jax.devices()) == 8

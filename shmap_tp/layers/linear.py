@@ -20,6 +20,8 @@ full.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -65,10 +67,11 @@ class ColumnParallelLinear(eqx.Module):
         self.head_dim = head_dim
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T *F"]:
-        if self.head_dim is None:
-            return adapted(matmul(x_BTD, self.weight.T), self.adapter, x_BTD)
-        weight_HKD = self.weight.astype(x_BTD.dtype).reshape(-1, self.head_dim, x_BTD.shape[2])
-        return adapted(jnp.einsum("btd,hkd->bthk", x_BTD, weight_HKD), self.adapter, x_BTD)
+        product = matmul if self.head_dim is None else partial(_heads_product, self.head_dim)
+        if self.adapter is None:
+            return product(x_BTD, self.weight.T)
+        a_Dr, b_Fr = self.adapter.scale * mark_varying(self.adapter.a.weight, MP), self.adapter.b.weight
+        return product_with_adapter(product, x_BTD, self.weight.T, a_Dr, b_Fr.T)
 
     def add_bias(self, y: Float[Array, "B T *F"]) -> Float[Array, "B T *F"]:
         return y if self.bias is None else y + self.bias.astype(y.dtype).reshape(1, 1, *y.shape[2:])
@@ -93,8 +96,11 @@ class RowParallelLinear(eqx.Module):
         self.adapter = None
 
     def __call__(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T F"]:
+        if x.ndim == 3 and self.adapter is None:
+            return matmul(x, self.weight)
         if x.ndim == 3:
-            return adapted(matmul(x, self.weight), self.adapter, x)
+            a_Dr, b_rF = self.adapter.scale * self.adapter.a.weight, mark_varying(self.adapter.b.weight, MP)
+            return product_with_adapter(matmul, x, self.weight, a_Dr, b_rF)
         weight_HKF = self.weight.astype(x.dtype).reshape(*x.shape[2:], self.weight.shape[1])
         return adapted(jnp.einsum("bthk,hkf->btf", x, weight_HKF), self.adapter, x)
 
@@ -120,6 +126,63 @@ class ReplicatedLinear(eqx.Module):
 def adapted(y: Float[Array, "B T *F"], adapter: Adapter | None, x: Float[Array, "B T *D"]) -> Float[Array, "B T *F"]:
     """y = x @ w, and what the adapter of w adds to it."""
     return y if adapter is None else y + adapter(x)
+
+
+def _heads_product(head_dim: int, x_BTD: Float[Array, "B T D"], w_DF: Float[Array, "D F"]) -> Array:
+    """x @ w as heads [B T H K]."""
+    weight_HKD = w_DF.T.astype(x_BTD.dtype).reshape(-1, head_dim, x_BTD.shape[2])
+    return jnp.einsum("btd,hkd->bthk", x_BTD, weight_HKD)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product_with_adapter(
+    product: Callable[[Array, Array], Array],
+    x_BTD: Float[Array, "B T D"],
+    w_DF: Float[Array, "D F"],
+    a_Dr: Float[Array, "D r"],
+    b_rF: Float[Array, "r F"],
+) -> Float[Array, "B T *F"]:
+    """x @ w + (x @ a) @ b, with `product` as the matrix product that writes the result.  w is frozen: its gradient
+    is not computed, and given as zero.
+
+    The result and the gradient of x are [B T F] and [B T D].  To add a product of low rank to the wider of them would
+    take about as long as to compute it, so it is that of one matmul instead:
+
+        F >= D   y   =  [x  x a]    @ [w]         F < D   dx  =  [dy  dy b'] @ [w  a]'
+                                      [b]
+
+    Communication  none.
+    """
+    return _forward(product, x_BTD, w_DF, a_Dr, b_rF)[0]
+
+
+def _forward(product: Any, x: Array, w: Array, a: Array, b: Array) -> tuple[Array, tuple]:
+    u, is_wide = matmul(x, a), w.shape[1] >= w.shape[0]
+    y = product(_joined(x, u, -1), _joined(w, b, 0)) if is_wide else product(x, w) + product(u, b)
+    return y, (x, u, w, a, b)
+
+
+def _backward(product: Any, saved: tuple, dy: Array) -> tuple:
+    x, u, w, a, b = saved
+
+    def transpose(function: Callable[[Array], Array], at: Array, dy: Array) -> Array:
+        return jax.linear_transpose(function, at)(dy)[0]
+
+    du = transpose(lambda u: product(u, b), u, dy)
+    db = transpose(lambda b: product(u, b), b, dy)
+    da = transpose(lambda a: matmul(x, a), a, du)
+    if w.shape[0] > w.shape[1] and dy.ndim == 3:
+        dx = matmul(_joined(dy, du, -1), _joined(w, a, 1).T)
+    else:
+        dx = transpose(lambda x: product(x, w), x, dy) + transpose(lambda x: matmul(x, a), x, du)
+    return dx, jnp.zeros_like(w), da, db
+
+
+product_with_adapter.defvjp(_forward, _backward)
+
+
+def _joined(first: Array, second: Array, axis: int) -> Array:
+    return jnp.concatenate([first, second.astype(first.dtype)], axis)
 
 
 def with_adapter(layer: Any, rank: int, scale: float, *, key: PRNGKeyArray) -> Any:

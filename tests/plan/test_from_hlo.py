@@ -65,6 +65,19 @@ def test_an_all_reduce_in_place_of_a_reduce_scatter_is_no_fault_but_costs_more()
     assert reconcile([planned], [once], SIZES).report.startswith("NOT as planned")
 
 
+def test_a_collective_that_the_compiler_saves_is_no_fault_where_the_result_is_the_same():
+    """The gather of a tied, frozen embedding serves lookup and head; scalars are added up before they are reduced."""
+    gather = Entry("embedding", Operation.all_gather, DP, "bfloat16", 4096, 1, Direction.forward)
+    norm = Entry("gradient norm", Operation.all_reduce, DP, "float32", 4, 1, Direction.once)
+    found = [CompiledCollective(entry.what, (entry,)) for entry in (gather, norm)]
+    report = reconcile([gather, gather, norm, norm], found, SIZES)
+    assert report.balanced and report.shared == [gather, norm]
+    large = replace(norm, bytes=4096)
+    assert reconcile([large, large], [CompiledCollective("one", (large,))], SIZES).missing == [large]
+    other = replace(gather, what="head")
+    assert reconcile([gather, other], found[:1], SIZES).missing and reconcile([norm], [], SIZES).missing == [norm]
+
+
 def one_collective(attributes: str, opcode: str = "all-reduce") -> str:
     """A module with a single collective."""
     return f"""

@@ -14,12 +14,16 @@ from dataclasses import dataclass, replace
 from shmap_tp.plan.communication.from_hlo import CompiledCollective
 from shmap_tp.plan.communication.ledger import Entry, Key, Operation, axis_size, key, tally, without_trivial_axes
 
+SCALAR_BYTES = 8
+"""Largest size of what counts as a scalar: a pair of float32."""
+
 HEADINGS = {
     "merges": "combined",
     "stacked": "sent stacked after a loop",
     "concatenated": "sent as one array",
     "padding_exchanges": "added for padding",
     "summed": "gathered by a sum",
+    "shared": "CHEAPER",
     "unscattered": "COSTLIER",
     "unplanned": "NOT PLANNED",
     "missing": "MISSING",
@@ -32,6 +36,7 @@ MEANINGS = {
     "concatenated": "several small arrays are sent one after the other in one, the same bytes (no fault)",
     "padding_exchanges": "a ppermute that the compiler adds after padding a reduce-scatter (no fault)",
     "summed": "an all-reduce of zeros and each device's shard in place of a small all-gather: the same result",
+    "shared": "one collective for several uses of a gathered array, or for scalars that are added up (no fault)",
     "unscattered": "an all-reduce in place of a reduce-scatter: the same result for twice the bytes on the links",
     "unplanned": "communication of the compiled module that is not in the plan",
     "missing": "communication of the plan that is not in the compiled module",
@@ -57,6 +62,9 @@ class Reconciliation:
     summed: list[Entry]
     """All-reduces in place of all-gathers: each device contributes its shard, and zeros for the others.  XLA for TPU
     does so with small arrays."""
+    shared: list[Entry]
+    """Planned collectives that the compiler saves: an array that is gathered for several uses is gathered once, and
+    scalars whose sum alone is read are added up before they are reduced."""
     unscattered: list[Entry]
     """Planned reduce-scatters that are all-reduces, of which each device keeps its shard.  XLA for TPU does so over all
     devices of some slices."""
@@ -110,6 +118,7 @@ def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], siz
     concatenated, unplanned, missing = _match_concatenated(unplanned, missing)
     summed, unplanned, missing = _match_summed(unplanned, missing, sizes)
     unscattered, unplanned, missing = _match_unscattered(unplanned, missing)
+    shared, missing = _match_shared(planned, entries, missing)
     merges = {
         collective.name: list(
             dict.fromkeys(name for entry in collective.entries for name in _names(planned, key(entry)))
@@ -123,6 +132,7 @@ def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], siz
         _select(entries, concatenated),
         exchanges,
         _select(entries, summed),
+        _select(planned, shared),
         _select(planned, unscattered),
         _select(entries, unplanned),
         _select(planned, missing),
@@ -181,6 +191,18 @@ def _match_unscattered(over: Counter[Key], under: Counter[Key]) -> tuple[Counter
     unscattered = reduced & under
     whole = Counter({(Operation.all_reduce, *scatter[1:]): count for scatter, count in unscattered.items()})
     return unscattered, over - whole, under - unscattered
+
+
+def _match_shared(planned: list[Entry], found: list[Entry], under: Counter[Key]) -> tuple[Counter[Key], Counter[Key]]:
+    """(collectives in whose place another of the same key serves, what remains of `under`)."""
+    there, shared = tally(found), Counter()
+    for one, count in under.items():
+        operation, _, _, size = one
+        uses = [entry for entry in planned if key(entry) == one]
+        is_array = operation == Operation.all_gather and len(uses) > 1 and len({entry.what for entry in uses}) == 1
+        if there[one] and (is_array or (operation == Operation.all_reduce and size <= SCALAR_BYTES)):
+            shared[one] = count
+    return shared, under - shared
 
 
 def _bytes_by_axis(arrays: Counter[Key]) -> Counter[str]:

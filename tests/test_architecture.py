@@ -54,6 +54,7 @@ CUSTOM_GRADIENTS = {
     "parallel",
     "layers/flash_attention.py",
     "layers/grouped_matmul.py",
+    "layers/products.py",
     "layers/xla_workarounds.py",
     "model/host_offload.py",
     "model/loss.py",

@@ -20,7 +20,6 @@ full.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from shmap_tp.layers.products import heads_product, matmul, outputs_first, product_with_adapter
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.linear_protocol import Adapter
 from shmap_tp.parallel.mesh import MP
@@ -67,11 +67,11 @@ class ColumnParallelLinear(eqx.Module):
         self.head_dim = head_dim
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T *F"]:
-        product = matmul if self.head_dim is None else partial(_heads_product, self.head_dim)
+        product = outputs_first if self.head_dim is None else partial(heads_product, self.head_dim)
         if self.adapter is None:
-            return product(x_BTD, self.weight.T)
+            return product(x_BTD, self.weight)
         a_Dr, b_Fr = self.adapter.scale * mark_varying(self.adapter.a.weight, MP), self.adapter.b.weight
-        return product_with_adapter(product, x_BTD, self.weight.T, a_Dr, b_Fr.T)
+        return product_with_adapter(product, 1, x_BTD, self.weight, a_Dr, b_Fr)
 
     def add_bias(self, y: Float[Array, "B T *F"]) -> Float[Array, "B T *F"]:
         return y if self.bias is None else y + self.bias.astype(y.dtype).reshape(1, 1, *y.shape[2:])
@@ -100,7 +100,7 @@ class RowParallelLinear(eqx.Module):
             return matmul(x, self.weight)
         if x.ndim == 3:
             a_Dr, b_rF = self.adapter.scale * self.adapter.a.weight, mark_varying(self.adapter.b.weight, MP)
-            return product_with_adapter(matmul, x, self.weight, a_Dr, b_rF)
+            return product_with_adapter(matmul, 0, x, self.weight, a_Dr, b_rF)
         weight_HKF = self.weight.astype(x.dtype).reshape(*x.shape[2:], self.weight.shape[1])
         return adapted(jnp.einsum("bthk,hkf->btf", x, weight_HKF), self.adapter, x)
 
@@ -128,63 +128,6 @@ def adapted(y: Float[Array, "B T *F"], adapter: Adapter | None, x: Float[Array, 
     return y if adapter is None else y + adapter(x)
 
 
-def _heads_product(head_dim: int, x_BTD: Float[Array, "B T D"], w_DF: Float[Array, "D F"]) -> Array:
-    """x @ w as heads [B T H K]."""
-    weight_HKD = w_DF.T.astype(x_BTD.dtype).reshape(-1, head_dim, x_BTD.shape[2])
-    return jnp.einsum("btd,hkd->bthk", x_BTD, weight_HKD)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product_with_adapter(
-    product: Callable[[Array, Array], Array],
-    x_BTD: Float[Array, "B T D"],
-    w_DF: Float[Array, "D F"],
-    a_Dr: Float[Array, "D r"],
-    b_rF: Float[Array, "r F"],
-) -> Float[Array, "B T *F"]:
-    """x @ w + (x @ a) @ b, with `product` as the matrix product that writes the result.  w is frozen: its gradient
-    is not computed, and given as zero.
-
-    The result and the gradient of x are [B T F] and [B T D].  To add a product of low rank to the wider of them would
-    take about as long as to compute it, so it is that of one matmul instead:
-
-        F >= D   y   =  [x  x a]    @ [w]         F < D   dx  =  [dy  dy b'] @ [w  a]'
-                                      [b]
-
-    Communication  none.
-    """
-    return _forward(product, x_BTD, w_DF, a_Dr, b_rF)[0]
-
-
-def _forward(product: Any, x: Array, w: Array, a: Array, b: Array) -> tuple[Array, tuple]:
-    u, is_wide = matmul(x, a), w.shape[1] >= w.shape[0]
-    y = product(_joined(x, u, -1), _joined(w, b, 0)) if is_wide else product(x, w) + product(u, b)
-    return y, (x, u, w, a, b)
-
-
-def _backward(product: Any, saved: tuple, dy: Array) -> tuple:
-    x, u, w, a, b = saved
-
-    def transpose(function: Callable[[Array], Array], at: Array, dy: Array) -> Array:
-        return jax.linear_transpose(function, at)(dy)[0]
-
-    du = transpose(lambda u: product(u, b), u, dy)
-    db = transpose(lambda b: product(u, b), b, dy)
-    da = transpose(lambda a: matmul(x, a), a, du)
-    if w.shape[0] > w.shape[1] and dy.ndim == 3:
-        dx = matmul(_joined(dy, du, -1), _joined(w, a, 1).T)
-    else:
-        dx = transpose(lambda x: product(x, w), x, dy) + transpose(lambda x: matmul(x, a), x, du)
-    return dx, jnp.zeros_like(w), da, db
-
-
-product_with_adapter.defvjp(_forward, _backward)
-
-
-def _joined(first: Array, second: Array, axis: int) -> Array:
-    return jnp.concatenate([first, second.astype(first.dtype)], axis)
-
-
 def with_adapter(layer: Any, rank: int, scale: float, *, key: PRNGKeyArray) -> Any:
     """`layer`, a linear layer, with an adapter of this rank.  The factor on the side that mp shards is a layer of the
     same class.
@@ -207,14 +150,3 @@ def with_adapter(layer: Any, rank: int, scale: float, *, key: PRNGKeyArray) -> A
         sizes = [rank if dim in declared.inputs else size for dim, size in shape.items()]
         adapter = Adapter(ReplicatedLinear(a), alike(jnp.zeros(sizes)), scale)
     return eqx.tree_at(lambda layer: layer.adapter, layer, adapter, is_leaf=lambda x: x is None)
-
-
-def matmul(x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"]) -> Float[Array, "B T F"]:
-    """x @ w in x's dtype, as one product of two matrices.
-
-    Batch and time are flattened because XLA for CPU copies a three-dimensional operand, transposed, for the weight's
-    gradient (docs/performance-notes.md).
-    """
-    batch, time, width = x_BTD.shape
-    y = x_BTD.reshape(batch * time, width) @ weight_DF.astype(x_BTD.dtype)
-    return y.reshape(batch, time, weight_DF.shape[1])

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.errors import UserError
+from shmap_tp.layers.products import heads_product, matmul, product_with_adapter
 from shmap_tp.model.adapters import adapter_scale
 from shmap_tp.model.flops import flops_per_token, forward_terms, frozen_parameters, parameters
 from shmap_tp.model.jaxprs import equations
@@ -27,7 +29,7 @@ from tests.helpers.adapter_cases import (
     step_functions,
     trained_on,
 )
-from tests.helpers.assertions import assert_same_bits, by_path
+from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import config, mesh_of
 from tests.helpers.mutations import trace_step
 from tests.helpers.step_fixtures import largest_difference, step_config
@@ -52,6 +54,27 @@ def test_the_base_keeps_its_bits_and_has_no_moments():
     assert len(factors) == 2 * 6
     moments = step_functions(step_config((2, 4), *ADAPTER)).shapes.optimizer[0].mu
     assert set(by_path(jax.tree.map(lambda leaf: np.zeros(leaf.shape), moments))) == factors
+
+
+@pytest.mark.parametrize(
+    ("features_in", "features_out", "head_dim"), [(6, 12, None), (12, 6, None), (8, 8, 4)], ids=str
+)
+def test_an_adapter_inside_its_matmul_has_the_result_and_gradients_of_two_products(features_in, features_out, head_dim):
+    x, w, a, b, dy = (
+        jax.random.normal(jax.random.key(number), shape)
+        for number, shape in enumerate([
+            (2, 3, features_in), (features_in, features_out), (features_in, 2), (2, features_out), (2, 3, features_out),
+        ])
+    )  # fmt: skip
+    product, inputs = matmul, 0
+    if head_dim is not None:
+        product, inputs, w, b, dy = partial(heads_product, head_dim), 1, w.T, b.T, dy.reshape(2, 3, -1, head_dim)
+    with jax.default_matmul_precision("highest"):
+        y, pull = jax.vjp(partial(product_with_adapter, product, inputs), x, w, a, b)
+        expected, expected_pull = jax.vjp(lambda x, a, b: product(x, w) + product(matmul(x, a), b), x, a, b)
+        dx, dw, da, db = pull(dy)
+        assert_close([y, dx, da, db], [expected, *expected_pull(dy)], 1e-6)
+    assert not jnp.any(dw)
 
 
 def test_the_base_is_held_in_the_dtype_of_the_activations_or_its_own():

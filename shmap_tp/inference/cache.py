@@ -7,6 +7,9 @@ share, and N counts these copies.
 The sequences of a batch have their last tokens in the same slot: a shorter prompt is padded on its left.  The position
 of slot s in sequence b is s - start[b]; padding, the slots before start[b], is attended to by padding alone.  So every
 sequence writes to the same slots, whatever its length.
+
+A layer with a window of W tokens has W slots at most: token number p of all that were written is in slot p % S, so a
+new one takes the place of the oldest, which it does not see.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +25,11 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shmap_tp.config.schema import ModelConfig
+from shmap_tp.config.schema import ModelConfig, PositionKind
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend
 from shmap_tp.layers.splash_masks import BLOCKS
-from shmap_tp.model.layer_pattern import scan_layers
+from shmap_tp.model.layer_pattern import layer_options, scan_layers
 from shmap_tp.parallel.mesh import MP
 
 QUERY_CHUNK = 256
@@ -39,11 +42,11 @@ class EmptyCache(eqx.Module):
 
     start_B: Int[Array, " B"]
     """The first slot of each sequence."""
-    slots: int = eqx.field(static=True)
-    """Those of the cache that it becomes."""
+    slots_L: tuple[int, ...] = eqx.field(static=True)
+    """Those of each layer of the cache that it becomes (`layer_slots`)."""
     dtype: DTypeLike = eqx.field(static=True)
     unrolled: bool = eqx.field(static=True)
-    """Whether that has an array for each layer."""
+    """Whether that has an array for each layer; else all have as many slots."""
 
     def positions(self, time: int) -> Int[Array, "B T"]:
         """The positions of the tokens in the first `time` slots; 0 for padding."""
@@ -61,11 +64,8 @@ class EmptyCache(eqx.Module):
         y_BTD, stacked = scan_layers([partial(body, layer) for layer in layers], x_BTD, blocks)
         time = stacked.keys.shape[3]
 
-        def with_free_slots(x: Array) -> Array:
-            return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, self.slots - time), (0, 0)])
-
         parts = [tuple(x_LBNTK) if self.unrolled else (x_LBNTK,) for x_LBNTK in stacked]
-        keys, values = (tuple(map(with_free_slots, part)) for part in parts)
+        keys, values = (tuple(map(_in_slots, part, self.slots_L[: len(part)])) for part in parts)
         return y_BTD, KeyValueCache(keys, values, self.start_B, jnp.asarray(time, jnp.int32))
 
 
@@ -143,20 +143,28 @@ class LayerCache(eqx.Module):
         attention: AnyAttention,
     ) -> tuple[Float[Array, "B T H K"], "LayerCache"]:
         """(attention of T new tokens to all tokens so far, the cache with their keys and values).  T is small: the
-        scores [B H T S] exist at once, and no kernel, of `attention`, is used."""
-        keys, values = self._write(self.keys, k_BTNK), self._write(self.values, v_BTNK)
+        scores [B H T S] exist at once, and no kernel, of `attention`, is used; it is 1 where there is a window."""
+        slots, slot = self.keys.shape[-2], self.filled
+        number_S = jnp.arange(slots)  # of the token in each slot
+        if pattern.window is not None and slots <= pattern.window:
+            assert q_BTHK.shape[1] == 1, "the oldest token is overwritten, which the first of several would see"
+            slot = self.filled % slots
+            number_S = self.filled - (self.filled - number_S) % slots  # below 0 before the slot is written
+            pattern = replace(pattern, window=None)
+        keys, values = self._write(self.keys, k_BTNK, slot), self._write(self.values, v_BTNK, slot)
         queries = Queries(q_BTHK, _segments(self.start_B, self.filled + jnp.arange(q_BTHK.shape[1])))
         k_BNSK, v_BNSK = self._of_layer(keys), self._of_layer(values)
-        written = Keys(k_BNSK, v_BNSK, _segments(self.start_B, jnp.arange(k_BNSK.shape[2])))
-        mixed_BTHK = attend(queries, written, pattern, self.filled)
+        mixed_BTHK = attend(queries, Keys(k_BNSK, v_BNSK, _segments(self.start_B, number_S)), pattern, self.filled)
         return mixed_BTHK, LayerCache(keys, values, self.start_B, self.filled, self.layer)
 
     def _of_layer(self, cache: Float[Array, "*L B N S K"]) -> Float[Array, "B N S K"]:
         return cache if self.layer is None else lax.dynamic_index_in_dim(cache, self.layer, keepdims=False)
 
-    def _write(self, cache: Float[Array, "*L B N S K"], new_BTNK: Float[Array, "B T N K"]) -> Array:
+    def _write(
+        self, cache: Float[Array, "*L B N S K"], new_BTNK: Float[Array, "B T N K"], slot: Int[Array, ""]
+    ) -> Array:
         new = new_BTNK.transpose(0, 2, 1, 3).astype(cache.dtype)
-        first = (0, 0, self.filled, 0)
+        first = (0, 0, slot, 0)
         if self.layer is None:
             return lax.dynamic_update_slice(cache, new, first)
         return lax.dynamic_update_slice(cache, new[None], (self.layer, *first))
@@ -197,6 +205,14 @@ class _PromptLayer(eqx.Module):
         return mixed_BTHK[:, :time], new
 
 
+def _in_slots(x: Float[Array, "*L B N T K"], slots: int) -> Float[Array, "*L B N S K"]:
+    """The tokens in their slots: all of them and free slots, or the last ones."""
+    time = x.shape[-2]
+    if time <= slots:
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, slots - time), (0, 0)])
+    return jnp.roll(x[..., time - slots :, :], time % slots, axis=-2)
+
+
 def _positions(start_B: Int[Array, " B"], slot_T: Int[Array, " T"]) -> Int[Array, "B T"]:
     return jnp.maximum(slot_T[None] - start_B[:, None], 0)
 
@@ -214,7 +230,16 @@ def cache_specs(batch: tuple[str, ...], unrolled: int) -> KeyValueCache:
     return KeyValueCache(heads, heads, P(batch), P())
 
 
+def layer_slots(model: ModelConfig, slots: int) -> tuple[int, ...]:
+    """Slots of each layer of a cache for `slots` tokens: no more than its window has.  (With ALiBi all, as the position
+    of a key is its slot.)"""
+    windows = [options.pattern.window for options in layer_options(model)]
+    if model.positions == PositionKind.alibi:
+        windows = [None]
+    return tuple(min(slots, windows[layer % len(windows)] or slots) for layer in range(model.layers))
+
+
 def cache_bytes(model: ModelConfig, dp: int, mp: int, batch: int, slots: int, dtype: DTypeLike) -> int:
-    """Bytes of keys and values on one device: 2 L B/dp N/mp S K values."""
+    """Bytes of keys and values on one device: 2 B/dp N/mp K values for each slot of each layer."""
     heads = max(model.kv_heads // mp, 1)
-    return 2 * model.layers * (batch // dp) * heads * slots * model.head_dim * jnp.dtype(dtype).itemsize
+    return 2 * sum(layer_slots(model, slots)) * (batch // dp) * heads * model.head_dim * jnp.dtype(dtype).itemsize

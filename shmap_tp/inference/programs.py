@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.hardware.devices import DEVICES
-from shmap_tp.inference.cache import EmptyCache, KeyValueCache, cache_specs
+from shmap_tp.inference.cache import EmptyCache, KeyValueCache, cache_specs, layer_slots
 from shmap_tp.inference.sampling import Filters, Sampling, Sequences, next_token
 from shmap_tp.layers.embedding import score
 from shmap_tp.model.sharded_model import ShardedModel
@@ -84,8 +84,10 @@ class GenerationPrograms:
         self.batch_ranks = math.prod(self.mesh.shape[axis] for axis in self.batch)
         self.execution = replace(sharded.execution, tp=AllReduce())
         self._figures = DEVICES.get(self.mesh.devices.flat[0].device_kind)
-        self.unrolled = self._figures is not None and self._figures.clock is not None
-        """Whether the layers of a decode step are unrolled, each with its own arrays: on TPUs."""
+        is_tpu = self._figures is not None and self._figures.clock is not None
+        self.unrolled = is_tpu or len(set(layer_slots(model, model.context))) > 1
+        """Whether the layers of a decode step are unrolled, each with its own arrays: on TPUs, and where the windows of
+        some layers are shorter than the context."""
         self.prefill = jax.jit(self._prefill, static_argnames=("filters", "shape"))
         """(params, sampling, prompts[B P], requests[B], filters=, shape=) -> (first new tokens[B x samples, 1],
         progress).  Negative ids before a prompt are padding.  The sequences of a prompt follow one another."""
@@ -110,7 +112,7 @@ class GenerationPrograms:
         def run(params: Any, sampling: Sampling, prompts_BP: Array, request_B: Array) -> tuple[Array, Progress]:
             is_token_BP = prompts_BP >= 0
             start_B = jnp.argmax(is_token_BP, axis=1).astype(jnp.int32)
-            empty = EmptyCache(start_B, shape.slots, self.execution.dtype, self.unrolled)
+            empty = EmptyCache(start_B, layer_slots(self.model, shape.slots), self.execution.dtype, self.unrolled)
             ids_BP = jnp.where(is_token_BP, prompts_BP, 0)
             tp = prompt_tensor_parallel(ids_BP.shape[1], lax.axis_size(MP))
             h_BPD, cache = self._with_cache(params, ids_BP, empty, tp)

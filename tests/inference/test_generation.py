@@ -11,7 +11,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp.errors import UserError
-from shmap_tp.inference.cache import EmptyCache, cache_bytes
+from shmap_tp.inference.cache import EmptyCache, cache_bytes, layer_slots
 from shmap_tp.inference.generator import Options, check_prompts, stream
 from shmap_tp.inference.programs import PrefillShape, unstacked
 from shmap_tp.layers.embedding import score
@@ -99,6 +99,7 @@ CACHED = {
 }
 
 
+CACHED["local"] = [*VARIANTS["rotary, sequential, RMSNorm, SwiGLU"], "model.window=5"]
 CACHED["experts"] = [
     *VARIANTS["rotary, sequential, RMSNorm, SwiGLU"],
     *("model.experts=8", "model.experts_per_token=3", "model.ffn=12", "model.shared_expert_ffn=8"),
@@ -116,20 +117,24 @@ ROTARY, LEARNED = "rotary, sequential, two key/value heads", "learned, parallel 
         (LEARNED, (8, 1), False),
         ("local and global", (2, 4), True),
         ("local and global", (2, 4), False),
+        ("local", (2, 2), False),
         ("experts", (2, 4), True),
     ],
     ids=str,
 )
 def test_logits_with_a_cache_equal_those_of_the_full_forward_pass_at_every_position(variant, shape, unrolled):
     """A prompt of 5 tokens read at once behind 3 slots of padding, then token by token, in a scan over stacked layers
-    or with arrays of each layer."""
+    or with arrays of each layer; with a window in as many slots as it has, which the tokens fill three times."""
     here = model(*shape, *CACHED[variant])
     programs = here.generation_programs
     sharded, execution = programs.sharded, programs.execution
     ids = np.random.default_rng(0).integers(0, 50, (8, 14)).astype(np.int32)
 
     def run(params, ids_BT):
-        cache = EmptyCache(jnp.full(len(ids_BT), 3, jnp.int32), 20, jnp.float32, unrolled)
+        slots_L = layer_slots(programs.model, 20)
+        if not unrolled and len(set(slots_L)) > 1:
+            slots_L = (20,) * len(slots_L)
+        cache = EmptyCache(jnp.full(len(ids_BT), 3, jnp.int32), slots_L, jnp.float32, unrolled)
         decoding = unstacked(params) if unrolled else params
         found = []
         for part in [jnp.pad(ids_BT[:, :5], [(0, 0), (3, 0)]), *jnp.split(ids_BT[:, 5:], 9, axis=1)]:

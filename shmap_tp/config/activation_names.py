@@ -41,6 +41,7 @@ _ATTENTION = (SavedActivation.query_key_value, SavedActivation.attention_output)
 SAVED_BY_REMAT = {
     Remat.none: (),
     Remat.full: (SavedActivation.input,),
+    Remat.attention_output: (SavedActivation.input, SavedActivation.attention_output),
     Remat.attention: (*_EVERY_SUBLAYER, *_ATTENTION),
     Remat.mlp: (*_EVERY_SUBLAYER, SavedActivation.gate, SavedActivation.up),
     Remat.attention_and_up: (*_EVERY_SUBLAYER, *_ATTENTION, SavedActivation.up),

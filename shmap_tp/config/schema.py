@@ -22,7 +22,7 @@ AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
 NormPlacement = StrEnum("NormPlacement", ["before", "after", "both"])
 LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
-Remat = StrEnum("Remat", ["none", "full", "attention", "mlp", "attention_and_up", "all_matmuls"])
+Remat = StrEnum("Remat", ["none", "full", "attention_output", "attention", "mlp", "attention_and_up", "all_matmuls"])
 SavedActivation = StrEnum(
     "SavedActivation", ["input", "sublayer_output", "query_key_value", "attention_output", "gate", "up"]
 )
@@ -218,9 +218,10 @@ class ModelConfig:
     """Standard deviation of the initial weights; projections into the residual stream use init_std / sqrt(2 layers)."""
     remat: Remat
     """Activation checkpointing: which activations of a block are saved, so that its backward pass does not recompute
-    them.  none: all.  full: only the input.  attention: also q, k, v, the attention output and the sublayer outputs.
-    mlp: also the sublayer outputs and the MLP's gate and up.  attention_and_up: as attention, and up.  all_matmuls: all
-    of these.  All-gathered FSDP weights are never saved."""
+    them.  none: all.  full: only the input.  attention_output: also the attention output, for long rows.  attention:
+    also q, k, v, the attention output and the sublayer outputs.  mlp: also the sublayer outputs and the MLP's gate and
+    up.  attention_and_up: as attention, and up.  all_matmuls: all of these.  All-gathered FSDP weights are never
+    saved."""
     offload: list[SavedActivation]
     """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
     attention: AttentionKernel

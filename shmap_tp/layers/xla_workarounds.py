@@ -100,14 +100,33 @@ def rotate_pairs_at(
     """The same at the positions given, by its definition: a pair a, b becomes a cos - b sin, b cos + a sin."""
     head_dim = x_BTHK.shape[3]
     wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-    rates_P = jnp.asarray(rotation.rates(head_dim), wide)
-    angle_BTHP = (positions_BT.astype(wide)[..., None] * rates_P[None, None])[:, :, None]
+    angle_BTHP = _angles(rotation.rates(head_dim), positions_BT, wide)[:, :, None]
     x, rest = jnp.split(x_BTHK.astype(wide), [rotation.size(head_dim)], axis=-1)
     a, b = (x[..., ::2], x[..., 1::2]) if rotation.neighbouring else jnp.split(x, 2, axis=-1)
     cos, sin = (rotation.amplitude * f(angle_BTHP) for f in (jnp.cos, jnp.sin))
     turned = [a * cos - b * sin, b * cos + a * sin]
     y = jnp.stack(turned, axis=-1).reshape(x.shape) if rotation.neighbouring else jnp.concatenate(turned, axis=-1)
     return jnp.concatenate([y, rest], axis=-1).astype(x_BTHK.dtype)
+
+
+NEAR = 1024
+"""`_angles` takes positions as multiples of it and remainders."""
+
+
+def _angles(rates: Float[np.ndarray, " P"], positions_BT: Int[Array, "B T"], wide: DTypeLike) -> Float[Array, "B T P"]:
+    """position * rate, in float32 less whole turns.
+
+    The plain version is the product, whose rounded rate is wrong by 0.008 radians at position 131,072 in float32.  Here
+    turns are integers of 1/2^32, whose sums and products lose whole turns and nothing else: at most 2e-6 radians are
+    lost up to position 2^20, by the rounding of the two factors.
+    """
+    if jnp.dtype(wide).itemsize > 4:
+        return positions_BT.astype(wide)[..., None] * jnp.asarray(rates, wide)[None, None]
+    turns = np.stack([rates, NEAR * rates]) / (2 * np.pi)
+    near_P, far_P = jnp.asarray(np.round((turns % 1) * 2.0**32).astype(np.uint64).astype(np.uint32))
+    position_BTP = positions_BT.astype(jnp.uint32)[..., None]
+    phase_BTP = position_BTP % NEAR * near_P[None, None] + position_BTP // NEAR * far_P[None, None]
+    return lax.bitcast_convert_type(phase_BTP, jnp.int32).astype(wide) * (2 * np.pi / 2**32)
 
 
 @jax.custom_vjp

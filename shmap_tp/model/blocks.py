@@ -111,7 +111,8 @@ class SequentialBlock(eqx.Module):
     3.2, https://arxiv.org/abs/2501.00656
 
     Communication  two `column_parallel` and two `row_parallel` of `tp`; every `remat` but `none` repeats the first two
-                   in the backward pass, and `full` also the `row_parallel` of attention, which the second norm reads.
+                   in the backward pass, and those that save no sublayer outputs (`full`, `attention_output`) also the
+                   `row_parallel` of attention, which the second norm reads.
     """
 
     attention_norm: LayerNorm | RMSNorm | None

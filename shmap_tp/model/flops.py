@@ -103,6 +103,7 @@ def recomputed_terms(
     all_matmuls          1                    0        0                                           0
     attention_and_up     1                    0        gate                                        0
     attention            1                    0        gate and up                                 0
+    attention_output     1                    0        all but down; in parallel blocks not out    0
     mlp                  1 (kernel: 2)        1        query, key and value                        0
     full                 1 (kernel: 2)        1        all                                         0
 

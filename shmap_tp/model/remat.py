@@ -6,6 +6,7 @@
     attention_and_up   all but gate                         the above, and the gate of the MLP, if it has one
     attention          all but gate, up                     the above, and the MLP's column-parallel products
     mlp                input, sublayer_output, gate, up     norms, activation functions, q, k, v and attention
+    attention_output   input, attention_output              everything but scores times v; scores only once
     full               input                                everything
 
     input             x[B T D] as it enters the block, or this device's T/mp positions of it

@@ -108,6 +108,7 @@ PROGRAMS = {
         "block=sequential remat=attention_and_up offload=[query_key_value,up] mlp=swiglu"
     ),
     "sequential, remat full": "block=sequential remat=full",
+    "sequential, remat attention_output": "block=sequential remat=attention_output",
     "chunks": "attention_chunk=3 train.loss_chunk=14",
     "chunks, remat full": "attention_chunk=3 remat=full",
     "2 kv heads": "kv_heads=2 positions=rotary mlp=swiglu norm=rmsnorm",

@@ -125,17 +125,18 @@ def attention(model: ModelConfig, mesh: MeshConfig, x: ArrayTraffic) -> list[Ent
 def block(model: ModelConfig, mesh: MeshConfig, x: ArrayTraffic) -> list[Entry]:
     """A block, from x to x.
 
-    No policy but `none` saves what a column-parallel product gathered.  With remat full a sequential block repeats the
-    row-parallel product of attention, because the norm of the MLP reads its result; nothing in the block reads that of
-    the last one.  The other policies save sublayer outputs.
+    No policy but `none` saves what a column-parallel product gathered.  With remat full and attention_output a
+    sequential block repeats the row-parallel product of attention, because the norm of the MLP reads its result;
+    nothing in the block reads that of the last one.  The other policies save sublayer outputs.
     """
     own, recomputed = attention(model, mesh, x), model.remat != Remat.none
+    reduced_again = model.remat in (Remat.full, Remat.attention_output)
     if model.block == Block.parallel:
         return [*own, *column_parallel(mesh, "block", x, recomputed=recomputed), *row_parallel(mesh, "block", x)]
     return [
         *own,
         *column_parallel(mesh, "attention", x, recomputed=recomputed),
-        *row_parallel(mesh, "attention", x, recomputed=model.remat == Remat.full),
+        *row_parallel(mesh, "attention", x, recomputed=reduced_again),
         *column_parallel(mesh, "MLP", x, recomputed=recomputed),
         *row_parallel(mesh, "MLP", x),
     ]

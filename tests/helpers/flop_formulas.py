@@ -4,7 +4,17 @@
 D width, L layers, H query heads, N key/value heads, K head dim, F ffn, V vocabulary, T context.
 """
 
-from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, PositionKind, Remat, padded_vocabulary
+from shmap_tp.config.activation_names import SAVED_BY_REMAT
+from shmap_tp.config.schema import (
+    AttentionKernel,
+    Block,
+    Mlp,
+    ModelConfig,
+    PositionKind,
+    Remat,
+    SavedActivation,
+    padded_vocabulary,
+)
 
 
 def projection_weights(model: ModelConfig) -> int:
@@ -72,6 +82,7 @@ def recomputed(model: ModelConfig) -> int:
     terms = forward(model)
     up = 2 * model.layers * model.width * model.ffn
     output = 2 * model.layers * model.width * model.heads * model.head_dim
+    unread = output if model.block == Block.parallel else 0
     attention = terms["scores"] + terms["values"]
     repeated = {
         Remat.none: 0,
@@ -79,10 +90,11 @@ def recomputed(model: ModelConfig) -> int:
         Remat.attention_and_up: up if model.mlp == Mlp.swiglu else 0,
         Remat.attention: terms["mlp"] - up,
         Remat.mlp: attention + terms["projections"] - output,
+        Remat.attention_output: terms["projections"] + terms["mlp"] - up - unread,
         Remat.full: attention + terms["projections"] + terms["mlp"],
     }[model.remat]
     single_chunk = model.attention == AttentionKernel.chunked and model.attention_chunk >= model.context
-    saves_attention = model.remat in (Remat.attention, Remat.attention_and_up, Remat.all_matmuls)
+    saves_attention = SavedActivation.attention_output in SAVED_BY_REMAT[model.remat]
     return repeated + (terms["scores"] if saves_attention or not single_chunk else 0)
 
 

@@ -170,8 +170,8 @@ def model_config(*overrides: str) -> ModelConfig:
 
 CUDNN = Cudnn(otherwise=Chunked(512))
 AUTO = {
-    "cpu": Chunked(512), "v2": Chunked(512), "v3": Chunked(512), "v4": Splash(), "v5e": Splash(), "v5p": Splash(),
-    "v6e": Splash(), "tpu7x": Splash(), "V100": Chunked(512), "A100": CUDNN, "H100": CUDNN, "MI300": Chunked(512),
+    "cpu": Chunked(512), "v2": Chunked(512), "v3": Chunked(512), "v4": Splash(most_keys=2048), "v5e": Splash(),
+    "v5p": Splash(), "v6e": Splash(), "tpu7x": Splash(), "V100": Chunked(512), "A100": CUDNN, "H100": CUDNN, "MI300": Chunked(512),
 }  # fmt: skip
 
 
@@ -248,6 +248,7 @@ FORWARD_KERNELS = {
     "none": [FORWARD],
     "all_matmuls": [FORWARD],
     "attention": [FORWARD],
+    "attention_output": [FORWARD],
     "mlp": 2 * [FORWARD],
     "full": 2 * [FORWARD],
 }
@@ -255,13 +256,32 @@ FORWARD_KERNELS = {
 
 @pytest.mark.parametrize(
     ("block", "remat"),
-    [*(("parallel", remat) for remat in FORWARD_KERNELS), ("sequential", "attention"), ("sequential", "full")],
+    [
+        *(("parallel", remat) for remat in FORWARD_KERNELS),
+        *(("sequential", remat) for remat in ("attention", "attention_output", "full")),
+    ],
 )
 def test_the_forward_kernel_runs_once_if_its_output_is_saved(remat, block):
     """Counted in the forward and the backward scan over layers."""
     model = config("model.context=128", "model.positions=rotary", f"model.remat={remat}", f"model.block={block}").model
     found = pallas_kernels(trace_loss_and_gradients(model, Splash()))
     assert sorted(found) == sorted([*FORWARD_KERNELS[remat], BACKWARD])
+
+
+@pytest.mark.parametrize("attend", [Chunked(50), Splash(interpret=True)], ids=["chunked", "splash"])
+def test_gradients_with_a_saved_attention_output_are_those_of_full_recomputation(attend):
+    """To the bit."""
+    found = []
+    for remat in ("full", "attention_output"):
+        model = config(
+            "model.context=128", "model.positions=rotary", "model.block=sequential", f"model.remat={remat}"
+        ).model
+        tokens = jax.random.randint(jax.random.key(1), (1, 2, 129), 0, model.vocabulary)
+        params = Transformer(model, attend, key=jax.random.key(0))
+        results = jax.jit(loss_and_gradients_on_mesh(model, params))(params, tokens)
+        found.append([np.asarray(x) for x in jax.tree.leaves(results)])
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+    assert np.any(found[0][1])
 
 
 def test_the_forward_kernel_runs_twice_if_its_output_is_not_named(monkeypatch):

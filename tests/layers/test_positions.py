@@ -13,6 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.layers.positions import Alibi, Learned, Rotary
+from shmap_tp.layers.rotation import Rotation
+from shmap_tp.layers.xla_workarounds import rotate_pairs_at
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 from tests.helpers.assertions import RELATIVE, assert_close
@@ -48,6 +50,17 @@ def test_rotation_at_the_default_positions_equals_rotation_without_positions(rot
     """The two are computed differently (xla_workarounds.py)."""
     x = heads(precision)
     assert_close(rotated(rotary, x, np.arange(T, dtype=np.int32)), rotated(rotary, x), RELATIVE[precision])
+
+
+@pytest.mark.parametrize("first", [131_072 - 64, 2**20 - 64])
+def test_rotation_at_large_positions_is_exact_in_float32(first):
+    """Against float64: the product of a position and a rounded rate would be wrong by 0.008 radians and 0.06."""
+    rotation, size = Rotation(10_000.0), 128
+    positions, x = np.arange(first, first + 64), np.ones((1, 64, 1, size), np.float32)
+    angle = positions[:, None] * rotation.rates(size)
+    expected = np.concatenate([np.cos(angle) - np.sin(angle), np.sin(angle) + np.cos(angle)], axis=-1)
+    found = rotate_pairs_at(rotation, jnp.asarray(positions)[None], jnp.asarray(x))[0, :, 0]
+    assert np.abs(found - expected).max() < 3e-6
 
 
 @every_precision

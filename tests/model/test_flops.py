@@ -184,6 +184,9 @@ def test_recomputed_flops_equal_a_hand_computation():
     up = replace(TINY, remat=Remat.attention_and_up)
     assert hardware_flops_per_token(up) == model + 240 + 224
     assert hardware_flops_per_token(replace(up, mlp=Mlp.gelu)) == model - 3 * 224 + 240
+    output = replace(TINY, remat=Remat.attention_output)
+    assert hardware_flops_per_token(output) == model + 2880 + 240 + 448
+    assert hardware_flops_per_token(replace(output, block=Block.parallel)) == model + (2880 - 960) + 240 + 448
     mlp = replace(TINY, remat=Remat.mlp)
     assert hardware_flops_per_token(mlp) == model + (2880 - 960) + 240 + 240
     assert hardware_flops_per_token(replace(mlp, attention_chunk=2)) == model + (2880 - 960) + 240 + 240 + 240

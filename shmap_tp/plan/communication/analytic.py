@@ -11,7 +11,8 @@ the blocks of model/blocks.py this comes to:
 
     embedding          reduce x[B T D]                                                                 A times
     parallel block     column_parallel on h[B T D], row_parallel to y[B T D]                           A L times
-    sequential block   the same twice; with remat full the attention's row_parallel once more          A L times
+    sequential block   the same twice; with remat full and attention_output the attention's            A L times
+                       row_parallel once more
     remat              any but none repeats every column_parallel of a block                           A L times
     key, value         where mp > N: backward all-reduce of dw[D N K] over mp, float32, each;          A L times
                        in the dtype of the activations where the weight is FSDP

@@ -1,14 +1,14 @@
 """Whole matrices on each device, for an optimizer that needs them whole (Muon).
 
-N matrices, those of all layers that have the same shape and PartitionSpec (such as query and output; up and down); I
-inputs, O outputs, r a mesh axis.  D/r: dim D sharded over r.
+N matrices, those of all layers that have the same shape and PartitionSpec (such as query and output; up and down); R
+rows, C columns, r a mesh axis.  D/r: dim D sharded over r.
 
 A stack of matrices that FSDP and tensor parallelism shard along their dims is exchanged for one that is sharded along
 N, axis by axis, and the result is brought back:
 
-    r shards I or O       [N I O/r]  --all-to-all over r-->  [N/r I O]      and back by an all-to-all
-    r shards neither      [N I O]    --without communication-->  [N/r I O]  and back by an all-gather
-    r shards the experts  [N/r I O]  stays as it is
+    r shards R or C       [N R C/r]  --all-to-all over r-->  [N/r R C]      and back by an all-to-all
+    r shards neither      [N R C]    --without communication-->  [N/r R C]  and back by an all-gather
+    r shards the experts  [N/r R C]  stays as it is
 
 An all-to-all moves each device's shard once, where gathering whole stacks would move and store n times as much.  Zeros
 fill N up to a multiple of the devices: each matrix is on one device, and no device has more than N / devices, rounded
@@ -18,7 +18,7 @@ Training", section 2.3, https://arxiv.org/abs/2502.16982).
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 from shmap_tp.parallel.collectives import all_gather_invariant, local_shard, mark_varying, varying_axes
 from shmap_tp.parallel.partitioning import Declaration, ParameterKind, declarations, spec_axes
 
-MatrixFunction = Callable[[Float[Array, "N I O"]], Float[Array, "N I O"]]
+MatrixFunction = Callable[[Float[Array, "N R C"]], Float[Array, "N R C"]]
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ def is_matrix(declared: Declaration) -> bool:
 def on_whole_matrices(function: MatrixFunction) -> optax.GradientTransformationExtraArgs:
     """The updates of matrices (`is_matrix`) replaced by `function` of them; the others as they are.
 
-    `function` gets some of the matrices as [N, inputs, outputs], in the dtype of the layout, N being any number, and
-    treats each by itself.  Heads count as one dim together with their elements.  Matrices of zeros may be among them.
+    `function` gets some of the matrices as [N, rows, columns], in the dtype of the layout, and treats each by itself.
+    The rows of one may be its outputs, those of another its inputs, so `function` must commute with transposition.
+    Heads count as one dim together with their elements.  Matrices of zeros may be among them.
 
     Communication  an all-to-all over each axis that shards a matrix there and one back, an all-gather over each axis
                    that shards nothing of it; all in the dtype of the layout.  None inside `function`.
@@ -69,9 +70,11 @@ def on_whole_matrices(function: MatrixFunction) -> optax.GradientTransformationE
         alike = defaultdict(list)
         for i, (leaf, spec, declared) in enumerate(zip(leaves, specs, described, strict=True)):
             if is_matrix(declared):
-                alike[leaf.shape, spec, declared].append(i)
-        for (_, spec, declared), members in alike.items():
-            results = _on_stack(function, [leaves[i] for i in members], spec, declared, layout)
+                leading = declared.stacked + (declared.kind == ParameterKind.experts)
+                columns = len(declared.inputs if declared.outputs_first else declared.outputs)
+                alike[leaf.shape, spec, leading, columns].append(i)
+        for (_, spec, *dims), members in alike.items():
+            results = _on_stack(function, [leaves[i] for i in members], spec, dims, layout)
             for i, result in zip(members, results, strict=True):
                 leaves[i] = result
         return jax.tree.unflatten(tree, leaves), state
@@ -80,11 +83,11 @@ def on_whole_matrices(function: MatrixFunction) -> optax.GradientTransformationE
 
 
 def _on_stack(
-    function: MatrixFunction, shards: list[Array], spec: P, declared: Declaration, layout: Layout
+    function: MatrixFunction, shards: list[Array], spec: P, dims: Sequence[int], layout: Layout
 ) -> list[Array]:
-    """`function` of arrays that have the same shape and PartitionSpec, each given and returned as this device's
-    shard."""
-    leading = declared.stacked + (declared.kind == ParameterKind.experts)
+    """`function` of arrays that have the same shape and PartitionSpec, each given and returned as this device's shard.
+    `dims`: how many lead (layers, experts), and how many of the last are columns."""
+    leading, columns = dims
     shape, dtype = shards[0].shape, shards[0].dtype
     stack = jnp.concatenate([x.astype(layout.dtype).reshape(-1, *shape[leading:]) for x in shards])
     held = {axis for entry in spec[:leading] for axis in spec_axes(entry)}
@@ -93,13 +96,8 @@ def _on_stack(
     missing = -count % math.prod(lax.axis_size(axis) for axis in over)
     zeros = mark_varying(jnp.zeros((missing, *stack.shape[1:]), stack.dtype), tuple(varying_axes(stack)))
     there = to_whole(jnp.concatenate([stack, zeros]), spec, over)
-    outputs = [dim % there.ndim for dim in declared.outputs]
-    inputs = [dim for dim in range(1, there.ndim) if dim not in outputs]
-    order = [0, *inputs, *outputs]
-    ordered = there.transpose(order)
-    features_in = math.prod(there.shape[dim] for dim in inputs)
-    result = function(ordered.reshape(there.shape[0], features_in, -1)).astype(layout.dtype)
-    back = result.reshape(ordered.shape).transpose([order.index(dim) for dim in range(there.ndim)])
+    result = function(there.reshape(there.shape[0], -1, math.prod(there.shape[-columns:])))
+    back = result.astype(layout.dtype).reshape(there.shape)
     results = jnp.split(from_whole(back, spec, over)[:count], len(shards))
     return [x.reshape(shape).astype(dtype) for x in results]
 

@@ -107,13 +107,14 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     `clip_by_global_norm`.
 
     adamw  Loshchilov and Hutter 2019
-    muon   M = momentum M + G;  W -= rate (0.2 sqrt(max(I, O)) orthogonalized(G + momentum M) + weight_decay W)
+    muon   M = momentum M + G;  W -= rate (0.2 sqrt(max(R, C)) orthogonalized(G + momentum M) + weight_decay W)
 
-    Muon is for matrices W[I O] of gradient G: each of q, k, v, the output projection, gate, up, down and router by
+    Muon is for matrices W[R C] of gradient G: each of q, k, v, the output projection, gate, up, down and router by
     itself, of every expert and every factor of an adapter; the heads of q, k or v are one matrix.  Embedding, head,
-    learned positions, scales and biases have AdamW, with the same learning rate: 0.2 sqrt(max(I, O)) gives the updates
+    learned positions, scales and biases have AdamW, with the same learning rate: 0.2 sqrt(max(R, C)) gives the updates
     of Muon the root mean square that those of AdamW usually have (Liu et al. 2025, section 2.2; Jordan et al. 2024 have
-    sqrt(max(1, O / I)), and a rate of its own).  M is float32, sharded as ZeRO and FSDP shard the moments of AdamW.
+    sqrt(max(1, outputs / inputs)), and a rate of its own).  M is float32, sharded as ZeRO and FSDP shard the moments of
+    AdamW.
 
     Communication  adamw: none.  muon: `on_whole_matrices`, in the dtype of the activations.
     """
@@ -138,13 +139,13 @@ def _matrices(params: Any) -> Any:
     return jax.tree.map(is_matrix, declarations(params))
 
 
-def _muon_updates(momenta_NIO: Float[Array, "N I O"], steps: int) -> Float[Array, "N I O"]:
+def _muon_updates(momenta_NRC: Float[Array, "N R C"], steps: int) -> Float[Array, "N R C"]:
     """The updates of matrices, one after the other, so that temporary memory is that of one."""
-    scale = 0.2 * max(momenta_NIO.shape[1:]) ** 0.5
-    return lax.map(lambda momentum_IO: scale * orthogonalized(momentum_IO, steps), momenta_NIO)
+    scale = 0.2 * max(momenta_NRC.shape[1:]) ** 0.5
+    return lax.map(lambda momentum_RC: scale * orthogonalized(momentum_RC, steps), momenta_NRC)
 
 
-def orthogonalized(x_IO: Float[Array, "I O"], steps: int) -> Float[Array, "I O"]:
+def orthogonalized(x_RC: Float[Array, "R C"], steps: int) -> Float[Array, "R C"]:
     """About U V' of x = U S V', by the iteration of Newton and Schulz in x's dtype; 0 of 0.
 
         x = x / |x|, |.| the Frobenius norm;  then `steps` times  x = a x + (b x x' + c (x x')^2) x
@@ -153,14 +154,14 @@ def orthogonalized(x_IO: Float[Array, "I O"], steps: int) -> Float[Array, "I O"]
     shorter dim, m of m and n: 4 m^2 n + 2 m^3 FLOPs a step.
     """
     with jax.named_scope("newton_schulz"):
-        norm = jnp.sqrt(jnp.sum(jnp.square(x_IO.astype(jnp.float32))))
-        x_mn = (x_IO / (norm + 1e-7)).astype(x_IO.dtype)
+        norm = jnp.sqrt(jnp.sum(jnp.square(x_RC.astype(jnp.float32))))
+        x_mn = (x_RC / (norm + 1e-7)).astype(x_RC.dtype)
         x_mn = x_mn.T if x_mn.shape[0] > x_mn.shape[1] else x_mn
         a, b, c = 3.4445, -4.7750, 2.0315
         for _ in range(steps):
             gram_mm = x_mn @ x_mn.T
             x_mn = a * x_mn + (b * gram_mm + c * (gram_mm @ gram_mm)) @ x_mn
-        return x_mn if x_mn.shape == x_IO.shape else x_mn.T
+        return x_mn if x_mn.shape == x_RC.shape else x_mn.T
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:

@@ -79,7 +79,14 @@ def sampling_options(arguments: argparse.Namespace, **others: int) -> "Options":
     with importing():
         from shmap_tp.inference.generator import Options
     flags = "max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed"
-    return Options(**{name: getattr(arguments, name) for name in flags}, **others)
+    options = Options(**{name: getattr(arguments, name) for name in flags}, **others)
+    without_effect = {"samples": options.samples > 1, "top_k": options.top_k > 0, "top_p": options.top_p < 1}
+    for name in [name for name, is_given in without_effect.items() if is_given and options.temperature == 0]:
+        raise UserError(
+            f"--{name.replace('_', '-')} {getattr(options, name)} has no effect with --temperature 0, which takes the "
+            f"likeliest token; give another temperature, such as 0.8, or leave it out"
+        )
+    return options
 
 
 @contextmanager

@@ -30,6 +30,7 @@ SavedActivation = StrEnum(
 Documents = StrEnum("Documents", ["isolated", "joined"])
 Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
 Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
+OptimizerName = StrEnum("OptimizerName", ["adamw", "muon"])
 Resume = StrEnum("Resume", ["never", "if_present", "must"])
 
 AUTO = "auto"
@@ -61,8 +62,7 @@ class MeshConfig:
     mp: int
     """Tensor-parallel (model-parallel) size: the number of devices over which each layer is sharded."""
     cp: int
-    """Context-parallel size: the number of devices over which each row is split along time, in two chunks a device, so
-    that all have the same work; 2 cp must divide model.context."""
+    """Context-parallel size: the devices over which each row is split, in 2 chunks each; 2 cp divides model.context."""
     tensor_parallel: TensorParallelMode
     """Tensor-parallel mode.  all_reduce: activations between layers are replicated (Megatron).  sequence: they are
     sharded over time, all-gathered before each layer and reduce-scattered after it; mp must divide model.context.
@@ -131,8 +131,7 @@ class ModelConfig:
     experts_per_token: int
     """How many experts compute each token, those with the highest scores."""
     router_scores: RouterScores
-    """Scores of the experts, from the product of a token and the router's weight.  softmax: over all experts.  sigmoid:
-    of each expert by itself."""
+    """Scores of the experts from the logits of the router.  softmax: over all experts.  sigmoid: of each by itself."""
     router_normalize: bool
     """Whether the scores of a token's chosen experts, its weights, are divided by their sum."""
     router_balance_loss: float
@@ -157,8 +156,7 @@ class ModelConfig:
     norm_bias: bool
     """Whether every LayerNorm adds a bias."""
     norm_placement: NormPlacement
-    """For block=sequential.  before: the input of attention and of the MLP is normalised.  after: their output.  both:
-    input and output."""
+    """For block=sequential: whether the input of attention and MLP is normalised (before), their output, or both."""
     qk_norm: bool
     """Whether each head of q and of k is normalised by an RMSNorm, before the rotary encoding; with
     norm=rmsnorm_unit_offset by one with the offset."""
@@ -191,8 +189,7 @@ class ModelConfig:
     rotary_scaling_factor: float
     """For rotary_scaling=llama3, linear and yarn: what low rates, or all, are divided by."""
     rotary_low_frequency_factor: float
-    """For rotary_scaling=llama3 and yarn: number of rotations in the original context below which the rate is
-    divided."""
+    """For rotary_scaling=llama3 and yarn: rotations in the original context below which the rate is divided."""
     rotary_high_frequency_factor: float
     """For rotary_scaling=llama3 and yarn: number of rotations in the original context above which the rate stays."""
     rotary_original_context: int
@@ -264,8 +261,7 @@ class TrainConfig:
     microbatches: int
     """Gradient accumulation: the number of microbatches per step; dp must divide batch / microbatches."""
     max_sequences_per_device: int | None
-    """Upper limit of the sequences that a device computes at a time; `microbatches` is raised for it, and the batch
-    stays the same.  null: batch / microbatches / dp."""
+    """Upper limit of the sequences that a device computes at a time, for which `microbatches` is raised; null: none."""
     precision: Precision
     """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16.  float32
     matmuls of accelerators have their default precision (TPUs: bfloat16 passes, GPUs: TF32) unless the environment has
@@ -287,6 +283,8 @@ class TrainConfig:
 
 @dataclass
 class OptimizerConfig:
+    name: OptimizerName
+    """What updates the parameters.  muon: Muon for matrices of blocks, AdamW for the rest, with one learning rate."""
     learning_rate: float
     """Peak learning rate, reached at the end of the warm-up."""
     final_learning_rate: float
@@ -301,13 +299,17 @@ class OptimizerConfig:
     decay_fraction: float
     """For schedule=wsd: the fraction of decay_steps, counted from its end, in which the learning rate decays."""
     weight_decay: float
-    """AdamW weight decay, applied to matrices but not to norm scales."""
+    """Decoupled weight decay, applied to matrices but not to norm scales."""
     beta1: float
     """Decay rate of Adam's first moment."""
     beta2: float
     """Decay rate of Adam's second moment."""
     epsilon: float
     """Added to the denominator of Adam's update."""
+    momentum: float
+    """For name=muon: what the (Nesterov) momentum is multiplied by before each gradient is added."""
+    newton_schulz_steps: int
+    """For name=muon: iterations that orthogonalize a matrix; 5 is usual."""
     clip_norm: float
     """Gradients with a larger global norm are scaled down to this norm."""
 

@@ -27,6 +27,7 @@ SECTIONS = {name: field.type for name, field in Config.__dataclass_fields__.item
 _MAY_BE_ZERO = [
     *("run.seed", "train.check_replicas_every", "train.z_loss", "evaluate.every", "checkpoint.every"),
     *("sample.every", "sample.temperature", "optimizer.beta1", "optimizer.beta2", "optimizer.warmup_steps"),
+    "optimizer.momentum",
     *("optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.weight_decay", "model.init_std"),
     *("model.norm_epsilon", "model.embedding_scale", "model.attention_softcap", "model.logit_softcap"),
     *("model.adapter.rank", "model.experts", "model.router_balance_loss", "model.router_z_loss"),
@@ -53,6 +54,7 @@ BOUND = {
     "run.seed": 2**32,  # jax.random.key would drop the higher bits
     "run.join_timeout_seconds": 10**6,
     "run.lost_timeout_seconds": 10**6,
+    "optimizer.newton_schulz_steps": 2**6,
     "mesh.dp": 2**16,
     "mesh.mp": 2**16,
     "mesh.cp": 2**16,
@@ -197,7 +199,7 @@ def check_bounds(config: Config) -> None:
             _check_float(key, value)
         elif value >= (bound := BOUND.get(key, INT32)):
             raise UserError(f"{key}={shown(value)} is too large; it must be below {_in_words(bound)}")
-    for key in ("optimizer.beta1", "optimizer.beta2"):
+    for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum"):
         if value_of(config, key) >= 1:
             raise UserError(f"{key}={value_of(config, key)} is too large; it must be below 1")
         if value_of(config, key) > LARGEST_BETA:

@@ -137,9 +137,9 @@ def reading(path: object) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(
-            f"{shown(path)} cannot be read: {reason}; correct its permissions or its place, or name another"
-        ) from error
+        is_long = error.errno == errno.ENAMETOOLONG
+        way_out = "choose a shorter one" if is_long else "correct its permissions or its place, or name another"
+        raise UserError(f"{shown(path)} cannot be read: {reason}; {way_out}") from error
 
 
 def file_size(path: Path) -> int | None:

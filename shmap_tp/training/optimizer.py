@@ -2,13 +2,16 @@
 whose shards are on many devices.
 
 Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (AdamW), https://arxiv.org/abs/1711.05101
+Jordan et al. 2024, "Muon", https://kellerjordan.github.io/posts/muon
+Liu et al. 2025, "Muon is Scalable for LLM Training" (Moonlight), https://arxiv.org/abs/2502.16982
 Hu et al. 2024, "MiniCPM" (WSD), section 4, https://arxiv.org/abs/2404.06395
 Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (WSD whose decay is
 linear), https://arxiv.org/abs/2405.18392
 """
 
-from collections.abc import Mapping
+import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -18,51 +21,42 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from shmap_tp.config.schema import OptimizerConfig, Schedule
+from shmap_tp.config.schema import OptimizerConfig, OptimizerName, Schedule
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import mesh_order
-from shmap_tp.parallel.partitioning import ParameterKind, decayed, optimizer_specs
-from shmap_tp.parallel.whole_layers import from_whole_layers, to_whole_layers, whole_layer_specs
+from shmap_tp.parallel.partitioning import decayed, declarations, optimizer_specs
+from shmap_tp.parallel.whole_layers import Layout, is_matrix, on_whole_matrices
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optax transformation, the schedule of its learning rate, and which arrays it must see whole.
+    """An optax transformation, and the schedule of its learning rate.
 
-    Where the update of an element depends on that element alone (AdamW, Lion) it is computed shard by shard.
-    Parameters whose kind is in `whole` (for Muon, matrices) are passed to the transformation as whole arrays instead:
-    each device has those of some layers, and stores their state alike (`parallel/whole_layers.py`).  The transformation
-    can read from `partitioning.declarations` what each parameter is.
+    The transformation is given this device's shards, and its state is sharded like them: where the update of an element
+    depends on that element alone (AdamW, Lion) nothing else is needed.  A part of it that needs whole matrices is
+    `on_whole_matrices(function)`.  What each parameter is can be read from `partitioning.declarations`.
     """
 
     transformation: optax.GradientTransformation
     schedule: optax.Schedule
     """The learning rate by the number of updates so far, which the step reports."""
-    whole: frozenset[ParameterKind] = frozenset()
+    on_whole_matrices: bool = False
+    """Whether `on_whole_matrices` is part of the transformation, which then communicates, and is computed only once."""
 
     def init(self, params: Any) -> optax.OptState:
         return self.transformation.init(params)
 
-    def specs(self, params: Any, updated: Any, axis_sizes: Mapping[str, int]) -> Any:
-        """PartitionSpecs of the parameters (arrays or shapes) as the transformation is given them; `updated` are those
-        of what each device updates."""
-        return whole_layer_specs(params, updated, self.whole, axis_sizes)
+    def state_specs(self, params: Any, updated: Any) -> Any:
+        """PartitionSpecs of the state, from those of what each device updates of the parameters (arrays or shapes)."""
+        return optimizer_specs(self.transformation, params, updated)
 
-    def state_specs(self, params: Any, specs: Any) -> Any:
-        """PartitionSpecs of the state, from those of the parameters (arrays or shapes) that `specs` gives."""
-        return optimizer_specs(self.transformation, params, specs)
+    def update(self, gradients: Any, state: optax.OptState, params: Any, layout: Layout) -> tuple[Any, optax.OptState]:
+        """(updates, new state) of this device's shards.
 
-    def update(
-        self, gradients: Any, state: optax.OptState, params: Any, updated: Any, specs: Any
-    ) -> tuple[Any, optax.OptState]:
-        """(updates, new state) of this device's shards, whose PartitionSpecs are `updated`.
-
-        Communication  what brings gradients and parameters from `updated` to `specs`, and the updates back; none for
-                       parameters that need not be whole.
+        Communication  that of `on_whole_matrices`; else none.
         """
-        gradients, params = (jax.tree.map(to_whole_layers, tree, updated, specs) for tree in (gradients, params))
-        updates, state = self.transformation.update(gradients, state, params)
-        return jax.tree.map(from_whole_layers, updates, updated, specs), state
+        transformation = optax.with_extra_args_support(self.transformation)
+        return transformation.update(gradients, state, params, layout=layout)
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -109,14 +103,65 @@ def describe_schedule(config: OptimizerConfig, steps: int) -> str:
 
 
 def make_optimizer(config: OptimizerConfig) -> Optimizer:
-    """AdamW, its weight decay on matrices and embeddings only.  Gradients are clipped apart: `clip_by_global_norm`."""
+    """As `optimizer.name` says; weight decay on matrices and embeddings only.  Gradients are clipped apart:
+    `clip_by_global_norm`.
+
+    adamw  Loshchilov and Hutter 2019
+    muon   M = momentum M + G;  W -= rate (0.2 sqrt(max(R, C)) orthogonalized(G + momentum M) + weight_decay W)
+
+    Muon is for matrices W[R C] of gradient G: each of q, k, v, the output projection, gate, up, down and router by
+    itself, of every expert and every factor of an adapter; the heads of q, k or v are one matrix.  Embedding, head,
+    learned positions, scales and biases have AdamW, with the same learning rate: 0.2 sqrt(max(R, C)) gives the updates
+    of Muon the root mean square that those of AdamW usually have (Liu et al. 2025, section 2.2; Jordan et al. 2024 have
+    sqrt(max(1, outputs / inputs)), and a rate of its own).  M is float32, sharded as ZeRO and FSDP shard the moments of
+    AdamW.
+
+    Communication  adamw: none.  muon: `on_whole_matrices`, in the dtype of the activations.
+    """
     schedule = learning_rate_schedule(config)
+    chain = [optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)]
+    if config.name == OptimizerName.muon:
+        chain = [
+            optax.masked(optax.trace(config.momentum, nesterov=True), _matrices),
+            optax.masked(chain[0], lambda params: jax.tree.map(operator.not_, _matrices(params))),
+            on_whole_matrices(partial(_muon_updates, steps=config.newton_schulz_steps)),
+        ]
     transformation = optax.chain(
-        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
+        *chain,
         optax.add_decayed_weights(config.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(schedule),
     )
-    return Optimizer(transformation, schedule)
+    return Optimizer(transformation, schedule, config.name == OptimizerName.muon)
+
+
+def _matrices(params: Any) -> Any:
+    """`params` with every array replaced by whether Muon updates it."""
+    return jax.tree.map(is_matrix, declarations(params))
+
+
+def _muon_updates(momenta_NRC: Float[Array, "N R C"], steps: int) -> Float[Array, "N R C"]:
+    """The updates of matrices, one after the other, so that temporary memory is that of one."""
+    scale = 0.2 * max(momenta_NRC.shape[1:]) ** 0.5
+    return lax.map(lambda momentum_RC: scale * orthogonalized(momentum_RC, steps), momenta_NRC)
+
+
+def orthogonalized(x_RC: Float[Array, "R C"], steps: int) -> Float[Array, "R C"]:
+    """About U V' of x = U S V', by the iteration of Newton and Schulz in x's dtype; 0 of 0.
+
+        x = x / |x|, |.| the Frobenius norm;  then `steps` times  x = a x + (b x x' + c (x x')^2) x
+
+    a, b, c are those of Jordan et al. 2024: after 5 steps singular values are about 0.7 to 1.2.  x x' is that of the
+    shorter dim, m of m and n: 4 m^2 n + 2 m^3 FLOPs a step.
+    """
+    with jax.named_scope("newton_schulz"):
+        norm = jnp.sqrt(jnp.sum(jnp.square(x_RC.astype(jnp.float32))))
+        x_mn = (x_RC / (norm + 1e-7)).astype(x_RC.dtype)
+        x_mn = x_mn.T if x_mn.shape[0] > x_mn.shape[1] else x_mn
+        a, b, c = 3.4445, -4.7750, 2.0315
+        for _ in range(steps):
+            gram_mm = x_mn @ x_mn.T
+            x_mn = a * x_mn + (b * gram_mm + c * (gram_mm @ gram_mm)) @ x_mn
+        return x_mn if x_mn.shape == x_RC.shape else x_mn.T
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:

@@ -34,6 +34,7 @@ from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_parti
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import Role, axes_of, token_axes
 from shmap_tp.parallel.partitioning import named_shardings
+from shmap_tp.parallel.whole_layers import Layout
 from shmap_tp.training.bad_steps import BadStepState, StepOutcome, initial_bad_step_state, select_tree
 from shmap_tp.training.objective import Objective, all_tokens
 from shmap_tp.training.optimizer import Optimizer, clip_by_global_norm, make_optimizer, update_norms
@@ -184,16 +185,15 @@ def build_step_functions(
 
     shapes = jax.eval_shape(init)
     trained_shapes, updated = model.split(shapes.params)[0], model.split(model.placed.updated)[0]
-    optimizer_layout = optimizer.specs(trained_shapes, updated, mesh.shape)
     replicated = jax.tree.map(lambda _: P(), shapes)
     specs = eqx.tree_at(
         lambda state: (state.params, state.optimizer),
         replicated,
-        (model.placed.stored, optimizer.state_specs(trained_shapes, optimizer_layout)),
+        (model.placed.stored, optimizer.state_specs(trained_shapes, updated)),
     )
     objective = make_objective(config, model.execution)
     axes = mesh.axis_names
-    local_step = _make_step(config, objective, optimizer, model, (updated, optimizer_layout))
+    local_step = _make_step(config, objective, optimizer, model, Layout(updated, axes, dtype))
 
     def step(
         state: State, tokens_ABT: Array, segments_ABT: Array | None = None, sources_AB1: Array | None = None
@@ -236,10 +236,9 @@ def _evaluate(objective: Objective, params: Transformer, batch: Batch) -> tuple[
 
 
 def _make_step(
-    config: Config, objective: Objective, optimizer: Optimizer, model: ShardedModel, layouts: tuple[Any, Any]
+    config: Config, objective: Objective, optimizer: Optimizer, model: ShardedModel, layout: Layout
 ) -> Callable[..., Any]:
-    """The step of one device.  `layouts` are the PartitionSpecs of what each device updates, and of that as the
-    optimizer is given it."""
+    """The step of one device; `layout` is that of what each device updates."""
     placements, _ = model.split(model.placed.placements)
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
@@ -252,14 +251,14 @@ def _make_step(
             old = jax.tree.map(lambda placement, w: placement.local_shard(w), placements, params)
 
             def updated_from(gradients: Any) -> tuple[Any, Any]:
-                updates, optimizer_state = optimizer.update(gradients, state.optimizer, old, *layouts)
+                updates, optimizer_state = optimizer.update(gradients, state.optimizer, old, layout)
                 return optax.apply_updates(old, updates), optimizer_state
 
             new = updated_from(gradients)
             # Whether the step is good is decided by norms of the updated parameters.  On accelerators the update is
             # computed a second time for them, so that `new` need not be held in memory beside `old` until then; but not
             # by an optimizer that communicates.
-            again = new if optimizer.whole else updated_from(recompute_from(gradients))
+            again = new if optimizer.on_whole_matrices else updated_from(recompute_from(gradients))
             outcome = StepOutcome(loss, norm, *update_norms(old, *again))
             good, guard = state.guard.update(outcome, config.guard)
             new, optimizer_state = select_tree(good, new, (old, state.optimizer))

@@ -115,6 +115,7 @@ PROGRAMS = {
     "zero1": "kv_heads=2 positions=learned mesh.zero=zero1",
     "fsdp": "kv_heads=2 positions=learned mesh.zero=fsdp",
     "fsdp, tied, remat full": "kv_heads=2 tie_embeddings=true remat=full block=sequential mlp=swiglu mesh.zero=fsdp",
+    "fsdp, muon": "kv_heads=2 mesh.zero=fsdp optimizer.name=muon",
     "fsdp ring": "kv_heads=2 mesh.zero=fsdp mesh.fsdp_gradients=ring",
     "fsdp ring, offload": (
         "block=sequential remat=attention_and_up offload=[query_key_value,up] mlp=swiglu mesh.zero=fsdp "
@@ -142,7 +143,8 @@ def program_config(program: str, shape: tuple[int, int]) -> Config:
     """One of PROGRAMS with two microbatches and three layers."""
     sizes = f"mesh.dp={shape[0]} mesh.mp={shape[1]} model.layers=3 train.batch=16 train.microbatches=2"
     settings = [
-        setting if re.match("(mesh|train)[.]", setting) else f"model.{setting}" for setting in PROGRAMS[program].split()
+        setting if re.match("(mesh|train|optimizer)[.]", setting) else f"model.{setting}"
+        for setting in PROGRAMS[program].split()
     ]
     return config(*sizes.split(), *settings)
 

@@ -101,6 +101,9 @@ def test_an_answer_ends_before_a_stop_text(run, capsys):
         (["--prompt", "a", "--out", "/dev/full"], "/dev/full is a device, but a file is needed; name another"),
         (["--prompt", "a", "--out", "a" * 300], "cannot be read: File name too long"),
         (["--prompt", "a", "--batch", "0"], "--batch 0 must be at least 1"),
+        (["--prompt", "a", "--top-k", "5"], "--top-k 5 has no effect with --temperature 0"),
+        (["--prompt", "a", "--samples", "2"], "--samples 2 has no effect with --temperature 0"),
+        (["--prompt", "a", "--out", "a" * 250], "File name too long; choose a shorter one"),
         (["--prompt", "a", "--top-k", "9" * 30], "must be 0 (all tokens) to 2147483647"),
         (["--prompt", "a", "--temperature", "1e300"], "temperature=1e+300 must be 0 (greedy), or 1e-6 to 1e6"),
         (

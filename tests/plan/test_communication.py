@@ -22,6 +22,7 @@ from shmap_tp.plan.communication.analytic import (
     analytic_communication,
     analytic_evaluation_communication,
     cross_entropy,
+    whole_matrices,
 )
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
@@ -41,7 +42,7 @@ from tests.helpers.communication_checks import (
 )
 from tests.helpers.communication_rules import entering
 from tests.helpers.layer_cases import LAYERS
-from tests.helpers.model_fixtures import MESHES, every_mesh, mesh_config, mesh_of
+from tests.helpers.model_fixtures import MESHES, config, every_mesh, mesh_config, mesh_of
 
 
 @every_mesh
@@ -81,6 +82,18 @@ def test_loss_communicates_as_its_docstring_says(chunks, shape):
 )
 def test_traced_step_communicates_as_the_analytic_model_says(program, shape, precision):
     check_step(program, shape, precision)
+
+
+def test_muon_exchanges_each_momentum_once_over_each_axis_and_back_with_zeros_up_to_a_matrix_a_device():
+    """Of two layers: 4 matrices [32 24] (query, output), 4 [24 8 4] (key, value) and 4 [40 24] (up, down)."""
+    conf = config("mesh.dp=2", "mesh.mp=4", "mesh.zero=fsdp", "optimizer.name=muon")
+    expected = {
+        (Operation.all_to_all, axis, "bfloat16", 2 * 8 * size // 8): 2 * stacks
+        for axis in (DP, MP)
+        for size, stacks in ((32 * 24, 2), (40 * 24, 1))
+    }
+    assert tally(whole_matrices(conf, "bfloat16")) == expected
+    assert not whole_matrices(config("mesh.dp=2", "mesh.mp=4"), "bfloat16")
 
 
 @pytest.mark.parametrize("program", ["fsdp ring", "2 slices, fsdp ring"])

@@ -1,6 +1,6 @@
-"""An optimizer whose update of an element depends on a full matrix gives the same parameters on every mesh and with
-every sharding of parameters and optimizer state."""
+"""Schedules of the learning rate, and Muon: the same updates on every mesh and with every sharding."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -8,23 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from shmap_tp.api import load_config
 from shmap_tp.config.schema import OptimizerConfig
-from shmap_tp.parallel.mesh import DP, make_mesh
-from shmap_tp.parallel.partitioning import Declaration, ParameterKind, declarations
-from shmap_tp.training.optimizer import Optimizer, describe_schedule, learning_rate_schedule
-from shmap_tp.training.step import Components, State, StepFunctions, build_step_functions
-from tests.helpers.assertions import assert_close, by_path, distances
+from shmap_tp.model.sharded_model import shard_model
+from shmap_tp.parallel.key_paths import leaves_by_path
+from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.parallel.whole_layers import Layout
+from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.optimizer import Optimizer, describe_schedule, learning_rate_schedule, make_optimizer
+from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
+from tests.helpers.assertions import assert_close, assert_same_bits, by_path
+from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config
 from tests.helpers.step_fixtures import learnable_batch, step_config
 
 STEPS = 3
 RELATIVE = 1e-5
 """As the loss curves of different meshes in test_step."""
-ZEROS = ["none", "zero1", "fsdp"]
 
 
 @pytest.mark.parametrize(
@@ -116,109 +117,142 @@ def test_the_stable_part_of_a_wsd_schedule_is_that_of_every_longer_one(longer):
     assert short == rates(range(1, 8), "schedule=wsd", f"decay_steps={longer}", "decay_fraction=0.3")
 
 
-ALL_KINDS = frozenset(ParameterKind)
-
-
-def normalised_descent(whole: frozenset[ParameterKind]) -> Optimizer:
-    """Momentum of each layer, divided by its Frobenius norm: a minimal optimizer that needs whole arrays."""
-
-    def normalised(update: jax.Array, declared: Declaration) -> jax.Array:
-        dims = tuple(range(declared.stacked, update.ndim))
-        return update / (jnp.sqrt(jnp.sum(jnp.square(update), axis=dims, keepdims=True)) + 1e-6)
-
-    def normalise(updates: Any, params: Any) -> Any:
-        return jax.tree.map(normalised, updates, declarations(updates))
-
-    chain = optax.chain(
-        optax.trace(0.9), optax.stateless(normalise), optax.add_decayed_weights(0.01), optax.scale(-0.1)
-    )
-    return Optimizer(chain, optax.constant_schedule(0.1), whole)
-
-
-def muon(config: OptimizerConfig) -> Optimizer:
-    """As in docs/extending.md."""
-    schedule = learning_rate_schedule(config)
-
-    def dims(params: Any) -> Any:
-        def of(declared: Declaration) -> Any:
-            is_matrix = declared.kind == ParameterKind.matrix
-            return optax.contrib.MuonDimensionNumbers(declared.inputs, declared.outputs) if is_matrix else None
-
-        return jax.tree.map(of, declarations(params))
-
-    return Optimizer(
-        optax.contrib.muon(schedule, muon_weight_dimension_numbers=dims), schedule, frozenset({ParameterKind.matrix})
-    )
-
-
-def functions_of(make: Any, shape: tuple[int, int], *settings: str) -> StepFunctions:
-    conf = step_config(shape, *settings)
-    on = make_mesh(conf.mesh, jax.devices()[: shape[0] * shape[1]])
-    return build_step_functions(conf, on, jnp.float32, Components(make_optimizer=make))
-
-
-def train(made: StepFunctions) -> State:
-    """After 3 steps in float32."""
+@cache
+def trained_with_muon(settings: str) -> tuple[StepFunctions, State]:
+    """After 3 steps of Muon in float32."""
+    made = functions_of(settings)
     state = made.init()
     for i in range(STEPS):
         tokens = jax.device_put(learnable_batch(i, made.tokens.shape), made.tokens.sharding)
         state, _ = made.step(state, tokens)
-    return state
+    return made, state
 
 
-@cache
-def parameters_after_training(name: str, shape: tuple[int, int], *settings: str) -> dict[str, np.ndarray]:
-    return by_path(train(functions_of(OPTIMIZERS[name], shape, *settings)).params)
+def functions_of(settings: str, components: Components = CONFIGURED) -> StepFunctions:
+    conf = step_config((1, 1), MUON, *settings.split())
+    return build_step_functions(conf, make_mesh(conf.mesh, jax.devices()[: conf.mesh.devices]), jnp.float32, components)
 
 
-OPTIMIZERS = {
-    "normalised": lambda config: normalised_descent(ALL_KINDS),
-    "normalised by shard": lambda config: normalised_descent(frozenset()),
-    "muon": muon,
-}
+def newton_schulz(x: np.ndarray) -> np.ndarray:
+    """Jordan et al. 2024, five steps, in float64, of a matrix that need not be wide: the iteration commutes with
+    transposition."""
+    x = x / (np.linalg.norm(x) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def plain_muon(name: str, gradients: list[np.ndarray], w: np.ndarray, c: OptimizerConfig) -> np.ndarray:
+    """The updates of constant parameters w after these gradients, by hand."""
+    gradients = [g.astype(np.float64) for g in gradients]
+    of_embedding = name.startswith(("embedding", "head", "positions"))
+    if of_embedding or not name.endswith("weight"):
+        m, v = np.zeros(w.shape), np.zeros(w.shape)
+        for g in gradients:
+            m, v = c.beta1 * m + (1 - c.beta1) * g, c.beta2 * v + (1 - c.beta2) * g**2
+        step = len(gradients)
+        update = m / (1 - c.beta1**step) / (np.sqrt(v / (1 - c.beta2**step)) + c.epsilon)
+    else:
+        m = np.zeros(w.shape)
+        for g in gradients:
+            m = c.momentum * m + g
+        m = gradients[-1] + c.momentum * m
+        of_heads = w.ndim == 4 and w.shape[-1] == HEAD_DIM  # [L D N K], where experts are [L E D F]
+        matrices = m.reshape(-1, w.shape[1], w.shape[2] * w.shape[3]) if of_heads else m.reshape(-1, *w.shape[-2:])
+        update = np.stack([0.2 * max(x.shape) ** 0.5 * newton_schulz(x) for x in matrices]).reshape(w.shape)
+    return -c.learning_rate * (update + (c.weight_decay if name.endswith("weight") else 0) * w)
+
+
+MUON, HEAD_DIM = "optimizer.name=muon", 4
+FSDP = "mesh.zero=fsdp"
 PLACED = [
-    *[((2, 4), (f"mesh.zero={zero}",)) for zero in ZEROS],
-    ((8, 1), ("mesh.zero=fsdp",)),
-    ((1, 8), ("mesh.zero=none", "mesh.tensor_parallel=sequence", "model.context=8")),
-    ((4, 2), ("mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "mesh.slices=2", "model.layers=3")),
+    "mesh.zero=none",
+    *[f"mesh.dp=2 mesh.mp=4 mesh.zero={zero}" for zero in ("none", "zero1", "fsdp")],
+    f"mesh.dp=8 {FSDP}",
+    "mesh.dp=8 mesh.zero=zero1 model.layers=3",
+    f"mesh.mp=8 {FSDP} mesh.tensor_parallel=sequence model.context=8 model.kv_heads=2 model.mlp=swiglu",
+    f"mesh.dp=2 mesh.cp=2 mesh.mp=2 {FSDP} mesh.tensor_parallel=collective_matmul model.context=8",
+    f"mesh.dp=4 mesh.mp=2 {FSDP} mesh.fsdp_gradients=ring mesh.slices=2 model.layers=3",
+    f"mesh.dp=4 mesh.mp=2 {FSDP} model.block=sequential model.mlp=swiglu model.experts=6 model.experts_per_token=2",
+    "mesh.dp=2 mesh.mp=4 mesh.zero=zero1 model.adapter.rank=2",
 ]
 
 
-@pytest.mark.parametrize("name", ["normalised", "muon"])
-@pytest.mark.parametrize(("shape", "settings"), PLACED, ids=str)
-def test_an_optimizer_on_whole_matrices_gives_the_parameters_of_one_device(name, shape, settings):
-    of_model = [setting for setting in settings if setting.startswith("model")]
-    expected = parameters_after_training(name, (1, 1), *of_model)
-    assert_close(parameters_after_training(name, shape, *settings), expected, RELATIVE)
+@pytest.mark.parametrize("settings", PLACED)
+def test_updates_of_muon_are_those_of_plain_numpy_on_every_mesh(settings):
+    conf = step_config((1, 1), MUON, "optimizer.warmup_steps=0", "optimizer.epsilon=1e-3", *settings.split())
+    on = make_mesh(conf.mesh, jax.devices()[: conf.mesh.devices])
+    model, muon = shard_model(conf, on, jnp.float32), make_optimizer(conf.optimizer)
+    trained, specs = model.split(model.shapes)[0], model.split(model.placed.updated)[0]
+    rng = np.random.default_rng(0)
+    params, *gradients = (
+        jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), trained) for _ in range(3)
+    )
+
+    def second_update(params: Any, *gradients: Any) -> Any:
+        state = muon.init(params)
+        for g in gradients:
+            updates, state = muon.update(g, state, params, Layout(specs, on.axis_names, jnp.float32))
+        return updates
+
+    run = jax.jit(jax.shard_map(second_update, mesh=on, in_specs=(specs,) * 3, out_specs=specs))
+    found, w, first, second = map(by_path, (run(params, *gradients), params, *gradients))
+    constant = replace(conf.optimizer, learning_rate=float(muon.schedule(1)))
+    expected = {name: plain_muon(name, [first[name], second[name]], w[name], constant) for name in found}
+    assert_close(found, expected, RELATIVE)
 
 
-@pytest.mark.parametrize(("shape", "zero"), [((2, 4), "none"), ((8, 1), "zero1"), ((8, 1), "fsdp")])
-def test_an_optimizer_on_whole_matrices_that_is_given_shards_gives_other_parameters(shape, zero):
-    """It then divides by the norm of one device's shard."""
-    found = parameters_after_training("normalised by shard", shape, f"mesh.zero={zero}")
-    assert max(distances(found, parameters_after_training("normalised", (1, 1))).values()) > 1e-2
+TRAINED = [
+    "mesh.dp=2 mesh.mp=4 mesh.zero=zero1",
+    f"mesh.dp=2 mesh.cp=2 mesh.mp=2 {FSDP} mesh.tensor_parallel=sequence",
+]
 
 
-def test_muon_updates_the_matrices_of_blocks_and_adam_the_rest():
-    momenta = functions_of(muon, (2, 4)).shapes.optimizer.inner_states
-    of_muon, of_adam = (set(by_path(momenta[name].inner_state[0].mu)) for name in ("muon", "adam"))
-    assert of_muon == {f"blocks.{name}.weight" for name in (
+@pytest.mark.parametrize("settings", TRAINED)
+def test_a_run_with_muon_has_the_parameters_of_one_device(settings):
+    _, expected = trained_with_muon("model.context=8")
+    assert_close(trained_with_muon(f"{settings} model.context=8")[1].params, expected.params, RELATIVE)
+
+
+def test_muon_has_momenta_of_matrices_sharded_as_adam_s_and_moments_of_the_rest():
+    settings = f"mesh.dp=2 mesh.mp=4 {FSDP}"
+    muon, shapes = functions_of(settings).shapes, functions_of(f"{settings} optimizer.name=adamw").shapes
+    momentum, adam = muon.optimizer[0].inner_state.trace, muon.optimizer[1].inner_state
+    matrices = {f"blocks.{name}.weight" for name in (
         "attention.query", "attention.key", "attention.value", "attention.out", "mlp.up", "mlp.down"
     )}  # fmt: skip
-    assert of_adam == {"embedding.weight", "head.weight", "norm.scale", "blocks.norm.scale"}
+    assert set(shardings(momentum)) == matrices
+    assert set(shardings(adam.mu)) == set(shardings(adam.nu)) == set(shardings(muon.params)) - matrices
+    assert shardings(momentum) | shardings(adam.mu) == shardings(shapes.optimizer[0].mu)
 
 
-def test_the_state_of_muon_is_sharded_along_layers():
-    """And not replicated: two layers, divided by dp; the other axis of the mesh does not divide one layer."""
-    made = functions_of(muon, (2, 4), "mesh.zero=fsdp")
-    momentum = made.shapes.optimizer.inner_states["muon"].inner_state[0].mu.blocks.mlp.up.weight
-    assert momentum.sharding.spec == P((DP,), None, None)
-    shard = momentum.sharding.shard_shape(momentum.shape)
-    assert shard == (momentum.shape[0] // 2, *momentum.shape[1:])
+def shardings(shapes: Any) -> dict[str, Any]:
+    return {name: leaf.sharding for name, leaf in leaves_by_path(shapes, ".").items()}
+
+
+@pytest.mark.parametrize("settings", [f"mesh.dp=2 mesh.mp=4 {FSDP}", "mesh.dp=8 mesh.zero=zero1"])
+def test_no_collective_is_within_newton_schulz(settings):
+    made = functions_of(f"{settings} model.layers=2")
+    lowered = made.step.lower(made.shapes, made.tokens)
+    lines = [line for line in lowered.compile().as_text().splitlines() if "newton_schulz" in line]
+    assert any(" dot(" in line or "matmul" in line for line in lines)
+    collectives = ("all-", "reduce-scatter", "collective-permute")
+    assert not [line for line in lines if any(name in line.split("metadata")[0] for name in collectives)]
+
+
+def test_a_checkpoint_of_muon_moves_to_another_mesh(tmp_path):
+    _, state = trained_with_muon(f"{TRAINED[0]} model.context=8")
+    with Checkpoints(checkpoint_config(tmp_path), print) as checkpoints:
+        checkpoints.save(STEPS, state, FACTS)
+        checkpoints.wait()
+        moved = checkpoints.restore(STEPS, functions_of(f"mesh.dp=8 {FSDP} model.context=8").shapes)
+    assert_same_bits(moved, state)
 
 
 def test_the_learning_rate_that_a_step_reports_is_that_of_its_optimizer():
-    made = functions_of(lambda config: normalised_descent(ALL_KINDS), (2, 1))
+    optimizer = Optimizer(optax.sgd(0.1), optax.constant_schedule(0.1))
+    made = functions_of("mesh.dp=2", Components(make_optimizer=lambda config: optimizer))
     tokens = jax.device_put(learnable_batch(0, made.tokens.shape), made.tokens.sharding)
     _, metrics = made.step(made.init(), tokens)
     assert float(metrics["learning_rate"]) == np.float32(0.1)  # optimizer.learning_rate is 1e-2

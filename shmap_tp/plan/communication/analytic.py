@@ -28,6 +28,8 @@ the blocks of model/blocks.py this comes to:
                        gathered where that recomputes
     fsdp_gradients:    the gradient of a block's matrix is reduced in a ring of dp, and                A times a layer
       ring             reduce-scattered between rings
+    optimizer: muon    over each axis the shards of all matrices' momenta, exchanged for whole ones,       once
+                       and the updates back, in the dtype of the activations (`whole_layers.py`)
     slices             all of that within a slice; between slices, float32, FSDP weights are           once
                        all-gathered and sharded gradients reduce-scattered
 
@@ -49,15 +51,19 @@ time where mp divides T, and has a reduce-scatter and an all-gather in place of 
 import math
 from dataclasses import replace
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import Config
-from shmap_tp.parallel.fsdp import Fsdp
-from shmap_tp.parallel.mesh import MP, axis_sizes, batch_axes, token_axes
+from shmap_tp.model.components import parameter_shapes
+from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.fsdp import Fsdp, place_parameters
+from shmap_tp.parallel.mesh import MP, abstract_mesh, axis_sizes, batch_axes, token_axes
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, AllReduce, TensorParallel, prompt_tensor_parallel
-from shmap_tp.plan.communication.from_jaxpr import model_communication
+from shmap_tp.parallel.whole_layers import Layout
+from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr, model_communication
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
 from shmap_tp.plan.communication.parameters import (
     all_reduce_once,
@@ -68,6 +74,7 @@ from shmap_tp.plan.communication.parameters import (
     shapes_in_use,
     update,
 )
+from shmap_tp.training.optimizer import make_optimizer
 from shmap_tp.training.step import CONFIGURED, Components
 
 # The parts of a step
@@ -113,6 +120,24 @@ def _counts(config: Config) -> list[Entry]:
     return [*all_reduce_once(axes, "number of targets", targets), *all_reduce_once(axes, "loss", loss)]
 
 
+def whole_matrices(config: Config, dtype: DTypeLike, components: Components = CONFIGURED) -> list[Entry]:
+    """What the optimizer communicates, as its update is traced on a mesh without devices."""
+    optimizer = (components.make_optimizer or make_optimizer)(config.optimizer)
+    if not optimizer.on_whole_matrices:
+        return []
+    sizes, shapes = axis_sizes(config.mesh), parameter_shapes(config.model, components, dtype=dtype)
+    is_trained = components.trained(config.model, shapes)
+    updated = place_parameters(config.mesh, shapes, is_trained).updated
+    trained, specs = eqx.filter(shapes, is_trained), eqx.filter(updated, is_trained)
+
+    def first_update(params: Transformer) -> Transformer:
+        return optimizer.update(params, optimizer.init(params), params, Layout(specs, tuple(sizes), dtype))[0]
+
+    program = jax.shard_map(first_update, mesh=abstract_mesh(sizes), in_specs=(specs,), out_specs=specs)
+    found = communication_in_jaxpr(jax.make_jaxpr(program)(trained).jaxpr)
+    return [replace(entry, what="momenta as whole matrices, and updates back") for entry in found]
+
+
 # The programs
 
 
@@ -128,6 +153,7 @@ def analytic_communication(config: Config, dtype: DTypeLike, components: Compone
         *_forward_and_backward(config, dtype, components),
         *_counts(config),
         *update(config, every, partial_over=_mode(config, components).time_axes),
+        *whole_matrices(config, dtype, components),
     ]
 
 

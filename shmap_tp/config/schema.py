@@ -1,13 +1,12 @@
-"""The names and types of all configuration keys, each with a sentence.  Their values are in `conf/` only.
-
-This module imports no JAX, so that a configuration can be read, checked and printed on a machine without devices.
+"""The names and types of all configuration keys, each with a sentence.  Their values are in `conf/` only.  No JAX is
+imported, so that a configuration can be read, checked and printed on a machine without devices.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-# The keys that are one of several names, with these; the sentences of the keys say what they mean.
+# Of the keys that are one of several names:
 TensorParallelMode = StrEnum("TensorParallelMode", ["all_reduce", "sequence", "collective_matmul"])
 Zero = StrEnum("Zero", ["none", "zero1", "fsdp"])
 FsdpGradients = StrEnum("FsdpGradients", ["reduce_scatter", "ring"])
@@ -23,15 +22,13 @@ NormPlacement = StrEnum("NormPlacement", ["before", "after", "both"])
 LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention", "mlp", "attention_and_up", "all_matmuls"])
-SavedActivation = StrEnum(
-    "SavedActivation", ["input", "sublayer_output", "query_key_value", "attention_output", "gate", "up"]
-)
+_SAVED = ["input", "sublayer_output", "query_key_value", "attention_output", "gate", "up"]
+SavedActivation = StrEnum("SavedActivation", _SAVED)
 """Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
 Documents = StrEnum("Documents", ["isolated", "joined"])
 Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
 Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
 Resume = StrEnum("Resume", ["never", "if_present", "must"])
-
 AUTO = "auto"
 """Value of mesh.dp that means all devices divided by mesh.cp and mesh.mp."""
 
@@ -63,6 +60,9 @@ class MeshConfig:
     cp: int
     """Context-parallel size: the number of devices over which each row is split along time, in two chunks a device, so
     that all have the same work; 2 cp must divide model.context."""
+    ep: int
+    """Expert-parallel size: over how many of the dp ranks experts are sharded, besides mp; tokens are sent to their
+    experts.  It divides dp / slices."""
     tensor_parallel: TensorParallelMode
     """Tensor-parallel mode.  all_reduce: activations between layers are replicated (Megatron).  sequence: they are
     sharded over time, all-gathered before each layer and reduce-scattered after it; mp must divide model.context.
@@ -127,12 +127,14 @@ class ModelConfig:
     ffn: int
     """F, the hidden size of the MLP, which mp must divide, or of each expert."""
     experts: int
-    """E, the number of experts that each block has in place of its MLP; mp must divide it.  0: an MLP."""
+    """E, the number of experts in place of each MLP; ep x mp must divide it.  0: an MLP."""
     experts_per_token: int
     """How many experts compute each token, those with the highest scores."""
+    expert_capacity: float | None
+    """For mesh.ep: the rows that a device can send to another, relative to those at even load; others are dropped, also
+    in evaluation, and experts_dropped in metrics.jsonl is their share.  null: room for any load."""
     router_scores: RouterScores
-    """Scores of the experts, from the product of a token and the router's weight.  softmax: over all experts.  sigmoid:
-    of each expert by itself."""
+    """Scores of the experts, from a token times the router's weight: softmax over all, or sigmoid of each."""
     router_normalize: bool
     """Whether the scores of a token's chosen experts, its weights, are divided by their sum."""
     router_balance_loss: float

@@ -31,6 +31,34 @@ def test_experts_equal_a_loop_over_them(load, mode, shape, precision):
     compare(CASES[load, mode], shape, precision)
 
 
+QUICK_OVER_TOKENS = [
+    ("two of eight", "sequence", (4, 2), 4, "float32"),
+    ("one expert takes all", "all_reduce", (8, 1), 8, "float32"),
+    ("three of sixteen by sigmoid, shared", "collective_matmul", (4, 2), 2, "float64"),
+    ("all experts, geglu", "all_reduce", (4, 2), 2, "float32"),
+]
+OVER_TOKENS = [
+    (*case, shape, ep, "float32")
+    for case in CASES
+    for shape, ep in (((8, 1), 2), ((8, 1), 4), ((8, 1), 8), ((4, 2), 2), ((4, 2), 4), ((2, 4), 2))
+    if (8 if "eight" in case[0] or "all" in case[0] else 16) % (ep * shape[1]) == 0
+]
+
+
+@pytest.mark.parametrize(
+    ("load", "mode", "shape", "ep", "precision"),
+    [*QUICK_OVER_TOKENS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OVER_TOKENS)],
+    ids=str,
+)
+def test_experts_to_which_tokens_are_sent_equal_a_loop_over_them(load, mode, shape, ep, precision):
+    compare(CASES[load, mode], shape, precision, ep=ep)
+
+
+def test_a_capacity_that_the_load_does_not_exceed_changes_nothing():
+    case = experts_case("two of eight", "all_reduce", settings="expert_capacity=8.0")
+    compare(case, (8, 1), "float32", ep=8)
+
+
 @pytest.mark.parametrize("load", LOADS)
 def test_the_loads_are_what_their_names_say(load):
     layer, (x,) = CASES[load, "all_reduce"].arrays("float32")

@@ -92,7 +92,8 @@ def loss_and_gradients(
     objective: Objective, params: Transformer, batch: Batch, frozen: Any = None
 ) -> tuple[Parts, Transformer]:
     """(the parts of the objective, gradients) of the whole step, in the parameters' dtype; of each parameter the
-    gradient of what this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params` lacks.
+    gradient of what this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params`
+    lacks.
 
     Communication  over mp that of the model and the loss, per microbatch, and where the residual stream is sharded over
                    time one all-reduce of the gradients of replicated parameters, once.  Over the token axes once: an

@@ -1,5 +1,5 @@
-"""OLMo 2 and OLMo 3: norms after the sublayers alone, and norms of all heads of q, and of k, together.  OLMoE: such norms
-of heads, norms before the sublayers, and experts in every layer.
+"""OLMo 2 and OLMo 3: norms after the sublayers alone, and norms of all heads of q, and of k, together.  OLMoE: such
+norms of heads, norms before the sublayers, and experts in every layer.
 
 In OLMo 3 every fourth layer is global, and scaled rates are those of the global layers alone.
 """

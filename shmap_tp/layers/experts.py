@@ -204,15 +204,18 @@ class Experts(eqx.Module):
         return lax.pmean(loss, MP)
 
 
+def rows_of_a_token(config: ModelConfig, mesh: MeshConfig) -> float:
+    """R / N: how many rows a device has room for, for each of its tokens."""
+    devices, chosen = mesh.ep * mesh.mp, config.experts_per_token
+    for_a_rank = min(chosen, config.experts // devices)
+    if mesh.ep > 1 and config.expert_capacity is not None:
+        for_a_rank = min(for_a_rank, config.expert_capacity * chosen / devices)
+    return mesh.ep * for_a_rank
+
+
 def even_share(config: ModelConfig, mesh: MeshConfig) -> float:
     """The share of its R rows that a device multiplies where all experts are chosen equally often."""
-    if not config.experts:
-        return 1.0
-    devices, chosen = mesh.ep * mesh.mp, config.experts_per_token
-    of_a_token = min(chosen, config.experts // devices)
-    if mesh.ep > 1 and config.expert_capacity is not None:
-        of_a_token = min(of_a_token, config.expert_capacity * chosen / devices)
-    return chosen / devices / of_a_token
+    return config.experts_per_token / mesh.mp / rows_of_a_token(config, mesh) if config.experts else 1.0
 
 
 def balance_loss(routing: Routing, batch: int) -> Float[Array, ""]:

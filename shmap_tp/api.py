@@ -131,9 +131,9 @@ class Model:
 
         `directory` is the run's directory, its checkpoint.dir, or one checkpoint.  Without `step` the newest intact
         checkpoint is used; a damaged one is skipped with a warning.  Without `dp` or `mp` that of the saved mesh is
-        used; no row is split along time (cp=1).  With `dtype`, float32 or bfloat16, weight matrices, activations and
-        matrix products are of it; `auto` is what the run computes in (train.precision).  Of several `processes`, which
-        have joined, each calls this and has its part.
+        used; no row is split along time (cp=1), and no token is sent to experts (ep=1).  With `dtype`, float32 or
+        bfloat16, weight matrices, activations and matrix products are of it; `auto` is what the run computes in
+        (train.precision).  Of several `processes`, which have joined, each calls this and has its part.
         Raises UserError if there is no such checkpoint, and as `initialize` does.
         """
         check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
@@ -144,7 +144,7 @@ class Model:
         if dtype not in (None, Precision.auto):
             config = replace(config, train=replace(config.train, precision=_precision(dtype)))
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
-        mesh = replace(config.mesh, dp=shape[0], mp=shape[1], cp=1, tile=None, slices=1, processes=processes)
+        mesh = replace(config.mesh, dp=shape[0], mp=shape[1], cp=1, ep=1, tile=None, slices=1, processes=processes)
         config = replace(config, mesh=mesh)
         validate(config)
         config, mesh, functions = build(config, components)

@@ -1,21 +1,22 @@
 """The rules of a model with experts, and what cannot be combined with them."""
 
-from shmap_tp.config.schema import Block, Mlp, ModelConfig
+from shmap_tp.config.schema import AUTO, Block, FsdpGradients, MeshConfig, Mlp, ModelConfig
 from shmap_tp.errors import UserError
 
 MATRICES = {"all", "mlp", "gate", "up", "down"}
 """Names in model.adapter.matrices that would be of matrices of experts."""
 
 
-def check_experts(model: ModelConfig) -> None:
+def check_experts(mesh: MeshConfig, model: ModelConfig) -> None:
     """Raises UserError naming the first rule that is broken."""
+    _check_expert_parallel(mesh, model)
     count = f"model.experts={model.experts}"
     if not model.experts:
-        for key in ("shared_expert_ffn", "router_balance_loss", "router_z_loss"):
+        for key in ("shared_expert_ffn", "expert_capacity", "router_balance_loss", "router_z_loss"):
             if value := getattr(model, key):
                 raise UserError(
                     f"model.{key}={value} has no effect with {count} (model {model.name}); set model.experts, or "
-                    f"model.{key}=0"
+                    f"model.{key}={'null' if key == 'expert_capacity' else 0}"
                 )
         return
     if model.experts_per_token > model.experts:
@@ -36,4 +37,32 @@ def check_experts(model: ModelConfig) -> None:
         raise UserError(
             f"model.adapter.matrices has {named[0]}, but experts have no adapters ({count}); use "
             f"model.adapter.matrices=[attention]"
+        )
+
+
+def _check_expert_parallel(mesh: MeshConfig, model: ModelConfig) -> None:
+    if mesh.ep == 1:
+        return
+    if not model.experts:
+        raise UserError(
+            f"mesh.ep={mesh.ep} shards experts, and model.experts=0 (model {model.name}); set model.experts, or "
+            f"mesh.ep=1"
+        )
+    if model.experts % (mesh.ep * mesh.mp):
+        fit = [n for n in range(1, model.experts + 1) if model.experts % (n * mesh.mp) == 0]
+        raise UserError(
+            f"mesh.ep={mesh.ep} x mesh.mp={mesh.mp} does not divide experts={model.experts} (model {model.name}); use "
+            f"mesh.ep in {{{', '.join(map(str, fit))}}}"
+        )
+    if mesh.dp != AUTO and mesh.dp % (mesh.slices * mesh.ep):
+        ranks = f"mesh.dp={mesh.dp}" + (f" / mesh.slices={mesh.slices}" if mesh.slices > 1 else "")
+        fit = [n for n in range(1, mesh.dp + 1) if mesh.dp % (n * mesh.slices) == 0]
+        raise UserError(
+            f"mesh.ep={mesh.ep} does not divide {ranks}, of which it is a part; use mesh.ep in "
+            f"{{{', '.join(map(str, fit))}}}"
+        )
+    if mesh.fsdp_gradients == FsdpGradients.ring:
+        raise UserError(
+            f"mesh.fsdp_gradients=ring cannot be combined with mesh.ep={mesh.ep}; "
+            f"use mesh.fsdp_gradients=reduce_scatter, or mesh.ep=1"
         )

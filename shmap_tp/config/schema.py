@@ -1,13 +1,12 @@
-"""The names and types of all configuration keys, each with a sentence.  Their values are in `conf/` only.
-
-This module imports no JAX, so that a configuration can be read, checked and printed on a machine without devices.
+"""The names and types of all configuration keys, each with a sentence.  Their values are in `conf/` only.  No JAX is
+imported, so that a configuration can be read, checked and printed on a machine without devices.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-# The keys that are one of several names, with these; the sentences of the keys say what they mean.
+# Of the keys that are one of several names:
 TensorParallelMode = StrEnum("TensorParallelMode", ["all_reduce", "sequence", "collective_matmul"])
 Zero = StrEnum("Zero", ["none", "zero1", "fsdp"])
 FsdpGradients = StrEnum("FsdpGradients", ["reduce_scatter", "ring"])
@@ -23,16 +22,14 @@ NormPlacement = StrEnum("NormPlacement", ["before", "after", "both"])
 LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention_output", "attention", "mlp", "attention_and_up", "all_matmuls"])
-SavedActivation = StrEnum(
-    "SavedActivation", ["input", "sublayer_output", "query_key_value", "attention_output", "gate", "up"]
-)
+_SAVED = ["input", "sublayer_output", "query_key_value", "attention_output", "gate", "up"]
+SavedActivation = StrEnum("SavedActivation", _SAVED)
 """Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
 Documents = StrEnum("Documents", ["isolated", "joined"])
 Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
 Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
 OptimizerName = StrEnum("OptimizerName", ["adamw", "muon"])
 Resume = StrEnum("Resume", ["never", "if_present", "must"])
-
 AUTO = "auto"
 """Value of mesh.dp that means all devices divided by mesh.cp and mesh.mp."""
 
@@ -63,6 +60,8 @@ class MeshConfig:
     """Tensor-parallel (model-parallel) size: the number of devices over which each layer is sharded."""
     cp: int
     """Context-parallel size: the devices over which each row is split, in 2 chunks each; 2 cp divides model.context."""
+    ep: int
+    """Expert-parallel size: the dp ranks over which experts are sharded, besides mp; a divisor of dp / slices."""
     tensor_parallel: TensorParallelMode
     """Tensor-parallel mode.  all_reduce: activations between layers are replicated (Megatron).  sequence: they are
     sharded over time, all-gathered before each layer and reduce-scattered after it; mp must divide model.context.
@@ -127,11 +126,14 @@ class ModelConfig:
     ffn: int
     """F, the hidden size of the MLP, which mp must divide, or of each expert."""
     experts: int
-    """E, the number of experts that each block has in place of its MLP; mp must divide it.  0: an MLP."""
+    """E, the number of experts in place of each MLP; ep x mp must divide it.  0: an MLP."""
     experts_per_token: int
     """How many experts compute each token, those with the highest scores."""
+    expert_capacity: float | None
+    """For mesh.ep: the rows that a device can send to another, relative to those at even load; others are dropped, also
+    in evaluation, and experts_dropped in metrics.jsonl is their share.  null: room for any load."""
     router_scores: RouterScores
-    """Scores of the experts from the logits of the router.  softmax: over all experts.  sigmoid: of each by itself."""
+    """Scores of the experts, from a token times the router's weight: softmax over all, or sigmoid of each."""
     router_normalize: bool
     """Whether the scores of a token's chosen experts, its weights, are divided by their sum."""
     router_balance_loss: float
@@ -158,13 +160,11 @@ class ModelConfig:
     norm_placement: NormPlacement
     """For block=sequential: whether the input of attention and MLP is normalised (before), their output, or both."""
     qk_norm: bool
-    """Whether each head of q and of k is normalised by an RMSNorm, before the rotary encoding; with
-    norm=rmsnorm_unit_offset by one with the offset."""
+    """Whether each head of q and k is normalised, before the rotary encoding, by an RMSNorm like that of `norm`."""
     qk_norm_across_heads: bool
     """For qk_norm=true: all heads of q are normalised together, and all of k, each element with a scale of its own."""
     mlp: Mlp
-    """MLP and its activation.  gelu: GELU in its tanh form.  gelu_erf: exact GELU.  swiglu, geglu: a gate projection
-    beside the up projection, with SiLU or with GELU in its tanh form."""
+    """gelu: its tanh form.  gelu_erf: exact.  swiglu, geglu: with a gate projection, by SiLU or the tanh form of GELU."""
     qkv_bias: bool
     """Whether the query, key and value projections add a bias."""
     attention_output_bias: bool
@@ -217,8 +217,7 @@ class ModelConfig:
     """Activation checkpointing: which activations of a block are saved, so that its backward pass does not recompute
     them.  none: all.  full: only the input.  attention_output: also the attention output, for long rows.  attention:
     also q, k, v, the attention output and the sublayer outputs.  mlp: also the sublayer outputs and the MLP's gate and
-    up.  attention_and_up: as attention, and up.  all_matmuls: all of these.  All-gathered FSDP weights are never
-    saved."""
+    up.  attention_and_up: as attention, and up.  all_matmuls: all of these.  Gathered FSDP weights: by none."""
     offload: list[SavedActivation]
     """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
     attention: AttentionKernel

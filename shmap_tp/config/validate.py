@@ -208,7 +208,7 @@ def _validate_model(mesh: MeshConfig, model: ModelConfig) -> None:
     _check_rotary(model)
     _check_options(model)
     _check_layer_pattern(mesh, model)
-    check_experts(model)
+    check_experts(mesh, model)
     _check_offload(model)
     _check_adapter(model.adapter)
 

@@ -58,6 +58,7 @@ BOUND = {
     "mesh.dp": 2**16,
     "mesh.mp": 2**16,
     "mesh.cp": 2**16,
+    "mesh.ep": 2**16,
     "mesh.slices": 2**16,
     "mesh.processes": 2**16,
     "train.batch": 2**24,

@@ -58,6 +58,15 @@ class Context:
     """How experts multiply their tokens."""
 
 
+@runtime_checkable
+class Statistics(Protocol):
+    """A pytree of arrays without gradients, which the step sums over devices and microbatches."""
+
+    def metrics(self, tokens: int) -> dict[str, Float[Array, ""]]:
+        """By name, of the sums over a step of so many tokens; the arrays are stacked over layers."""
+        ...
+
+
 class Extras(eqx.Module):
     """What the caller of a block takes care of."""
 
@@ -70,3 +79,6 @@ class Extras(eqx.Module):
     all blocks."""
     residuals: DeferredResiduals = ()
     """What host offload saves at the end of the block."""
+    statistics: Statistics | None = None
+    """What metrics are made of; each device has a share of the sum over all.  Where a model returns its extras, stacked
+    over blocks."""

@@ -1,20 +1,20 @@
-"""A mixture of experts in place of the MLP, the experts sharded over mp.
+"""A mixture of experts in place of the MLP, the experts sharded over mp, over ranks of tokens (ep), or both.
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks", https://arxiv.org/abs/1701.06538
 Jiang et al. 2024, "Mixtral of Experts", section 2.1, https://arxiv.org/abs/2401.04088
 
 B batch, T time, D model width, F hidden width, E experts, C chosen experts of a token, N = B T tokens, R rows: pairs of
-a token and one of its experts.  E/mp: whole experts, sharded over mp.  {+mp}: a partial sum, not yet reduced.
+a token and one of its experts.  E/: whole experts, sharded over ep and mp.  {+mp}: a partial sum, not yet reduced.
 
     x  --enter-->  [N D]  --router-->  C experts of each token, and their weights
-       --sort by expert, those of this device first-->  [R D]
-       --gate, up[E/mp D F]-->  [R F]  --activation, times weights-->  [R F]  --down[E/mp F D]-->  [R D]
-       --added up by token-->  [N D] {+mp}  --reduce-->  y
+       --dispatch: the rows of this device's experts, sorted by expert-->  [R D]
+       --gate, up[E/ D F]-->  [R F]  --activation, times weights-->  [R F]  --down[E/ F D]-->  [R D]
+       --dispatch: back to their tokens, added up-->  [N D] {+mp}  --reduce-->  y
+
+How rows come to a device is the dispatch's affair (`expert_dispatch.py`): no communication over mp, whose ranks have
+the same tokens, and an all-to-all over ep, whose ranks have others.
 
 The rows are weighted before `down`: the gradient of the weights then needs no result of it.
-
-No token is dropped, and no shape depends on the choice: R = N min(C, E/mp) rows, which is what a device needs where its
-experts are chosen as often as possible.  Rows beyond those that are chosen are multiplied by nothing.
 
 The router is replicated, and every device of mp chooses alike.  Its weights reach the output through the experts of the
 device alone: the gradient of the router is a partial sum over mp, as that of x is, and `mark_varying` and `enter` say
@@ -32,12 +32,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from shmap_tp.config.activation_names import GATE, UP
-from shmap_tp.config.schema import Mlp, ModelConfig, RouterScores
+from shmap_tp.config.schema import MeshConfig, Mlp, ModelConfig, RouterScores
 from shmap_tp.layers.context import Context
+from shmap_tp.layers.expert_dispatch import dispatch_of_mesh
 from shmap_tp.layers.grouped_matmul import GroupedMatmul
 from shmap_tp.layers.mlp import MLPS, GatedMlp
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, varying_axes
-from shmap_tp.parallel.mesh import MP, Role, axes_of, ranks
+from shmap_tp.parallel.mesh import EP, MP, Role, axes_of, ranks
 from shmap_tp.parallel.partitioning import ParameterKind, param
 
 ACTIVATIONS: dict[Mlp, Callable[[Array], Array]] = {Mlp.swiglu: jax.nn.silu, Mlp.geglu: jax.nn.gelu}
@@ -54,6 +55,28 @@ class Routing(NamedTuple):
     """Of all experts; float32."""
     logits_NE: Float[Array, "N E"]
     """float32."""
+
+
+class RouterStatistics(NamedTuple):
+    """What a step counts of one layer; each a sum over devices, of which those of mp have equal shares."""
+
+    load_E: Float[Array, " E"]
+    """How many tokens chose each expert."""
+    entropy: Float[Array, ""]
+    """Of the scores of each token, as shares, in nats; summed over tokens."""
+    dropped: Float[Array, ""]
+    """How many pairs of a token and an expert were not computed, for want of capacity."""
+
+    def metrics(self, tokens: int) -> dict[str, Float[Array, ""]]:
+        """Of the sums over a step of so many tokens, stacked over layers: the load of the expert that most tokens of a
+        layer chose, relative to the mean; the mean entropy; the share of pairs that were dropped."""
+        layers, experts = self.load_E.shape
+        pairs = jnp.sum(self.load_E)
+        return {
+            "expert_load": jnp.max(self.load_E) * (layers * experts) / pairs,
+            "router_entropy": jnp.sum(self.entropy) / (layers * tokens),
+            "experts_dropped": jnp.sum(self.dropped) / pairs,
+        }
 
 
 class Router(eqx.Module):
@@ -94,7 +117,7 @@ class ExpertMatrices(eqx.Module):
     Communication  none.
     """
 
-    weight: Float[Array, "E D F"] = param(MP, None, None, kind=ParameterKind.experts)
+    weight: Float[Array, "E D F"] = param((EP, MP), None, None, kind=ParameterKind.experts)
 
     def __init__(self, experts: int, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray):
         self.weight = std * jax.random.normal(key, (experts, features_in, features_out))
@@ -123,6 +146,8 @@ class Experts(eqx.Module):
     activation: Callable[[Array], Array] = eqx.field(static=True)
     balance_loss: float = eqx.field(static=True)
     z_loss: float = eqx.field(static=True)
+    capacity: float | None = eqx.field(static=True)
+    """As of `OverTokens`."""
 
     def __init__(self, config: ModelConfig, *, std: float, std_out: float, key: PRNGKeyArray):
         key_router, key_gate, key_up, key_down, key_shared = jax.random.split(key, 5)
@@ -135,34 +160,40 @@ class Experts(eqx.Module):
         self.shared = MLPS[config.mlp](*shared, std=std, std_out=std_out, key=key_shared) if shared[1] else None
         self.activation = ACTIVATIONS[config.mlp]
         self.balance_loss, self.z_loss = config.router_balance_loss, config.router_z_loss
+        self.capacity = config.expert_capacity
 
     def __call__(
         self, x_BTD: Float[Array, "B _ D"], context: Context
-    ) -> tuple[Float[Array, "B _ D"], Float[Array, ""] | None]:
-        """(y, the auxiliary loss summed over tokens)."""
+    ) -> tuple[Float[Array, "B _ D"], Float[Array, ""] | None, RouterStatistics]:
+        """(y, the auxiliary loss summed over tokens, what became of the tokens)."""
         h_BTD = context.tp.enter(x_BTD)
         h_ND = h_BTD.reshape(-1, h_BTD.shape[2])
         with jax.named_scope("router"):
             routing = self.router(h_ND)
-        y_ND = self._chosen(h_ND, routing, context.grouped_matmul)
+        y_ND, dropped = self._chosen(h_ND, routing, context.grouped_matmul)
         y_BTD = y_ND.reshape(h_BTD.shape)
         if self.shared is not None:
             with jax.named_scope("shared_expert"):
                 hidden_BTF = self.shared.activate(*(layer(h_BTD) for layer in self.shared.inputs))
                 y_BTD = y_BTD + self.shared.down(hidden_BTF)
-        return context.tp.reduce(y_BTD), self._auxiliary_loss(routing, h_BTD.shape[0])
+        loss = self._auxiliary_loss(routing, h_BTD.shape[0])
+        return context.tp.reduce(y_BTD), loss, router_statistics(routing, dropped)
 
-    def _chosen(self, h_ND: Float[Array, "N D"], routing: Routing, multiply: GroupedMatmul) -> Float[Array, "N D"]:
-        """The weighted sum {+mp} of the chosen experts of this device, for each token."""
-        rows = sort_by_expert(routing.experts_NC, self.gate.weight.shape[0])
-        is_chosen = rows.is_chosen[:, None]
-        x_RD = jnp.where(is_chosen, h_ND[rows.token], 0)
-        gate_RF = checkpoint_name(self.gate(x_RD, rows.sizes, multiply), GATE)
-        up_RF = checkpoint_name(self.up(x_RD, rows.sizes, multiply), UP)
-        weights_R = jnp.where(rows.is_chosen, routing.weights_NC.ravel()[rows.pair], 0).astype(up_RF.dtype)
-        hidden_RF = self.activation(gate_RF) * up_RF * weights_R[:, None]
-        y_RD = jnp.where(is_chosen, self.down(hidden_RF, rows.sizes, multiply), 0)
-        return jnp.zeros_like(h_ND).at[rows.token].add(y_RD)
+    def _chosen(
+        self, h_ND: Float[Array, "N D"], routing: Routing, multiply: GroupedMatmul
+    ) -> tuple[Float[Array, "N D"], Int[Array, ""]]:
+        """(the weighted sum {+mp} of the chosen experts, for each token; how many rows were dropped)."""
+
+        def compute(x_RD: Array, weights_R: Array, sizes_E: Array) -> Array:
+            is_row = (jnp.arange(len(x_RD)) < jnp.sum(sizes_E))[:, None]
+            x_RD = jnp.where(is_row, x_RD, 0)
+            gate_RF = checkpoint_name(self.gate(x_RD, sizes_E, multiply), GATE)
+            up_RF = checkpoint_name(self.up(x_RD, sizes_E, multiply), UP)
+            weights_R1 = jnp.where(is_row, weights_R[:, None], 0).astype(up_RF.dtype)
+            return self.down(self.activation(gate_RF) * up_RF * weights_R1, sizes_E, multiply)
+
+        dispatch = dispatch_of_mesh(self.capacity)
+        return dispatch(h_ND, routing.experts_NC, routing.weights_NC, self.gate.weight.shape[0], compute)
 
     def _auxiliary_loss(self, routing: Routing, batch: int) -> Float[Array, ""] | None:
         """The router's losses, summed over tokens; None where neither has a weight.  Communication: one all-reduce of
@@ -173,33 +204,18 @@ class Experts(eqx.Module):
         return lax.pmean(loss, MP)
 
 
-class Rows(NamedTuple):
-    """The pairs of a token and an expert of this device, sorted by expert."""
-
-    pair: Int[Array, " R"]
-    """The number n C + c of the pair of token n and its expert number c."""
-    token: Int[Array, " R"]
-    sizes: Int[Array, " E"]
-    """How many rows each expert of this device has."""
-    is_chosen: Array
-    """[R]: whether it is a row of an expert of this device; those that are not come last."""
+def rows_of_a_token(config: ModelConfig, mesh: MeshConfig) -> float:
+    """R / N: how many rows a device has room for, for each of its tokens."""
+    devices, chosen = mesh.ep * mesh.mp, config.experts_per_token
+    for_a_rank = min(chosen, config.experts // devices)
+    if mesh.ep > 1 and config.expert_capacity is not None:
+        for_a_rank = min(for_a_rank, config.expert_capacity * chosen / devices)
+    return mesh.ep * for_a_rank
 
 
-def sort_by_expert(experts_NC: Int[Array, "N C"], experts: int) -> Rows:
-    """The rows of this device's `experts` experts.  Communication: none."""
-    tokens, chosen = experts_NC.shape
-    local_P = experts_NC.ravel() - lax.axis_index(MP) * experts
-    group_P = jnp.where((local_P >= 0) & (local_P < experts), local_P, experts)
-    pair_R = jnp.argsort(group_P, stable=True)[: tokens * min(chosen, experts)]
-    sizes_E = jnp.sum(group_P[:, None] == jnp.arange(experts)[None], axis=0, dtype=jnp.int32)
-    return Rows(pair_R, pair_R // chosen, sizes_E, group_P[pair_R] < experts)
-
-
-def even_share(config: ModelConfig, mp: int) -> float:
+def even_share(config: ModelConfig, mesh: MeshConfig) -> float:
     """The share of its R rows that a device multiplies where all experts are chosen equally often."""
-    if not config.experts:
-        return 1.0
-    return config.experts_per_token / mp / min(config.experts_per_token, config.experts // mp)
+    return config.experts_per_token / mesh.mp / rows_of_a_token(config, mesh) if config.experts else 1.0
 
 
 def balance_loss(routing: Routing, batch: int) -> Float[Array, ""]:
@@ -222,6 +238,16 @@ def balance_loss(routing: Routing, batch: int) -> Float[Array, ""]:
     over = axes_of(Role.time)
     counts_BE, mean_BE = all_reduce((counts_BE, mean_BE), over)  # R times the mean
     return jnp.sum(counts_BE.astype(mean_BE.dtype) * mean_BE) * (experts / chosen / ranks(over) ** 2)
+
+
+def router_statistics(routing: Routing, dropped: Int[Array, ""]) -> RouterStatistics:
+    """Without gradients.  Communication: none."""
+    scores_NE, wide = lax.stop_gradient(routing.scores_NE), routing.scores_NE.dtype
+    shares_NE = scores_NE / jnp.sum(scores_NE, axis=-1, keepdims=True)
+    entropy = -jnp.sum(jax.scipy.special.xlogy(shares_NE, shares_NE))
+    is_of_NCE = routing.experts_NC[:, :, None] == jnp.arange(scores_NE.shape[1])[None, None]
+    load_E = jnp.sum(is_of_NCE, axis=(0, 1)).astype(wide)
+    return RouterStatistics(load_E / ranks((MP,)), entropy / ranks((MP,)), dropped.astype(wide))
 
 
 def router_z_loss(logits_NE: Float[Array, "N E"]) -> Float[Array, ""]:

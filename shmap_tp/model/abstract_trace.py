@@ -79,8 +79,8 @@ def trace_gradients(
     is_gathered: Any = None,
     is_trained: Any = None,
 ) -> Any:
-    """The jaxpr of one device of a mesh of these axis sizes: from its tokens[B T] to the output of the final norm, and
-    the backward pass.
+    """The jaxpr of one device of a mesh of these axis sizes: from its tokens[B T] to the output of the final norm and
+    the auxiliary losses of the blocks, and the backward pass.
 
     `shapes` are the parameters as `parameter_shapes` gives them, `tokens` is (B, T).  Every rematerialisation policy
     does what it does in training; `is_gathered`, a tree like the parameters, says which of them FSDP gathers before
@@ -97,8 +97,13 @@ def trace_gradients(
         carried = Carried(jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape))
         marked = mark_varying(params, (*token_axes(), *tp.time_axes))
         trained, frozen = eqx.partition(marked, is_trained)
-        h_BTD, pull = jax.vjp(lambda trained: eqx.combine(trained, frozen)(ids_BT, execution, carried)[0], trained)
-        return jax.tree.map(jnp.ravel, pull(h_BTD)[0])
+
+        def outputs(trained: Transformer) -> Any:
+            h_BTD, extras = eqx.combine(trained, frozen)(ids_BT, execution, carried)
+            return h_BTD, extras.auxiliary_loss
+
+        found, pull = jax.vjp(outputs, trained)
+        return jax.tree.map(jnp.ravel, pull(found)[0])
 
     mesh = abstract_mesh(dict(sizes))
     specs = partition_specs(shapes, sizes)

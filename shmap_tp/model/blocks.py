@@ -137,13 +137,13 @@ class SequentialBlock(eqx.Module):
             y_BTD, extras = self.attention(_normed(self.attention_norm, x_BTD), context)
             x_BTD = x_BTD + _normed(self.attention_output_norm, y_BTD)
         with jax.named_scope("mlp"):
-            h_BTD, loss = _normed(self.mlp_norm, x_BTD), None
+            h_BTD, loss, statistics = _normed(self.mlp_norm, x_BTD), None, None
             if isinstance(self.mlp, Experts):
-                y_BTD, loss = self.mlp(h_BTD, context)
+                y_BTD, loss, statistics = self.mlp(h_BTD, context)
             else:
                 y_BTD = self.mlp(h_BTD, context.tp)
             x_BTD = x_BTD + _normed(self.mlp_output_norm, y_BTD)
-        return x_BTD, Extras(loss, extras.cache, extras.residuals)
+        return x_BTD, Extras(loss, extras.cache, extras.residuals, statistics)
 
     @property
     def last_weight(self) -> Any:

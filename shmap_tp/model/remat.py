@@ -42,8 +42,8 @@ LAYOUT_PRIMITIVES = {
 }
 """Primitives that compute nothing: their result is another view of their operand, here of a gathered weight."""
 
-Layer = Callable[[Array, Any], tuple[Array, Array | None]]
-"""(x, block) -> (x, its auxiliary loss or None), as lax.scan takes it."""
+Layer = Callable[[Array, Any], tuple[Array, Any]]
+"""(x, block) -> (x, its auxiliary loss and statistics), as lax.scan takes it."""
 
 
 def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -55,7 +55,7 @@ def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
 def checkpointed(layer: Layer, remat: Remat, offload: Collection[SavedActivation]) -> Layer:
     """`layer`, its backward pass recomputing what `remat` does not save; of what it saves, `offload` is on the host."""
 
-    def named(x: Array, block: Any) -> tuple[Array, Array | None]:
+    def named(x: Array, block: Any) -> tuple[Array, Any]:
         return layer(checkpoint_name(x, BLOCK_INPUT), block)
 
     return jax.checkpoint(named, policy=_policy(remat, offload), prevent_cse=False)

@@ -138,7 +138,8 @@ class Transformer(eqx.Module):
     def __call__(
         self, ids_BT: Int[Array, "B T"], execution: Execution, carried: Carried = NOTHING_CARRIED
     ) -> tuple[Float[Array, "B T D"], Extras]:
-        """(h, the sum of the blocks' auxiliary losses and, where one was carried, the cache with the new tokens).
+        """(h, the sum of the blocks' auxiliary losses, their statistics and, where one was carried, the cache with the
+        new tokens).
 
         With a cache h is what a call without it gives for the last T of all tokens so far; the residual stream must be
         replicated over mp (`AllReduce`).
@@ -207,12 +208,13 @@ class Transformer(eqx.Module):
         ) -> tuple[Array, Any]:
             gathered = gather(placements, block, execution.dtype)
             x_BTD, extras = gathered(x_BTD, options.within(context))
+            outputs = extras.auxiliary_loss, extras.statistics
             if extras.auxiliary_loss is not None and self._has_offloaded_scan(placements):
                 raise UserError(
                     f"{type(block).__name__} has an auxiliary loss, which model.offload cannot be combined with where "
                     f"gradients are reduced in rings; use mesh.fsdp_gradients=reduce_scatter, or model.offload=[]"
                 )
-            return save_at_block_end(x_BTD, extras.residuals, copy=copy), extras.auxiliary_loss
+            return save_at_block_end(x_BTD, extras.residuals, copy=copy), outputs
 
         period = [partial(layer, options) for options in self.period]
         if self.remat != Remat.none or has_gathered(placements):
@@ -222,8 +224,8 @@ class Transformer(eqx.Module):
             last = partial(layer, self.period[0], placements=without_ring(placements), copy=False)
             layers = self._offloaded_layers(rematerialised, last, placements.last_weight, execution.dtype)
             return scan_with_offload(layers, x_BTD, self.blocks), Extras()
-        x_BTD, losses = scan_layers(period, x_BTD, self.blocks)
-        return x_BTD, Extras(None if losses is None else jnp.sum(losses))
+        x_BTD, (losses, statistics) = scan_layers(period, x_BTD, self.blocks)
+        return x_BTD, Extras(None if losses is None else jnp.sum(losses), statistics=statistics)
 
     def _has_offloaded_scan(self, placements: Any) -> bool:
         """Whether the backward pass of the scan is the hand-written one: with offload and gradients reduced in

@@ -6,17 +6,21 @@ modes of tensor parallelism; dp, dp_ring and dp_slice where gradient rings and s
     tokens    ranks hold different tokens: gradients and the loss are summed over these axes, and ZeRO shards over them
     time      ranks hold different positions of the same sequences; such an axis has the role tokens as well
     features  ranks share every layer (tensor parallelism)
+    experts   ranks have different experts of a layer, whatever else they hold
 
     axis      roles     its ranks are
     dp        tokens    neighbours; all data-parallel ranks where there are no rings and slices
     dp_ring   tokens    the rings of a slice, where weight gradients are reduced in several (`mesh.fsdp_gradients=ring`)
     cp        tokens,   the devices that share rows, each with two chunks of their time (`context_parallel.py`)
               time
+    ep        tokens,   neighbours of dp that send tokens to each other's experts (`layers/expert_dispatch.py`)
+              experts
     dp_slice  tokens    the slices
-    mp        features  the devices that share a model
+    mp        features, the devices that share a model
+              experts
 
-`mesh.dp` in the configuration is the product of dp, dp_ring and dp_slice.  A mesh has dp and mp, and of the other axes
-those with more than one rank.
+`mesh.dp` in the configuration is the product of dp, dp_ring, ep and dp_slice.  A mesh has dp and mp, and of the other
+axes those with more than one rank.
 """
 
 import math
@@ -41,15 +45,17 @@ class Role(Enum):
     tokens = auto()
     time = auto()
     features = auto()
+    experts = auto()
 
 
-DP, DP_RING, CP, DP_SLICE, MP = "dp", "dp_ring", "cp", "dp_slice", "mp"
+DP, DP_RING, EP, CP, DP_SLICE, MP = "dp", "dp_ring", "ep", "cp", "dp_slice", "mp"
 AXES: dict[str, frozenset[Role]] = {
     DP: frozenset({Role.tokens}),
     DP_RING: frozenset({Role.tokens}),
+    EP: frozenset({Role.tokens, Role.experts}),
     CP: frozenset({Role.tokens, Role.time}),
     DP_SLICE: frozenset({Role.tokens}),
-    MP: frozenset({Role.features}),
+    MP: frozenset({Role.features, Role.experts}),
 }
 """All mesh axes, the slowest-varying first, and their roles.  Those within a slice stand before the slices, over which
 gradients are reduced last, in shards."""
@@ -88,9 +94,9 @@ def axis_sizes(config: MeshConfig) -> dict[str, int]:
 
     Raises UserError where mesh.fsdp_gradients=ring and dp / slices has no divisor that a ring could have.
     """
-    within = config.dp // config.slices
+    within = config.dp // config.slices // config.ep
     ring = _ring_size(within) if has_rings(config) else within
-    data_parallel = {DP: ring, DP_RING: within // ring, DP_SLICE: config.slices}
+    data_parallel = {DP: ring, DP_RING: within // ring, EP: config.ep, DP_SLICE: config.slices}
     sizes = {name: data_parallel[name] if name in data_parallel else getattr(config, name) for name in AXES}
     return {name: size for name, size in sizes.items() if size > 1 or name in (DP, MP)}
 
@@ -120,14 +126,15 @@ def make_mesh(config: MeshConfig, devices: list[Device] | None = None) -> Mesh:
 
     On a TPU torus, mp fills tiles of `config.tile` chips and cores, or by default of the shape with the fewest hops
     between its devices; with collective matmul in the order of a closed walk round the tile.  cp is a closed walk round
-    the most compact group of such tiles.  The other axes count these groups; gradient rings are closed walks round
-    several.  Elsewhere mp is consecutive devices, which are those of one host, and cp are consecutive ones of these.
+    the most compact group of such tiles, and ep is the most compact group of these.  The other axes count these groups;
+    gradient rings are closed walks round several.  Elsewhere mp is consecutive devices, which are those of one host, cp
+    are consecutive ones of these, and ep consecutive ones of these.
 
     Raises UserError where the number of devices, the tile or the slices do not fit.
     """
     devices = jax.devices() if devices is None else devices
     sizes = axis_sizes(config)
-    wanted = config.dp * math.prod(size for axis, size in sizes.items() if axis not in (DP, DP_RING, DP_SLICE))
+    wanted = config.dp * math.prod(size for axis, size in sizes.items() if axis not in (DP, DP_RING, EP, DP_SLICE))
     if wanted != len(devices):
         raise UserError(
             f"mesh {product_in_words(config)} needs {wanted} devices, this machine has {len(devices)} "
@@ -150,11 +157,14 @@ def make_mesh(config: MeshConfig, devices: list[Device] | None = None) -> Mesh:
         tiles = torus.group(tile, config.mp)
         cp_tile = tiles.most_compact_tile(config.cp, "mesh.cp")
         cp_order, groups = tiles.ring_order(cp_tile), tiles.group(cp_tile, config.cp)
+        groups = groups.group(groups.most_compact_tile(config.ep, "mesh.ep"), config.ep)
         ring_tile = groups.best_ring_tile(ring)
         arranged = groups.arrange(ring_tile, ring)[:, groups.ring_order(ring_tile)]
-        arranged = np.array([group[c][m] for group in arranged.flat for c in cp_order for m in mp_order], object)
-    rings = config.dp // config.slices // ring
-    by_axis = arranged.reshape(config.slices, rings, ring, config.cp, -1).transpose(2, 1, 3, 0, 4)
+        arranged = np.array(
+            [one[c][m] for group in arranged.flat for one in group for c in cp_order for m in mp_order], object
+        )
+    rings = config.dp // config.slices // config.ep // ring
+    by_axis = arranged.reshape(config.slices, rings, ring, config.ep, config.cp, -1).transpose(2, 1, 3, 4, 0, 5)
     return Mesh(by_axis.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 

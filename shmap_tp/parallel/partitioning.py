@@ -41,8 +41,8 @@ class ParameterKind(Enum):
 class Declaration:
     """What a parameter declares.  Dims are those of one layer."""
 
-    axes: tuple[str | None, ...]
-    """For each dim the mesh axis that shards it, or None."""
+    axes: tuple[str | tuple[str, ...] | None, ...]
+    """For each dim the mesh axis that shards it, several in the order of the mesh, or None."""
     kind: ParameterKind
     outputs: tuple[int, ...]
     """The dims of a matrix that are features of its result, counted from the last, so that they are the same for one
@@ -64,7 +64,7 @@ class Declaration:
 
 
 def param(
-    *axes: str | None,
+    *axes: str | tuple[str, ...] | None,
     outputs: tuple[int, ...] = (-1,),
     kind: ParameterKind | None = None,
     replicate_if_fewer: bool = False,
@@ -112,12 +112,15 @@ def partition_specs(model: eqx.Module, axis_sizes: Mapping[str, int]) -> Any:
 
     def spec(path: tuple, leaf: Any) -> P:
         declared = declaration(model, path)
-        if unknown := set(declared.axes) - {None, *AXES}:
+        declares = [spec_axes(entry) for entry in declared.axes]
+        if unknown := {axis for entry in declares for axis in entry} - {*AXES}:
             raise TypeError(f"{path_name(path, '.')} declares {sorted(unknown)}; the mesh axes are {', '.join(AXES)}")
-        axes = [axis if axis in axis_sizes else None for axis in declared.axes]
+        present = [tuple(axis for axis in entry if axis in axis_sizes) for entry in declares]
+        axes = [entry if len(entry) > 1 else next(iter(entry), None) for entry in present]
         shape = leaf.shape[declared.stacked :]
         assert len(axes) == len(shape), f"{path_name(path, '.')}: {axes} declared for shape {shape}"
-        fewer = any(axis is not None and dim < axis_sizes[axis] for axis, dim in zip(axes, shape, strict=True))
+        over = [math.prod(axis_sizes[axis] for axis in entry) for entry in present]
+        fewer = any(dim < size for dim, size in zip(shape, over, strict=True))
         if declared.replicate_if_fewer and fewer:
             axes = [None] * len(shape)
         return P(*[None] * declared.stacked, *axes)

@@ -151,7 +151,7 @@ def predict_generation(
     schedules: list[SimulatedSchedule | None] = [None, None]
     if prefill.fits and decode.fits:
         link_model = LinkModel.of(target.generation, coordinates(mesh))
-        share = even_share(config.model, config.mesh.mp)
+        share = even_share(config.model, config.mesh)
         schedules = [simulate(parse_hlo(program.text), link_model, chosen_share=share) for program in compiled]
     read = read_bytes(shapes, config.mesh.mp)
     cached = cache_bytes(config.model, config.mesh.dp, config.mesh.mp, requests.batch, requests.slots, DTYPE)

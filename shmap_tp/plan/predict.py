@@ -133,7 +133,7 @@ def predict(
             )
     schedule = None
     if compiled.text is not None:
-        share = even_share(config.model, config.mesh.mp)
+        share = even_share(config.model, config.mesh)
         schedule = simulate(parse_hlo(compiled.text), link_model(target, mesh), record=record, chosen_share=share)
     compiler = COMPILER if gpu else "libtpu"
     peak = table_peak(kind, len(devices))

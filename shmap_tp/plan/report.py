@@ -11,7 +11,7 @@ from shmap_tp.hardware.torus import Torus
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.model.flops import flops_per_token, frozen_parameters, hardware_flops_per_token, parameters
-from shmap_tp.parallel.mesh import CP, DP, MP
+from shmap_tp.parallel.mesh import CP, DP, EP, MP
 from shmap_tp.plan.communication.ledger import format_bytes
 
 EXPLICIT, GSPMD = "explicit", "gspmd"
@@ -96,6 +96,8 @@ class Row:
     """Of `params`, those that are not trained."""
     cp: int = 1
     """Devices over which each row is split along time."""
+    ep: int = 1
+    """Ranks of dp over which experts are sharded."""
 
     def __post_init__(self) -> None:
         """Derive throughput and utilisation from the step time."""
@@ -132,6 +134,7 @@ def config_fields(
         "frozen": frozen_parameters(model, components=components),
         DP: config.mesh.dp,
         CP: config.mesh.cp,
+        EP: config.mesh.ep,
         MP: config.mesh.mp,
         "devices": devices,
         "global_batch": config.train.batch,
@@ -171,11 +174,12 @@ def format_row(row: Row) -> str:
     devices = f"{row.devices} x {row.device_kind}" + (f", {row.topology} chips" if row.topology else "")
     devices += f", {row.slices} slices" if row.slices > 1 else ""
     tile = f", mp on {'x'.join(map(str, row.tile))} (x, y, z, core)" if row.tile else ""
+    experts = f", ep={row.ep}" if row.ep > 1 else ""
     program = "" if row.program == EXPLICIT else f"{row.program} of "
     trained = f" ({_format_count(row.params - row.frozen)} trained)" if row.frozen else ""
     lines = [
         f"{row.kind.upper()}  {program}{row.model}, {_format_count(row.params)} parameters{trained}, on {devices}",
-        f"  mesh           dp={row.dp}, {f'cp={row.cp}, ' if row.cp > 1 else ''}mp={row.mp}{tile}",
+        f"  mesh           dp={row.dp}, {f'cp={row.cp}, ' if row.cp > 1 else ''}mp={row.mp}{experts}{tile}",
         f"  step           {row.global_batch} sequences of {row.context} in {row.microbatches} microbatches = "
         f"{row.tokens_per_step:,} tokens; {_format_settings(row)}",
     ]

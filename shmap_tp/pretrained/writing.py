@@ -90,7 +90,7 @@ def export_checkpoint(
     """
     checkpoint = find_checkpoint(directory, step)
     config = saved_config(checkpoint)
-    one_device = replace(config.mesh, dp=1, mp=1, cp=1, tile=None, slices=1, processes=1, zero=Zero.none)
+    one_device = replace(config.mesh, dp=1, mp=1, cp=1, ep=1, tile=None, slices=1, processes=1, zero=Zero.none)
     config = replace(config, mesh=one_device)
     shapes = build_model_functions(
         config, make_mesh(config.mesh, jax.devices()[:1]), compute_dtype(config.train.precision)

@@ -36,17 +36,16 @@ class Recorder:
 
     If not `enabled`, as on every other process, all methods do nothing.
 
-    Each line of samples.jsonl is one object: step, prompt, text (what the model wrote after it).
-
-    Each line of metrics.jsonl is one object: step, split, loss, mesh ([dp, mp], or [dp, cp, mp] where rows are split
-    along time), segment (number of earlier starts of the run).  Lines of split `validation` also have bits_per_byte,
-    where the tokenizer is known; with data.sources those with `source` are of one source, and the others of their
-    mixture.  Lines of split `train` also have, with sources, NAME/loss of each that has a target (else null),
-    tokens_per_second, seconds_per_step, grad_norm, param_norm (before the step), updated_param_norm (after it, or what
-    it would be if the step is skipped), learning_rate, tokens (seen so far), mfu (or null), skipped and
-    skipped_in_a_row (numbers of skipped steps, up to this one), time (end of the step) and goodput (so far). Lines of
-    skipped steps also have why_skipped and sequences (`Batches.sequences`). Values that are not finite are null.  Lines
-    of other programs are left alone (`json_lines`).
+    Each line of samples.jsonl is one object: step, prompt, text (what the model wrote after it).  Each line of
+    metrics.jsonl is one object: step, split, loss, mesh ([dp, mp], or [dp, cp, mp] where rows are split along time),
+    segment (number of earlier starts of the run).  Lines of split `validation` also have bits_per_byte, where the
+    tokenizer is known; with data.sources those with `source` are of one source, and the others of their mixture.  Lines
+    of split `train` also have, with sources, NAME/loss of each that has a target (else null), tokens_per_second,
+    seconds_per_step, grad_norm, param_norm (before the step), updated_param_norm (after it, or what it would be if the
+    step is skipped), learning_rate, tokens (seen so far), mfu (or null), skipped and skipped_in_a_row (numbers of
+    skipped steps, up to this one), time (end of the step) and goodput (so far); with experts expert_load,
+    router_entropy and experts_dropped (`layers/experts.py`).  Lines of skipped steps also have why_skipped and
+    sequences (`Batches.sequences`).  Values that are not finite are null.  Lines of others are left (`json_lines`).
     """
 
     def __init__(self, config: Config, first_step: int, *, enabled: bool):
@@ -87,6 +86,7 @@ class Recorder:
         if why := line.get("why_skipped"):
             write_line(f"step {line['step']} is skipped, the weights are unchanged: {why}")
         accuracy = f"  accuracy {line['reward_accuracy']:.3f}" if "reward_accuracy" in line else ""
+        accuracy += f"  dropped {line['experts_dropped']:.1%}" if line.get("experts_dropped") else ""
         speed = f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s"
         text = f"loss {line['loss']:.4f}{accuracy}  {speed}"
         text += f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""

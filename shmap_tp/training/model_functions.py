@@ -73,7 +73,8 @@ def build_model_functions(
 
     def local_gradients(params: Transformer, batch: Batch) -> tuple[Float[Array, ""], Transformer]:
         trained, frozen = model.split(params)
-        return loss_and_gradients(objective, trained, of_this_device(batch), frozen)
+        parts, gradients = loss_and_gradients(objective, trained, of_this_device(batch), frozen)
+        return parts.losses, gradients
 
     def logits(params: Transformer, ids_BT: Array, segments_BT: Array | None = None) -> Array:
         carried, (_, *rows) = Carried(positions_of(ids_BT, axes, segments_BT), segments_BT), tokens_spec(axes)

@@ -4,19 +4,29 @@ A microbatches, B sequences of a microbatch on this device, T time.  Another obj
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shmap_tp.config.schema import Config
 from shmap_tp.config.sources import each_source
-from shmap_tp.layers.context import Extras
+from shmap_tp.layers.context import Extras, Statistics
 from shmap_tp.layers.embedding import OutputProjection
 from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.model.tokens import Batch
 from shmap_tp.model.transformer import Carried, Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, varying_axes
 from shmap_tp.parallel.mesh import ranks, token_axes
+
+
+class Parts(NamedTuple):
+    """What an objective says beside its value, summed over devices and microbatches."""
+
+    losses: Float[Array, "*parts"]
+    """The cross entropy, by source where rows have one; of another objective its own parts."""
+    statistics: Statistics | None
+    """Those of the blocks."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +42,14 @@ class Objective:
 
     def __call__(
         self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int
-    ) -> tuple[Float[Array, ""], Float[Array, "*parts"]]:
-        """This device's share of (the objective, the cross entropy), for a microbatch[B T]; the latter by source where
-        the batch has sources.  Only the first is differentiated.
+    ) -> tuple[Float[Array, ""], Parts]:
+        """This device's share of (the objective, its parts), for a microbatch[B T].  Only the first is differentiated.
 
         `counted` is what `counted` says of the whole step, and `tokens` the number of all its tokens.
         """
         h_BTD, projection, extras = self.hidden(params, batch)
         objective, loss = self.loss(h_BTD, projection, batch.targets, counted, batch.sources)
-        return self.with_auxiliary(objective, extras, tokens), loss
+        return self.with_auxiliary(objective, extras, tokens), Parts(loss, extras.statistics)
 
     def hidden(self, params: Transformer, batch: Batch) -> tuple[Float[Array, "B T D"], OutputProjection, Extras]:
         """(h and the projection to logits, which the loss reads; the extras of the blocks)."""
@@ -59,10 +68,6 @@ class Objective:
         """How many things of the whole step the loss is the mean of: targets that count, at least 1.  Communication:
         one all-reduce of a scalar over the token axes."""
         return jnp.maximum(1, all_reduce(jnp.sum(batch.targets >= 0), token_axes())).astype(float)
-
-    def parts(self, batch: Batch) -> tuple[int, ...]:
-        """The shape of the second result."""
-        return () if batch.sources is None else (len(self.sources),)
 
     def total(self, losses: Float[Array, "*parts"], batch: Batch) -> Float[Array, ""]:
         """The loss of which `losses` are the parts, summed over devices."""

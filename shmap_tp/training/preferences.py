@@ -33,7 +33,7 @@ from shmap_tp.model.tokens import Batch
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying
 from shmap_tp.parallel.mesh import token_axes
-from shmap_tp.training.objective import Objective, next_token_objective
+from shmap_tp.training.objective import Objective, Parts, next_token_objective
 
 METRICS = ("reward_accuracy", "reward_margin", "chosen_log_probability", "rejected_log_probability")
 """Means over the pairs of a step: how often the margin is above 0, the margin, and log p of both documents."""
@@ -52,7 +52,7 @@ class PreferenceObjective(Objective):
 
     def __call__(
         self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int
-    ) -> tuple[Float[Array, ""], Float[Array, " parts"]]:
+    ) -> tuple[Float[Array, ""], Parts]:
         """This device's share of (the objective, its parts), for a microbatch[B T] that has segments.
 
         `counted` is the number of pairs of the whole step.
@@ -70,7 +70,7 @@ class PreferenceObjective(Objective):
         values = loss_BP, margin_BP > 0, margin_BP, log_p_BP2[..., 0], log_p_BP2[..., 1]
         parts = jnp.stack([jnp.sum(jnp.where(is_pair_BP, share_BP * value, 0.0)) for value in values])
         objective = weighted + lax.stop_gradient(parts[0] - weighted)  # the loss, with the gradient of `weighted`
-        return self.with_auxiliary(objective, extras, tokens), parts
+        return self.with_auxiliary(objective, extras, tokens), Parts(parts, extras.statistics)
 
     def _reference(self, params: Transformer, batch: Batch) -> Float[Array, "B T"]:
         execution = replace(self.execution, placements=without_adapters(self.execution.placements))
@@ -87,9 +87,6 @@ class PreferenceObjective(Objective):
         axes."""
         rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), Batch(*batch[:2], None, batch.segments))
         return jnp.maximum(1, all_reduce(jnp.sum(pairs(rows)), token_axes())).astype(float)
-
-    def parts(self, batch: Batch) -> tuple[int, ...]:
-        return (1 + len(METRICS),)
 
     def total(self, losses: Float[Array, " parts"], batch: Batch) -> Float[Array, ""]:
         return losses[0]

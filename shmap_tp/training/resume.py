@@ -285,7 +285,16 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any], only_source
 
     Names may change, and settings that choose how the same result is computed.
     """
-    may_change = {"name", "from_pretrained", "remat", "offload", "attention", "attention_chunk", "adapter"}
+    may_change = {
+        "name",
+        "from_pretrained",
+        "remat",
+        "offload",
+        "attention",
+        "attention_chunk",
+        "adapter",
+        "expert_capacity",
+    }
     shape = {f"model.{key}": model[key] for key in model.keys() - may_change}
     adapter = model.get("adapter", {"rank": 0})  # a run from before there were adapters has none
     shape |= {f"model.adapter.{key}": adapter[key] for key in (adapter if adapter["rank"] else ["rank"])}

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from shmap_tp.config.schema import Config
 from shmap_tp.layers.attention import AnyAttention
@@ -32,11 +32,11 @@ from shmap_tp.model.tokens import Batch, next_token_batch, of_this_device, token
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
 from shmap_tp.parallel.fsdp import gather_between_slices
-from shmap_tp.parallel.mesh import Role, axes_of, token_axes
+from shmap_tp.parallel.mesh import Role, axes_of, mesh_order, token_axes
 from shmap_tp.parallel.partitioning import named_shardings
 from shmap_tp.parallel.whole_layers import Layout
 from shmap_tp.training.bad_steps import BadStepState, StepOutcome, initial_bad_step_state, select_tree
-from shmap_tp.training.objective import Objective, all_tokens
+from shmap_tp.training.objective import Objective, Parts, all_tokens
 from shmap_tp.training.optimizer import Optimizer, clip_by_global_norm, make_optimizer, update_norms
 from shmap_tp.training.preferences import make_objective
 
@@ -91,9 +91,10 @@ def microbatch(batch: Batch, i: int) -> Batch:
 
 def loss_and_gradients(
     objective: Objective, params: Transformer, batch: Batch, frozen: Any = None
-) -> tuple[Float[Array, "*parts"], Transformer]:
-    """(the parts of the loss, gradients) of the whole step, in the parameters' dtype; of each parameter the gradient of
-    what this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params` lacks.
+) -> tuple[Parts, Transformer]:
+    """(the parts of the objective, gradients) of the whole step, in the parameters' dtype; of each parameter the
+    gradient of what this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params`
+    lacks.
 
     Communication  over mp that of the model and the loss, per microbatch, and where the residual stream is sharded over
                    time one all-reduce of the gradients of replicated parameters, once.  Over the token axes once: an
@@ -107,33 +108,35 @@ def loss_and_gradients(
     local, untrained = eqx.partition(whole, is_trained)
     counted, tokens = objective.counted(batch), all_tokens(batch)
 
-    def forward(batch: Batch) -> tuple[Array, Any, Array]:
-        def of_trained(trained: Transformer) -> tuple[Array, Array]:
+    def forward(batch: Batch) -> tuple[Array, Any, Parts]:
+        def of_trained(trained: Transformer) -> tuple[Array, Parts]:
             return objective(eqx.combine(trained, untrained), batch, counted, tokens)
 
         return jax.vjp(of_trained, local, has_aux=True)
 
     if batch.inputs.shape[0] == 1:  # no accumulation: it would read zeros
-        value, pull, loss = forward(microbatch(batch, 0))
+        value, pull, parts = forward(microbatch(batch, 0))
         (gradients,) = pull(jnp.ones_like(value))
     else:
         # The transpose of the layer scan adds each layer's gradient to its total in place, without a stack of gradients
         # beside the totals (except in `offloaded_scan`).
         totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), local)
 
-        def accumulate(total: Array, batch: Batch) -> tuple[Array, None]:
-            value, pull, loss = forward(batch)
+        def accumulate(_: None, batch: Batch) -> tuple[None, Parts]:
+            value, pull, parts = forward(batch)
             pull.with_refs(totals)(jnp.ones_like(value))
-            return total + loss, None
+            return None, parts
 
-        loss, _ = lax.scan(accumulate, mark_varying(jnp.zeros(objective.parts(batch)), token_axes()), batch)
+        _, of_each = lax.scan(accumulate, None, batch)
+        parts = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_each)
         gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_gradient_reduction"):
         of_trained, _ = eqx.partition(placements, is_trained)
         reduced = jax.tree.map(lambda placement, dw: placement.reduce_gradient(dw), of_trained, gradients)
         for axis in axes_of(Role.features):
             reduced = reduce_partial_gradients(axis, reduced, params)
-        return all_reduce(loss, token_axes()), reduced
+        everywhere = mesh_order({*token_axes(), *axes_of(Role.features)})
+        return Parts(all_reduce(parts.losses, token_axes()), all_reduce(parts.statistics, everywhere)), reduced
 
 
 class StepFunctions(eqx.Module):
@@ -244,8 +247,8 @@ def _make_step(
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         batch = of_this_device(batch)
         params, frozen = model.split(state.params)
-        losses, gradients = loss_and_gradients(objective, params, batch, frozen)
-        loss = objective.total(losses, batch)
+        parts, gradients = loss_and_gradients(objective, params, batch, frozen)
+        loss = objective.total(parts.losses, batch)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
             old = jax.tree.map(lambda placement, w: placement.local_shard(w), placements, params)
@@ -265,7 +268,8 @@ def _make_step(
             params = jax.tree.map(lambda placement, w: placement.all_gather_updated(w), placements, new)
         rate = optimizer.schedule(state.step - state.guard.skipped)
         metrics = outcome.metrics() | {"learning_rate": jnp.asarray(rate, jnp.float32)} | guard.counts()
-        metrics |= objective.metrics(losses, batch)
+        metrics |= objective.metrics(parts.losses, batch)
+        metrics |= parts.statistics.metrics(all_tokens(batch)) if parts.statistics is not None else {}
         if config.guard.loss_spike_sigmas is not None:
             metrics["loss_limit"] = state.guard.limit(config.guard)
         return State(eqx.combine(params, frozen), optimizer_state, guard, state.step + 1), metrics

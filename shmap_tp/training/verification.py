@@ -62,7 +62,7 @@ def verify_resume(config: Config, other_mesh: tuple[int, ...], steps: int) -> bo
     on the same mesh is bitwise equal to the uninterrupted run.
     """
     dp, *cp, mp = other_mesh
-    other = replace(config, mesh=replace(config.mesh, dp=dp, cp=cp[0] if cp else 1, mp=mp, tile=None))
+    other = replace(config, mesh=replace(config.mesh, dp=dp, cp=cp[0] if cp else 1, ep=1, mp=mp, tile=None))
     validate(other)
     same_mesh, changed_mesh = Trainer(config), Trainer(other)
     with _temporary_checkpoints(config) as checkpoints:

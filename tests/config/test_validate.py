@@ -112,6 +112,15 @@ OF_EXPERTS = {
     "model.mlp_bias=true": "model.experts=8 cannot be combined with model.mlp_bias=true (model bytes); use",
     "model.adapter.rank=4": "model.adapter.matrices has all, but experts have no adapters (model.experts=8); "
     "use model.adapter.matrices=[attention]",
+    "mesh.ep=4 mesh.dp=4": "mesh.ep=4 x mesh.mp=4 does not divide experts=8 (model bytes); use mesh.ep in {1, 2}",
+    "mesh.ep=2 mesh.dp=3": "mesh.ep=2 does not divide mesh.dp=3, of which it is a part; use mesh.ep in {1, 3}",
+    "mesh.ep=2 mesh.slices=2": "mesh.ep=2 does not divide mesh.dp=2 / mesh.slices=2, of which it is a part; use "
+    "mesh.ep in {1}",
+    "mesh.ep=2 mesh.zero=fsdp mesh.fsdp_gradients=ring": "mesh.fsdp_gradients=ring cannot be combined with mesh.ep=2",
+    "mesh.ep=2 model.experts=0": "mesh.ep=2 shards experts, and model.experts=0 (model bytes); set model.experts, or",
+    "mesh.ep=2 model.expert_capacity=0.9": "model.expert_capacity=0.9 is too small; it must be 1 or more",
+    "model.experts=0 model.expert_capacity=2": "model.expert_capacity=2.0 has no effect with model.experts=0 (model "
+    "bytes); set model.experts, or model.expert_capacity=null",
     "model.experts=0 model.router_z_loss=0.1": "model.router_z_loss=0.1 has no effect with model.experts=0 (model "
     "bytes); set model.experts, or model.router_z_loss=0",
 }  # fmt: skip

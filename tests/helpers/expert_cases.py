@@ -37,14 +37,15 @@ def moved(x, scale, shift):
     return scale * x + shift * (jnp.arange(D) == 0).astype(x.dtype)[None, None]
 
 
-def experts_case(load: str, mode: str, multiply=in_blocks) -> Case:
-    settings, place = LOADS[load]
+def experts_case(load: str, mode: str, multiply=in_blocks, settings: str = "") -> Case:
+    given, place = LOADS[load]
+    settings = f"{given} {settings}"
     model = config(*(f"model.{setting}" for setting in settings.split())).model
     tp = MODES[mode]
     shape, spec = RESIDUAL_STREAM[tp]
 
     def call(layer, x):
-        y, loss = layer(moved(x, *place), Context(tp, Alibi(8), grouped_matmul=multiply))
+        y, loss, _ = layer(moved(x, *place), Context(tp, Alibi(8), grouped_matmul=multiply))
         over = tuple(axis for axis in (*token_axes(), *tp.time_axes) if axis in varying_axes(loss))
         return y, all_reduce(loss, over)
 

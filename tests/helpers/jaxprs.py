@@ -12,7 +12,7 @@ from shmap_tp.config.schema import ModelConfig
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.model.jaxprs import bodies
 from shmap_tp.model.loss import LinearCrossEntropy
-from shmap_tp.model.tokens import next_token_batch, tokens_spec
+from shmap_tp.model.tokens import Batch, next_token_batch, tokens_spec
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.fsdp import Replicated
 from shmap_tp.parallel.mesh import DP, MP
@@ -74,11 +74,14 @@ def loss_and_gradients_on_mesh(model: ModelConfig, params: Transformer, dtype: s
     loss = LinearCrossEntropy(model.vocabulary, 0.0, 2048)
     objective = Objective(loss, Execution(ALL_REDUCE, jnp.dtype(dtype), placements))
 
+    def local(params: Transformer, batch: Batch) -> tuple[jax.Array, Transformer]:
+        parts, gradients = loss_and_gradients(objective, params, batch)
+        return parts.losses, gradients
+
     def run(params: Transformer, tokens: jax.Array) -> tuple[jax.Array, Transformer]:
         batch = next_token_batch(tokens, on.axis_names)
         mapped = jax.shard_map(
-            lambda params, batch: loss_and_gradients(objective, params, batch),
-            mesh=on, in_specs=(specs, tokens_spec(on.axis_names)), out_specs=(P(), specs),
+            local, mesh=on, in_specs=(specs, tokens_spec(on.axis_names)), out_specs=(P(), specs),
         )  # fmt: skip
         return mapped(params, batch)
 

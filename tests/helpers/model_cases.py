@@ -131,7 +131,7 @@ def model_on_mesh(config: Config, shape: tuple[int, int], precision: str, *, log
     objective = make_objective(config, model.execution)
 
     def local(params: Transformer, batch: Batch) -> dict[str, Any]:
-        loss, gradients = loss_and_gradients(objective, params, batch)
+        (loss, _), gradients = loss_and_gradients(objective, params, batch)
         if not logits:
             return {"loss": loss, "gradients": gradients}
         params = gather_between_slices(model.placed.placements, params)

@@ -44,13 +44,13 @@ def mesh_config(dp: int, mp: int, **others: Any) -> MeshConfig:
         "zero": Zero.none,
         "fsdp_gradients": FsdpGradients.reduce_scatter,
     }
-    return MeshConfig(dp, mp, **defaults | {"slices": 1, "processes": 1, "cp": 1} | others)
+    return MeshConfig(dp, mp, **defaults | {"slices": 1, "processes": 1, "cp": 1, "ep": 1} | others)
 
 
-def mesh(shape: tuple[int, int]) -> Mesh:
-    """A (dp, mp) mesh over the first dp x mp of the eight devices."""
+def mesh(shape: tuple[int, int], **others: Any) -> Mesh:
+    """A (dp, mp) mesh over the first dp x mp of the eight devices; `others` as for `mesh_config`."""
     dp, mp = shape
-    return make_mesh(mesh_config(dp, mp), jax.devices()[: dp * mp])
+    return make_mesh(mesh_config(dp, mp, **others), jax.devices()[: dp * mp])
 
 
 def mesh_of(config: Config) -> Mesh:

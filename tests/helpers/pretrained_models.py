@@ -81,6 +81,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "sliding_window": 100}
         | {"rope_parameters": {_LOCAL[0]: _rope(50.0), "full_attention": _YARN}},
     ),
+    "olmoe": ("olmoe", _LLAMA | {"intermediate_size": 12, "num_experts": 16, "num_experts_per_tok": 5}),
     "phi3": (
         "phi3",
         _LLAMA

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.parallel.collectives import mark_varying, reduce_partial_gradients
-from shmap_tp.parallel.mesh import DP, MP, token_axes
+from shmap_tp.parallel.mesh import DP, MP, batch_axes, token_axes
 from shmap_tp.parallel.partitioning import partition_specs
 from shmap_tp.parallel.tensor_parallel import AllReduce, CollectiveMatmul, SequenceParallel, TensorParallel
 from tests.helpers.assertions import RELATIVE, assert_close, by_path
@@ -73,16 +73,24 @@ def on_mesh(case: Case, mesh: Mesh) -> Callable[[Any, list[Any], Any], dict[str,
     """`value_and_gradients` of the layer over `mesh`: (params, inputs, cotangent) -> outputs, all full arrays."""
     params = shapes_of(case.make)
     specs = partition_specs(params, dict(mesh.shape))
-    floats = {i: spec for i, (x, spec) in enumerate(case.inputs) if not isinstance(x, np.ndarray)}
+    in_specs, out = jax.tree.map(partial(_over_batches, mesh), (case.input_specs, case.out))
+    floats = {i: in_specs[i] for i, (x, _) in enumerate(case.inputs) if not isinstance(x, np.ndarray)}
 
     def local(params: Any, inputs: list[Any], cotangent: Any) -> dict[str, Any]:
         marked = mark_varying(params, (*token_axes(), *case.tp.time_axes))
         found = value_and_gradients(case.call, marked, inputs, cotangent)
-        over_mp = reduce_partial_gradients(MP, found["d_params"], params)
-        return found | {"d_params": reduce_partial_gradients(DP, over_mp, params)}
+        reduced = found["d_params"]
+        for axis in mesh.axis_names:
+            reduced = reduce_partial_gradients(axis, reduced, params)
+        return found | {"d_params": reduced}
 
-    outs = {"out": case.out, "d_params": specs, "d_inputs": floats}
-    return jax.shard_map(local, mesh=mesh, in_specs=(specs, case.input_specs, case.out), out_specs=outs)
+    outs = {"out": out, "d_params": specs, "d_inputs": floats}
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs, in_specs, out), out_specs=outs)
+
+
+def _over_batches(mesh: Mesh, spec: P) -> P:
+    """A spec for a mesh of dp and mp -> for this one, whose batch axes may be more."""
+    return P(*(batch_axes(mesh.axis_names) if axis == DP else axis for axis in spec))
 
 
 @cache
@@ -102,13 +110,14 @@ def to_float64(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x
 
 
-def compare(case: Case, shape: tuple[int, int], precision: str) -> None:
-    """Asserts that output, input gradients and parameter gradients on this mesh equal those of the reference."""
+def compare(case: Case, shape: tuple[int, int], precision: str, **others: Any) -> None:
+    """Asserts that output, input gradients and parameter gradients on this mesh equal those of the reference; `others`
+    as for `model_fixtures.mesh`."""
     cotangent, wanted = expected(case, precision)
     params, inputs = case.arrays(precision)
     promotion = "standard" if precision == "float64" else "strict"  # "strict" refuses promote_types(float64, float32)
     with jax.enable_x64(precision == "float64"), jax.numpy_dtype_promotion(promotion):
-        found = jax.jit(on_mesh(case, mesh(shape)))(params, inputs, cotangent)
+        found = jax.jit(on_mesh(case, mesh(shape, **others)))(params, inputs, cotangent)
     found = {**found, "d_params": by_path(found["d_params"])}
     assert all(array.dtype == precision for array in jax.tree.leaves(found))
     assert_close(found, wanted, RELATIVE[precision])

@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shmap_tp.layers.context import Context
 from shmap_tp.layers.grouped_matmul import feature_tile, in_blocks, in_kernels, ragged_dot, row_tile
+from shmap_tp.layers.positions import Alibi
+from shmap_tp.parallel.collectives import all_reduce
+from shmap_tp.parallel.partitioning import partition_specs
 from tests.helpers.expert_cases import CASES, LOADS, experts_case, moved
 from tests.helpers.model_fixtures import every_place, mesh
-from tests.helpers.sharded_harness import compare
+from tests.helpers.sharded_harness import ALL_REDUCE, compare
 
 QUICK = [
     ("two of eight", "sequence"),
@@ -29,6 +33,53 @@ QUICK = [
 @every_place
 def test_experts_equal_a_loop_over_them(load, mode, shape, precision):
     compare(CASES[load, mode], shape, precision)
+
+
+QUICK_OVER_TOKENS = [
+    ("two of eight", "sequence", (4, 2), 4, "float32"),
+    ("one expert takes all", "all_reduce", (8, 1), 8, "float32"),
+    ("three of sixteen by sigmoid, shared", "collective_matmul", (4, 2), 2, "float64"),
+    ("all experts, geglu", "all_reduce", (4, 2), 2, "float32"),
+]
+OVER_TOKENS = [
+    (*case, shape, ep, "float32")
+    for case in CASES
+    for shape, ep in (((8, 1), 2), ((8, 1), 4), ((8, 1), 8), ((4, 2), 2), ((4, 2), 4), ((2, 4), 2))
+    if (8 if "eight" in case[0] or "all" in case[0] else 16) % (ep * shape[1]) == 0
+]
+
+
+@pytest.mark.parametrize(
+    ("load", "mode", "shape", "ep", "precision"),
+    [*QUICK_OVER_TOKENS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OVER_TOKENS)],
+    ids=str,
+)
+def test_experts_to_which_tokens_are_sent_equal_a_loop_over_them(load, mode, shape, ep, precision):
+    compare(CASES[load, mode], shape, precision, ep=ep)
+
+
+def test_a_capacity_that_the_load_does_not_exceed_changes_nothing():
+    case = experts_case("two of eight", "all_reduce", settings="expert_capacity=8.0")
+    compare(case, (8, 1), "float32", ep=8)
+
+
+def test_what_a_capacity_drops_is_counted():
+    """All 7 tokens of each rank choose one expert, and only ceil(7 / 8) of them can be sent to its rank."""
+    case = experts_case("one expert takes all", "all_reduce", settings="expert_capacity=1.0")
+    layer, (x,) = case.arrays("float32")
+    on = mesh((8, 1), ep=8)
+
+    def count(layer, x):
+        _, _, found = layer(moved(x, *LOADS["one expert takes all"][1]), Context(ALL_REDUCE, Alibi(8)))
+        return all_reduce(found, on.axis_names)
+
+    specs = partition_specs(layer, dict(on.shape)), P(("dp", "ep"))
+    counted = jax.shard_map(count, mesh=on, in_specs=specs, out_specs=P())(layer, x)
+    assert counted.dropped == 8 * 6 and sorted(counted.load_E) == [0] * 7 + [56]
+    stacked = jax.tree.map(lambda total: total[None], counted)
+    found = stacked.metrics(56)
+    assert found["expert_load"] == 8 and found["experts_dropped"] == pytest.approx(6 / 7)
+    assert 0 <= found["router_entropy"] < np.log(8)
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -1,10 +1,13 @@
 """Published silent bugs of mixtures of experts, made on purpose.  docs/silent-bugs.md names the threads."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 import shmap_tp.layers.experts
+from shmap_tp.layers import expert_dispatch
 from shmap_tp.layers.experts import Router
 from shmap_tp.parallel.mesh import MP
 from tests.helpers.expert_cases import CASES
@@ -59,8 +62,8 @@ def test_the_weights_of_chosen_experts_are_not_normalised(monkeypatch):
 
 
 def test_tokens_go_to_the_expert_beside_the_chosen_one(monkeypatch):
-    sort = shmap_tp.layers.experts.sort_by_expert
-    monkeypatch.setattr(shmap_tp.layers.experts, "sort_by_expert", lambda chosen, n: sort((chosen + 1) % 8, n))
+    sort = expert_dispatch.sort_by_expert
+    monkeypatch.setattr(expert_dispatch, "sort_by_expert", lambda chosen, n: sort((chosen + 1) % 8, n))
     with wrong:
         comparison()
 
@@ -71,3 +74,29 @@ def test_the_balance_loss_depends_on_how_the_batch_is_divided(monkeypatch):
     monkeypatch.setattr(shmap_tp.layers.experts, "balance_loss", lambda routing, batch: balance(routing, 1))
     with wrong:
         comparison()
+
+
+def comparison_over_tokens() -> None:
+    compare(CASES["two of eight", "all_reduce"], (4, 2), "float64", ep=2)
+
+
+def test_results_come_back_in_the_order_of_experts_instead_of_that_of_tokens(monkeypatch):
+    sort = jnp.argsort
+    inverse = lambda x, **options: sort(x, **options) if options else jnp.arange(len(x))  # noqa: E731
+    monkeypatch.setattr(expert_dispatch, "jnp", SimpleNamespace(**{**vars(jnp), "argsort": inverse}))
+    with wrong:
+        comparison_over_tokens()
+
+
+def test_tokens_are_sent_over_another_axis_of_as_many_ranks(monkeypatch):
+    with_lax(monkeypatch, expert_dispatch, all_to_all=lambda x, axis, *dims, **how: lax.all_to_all(x, MP, *dims, **how))
+    with wrong:
+        comparison_over_tokens()
+
+
+def test_the_weights_of_rows_stay_behind_when_rows_are_sent(monkeypatch):
+    send = expert_dispatch._all_to_all
+    stay = lambda x: x if x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.floating) else send(x)  # noqa: E731
+    monkeypatch.setattr(expert_dispatch, "_all_to_all", stay)
+    with wrong:
+        comparison_over_tokens()

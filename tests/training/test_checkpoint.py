@@ -54,6 +54,24 @@ def test_a_state_is_restored_bit_for_bit_with_every_zero_setting(tmp_path):
                 assert bits(checkpoints.restore(step, target.shapes)) == bits(state)
 
 
+def test_a_state_with_experts_is_restored_bit_for_bit_wherever_they_are(tmp_path):
+    experts = ("model.block=sequential", "model.mlp=swiglu", "model.experts=8")
+
+    def made(dp: int, mp: int, ep: int, zero: str) -> StepFunctions:
+        settings = (f"mesh.dp={dp}", f"mesh.mp={mp}", f"mesh.ep={ep}", f"mesh.zero={zero}")
+        config = tiny(tmp_path, *settings, *experts)
+        return build_step_functions(config, make_mesh(config.mesh, jax.devices()[: dp * mp]), jnp.float32)
+
+    places = [made(8, 1, 8, "none"), made(4, 2, 2, "fsdp"), made(2, 4, 1, "zero1"), made(4, 2, 4, "zero1")]
+    with Checkpoints(checkpoint_config(tmp_path), print) as checkpoints:
+        for step, source in enumerate(places):
+            state = random_state(source, seed=step)
+            checkpoints.save(step, state, FACTS)
+            checkpoints.wait()
+            for target in places:
+                assert bits(checkpoints.restore(step, target.shapes)) == bits(state)
+
+
 def test_a_state_can_be_donated_while_it_is_being_saved(functions, tmp_path):
     state = random_state(functions(2, 4), seed=3)
     expected = bits(state)

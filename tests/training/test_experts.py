@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import tally
@@ -39,9 +40,17 @@ SETTINGS = [
     for mode in ("all_reduce", "sequence", "collective_matmul")
     for zero in ("", " zero=fsdp")
 ]
-QUICK = [((2, 4), SETTINGS[0], 2), ((4, 2), SETTINGS[3], 4), ((1, 8), SETTINGS[4], 1)]
+QUICK = [
+    ((2, 4), SETTINGS[0], 2), ((4, 2), SETTINGS[3], 4), ((1, 8), SETTINGS[4], 1),
+    ((8, 1), f"ep=8 {SETTINGS[0]}", 1), ((4, 2), f"ep=2 {SETTINGS[3]}", 4), ((4, 2), f"ep=4 {SETTINGS[5]}", 2),
+]  # fmt: skip
 EVERY = [
-    (shape, settings, n) for shape in MESHES for settings in SETTINGS for n in (1, 2, 4) if 16 // n % shape[0] == 0
+    (shape, f"ep={ep} {settings}", n)
+    for shape in MESHES
+    for ep in (1, 2, 4, 8)
+    for settings in SETTINGS
+    for n in (1, 2, 4)
+    if shape[0] % ep == 0 and 8 % (ep * shape[1]) == 0 and 16 // n % shape[0] == 0
 ]
 
 
@@ -56,11 +65,15 @@ def test_the_loss_curve_of_a_model_with_experts_is_the_same_everywhere(shape, se
     assert largest_difference(losses(shape, settings, microbatches), expected) <= 1e-5
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+OVER_TOKENS = ["ep=2", "ep=4 zero=fsdp tensor_parallel=sequence", "ep=2 slices=2 zero=fsdp", "ep=2 zero=zero1 cp=2"]
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, *OVER_TOKENS])
 def test_the_traced_step_communicates_as_the_ledger_says(settings):
     given = [*(f"model.{one}" for one in EXPERTS.split()), *(f"mesh.{one}" for one in settings.split())]
-    conf = step_config((2, 4), *given, "model.remat=full")
-    made = build_step_functions(conf, mesh_of(conf), jnp.float32)
+    shape = (2, 4) if settings in SETTINGS else (2, 2) if "cp" in settings else (4, 2)
+    conf = step_config(shape, *given, "model.remat=full")
+    made = build_step_functions(conf, make_mesh(conf.mesh, jax.devices()[: conf.mesh.devices]), jnp.float32)
     traced = communication_in_jaxpr(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
     assert tally(traced) == tally(analytic_communication(conf, "float32"))
 

@@ -33,7 +33,7 @@ def test_the_run_directory_has_the_documented_files(uninterrupted):
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_line_of_a_step_has_the_accuracy_of_preferences(tmp_path, capsys):
+def test_the_line_of_a_step_has_accuracies_and_what_experts_dropped(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     step = {
         "step": 1,
@@ -45,7 +45,10 @@ def test_the_line_of_a_step_has_the_accuracy_of_preferences(tmp_path, capsys):
     }
     with Recorder(tiny(tmp_path, "log.every=1"), 0, enabled=True) as recorder:
         recorder.train(step | {"reward_accuracy": 0.75})
-    assert "loss 0.5000  accuracy 0.750  lr 1.00e-03  10 tokens/s" in capsys.readouterr().out
+        recorder.train(step | {"step": 2, "experts_dropped": 0.125})
+    printed = capsys.readouterr().out
+    assert "loss 0.5000  accuracy 0.750  lr 1.00e-03  10 tokens/s" in printed
+    assert "loss 0.5000  dropped 12.5%  lr 1.00e-03  10 tokens/s" in printed
 
 
 def test_each_line_of_metrics_has_the_documented_fields(uninterrupted):

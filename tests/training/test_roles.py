@@ -57,13 +57,13 @@ class OverDp(ShardedOver):
 
 
 class OverExperts(ShardedOver):
-    up: jax.Array = param("ep", None, outputs=(0,))
-    down: jax.Array = param("ep", None)
+    up: jax.Array = param("xp", None, outputs=(0,))
+    down: jax.Array = param("xp", None)
 
     def __init__(self, width, hidden, *, std, std_out, key):
         self.up = std * jax.random.normal(key, (hidden, width))
         self.down = std_out * jax.random.normal(key, (hidden, width))
-        self.axis = "ep"
+        self.axis = "xp"
 
 
 def train(made: StepFunctions, steps: int = 3) -> dict[str, np.ndarray]:
@@ -112,7 +112,7 @@ def added_axis(monkeypatch):
 
 @dataclass
 class MeshOfMoreAxes(MeshConfig):
-    ep: int = 1
+    xp: int = 1
 
 
 def with_axis(conf: Config, **sizes: int) -> Config:
@@ -125,22 +125,22 @@ EXPERTS = Components(mlp=OverExperts)
 @pytest.mark.parametrize("zero", ZEROS)
 def test_an_axis_of_tokens_that_is_added_to_the_table_trains_a_layer_sharded_over_it(added_axis, zero):
     expected = on_one_device(Components(mlp=OverDp), "model.block=sequential")
-    added_axis("ep", Role.tokens)
-    conf = with_axis(step_config((2, 2), "model.block=sequential", f"mesh.zero={zero}"), ep=2)
+    added_axis("xp", Role.tokens)
+    conf = with_axis(step_config((2, 2), "model.block=sequential", f"mesh.zero={zero}"), xp=2)
     made = functions_of(conf, EXPERTS)
-    assert made.tokens.sharding.spec[1] == ("dp", "ep")
+    assert made.tokens.sharding.spec[1] == ("dp", "xp")
     assert_close(train(made), expected, RELATIVE)
 
 
 @pytest.mark.parametrize("zero", ZEROS)
 def test_the_ledger_of_an_added_axis_is_that_of_the_traced_step(added_axis, zero):
-    added_axis("ep", Role.tokens)
-    conf = with_axis(step_config((2, 2), "model.block=sequential", f"mesh.zero={zero}"), ep=2)
+    added_axis("xp", Role.tokens)
+    conf = with_axis(step_config((2, 2), "model.block=sequential", f"mesh.zero={zero}"), xp=2)
     made = functions_of(conf, EXPERTS)
     traced = communication_in_jaxpr(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
     planned = analytic_communication(conf, jnp.float32, EXPERTS)
     assert tally(planned) == tally(traced)
-    assert {"ep", "dp ep", "mp"} <= {entry.axis for entry in planned}
+    assert {"xp", "dp xp", "mp"} <= {entry.axis for entry in planned}
 
 
 MODES = ["mesh.tensor_parallel=all_reduce", "mesh.tensor_parallel=sequence", "mesh.tensor_parallel=collective_matmul"]

@@ -19,8 +19,10 @@ the blocks of model/blocks.py this comes to:
     head               enter with h[B T D]                                                             A times
     cross entropy      forward, for each chunk of the B T positions, an all-gather over mp of          A chunks times
                        [3 chunk], float32
+    experts            over ep all-to-alls of rows, of their weights and of the numbers of experts     A L times
     step               over dp the number of targets, the loss, every gradient; the gradient norm,     once
-                       and the norms of the parameters before and after the update
+                       and the norms of the parameters before and after the update; over dp and mp
+                       the statistics of routers
     zero: zero1        a matrix's gradient is reduce-scattered instead, its update all-gathered        once
     zero: fsdp         a matrix is all-gathered, in a block again in the backward pass, and its        A times a layer
                        gradient reduce-scattered, both in the dtype of the activations
@@ -57,10 +59,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import Config
+from shmap_tp.layers.experts import Experts
 from shmap_tp.model.components import parameter_shapes
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import Fsdp, place_parameters
-from shmap_tp.parallel.mesh import MP, abstract_mesh, axis_sizes, batch_axes, token_axes
+from shmap_tp.parallel.mesh import (
+    MP,
+    Role,
+    abstract_mesh,
+    axes_of,
+    axis_sizes,
+    batch_axes,
+    mesh_order,
+    token_axes,
+)
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, AllReduce, TensorParallel, prompt_tensor_parallel
 from shmap_tp.parallel.whole_layers import Layout
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr, model_communication
@@ -138,6 +150,18 @@ def whole_matrices(config: Config, dtype: DTypeLike, components: Components = CO
     return [replace(entry, what="momenta as whole matrices, and updates back") for entry in found]
 
 
+def router_statistics(config: Config, components: Components) -> list[Entry]:
+    """Of each layer of experts the load of each expert, the entropy and the number of dropped rows."""
+    model, sizes = config.model, axis_sizes(config.mesh)
+    blocks = parameter_shapes(model, components).blocks
+    layers = jax.tree.leaves(blocks, is_leaf=lambda node: isinstance(node, Experts))
+    if not any(isinstance(node, Experts) for node in layers):
+        return []
+    axes = " ".join(mesh_order({*token_axes(sizes), *axes_of(Role.features, sizes)}))
+    arrays = [ArrayTraffic(model.layers * size, "float32", 1) for size in (model.experts, 1, 1)]
+    return [entry for array in arrays for entry in all_reduce_once(axes, "statistics of routers", array)]
+
+
 # The programs
 
 
@@ -152,6 +176,7 @@ def analytic_communication(config: Config, dtype: DTypeLike, components: Compone
         *gathers_between_slices(config, every),
         *_forward_and_backward(config, dtype, components),
         *_counts(config),
+        *router_statistics(config, components),
         *update(config, every, partial_over=_mode(config, components).time_axes),
         *whole_matrices(config, dtype, components),
     ]

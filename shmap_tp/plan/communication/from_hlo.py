@@ -21,6 +21,7 @@ OPCODES = {
     "all-gather": Operation.all_gather,
     "reduce-scatter": Operation.reduce_scatter,
     "collective-permute": Operation.ppermute,
+    "all-to-all": Operation.all_to_all,
 }
 
 REDUCTIONS = {

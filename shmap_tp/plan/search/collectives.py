@@ -15,7 +15,7 @@ from shmap_tp.config.schema import (
     TensorParallelMode,
     Zero,
 )
-from shmap_tp.parallel.mesh import CP, DP_SLICE, MP, axis_sizes, make_mesh
+from shmap_tp.parallel.mesh import CP, DP_SLICE, EP, MP, axis_sizes, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 from shmap_tp.plan.communication.analytic import activations
 from shmap_tp.plan.communication.from_jaxpr import IN_A_LAYER
@@ -100,8 +100,9 @@ def _activation_entries(config: Config) -> list[Entry]:
 
     What a layer of model/blocks.py communicates over mp by itself is the gradient of a weight, and has one size.
     """
-    train = replace(config.train, batch=1, microbatches=1)
-    mesh = replace(config.mesh, dp=1, tile=None, zero=Zero.none, fsdp_gradients=FsdpGradients.reduce_scatter, slices=1)
+    train = replace(config.train, batch=config.mesh.ep, microbatches=1)
+    ep = config.mesh.ep  # the least dp there can be, and so the least batch
+    mesh = replace(config.mesh, dp=ep, tile=None, zero=Zero.none, fsdp_gradients=FsdpGradients.reduce_scatter, slices=1)
     one = replace(config, model=replace(config.model, offload=[]), train=train, mesh=mesh)
     key = repr((one.model, one.mesh))  # none of what is replaced changes what the model communicates
     if key not in _TRACED:
@@ -118,8 +119,9 @@ def _activation_entries(config: Config) -> list[Entry]:
 
 
 def _is_of_weight(entry: Entry) -> bool:
-    """Whether it is what a layer communicates by itself, but for the keys and values of cut rows."""
-    return entry.what.endswith(IN_A_LAYER) and CP not in entry.axis.split()
+    """Whether it is what a layer communicates by itself, but for the keys and values of cut rows, and what is sent to
+    experts."""
+    return entry.what.endswith(IN_A_LAYER) and {CP, EP}.isdisjoint(entry.axis.split())
 
 
 def _traced_once(one: Config) -> list[Entry]:

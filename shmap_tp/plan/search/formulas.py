@@ -43,6 +43,7 @@ from shmap_tp.config.schema import (
     padded_vocabulary,
 )
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
+from shmap_tp.layers.experts import rows_of_a_token
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
 from shmap_tp.model.layer_pattern import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
@@ -182,7 +183,7 @@ def _hidden_values(model: ModelConfig, mesh: MeshConfig) -> float:
     """Of the MLP, or of the rows that a device has room for: those of its experts, chosen as often as possible."""
     if not model.experts:
         return model.ffn / mesh.mp
-    return min(model.experts_per_token, model.experts // mesh.mp) * model.ffn + model.shared_expert_ffn / mesh.mp
+    return rows_of_a_token(model, mesh) * model.ffn + model.shared_expert_ffn / mesh.mp
 
 
 def saved_values(config: Config) -> dict[SavedActivation, float]:
@@ -212,7 +213,7 @@ def time_terms(config: Config, model: ModelConfig, every: list[Parameter], targe
     share = all_tokens / config.mesh.mp / device.flops
     attention = _attention_flops(model) * share
     flops = flops_per_token(model) + sum(recomputed_terms(model).values())
-    matmuls = (flops + grouped_excess(model, tokens, config.mesh.mp, device.kind)) * share - attention
+    matmuls = (flops + grouped_excess(model, tokens, config.mesh, device.kind)) * share - attention
     is_chunked = model.attention == AttentionKernel.chunked
     score_bytes = WIDE * sum(_score_keys(model)) * model.heads / config.mesh.mp * all_tokens if is_chunked else 0.0
     activations = NARROW * all_tokens * model.layers * layer_values(config)

@@ -1,13 +1,14 @@
 """What the products of experts cost beyond matmuls with as many FLOPs."""
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
-from shmap_tp.config.schema import ModelConfig, Remat, SavedActivation
+from shmap_tp.config.schema import MeshConfig, ModelConfig, Remat, SavedActivation
 from shmap_tp.hardware.devices import generation
+from shmap_tp.layers.experts import rows_of_a_token
 from shmap_tp.layers.grouped_matmul import row_tile
 from shmap_tp.plan.tpu import GROUPED_EFFICIENCY
 
 
-def grouped_excess(model: ModelConfig, tokens: int, mp: int, kind: str) -> float:
+def grouped_excess(model: ModelConfig, tokens: int, mesh: MeshConfig, kind: str) -> float:
     """FLOPs per token, at the peak, whose time the kernels for experts of a TPU take beyond the FLOPs of the chosen
     experts: they compute tiles that two experts share twice, and reach GROUPED_EFFICIENCY.  0 for other devices, of
     `kind`.  `tokens`: those of a microbatch on one dp rank.
@@ -17,8 +18,8 @@ def grouped_excess(model: ModelConfig, tokens: int, mp: int, kind: str) -> float
     made = generation(kind)
     if not model.experts or made is None or not made.has_kernels:
         return 0.0
-    experts, chosen = model.experts // mp, tokens * model.experts_per_token / mp
-    tile = row_tile(tokens * min(model.experts_per_token, experts), experts)
+    experts, chosen = model.experts // (mesh.ep * mesh.mp), tokens * model.experts_per_token / mesh.mp
+    tile = row_tile(int(tokens * rows_of_a_token(model, mesh)), experts)
     excess = (chosen + (experts - 1) * tile) / chosen / GROUPED_EFFICIENCY - 1
     saved = (
         2

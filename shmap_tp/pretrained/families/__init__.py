@@ -7,7 +7,7 @@ from shmap_tp.pretrained.families.gpt_neox import GPT_NEOX
 from shmap_tp.pretrained.families.gptj import GPTJ
 from shmap_tp.pretrained.families.llama import LLAMA
 from shmap_tp.pretrained.families.mistral import MISTRAL, MIXTRAL
-from shmap_tp.pretrained.families.olmo import OLMO2, OLMO3
+from shmap_tp.pretrained.families.olmo import OLMO2, OLMO3, OLMOE
 from shmap_tp.pretrained.families.phi3 import PHI3
 from shmap_tp.pretrained.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from shmap_tp.pretrained.families.smollm3 import SMOLLM3
@@ -15,7 +15,7 @@ from shmap_tp.pretrained.family import Family
 
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, GPTJ, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, SMOLLM3),
-    *(OLMO2, OLMO3, PHI3),
+    *(OLMO2, OLMO3, OLMOE, PHI3),
 )
 """In the order in which a family is chosen for a model that was not read from a Hugging Face directory."""
 

@@ -40,6 +40,13 @@ QWEN3 = Family(
 )
 
 _EXPERT = "model.layers.{layer}.mlp.experts.{expert}."
+EXPERT_ROWS = (
+    *without_mlp(ROWS),
+    Row("blocks.mlp.router.weight", "model.layers.{layer}.mlp.gate.weight", "e d -> d e"),
+    Row("blocks.mlp.gate.weight", _EXPERT + "gate_proj.weight", "f d -> d f"),
+    Row("blocks.mlp.up.weight", _EXPERT + "up_proj.weight", "f d -> d f"),
+    Row("blocks.mlp.down.weight", _EXPERT + "down_proj.weight", "d f -> f d"),
+)
 _MOE_SHAPE = tuple(key for key in SHAPE if key.theirs not in ("head_dim", "intermediate_size"))
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
@@ -54,13 +61,7 @@ QWEN3_MOE = Family(
         Key("num_experts_per_tok", ("experts_per_token",), 8),
         Key("norm_topk_prob", ("router_normalize",), False),
     ),
-    rows=(
-        *without_mlp(ROWS),
-        Row("blocks.mlp.router.weight", "model.layers.{layer}.mlp.gate.weight", "e d -> d e"),
-        Row("blocks.mlp.gate.weight", _EXPERT + "gate_proj.weight", "f d -> d f"),
-        Row("blocks.mlp.up.weight", _EXPERT + "up_proj.weight", "f d -> d f"),
-        Row("blocks.mlp.down.weight", _EXPERT + "down_proj.weight", "d f -> f d"),
-    ),
+    rows=EXPERT_ROWS,
     only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
     **{key: value for key, value in _COMMON.items() if key not in ("fixed", "rows", "ignored")},
     fixed=FIXED | {"qk_norm": True},

@@ -18,7 +18,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.flash_attention import SPLASH_HEAD_DIMS, Cudnn, Splash
-from shmap_tp.layers.splash_masks import BLOCKS
+from shmap_tp.layers.splash_masks import BLOCKS, MOST_KEYS
 
 
 def select_attention(
@@ -37,7 +37,7 @@ def select_attention(
     chunked = Chunked(model.attention_chunk)
     asked = model.attention
     made = {
-        AttentionKernel.splash: Splash(defer),
+        AttentionKernel.splash: Splash(defer, most_keys=_most_keys(device)),
         AttentionKernel.cudnn: Cudnn(defer, chunked if asked == AttentionKernel.auto else None),
         AttentionKernel.chunked: chunked,
     }
@@ -55,6 +55,12 @@ def kernel_name(attention: AnyAttention) -> AttentionKernel:
     """The name that `model.attention` has for it."""
     kinds = {Splash: AttentionKernel.splash, Cudnn: AttentionKernel.cudnn, Chunked: AttentionKernel.chunked}
     return kinds[type(attention)]
+
+
+def _most_keys(device: Device) -> int:
+    """In a block of splash's backward kernel: the 16 MiB of vector memory of a v4 hold half of the usual."""
+    made = generation(device.device_kind)
+    return MOST_KEYS // 2 if made is not None and made.platform == "v4" else MOST_KEYS
 
 
 def _no_splash(model: ModelConfig, device: Device, cp: int) -> str | None:

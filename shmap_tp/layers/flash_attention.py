@@ -33,7 +33,7 @@ from shmap_tp.config.activation_names import ATTENTION_OUTPUT, SOFTMAX_DENOMINAT
 from shmap_tp.errors import UserError
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import DeferredResiduals
-from shmap_tp.layers.splash_masks import make_splash
+from shmap_tp.layers.splash_masks import MOST_KEYS, make_splash
 from shmap_tp.layers.xla_workarounds import sum_by_additions
 from shmap_tp.parallel.collectives import mark_varying, varying_axes, without_vma_check
 from shmap_tp.parallel.context_parallel import own_chunks
@@ -48,14 +48,16 @@ class Splash:
 
     Scores and softmax are float32; q is scaled by K^-0.5 before, in float32, and rounded back to its own dtype.  Blocks
     of scores that are masked are skipped.  The backward pass is one kernel, which returns a partial dq for every block
-    of keys, in q's dtype, which are summed by `sum_by_additions`; of long rows, for which these would not fit, it is
-    two.
+    of keys, in q's dtype, which are summed by `sum_by_additions`, or more than 16 by XLA; of rows so long that these
+    would not fit, it is two.
     """
 
     defer: bool = False
     """Whether q, k and v are returned as deferred residuals, and read in the backward pass from `save_at_block_end`."""
     interpret: bool = False
     """Interpret the kernel on any device instead of compiling it: for tests."""
+    most_keys: int = MOST_KEYS
+    """In a block of the backward kernel, for heads of up to 128; of larger ones fewer."""
     patterns: ClassVar[frozenset[str]] = frozenset({"segments", "window", "softcap", "scale"})
     """The fields of a `Pattern` that it computes."""
 
@@ -92,7 +94,8 @@ class Splash:
 
         The two cores of a v4 or v5p chip share a mapped dim; none of the backward kernel's own dims can be shared so.
         """
-        kernel = make_splash((*q_CGTK.shape[1:3], k_CSK.shape[1]), options, places.rank, self.interpret)
+        most_keys = self.most_keys * 128 // max(q_CGTK.shape[3], 128)
+        kernel = make_splash((*q_CGTK.shape[1:3], k_CSK.shape[1]), options, places.rank, self.interpret, most_keys)
         if places.query_segments is None:
             return jax.vmap(kernel)(q_CGTK, k_CSK, v_CSK)
         segments = [

@@ -19,27 +19,37 @@ from shmap_tp.parallel.context_parallel import chunks_of
 BLOCKS = (512, 256, 128)
 """Positions in a block of queries and of keys: the first that divides T, or of split rows each chunk, is used.  Larger
 blocks compute more of the masked half, and at K = 256 their backward pass does not fit the vector memory of v4."""
+MOST_KEYS = 4096
+"""Positions in the largest block of keys of a backward kernel, for heads of up to 128: with its sums in float32 it
+takes 20 MiB of vector memory, which v5e and later allow (`SCOPED_VMEM_KIB` of hardware/xla_options.py)."""
+MAX_PARTIAL_DQ = 32
+"""Of more, each as large as q, two backward kernels are used."""
 
 
 def make_splash(
-    sizes: tuple[int, int, int], options: Pattern, rank: Int[Array, ""] | None, interpret: bool
+    sizes: tuple[int, int, int],
+    options: Pattern,
+    rank: Int[Array, ""] | None,
+    interpret: bool,
+    most_keys: int = MOST_KEYS,
 ) -> Callable[..., Array]:
     """q[G T K], k[S K], v[S K] -> [G T K]: the kernel for the query heads of one key/value head, causal.
 
-    `sizes` is (G, T, S).  With a `rank` the queries are this device's two chunks of a row (`context_parallel.py`).
+    `sizes` is (G, T, S); a block of keys of the backward kernel has at most `most_keys`.
+    With a `rank` the queries are this device's two chunks of a row (`context_parallel.py`).
     """
     shared, time, keys = sizes
     ranks = keys // time
     chunk = time if ranks == 1 else time // 2
     size = next(size for size in BLOCKS if chunk % size == 0)
-    # one backward kernel returns a partial dq for each block of keys: for many of them two kernels take less memory
-    fused = keys // size <= MAX_ADDITIONS
+    backward_keys = _backward_keys(keys, size, most_keys)
+    fused = backward_keys is not None
     blocks = splash_kernel.BlockSizes(
         block_q=size,
         block_kv=size,
         block_kv_compute=size,
         block_q_dkv=size,
-        block_kv_dkv=size,
+        block_kv_dkv=backward_keys or size,
         block_kv_dkv_compute=size,
         block_q_dq=None if fused else size,
         block_kv_dq=None if fused else size,
@@ -54,6 +64,17 @@ def make_splash(
         q_seq_shards=ranks,
     )
     return kernel if rank is None else _of_rank(kernel, rank, ranks)
+
+
+def _backward_keys(keys: int, size: int, most: int) -> int | None:
+    """Positions in a block of keys of the backward kernel, `size` or more; None where it is two kernels.
+
+    One kernel has 5 matmuls a block, where two have 7, and returns a partial dq for each block of keys.  Larger blocks
+    make fewer of these, and compute more of the masked half: one of n blocks 1/n more.
+    """
+    while keys // size > MAX_ADDITIONS and 2 * size <= most and keys % (2 * size) == 0:
+        size *= 2
+    return size if keys // size <= MAX_PARTIAL_DQ else None
 
 
 def _mask(keys: int, ranks: int, window: int | None) -> splash_mask.Mask:

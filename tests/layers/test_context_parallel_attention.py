@@ -80,14 +80,16 @@ def test_chunked_attention_of_cut_rows_equals_that_of_whole_rows(ranks, document
     assert_close(found, on_whole_rows(qkv, segments, options), RELATIVE["float32"])
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("most_keys", [512, 256, 128])
 @pytest.mark.parametrize(("ranks", "documents", "options"), [(2, 1, {}), (2, 7, OPTIONS)])
-def test_splash_attention_of_cut_rows_equals_that_of_whole_rows(monkeypatch, ranks, documents, options, fused):
-    """With one backward kernel, and with the two of long rows."""
+def test_splash_attention_of_cut_rows_equals_that_of_whole_rows(monkeypatch, ranks, documents, options, most_keys):
+    """With one backward kernel, whose blocks of keys are 4 or 2 times those of the forward pass, and with the two of
+    longer rows."""
     monkeypatch.setattr(splash_masks, "BLOCKS", (128,))
-    monkeypatch.setattr(splash_masks, "MAX_ADDITIONS", 16 if fused else 1)
+    monkeypatch.setattr(splash_masks, "MAX_ADDITIONS", 1)
+    monkeypatch.setattr(splash_masks, "MAX_PARTIAL_DQ", 2)
     qkv, segments = rows(512, documents)
-    found = on_ranks(Splash(interpret=True), ranks, qkv, segments, options)
+    found = on_ranks(Splash(interpret=True, most_keys=most_keys), ranks, qkv, segments, options)
     assert_close(found, on_whole_rows(qkv, segments, options), RELATIVE["float32"])
 
 

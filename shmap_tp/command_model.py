@@ -194,6 +194,11 @@ def mesh_sizes(arguments: Sequence[str]) -> dict[str, int]:
         key, _, value = argument.partition("=")
         is_number = value.isascii() and value.isdecimal() and len(value) < 10
         if key not in found or not is_number or int(value) < 1:
+            if argument.startswith("mesh.cp="):
+                raise UserError(
+                    f"{argument}: only training splits rows along time; for a prompt that does not fit one device\n"
+                    f"use a larger mesh.mp, over which the heads of the cache are sharded"
+                )
             raise UserError(f"{argument!r} is not mesh.dp=N or mesh.mp=N; everything else is as in the checkpoint")
         found[key] = int(value)
     return {key.removeprefix("mesh."): value for key, value in found.items()}

@@ -171,8 +171,8 @@ def model_config(*overrides: str) -> ModelConfig:
 CUDNN = Cudnn(otherwise=Chunked(512))
 AUTO = {
     "cpu": Chunked(512), "v2": Chunked(512), "v3": Chunked(512), "v4": Splash(most_keys=2048), "v5e": Splash(),
-    "v5p": Splash(), "v6e": Splash(), "tpu7x": Splash(), "V100": Chunked(512), "A100": CUDNN, "H100": CUDNN,
-    "MI300": Chunked(512),
+    "v5p": Splash(), "v6e": Splash(), "tpu7x": Splash(), "V100": Chunked(512),
+    "A100": CUDNN, "H100": CUDNN, "MI300": Chunked(512),
 }  # fmt: skip
 
 

@@ -210,7 +210,7 @@ def rows_of_a_token(config: ModelConfig, mesh: MeshConfig) -> float:
     for_a_rank = min(chosen, config.experts // devices)
     if mesh.ep > 1 and config.expert_capacity is not None:
         for_a_rank = min(for_a_rank, config.expert_capacity * chosen / devices)
-    return mesh.ep * for_a_rank
+    return float(mesh.ep * for_a_rank)
 
 
 def even_share(config: ModelConfig, mesh: MeshConfig) -> float:

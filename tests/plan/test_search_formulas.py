@@ -110,11 +110,16 @@ def test_a_target_has_as_many_hosts_as_its_recipe_has_processes(name):
     assert machine_of(find_target(version, recipe.dp * recipe.mp, None, 1)).hosts == recipe.processes
 
 
-@pytest.mark.parametrize(("mp", "values"), [(1, 2 * 12), (4, 2 * 12), (8, 12)])
-def test_a_device_has_room_for_all_tokens_at_its_experts(mp, values):
-    """Two of eight experts of a hidden size of 12: where a device has one of them, no token needs more than one row."""
+@pytest.mark.parametrize(
+    ("mp", "ep", "capacity", "values"),
+    [(1, 1, "null", 2 * 12), (4, 1, "null", 2 * 12), (8, 1, "null", 12), (2, 4, "null", 4 * 12), (2, 4, 1.25, 15)],
+)
+def test_a_device_has_room_for_all_tokens_at_its_experts(mp, ep, capacity, values):
+    """Two of eight experts of a hidden size of 12: where a device has one of them, no token needs more than one row; or
+    for 1.25 times the even load, of which a device of two ranks of mp computes one row a token."""
     settings = "block=sequential mlp=swiglu experts=8 experts_per_token=2 ffn=12"
-    one = config(f"mesh.mp={mp}", *(f"model.{setting}" for setting in settings.split()))
+    places = f"mesh.mp={mp}", f"mesh.dp={ep}", f"mesh.ep={ep}", f"model.expert_capacity={capacity}"
+    one = config(*places, *(f"model.{setting}" for setting in settings.split()))
     assert activation_values(one)[SavedActivation.up] == activation_values(one)[SavedActivation.gate] == values
 
 

@@ -233,10 +233,10 @@ def cache_specs(batch: tuple[str, ...], unrolled: int) -> KeyValueCache:
 def layer_slots(model: ModelConfig, slots: int) -> tuple[int, ...]:
     """Slots of each layer of a cache for `slots` tokens: no more than its window has.  (With ALiBi all, as the position
     of a key is its slot.)"""
-    windows = [options.pattern.window for options in layer_options(model)]
+    seen = [options.pattern.window for options in layer_options(model)]
     if model.positions == PositionKind.alibi:
-        windows = [None]
-    return tuple(min(slots, windows[layer % len(windows)] or slots) for layer in range(model.layers))
+        seen = [None]
+    return tuple(min(slots, seen[layer % len(seen)] or slots) for layer in range(model.layers))
 
 
 def cache_bytes(model: ModelConfig, dp: int, mp: int, batch: int, slots: int, dtype: DTypeLike) -> int:

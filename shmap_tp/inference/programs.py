@@ -86,8 +86,8 @@ class GenerationPrograms:
         self._figures = DEVICES.get(self.mesh.devices.flat[0].device_kind)
         is_tpu = self._figures is not None and self._figures.clock is not None
         self.unrolled = is_tpu or len(set(layer_slots(model, model.context))) > 1
-        """Whether the layers of a decode step are unrolled, each with its own arrays: on TPUs, and where the windows of
-        some layers are shorter than the context."""
+        """Whether the layers of a decode step are unrolled, each with its own arrays: on TPUs, and where some
+        layers have a window that is shorter than the context."""
         self.prefill = jax.jit(self._prefill, static_argnames=("filters", "shape"))
         """(params, sampling, prompts[B P], requests[B], filters=, shape=) -> (first new tokens[B x samples, 1],
         progress).  Negative ids before a prompt are padding.  The sequences of a prompt follow one another."""

@@ -164,7 +164,7 @@ class ModelConfig:
     qk_norm_across_heads: bool
     """For qk_norm=true: all heads of q are normalised together, and all of k, each element with a scale of its own."""
     mlp: Mlp
-    """gelu: its tanh form.  gelu_erf: exact.  swiglu, geglu: with a gate projection, by SiLU or the tanh form of GELU."""
+    """gelu: in its tanh form.  gelu_erf: exact.  swiglu, geglu: a gate projection, by SiLU or the tanh form of GELU."""
     qkv_bias: bool
     """Whether the query, key and value projections add a bias."""
     attention_output_bias: bool

@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -158,7 +159,19 @@ def _compile(lowered: jax.stages.Lowered, limit: float, options: dict | None) ->
         memory = program.memory_analysis()
         host = memory.host_temp_size_in_bytes
         peak = _reported_device_bytes(Path(reports)) if host else memory.peak_memory_in_bytes
-    return Compiled(program.as_text(), peak, limit, memory.argument_size_in_bytes, seconds, host)
+    return Compiled(_written(program.as_text), peak, limit, memory.argument_size_in_bytes, seconds, host)
+
+
+def _written(schedule: Callable[[], str]) -> str:
+    """The text of `schedule`.  Raises UserError where this version of the compiler cannot write it."""
+    try:
+        return schedule()
+    except jax.errors.JaxRuntimeError as error:
+        version, reason = importlib.metadata.version("libtpu"), str(error).strip().splitlines()[0]
+        raise UserError(
+            f"libtpu {version} compiled this step and cannot write its schedule: {reason};\n"
+            f"install the version that JAX names: pip install 'jax[tpu]=={jax.__version__}'"
+        ) from error
 
 
 def _reported_device_bytes(reports: Path) -> int:

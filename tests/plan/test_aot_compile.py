@@ -29,6 +29,8 @@ class FakeLowered:
     """Bytes offloaded to host memory."""
     reports: bool = True
     """Whether the compiler writes a memory report."""
+    printable: bool = True
+    """Whether the compiler can write the schedule."""
     options: list[dict] = field(default_factory=list)
     """Compiler options of each compilation, without the dump directory."""
     __class__ = jax.stages.Lowered
@@ -50,7 +52,13 @@ class FakeLowered:
             peak_memory_in_bytes=7 + self.host, argument_size_in_bytes=5, output_size_in_bytes=4, alias_size_in_bytes=3,
             temp_size_in_bytes=2, host_temp_size_in_bytes=self.host,
         )  # fmt: skip
-        return SimpleNamespace(as_text=lambda: f"compiled {self.text}", memory_analysis=lambda: memory)
+
+        def as_text() -> str:
+            if not self.printable:
+                raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
+            return f"compiled {self.text}"
+
+        return SimpleNamespace(as_text=as_text, memory_analysis=lambda: memory)
 
 
 def mesh(version: str = "v5e", *sides: int, slices: int = 1, order: int = 1) -> Mesh:
@@ -145,6 +153,16 @@ def test_a_program_that_does_not_fit_is_cached_with_the_memory_it_needs(tmp_path
 def test_any_other_compiler_error_is_explained_and_not_cached(tmp_path):
     with pytest.raises(UserError, match=r"^libtpu cannot compile this step: INVALID_ARGUMENT: no such flag;\n"):
         compile_ahead_of_time(FakeLowered(fails="INVALID_ARGUMENT: no such flag\nmore"), mesh(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_cannot_write_its_schedule_is_named_with_the_one_that_can(tmp_path):
+    """As libtpu 0.0.52 with modules of JAX 0.10.2 that send to several devices at once."""
+    message = (
+        r"^libtpu 1 compiled this step and cannot write its schedule: INTERNAL: RET_CHECK failure;\n.*'jax\[tpu\]=="
+    )
+    with pytest.raises(UserError, match=message):
+        compile_ahead_of_time(FakeLowered(printable=False), mesh(), tmp_path)
     assert not list(tmp_path.iterdir())
 
 

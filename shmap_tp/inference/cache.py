@@ -233,10 +233,10 @@ def cache_specs(batch: tuple[str, ...], unrolled: int) -> KeyValueCache:
 def layer_slots(model: ModelConfig, slots: int) -> tuple[int, ...]:
     """Slots of each layer of a cache for `slots` tokens: no more than its window has.  (With ALiBi all, as the position
     of a key is its slot.)"""
-    seen = [options.pattern.window for options in layer_options(model)]
     if model.positions == PositionKind.alibi:
-        seen = [None]
-    return tuple(min(slots, seen[layer % len(seen)] or slots) for layer in range(model.layers))
+        return (slots,) * model.layers
+    of_period = [min(slots, options.pattern.window or slots) for options in layer_options(model)]
+    return tuple(of_period[layer % len(of_period)] for layer in range(model.layers))
 
 
 def cache_bytes(model: ModelConfig, dp: int, mp: int, batch: int, slots: int, dtype: DTypeLike) -> int:

@@ -57,6 +57,8 @@ class Adapter(eqx.Module):
         column-parallel   x[B T D]     @ a[D r]     @ b[r F/mp]  ->  [B T F/mp]       x has entered already
         row-parallel      x[B T D/mp]  @ a[D/mp r]  @ b[r F]     ->  [B T F] {+mp}    reduced with the layer's product
 
+    Where it is part of the matmul with the weight (`layers/products.py`), it is not called.
+
     Communication  none of activations.  Backward: one all-reduce over mp of the gradient of the factor that mp does not
                    shard (`ReplicatedLinear`).
     """

@@ -130,18 +130,17 @@ def _angles(rates: Float[np.ndarray, " P"], positions_BT: Int[Array, "B T"], wid
 
 
 @jax.custom_vjp
-def join_gradients(h_BTD: Float[Array, "B T D"], module: Any) -> tuple[Float[Array, "B T D"], Any]:
-    """Both arguments.  Their gradients become available together: the backward pass of the blocks starts when the
-    head's FSDP gradient is reduced, instead of holding it, in float32, until all blocks are done.
+def join_gradients(*values: Any) -> tuple[Any, ...]:
+    """The values.  Their gradients are in memory, all of them, before anything uses one.
 
-    The plain version is the identity.
+    The plain version is the identity.  With it XLA for TPU holds the FSDP gradient of the head, in float32, until the
+    backward pass of all blocks is done; and it computes the gradient of a norm that follows a matmul anew for every
+    tile of the two matmuls that read it, which takes as long as they do.
     """
-    return h_BTD, module
+    return values
 
 
-join_gradients.defvjp(
-    lambda h_BTD, module: ((h_BTD, module), None), lambda _, gradients: lax.optimization_barrier(gradients)
-)
+join_gradients.defvjp(lambda *values: (values, None), lambda _, gradients: lax.optimization_barrier(gradients))
 
 
 def recompute_from(tree: Any) -> Any:

@@ -28,6 +28,7 @@ from shmap_tp.layers.context import Context, Extras
 from shmap_tp.layers.experts import Experts
 from shmap_tp.layers.mlp import MLPS
 from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_head_norm, make_norm
+from shmap_tp.layers.xla_workarounds import join_gradients
 from shmap_tp.parallel.linear_protocol import AfterNorm, InScope, Linear
 from shmap_tp.parallel.tensor_parallel import Activation
 
@@ -135,14 +136,14 @@ class SequentialBlock(eqx.Module):
     def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
         with jax.named_scope("attention"):
             y_BTD, extras = self.attention(_normed(self.attention_norm, x_BTD), context)
-            x_BTD = x_BTD + _normed(self.attention_output_norm, y_BTD)
+            x_BTD = x_BTD + _output_normed(self.attention_output_norm, y_BTD)
         with jax.named_scope("mlp"):
             h_BTD, loss, statistics = _normed(self.mlp_norm, x_BTD), None, None
             if isinstance(self.mlp, Experts):
                 y_BTD, loss, statistics = self.mlp(h_BTD, context)
             else:
                 y_BTD = self.mlp(h_BTD, context.tp)
-            x_BTD = x_BTD + _normed(self.mlp_output_norm, y_BTD)
+            x_BTD = x_BTD + _output_normed(self.mlp_output_norm, y_BTD)
         return x_BTD, Extras(loss, extras.cache, extras.residuals, statistics)
 
     @property
@@ -161,6 +162,10 @@ BLOCKS = {
 
 def _normed(norm: LayerNorm | RMSNorm | None, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
     return x_BTD if norm is None else norm(x_BTD)
+
+
+def _output_normed(norm: LayerNorm | RMSNorm | None, y_BTD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
+    return y_BTD if norm is None else norm(*join_gradients(y_BTD))
 
 
 def _attention(config: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Attention:

@@ -214,8 +214,8 @@ DIFFERS = {
     "Levanter 6.7B, v3-256": "the batch and the recomputation of this run are not published; Levanter's 13B is faster",
     "MaxText 128b, v5e-256": MESH_128B,
     **{row.name: T5X for row in TABLE if row.name.startswith("T5X")},
-    OURS_11B: "published on (16, 16), ours on FSDP over 256, which the search found; theirs is an encoder-decoder, ours "
-    "a decoder of as many parameters",
+    OURS_11B: "published on (16, 16), ours on FSDP over 256, which the search found; theirs is an encoder-decoder, "
+    "ours a decoder of as many parameters",
     "PyTorch/XLA FSDP 128B, v4-512": "another runtime; its authors state better figures with a larger batch per device",
 }
 """Runs that do not share our parallelism or whose settings are unknown, and what differs.  No constant is fitted to

@@ -99,11 +99,9 @@ class AdapterConfig:
     scale: AdapterScale
     """rank: alpha / r.  sqrt_rank: alpha / sqrt(r) (rsLoRA)."""
     matrices: list[str]
-    """Which matrices of the blocks have one: all, attention, mlp, or names such as query, key, value, out, gate, up,
-    down."""
+    """Which matrices of the blocks have one: all, attention, mlp, or names: query, key, value, out, gate, up, down."""
     base_dtype: Precision
-    """dtype of the other matrices, which are frozen.  auto: that of the activations, which gives the same results as
-    float32 in half the memory where these are bfloat16."""
+    """dtype of the other, frozen matrices.  auto: that of the activations, which gives the same results as float32."""
 
 
 @dataclass
@@ -205,6 +203,8 @@ class ModelConfig:
     """Scores become softcap x tanh(score / softcap) before the mask; null: they stay as they are."""
     attention_scale_dim: int | None
     """Scores are divided by the square root of this; null: of head_dim."""
+    attention_sinks: bool
+    """Whether each head has a learned number, the sink, whose exp is added to the denominator of its softmax."""
     logit_softcap: float | None
     """Logits become softcap x tanh(logit / softcap); null: they stay as they are."""
     tie_embeddings: bool

@@ -56,8 +56,14 @@ def plain_mlp(p: dict, x, activation):
 
 
 def gated_mlp(p: dict, x, activation):
+    """`activation` is that of the gate; None: as in gpt-oss."""
     gate, up = (x @ p[f"{name}.weight"].T + bias(p, f"{name}.bias") for name in ("gate", "up"))
-    return (activation(gate) * up) @ p["down.weight"] + bias(p, "down.bias")
+    if activation is None:
+        gate, up = jnp.where(gate > 7, 7, gate), jnp.where(up > 7, 7, jnp.where(up < -7, -7, up))
+        hidden = (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))
+    else:
+        hidden = activation(gate) * up
+    return hidden @ p["down.weight"] + bias(p, "down.bias")
 
 
 def gelu_mlp(p: dict, x):
@@ -70,8 +76,8 @@ def swiglu_mlp(p: dict, x):
 
 def experts(p: dict, x, config):
     """(the output, the auxiliary loss summed over tokens): one token and one expert at a time, without sorting."""
-    activation = {"swiglu": silu, "geglu": gelu}[config.mlp]
-    logits = x @ p["router.weight"]
+    activation = {"swiglu": silu, "geglu": gelu, "clamped_swiglu": None}[config.mlp]
+    logits = x @ p["router.weight"] + bias(p, "router.bias")
     exponentials = jnp.exp(logits)
     if config.router_scores == "sigmoid":
         scores = exponentials / (1 + exponentials)
@@ -89,6 +95,7 @@ def experts(p: dict, x, config):
     for e in range(config.experts):
         one = {f"{name}.weight": p[f"{name}.weight"][e].T for name in ("gate", "up")}
         one["down.weight"] = p["down.weight"][e]
+        one |= {f"{name}.bias": p[f"{name}.bias"][e] for name in ("gate", "up", "down") if f"{name}.bias" in p}
         y = y + weights[..., e, None] * gated_mlp(one, x, activation)
     if config.shared_expert_ffn:
         y = y + gated_mlp(inside(p, "shared"), x, activation)
@@ -207,6 +214,7 @@ MLPS = {
     "gelu_erf": lambda p, x: plain_mlp(p, x, gelu_erf),
     "swiglu": swiglu_mlp,
     "geglu": lambda p, x: gated_mlp(p, x, gelu),
+    "clamped_swiglu": lambda p, x: gated_mlp(p, x, None),
 }
 
 

@@ -124,7 +124,8 @@ def weight(name: str, shape: tuple[int, ...], case: str) -> np.ndarray:
     if len(shape) == 1:
         is_scale = name.endswith("weight") and not case.startswith("gemma")
         return (0.3 * values + is_scale).astype(np.float32)
-    spread = 3 if name.endswith(("lm_head.weight", "embed_out.weight", "experts.gate_up_proj")) else 1
+    spread = 3 if name.endswith(("lm_head.weight", "embed_out.weight")) else 1
+    spread = 2 if name.endswith("experts.gate_up_proj") else spread
     return (spread * values * shape[-1] ** -0.5).astype(np.float32)
 
 

@@ -19,7 +19,7 @@ import shmap_tp.model.loss
 from shmap_tp.layers.attention import Attention, KeyValueHeads
 from shmap_tp.layers.embedding import score
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from shmap_tp.layers.mlp import GatedMlp, GeluMlp
+from shmap_tp.layers.mlp import GatedMlp, GeluMlp, swiglu
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Rotary
 from shmap_tp.layers.rotation import Llama3Scaling, Rotation
@@ -150,7 +150,7 @@ def test_heads_that_are_not_normalised_give_wrong_values(monkeypatch, name):
 
 @pytest.mark.parametrize(
     ("mlp", "field", "value", "block"),
-    [(GeluMlp, "exact", False, TWO_NORMS), (GatedMlp, "activation", jax.nn.silu, UNIT_OFFSET)],
+    [(GeluMlp, "exact", False, TWO_NORMS), (GatedMlp, "gated", swiglu, UNIT_OFFSET)],
 )
 def test_another_activation_gives_wrong_values(monkeypatch, mlp, field, value, block):
     activate = mlp.activate

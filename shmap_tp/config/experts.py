@@ -1,6 +1,6 @@
 """The rules of a model with experts, and what cannot be combined with them."""
 
-from shmap_tp.config.schema import AUTO, Block, FsdpGradients, MeshConfig, Mlp, ModelConfig
+from shmap_tp.config.schema import AUTO, GATED_MLPS, Block, FsdpGradients, MeshConfig, ModelConfig
 from shmap_tp.errors import UserError
 
 MATRICES = {"all", "mlp", "gate", "up", "down"}
@@ -26,8 +26,11 @@ def check_experts(mesh: MeshConfig, model: ModelConfig) -> None:
         )
     refused = {
         f"model.block={model.block}": (model.block != Block.sequential, "model.block=sequential"),
-        f"model.mlp={model.mlp}": (model.mlp not in (Mlp.swiglu, Mlp.geglu), "model.mlp=swiglu or geglu"),
-        "model.mlp_bias=true": (model.mlp_bias, "model.mlp_bias=false"),
+        f"model.mlp={model.mlp}": (model.mlp not in GATED_MLPS, f"one of {', '.join(GATED_MLPS)}"),
+        f"model.shared_expert_ffn={model.shared_expert_ffn} and model.mlp_bias=true": (
+            bool(model.shared_expert_ffn) and model.mlp_bias,
+            "model.mlp_bias=false",
+        ),
     }
     for given, (is_refused, instead) in refused.items():
         if is_refused:

@@ -12,11 +12,12 @@ Zero = StrEnum("Zero", ["none", "zero1", "fsdp"])
 FsdpGradients = StrEnum("FsdpGradients", ["reduce_scatter", "ring"])
 Block = StrEnum("Block", ["parallel", "sequential", "parallel_two_norms"])
 Norm = StrEnum("Norm", ["layernorm", "rmsnorm", "rmsnorm_unit_offset"])
-Mlp = StrEnum("Mlp", ["gelu", "gelu_erf", "swiglu", "geglu"])
+Mlp = StrEnum("Mlp", ["gelu", "gelu_erf", "swiglu", "geglu", "clamped_swiglu"])
+GATED_MLPS = (Mlp.swiglu, Mlp.geglu, Mlp.clamped_swiglu)
 PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
 RouterScores = StrEnum("RouterScores", ["softmax", "sigmoid"])
 RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
-RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3", "linear", "yarn"])
+RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3", "linear", "yarn", "yarn_unrounded"])
 AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
 NormPlacement = StrEnum("NormPlacement", ["before", "after", "both"])
 LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
@@ -78,8 +79,7 @@ class MeshConfig:
     """Number of slices (groups of devices with a fast network of their own, joined by a slower one) that dp spans; with
     zero=fsdp only shards cross between slices, once per step."""
     processes: int
-    """Number of processes: one per host, under Slurm one per GPU.  Without a TPU, GKE or Slurm environment they also
-    need --coordinator."""
+    """Number of processes: one per host, under Slurm per GPU.  Without TPUs, GKE or Slurm they need --coordinator."""
 
     @property
     def devices(self) -> int:
@@ -99,11 +99,9 @@ class AdapterConfig:
     scale: AdapterScale
     """rank: alpha / r.  sqrt_rank: alpha / sqrt(r) (rsLoRA)."""
     matrices: list[str]
-    """Which matrices of the blocks have one: all, attention, mlp, or names such as query, key, value, out, gate, up,
-    down."""
+    """Which matrices of the blocks have one: all, attention, mlp, or names: query, key, value, out, gate, up, down."""
     base_dtype: Precision
-    """dtype of the other matrices, which are frozen.  auto: that of the activations, which gives the same results as
-    float32 in half the memory where these are bfloat16."""
+    """dtype of the other, frozen matrices.  auto: that of the activations, which gives the same results as float32."""
 
 
 @dataclass
@@ -164,13 +162,14 @@ class ModelConfig:
     qk_norm_across_heads: bool
     """For qk_norm=true: all heads of q are normalised together, and all of k, each element with a scale of its own."""
     mlp: Mlp
-    """gelu: in its tanh form.  gelu_erf: exact.  swiglu, geglu: a gate projection, by SiLU or the tanh form of GELU."""
+    """gelu: in its tanh form.  gelu_erf: exact.  swiglu, geglu: a gate projection, by SiLU or the tanh form of GELU.
+    clamped_swiglu: as swiglu, with gate and up of at most 7, SiLU of 1.702 x gate, and up + 1."""
     qkv_bias: bool
     """Whether the query, key and value projections add a bias."""
     attention_output_bias: bool
     """Whether the output projection of attention adds a bias."""
     mlp_bias: bool
-    """Whether the projections of the MLP add a bias."""
+    """Whether the projections of the MLP add a bias; or those of each expert, and the router."""
     head_bias: bool
     """Whether the output head adds a bias; it needs tie_embeddings=false."""
     positions: PositionKind
@@ -184,8 +183,8 @@ class ModelConfig:
     rotary_scaling: RotaryScaling
     """For positions=rotary.  llama3: rates whose wavelength exceeds original_context / low_frequency_factor are divided
     by the factor, those below original_context / high_frequency_factor stay, and between them it is interpolated.
-    linear: all are divided by the factor.  yarn: as llama3, but interpolated in the number of the pair, from the whole
-    one before to the whole one after, and the rotated elements of q and k times 0.1 log(factor) + 1."""
+    linear: all are divided by the factor.  yarn: as llama3, but interpolated from a whole pair (yarn_unrounded: from a
+    fraction of one) to another, by number, and the rotated elements of q and k times 0.1 log(factor) + 1."""
     rotary_scaling_factor: float
     """For rotary_scaling=llama3, linear and yarn: what low rates, or all, are divided by."""
     rotary_low_frequency_factor: float
@@ -205,6 +204,8 @@ class ModelConfig:
     """Scores become softcap x tanh(score / softcap) before the mask; null: they stay as they are."""
     attention_scale_dim: int | None
     """Scores are divided by the square root of this; null: of head_dim."""
+    attention_sinks: bool
+    """Whether each head has a learned number, the sink, whose exp is added to the denominator of its softmax."""
     logit_softcap: float | None
     """Logits become softcap x tanh(logit / softcap); null: they stay as they are."""
     tie_embeddings: bool
@@ -234,8 +235,7 @@ class DataConfig:
     name: str
     """Name of the data in messages."""
     dir: str | None
-    """Directory with train.bin, validation.bin and meta.json; or its URL, such as gs://bucket/data.  null with
-    `sources`."""
+    """Directory with train.bin, validation.bin and meta.json, or its URL, such as gs://bucket/data; null: `sources`."""
     sources: dict[str, Any]
     """Several directories, by name, in place of `dir`: {name: {dir, weight, from_step}}.  The weights are the shares of
     the sequences, and add up to 1: numbers such as 0.7, fractions such as 1/3, or one from each of several steps on,

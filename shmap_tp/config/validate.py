@@ -13,6 +13,7 @@ from shmap_tp.config.experts import check_experts
 from shmap_tp.config.mesh_sizes import product_in_words
 from shmap_tp.config.schema import (
     AUTO,
+    GATED_MLPS,
     AdapterConfig,
     Block,
     Config,
@@ -20,7 +21,6 @@ from shmap_tp.config.schema import (
     FsdpGradients,
     LayerKind,
     MeshConfig,
-    Mlp,
     ModelConfig,
     Norm,
     NormPlacement,
@@ -290,14 +290,16 @@ def _check_rotary(model: ModelConfig) -> None:
             f"use at most {model.head_dim}, or null for all of it"
         )
     low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
-    if model.rotary_scaling in (RotaryScaling.llama3, RotaryScaling.yarn) and not 0 < low < high:
+    yarn = (RotaryScaling.yarn, RotaryScaling.yarn_unrounded)
+    if model.rotary_scaling in (RotaryScaling.llama3, *yarn) and not 0 < low < high:
         raise UserError(
             f"model.rotary_low_frequency_factor={low} must be above 0 and below "
             f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4, YaRN 1 and 32"
         )
-    if model.rotary_scaling == RotaryScaling.yarn and model.rotary_base <= 1:
+    if model.rotary_scaling in yarn and model.rotary_base <= 1:
         raise UserError(
-            f"model.rotary_base={model.rotary_base} gives all pairs one rate, and model.rotary_scaling=yarn needs "
+            f"model.rotary_base={model.rotary_base} gives all pairs one rate, and "
+            f"model.rotary_scaling={model.rotary_scaling} needs "
             f"rates that differ; use a base above 1"
         )
 
@@ -358,7 +360,7 @@ def _check_offload(model: ModelConfig) -> None:
                 f"model.offload has {name}, which model.remat={model.remat} does not save; "
                 f"use model.remat in {{{policies}}}"
             )
-    if SavedActivation.gate in model.offload and model.mlp not in (Mlp.swiglu, Mlp.geglu):
+    if SavedActivation.gate in model.offload and model.mlp not in GATED_MLPS:
         raise UserError(f"model.offload has gate, but model.mlp={model.mlp} has no gate; remove it")
     if SavedActivation.sublayer_output in model.offload and model.block != Block.sequential:
         raise UserError(

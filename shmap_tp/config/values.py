@@ -15,7 +15,7 @@ from pathlib import PurePath
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from shmap_tp.config.schema import Config, Mlp, ModelConfig, padded_vocabulary
+from shmap_tp.config.schema import GATED_MLPS, Config, ModelConfig, padded_vocabulary
 from shmap_tp.errors import UserError, has_control_characters, shown
 
 NAMES = ("run.name", "model.name", "data.name", "log.wandb_project")
@@ -255,7 +255,7 @@ def _weights(model: ModelConfig) -> int:
     """Elements of all matrices; `model/flops.py` counts them by kind, with the norms."""
     attention = 2 * (model.heads + model.kv_heads) * model.head_dim
     hidden = max(model.experts, 1) * model.ffn + model.shared_expert_ffn
-    mlp = (3 if model.mlp in (Mlp.swiglu, Mlp.geglu) else 2) * hidden
+    mlp = (3 if model.mlp in GATED_MLPS else 2) * hidden
     return model.width * (model.layers * (attention + mlp) + 2 * padded_vocabulary(model) + model.context)
 
 

@@ -124,7 +124,8 @@ class Attention(eqx.Module):
     """y = softmax(q k' / sqrt(K) + bias, s <= t) v @ out, with q, k, v = x @ query, x @ key, x @ value.
 
     With `head_norms` every head of q and of k is normalised before it is rotated (Yang et al. 2025, Qwen3, section 2,
-    https://arxiv.org/abs/2505.09388), or all of them together (`JointRMSNorm`).
+    https://arxiv.org/abs/2505.09388), or all of them together (`JointRMSNorm`).  `with_sinks` adds a number for each
+    head that takes part in the denominator of its softmax alone (`Pattern.sinks_H`).
 
     A parallel block shares one `column_parallel` and one `row_parallel` with the MLP, and so uses `inputs`, `mix` and
     `out` apart; a sequential block calls the attention.
@@ -141,6 +142,7 @@ class Attention(eqx.Module):
     out: RowParallelLinear
     query_norm: RMSNorm | JointRMSNorm | None
     key_norm: RMSNorm | JointRMSNorm | None
+    sinks: Float[Array, " H"] | None = param(MP)
     attend: AnyAttention = eqx.field(static=True)
 
     def __init__(
@@ -166,6 +168,7 @@ class Attention(eqx.Module):
         self.value = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_v, bias=in_bias)
         self.out = RowParallelLinear(features, width, std=std_out, key=key_out, bias=out_bias)
         self.query_norm, self.key_norm = head_norms or (None, None)
+        self.sinks = None
         self.attend = attend
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
@@ -191,20 +194,25 @@ class Attention(eqx.Module):
         if self.query_norm is not None:
             q_BTHK, k_BTNK = _normalize_heads(self.query_norm, q_BTHK), _normalize_heads(self.key_norm, k_BTNK)
         qk = encoding.rotate(q_BTHK, context.positions), encoding.rotate(k_BTNK, context.positions)
+        pattern = replace(context.pattern, slopes_H=encoding.slopes(), sinks_H=self.sinks)
         if context.cache is not None:
             if context.segments is not None:
                 raise TypeError("a cache holds one document a row: attention with a cache takes no segments")
-            pattern = replace(context.pattern, slopes_H=encoding.slopes())
             mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, pattern, self.attend)
             return tp.split_time(mixed_BTHK), Extras(cache=cache)
         if self.query_norm is None:  # else they are saved before their norms
             qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)
-        pattern = replace(context.pattern, slopes_H=encoding.slopes(), segments_BT=context.segments)
+        pattern = replace(pattern, segments_BT=context.segments)
         q_BTHK, k_BSNK, v_BSNK = qk[0], *whole_rows((qk[1], checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE)))
         if pattern.window is not None and pattern.window >= k_BSNK.shape[1]:
             pattern = replace(pattern, window=None)
         mixed_BTHK, residuals = self.attend(q_BTHK, k_BSNK, v_BSNK, pattern)
         return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
+
+
+def with_sinks(attention: Attention, heads: int) -> Attention:
+    """`attention` with a sink for each of so many query heads, initially 0."""
+    return eqx.tree_at(lambda attention: attention.sinks, attention, jnp.zeros(heads), is_leaf=lambda x: x is None)
 
 
 def _normalize_heads(norm: RMSNorm | JointRMSNorm, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:

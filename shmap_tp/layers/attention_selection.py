@@ -3,8 +3,9 @@
     TPU v4 and later   splash, where the positions are not ALiBi, 128 divides the context, of rows that are split along
                        time the context / 2cp, and the head dim is 64, 128 or 256; on v2 and v3 Pallas cannot multiply
                        bfloat16 matrices
-    NVIDIA             cudnn, where the positions are not ALiBi, scores have no softcap, documents are joined, rows are
-                       not split along time (mesh.cp=1), the dtype has 16 bits and the head dim suits cuDNN
+    NVIDIA             cudnn, where the positions are not ALiBi, scores have no softcap, heads no sinks, documents are
+                       joined, rows are not split along time (mesh.cp=1), the dtype has 16 bits and the head dim suits
+                       cuDNN
     all else           chunked, and with auto also what cudnn cannot compute: segments that the library is given
 
 Decided once, when programs are built, and passed down as a value: no layer asks for a device.
@@ -88,6 +89,8 @@ def _no_cudnn(model: ModelConfig, device: Device, dtype: DTypeLike, isolated: bo
         return "it is used without a bias, and model.positions=alibi needs one"
     if model.attention_softcap is not None:
         return f"it caps no scores, and model.attention_softcap={model.attention_softcap} needs that"
+    if model.attention_sinks:
+        return "it has no sinks, and model.attention_sinks=true needs them"
     if cp > 1:
         return f"its queries and keys are those of whole rows, which mesh.cp={cp} cuts"
     if isolated:

@@ -33,6 +33,8 @@ class Pattern:
     """Scores become softcap tanh(score / softcap), before anything is added or masked."""
     scale: float | None = None
     """In place of 1 / sqrt(K)."""
+    sinks_H: Float[Array, " H"] | None = None
+    """exp(sink) is added to the denominator of the softmax of its head, as if of one key more, whose value is 0."""
 
     @property
     def used(self) -> frozenset[str]:
@@ -236,10 +238,21 @@ def attend(queries: Queries, keys: Keys, pattern: Pattern, first: Int[Array, ""]
     if pattern.softcap is not None:
         scores = pattern.softcap * jnp.tanh(scores / pattern.softcap)
     bias_NRS = _bias(pattern, shared, _positions(first, time), k_BNSK.shape[2], wide)
-    weights = jax.nn.softmax(_within_segments(scores + bias_NRS[None], queries, keys), axis=-1)
+    weights = _softmax(_within_segments(scores + bias_NRS[None], queries, keys), pattern.sinks_H)
     mixed = jnp.einsum("bnrs,bnsk->bnrk", weights.astype(v_BNSK.dtype), v_BNSK)
     mixed = mixed.reshape(batch, groups, shared, time, head_dim)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim)
+
+
+def _softmax(scores_BNRS: Float[Array, "B N R S"], sinks_H: Float[Array, " H"] | None) -> Float[Array, "B N R S"]:
+    """exp(score) / (sum over S of exp(score) + exp(sink of the head)).  Xiao et al. 2023, "Efficient Streaming Language
+    Models with Attention Sinks", section 3.3, https://arxiv.org/abs/2309.17453"""
+    if sinks_H is None:
+        return jax.nn.softmax(scores_BNRS, axis=-1)
+    _, groups, rows, _ = scores_BNRS.shape
+    sinks_NR = jnp.repeat(sinks_H.astype(scores_BNRS.dtype), groups * rows // len(sinks_H)).reshape(groups, rows)
+    log_sums_BNR = jnp.logaddexp(jax.nn.logsumexp(scores_BNRS, axis=-1), sinks_NR[None])
+    return jnp.exp(scores_BNRS - log_sums_BNR[..., None])
 
 
 def _within_segments(scores_BNRS: Float[Array, "B N R S"], queries: Queries, keys: Keys) -> Float[Array, "B N R S"]:

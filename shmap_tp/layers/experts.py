@@ -8,7 +8,7 @@ a token and one of its experts.  E/: whole experts, sharded over ep and mp.  {+m
 
     x  --enter-->  [N D]  --router-->  C experts of each token, and their weights
        --dispatch: the rows of this device's experts, sorted by expert-->  [R D]
-       --gate, up[E/ D F]-->  [R F]  --activation, times weights-->  [R F]  --down[E/ F D]-->  [R D]
+       --gate, up[E/ D F]-->  [R F]  --gated, times weights-->  [R F]  --down[E/ F D]-->  [R D]
        --dispatch: back to their tokens, added up-->  [N D] {+mp}  --reduce-->  y
 
 How rows come to a device is the dispatch's affair (`expert_dispatch.py`): no communication over mp, whose ranks have
@@ -21,7 +21,6 @@ device alone: the gradient of the router is a partial sum over mp, as that of x 
 so.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -29,20 +28,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from shmap_tp.config.activation_names import GATE, UP
-from shmap_tp.config.schema import MeshConfig, Mlp, ModelConfig, RouterScores
+from shmap_tp.config.schema import MeshConfig, ModelConfig, RouterScores
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.expert_dispatch import dispatch_of_mesh
 from shmap_tp.layers.grouped_matmul import GroupedMatmul
-from shmap_tp.layers.mlp import MLPS, GatedMlp
+from shmap_tp.layers.mlp import GATES, MLPS, Gate, GatedMlp
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, varying_axes
 from shmap_tp.parallel.mesh import EP, MP, Role, axes_of, ranks
 from shmap_tp.parallel.partitioning import ParameterKind, param
-
-ACTIVATIONS: dict[Mlp, Callable[[Array], Array]] = {Mlp.swiglu: jax.nn.silu, Mlp.geglu: jax.nn.gelu}
-"""Of the gate, by the name of `model.mlp`."""
 
 
 class Routing(NamedTuple):
@@ -80,22 +76,24 @@ class RouterStatistics(NamedTuple):
 
 
 class Router(eqx.Module):
-    """scores = softmax(x @ w) or sigmoid(x @ w) in float32; the C largest are chosen, of equal ones the first.  Their
-    scores are the weights; `normalize` divides these by their sum.
+    """scores = softmax(x @ w + b) or sigmoid(x @ w + b) in float32; the C largest are chosen, of equal ones the first.
+    Their scores are the weights; `normalize` divides these by their sum.
 
     A softmax of the chosen logits alone, as Mixtral has it, is the same as `normalize` with a softmax of all.
 
-    Communication  backward: one all-reduce of dw (D E values) over mp, unless the tensor-parallel mode marked w as
-                   varying before: then it is reduced once per step.
+    Communication  backward: one all-reduce of dw (D E values) and db over mp, unless the tensor-parallel mode marked
+                   them as varying before: then they are reduced once per step.
     """
 
     weight: Float[Array, "D E"] = param(None, None)
+    bias: Float[Array, " E"] | None = param(None)
     per_token: int = eqx.field(static=True)
     scores: RouterScores = eqx.field(static=True)
     normalize: bool = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
         self.weight = config.init_std * jax.random.normal(key, (config.width, config.experts))
+        self.bias = jnp.zeros(config.experts) if config.mlp_bias else None
         self.per_token, self.scores = config.experts_per_token, config.router_scores
         self.normalize = config.router_normalize
 
@@ -103,6 +101,8 @@ class Router(eqx.Module):
         weight_DE = mark_varying(self.weight, MP).astype(x_ND.dtype)
         wide = x_ND.dtype if x_ND.dtype.itemsize > 4 else jnp.float32
         logits_NE = jnp.matmul(x_ND, weight_DE, preferred_element_type=wide)
+        if self.bias is not None:
+            logits_NE = logits_NE + mark_varying(self.bias, MP).astype(wide)[None]
         of_all = jax.nn.sigmoid if self.scores == RouterScores.sigmoid else jax.nn.softmax
         scores_NE = of_all(logits_NE)
         weights_NC, experts_NC = lax.top_k(scores_NE, self.per_token)
@@ -112,25 +112,50 @@ class Router(eqx.Module):
 
 
 class ExpertMatrices(eqx.Module):
-    """A matrix for each expert: rows of x, sorted by expert, times the matrix of their expert.
+    """A matrix for each expert: rows of x, sorted by expert, times the matrix of their expert; and maybe a bias.
 
     Communication  none.
     """
 
     weight: Float[Array, "E D F"] = param((EP, MP), None, None, kind=ParameterKind.experts)
+    bias: Float[Array, "E F"] | None = param((EP, MP), None, kind=ParameterKind.vector)
 
-    def __init__(self, experts: int, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray):
+    def __init__(
+        self, experts: int, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray, bias: bool = False
+    ):
         self.weight = std * jax.random.normal(key, (experts, features_in, features_out))
+        self.bias = jnp.zeros((experts, features_out)) if bias else None
 
     def __call__(
         self, x_RD: Float[Array, "R D"], sizes_E: Int[Array, " E"], multiply: GroupedMatmul
     ) -> Float[Array, "R F"]:
         return multiply(*_varying_alike(x_RD, self.weight.astype(x_RD.dtype), sizes_E))
 
+    def add_bias(self, y_RF: Float[Array, "R F"], rows: "ExpertRows", weights_R1: Array | float = 1) -> Array:
+        """y + weight b of each row's expert; of what is no row, the gradient is not that of a bias."""
+        if self.bias is None:
+            return y_RF
+        bias_EF, expert_R = _varying_alike(self.bias.astype(y_RF.dtype), rows.expert_R)
+        return y_RF + weights_R1 * jnp.where(rows.is_row_R[:, None], bias_EF[expert_R], 0)
+
+
+class ExpertRows(NamedTuple):
+    """Of rows that are sorted by expert, and others after them."""
+
+    is_row_R: Bool[Array, " R"]
+    expert_R: Int[Array, " R"]
+
+    @classmethod
+    def of(cls, rows: int, sizes_E: Int[Array, " E"]) -> "ExpertRows":
+        """Those of so many, of which the experts have `sizes_E`."""
+        ends_E, number_R = jnp.cumsum(sizes_E), jnp.arange(rows)
+        expert_R = jnp.sum(number_R[:, None] >= ends_E[None], axis=1)
+        return cls(number_R < ends_E[-1], jnp.minimum(expert_R, len(sizes_E) - 1))
+
 
 class Experts(eqx.Module):
-    """y = sum over the chosen experts e of weight_e (activation(x @ gate_e) * (x @ up_e)) @ down_e, plus the MLP that
-    all tokens share, if there is one.
+    """y = sum over the chosen experts e of weight_e (gated(x @ gate_e + b, x @ up_e + b) @ down_e + b), plus the MLP
+    that all tokens share, if there is one.
 
     Communication  `enter` and `reduce` of `tp`, as one column-parallel and one row-parallel product; under
                    CollectiveMatmul these are single collectives, as a ring would need all positions to sort them.  The
@@ -143,7 +168,7 @@ class Experts(eqx.Module):
     down: ExpertMatrices
     shared: GatedMlp | None
     """The shared expert."""
-    activation: Callable[[Array], Array] = eqx.field(static=True)
+    gated: Gate = eqx.field(static=True)
     balance_loss: float = eqx.field(static=True)
     z_loss: float = eqx.field(static=True)
     capacity: float | None = eqx.field(static=True)
@@ -151,14 +176,14 @@ class Experts(eqx.Module):
 
     def __init__(self, config: ModelConfig, *, std: float, std_out: float, key: PRNGKeyArray):
         key_router, key_gate, key_up, key_down, key_shared = jax.random.split(key, 5)
-        sizes = config.experts, config.width, config.ffn
+        sizes, bias = (config.experts, config.width, config.ffn), config.mlp_bias
         self.router = Router(config, key=key_router)
-        self.gate = ExpertMatrices(*sizes, std=std, key=key_gate)
-        self.up = ExpertMatrices(*sizes, std=std, key=key_up)
-        self.down = ExpertMatrices(config.experts, config.ffn, config.width, std=std_out, key=key_down)
+        self.gate = ExpertMatrices(*sizes, std=std, key=key_gate, bias=bias)
+        self.up = ExpertMatrices(*sizes, std=std, key=key_up, bias=bias)
+        self.down = ExpertMatrices(config.experts, config.ffn, config.width, std=std_out, key=key_down, bias=bias)
         shared = config.width, config.shared_expert_ffn
         self.shared = MLPS[config.mlp](*shared, std=std, std_out=std_out, key=key_shared) if shared[1] else None
-        self.activation = ACTIVATIONS[config.mlp]
+        self.gated = GATES[config.mlp]
         self.balance_loss, self.z_loss = config.router_balance_loss, config.router_z_loss
         self.capacity = config.expert_capacity
 
@@ -185,12 +210,14 @@ class Experts(eqx.Module):
         """(the weighted sum {+mp} of the chosen experts, for each token; how many rows were dropped)."""
 
         def compute(x_RD: Array, weights_R: Array, sizes_E: Array) -> Array:
-            is_row = (jnp.arange(len(x_RD)) < jnp.sum(sizes_E))[:, None]
+            rows = ExpertRows.of(len(x_RD), sizes_E)
+            is_row = rows.is_row_R[:, None]
             x_RD = jnp.where(is_row, x_RD, 0)
-            gate_RF = checkpoint_name(self.gate(x_RD, sizes_E, multiply), GATE)
-            up_RF = checkpoint_name(self.up(x_RD, sizes_E, multiply), UP)
+            gate_RF, up_RF = (layer.add_bias(layer(x_RD, sizes_E, multiply), rows) for layer in (self.gate, self.up))
+            gate_RF, up_RF = checkpoint_name(gate_RF, GATE), checkpoint_name(up_RF, UP)
             weights_R1 = jnp.where(is_row, weights_R[:, None], 0).astype(up_RF.dtype)
-            return self.down(self.activation(gate_RF) * up_RF * weights_R1, sizes_E, multiply)
+            y_RD = self.down(self.gated(gate_RF, up_RF) * weights_R1, sizes_E, multiply)
+            return self.down.add_bias(y_RD, rows, weights_R1)
 
         dispatch = dispatch_of_mesh(self.capacity)
         return dispatch(h_ND, routing.experts_NC, routing.weights_NC, self.gate.weight.shape[0], compute)

@@ -58,7 +58,7 @@ class Splash:
     """Interpret the kernel on any device instead of compiling it: for tests."""
     most_keys: int = MOST_KEYS
     """In a block of the backward kernel, for heads of up to 128; of larger ones fewer."""
-    patterns: ClassVar[frozenset[str]] = frozenset({"segments", "window", "softcap", "scale"})
+    patterns: ClassVar[frozenset[str]] = frozenset({"segments", "window", "softcap", "scale", "sinks"})
     """The fields of a `Pattern` that it computes."""
 
     def __call__(
@@ -78,7 +78,10 @@ class Splash:
         q = scaled_BTHK.reshape(batch, time, groups, shared, head_dim).transpose(0, 2, 3, 1, 4)
         k, v = [x.transpose(0, 2, 1, 3).reshape(batch * groups, keys, head_dim) for x in (k_BSNK, v_BSNK)]
         q = q.reshape(batch * groups, shared, time, head_dim)
-        mixed, residuals = _call_kernel(self, (q, k, v), pattern, Places.of(pattern, split=time < keys))
+        arrays = [q, k, v]
+        if pattern.sinks_H is not None:  # in q's dtype, which the kernel returns their gradient in
+            arrays.append(jnp.tile(pattern.sinks_H.astype(q.dtype).reshape(groups, shared), (batch, 1)))
+        mixed, residuals = _call_kernel(self, tuple(arrays), pattern, Places.of(pattern, split=time < keys))
         mixed = mixed.reshape(batch, groups, shared, time, head_dim)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim), residuals
 
@@ -89,6 +92,7 @@ class Splash:
         q_CGTK: Float[Array, "C G T K"],
         k_CSK: Float[Array, "C S K"],
         v_CSK: Float[Array, "C S K"],
+        sinks_CG: Float[Array, "C G"] | None = None,
     ) -> Float[Array, "C G T K"]:
         """The kernel, for C = B N pairs of sequence and key/value head; `options` has no arrays.
 
@@ -96,13 +100,14 @@ class Splash:
         """
         most_keys = self.most_keys * 128 // max(q_CGTK.shape[3], 128)
         kernel = make_splash((*q_CGTK.shape[1:3], k_CSK.shape[1]), options, places.rank, self.interpret, most_keys)
-        if places.query_segments is None:
-            return jax.vmap(kernel)(q_CGTK, k_CSK, v_CSK)
-        segments = [
-            jnp.repeat(segments_BT, q_CGTK.shape[0] // segments_BT.shape[0], axis=0)
-            for segments_BT in (places.query_segments, places.key_segments)
-        ]
-        return jax.vmap(kernel)(q_CGTK, k_CSK, v_CSK, splash_kernel.SegmentIds(*segments))
+        segments = None
+        if places.query_segments is not None:
+            of_pairs = [
+                jnp.repeat(segments_BT, q_CGTK.shape[0] // segments_BT.shape[0], axis=0)
+                for segments_BT in (places.query_segments, places.key_segments)
+            ]
+            segments = splash_kernel.SegmentIds(*of_pairs)
+        return jax.vmap(kernel)(q_CGTK, k_CSK, v_CSK, segments, sinks_CG)
 
 
 @dataclass(frozen=True)
@@ -161,17 +166,17 @@ def _refuse(kernel: "Splash | Cudnn", pattern: Pattern) -> None:
 
 
 def _call_kernel(
-    kernel: "Splash | Cudnn", qkv: tuple[Array, Array, Array], pattern: Pattern, places: "Places"
+    kernel: "Splash | Cudnn", arrays: tuple[Array, ...], pattern: Pattern, places: "Places"
 ) -> tuple[Array, DeferredResiduals]:
-    """kernel.run(the options of the pattern, places, q, k, v).
+    """kernel.run(the options of the pattern, places, q, k, v, and sinks if there are any).
 
-    q, k and v are marked as varying over the same axes before: JAX then adds what the gradient of one that did not vary
+    These are marked as varying over the same axes before: JAX then adds what the gradient of one that did not vary
     needs, and the gradients returned here have the types of the arguments.  The planner reads the window in the scope.
     """
-    qkv = mark_varying(qkv, tuple(sorted(frozenset[str]().union(*[varying_axes(x) for x in qkv]))))
-    options = replace(pattern, slopes_H=None, segments_BT=None)
+    arrays = mark_varying(arrays, tuple(sorted(frozenset[str]().union(*[varying_axes(x) for x in arrays]))))
+    options = replace(pattern, slopes_H=None, segments_BT=None, sinks_H=None)
     with jax.named_scope("attend" if pattern.window is None else f"attend_window_{pattern.window}"):
-        return _attend(kernel, options, places, *qkv)
+        return _attend(kernel, options, places, *arrays)
 
 
 class Places(NamedTuple):
@@ -191,8 +196,10 @@ class Places(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(kernel: "Splash | Cudnn", options: Pattern, places: Places, *qkv: Array) -> tuple[Array, DeferredResiduals]:
-    return without_vma_check(partial(kernel.run, options), places, *qkv), _residuals(kernel, qkv)
+def _attend(
+    kernel: "Splash | Cudnn", options: Pattern, places: Places, *arrays: Array
+) -> tuple[Array, DeferredResiduals]:
+    return without_vma_check(partial(kernel.run, options), places, *arrays), _residuals(kernel, arrays[:3])
 
 
 class Placeholder(eqx.Module):
@@ -203,14 +210,14 @@ class Placeholder(eqx.Module):
 
 
 def _forward(
-    kernel: "Splash | Cudnn", options: Pattern, places: Places, *qkv: Array
+    kernel: "Splash | Cudnn", options: Pattern, places: Places, *arrays: Array
 ) -> tuple[tuple[Array, DeferredResiduals], Any]:
     """((output, deferred residuals), residuals of the backward kernel).  The output, q, k and v are placeholders in
     there: an array that leaves `without_vma_check` twice would be saved twice by a rematerialisation policy."""
 
-    def run(places: Places, *qkv: Array) -> tuple[Array, Any]:
-        mixed, pull = jax.vjp(partial(kernel.run, options, places), *qkv)
-        known: dict[int, Any] = {id(x): Placeholder(of, x.shape) for of, x in enumerate((mixed, *qkv))}
+    def run(places: Places, *arrays: Array) -> tuple[Array, Any]:
+        mixed, pull = jax.vjp(partial(kernel.run, options, places), *arrays)
+        known: dict[int, Any] = {id(x): Placeholder(of, x.shape) for of, x in enumerate((mixed, *arrays[:3]))}
 
         def named(x: Array) -> Any:
             if id(x) not in known:
@@ -220,7 +227,8 @@ def _forward(
 
         return _checkpoint_as_bits(mixed, ATTENTION_OUTPUT), jax.tree.map(named, pull)
 
-    mixed, pull = without_vma_check(run, places, *qkv)
+    mixed, pull = without_vma_check(run, places, *arrays)
+    qkv = arrays[:3]
     residuals = _residuals(kernel, qkv)
     return (mixed, residuals), (pull, mixed, None if residuals else qkv)
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -66,9 +67,33 @@ class GeluMlp(eqx.Module):
         return jax.tree.map(lambda up: gelu(checkpoint_name(up, UP)), up_BTF)
 
 
+Gate = Callable[[Array, Array], Array]
+"""(gate, up) -> hidden, element by element."""
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """SiLU(gate) * up.  Shazeer 2020, https://arxiv.org/abs/2002.05202"""
+    return jax.nn.silu(gate) * up
+
+
+def geglu(gate: Array, up: Array) -> Array:
+    """GELU(gate) * up, in its tanh form."""
+    return jax.nn.gelu(gate) * up
+
+
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """g sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and u = up clipped to +-7.  OpenAI 2025, gpt-oss-120b and
+    gpt-oss-20b model card, section 2.1, https://arxiv.org/abs/2508.10925, and the code released with it"""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+GATES: dict[Mlp, Gate] = {Mlp.swiglu: swiglu, Mlp.geglu: geglu, Mlp.clamped_swiglu: clamped_swiglu}
+"""Of gated MLPs and of experts, by the name of `model.mlp`."""
+
+
 class GatedMlp(eqx.Module):
-    """y = (activation(x @ gate + b) * (x @ up + b)) @ down + b; with SiLU it is SwiGLU, with GELU GeGLU.
-    Shazeer 2020, https://arxiv.org/abs/2002.05202
+    """y = gated(x @ gate + b, x @ up + b) @ down + b.
 
     Communication  what `tp` does for one column-parallel and one row-parallel product.
     """
@@ -76,7 +101,7 @@ class GatedMlp(eqx.Module):
     gate: ColumnParallelLinear
     up: ColumnParallelLinear
     down: RowParallelLinear
-    activation: Callable[[Array], Array] = eqx.field(static=True)
+    gated: Gate = eqx.field(static=True)
 
     def __init__(
         self,
@@ -87,13 +112,13 @@ class GatedMlp(eqx.Module):
         std_out: float,
         key: PRNGKeyArray,
         bias: bool = False,
-        activation: Callable[[Array], Array] = jax.nn.silu,
+        gated: Gate = swiglu,
     ):
         key_gate, key_up, key_down = jax.random.split(key, 3)
         self.gate = ColumnParallelLinear(width, hidden, std=std, key=key_gate, bias=bias)
         self.up = ColumnParallelLinear(width, hidden, std=std, key=key_up, bias=bias)
         self.down = RowParallelLinear(hidden, width, std=std_out, key=key_down, bias=bias)
-        self.activation = activation
+        self.gated = gated
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel) -> Float[Array, "B _ D"]:
         gate_BTF, up_BTF = tp.column_parallel(x_BTD, self.gate, self.up)
@@ -104,16 +129,15 @@ class GatedMlp(eqx.Module):
         return self.gate, self.up
 
     def activate(self, gate_BTF: Activation, up_BTF: Activation) -> Activation:
-        def gated(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-            return self.activation(checkpoint_name(gate, GATE)) * checkpoint_name(up, UP)
+        def hidden(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+            return self.gated(checkpoint_name(gate, GATE), checkpoint_name(up, UP))
 
-        return jax.tree.map(gated, gate_BTF, up_BTF)
+        return jax.tree.map(hidden, gate_BTF, up_BTF)
 
 
 MLPS = {
     Mlp.gelu: GeluMlp,
     Mlp.gelu_erf: partial(GeluMlp, exact=True),
-    Mlp.swiglu: GatedMlp,
-    Mlp.geglu: partial(GatedMlp, activation=jax.nn.gelu),
+    **{mlp: partial(GatedMlp, gated=gated) for mlp, gated in GATES.items()},
 }
 """The MLPs that `model.mlp` names; GELU is in its tanh form unless it is exact."""

@@ -51,7 +51,8 @@ class YarnScaling:
 
     The rate of the pair i(n) = R log(original_context / 2 pi n) / (2 log base) makes n rotations in the original
     context.  Rates stay up to pair i(fast), rounded down, and are divided from pair i(slow) on, rounded up; between the
-    two they are interpolated linearly in the number of the pair, as in the code released with the paper.
+    two they are interpolated linearly in the number of the pair, as in the code released with the paper.  Where not
+    `rounded`, i(fast) and i(slow) stay fractions.
     """
 
     factor: float
@@ -59,6 +60,7 @@ class YarnScaling:
     fast: float
     original_context: int
     base: float
+    rounded: bool = True
 
     @property
     def amplitude(self) -> float:
@@ -70,7 +72,8 @@ class YarnScaling:
             pairs * math.log(self.original_context / (2 * math.pi * n)) / math.log(self.base)
             for n in (self.fast, self.slow)
         )
-        first, last = max(math.floor(fast), 0), min(math.ceil(slow), 2 * pairs - 1)
+        fast, slow = (math.floor(fast), math.ceil(slow)) if self.rounded else (fast, slow)
+        first, last = max(fast, 0), min(slow, 2 * pairs - 1)
         divided = np.clip((np.arange(pairs) - first) / (last - first if last != first else 1e-3), 0, 1)
         return (1 - divided) * rates + divided * rates / self.factor
 
@@ -134,5 +137,6 @@ def _scaling(config: ModelConfig) -> Llama3Scaling | LinearScaling | YarnScaling
             return Llama3Scaling(config.rotary_scaling_factor, *frequencies)
         case RotaryScaling.linear:
             return LinearScaling(config.rotary_scaling_factor)
-        case RotaryScaling.yarn:
-            return YarnScaling(config.rotary_scaling_factor, *frequencies, config.rotary_base)
+        case RotaryScaling.yarn | RotaryScaling.yarn_unrounded:
+            rounded = config.rotary_scaling == RotaryScaling.yarn
+            return YarnScaling(config.rotary_scaling_factor, *frequencies, config.rotary_base, rounded)

@@ -23,7 +23,7 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.config.schema import Block, ModelConfig, NormPlacement
-from shmap_tp.layers.attention import AnyAttention, Attention
+from shmap_tp.layers.attention import AnyAttention, Attention, with_sinks
 from shmap_tp.layers.context import Context, Extras
 from shmap_tp.layers.experts import Experts
 from shmap_tp.layers.mlp import MLPS
@@ -174,7 +174,8 @@ def _attention(config: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> 
         "biases": (config.qkv_bias, config.attention_output_bias),
         "head_norms": tuple(make_head_norm(config, n) for n in heads) if config.qk_norm else None,
     }
-    return Attention(config.width, heads, config.head_dim, attend, **_init_std(config), **options, key=key)
+    made = Attention(config.width, heads, config.head_dim, attend, **_init_std(config), **options, key=key)
+    return with_sinks(made, config.heads) if config.attention_sinks else made
 
 
 def _mlp(config: ModelConfig, make: MakeMlp | None, key: PRNGKeyArray) -> eqx.Module:

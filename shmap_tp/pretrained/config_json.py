@@ -29,8 +29,9 @@ _YARN = {
     "beta_fast": "rotary_high_frequency_factor",
     "original_max_position_embeddings": "rotary_original_context",
 }
-SCALINGS = {"llama3": LLAMA3, "linear": {"factor": "rotary_scaling_factor"}, "yarn": _YARN}
-"""Kinds of scaling: their keys, and ours."""
+_LINEAR = {"factor": "rotary_scaling_factor"}
+SCALINGS = {"llama3": LLAMA3, "linear": _LINEAR, "yarn": _YARN, "yarn_unrounded": _YARN}
+"""Kinds of scaling: their keys, and ours.  yarn_unrounded is their yarn with truncate=false."""
 _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 
 
@@ -97,6 +98,8 @@ class RotaryKeys:
             raise UserError(f"{where}: {self.base}={base:g} must be a number above 0; copy the file again")
         found = {"rotary_base": base}
         extra = set(scaling) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        if kind == "yarn" and scaling.get("truncate") is False:
+            kind = "yarn_unrounded"
         if kind not in ("default", *self.scalings) or (kind == "default" and extra):
             supported = " or ".join(("default", *self.scalings))
             raise UserError(f"{where}: {name}={shown(config[name])} is not supported; supported is {supported}")
@@ -127,9 +130,9 @@ class RotaryKeys:
         if self.partial:
             config[self.partial] = (model.rotary_dim or model.head_dim) / model.head_dim
         if model.rotary_scaling != RotaryScaling.none:
-            kind = model.rotary_scaling.value
+            kind, _, is_unrounded = model.rotary_scaling.value.partition("_")
             values = {theirs: getattr(model, ours) for theirs, ours in SCALINGS[kind].items()}
-            config["rope_scaling"] = {"rope_type": kind} | values
+            config["rope_scaling"] = {"rope_type": kind} | values | ({"truncate": False} if is_unrounded else {})
         return config
 
 
@@ -142,8 +145,9 @@ def _read_scaling(kind: str, scaling: Mapping[str, Any], extra: set[str], where:
             raise UserError(f"{where}: the {kind} scaling of the rotary encoding has no {theirs}")
         found[ours] = value_for(ours, _DEFAULTS[theirs] if value is None else value, theirs, where)
     neutral = {}
-    if kind == "yarn":
-        neutral = {"attention_factor": (yarn_amplitude(found["rotary_scaling_factor"]),), "truncate": (True,)}
+    if kind.startswith("yarn"):
+        amplitude, rounded = yarn_amplitude(found["rotary_scaling_factor"]), kind == "yarn"
+        neutral = {"attention_factor": (amplitude,), "truncate": (rounded,)}
     for key in sorted(extra - SCALINGS[kind].keys()):
         if scaling[key] is not None and scaling[key] not in neutral.get(key, ()):
             raise UserError(f"{where}: {shown(key)}={shown(scaling[key])} of the rotary scaling is not supported")

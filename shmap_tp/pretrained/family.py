@@ -264,6 +264,7 @@ NEUTRAL = {
     "norm_placement": "before",
     "attention_softcap": None,
     "attention_scale_dim": None,
+    "attention_sinks": False,
     "logit_softcap": None,
     "experts": 0,
     "shared_expert_ffn": 0,

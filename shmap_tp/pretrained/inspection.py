@@ -44,7 +44,7 @@ def inspect(name: str) -> str:
     options = {key: plain(getattr(model, key)) for key in SHOWN}
     shown = [f"{key}={value}" for key, value in options.items() if value not in (None, False, NEUTRAL.get(key))]
     limit = source.family.context_limit(source.config)
-    lines = [f"{source.directory}: {source.family.architecture}", ""]
+    lines = [f"{source.directory}: {source.family.architecture}", *filter(None, [source.skipped]), ""]
     lines += textwrap.wrap(" ".join(shown), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     lines += [f"  context up to {limit.tokens} ({limit.reason}); {model.context} unless model.context is given", ""]
     lines += [f"  {what:<24}{count:>16,}" for what, count in terms.items() if count]

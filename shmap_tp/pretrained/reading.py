@@ -27,6 +27,7 @@ from shmap_tp.parallel.partitioning import decayed, is_stacked
 from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, pieces_of_array, tensors_within
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.tensor_files import StoredTensor
+from shmap_tp.runtime.console import print_on_process_0
 
 Tensors = Mapping[tuple[int, ...], StoredTensor]
 """The tensors of a parameter by the indices of its first dims, layers and experts; one at () where it has neither."""
@@ -44,6 +45,8 @@ def load_parameters(source: Source, model: ModelConfig, shapes: Transformer) -> 
     """
     stacked, described = paths_of(is_stacked(shapes)), paths_of(shapes)
     places = find_tensors(source, model, {path: stacked[path] for path in described})
+    if source.skipped:
+        print_on_process_0(source.skipped)
     total = sum(_bytes(leaf.shape, leaf.dtype) for leaf in described.values())
     quiet = jax.process_index() != 0 or not sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"reading {source.directory.name}", disable=quiet) as bar:

@@ -15,6 +15,7 @@ from shmap_tp.data.metadata import COMPANIONS, GENERATION, TEMPLATE
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.family import Family
+from shmap_tp.pretrained.multimodal import text_config, text_tensors
 from shmap_tp.pretrained.tensor_files import StoredTensor, read_header
 from shmap_tp.runtime.files import read_json_file, reading
 
@@ -43,6 +44,8 @@ class Source:
     """The file of the weights, where there are not several."""
     described_by: str | None = None
     """What says which tensors there are, if not config.json."""
+    text_of: str | None = None
+    """The multimodal architecture whose text model this is."""
 
     @property
     def config_file(self) -> str:
@@ -52,6 +55,21 @@ class Source:
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Where each tensor is.  Raises UserError if files are missing, damaged or not safetensors."""
+        return text_tensors(self._in_files) if self.text_of else self._in_files
+
+    @property
+    def skipped(self) -> str | None:
+        """What of the files is not read, as a sentence for users."""
+        if not self.text_of:
+            return None
+        count = len(self._in_files) - len(self.tensors)
+        return (
+            f"{self.directory} is a {self.text_of}: its text model is read, and {count} tensors of other parts are "
+            f"skipped; what is written of it is a {self.family.architecture}"
+        )
+
+    @cached_property
+    def _in_files(self) -> dict[str, StoredTensor]:
         if self.hub_name:
             _download(self.hub_name, WEIGHTS, revision=self.directory.name)
         if self.weights != SINGLE or (self.directory / SINGLE).is_file():  # as in transformers, whatever else is there
@@ -140,7 +158,9 @@ def open_source(name: str) -> Source:
     config = read_json_file(directory / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"{directory / 'config.json'} is not a JSON object; copy it again")
-    return Source(directory, config, find_family(config, str(directory / "config.json")), hub_name)
+    where = str(directory / "config.json")
+    text_of, config = text_config(config, where) or (None, config)
+    return Source(directory, config, find_family(config, where), hub_name, text_of=text_of)
 
 
 def _download(name: str, patterns: Sequence[str], revision: str | None) -> Path:

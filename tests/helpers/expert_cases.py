@@ -27,6 +27,7 @@ LOADS = {
     "three of sixteen by sigmoid, shared": (
         f"{BASE} experts=16 experts_per_token=3 router_scores=sigmoid shared_expert_ffn=8", EVEN,
     ),
+    "two of eight, biases, clamped": (f"{BASE} mlp=clamped_swiglu mlp_bias=true", EVEN),
     "two of eight, not normalised": (f"{BASE} router_normalize=false", EVEN),
 }  # fmt: skip
 """Settings, and what every token is multiplied by, with what is added to its first feature: SKEWED makes all tokens

@@ -30,6 +30,8 @@ FAMILIES = {
     "gemma2 and 3": "block=sequential norm=rmsnorm_unit_offset norm_placement=both qk_norm=true mlp=geglu kv_heads=2 "
     "positions=rotary rotary_local_base=10 layers=5 window=3 layer_pattern=[local,nope,global] attention_chunk=2 "
     "attention_softcap=1 attention_scale_dim=3 logit_softcap=0.5 tie_embeddings=true remat=mlp init_std=0.05",
+    "sinks": "block=sequential norm=rmsnorm mlp=swiglu kv_heads=2 positions=rotary attention_sinks=true qkv_bias=true "
+    "layers=3 window=3 layer_pattern=[local,global] attention_chunk=4 remat=attention",
 }
 FAMILIES = {
     name: [*SIZES.split(), *(f"model.{option}" for option in options.split())] for name, options in FAMILIES.items()

@@ -6,10 +6,11 @@ D width, L layers, H query heads, N key/value heads, K head dim, F ffn, V vocabu
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import (
+    GATED_MLPS,
     AttentionKernel,
     Block,
-    Mlp,
     ModelConfig,
+    NormPlacement,
     PositionKind,
     Remat,
     SavedActivation,
@@ -33,7 +34,7 @@ def active_mlp_weights(model: ModelConfig) -> int:
 
 
 def _mlp_weights(model: ModelConfig, experts: int) -> int:
-    each = (3 if model.mlp == Mlp.swiglu else 2) * model.width
+    each = (3 if model.mlp in GATED_MLPS else 2) * model.width
     if not model.experts:
         return each * model.ffn
     return each * (experts * model.ffn + model.shared_expert_ffn) + model.width * model.experts
@@ -42,13 +43,13 @@ def _mlp_weights(model: ModelConfig, experts: int) -> int:
 def biases(model: ModelConfig) -> int:
     """Biases of one block except those of its norms."""
     qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
-    mlp = (2 if model.mlp == Mlp.swiglu else 1) * model.ffn + model.width
+    mlp = (2 if model.mlp in GATED_MLPS else 1) * model.ffn + model.width
     return model.qkv_bias * qkv + model.attention_output_bias * model.width + model.mlp_bias * mlp
 
 
 def parameters(model: ModelConfig, *, padded: bool) -> int:
     vocabulary = padded_vocabulary(model) if padded else model.vocabulary
-    norms_per_block = 1 if model.block == Block.parallel else 2
+    norms_per_block = 1 if model.block == Block.parallel else 4 if model.norm_placement == NormPlacement.both else 2
     norm = (2 if model.norm_bias else 1) * model.width
     head_norms = 2 * model.head_dim if model.qk_norm else 0
     return (
@@ -65,9 +66,22 @@ def active_parameters(model: ModelConfig) -> int:
     return parameters(model, padded=False) - model.layers * (mlp_weights(model) - active_mlp_weights(model))
 
 
+def keys_of_a_token(model: ModelConfig, *, causal: bool) -> float:
+    """How many keys a query sees on average, summed over layers: T / 2, in a window W - W (W - 1) / 2T; all T and W
+    where the mask is not counted."""
+    kinds, total = model.layer_pattern or ["local"], 0.0
+    for layer in range(model.layers):
+        window = model.window if kinds[layer % len(kinds)] == "local" else None
+        if window is None:
+            total += model.context / 2 if causal else model.context
+        else:
+            total += window - causal * window * (window - 1) / (2 * model.context)
+    return total
+
+
 def forward(model: ModelConfig) -> dict[str, int]:
     """Of one token, by matmul, with causal attention counted at half."""
-    attention = model.layers * model.heads * model.head_dim * model.context
+    attention = int(2 * model.heads * model.head_dim * keys_of_a_token(model, causal=True))
     return {
         "projections": 2 * model.layers * projection_weights(model),
         "scores": attention,
@@ -87,7 +101,7 @@ def recomputed(model: ModelConfig) -> int:
     repeated = {
         Remat.none: 0,
         Remat.all_matmuls: 0,
-        Remat.attention_and_up: up if model.mlp == Mlp.swiglu else 0,
+        Remat.attention_and_up: up if model.mlp in GATED_MLPS else 0,
         Remat.attention: terms["mlp"] - up,
         Remat.mlp: attention + terms["projections"] - output,
         Remat.attention_output: terms["projections"] + terms["mlp"] - up - unread,

@@ -63,6 +63,7 @@ ROTATIONS = {
     "neighbouring": Rotation(10_000.0, None, neighbouring=True),
     "partial, neighbouring": Rotation(10_000.0, 4, neighbouring=True),
     "llama3": Rotation(10.0, None, scaling=Llama3Scaling(8.0, 1.0, 4.0, 32)),
+    "yarn_unrounded": Rotation(10.0, None, scaling=YarnScaling(8.0, 1.0, 4.0, 32, 10.0, rounded=False)),
     "yarn": Rotation(10.0, None, scaling=YarnScaling(8.0, 1.0, 4.0, 32, 10.0)),
 }
 ROTARIES = {name: Rotary(rotation) for name, rotation in ROTATIONS.items()}

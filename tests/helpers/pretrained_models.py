@@ -2,7 +2,8 @@
 
 `tests/pretrained/reference/*.json` are written by tests/pretrained/make_reference.py with transformers, so that tests
 without it can read the models and compare their logits.  The weights are random numbers that follow from the tensors'
-names: logits that spread by more than 5, biases that are not 0, norms that are not 1.
+names: logits that spread by more than 5, biases that are not 0, norms that are not 1, and gates beyond the limit of
+gpt-oss.
 """
 
 import json
@@ -88,6 +89,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 100, "pad_token_id": 0}
         | {"rope_parameters": _rope(10_000.0) | {"partial_rotary_factor": 0.75}},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        _LLAMA
+        | {"head_dim": 16, "intermediate_size": 12, "num_local_experts": 16, "num_experts_per_tok": 5}
+        | {"sliding_window": 100, "rope_parameters": _YARN | {"truncate": False}},
+    ),
     "smollm3": ("smollm3", _LLAMA | {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 48, "n_layer": 3, "n_head": 8}),
     "gpt_neox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5}),
@@ -117,14 +124,15 @@ def weight(name: str, shape: tuple[int, ...], case: str) -> np.ndarray:
     if len(shape) == 1:
         is_scale = name.endswith("weight") and not case.startswith("gemma")
         return (0.3 * values + is_scale).astype(np.float32)
-    spread = 3 if name in ("lm_head.weight", "embed_out.weight") else 1
+    spread = 3 if name.endswith(("lm_head.weight", "embed_out.weight")) else 1
+    spread = 2 if name.endswith("experts.gate_up_proj") else spread
     return (spread * values * shape[-1] ** -0.5).astype(np.float32)
 
 
 def in_files(parameter: str, values: np.ndarray, case: str) -> dict[str, np.ndarray]:
     """The tensors of files that have a parameter of transformers, views of its values: its matrices of all experts are
     one array, gate and up together."""
-    if ".experts." not in parameter:
+    if ".experts." not in parameter or case == "gpt_oss":
         name = parameter.replace("mlp.gate", "block_sparse_moe.gate") if case == "mixtral" else parameter
         return {name.replace("lm_head.", "embed_out.") if case.startswith("gpt_neox") else name: values}
     module, kind = parameter.rsplit(".", 1)

@@ -56,8 +56,14 @@ def plain_mlp(p: dict, x, activation):
 
 
 def gated_mlp(p: dict, x, activation):
+    """`activation` is that of the gate; None: as in gpt-oss."""
     gate, up = (x @ p[f"{name}.weight"].T + bias(p, f"{name}.bias") for name in ("gate", "up"))
-    return (activation(gate) * up) @ p["down.weight"] + bias(p, "down.bias")
+    if activation is None:
+        gate, up = jnp.where(gate > 7, 7, gate), jnp.where(up > 7, 7, jnp.where(up < -7, -7, up))
+        hidden = (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))
+    else:
+        hidden = activation(gate) * up
+    return hidden @ p["down.weight"] + bias(p, "down.bias")
 
 
 def gelu_mlp(p: dict, x):
@@ -70,8 +76,8 @@ def swiglu_mlp(p: dict, x):
 
 def experts(p: dict, x, config):
     """(the output, the auxiliary loss summed over tokens): one token and one expert at a time, without sorting."""
-    activation = {"swiglu": silu, "geglu": gelu}[config.mlp]
-    logits = x @ p["router.weight"]
+    activation = {"swiglu": silu, "geglu": gelu, "clamped_swiglu": None}[config.mlp]
+    logits = x @ p["router.weight"] + bias(p, "router.bias")
     exponentials = jnp.exp(logits)
     if config.router_scores == "sigmoid":
         scores = exponentials / (1 + exponentials)
@@ -89,6 +95,7 @@ def experts(p: dict, x, config):
     for e in range(config.experts):
         one = {f"{name}.weight": p[f"{name}.weight"][e].T for name in ("gate", "up")}
         one["down.weight"] = p["down.weight"][e]
+        one |= {f"{name}.bias": p[f"{name}.bias"][e] for name in ("gate", "up", "down") if f"{name}.bias" in p}
         y = y + weights[..., e, None] * gated_mlp(one, x, activation)
     if config.shared_expert_ffn:
         y = y + gated_mlp(inside(p, "shared"), x, activation)
@@ -147,14 +154,17 @@ def softcapped(x, cap):
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def one_head(q_BTK, k_BTK, v_BTK, slope, window, softcap=None, size=None):
-    """softmax over t - window < s <= t of (q k' / sqrt(size) + slope (s - t)), times v; `size` is K by default."""
+def one_head(q_BTK, k_BTK, v_BTK, slope, sink, window, softcap=None, size=None):
+    """softmax over t - window < s <= t of (q k' / sqrt(size) + slope (s - t)), times v; `size` is K by default.  A
+    sink is the score of one key more, whose value is 0; -inf is none."""
     time, size = q_BTK.shape[1], size or q_BTK.shape[2]
     t, s = jnp.arange(time)[:, None], jnp.arange(time)[None, :]
     scores = softcapped(jnp.einsum("btk,bsk->bts", q_BTK, k_BTK) / math.sqrt(size), softcap)
     scores = scores + (slope * (s - t))[None]
-    weights = jnp.where(((s <= t) & (s > t - window))[None], jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
-    return jnp.einsum("bts,bsk->btk", weights / weights.sum(-1, keepdims=True), v_BTK)
+    largest = jnp.maximum(scores.max(-1, keepdims=True), sink)
+    weights = jnp.where(((s <= t) & (s > t - window))[None], jnp.exp(scores - largest), 0)
+    total = weights.sum(-1, keepdims=True) + jnp.exp(sink - largest)
+    return jnp.einsum("bts,bsk->btk", weights / total, v_BTK)
 
 
 def attention(p: dict, x, positions: str, config=None, layer: int = 0):
@@ -184,11 +194,12 @@ def attention(p: dict, x, positions: str, config=None, layer: int = 0):
     heads, share = q_BTHK.shape[2], q_BTHK.shape[2] // k_BTNK.shape[2]
     k_BTHK, v_BTHK = jnp.repeat(k_BTNK, share, axis=2), jnp.repeat(v_BTNK, share, axis=2)
     slopes_H = jnp.array(alibi_slopes(heads) if positions == "alibi" else [0.0] * heads)
+    sinks_H = p["sinks"] if "sinks" in p else jnp.full(heads, -jnp.inf)
     options = {"window": config.window if is_local else x.shape[1]}
     if config:
         options |= {"softcap": config.attention_softcap, "size": config.attention_scale_dim}
-    mixed_BTHK = jax.vmap(partial(one_head, **options), in_axes=(2, 2, 2, 0), out_axes=2)(
-        q_BTHK, k_BTHK, v_BTHK, slopes_H
+    mixed_BTHK = jax.vmap(partial(one_head, **options), in_axes=(2, 2, 2, 0, 0), out_axes=2)(
+        q_BTHK, k_BTHK, v_BTHK, slopes_H, sinks_H
     )
     return mixed_BTHK.reshape(*x.shape[:2], -1) @ p["out.weight"] + bias(p, "out.bias")
 
@@ -203,6 +214,7 @@ MLPS = {
     "gelu_erf": lambda p, x: plain_mlp(p, x, gelu_erf),
     "swiglu": swiglu_mlp,
     "geglu": lambda p, x: gated_mlp(p, x, gelu),
+    "clamped_swiglu": lambda p, x: gated_mlp(p, x, None),
 }
 
 

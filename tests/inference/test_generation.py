@@ -93,6 +93,7 @@ CACHED = {
         "model.layers=4",
         "model.window=4",
         "model.layer_pattern=[local,global,nope]",
+        "model.attention_sinks=true",
         *("model.rotary_local_base=100", "model.attention_softcap=2", "model.logit_softcap=3", "model.qk_norm=true"),
         *("model.norm_placement=both", "model.attention_scale_dim=3"),
     ],

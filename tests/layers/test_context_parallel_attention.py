@@ -22,7 +22,11 @@ from shmap_tp.parallel.mesh import CP, MP, make_mesh
 from tests.helpers.assertions import RELATIVE, assert_close
 from tests.helpers.model_fixtures import mesh_config
 
-OPTIONS = {"window": 100, "softcap": 1.5, "scale": 0.25}
+OPTIONS = {"window": 100, "softcap": 1.5, "scale": 0.25, "sinks_H": np.float32([1.0, -2.0, 4.0, 2.0])}
+
+
+def as_arrays(options):
+    return {key: jnp.asarray(value) if isinstance(value, np.ndarray) else value for key, value in options.items()}
 
 
 def rank_order(x: jax.Array, ranks: int) -> jax.Array:
@@ -48,7 +52,7 @@ def on_ranks(attend, ranks: int, qkv, segments, options):
 
     def local(qkv, segments):
         def total(qkv):
-            pattern = Pattern(segments_BT=segments, **options)
+            pattern = Pattern(segments_BT=segments, **as_arrays(options))
             mixed, _ = attend(qkv["q"], *whole_rows((qkv["k"], qkv["v"])), pattern)
             return jnp.sum(jnp.sin(mixed)), mixed
 
@@ -64,7 +68,7 @@ def on_ranks(attend, ranks: int, qkv, segments, options):
 
 def on_whole_rows(qkv, segments, options):
     def total(qkv):
-        mixed = causal_attention(qkv["q"], qkv["k"], qkv["v"], Pattern(segments_BT=segments, **options), 64)
+        mixed = causal_attention(qkv["q"], qkv["k"], qkv["v"], Pattern(segments_BT=segments, **as_arrays(options)), 64)
         return jnp.sum(jnp.sin(mixed)), mixed
 
     gradients, mixed = jax.jit(jax.grad(total, has_aux=True))(qkv)

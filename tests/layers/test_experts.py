@@ -24,6 +24,7 @@ QUICK = [
     ("two of eight", "sequence"),
     ("one expert takes all", "all_reduce"),
     ("three of sixteen by sigmoid, shared", "collective_matmul"),
+    ("two of eight, biases, clamped", "sequence"),
 ]
 
 
@@ -40,6 +41,7 @@ QUICK_OVER_TOKENS = [
     ("one expert takes all", "all_reduce", (8, 1), 8, "float32"),
     ("three of sixteen by sigmoid, shared", "collective_matmul", (4, 2), 2, "float64"),
     ("all experts, geglu", "all_reduce", (4, 2), 2, "float32"),
+    ("two of eight, biases, clamped", "all_reduce", (4, 2), 2, "float64"),
 ]
 OVER_TOKENS = [
     (*case, shape, ep, "float32")

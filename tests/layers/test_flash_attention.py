@@ -76,25 +76,32 @@ def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head
     compare(splash_attention(kv_heads, head_dim, shape[0], defer), shape, "float32")
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 1.5, "scale": 0.25}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 100, "softcap": 1.5, "scale": 0.25, "sinks_H": [1.0, -2.0, 4.0, 2.0]}], ids=str
+)
 def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypatch, options):
-    """Output and gradients, with segments that end within and between blocks, others in each row."""
+    """Output and gradients, with segments that end within and between blocks, others in each row; also of sinks."""
     monkeypatch.setattr(splash_masks, "BLOCKS", (128,))
     rng, lengths = np.random.default_rng(0), ([100, 28, 60, 68], [256])
     segments = jnp.array([np.repeat(np.arange(len(row)), row) for row in lengths], jnp.int32)
     q, k, v, cotangent = (jnp.array(rng.normal(size=(2, T, heads, 64)), jnp.float32) for heads in (4, 2, 2, 4))
 
     heads = P(DP, None, MP, None)
+    sinks_BH = jnp.tile(jnp.array(options.get("sinks_H", [0.0] * 4)), (2, 1))  # a gradient for each row
 
     def run(attend, with_segments):
-        def local(q, k, v, cotangent, segments):
-            pattern = Pattern(None, segments if with_segments else None, **options)
-            mixed, pull = jax.vjp(lambda *qkv: attend(*qkv, pattern)[0], q, k, v)
+        def local(q, k, v, sinks_BH, cotangent, segments):
+            def call(q, k, v, sinks_BH):
+                sinks = {"sinks_H": sinks_BH[0]} if "sinks_H" in options else {}
+                return attend(q, k, v, Pattern(None, segments if with_segments else None, **options | sinks))[0]
+
+            mixed, pull = jax.vjp(call, q, k, v, sinks_BH)
             return mixed, *pull(cotangent)
 
-        specs = (*[heads] * 4, P(DP, None))
-        mapped = jax.shard_map(local, mesh=mesh((2, 2)), in_specs=specs, out_specs=(heads,) * 4)
-        return jax.jit(mapped)(q, k, v, cotangent, segments)
+        specs = (*[heads] * 3, P(DP, MP), heads, P(DP, None))
+        out_specs = (*[heads] * 4, P(DP, MP))
+        mapped = jax.shard_map(local, mesh=mesh((2, 2)), in_specs=specs, out_specs=out_specs)
+        return jax.jit(mapped)(q, k, v, sinks_BH, cotangent, segments)
 
     splash, chunked = Splash(interpret=True), Chunked(64)
     assert_close(run(splash, True), run(chunked, True), RELATIVE["float32"])
@@ -195,6 +202,8 @@ def test_auto_selects_the_best_kernel_of_the_device(device):
         ("H100", "head_dim=256", "bfloat16", CUDNN),
         ("A100", "head_dim=256", "bfloat16", Chunked(512)),
         ("H100", "head_dim=100", "bfloat16", Chunked(512)),
+        ("H100", "attention_sinks=true", "bfloat16", Chunked(512)),
+        ("v5e", "attention_sinks=true", "bfloat16", Splash()),
         ("H100", "head_dim=128", "float32", Chunked(512)),
         ("H100", "context=2112", "float16", CUDNN),
     ],
@@ -223,6 +232,7 @@ REFUSED = {
     ("MI300", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs",
     ("H100", "cudnn", "positions=alibi", "bfloat16"): "it is used without a bias, and model.positions=alibi needs one",
     ("H100", "cudnn", "attention_softcap=50", "bfloat16"): "caps no scores, and model.attention_softcap=50.0 needs",
+    ("H100", "cudnn", "attention_sinks=true", "bfloat16"): "it has no sinks, and model.attention_sinks=true needs them",
     ("H100", "cudnn", "", "float32"): "in bfloat16 or float16, not float32; set train.precision=bfloat16",
     ("A100", "cudnn", "head_dim=256", "bfloat16"): "model.head_dim=256 must be a multiple of 8, and 128 or less",
     ("H100", "cudnn", "head_dim=100", "bfloat16"): "model.head_dim=100 must be a multiple of 8, and 256 or less",

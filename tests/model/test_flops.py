@@ -49,6 +49,7 @@ EXPECTED = {
     "llama3_8b": (8_030_261_248, "8.03B", 8),
     "llama3_70b": (70_553_706_496, "70.55B", 8),
     "6b": (6_050_254_848, "6.05B", 16),
+    "gemma3_124m": (123_571_200, "123.6M", 4),
     "gpt2": (124_439_808, "124.4M", 4),
     "gpt2_1_3b": (1_313_083_392, "1.31B", 16),
     "gpt2_xl": (1_557_611_200, "1.558B", 1),
@@ -237,13 +238,13 @@ def test_recomputed_flops_are_undefined_for_attention_auto():
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_flops_with_full_attention_equal_the_formula_of_palm(name):
-    """PaLM, appendix B, where N counts the parameters that take part in a matmul."""
+    """PaLM, appendix B, where N counts the parameters that take part in a matmul; in a window W keys instead of T."""
     model = load(name)
     weights = flop_formulas.projection_weights(model) + flop_formulas.active_mlp_weights(model)
     n = model.layers * weights + model.width * model.vocabulary
-    attention = 12 * model.layers * model.heads * model.head_dim * model.context
-    assert flops_per_token(model, causal=False) == 6 * n + attention
-    assert flops_per_token(model) == 6 * n + attention // 2
+    for causal in (False, True):
+        attention = 12 * model.heads * model.head_dim * flop_formulas.keys_of_a_token(model, causal=causal)
+        assert flops_per_token(model, causal=causal) == 6 * n + int(attention)
 
 
 @pytest.mark.parametrize("name", ["gpt2_10b", "gpt2_128b"])

@@ -73,6 +73,12 @@ def test_a_softcap_after_the_mask_gives_wrong_values(monkeypatch):
         compare_model(LOCAL, (1, 1), "float64")
 
 
+def test_a_dropped_sink_gives_wrong_values(monkeypatch):
+    monkeypatch.setattr(causal_attention, "_softmax", lambda scores, sinks_H: jax.nn.softmax(scores, axis=-1))
+    with wrong:
+        compare_model("sinks", (1, 1), "float64")
+
+
 def test_a_loss_without_the_gradient_of_its_softcap_gives_wrong_values(monkeypatch):
     scores = shmap_tp.model.loss._scores
     monkeypatch.setattr(shmap_tp.model.loss, "_scores", lambda *given: replace(scores(*given), slope_NV=None))

@@ -26,7 +26,7 @@ from tests.helpers.transformers_float64 import float64_throughout, model_in_floa
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-WINDOWED = ("mistral", "gemma2", "gemma3", "olmo3")
+WINDOWED = ("mistral", "gemma2", "gemma3", "olmo3", "gpt_oss")
 """Cases with a window."""
 every_case = pytest.mark.parametrize("case", CASES)
 TOLERANCE = {"float32": 2e-5, "float64": 1e-10}

@@ -84,11 +84,6 @@ REFUSED = [
     ("qwen2", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale=0.7 of the rotary scaling is not supported"),
     (
         "qwen2",
-        {"rope_parameters": {**YARN, "truncate": False}},
-        "truncate=False of the rotary scaling is not supported",
-    ),
-    (
-        "qwen2",
         {"rope_parameters": {**YARN, "attention_factor": 1.1}},
         "attention_factor=1.1 of the rotary scaling is not",
     ),
@@ -137,6 +132,9 @@ REFUSED = [
         "'rope_type': 'yarn'} is not supported; supported is default",
     ),
     ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling={'type': 'longrope'} is not supported"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported for GptOssForCausalLM; supported is 7.0"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config says that the weights are q"),
+    ("gpt_oss", {"rope_parameters": None}, "rope_scaling is missing, which every GptOssForCausalLM has"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] must be a list of num_hidden_layers=5 numbers"),
     ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types=['sliding_attention', 'sliding_attention'"),
     ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True is not supported for SmolLM3ForCausalLM"),
@@ -208,6 +206,11 @@ PUBLISHED = {
         {"rope_parameters": None, "rope_theta": 500_000, "attention_bias": False, "layer_types": None}
         | {"rope_scaling": YARN | {"rope_theta": None, "attention_factor": 0.1 * math.log(4) + 1}},
         "olmo3",
+    ),
+    "gpt-oss-20b": (
+        {"rope_parameters": None, "rope_theta": 150000, "rope_scaling": YARN | {"rope_theta": None, "truncate": False}}
+        | {"initial_context_length": 4096, "experts_per_token": 4, "swiglu_limit": 7.0, "attention_bias": True},
+        "gpt_oss",
     ),
     "gemma-7b": ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gemma"),
 }

@@ -5,9 +5,11 @@ The errors of biases are in test_bias_mutations.py, and those with dense referen
 
 from dataclasses import replace
 
+import jax
 import pytest
 
 from shmap_tp import api
+from shmap_tp.layers.mlp import GATES
 from shmap_tp.layers.rotation import YarnScaling
 from shmap_tp.pretrained.families import FAMILIES
 from shmap_tp.pretrained.families.olmo import OLMO2
@@ -26,6 +28,9 @@ MUTATIONS = {
     ),
     "a transposed weight": (
         "gptj", "blocks.attention.out.weight", "transformer.h.{layer}.attn.out_proj.weight", "(h k) d -> (h k) d"
+    ),
+    "gate and up of gpt-oss as halves": (
+        "gpt_oss", "blocks.mlp.gate.weight", "model.layers.{layer}.mlp.experts.gate_up_proj", "e d (0/2 f) -> e d f"
     ),
     "gate and up exchanged": (
         "llama", "blocks.mlp.gate.weight", "model.layers.{layer}.mlp.up_proj.weight", "f d -> f d"
@@ -50,6 +55,19 @@ def test_the_comparison_fails_with(tmp_path, monkeypatch, what):
 def test_the_comparison_fails_without_the_amplitude_of_yarn(tmp_path, monkeypatch):
     monkeypatch.setattr(YarnScaling, "amplitude", 1.0)
     assert logit_error(write_directory(tmp_path / "m", "qwen2"), "qwen2") > AT_LEAST
+
+
+def test_the_comparison_fails_without_the_sinks_of_gpt_oss(tmp_path, monkeypatch):
+    monkeypatch.setattr("shmap_tp.layers.causal_attention._softmax", lambda x, sinks_H: jax.nn.softmax(x, axis=-1))
+    assert logit_error(write_directory(tmp_path / "m", "gpt_oss"), "gpt_oss") > AT_LEAST
+
+
+def test_the_comparison_fails_without_the_limits_of_gpt_oss(tmp_path, monkeypatch):
+    def unlimited(gate, up):
+        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+    monkeypatch.setitem(GATES, "clamped_swiglu", unlimited)
+    assert logit_error(write_directory(tmp_path / "m", "gpt_oss"), "gpt_oss") > AT_LEAST
 
 
 def test_the_comparison_fails_with_a_norm_over_the_heads_of_one_device(tmp_path, monkeypatch):
@@ -90,6 +108,9 @@ def test_the_comparison_fails_with_the_norms_of_olmo_before_the_sublayers(tmp_pa
         ("olmo3", "layer_pattern=[global,local,local,local]"),
         ("olmo3", "rotary_local_base=100"),
         ("olmo3", "window=99"),
+        ("gpt_oss", "window=101"),
+        ("gpt_oss", "layer_pattern=[global,local]"),
+        ("gpt_oss", "rotary_scaling=yarn"),
         ("phi3", "rotary_dim=null"),
         ("smollm3", "layer_pattern=[]"),
         ("smollm3", "layer_pattern=[nope,global]"),

@@ -44,7 +44,7 @@ def test_logits_are_those_of_transformers(tmp_path, case):
 
 
 @every_mesh
-@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_neox", "phi3", "olmo3", "gpt_oss"])
 def test_what_was_read_is_written_with_the_same_bits_from_every_mesh(tmp_path, case, mesh):
     directory = write_directory(tmp_path / "in", case)
     shmap_tp.from_pretrained(directory, **mesh).save_pretrained(tmp_path / "out")

@@ -30,12 +30,12 @@ import jax.numpy as jnp
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import (
+    GATED_MLPS,
     AttentionKernel,
     Block,
     Config,
     Documents,
     MeshConfig,
-    Mlp,
     ModelConfig,
     Remat,
     SavedActivation,
@@ -168,7 +168,7 @@ def activation_values(config: Config) -> dict[SavedActivation, float]:
     residual = model.width / (1 if mesh.tensor_parallel == TensorParallelMode.all_reduce else mesh.mp)
     query = model.heads * model.head_dim / mesh.mp
     key_value = 2 * max(model.kv_heads / mesh.mp, 1) * model.head_dim
-    gated = model.mlp in (Mlp.swiglu, Mlp.geglu)
+    gated = model.mlp in GATED_MLPS
     return {
         SavedActivation.input: residual,
         SavedActivation.sublayer_output: residual if model.block == Block.sequential else 0.0,

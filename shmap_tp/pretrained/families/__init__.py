@@ -4,6 +4,7 @@ from shmap_tp.errors import UserError, shown
 from shmap_tp.pretrained.families.gemma import GEMMA, GEMMA2, GEMMA3
 from shmap_tp.pretrained.families.gpt2 import GPT2
 from shmap_tp.pretrained.families.gpt_neox import GPT_NEOX
+from shmap_tp.pretrained.families.gpt_oss import GPT_OSS
 from shmap_tp.pretrained.families.gptj import GPTJ
 from shmap_tp.pretrained.families.llama import LLAMA
 from shmap_tp.pretrained.families.mistral import MISTRAL, MIXTRAL
@@ -15,7 +16,7 @@ from shmap_tp.pretrained.family import Family
 
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, GPTJ, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, SMOLLM3),
-    *(OLMO2, OLMO3, OLMOE, PHI3),
+    *(OLMO2, OLMO3, OLMOE, PHI3, GPT_OSS),
 )
 """In the order in which a family is chosen for a model that was not read from a Hugging Face directory."""
 

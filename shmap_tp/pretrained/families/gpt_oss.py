@@ -1,0 +1,71 @@
+"""gpt-oss: experts with biases and a clamped SwiGLU in every layer, attention sinks, a window in every second layer.
+
+Weights are read where they are floats; the published ones are MXFP4, of four bits, and are refused with the way to
+write them as bfloat16.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shmap_tp.config.schema import ModelConfig, RotaryScaling
+from shmap_tp.errors import UserError
+from shmap_tp.pretrained.config_json import RotaryKeys
+from shmap_tp.pretrained.families.llama import FIXED, ROUTER_TRAINING, ROWS, SHAPE, without_mlp
+from shmap_tp.pretrained.family import Family, Key, Row
+from shmap_tp.pretrained.layer_types import layer_types, pattern_in
+
+
+def _derived(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if config.get("quantization_config"):
+        raise UserError(
+            f"{where}: quantization_config says that the weights are quantized, which is not supported; write them as "
+            f"bfloat16:\nAutoModelForCausalLM.from_pretrained(DIR, quantization_config=Mxfp4Config(dequantize=True), "
+            f"dtype='bfloat16').save_pretrained(OUT)"
+        )
+    if not config.get("rope_scaling") and not config.get("rope_parameters"):
+        raise UserError(f"{where}: rope_scaling is missing, which every GptOssForCausalLM has; copy the file again")
+    return {"layer_pattern": pattern_in(config, 2)}
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    unscaled = {} if model.rotary_scaling != RotaryScaling.none else {"rope_scaling": {"rope_type": "default"}}
+    return {"layer_types": layer_types(model.layer_pattern, model.layers)} | unscaled
+
+
+_LAYER = "model.layers.{layer}."
+_EXPERTS = _LAYER + "mlp.experts."
+_DEFAULTS = {"head_dim": 64, "rms_norm_eps": 1e-5}
+GPT_OSS = Family(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    keys=(
+        *(replace(key, default=_DEFAULTS.get(key.theirs, key.default)) for key in SHAPE),
+        Key("hidden_act", ("mlp",), "silu", {"silu": "clamped_swiglu"}),
+        Key("attention_bias", ("qkv_bias", "attention_output_bias"), True),
+        Key("sliding_window", ("window",), 128),
+        Key("num_local_experts", ("experts",), 128),
+        Key("num_experts_per_tok", ("experts_per_token",), 4),
+    ),
+    fixed=FIXED | {"attention_sinks": True, "mlp_bias": True},
+    context_key="max_position_embeddings",
+    rows=(
+        *without_mlp(ROWS),
+        Row("blocks.attention.sinks", _LAYER + "self_attn.sinks", "h -> h"),
+        Row("blocks.mlp.router.weight", _LAYER + "mlp.router.weight", "e d -> d e"),
+        Row("blocks.mlp.router.bias", _LAYER + "mlp.router.bias", "e -> e"),
+        Row("blocks.mlp.gate.weight", _EXPERTS + "gate_up_proj", "e d (f 0/2) -> e d f"),
+        Row("blocks.mlp.gate.bias", _EXPERTS + "gate_up_proj_bias", "e (f 0/2) -> e f"),
+        Row("blocks.mlp.up.weight", _EXPERTS + "gate_up_proj", "e d (f 1/2) -> e d f"),
+        Row("blocks.mlp.up.bias", _EXPERTS + "gate_up_proj_bias", "e (f 1/2) -> e f"),
+        Row("blocks.mlp.down.weight", _EXPERTS + "down_proj", "e f d -> e f d"),
+        Row("blocks.mlp.down.bias", _EXPERTS + "down_proj_bias", "e d -> e d"),
+    ),
+    prefix="model.",
+    rotary=RotaryKeys(default_base=150_000.0),
+    only={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
+    ignored=ROUTER_TRAINING | {"layer_types", "initial_context_length", "experts_per_token", "quantization_config"},
+    derived=_derived,
+    write=_write,
+)
+"""initial_context_length is that of the rotary scaling, and experts_per_token the same as num_experts_per_tok."""

@@ -108,8 +108,9 @@ OF_EXPERTS = {
     "model.experts_per_token=9": "model.experts_per_token=9 is above model.experts=8 (model bytes); use at most 8",
     "model.block=parallel": "model.experts=8 cannot be combined with model.block=parallel (model bytes); "
     "use model.block=sequential",
-    "model.mlp=gelu": "model.experts=8 cannot be combined with model.mlp=gelu (model bytes); use model.mlp=swiglu",
-    "model.mlp_bias=true": "model.experts=8 cannot be combined with model.mlp_bias=true (model bytes); use",
+    "model.mlp=gelu": "model.experts=8 cannot be combined with model.mlp=gelu (model bytes); use one of swiglu, geglu",
+    "model.mlp_bias=true model.shared_expert_ffn=128": "model.experts=8 cannot be combined with "
+    "model.shared_expert_ffn=128 and model.mlp_bias=true (model bytes); use model.mlp_bias=false",
     "model.adapter.rank=4": "model.adapter.matrices has all, but experts have no adapters (model.experts=8); "
     "use model.adapter.matrices=[attention]",
     "mesh.ep=4 mesh.dp=4": "mesh.ep=4 x mesh.mp=4 does not divide experts=8 (model bytes); use mesh.ep in {1, 2}",

@@ -122,6 +122,7 @@ class Model:
         *,
         dp: int | None = None,
         mp: int | None = None,
+        cp: int = 1,
         step: int | None = None,
         dtype: str | None = None,
         processes: int = 1,
@@ -131,20 +132,20 @@ class Model:
 
         `directory` is the run's directory, its checkpoint.dir, or one checkpoint.  Without `step` the newest intact
         checkpoint is used; a damaged one is skipped with a warning.  Without `dp` or `mp` that of the saved mesh is
-        used; no row is split along time (cp=1), and no token is sent to experts (ep=1).  With `dtype`, float32 or
+        used; rows are split along time over `cp`, and no token is sent to experts (ep=1).  With `dtype`, float32 or
         bfloat16, weight matrices, activations and matrix products are of it; `auto` is what the run computes in
         (train.precision).  Of several `processes`, which have joined, each calls this and has its part.
         Raises UserError if there is no such checkpoint, and as `initialize` does.
         """
         check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
         if processes == 1:
-            emulate_devices((dp or 1) * (mp or 1))  # before Orbax uses a backend
+            emulate_devices((dp or 1) * cp * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)
         if dtype not in (None, Precision.auto):
             config = replace(config, train=replace(config.train, precision=_precision(dtype)))
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
-        mesh = replace(config.mesh, dp=shape[0], mp=shape[1], cp=1, ep=1, tile=None, slices=1, processes=processes)
+        mesh = replace(config.mesh, dp=shape[0], mp=shape[1], cp=cp, ep=1, tile=None, slices=1, processes=processes)
         config = replace(config, mesh=mesh)
         validate(config)
         config, mesh, functions = build(config, components)
@@ -302,13 +303,14 @@ def from_pretrained(
     adapter: str | PathLike | None = None,
     dp: int = 1,
     mp: int = 1,
+    cp: int = 1,
     tensor_parallel: str = "all_reduce",
     zero: str = "none",
     dtype: str = "float32",
     context: int | None = None,
     processes: int = 1,
 ) -> Model:
-    """The model in a Hugging Face directory, or of that name on the hub, on a (dp, mp) mesh (docs/pretrained.md).
+    """The model in a Hugging Face directory, or of that name on the hub, on a (dp, cp, mp) mesh (docs/pretrained.md).
 
     `adapter` is a directory as PEFT writes it, with an adapter of this model.
     Weight matrices, activations and matrix products are of `dtype`, whatever the dtype of the files: float32, bfloat16,
@@ -318,7 +320,12 @@ def from_pretrained(
     have joined, each calls this and reads its part.
     Raises UserError if the directory cannot be used, or the model does not suit the mesh.
     """
-    overrides = [f"model.from_pretrained={compose.quoted(str(name))}", f"mesh.dp={dp}", f"mesh.mp={mp}"]
+    overrides = [
+        f"model.from_pretrained={compose.quoted(str(name))}",
+        f"mesh.dp={dp}",
+        f"mesh.mp={mp}",
+        f"mesh.cp={cp}",
+    ]
     overrides += [f"mesh.tensor_parallel={tensor_parallel}", f"mesh.zero={zero}", f"train.precision={dtype}"]
     overrides += [f"train.batch={dp}", f"mesh.processes={processes}"] + (
         [] if context is None else [f"model.context={context}"]

@@ -55,7 +55,7 @@ def model_parser(command: str, description: str, epilog: str, *, several: bool) 
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the model)")
     parser.add_argument("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")
-    parser.set_defaults(processes=1, process_id=None, coordinator=None)
+    parser.set_defaults(mesh_keys=MESH_KEYS, processes=1, process_id=None, coordinator=None)
     if several:
         parser.add_argument("--processes", type=int, metavar="N", help="number of processes, one per host (1)")
         parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")
@@ -106,7 +106,7 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
         with _explained_memory_errors():
             yield
         return
-    mesh = mesh_sizes(arguments.mesh)
+    mesh = mesh_sizes(arguments.mesh, arguments.mesh_keys)
     devices = math.prod(mesh.values())
     if devices % arguments.processes:
         raise UserError(
@@ -170,7 +170,7 @@ def open_model(arguments: argparse.Namespace) -> "Model":
 
     Raises UserError if there is none, or it does not suit the mesh.
     """
-    mesh = mesh_sizes(arguments.mesh)
+    mesh = mesh_sizes(arguments.mesh, arguments.mesh_keys)
     if arguments.pretrained is not None and arguments.step is not None:
         raise UserError("--step names a checkpoint of a run; leave it out with --pretrained")
     if arguments.adapter is not None and arguments.pretrained is None:
@@ -187,17 +187,18 @@ def open_model(arguments: argparse.Namespace) -> "Model":
     )
 
 
-def mesh_sizes(arguments: Sequence[str]) -> dict[str, int]:
-    """{"dp": N, "mp": N} of mesh.dp=N and mesh.mp=N; 1 where one is not given.  Raises UserError."""
-    found = dict.fromkeys(MESH_KEYS, 1)
+def mesh_sizes(arguments: Sequence[str], keys: Sequence[str] = MESH_KEYS) -> dict[str, int]:
+    """{"dp": N, "mp": N} of mesh.dp=N and mesh.mp=N, and so of other `keys`; 1 where one is not given.  Raises
+    UserError."""
+    found = dict.fromkeys(keys, 1)
     for argument in arguments:
         key, _, value = argument.partition("=")
         is_number = value.isascii() and value.isdecimal() and len(value) < 10
         if key not in found or not is_number or int(value) < 1:
             if argument.startswith("mesh.cp="):
                 raise UserError(
-                    f"{argument}: only training splits rows along time; for a prompt that does not fit one device\n"
-                    f"use a larger mesh.mp, over which the heads of the cache are sharded"
+                    f"{argument}: only training and evaluation split rows along time; for a prompt that does not fit\n"
+                    f"one device use a larger mesh.mp, over which the heads of the cache are sharded"
                 )
             raise UserError(f"{argument!r} is not mesh.dp=N or mesh.mp=N; everything else is as in the checkpoint")
         found[key] = int(value)

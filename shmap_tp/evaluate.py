@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shmap_tp.command_model import joined, model_parser, open_model
+from shmap_tp.command_model import MESH_KEYS, joined, model_parser, open_model
 from shmap_tp.config.schema import Documents
 from shmap_tp.config.sources import each_source
 from shmap_tp.config.values import SCHEMES, check_path
@@ -22,6 +22,7 @@ EPILOG = """\
 examples
   python -m shmap_tp.evaluate --checkpoint runs/first --data data/mine
   python -m shmap_tp.evaluate --pretrained DIR --text README.md
+  python -m shmap_tp.evaluate --checkpoint runs/long --data data/books mesh.cp=4   rows longer than a device holds
   python -m shmap_tp.evaluate --pretrained DIR --tasks arc_easy,hellaswag --limit 100 mesh.mp=4
 """
 ONLY_OF_FILES = "data", "split", "sequences", "text", "documents"
@@ -31,6 +32,7 @@ ONLY_OF_TASKS = "tasks_dir", "limit", "fewshot", "apply_chat_template"
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.evaluate`."""
     parser = model_parser("evaluate", DESCRIPTION, EPILOG, several=True)
+    parser.set_defaults(mesh_keys=(*MESH_KEYS, "mesh.cp"))
     parser.add_argument("--data", metavar="DIR", help="a directory of shmap_tp.prepare (default: data.dir of the run)")
     parser.add_argument(
         "--text",
@@ -80,8 +82,11 @@ def _table(result: dict) -> str:
         from lm_eval.utils import make_table
 
         return make_table(result).rstrip()
-    shown = {name: value if isinstance(value, int) else format(value, ".4f") for name, value in result.items()}
-    return "\n".join(f"{name.replace('_', ' '):<16}{value}" for name, value in shown.items())
+    by_position = [("loss by position", "")]
+    by_position += [(f"  after {each['after']:,}", each["loss"]) for each in result["loss_by_position"]]
+    lines = [(name.replace("_", " "), value) for name, value in result.items() if name != "loss_by_position"]
+    shown = [(name, format(value, ".4f") if isinstance(value, float) else value) for name, value in lines + by_position]
+    return "\n".join(f"{name:<16}{value}".rstrip() for name, value in shown)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -146,7 +151,7 @@ def _texts(arguments: argparse.Namespace) -> list[str]:
     return list(documents_in(files, arguments.field or "text"))
 
 
-def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> dict[str, int | float]:
+def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> dict:
     """The grades on `texts`, or on a token file where there are none.  Raises UserError."""
     with importing():
         from shmap_tp.inference.scoring import evaluate_file, evaluate_text

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,11 @@ from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.sampling import argmax
 from shmap_tp.layers.embedding import OutputProjection, score
 from shmap_tp.model.loss import target_statistics
+from shmap_tp.model.tokens import positions_of
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_gather_invariant
-from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.context_parallel import own_chunks, row_order, time_ranks
+from shmap_tp.parallel.mesh import MP, Role, axes_of, batch_axes
 
 POSITIONS_MULTIPLE = 128
 """Sequences are padded to a multiple of this, so that similar lengths share one program."""
@@ -39,6 +42,8 @@ CHUNK = 512
 
 Scores = tuple[Float[Array, " N"], Bool[Array, " N"]]
 """(log-likelihood in nats, whether it is the most likely token) of each target."""
+Grades = dict[str, Any]
+"""By name; `loss_by_position` is a list of them."""
 
 
 class ScoringProgram:
@@ -46,6 +51,7 @@ class ScoringProgram:
 
     def __init__(self, programs: GenerationPrograms):
         self.model, self._programs = programs.model, programs
+        self._axes, self._sizes = programs.mesh.axis_names, programs.mesh.shape
         self._run = jax.jit(self._mapped())
 
     def __call__(
@@ -57,11 +63,13 @@ class ScoringProgram:
         multiple: int = POSITIONS_MULTIPLE,
     ) -> tuple[np.ndarray, np.ndarray]:
         """tokens[B, T] -> (log-likelihood of tokens[:, 1:] given those before, whether each is the most likely one),
-        float32[B, T-1] and bool[B, T-1].  The sequences are padded to a multiple of `multiple` positions.
+        float32[B, T-1] and bool[B, T-1].  The sequences, or their chunks where rows are split along time, are padded to
+        a multiple of `multiple` positions.
         With segments[B, T], the number of the document of each token, those given are of the document of the token
         before."""
         batch, time = tokens.shape[0], tokens.shape[1] - 1
-        rows = -(-batch // self._programs.batch_ranks) * self._programs.batch_ranks
+        of_batch, of_time = math.prod(self._sizes[axis] for axis in batch_axes(self._axes)), time_ranks(self._sizes)
+        rows, multiple = -(-batch // of_batch) * of_batch, multiple * (2 * of_time if of_time > 1 else 1)
         length = min(-(-time // multiple) * multiple, self.model.context)
         more = [(0, rows - batch), (0, length - time)]
         padded = [None if x is None else np.pad(np.asarray(x, np.int32), more) for x in (tokens, segments)]
@@ -70,20 +78,29 @@ class ScoringProgram:
         return likelihood, greedy
 
     def _mapped(self) -> Callable[[Transformer, Array], tuple[Array, Array]]:
-        execution, batch = self._programs.execution, self._programs.batch
+        execution, batch, time = self._programs.execution, batch_axes(self._axes), axes_of(Role.time, self._axes)
 
         def run(
-            params: Transformer, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None
+            params: Transformer, inputs_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"], carried: Carried
         ) -> tuple[Array, Array]:
-            segments_BT = None if segments_BT is None else segments_BT[:, :-1]
-            h_BTD, _ = params(tokens_BT[:, :-1], execution, Carried(segments=segments_BT))
+            inputs_BT, targets_BT, positions_BT = own_chunks((inputs_BT, targets_BT, carried.positions))
+            h_BTD, _ = params(inputs_BT, execution, Carried(positions_BT, carried.segments))
             h_BTD, projection = params.output_projection(h_BTD, execution)
-            scores = _in_chunks(partial(_scores, projection, self.model.vocabulary), h_BTD, tokens_BT[:, 1:])
+            scores = _in_chunks(partial(_scores, projection, self.model.vocabulary), h_BTD, targets_BT)
+            if time:
+                scores = jax.tree.map(lambda x: all_gather_invariant(x, time, 1), scores)
             return jax.tree.map(lambda x: all_gather_invariant(x, batch, 0), scores)
 
-        def mapped(params: Transformer, *arrays: Array | None) -> tuple[Array, Array]:
-            specs = jax.tree.map(lambda _: P(batch, None), arrays)
-            return self._programs.sharded.mapped(run, specs, (P(), P()))(params, *arrays)
+        def mapped(
+            params: Transformer, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None
+        ) -> tuple[Array, Array]:
+            inputs_BT, segments_BT = tokens_BT[:, :-1], None if segments_BT is None else segments_BT[:, :-1]
+            carried = Carried(positions_of(inputs_BT, self._axes, segments_BT), segments_BT)
+            rows = P(batch, None)
+            scores = self._programs.sharded.mapped(run, (rows, rows, rows), (P(), P()))(
+                params, inputs_BT, tokens_BT[:, 1:], carried
+            )
+            return jax.tree.map(lambda x: row_order(x, time_ranks(self._sizes), 1), scores)
 
         return mapped
 
@@ -117,7 +134,7 @@ def evaluate_file(
     data: DataConfig,
     split: str,
     limits: tuple[int | None, int],
-) -> dict[str, int | float]:
+) -> Grades:
     """The grades (`_grades`) of the model on `split` of data.dir, in sequences of model.context tokens.
 
     data.dir may be a bucket, which is read as in training.
@@ -152,7 +169,7 @@ def evaluate_text(
     texts: Sequence[str],
     limits: tuple[int | None, int],
     documents: Documents,
-) -> dict[str, int | float]:
+) -> Grades:
     """The grades (`_grades`) of the model on documents, in sequences of model.context tokens, the last one shorter.
 
     The end of text is between two documents.  The model's first token is before all of them, or before each where they
@@ -189,7 +206,7 @@ def evaluate_text(
 
 def _grades(
     program: ScoringProgram, parameters: Transformer, batches: Iterable[np.ndarray], text_bytes: TextBytes, name: str
-) -> dict[str, int | float]:
+) -> Grades:
     """Loss, perplexity, bits per byte and accuracy on batches [rows, tokens]; `name` is that of the text in messages.
 
     Where documents are isolated, each is read as if it were alone, and its first token is not graded.
@@ -197,9 +214,12 @@ def _grades(
     loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the
     sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
     (Gao et al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.
+    loss_by_position has the loss of the tokens that see `after` to 2 after - 1 tokens of their row and document, for
+    each power of two `after` that has some: a model that uses a long context predicts later ones better.
     Raises UserError if the tokens have no text.
     """
-    nats, right, size, sequences, tokens, shape = 0.0, 0, 0, 0, 0, None
+    right, size, sequences, tokens, shape = 0, 0, 0, 0, None
+    nats_of, tokens_of = np.zeros(64), np.zeros(64, int)  # by the logarithm of the number of tokens before
     for rows in batches:
         shape = shape if shape and shape[1] == rows.shape[1] else rows.shape
         more = np.repeat(rows[:1], shape[0] - len(rows), axis=0)
@@ -209,12 +229,15 @@ def _grades(
         segments = None if text_bytes.isolated is None else np.cumsum(ends, axis=1) - ends
         likelihood, greedy = (found[: len(rows)] for found in program(parameters, filled, segments))
         graded = ~ends[: len(rows), :-1] & (rows[:, 1:] >= 0)
-        nats -= float(likelihood[graded].sum(dtype=np.float64))
+        octave = np.frexp(_tokens_before(None if segments is None else segments[: len(rows)], rows.shape))[1] - 1
+        nats_of -= np.bincount(octave[graded], likelihood[graded].astype(np.float64), 64)
+        tokens_of += np.bincount(octave[graded], minlength=64)
         right += int(greedy[graded].sum())
         size += text_bytes(rows)
         sequences, tokens = sequences + len(rows), tokens + int(graded.sum())
     if not size:
         raise UserError(f"{name}: these {sequences} sequences hold only ends of documents, and no text")
+    nats = float(nats_of.sum())
     return {
         "sequences": sequences,
         "tokens": tokens,
@@ -222,7 +245,20 @@ def _grades(
         "perplexity": math.exp(min(nats / tokens, 700)),
         "bits_per_byte": nats / math.log(2) / size,
         "accuracy": right / tokens,
+        "loss_by_position": [
+            {"after": 2 ** int(each), "tokens": int(tokens_of[each]), "loss": float(nats_of[each] / tokens_of[each])}
+            for each in np.flatnonzero(tokens_of)
+        ],
     }
+
+
+def _tokens_before(segments_BT: Int[np.ndarray, "B T"] | None, shape: tuple[int, int]) -> Int[np.ndarray, "B _"]:
+    """How many tokens of its row, and of the document of the one before it, each token but the first sees."""
+    place = np.broadcast_to(np.arange(shape[1]), shape)
+    if segments_BT is None:
+        return place[:, 1:]
+    begins = np.diff(segments_BT, axis=1, prepend=-1) != 0
+    return (place - np.maximum.accumulate(np.where(begins, place, 0), axis=1))[:, :-1] + 1
 
 
 def _open(data: DataConfig, split: str, model: ModelConfig) -> tuple[AnyTokenFile, Meta]:

@@ -219,6 +219,35 @@ def test_evaluate_agrees_with_the_logits(run, capsys, documents):
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == rows[:, 1:])[~ends].mean())
 
 
+@pytest.mark.parametrize("documents", ["isolated", "joined"])
+def test_the_loss_by_position_is_the_same_on_every_mesh(run, capsys, documents):
+    """Of the whole loss, its parts; a token of isolated documents has before it those of its own."""
+    given = ["--checkpoint", str(run), "--sequences", "5", "--batch", "4", "--json", "--documents", documents]
+    found = []
+    for mesh in ([], ["mesh.dp=2", "mesh.cp=2", "mesh.mp=2"], ["mesh.cp=8"]):
+        code, printed, _ = called(evaluate, capsys, *given, *mesh)
+        assert code == 0
+        found.append(json.loads(printed))
+    for other in found[1:]:
+        assert other["loss_by_position"] == [
+            each | {"loss": pytest.approx(each["loss"], rel=1e-5)} for each in found[0]["loss_by_position"]
+        ]
+        assert other["accuracy"] == found[0]["accuracy"]
+    rows = np.fromfile(run.parent / "data" / "validation.bin", np.uint16)[: 5 * 16 + 1].astype(int)
+    before = np.zeros(64, int)
+    for row in (rows[first : first + 17] for first in range(0, 80, 16)):
+        seen = 0
+        for token in row[:-1]:
+            seen += 1
+            is_end = token == 0 and documents == "isolated"
+            before[seen.bit_length() - 1] += not is_end
+            seen = 0 if is_end else seen
+    parts = {each["after"]: each["tokens"] for each in found[0]["loss_by_position"]}
+    assert parts == {2**each: before[each] for each in np.flatnonzero(before)}
+    total = sum(each["tokens"] * each["loss"] for each in found[0]["loss_by_position"])
+    assert total == pytest.approx(found[0]["loss"] * found[0]["tokens"], rel=1e-9)
+
+
 def test_evaluate_grades_a_file_of_text_to_its_last_token(run, capsys, tmp_path):
     """An end of text is before the first document, and one between them."""
     (tmp_path / "a.md").write_text("12+34=")

@@ -12,11 +12,12 @@ def check_experts(mesh: MeshConfig, model: ModelConfig) -> None:
     _check_expert_parallel(mesh, model)
     count = f"model.experts={model.experts}"
     if not model.experts:
-        for key in ("shared_expert_ffn", "expert_capacity", "router_balance_loss", "router_z_loss"):
-            if value := getattr(model, key):
+        for key in ("shared_expert_ffn", "expert_capacity", "router_bias_rate", "router_balance_loss", "router_z_loss"):
+            without = None if key in ("expert_capacity", "router_bias_rate") else 0
+            if (value := getattr(model, key)) != without:
                 raise UserError(
                     f"model.{key}={value} has no effect with {count} (model {model.name}); set model.experts, or "
-                    f"model.{key}={'null' if key == 'expert_capacity' else 0}"
+                    f"model.{key}={'null' if without is None else 0}"
                 )
         return
     if model.experts_per_token > model.experts:
@@ -40,6 +41,11 @@ def check_experts(mesh: MeshConfig, model: ModelConfig) -> None:
         raise UserError(
             f"model.adapter.matrices has {named[0]}, but experts have no adapters ({count}); use "
             f"model.adapter.matrices=[attention]"
+        )
+    if model.adapter.rank and model.router_bias_rate:
+        raise UserError(
+            f"model.router_bias_rate={model.router_bias_rate} moves biases of routers, but with "
+            f"model.adapter.rank={model.adapter.rank} checkpoints have adapters alone; use model.router_bias_rate=0"
         )
 
 

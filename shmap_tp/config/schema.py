@@ -76,8 +76,7 @@ class MeshConfig:
     """How the gradients of FSDP weights are reduced.  reduce_scatter: one reduce-scatter after each weight-gradient
     matmul.  ring: in ring steps, each of which overlaps the matmul of the next chunk."""
     slices: int
-    """Number of slices (groups of devices with a fast network of their own, joined by a slower one) that dp spans; with
-    zero=fsdp only shards cross between slices, once per step."""
+    """How many slices (devices with a fast network of their own) dp spans; FSDP sends only shards between them."""
     processes: int
     """Number of processes: one per host, under Slurm per GPU.  Without TPUs, GKE or Slurm they need --coordinator."""
 
@@ -128,12 +127,13 @@ class ModelConfig:
     experts_per_token: int
     """How many experts compute each token, those with the highest scores."""
     expert_capacity: float | None
-    """For mesh.ep: the rows that a device can send to another, relative to those at even load; others are dropped, also
-    in evaluation, and experts_dropped in metrics.jsonl is their share.  null: room for any load."""
+    """For mesh.ep: the most rows a device sends another, relative to even load; others are dropped.  null: all rows."""
     router_scores: RouterScores
     """Scores of the experts, from a token times the router's weight: softmax over all, or sigmoid of each."""
     router_normalize: bool
     """Whether the scores of a token's chosen experts, its weights, are divided by their sum."""
+    router_bias_rate: float | None
+    """How far a step moves each expert's bias, added to its score for the choice alone, to even loads; null: none."""
     router_balance_loss: float
     """Weight of the load-balancing loss, which is 1 in each block where all experts are chosen alike; 0: none."""
     router_z_loss: float

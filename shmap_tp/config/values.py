@@ -31,6 +31,7 @@ _MAY_BE_ZERO = [
     *("optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.weight_decay", "model.init_std"),
     *("model.norm_epsilon", "model.embedding_scale", "model.attention_softcap", "model.logit_softcap"),
     *("model.adapter.rank", "model.experts", "model.router_balance_loss", "model.router_z_loss"),
+    "model.router_bias_rate",
     *("model.shared_expert_ffn", "train.dpo_label_smoothing"),
     *("model.rotary_low_frequency_factor", "model.rotary_high_frequency_factor"),
 ]

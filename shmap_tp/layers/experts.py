@@ -21,7 +21,7 @@ device alone: the gradient of the router is a partial sum over mp, as that of x 
 so.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from shmap_tp.config.activation_names import GATE, UP
 from shmap_tp.config.schema import MeshConfig, ModelConfig, RouterScores
+from shmap_tp.errors import UserError
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.expert_dispatch import dispatch_of_mesh
 from shmap_tp.layers.grouped_matmul import GroupedMatmul
@@ -54,10 +55,10 @@ class Routing(NamedTuple):
 
 
 class RouterStatistics(NamedTuple):
-    """What a step counts of one layer; each a sum over devices, of which those of mp have equal shares."""
+    """What a step counts of one layer; the sum over devices is that over tokens."""
 
-    load_E: Float[Array, " E"]
-    """How many tokens chose each expert."""
+    load_E: Int[Array, " E"]
+    """How many tokens chose each expert, counted by the first rank of mp: an exact sum, on every mesh the same."""
     entropy: Float[Array, ""]
     """Of the scores of each token, as shares, in nats; summed over tokens."""
     dropped: Float[Array, ""]
@@ -67,9 +68,10 @@ class RouterStatistics(NamedTuple):
         """Of the sums over a step of so many tokens, stacked over layers: the load of the expert that most tokens of a
         layer chose, relative to the mean; the mean entropy; the share of pairs that were dropped."""
         layers, experts = self.load_E.shape
-        pairs = jnp.sum(self.load_E)
+        load_LE = self.load_E.astype(self.entropy.dtype)
+        pairs = jnp.sum(load_LE)
         return {
-            "expert_load": jnp.max(self.load_E) * (layers * experts) / pairs,
+            "expert_load": jnp.max(load_LE) * (layers * experts) / pairs,
             "router_entropy": jnp.sum(self.entropy) / (layers * tokens),
             "experts_dropped": jnp.sum(self.dropped) / pairs,
         }
@@ -81,13 +83,22 @@ class Router(eqx.Module):
 
     A softmax of the chosen logits alone, as Mixtral has it, is the same as `normalize` with a softmax of all.
 
+    With a choice bias those of score + choice bias are the largest; weights are scores without it.  It has no gradient,
+    and moves after each step by the load of all tokens of the step (`balanced`).  Wang et al. 2024,
+    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", https://arxiv.org/abs/2408.15664;
+    DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2, https://arxiv.org/abs/2412.19437
+
     Communication  backward: one all-reduce of dw (D E values) and db over mp, unless the tensor-parallel mode marked
                    them as varying before: then they are reduced once per step.
     """
 
     weight: Float[Array, "D E"] = param(None, None)
     bias: Float[Array, " E"] | None = param(None)
+    choice_bias: Float[Array, " E"] | None = param(None, trained=False)
+    """float32."""
     per_token: int = eqx.field(static=True)
+    bias_rate: float = eqx.field(static=True)
+    """By how much a step moves the bias of an expert."""
     scores: RouterScores = eqx.field(static=True)
     normalize: bool = eqx.field(static=True)
 
@@ -96,6 +107,8 @@ class Router(eqx.Module):
         self.bias = jnp.zeros(config.experts) if config.mlp_bias else None
         self.per_token, self.scores = config.experts_per_token, config.router_scores
         self.normalize = config.router_normalize
+        self.choice_bias = None if config.router_bias_rate is None else jnp.zeros(config.experts)
+        self.bias_rate = config.router_bias_rate or 0.0
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Routing:
         weight_DE = mark_varying(self.weight, MP).astype(x_ND.dtype)
@@ -105,10 +118,23 @@ class Router(eqx.Module):
             logits_NE = logits_NE + mark_varying(self.bias, MP).astype(wide)[None]
         of_all = jax.nn.sigmoid if self.scores == RouterScores.sigmoid else jax.nn.softmax
         scores_NE = of_all(logits_NE)
-        weights_NC, experts_NC = lax.top_k(scores_NE, self.per_token)
+        if self.choice_bias is None:
+            weights_NC, experts_NC = lax.top_k(scores_NE, self.per_token)
+        else:
+            biased_NE = lax.stop_gradient(scores_NE) + mark_varying(self.choice_bias, MP)[None]
+            _, experts_NC = lax.top_k(biased_NE, self.per_token)
+            weights_NC = jnp.take_along_axis(scores_NE, experts_NC, axis=1)
         if self.normalize:
             weights_NC = weights_NC / jnp.sum(weights_NC, axis=-1, keepdims=True)
         return Routing(experts_NC, weights_NC, scores_NE, logits_NE)
+
+    def balanced(self, load_LE: Int[Array, "L E"], tokens: int, good: Bool[Array, ""]) -> "Router":
+        """Of all layers, after a step of so many tokens: the bias of each expert + rate where fewer tokens chose it
+        than the mean, - rate where more did.  Not `good`: unchanged.  Communication: none."""
+        less, more = -(-tokens * self.per_token // load_LE.shape[1]), tokens * self.per_token // load_LE.shape[1]
+        sign_LE = jnp.where(load_LE < less, 1.0, jnp.where(load_LE > more, -1.0, 0.0))
+        bias_LE = jnp.where(good, self.choice_bias + self.bias_rate * sign_LE, self.choice_bias)
+        return eqx.tree_at(lambda router: router.choice_bias, self, bias_LE)
 
 
 class ExpertMatrices(eqx.Module):
@@ -273,8 +299,28 @@ def router_statistics(routing: Routing, dropped: Int[Array, ""]) -> RouterStatis
     shares_NE = scores_NE / jnp.sum(scores_NE, axis=-1, keepdims=True)
     entropy = -jnp.sum(jax.scipy.special.xlogy(shares_NE, shares_NE))
     is_of_NCE = routing.experts_NC[:, :, None] == jnp.arange(scores_NE.shape[1])[None, None]
-    load_E = jnp.sum(is_of_NCE, axis=(0, 1)).astype(wide)
-    return RouterStatistics(load_E / ranks((MP,)), entropy / ranks((MP,)), dropped.astype(wide))
+    load_E = jnp.sum(is_of_NCE, axis=(0, 1), dtype=jnp.int32)
+    load_E = jnp.where(lax.axis_index(MP) == 0, load_E, 0)
+    return RouterStatistics(load_E, entropy / ranks((MP,)), dropped.astype(wide))
+
+
+def balanced_routers(params: Any, statistics: Any, tokens: int, good: Bool[Array, ""]) -> Any:
+    """`params` after a step: the biases of its routers are `Router.balanced`, everything else is as it was.
+
+    `statistics` are those of the blocks, summed over the step.  Raises UserError where they are of no router.
+    """
+
+    def balance(node: Any) -> Any:
+        if not (isinstance(node, Router) and node.bias_rate):
+            return node
+        if not isinstance(statistics, RouterStatistics):
+            raise UserError(
+                "a router has a choice bias, but the extras of its block have no RouterStatistics to move it by; "
+                "return those of Experts as SequentialBlock does, or use model.router_bias_rate=null"
+            )
+        return node.balanced(statistics.load_E, tokens, good)
+
+    return jax.tree.map(balance, params, is_leaf=lambda node: isinstance(node, Router))
 
 
 def router_z_loss(logits_NE: Float[Array, "N E"]) -> Float[Array, ""]:

@@ -40,7 +40,7 @@ class ModelComponents:
     mlp: MakeMlp | None = None
     tensor_parallel: TensorParallel | None = None
     frozen: Frozen | None = None
-    """Without it every parameter is trained, or with adapters these alone."""
+    """Without it every parameter that declares a gradient is trained, or with adapters these alone."""
 
     def make(self, model: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Transformer:
         """The model with its initial parameters."""
@@ -51,7 +51,8 @@ class ModelComponents:
         where = (lambda _: False) if self.frozen is None else self.frozen.where
 
         def is_trained(path: tuple, _: Any) -> bool:
-            return not where(path_name(path)) and (not model.adapter.rank or is_factor(path))
+            may_be = declaration(params, path).trained and not where(path_name(path))
+            return may_be and (not model.adapter.rank or is_factor(path))
 
         return jax.tree_util.tree_map_with_path(is_trained, params)
 

@@ -49,6 +49,9 @@ class Declaration:
     layer and for a stack of layers."""
     replicate_if_fewer: bool = False
     """Whether every device holds the whole array where a sharded dim is smaller than its mesh axis."""
+    trained: bool = True
+    """Whether it has a gradient; else it is state of a layer, which the step changes by a rule of its own or not at
+    all."""
     stacked: bool = False
     """Whether the array has a leading dim of layers."""
 
@@ -68,6 +71,7 @@ def param(
     outputs: tuple[int, ...] = (-1,),
     kind: ParameterKind | None = None,
     replicate_if_fewer: bool = False,
+    trained: bool = True,
 ) -> Any:
     """Declare an array field; the arguments are the fields of `Declaration`.
 
@@ -75,7 +79,7 @@ def param(
     """
     kind = kind or (ParameterKind.matrix if len(axes) > 1 else ParameterKind.vector)
     dims = tuple(dim if dim < 0 else dim - len(axes) for dim in outputs)
-    return eqx.field(metadata={"declaration": Declaration(axes, kind, dims, replicate_if_fewer)})
+    return eqx.field(metadata={"declaration": Declaration(axes, kind, dims, replicate_if_fewer, trained)})
 
 
 def stacked() -> Any:

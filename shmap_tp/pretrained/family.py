@@ -270,6 +270,7 @@ NEUTRAL = {
     "shared_expert_ffn": 0,
     "router_scores": "softmax",
     "router_normalize": True,
+    "router_bias_rate": None,
 }
 """The value of a key that a family does not name."""
 

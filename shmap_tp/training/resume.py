@@ -294,8 +294,10 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any], only_source
         "attention_chunk",
         "adapter",
         "expert_capacity",
+        "router_bias_rate",
     }
     shape = {f"model.{key}": model[key] for key in model.keys() - may_change}
+    shape["model.router_bias_rate"] = None if model.get("router_bias_rate") is None else "a number"
     adapter = model.get("adapter", {"rank": 0})  # a run from before there were adapters has none
     shape |= {f"model.adapter.{key}": adapter[key] for key in (adapter if adapter["rank"] else ["rank"])}
     files = {

@@ -25,6 +25,7 @@ from jaxtyping import Array, Int
 
 from shmap_tp.config.schema import Config
 from shmap_tp.layers.attention import AnyAttention
+from shmap_tp.layers.experts import balanced_routers
 from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.sharded_model import ShardedModel, shard_model
@@ -266,6 +267,7 @@ def _make_step(
             good, guard = state.guard.update(outcome, config.guard)
             new, optimizer_state = select_tree(good, new, (old, state.optimizer))
             params = jax.tree.map(lambda placement, w: placement.all_gather_updated(w), placements, new)
+            frozen = balanced_routers(frozen, parts.statistics, all_tokens(batch), good)
         rate = optimizer.schedule(state.step - state.guard.skipped)
         metrics = outcome.metrics() | {"learning_rate": jnp.asarray(rate, jnp.float32)} | guard.counts()
         metrics |= objective.metrics(parts.losses, batch)

@@ -113,6 +113,10 @@ OF_EXPERTS = {
     "model.shared_expert_ffn=128 and model.mlp_bias=true (model bytes); use model.mlp_bias=false",
     "model.adapter.rank=4": "model.adapter.matrices has all, but experts have no adapters (model.experts=8); "
     "use model.adapter.matrices=[attention]",
+    "model.adapter.rank=4 model.adapter.matrices=[attention] model.router_bias_rate=0.1": "model.router_bias_rate=0.1 "
+    "moves biases of routers, but with model.adapter.rank=4 checkpoints have adapters alone; use "
+    "model.router_bias_rate=0",
+    "model.router_bias_rate=-0.1": "model.router_bias_rate=-0.1 is too small; it must be 0 or more",
     "mesh.ep=4 mesh.dp=4": "mesh.ep=4 x mesh.mp=4 does not divide experts=8 (model bytes); use mesh.ep in {1, 2}",
     "mesh.ep=2 mesh.dp=3": "mesh.ep=2 does not divide mesh.dp=3, of which it is a part; use mesh.ep in {1, 3}",
     "mesh.ep=2 mesh.slices=2": "mesh.ep=2 does not divide mesh.dp=2 / mesh.slices=2, of which it is a part; use "
@@ -122,6 +126,8 @@ OF_EXPERTS = {
     "mesh.ep=2 model.expert_capacity=0.9": "model.expert_capacity=0.9 is too small; it must be 1 or more",
     "model.experts=0 model.expert_capacity=2": "model.expert_capacity=2.0 has no effect with model.experts=0 (model "
     "bytes); set model.experts, or model.expert_capacity=null",
+    "model.experts=0 model.router_bias_rate=0": "model.router_bias_rate=0.0 has no effect with model.experts=0 (model "
+    "bytes); set model.experts, or model.router_bias_rate=null",
     "model.experts=0 model.router_z_loss=0.1": "model.router_z_loss=0.1 has no effect with model.experts=0 (model "
     "bytes); set model.experts, or model.router_z_loss=0",
 }  # fmt: skip

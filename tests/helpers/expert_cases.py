@@ -24,8 +24,8 @@ LOADS = {
     "one expert takes all": (f"{BASE} experts_per_token=1 router_normalize=false", SKEWED),
     "two experts take all": (BASE, SKEWED),
     "all experts, geglu": (f"{BASE} experts_per_token=8 mlp=geglu", EVEN),
-    "three of sixteen by sigmoid, shared": (
-        f"{BASE} experts=16 experts_per_token=3 router_scores=sigmoid shared_expert_ffn=8", EVEN,
+    "three of sixteen by biased sigmoid, shared": (
+        f"{BASE} experts=16 experts_per_token=3 router_scores=sigmoid router_bias_rate=0 shared_expert_ffn=8", EVEN,
     ),
     "two of eight, biases, clamped": (f"{BASE} mlp=clamped_swiglu mlp_bias=true", EVEN),
     "two of eight, not normalised": (f"{BASE} router_normalize=false", EVEN),

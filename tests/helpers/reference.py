@@ -85,7 +85,8 @@ def experts(p: dict, x, config):
         scores = exponentials / exponentials.sum(-1, keepdims=True)
     # how many experts come before each: those with higher scores, and of equal ones those with lower numbers
     number = jnp.arange(config.experts)
-    mine, other = scores[..., :, None], scores[..., None, :]
+    biased = scores + bias(p, "router.choice_bias")
+    mine, other = biased[..., :, None], biased[..., None, :]
     before = (other > mine) | ((other == mine) & (number[None, :] < number[:, None])[None, None])
     chosen = before.sum(-1) < config.experts_per_token
     weights = jnp.where(chosen, scores, 0)

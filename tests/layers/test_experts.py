@@ -23,7 +23,7 @@ from tests.helpers.sharded_harness import ALL_REDUCE, compare
 QUICK = [
     ("two of eight", "sequence"),
     ("one expert takes all", "all_reduce"),
-    ("three of sixteen by sigmoid, shared", "collective_matmul"),
+    ("three of sixteen by biased sigmoid, shared", "collective_matmul"),
     ("two of eight, biases, clamped", "sequence"),
 ]
 
@@ -39,7 +39,7 @@ def test_experts_equal_a_loop_over_them(load, mode, shape, precision):
 QUICK_OVER_TOKENS = [
     ("two of eight", "sequence", (4, 2), 4, "float32"),
     ("one expert takes all", "all_reduce", (8, 1), 8, "float32"),
-    ("three of sixteen by sigmoid, shared", "collective_matmul", (4, 2), 2, "float64"),
+    ("three of sixteen by biased sigmoid, shared", "collective_matmul", (4, 2), 2, "float64"),
     ("all experts, geglu", "all_reduce", (4, 2), 2, "float32"),
     ("two of eight, biases, clamped", "all_reduce", (4, 2), 2, "float64"),
 ]

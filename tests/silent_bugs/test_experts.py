@@ -1,14 +1,17 @@
 """Published silent bugs of mixtures of experts, made on purpose.  docs/silent-bugs.md names the threads."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 import shmap_tp.layers.experts
+import shmap_tp.training.step
 from shmap_tp.layers import expert_dispatch
-from shmap_tp.layers.experts import Router
+from shmap_tp.layers.experts import Router, RouterStatistics
 from shmap_tp.parallel.mesh import MP
 from tests.helpers.expert_cases import CASES
 from tests.helpers.mutations import refused_by_type, trace_step, with_lax, wrong
@@ -100,3 +103,24 @@ def test_the_weights_of_rows_stay_behind_when_rows_are_sent(monkeypatch):
     monkeypatch.setattr(expert_dispatch, "_all_to_all", stay)
     with wrong:
         comparison_over_tokens()
+
+
+BIASED = [*STEP, "model.router_bias_rate=0.1"]
+
+
+def test_the_bias_of_a_router_follows_the_load_of_one_rank(monkeypatch):
+    """The loads are not summed over ranks."""
+    reduce = shmap_tp.training.step.all_reduce
+    local = lambda x, axes: x if isinstance(x, RouterStatistics) else reduce(x, axes)  # noqa: E731
+    monkeypatch.setattr(shmap_tp.training.step, "all_reduce", local)
+    with refused_by_type:
+        trace_step(*BIASED)
+
+
+def test_the_bias_of_a_router_has_a_gradient(monkeypatch):
+    """It is declared as a weight: it would be decayed, and have moments; its gradient is zero."""
+    field = Router.__dataclass_fields__["choice_bias"]
+    declared = replace(field.metadata["declaration"], trained=True)
+    monkeypatch.setattr(field, "metadata", {**field.metadata, "declaration": declared})
+    with pytest.raises(TypeError, match="NoneType"):
+        trace_step(*BIASED)

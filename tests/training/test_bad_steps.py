@@ -115,6 +115,7 @@ def test_the_monitor_reports_why_a_step_was_skipped_and_stops_after_too_many():
 
 IN_A_MICROBATCH, IN_A_SHARD = 48, 49
 SETTINGS = ["mesh.zero=none", "mesh.zero=fsdp mesh.tensor_parallel=sequence model.context=8"]
+EXPERTS = "model.block=sequential model.mlp=swiglu model.experts=8 model.router_bias_rate=0.1"
 
 
 def put_nan_in_gradient(monkeypatch, is_bad: Callable[[Any], Any]) -> None:
@@ -136,7 +137,7 @@ def with_nan_in_gradient(original: Callable[..., Any], is_bad: Callable[[Any], A
     return with_nan
 
 
-@pytest.mark.parametrize("given", SETTINGS)
+@pytest.mark.parametrize("given", [*SETTINGS, f"{SETTINGS[1]} {EXPERTS}"])
 def test_a_nan_on_one_device_changes_no_weight_on_any_device(monkeypatch, given):
     """A NaN on one dp rank in one microbatch, or in one device's shard of one gradient: the run is then bitwise equal
     to one that never saw that batch."""

@@ -55,7 +55,7 @@ def test_a_state_is_restored_bit_for_bit_with_every_zero_setting(tmp_path):
 
 
 def test_a_state_with_experts_is_restored_bit_for_bit_wherever_they_are(tmp_path):
-    experts = ("model.block=sequential", "model.mlp=swiglu", "model.experts=8")
+    experts = ("model.block=sequential", "model.mlp=swiglu", "model.experts=8", "model.router_bias_rate=0.1")
 
     def made(dp: int, mp: int, ep: int, zero: str) -> StepFunctions:
         settings = (f"mesh.dp={dp}", f"mesh.mp={mp}", f"mesh.ep={ep}", f"mesh.zero={zero}")

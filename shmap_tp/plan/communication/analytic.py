@@ -158,7 +158,8 @@ def router_statistics(config: Config, components: Components) -> list[Entry]:
     if not any(isinstance(node, Experts) for node in layers):
         return []
     axes = " ".join(mesh_order({*token_axes(sizes), *axes_of(Role.features, sizes)}))
-    arrays = [ArrayTraffic(model.layers * size, "float32", 1) for size in (model.experts, 1, 1)]
+    of = ((model.experts, "int32"), (1, "float32"), (1, "float32"))
+    arrays = [ArrayTraffic(model.layers * size, dtype, 1) for size, dtype in of]
     return [entry for array in arrays for entry in all_reduce_once(axes, "statistics of routers", array)]
 
 

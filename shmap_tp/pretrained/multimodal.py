@@ -26,7 +26,8 @@ _TEXT = re.compile(r"(model\.language_model|language_model\.model)\.")
 def text_config(config: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]] | None:
     """(the multimodal architecture, the config.json of its text model); None for a config.json of another kind."""
     architectures = config.get("architectures")
-    named = [name for name in architectures if name in TEXT_OF] if isinstance(architectures, list) else []
+    names = architectures if isinstance(architectures, list) else []
+    named = [name for name in names if isinstance(name, str) and name in TEXT_OF]
     if not named:
         return None
     architecture, model_type, defaults = TEXT_OF[named[0]]

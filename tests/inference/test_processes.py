@@ -72,7 +72,10 @@ def test_several_processes_print_and_write_what_one_does(run, capsys, tmp_path, 
     with together(count, "shmap_tp.evaluate", *given) as processes:
         found = finished(processes)
     assert [code for code, _, _ in found] == [0] * count, found
-    assert json.loads(found[0][1]) == pytest.approx(alone, rel=1e-6)
+    together_found = json.loads(found[0][1])
+    by_position = [grades.pop("loss_by_position") for grades in (together_found, alone)]
+    assert together_found == pytest.approx(alone, rel=1e-6)
+    assert by_position[0] == [pytest.approx(each, rel=1e-6) for each in by_position[1]]
     assert not any(out.strip() for _, out, _ in found[1:]), found
 
 

@@ -14,6 +14,8 @@ class Evaluation:
     targets: float
     size: int | float | None
     """UTF-8 bytes of their text; None where the tokenizer is not known, and of pairs."""
+    experts_dropped: float | None = None
+    """The share of the pairs of a token and an expert that were not computed; None without experts."""
 
     @property
     def loss(self) -> float:
@@ -26,8 +28,8 @@ class Evaluation:
 
     def values(self) -> dict[str, float]:
         """What metrics.jsonl has of it."""
-        bits = self.bits_per_byte
-        return {"loss": self.loss} | ({} if bits is None else {"bits_per_byte": bits})
+        more = {"bits_per_byte": self.bits_per_byte, "experts_dropped": self.experts_dropped}
+        return {"loss": self.loss} | {name: value for name, value in more.items() if value is not None}
 
 
 def mixed(found: Mapping[str, Evaluation], weights: Mapping[str, float]) -> Evaluation:
@@ -37,11 +39,13 @@ def mixed(found: Mapping[str, Evaluation], weights: Mapping[str, float]) -> Eval
     parts = [(weights[name] / each.targets, each) for name, each in found.items()]
     sizes = [share * each.size for share, each in parts if each.size is not None]
     size = sum(sizes) if len(sizes) == len(parts) else None
-    return Evaluation(sum(share * each.nats for share, each in parts), 1.0, size)
+    dropped = [weights[name] * each.experts_dropped for name, each in found.items() if each.experts_dropped is not None]
+    return Evaluation(sum(share * each.nats for share, each in parts), 1.0, size, sum(dropped) if dropped else None)
 
 
 def describe(found: Evaluation, sources: Mapping[str, Evaluation]) -> str:
     """The loss of an evaluation, and those of its `sources`, in words."""
-    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
+    more = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
+    more += f", dropped {found.experts_dropped:.1%}" if found.experts_dropped else ""
     each = ", ".join(f"{name} {of.loss:.4f}" for name, of in sources.items())
-    return f"{found.loss:.4f}{bits}" + (f" ({each})" if each else "")
+    return f"{found.loss:.4f}{more}" + (f" ({each})" if each else "")

@@ -118,15 +118,17 @@ def _evaluate(run: Run, step: int, state: State, recorder: Recorder) -> bool:
     """
     sums: dict[str, Evaluation] = {}
     for source, batches in run.batches.validation_counts.items():
-        found: list[tuple[Any, Any]] = []
+        found: list[Any] = []
         for i in range(batches):
             if run.stop.requested():
                 return False
             found.append(run.functions.evaluate(state.params, run.batches.validation(i, source)))
             jax.block_until_ready(found[-2:-1])  # at most one batch in flight, so that a stop request is noticed soon
-        losses, counted = np.array(jax.device_get(found), np.float64).T
+        *sums_of_each, dropped = zip(*jax.device_get(found), strict=True)
+        losses, counted = np.array(sums_of_each, np.float64)
         is_text = run.validation_bytes and run.config.train.dpo_beta is None
         size = run.validation_bytes[source] if is_text else None
-        sums[source] = Evaluation(float(losses @ counted), float(counted.sum()), size)
+        share = None if dropped[0] is None else float(np.mean(dropped))
+        sums[source] = Evaluation(float(losses @ counted), float(counted.sum()), size, share)
     recorder.validation(step, mixed(sums, run.batches.weights), {name: each for name, each in sums.items() if name})
     return True

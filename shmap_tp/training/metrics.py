@@ -39,11 +39,11 @@ class Recorder:
     Each line of samples.jsonl is one object: step, prompt, text (what the model wrote after it).  Each line of
     metrics.jsonl is one object: step, split, loss, mesh ([dp, mp], or [dp, cp, mp] where rows are split along time),
     segment (number of earlier starts of the run).  Lines of split `validation` also have bits_per_byte, where the
-    tokenizer is known; with data.sources those with `source` are of one source, and the others of their mixture.  Lines
-    of split `train` also have, with sources, NAME/loss of each that has a target (else null), tokens_per_second,
-    seconds_per_step, grad_norm, param_norm (before the step), updated_param_norm (after it, or what it would be if the
-    step is skipped), learning_rate, tokens (seen so far), mfu (or null), skipped and skipped_in_a_row (numbers of
-    skipped steps, up to this one), time (end of the step) and goodput (so far); with experts expert_load,
+    tokenizer is known, and with experts experts_dropped; with data.sources those with `source` are of one source, and
+    the others of their mixture.  Lines of split `train` also have, with sources, NAME/loss of each that has a target
+    (else null), tokens_per_second, seconds_per_step, grad_norm, param_norm (before the step), updated_param_norm (after
+    it, even if it is skipped), learning_rate, tokens (seen so far), mfu (or null), skipped and skipped_in_a_row
+    (numbers of skipped steps, up to this one), time (end of the step) and goodput (so far); with experts expert_load,
     router_entropy and experts_dropped (`layers/experts.py`).  Lines of skipped steps also have why_skipped and
     sequences (`Batches.sequences`).  Values that are not finite are null.  Lines of others are left (`json_lines`).
     """

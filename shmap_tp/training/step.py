@@ -152,9 +152,10 @@ class StepFunctions(eqx.Module):
     """(State, tokens[A B T+1]) -> (State, metrics); the argument state is donated.  Here and in `evaluate` segments
     [A B T+1] may follow, which say where documents are in place of their ends; here also sources[A B 1], the number
     of the source of each row among the names of data.sources, whose losses are then metrics, too."""
-    evaluate: Callable[..., tuple[Array, Array]]
-    """(params, tokens[A B T+1]) -> (mean cross entropy of the targets that count, their number), or with train.dpo_beta
-    (mean loss of the pairs, their number); differentiable."""
+    evaluate: Callable[..., tuple[Array, Array, Array | None]]
+    """(params, tokens[A B T+1]) -> (mean cross entropy of the targets that count, their number, share of the pairs of a
+    token and an expert that were dropped, or None), or with train.dpo_beta (mean loss of the pairs, their number,
+    share); the loss is differentiable."""
     shapes: State
     """ShapeDtypeStructs of the whole state, each with its sharding."""
     tokens: jax.ShapeDtypeStruct
@@ -206,10 +207,12 @@ def build_step_functions(
         in_specs = specs, tokens_spec(axes)
         return jax.shard_map(local_step, mesh=mesh, in_specs=in_specs, out_specs=(specs, P()))(state, batch)
 
-    def evaluate(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[Array, Array]:
+    def evaluate(
+        params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None
+    ) -> tuple[Array, Array, Array | None]:
         batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text)
         local_evaluate = partial(_evaluate, objective.alone())
-        return model.mapped(local_evaluate, (tokens_spec(axes),), (P(), P()))(params, batch)
+        return model.mapped(local_evaluate, (tokens_spec(axes),), P())(params, batch)
 
     shardings = named_shardings(mesh, specs)
     start = jax.jit(init_from, out_shardings=shardings, donate_argnums=0)
@@ -231,12 +234,20 @@ def _tokens_shape(config: Config) -> tuple[int, int, int]:
     return microbatches, config.train.batch // microbatches, config.model.context + 1
 
 
-def _evaluate(objective: Objective, params: Transformer, batch: Batch) -> tuple[Array, Array]:
-    """(the objective of the whole batch[A B T], of how many targets or pairs it is the mean), on every device."""
+def _evaluate(objective: Objective, params: Transformer, batch: Batch) -> tuple[Array, Array, Array | None]:
+    """(the objective of the whole batch[A B T], of how many targets or pairs it is the mean, the share of pairs that
+    experts dropped), on every device."""
     batch = of_this_device(batch)
     counted, tokens = objective.counted(batch), all_tokens(batch)
-    losses = lax.map(lambda batch: objective(params, batch, counted, tokens)[0], batch)
-    return all_reduce(jnp.sum(losses), token_axes()), counted
+
+    def of_microbatch(batch: Batch) -> tuple[Array, Any]:
+        loss, parts = objective(params, batch, counted, tokens)
+        return loss, parts.statistics
+
+    loss, statistics = jax.tree.map(lambda x: jnp.sum(x, axis=0), lax.map(of_microbatch, batch))
+    statistics = all_reduce(statistics, mesh_order({*token_axes(), *axes_of(Role.features)}))
+    dropped = None if statistics is None else statistics.metrics(tokens)["experts_dropped"]
+    return all_reduce(loss, token_axes()), counted, dropped
 
 
 def _make_step(

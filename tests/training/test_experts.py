@@ -22,15 +22,22 @@ EXPERTS = (
 ROWS = 16
 
 
+def step_functions(shape: tuple[int, int], settings: str, *more: str):
+    given = [*(f"model.{one}" for one in EXPERTS.split()), *(f"mesh.{one}" for one in settings.split())]
+    conf = step_config(shape, *given, *more)
+    return build_step_functions(conf, mesh_of(conf), jnp.float32)
+
+
+def placed_batch(i: int, made) -> jax.Array:
+    return jax.device_put(learnable_batch(i, (ROWS, 9)).reshape(made.tokens.shape), made.tokens.sharding)
+
+
 @cache
 def losses(shape: tuple[int, int], settings: str = "", microbatches: int = 1, more: str = "") -> np.ndarray:
-    given = [*(f"model.{one}" for one in EXPERTS.split()), *(f"mesh.{one}" for one in settings.split())]
-    conf = step_config(shape, *given, f"train.microbatches={microbatches}", *more.split())
-    made = build_step_functions(conf, mesh_of(conf), jnp.float32)
+    made = step_functions(shape, settings, f"train.microbatches={microbatches}", *more.split())
     state, found = made.init(), []
     for i in range(STEPS):
-        batch = learnable_batch(i, (ROWS, 9)).reshape(made.tokens.shape)
-        state, metrics = made.step(state, jax.device_put(batch, made.tokens.sharding))
+        state, metrics = made.step(state, placed_batch(i, made))
         found.append(float(metrics["loss"]))  # waits: emulated devices deadlock with many steps in flight
     return np.array(found)
 
@@ -76,6 +83,14 @@ def test_the_traced_step_communicates_as_the_ledger_says(settings):
     made = build_step_functions(conf, make_mesh(conf.mesh, jax.devices()[: conf.mesh.devices]), jnp.float32)
     traced = communication_in_jaxpr(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
     assert tally(traced) == tally(analytic_communication(conf, "float32"))
+
+
+def test_evaluation_reports_what_a_capacity_drops():
+    made = step_functions((8, 1), "ep=8", "model.expert_capacity=1.0", "train.microbatches=2")
+    state, batch = made.init(), placed_batch(0, made)
+    share = float(made.evaluate(state.params, batch)[2])
+    _, metrics = made.step(state, batch)
+    assert share == float(metrics["experts_dropped"]) > 0
 
 
 def test_adapters_of_attention_train_beside_frozen_experts_alike_on_every_mesh():

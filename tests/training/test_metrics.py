@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from shmap_tp.config.compose import load
 from shmap_tp.errors import UserError
 from shmap_tp.training import metrics
-from shmap_tp.training.evaluation import Evaluation
+from shmap_tp.training.evaluation import Evaluation, mixed
 from shmap_tp.training.metrics import Meter, Recorder, plot_losses, read_metrics
 from tests.helpers.run_fixtures import (
     BATCH,
@@ -22,6 +23,7 @@ from tests.helpers.run_fixtures import (
 )
 
 HALF = Evaluation(nats=0.5, targets=1.0, size=None)
+MIX = {"a": 0.25, "b": 0.75}
 
 
 def test_the_run_directory_has_the_documented_files(uninterrupted):
@@ -46,7 +48,12 @@ def test_the_line_of_a_step_has_accuracies_and_what_experts_dropped(tmp_path, ca
     with Recorder(tiny(tmp_path, "log.every=1"), 0, enabled=True) as recorder:
         recorder.train(step | {"reward_accuracy": 0.75})
         recorder.train(step | {"step": 2, "experts_dropped": 0.125})
+        recorder.validation(
+            2, mixed({"a": replace(HALF, experts_dropped=0.5), "b": replace(HALF, experts_dropped=0.0)}, MIX)
+        )
     printed = capsys.readouterr().out
+    assert "validation loss 0.5000, dropped 12.5%" in printed
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["experts_dropped"] == 0.125
     assert "loss 0.5000  accuracy 0.750  lr 1.00e-03  10 tokens/s" in printed
     assert "loss 0.5000  dropped 12.5%  lr 1.00e-03  10 tokens/s" in printed
 

@@ -140,7 +140,7 @@ def test_an_adapter_learns_a_preference_beside_a_base_that_keeps_its_bits():
     assert abs(seen[0]["loss"] - np.log(2)) < 1e-6 and seen[0]["reward_margin"] == 0
     assert seen[-1]["reward_accuracy"] == 1 and seen[-1]["reward_margin"] > 1 and seen[-1]["loss"] < 0.3
     assert seen[-1]["chosen_log_probability"] > seen[0]["chosen_log_probability"]
-    loss, pairs = made.evaluate(state.params, tokens, segments)
+    loss, pairs, _ = made.evaluate(state.params, tokens, segments)
     assert pairs == sum(len(lengths) // 2 for lengths in LENGTHS) and loss < seen[-1]["loss"]
     changed = {path for path, w in by_path(state.params).items() if not np.array_equal(w, before[path])}
     assert changed and all("adapter" in path for path in changed)

@@ -1,4 +1,4 @@
-"""Windows, softcaps, sinks and norms that other frameworks gave to the wrong layers or applied in the wrong place, each
+"""A window, softcap, sink or norm that other frameworks gave to the wrong layer or applied in the wrong place, each
 written as the mistake would be made here.  docs/silent-bugs.md names the published threads, test by test."""
 
 from collections.abc import Callable
@@ -34,9 +34,8 @@ def with_options(monkeypatch: pytest.MonkeyPatch, changed: Callable[[Period], Pe
 @pytest.mark.parametrize("other", [lambda window: window + 1, lambda window: window - 1, lambda window: None])
 def test_a_window_has_a_token_more_or_less_or_is_ignored(monkeypatch, other):
     def changed(period: Period) -> Period:
-        patterns = (each.pattern for each in period)
-        windows = [replace(each, window=each.window and other(each.window)) for each in patterns]
-        return tuple(replace(each, pattern=pattern) for each, pattern in zip(period, windows, strict=True))
+        patterns = [replace(one.pattern, window=one.pattern.window and other(one.pattern.window)) for one in period]
+        return tuple(replace(one, pattern=pattern) for one, pattern in zip(period, patterns, strict=True))
 
     with_options(monkeypatch, changed)
     with wrong:

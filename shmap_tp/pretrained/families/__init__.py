@@ -14,10 +14,10 @@ from shmap_tp.pretrained.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from shmap_tp.pretrained.families.smollm3 import SMOLLM3
 from shmap_tp.pretrained.family import Family
 
-FAMILIES = (
+FAMILIES = [
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, GPTJ, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, SMOLLM3),
     *(OLMO2, OLMO3, OLMOE, PHI3, GPT_OSS),
-)
+]
 """In the order in which a family is chosen for a model that was not read from a Hugging Face directory."""
 
 

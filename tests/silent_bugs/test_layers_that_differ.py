@@ -1,0 +1,86 @@
+"""A window, softcap, sink or norm that other frameworks gave to the wrong layer or applied in the wrong place, each
+written as the mistake would be made here.  docs/silent-bugs.md names the published threads, test by test."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shmap_tp.model.loss
+import shmap_tp.model.transformer
+from shmap_tp.layers import causal_attention
+from shmap_tp.layers.positions import NoPositions
+from shmap_tp.layers.rotation import Rotation
+from shmap_tp.layers.xla_workarounds import rotate_pairs
+from shmap_tp.model.blocks import SequentialBlock
+from shmap_tp.model.layer_pattern import LayerOptions, layer_options
+from tests.helpers.model_cases import compare_model
+from tests.helpers.mutations import wrong
+
+Period = tuple[LayerOptions, ...]
+
+
+def compare(family: str) -> None:
+    """A model with a window of 3 tokens in some layers, and rows of 8."""
+    compare_model(family, (1, 1), "float64")
+
+
+def with_options(monkeypatch: pytest.MonkeyPatch, changed: Callable[[Period], Period]) -> None:
+    monkeypatch.setattr(shmap_tp.model.transformer, "layer_options", lambda model: changed(layer_options(model)))
+
+
+@pytest.mark.parametrize("other", [lambda window: window + 1, lambda window: window - 1, lambda window: None])
+def test_a_window_has_a_token_more_or_less_or_is_ignored(monkeypatch, other):
+    def changed(period: Period) -> Period:
+        patterns = [replace(one.pattern, window=one.pattern.window and other(one.pattern.window)) for one in period]
+        return tuple(replace(one, pattern=pattern) for one, pattern in zip(period, patterns, strict=True))
+
+    with_options(monkeypatch, changed)
+    with wrong:
+        compare("sinks")
+
+
+def test_a_pattern_is_shifted_by_one_layer(monkeypatch):
+    with_options(monkeypatch, lambda period: (*period[1:], period[0]))
+    with wrong:
+        compare("sinks")
+
+
+def test_a_layer_without_the_rotary_encoding_rotates(monkeypatch):
+    monkeypatch.setattr(NoPositions, "rotate", lambda self, x, positions=None: rotate_pairs(Rotation(1e4), 1, x))
+    with wrong:
+        compare("gemma2 and 3")
+
+
+def test_scores_are_capped_after_the_mask(monkeypatch):
+    """A masked score becomes -softcap, and its key is seen."""
+    softmax = jax.nn.softmax
+    monkeypatch.setattr(causal_attention.jax.nn, "softmax", lambda scores, axis: softmax(jnp.tanh(scores), axis=axis))
+    with wrong:
+        compare("gemma2 and 3")
+
+
+def test_the_gradient_of_capped_logits_is_that_of_logits_without_a_cap(monkeypatch):
+    scores = shmap_tp.model.loss._scores
+    monkeypatch.setattr(shmap_tp.model.loss, "_scores", lambda *given: replace(scores(*given), slope_NV=None))
+    with wrong:
+        compare("gemma2 and 3")
+
+
+def test_attention_drops_its_sinks(monkeypatch):
+    monkeypatch.setattr(causal_attention, "_softmax", lambda scores, sinks_H: jax.nn.softmax(scores, axis=-1))
+    with wrong:
+        compare("sinks")
+
+
+def test_the_norms_after_sublayers_are_applied_before_them(monkeypatch):
+    def before(self, x_BTD, context):
+        y_BTD, extras = self.attention(self.attention_output_norm(x_BTD), context)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.mlp(self.mlp_output_norm(x_BTD), context.tp), extras
+
+    monkeypatch.setattr(SequentialBlock, "__call__", before)
+    with wrong:
+        compare("olmo 3")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.layers import splash_masks
+from shmap_tp.layers import attention, splash_masks
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.causal_attention import Pattern, causal_attention
 from shmap_tp.layers.flash_attention import Splash
 from shmap_tp.layers.splash_masks import make_splash
 from shmap_tp.parallel.collectives import all_reduce
-from shmap_tp.parallel.context_parallel import row_order, whole_rows
+from shmap_tp.parallel.context_parallel import row_order
 from shmap_tp.parallel.mesh import CP, MP, make_mesh
 from tests.helpers.assertions import RELATIVE, assert_close
 from tests.helpers.model_fixtures import mesh_config
@@ -53,7 +53,7 @@ def on_ranks(attend, ranks: int, qkv, segments, options):
     def local(qkv, segments):
         def total(qkv):
             pattern = Pattern(segments_BT=segments, **as_arrays(options))
-            mixed, _ = attend(qkv["q"], *whole_rows((qkv["k"], qkv["v"])), pattern)
+            mixed, _ = attention.attend_rows(attend, (qkv["q"], qkv["k"], qkv["v"]), pattern)
             return jnp.sum(jnp.sin(mixed)), mixed
 
         gradients, mixed = jax.grad(total, has_aux=True)(qkv)
@@ -76,7 +76,8 @@ def on_whole_rows(qkv, segments, options):
 
 
 @pytest.mark.parametrize(("ranks", "documents", "options"), [
-    (2, 1, {}), (4, 5, {}), (8, 3, OPTIONS), (2, 30, {"window": 7}),
+    (2, 1, {}), (4, 5, {}), (8, 3, OPTIONS), (2, 30, {"window": 7}), (4, 1, {"window": 27}), (4, 5, {"window": 28}),
+    (8, 2, OPTIONS | {"window": 14}),
 ])  # fmt: skip
 def test_chunked_attention_of_cut_rows_equals_that_of_whole_rows(ranks, documents, options):
     qkv, segments = rows(208, documents)
@@ -84,8 +85,10 @@ def test_chunked_attention_of_cut_rows_equals_that_of_whole_rows(ranks, document
     assert_close(found, on_whole_rows(qkv, segments, options), RELATIVE["float32"])
 
 
-@pytest.mark.parametrize("most_keys", [512, 256, 128])
-@pytest.mark.parametrize(("ranks", "documents", "options"), [(2, 1, {}), (2, 7, OPTIONS)])
+@pytest.mark.parametrize(("ranks", "documents", "options", "most_keys"), [
+    (2, 1, {}, 512), (2, 1, {}, 256), (2, 7, OPTIONS | {"window": 200}, 512), (2, 7, OPTIONS | {"window": 200}, 128),
+    (2, 1, {"window": 129}, 256), (2, 7, OPTIONS, 128),
+])  # fmt: skip
 def test_splash_attention_of_cut_rows_equals_that_of_whole_rows(monkeypatch, ranks, documents, options, most_keys):
     """With one backward kernel, whose blocks of keys are 4 or 2 times those of the forward pass, and with the two of
     longer rows."""

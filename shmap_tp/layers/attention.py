@@ -11,7 +11,7 @@ H/mp: dim H sharded over mp.  {+mp}: a partial sum, not yet reduced.
 
 How the attention of each head is computed is a value, too: `Chunked`, here, in XLA's own operations, or a kernel of
 flash_attention.py, selected when the model is built (attention_selection.py).  None of them communicates: of rows that
-are split along time, `Attention.mix` gathers the keys and values before (`context_parallel.py`).
+are split along time, `attend_rows` fetches the keys and values before (`context_parallel.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -30,9 +30,17 @@ from shmap_tp.layers.flash_attention import Cudnn, Splash
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, adapted
 from shmap_tp.layers.norm import JointRMSNorm, RMSNorm
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.context_parallel import chunk_numbers, own_chunks, whole_rows
+from shmap_tp.parallel.context_parallel import (
+    chunk_numbers,
+    chunks_as_rows,
+    own_chunks,
+    own_chunks_with_before,
+    sees_one_chunk_back,
+    whole_rows,
+    with_chunks_before,
+)
 from shmap_tp.parallel.linear_protocol import Adapter, Linear
-from shmap_tp.parallel.mesh import MP
+from shmap_tp.parallel.mesh import MP, Role, axes_of, ranks
 from shmap_tp.parallel.partitioning import ParameterKind, param
 from shmap_tp.parallel.tensor_parallel import Activation
 
@@ -57,8 +65,11 @@ class Chunked:
         Of rows that are split along time, the first chunk of this device is computed with the first half of the keys,
         and the second with all of them: 3/4 of all pairs, the same on every device.
         """
-        if q_BTHK.shape[1] < k_BSNK.shape[1]:
-            keys = Keys(k_BSNK, v_BSNK, pattern.segments_BT)
+        keys, earlier = Keys(k_BSNK, v_BSNK, pattern.segments_BT), pattern.earlier
+        if earlier is not None:
+            queries = Queries(q_BTHK, keys.segments_BS[:, earlier:])
+            mixed_BTHK = attend_from(queries, keys, pattern, earlier, self.chunk)
+        elif q_BTHK.shape[1] < k_BSNK.shape[1]:
             mixed_BTHK = self._attend_two_chunks(Queries(q_BTHK, own_chunks(pattern.segments_BT)), keys, pattern)
         else:
             mixed_BTHK = causal_attention(q_BTHK, k_BSNK, v_BSNK, pattern, self.chunk)
@@ -185,7 +196,7 @@ class Attention(eqx.Module):
 
         With a cache every device has whole rows, also on a mesh with an axis that shards time.
 
-        Communication: of rows that are split along time that of `whole_rows`, for k and v.
+        Communication: that of `attend_rows`, without a cache.
 
         Raises TypeError for a cache with segments.
         """
@@ -202,12 +213,34 @@ class Attention(eqx.Module):
             return tp.split_time(mixed_BTHK), Extras(cache=cache)
         if self.query_norm is None:  # else they are saved before their norms
             qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)
-        pattern = replace(pattern, segments_BT=context.segments)
-        q_BTHK, k_BSNK, v_BSNK = qk[0], *whole_rows((qk[1], checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE)))
+        qkv = *qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE)
+        mixed_BTHK, residuals = attend_rows(self.attend, qkv, replace(pattern, segments_BT=context.segments))
+        return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
+
+
+def attend_rows(
+    attend: AnyAttention, qkv: tuple[Array, Array, Array], pattern: Pattern
+) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
+    """(attention of the positions of this device to those of their rows, deferred residuals); the segments are those of
+    whole rows.
+
+    Communication: of rows that are split along time that of `whole_rows` for k and v; where the window allows it that
+    of `with_chunks_before`, and each chunk of queries is then a row by itself.
+    """
+    q_BTHK, *keys_and_values = qkv
+    if not sees_one_chunk_back(pattern.window, q_BTHK.shape[1]):
+        k_BSNK, v_BSNK = whole_rows(keys_and_values)
         if pattern.window is not None and pattern.window >= k_BSNK.shape[1]:
             pattern = replace(pattern, window=None)
-        mixed_BTHK, residuals = self.attend(q_BTHK, k_BSNK, v_BSNK, pattern)
-        return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
+        return attend(q_BTHK, k_BSNK, v_BSNK, pattern)
+    segments_BT = pattern.segments_BT
+    if segments_BT is None:
+        segments_BT = jnp.zeros((q_BTHK.shape[0], q_BTHK.shape[1] * ranks(axes_of(Role.time))), jnp.int32)
+    nothing = -1  # a segment that no query has
+    segments_BT = own_chunks_with_before(segments_BT, nothing)
+    pattern = replace(pattern, segments_BT=segments_BT, earlier=segments_BT.shape[1] // 2)
+    mixed_BTHK, residuals = attend(chunks_as_rows(q_BTHK), *with_chunks_before(keys_and_values), pattern)
+    return mixed_BTHK.reshape(*q_BTHK.shape[:2], *mixed_BTHK.shape[2:]), residuals
 
 
 def with_sinks(attention: Attention, heads: int) -> Attention:

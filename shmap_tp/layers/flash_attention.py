@@ -58,7 +58,7 @@ class Splash:
     """Interpret the kernel on any device instead of compiling it: for tests."""
     most_keys: int = MOST_KEYS
     """In a block of the backward kernel, for heads of up to 128; of larger ones fewer."""
-    patterns: ClassVar[frozenset[str]] = frozenset({"segments", "window", "softcap", "scale", "sinks"})
+    patterns: ClassVar[frozenset[str]] = frozenset({"segments", "earlier", "window", "softcap", "scale", "sinks"})
     """The fields of a `Pattern` that it computes."""
 
     def __call__(
@@ -81,7 +81,7 @@ class Splash:
         arrays = [q, k, v]
         if pattern.sinks_H is not None:  # in q's dtype, which the kernel returns their gradient in
             arrays.append(jnp.tile(pattern.sinks_H.astype(q.dtype).reshape(groups, shared), (batch, 1)))
-        mixed, residuals = _call_kernel(self, tuple(arrays), pattern, Places.of(pattern, split=time < keys))
+        mixed, residuals = _call_kernel(self, tuple(arrays), pattern, Places.of(pattern, time, keys))
         mixed = mixed.reshape(batch, groups, shared, time, head_dim)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim), residuals
 
@@ -134,12 +134,12 @@ class Cudnn:
         """(mixed, deferred residuals).  Communication: none.  Raises UserError for rows that are split along time."""
         if self.otherwise is not None and pattern.used - self.patterns:
             return self.otherwise(q_BTHK, k_BSNK, v_BSNK, pattern)
-        _refuse(self, pattern)
         if q_BTHK.shape[1] < k_BSNK.shape[1]:
             raise UserError(
                 "model.attention=cudnn computes whole rows, which mesh.cp splits; use model.attention=chunked"
             )
-        return _call_kernel(self, (q_BTHK, k_BSNK, v_BSNK), pattern, Places.of(pattern, split=False))
+        _refuse(self, pattern)
+        return _call_kernel(self, (q_BTHK, k_BSNK, v_BSNK), pattern, Places(None, None, None))
 
     def run(
         self,
@@ -171,11 +171,12 @@ def _call_kernel(
     """kernel.run(the options of the pattern, places, q, k, v, and sinks if there are any).
 
     These are marked as varying over the same axes before: JAX then adds what the gradient of one that did not vary
-    needs, and the gradients returned here have the types of the arguments.  The planner reads the window in the scope.
+    needs, and the gradients returned here have the types of the arguments.  The planner reads the scope.
     """
     arrays = mark_varying(arrays, tuple(sorted(frozenset[str]().union(*[varying_axes(x) for x in arrays]))))
     options = replace(pattern, slopes_H=None, segments_BT=None, sinks_H=None)
-    with jax.named_scope("attend" if pattern.window is None else f"attend_window_{pattern.window}"):
+    window = "" if pattern.window is None else f"_window_{pattern.window}"
+    with jax.named_scope(f"attend{window}" + ("" if pattern.earlier is None else "_of_chunks")):
         return _attend(kernel, options, places, *arrays)
 
 
@@ -188,9 +189,11 @@ class Places(NamedTuple):
     """This device's, of those over which rows are split; None: every device has whole rows."""
 
     @classmethod
-    def of(cls, pattern: Pattern, *, split: bool) -> "Places":
-        """Those of this device, inside shard_map, of whole rows or of rows that are `split` along time."""
-        if not split:
+    def of(cls, pattern: Pattern, queries: int, keys: int) -> "Places":
+        """Those of so many queries and keys of this device, inside shard_map."""
+        if pattern.earlier is not None:
+            return cls(pattern.segments_BT[:, pattern.earlier :], pattern.segments_BT, None)
+        if queries == keys:
             return cls(pattern.segments_BT, pattern.segments_BT, None)
         return cls(own_chunks(pattern.segments_BT), pattern.segments_BT, lax.axis_index(axes_of(Role.time)))
 

@@ -36,10 +36,11 @@ def make_splash(
     """q[G T K], k[S K], v[S K] -> [G T K]: the kernel for the query heads of one key/value head, causal.
 
     `sizes` is (G, T, S); a block of keys of the backward kernel has at most `most_keys`.
-    With a `rank` the queries are this device's two chunks of a row (`context_parallel.py`).
+    Without a `rank` the queries are those of the last T keys; with one they are this device's two chunks of a row
+    (`context_parallel.py`).
     """
     shared, time, keys = sizes
-    ranks = keys // time
+    ranks = 1 if rank is None else keys // time
     chunk = time if ranks == 1 else time // 2
     size = next(size for size in BLOCKS if chunk % size == 0)
     backward_keys = _backward_keys(keys, size, most_keys)
@@ -56,7 +57,7 @@ def make_splash(
         use_fused_bwd_kernel=fused,
     )
     kernel = splash_kernel.make_splash_mqa(
-        splash_mask.MultiHeadMask([_mask(keys, ranks, options.window)] * shared),
+        splash_mask.MultiHeadMask([_mask((time * ranks, keys), ranks, options.window)] * shared),
         block_sizes=blocks,
         attn_logits_soft_cap=options.softcap,
         interpret=interpret,
@@ -77,12 +78,13 @@ def _backward_keys(keys: int, size: int, most: int) -> int | None:
     return size if keys // size <= MAX_PARTIAL_DQ else None
 
 
-def _mask(keys: int, ranks: int, window: int | None) -> splash_mask.Mask:
-    """That of all queries of a row, in the order of the ranks."""
+def _mask(shape: tuple[int, int], ranks: int, window: int | None) -> splash_mask.Mask:
+    """That of the queries of all ranks, in their order, with the keys."""
+    queries, keys = shape
     if ranks == 1 and window is None:
-        return splash_mask.CausalMask((keys, keys))
+        return splash_mask.CausalMask(shape, offset=keys - queries)
     if ranks == 1:
-        return splash_mask.LocalMask((keys, keys), window_size=(window - 1, 0), offset=0)
+        return splash_mask.LocalMask(shape, window_size=(window - 1, 0), offset=keys - queries)
     return _RankOrderedMask(keys, ranks, window)
 
 

@@ -364,7 +364,7 @@ def splash_flops(phase: str, instruction: Instruction) -> float:
     are computed in full.  With blocks of 512 at T = 2048 that is 10 of 16 blocks.  The block sizes are read from the
     kernel's metadata, and a window from its scope; q[... T K] is its first floating-point operand with at least three
     dims, and k[... S K] the next.  With more keys than queries these are the first and the last T / 2 of the row: what
-    one of S / T devices has.
+    one of S / T devices has; or, as the scope says, chunks of T behind as many keys.
     """
     text = instruction.attributes
     suffix = "" if phase == "fwd" else f"_{phase}"
@@ -375,9 +375,10 @@ def splash_flops(phase: str, instruction: Instruction) -> float:
         raise ValueError(f"{instruction.name}: the block sizes and the shapes of q and k cannot be read")
     block_q, block_kv = (int(match[1]) for match in found)
     (*outer, time, head_dim), (*_, keys, _) = ([int(size) for size in dims.split(",")] for dims in shapes[:2])
-    window = int(match[1]) if (match := re.search(r"\battend_window_(\d+)\b", text)) else keys
+    scope = re.search(r"\battend_window_(\d+)(_of_chunks)?\b", text)
+    window, are_last = (int(scope[1]), bool(scope[2])) if scope else (keys, False)
     ends = np.arange(block_q, time + 1, block_q)  # of the blocks of queries
-    ends[ends > time / 2] += keys - time
+    ends[ends > (0 if are_last else time / 2)] += keys - time
     hidden = np.maximum(0, ends - block_q - window + 1) // block_kv
     blocks = int(np.sum(-(-ends // block_kv) - hidden))
     partial_dq = [dims for _, _, dims in ARRAY.findall(instruction.shape) if dims.count(",") > shapes[0].count(",")]

@@ -4,6 +4,7 @@ T time.  Rows have documents of lengths that nothing divides.
 """
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -25,7 +26,7 @@ from shmap_tp.parallel import context_parallel
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import tally
+from shmap_tp.plan.communication.ledger import Direction, Operation, tally
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
 from tests.helpers.assertions import assert_close, by_path
@@ -36,6 +37,8 @@ RELATIVE = 1e-5
 COMMON = ("model.context=32", "optimizer.epsilon=1e-4")
 """With an epsilon above the smallest gradients: the first step of Adam divides each by its own size, and so its
 rounding error, too."""
+WINDOWS = "model.positions=rotary", "model.window=5", "model.layer_pattern=[local,global]"
+"""On at most four ranks a chunk has four positions or more, and so a local layer needs only that before each."""
 ALL_REDUCE, SEQUENCE, COLLECTIVE_MATMUL = (
     f"mesh.tensor_parallel={mode}" for mode in ("all_reduce", "sequence", "collective_matmul")
 )
@@ -88,12 +91,20 @@ def test_cut_rows_train_as_whole_ones(positions, shape, settings):
 
 def test_a_window_and_experts_on_cut_rows_train_as_on_whole_ones():
     settings = (
-        "model.block=sequential", "model.mlp=swiglu", "model.mlp_bias=false", "model.positions=rotary",
-        "model.window=5", "model.layer_pattern=[local,global]",
+        "model.block=sequential", "model.mlp=swiglu", "model.mlp_bias=false", *WINDOWS,
         "model.experts=4", "model.experts_per_token=2", "model.router_balance_loss=0.01",
     )  # fmt: skip
     expected = on_one_device(3, *settings)
     losses, params = train(functions_of(cut((2, 2, 2), SEQUENCE, "mesh.zero=fsdp", *settings)))
+    assert largest_difference(losses, expected[0]) <= RELATIVE
+    assert_close(params, expected[1], RELATIVE)
+
+
+@pytest.mark.parametrize(("window", "shape"), [(5, (1, 4, 2)), (6, (1, 4, 2)), (3, (1, 8, 1)), (9, (2, 2, 1))])
+def test_windows_that_end_in_the_chunk_before_and_beyond_it_train_as_on_whole_rows(window, shape):
+    settings = "model.positions=rotary", f"model.window={window}"
+    expected = on_one_device(3, *settings)
+    losses, params = train(functions_of(cut(shape, *settings)))
     assert largest_difference(losses, expected[0]) <= RELATIVE
     assert_close(params, expected[1], RELATIVE)
 
@@ -112,12 +123,27 @@ def test_fifty_steps_have_the_losses_of_one_device(shape, mode, zero):
     ((2, 2, 2), (SEQUENCE, "mesh.zero=fsdp", "mesh.slices=2", "model.remat=attention")),
     ((1, 4, 2), (ALL_REDUCE, "mesh.zero=zero1", "model.remat=full")),
     ((1, 2, 4), (COLLECTIVE_MATMUL,)),
+    ((2, 4, 1), (SEQUENCE, *WINDOWS, "model.remat=full")),
 ])  # fmt: skip
 def test_the_ledger_is_the_traced_step(shape, settings):
     conf = cut(shape, *settings)
     made = functions_of(conf)
     traced = communication_in_jaxpr(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
     assert tally(analytic_communication(conf, jnp.float32)) == tally(traced)
+
+
+def test_a_window_moves_the_chunk_before_in_place_of_whole_rows():
+    """Of each of k and v two ppermutes of B T/2cp N K, in place of an all-gather of B T/cp N K, which reaches a device
+    cp - 1 times."""
+    moved, passes = {}, (Direction.forward, Direction.recompute, Direction.backward)
+    for window in (5, 6):
+        conf = cut((1, 4, 1), "model.positions=rotary", f"model.window={window}", "model.remat=full")
+        entries = [each for each in analytic_communication(conf, jnp.float32) if each.what == "attention, in a layer"]
+        moved[window] = {(each.operation, each.direction): each.bytes * each.count for each in entries}
+    shard = moved[6][Operation.all_gather, Direction.forward]
+    assert moved[5] == {(Operation.ppermute, direction): shard for direction in passes}
+    gathers = {(Operation.all_gather, direction): shard for direction in (Direction.forward, Direction.recompute)}
+    assert moved[6] == gathers | {(Operation.reduce_scatter, Direction.backward): 4 * shard}
 
 
 def stale_positions(monkeypatch):
@@ -154,6 +180,31 @@ def chunks_of_one_end(monkeypatch):
 def keys_of_own_chunks(monkeypatch):
     """A rank sees its own keys in place of those of all ranks."""
     monkeypatch.setattr(attention, "whole_rows", lambda tree: jax.tree.map(lambda x: jnp.tile(x, (1, 2, 1, 1)), tree))
+
+
+def wrong_neighbours(monkeypatch):
+    """The chunk before one comes from the rank on the other side."""
+    permute = jax.lax.ppermute
+
+    def turned(x, over, pairs):
+        return permute(x, over, [(target, source) for source, target in pairs])
+
+    monkeypatch.setattr(jax.lax, "ppermute", turned)
+
+
+def no_chunk_of_its_own(monkeypatch):
+    """The last rank has nothing before its second chunk."""
+    without = vars(jnp) | {"where": lambda _, own, received: received}
+    monkeypatch.setattr(context_parallel, "jnp", SimpleNamespace(**without))
+
+
+@pytest.mark.parametrize("mutate", [wrong_neighbours, no_chunk_of_its_own])
+def test_mutations_of_windows_on_cut_rows_give_other_losses(monkeypatch, mutate):
+    settings = "model.positions=alibi", "model.window=5"
+    expected, _ = on_one_device(3, *settings)
+    mutate(monkeypatch)
+    losses, _ = train(functions_of(cut((1, 4, 1), *settings)))
+    assert largest_difference(losses, expected) > 10 * RELATIVE
 
 
 @pytest.mark.parametrize("mutate", [stale_positions, shifted_after_cutting, chunks_of_one_end, keys_of_own_chunks])

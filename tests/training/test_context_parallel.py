@@ -37,7 +37,7 @@ RELATIVE = 1e-5
 COMMON = ("model.context=32", "optimizer.epsilon=1e-4")
 """With an epsilon above the smallest gradients: the first step of Adam divides each by its own size, and so its
 rounding error, too."""
-WINDOWS = "model.positions=rotary", "model.window=5", "model.layer_pattern=[local,global]"
+WINDOWED = "model.positions=rotary", "model.window=5", "model.layer_pattern=[local,global]"
 """On at most four ranks a chunk has four positions or more, and so a local layer needs only that before each."""
 ALL_REDUCE, SEQUENCE, COLLECTIVE_MATMUL = (
     f"mesh.tensor_parallel={mode}" for mode in ("all_reduce", "sequence", "collective_matmul")
@@ -91,7 +91,7 @@ def test_cut_rows_train_as_whole_ones(positions, shape, settings):
 
 def test_a_window_and_experts_on_cut_rows_train_as_on_whole_ones():
     settings = (
-        "model.block=sequential", "model.mlp=swiglu", "model.mlp_bias=false", *WINDOWS,
+        "model.block=sequential", "model.mlp=swiglu", "model.mlp_bias=false", *WINDOWED,
         "model.experts=4", "model.experts_per_token=2", "model.router_balance_loss=0.01",
     )  # fmt: skip
     expected = on_one_device(3, *settings)
@@ -101,7 +101,7 @@ def test_a_window_and_experts_on_cut_rows_train_as_on_whole_ones():
 
 
 @pytest.mark.parametrize(("window", "shape"), [(5, (1, 4, 2)), (6, (1, 4, 2)), (3, (1, 8, 1)), (9, (2, 2, 1))])
-def test_windows_that_end_in_the_chunk_before_and_beyond_it_train_as_on_whole_rows(window, shape):
+def test_layers_whose_window_ends_in_the_chunk_before_and_beyond_it_train_as_on_whole_rows(window, shape):
     settings = "model.positions=rotary", f"model.window={window}"
     expected = on_one_device(3, *settings)
     losses, params = train(functions_of(cut(shape, *settings)))
@@ -123,7 +123,7 @@ def test_fifty_steps_have_the_losses_of_one_device(shape, mode, zero):
     ((2, 2, 2), (SEQUENCE, "mesh.zero=fsdp", "mesh.slices=2", "model.remat=attention")),
     ((1, 4, 2), (ALL_REDUCE, "mesh.zero=zero1", "model.remat=full")),
     ((1, 2, 4), (COLLECTIVE_MATMUL,)),
-    ((2, 4, 1), (SEQUENCE, *WINDOWS, "model.remat=full")),
+    ((2, 4, 1), (SEQUENCE, *WINDOWED, "model.remat=full")),
 ])  # fmt: skip
 def test_the_ledger_is_the_traced_step(shape, settings):
     conf = cut(shape, *settings)
@@ -199,7 +199,7 @@ def no_chunk_of_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize("mutate", [wrong_neighbours, no_chunk_of_its_own])
-def test_mutations_of_windows_on_cut_rows_give_other_losses(monkeypatch, mutate):
+def test_mutations_of_a_window_on_cut_rows_give_other_losses(monkeypatch, mutate):
     settings = "model.positions=alibi", "model.window=5"
     expected, _ = on_one_device(3, *settings)
     mutate(monkeypatch)

@@ -30,7 +30,7 @@ from shmap_tp.plan.search.output import Task, largest_share, limited_by, table
 from shmap_tp.plan.targets import find_target, machine_of
 
 FILE = str(CONF / "config.yaml")
-BASE = Candidate(4, 1, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
+BASE = Candidate(4, 1, 1, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
 
 
 def config(*settings: str):
@@ -48,6 +48,18 @@ def test_every_candidate_is_valid_and_its_settings_make_the_same_configuration()
     assert {one.fsdp_gradients for one in found if one.zero == Zero.fsdp} == set(FsdpGradients)
     for one in found[:: len(found) // 40]:
         assert load(FILE, ["model=test", "train.batch=16", "mesh.processes=1", *one.settings()]) == one.apply(base)
+
+
+def test_experts_are_searched_over_mp_and_over_ranks_of_tokens():
+    experts = ("model.block=sequential", "model.mlp=swiglu", "model.experts=4", "model.mlp_bias=false")
+    base = config(*experts)
+    found = candidates(base, find_target("v5e", 8, None, 1), {"model.remat": "full"})
+    assert {(one.mp, one.ep) for one in found} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    for one in found[:: len(found) // 10]:
+        given = ["model=test", "train.batch=16", "mesh.processes=1", *experts, *one.settings()]
+        assert load(FILE, given) == one.apply(base)
+    given = candidates(base, find_target("v5e", 8, None, 1), {"model.remat": "full", "mesh.ep": "4"})
+    assert given == [one for one in found if one.ep == 4]
 
 
 def test_keys_that_are_given_are_not_searched():

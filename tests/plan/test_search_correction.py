@@ -10,7 +10,7 @@ from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, Tensor
 from shmap_tp.plan.search.candidates import Candidate
 from shmap_tp.plan.search.loop import Correction, Errors, expected_improvement, rank_correlation
 
-BASE = Candidate(4, 1, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
+BASE = Candidate(4, 1, 1, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
 
 
 def test_rank_correlation():
@@ -23,7 +23,7 @@ def test_rank_correlation():
 
 def test_a_correction_follows_the_most_alike_candidates_and_what_is_common_to_all():
     near = replace(BASE, remat=Remat.none)
-    far = Candidate(1, 4, 1, TensorParallelMode.sequence, Zero.fsdp, FsdpGradients.ring, 2, Remat.mlp)
+    far = Candidate(1, 4, 1, 1, TensorParallelMode.sequence, Zero.fsdp, FsdpGradients.ring, 2, Remat.mlp)
     errors = Errors(common=0.08, choice=0.02, own=0.03)
     assert Correction(errors, []).of(BASE) == (0.0, errors.total)
     slower = Correction(errors, [(near, 1.2)])

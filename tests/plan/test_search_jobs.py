@@ -17,7 +17,7 @@ from shmap_tp.plan.search.jobs import answer, ended, request
 from shmap_tp.plan.targets import find_target
 
 ESTIMATED = Result(
-    Candidate(4, 1, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1),
+    Candidate(4, 1, 1, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1),
     Estimate(1.0, 1e9, 0.0, {}, {}),
 )
 RECORDED = Row(**next(row for row in read_rows("tpu") if row["kind"] == "predicted"))

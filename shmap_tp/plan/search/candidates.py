@@ -18,8 +18,8 @@ from shmap_tp.plan.targets import Target, devices_of, machine_of
 # What can be chosen
 
 KEYS = (
-    "mesh.dp", "mesh.mp", "mesh.cp", "mesh.tensor_parallel", "mesh.zero", "mesh.fsdp_gradients", "train.microbatches",
-    "model.remat", "model.offload",
+    "mesh.dp", "mesh.mp", "mesh.cp", "mesh.ep", "mesh.tensor_parallel", "mesh.zero", "mesh.fsdp_gradients",
+    "train.microbatches", "model.remat", "model.offload",
 )  # fmt: skip
 """What is searched, in the words of the configuration."""
 CHOICES = {
@@ -29,7 +29,6 @@ CHOICES = {
 """The names that a key takes; the other keys take whole numbers.  model.offload takes a list of names."""
 
 
-ONE_DEVICE_A_ROW = "mesh.cp=1"
 SHORTEST_PART = 4096
 """A shorter part of a row would not fill a device better than whole rows do."""
 
@@ -41,6 +40,7 @@ class Candidate:
     dp: int
     mp: int
     cp: int
+    ep: int
     tensor_parallel: TensorParallelMode
     zero: Zero
     fsdp_gradients: FsdpGradients
@@ -48,17 +48,21 @@ class Candidate:
     remat: Remat = Remat.full
     offload: tuple[SavedActivation, ...] = ()
 
-    def settings(self) -> list[str]:
-        """As overrides of a configuration, in which mesh.cp is 1."""
+    def values(self) -> dict[str, str]:
+        """Of every key of KEYS, as an override of a configuration has it."""
         values = (*list(vars(self).values())[:-1], f"[{','.join(self.offload)}]")
-        settings = [f"{key}={value}" for key, value in zip(KEYS, values, strict=True)]
-        return [setting for setting in settings if setting != ONE_DEVICE_A_ROW]
+        return dict(zip(KEYS, map(str, values), strict=True))
+
+    def settings(self, cp: int = 1, ep: int = 1) -> list[str]:
+        """As overrides of a configuration with these mesh.cp and mesh.ep, which are left out where they stay."""
+        known = {"mesh.cp": str(cp), "mesh.ep": str(ep)}
+        return [f"{key}={value}" for key, value in self.values().items() if known.get(key) != value]
 
     def apply(self, config: Config) -> Config:
         """`config` with these choices."""
         mesh = replace(
-            config.mesh, dp=self.dp, mp=self.mp, cp=self.cp, tensor_parallel=self.tensor_parallel, zero=self.zero,
-            fsdp_gradients=self.fsdp_gradients,
+            config.mesh, dp=self.dp, mp=self.mp, cp=self.cp, ep=self.ep, tensor_parallel=self.tensor_parallel,
+            zero=self.zero, fsdp_gradients=self.fsdp_gradients,
         )  # fmt: skip
         train = replace(config.train, microbatches=self.microbatches, max_sequences_per_device=None)
         model = replace(config.model, remat=self.remat, offload=list(self.offload))
@@ -68,7 +72,8 @@ class Candidate:
         mode = f" {self.tensor_parallel}" if self.mp > 1 else ""
         ring = "+ring" if self.fsdp_gradients == FsdpGradients.ring else ""
         offload = f", offload {' + '.join(self.offload)}" if self.offload else ""
-        mesh = f"({self.dp}, {self.mp})" + (f" cp={self.cp}" if self.cp > 1 else "")
+        more = [f" {axis}={size}" for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1]
+        mesh = f"({self.dp}, {self.mp})" + "".join(more)
         return f"{mesh}{mode} {self.zero}{ring}, {self.microbatches} mb, remat {self.remat}{offload}"
 
 
@@ -107,15 +112,14 @@ def _normal(fixed: dict[str, str]) -> dict[str, str]:
 
 
 def _matches(candidate: Candidate, fixed: dict[str, str]) -> bool:
-    given = dict(item.split("=", 1) for item in (ONE_DEVICE_A_ROW, *candidate.settings()))
-    return all(given[key] == value for key, value in fixed.items())
+    return fixed.items() <= candidate.values().items()
 
 
 def _meshes(config: Config, target: Target, fixed: dict[str, str]) -> Iterator[Candidate]:
     """Everything but remat and offload."""
     of_mesh = {key: value for key, value in fixed.items() if not key.startswith("model.")}
-    for mp, cp in itertools.product(divisors(target.devices), _cuts(config, fixed)):
-        if target.devices % (mp * cp):
+    for mp, cp, ep in itertools.product(divisors(target.devices), _cuts(config, fixed), _ranks_of_experts(config)):
+        if target.devices % (mp * cp * ep):
             continue
         dp = target.devices // mp // cp
         for mode, zero, gradients in itertools.product(TensorParallelMode, Zero, FsdpGradients):
@@ -128,7 +132,7 @@ def _meshes(config: Config, target: Target, fixed: dict[str, str]) -> Iterator[C
             if config.train.batch % dp:
                 continue
             for microbatches in divisors(config.train.batch // dp):
-                candidate = Candidate(dp, mp, cp, mode, zero, gradients, microbatches)
+                candidate = Candidate(dp, mp, cp, ep, mode, zero, gradients, microbatches)
                 if _matches(candidate, of_mesh) and _is_valid(candidate.apply(config), target):
                     yield candidate
 
@@ -138,6 +142,11 @@ def _cuts(config: Config, fixed: dict[str, str]) -> list[int]:
     if "mesh.cp" in fixed:
         return [int(fixed["mesh.cp"])]
     return [1, *(n for n in divisors(config.model.context) if n > 1 and config.model.context // n >= SHORTEST_PART)]
+
+
+def _ranks_of_experts(config: Config) -> list[int]:
+    """The numbers of dp ranks over which experts may be sharded."""
+    return divisors(config.model.experts) if config.model.experts else [1]
 
 
 def _is_valid(config: Config, target: Target) -> bool:

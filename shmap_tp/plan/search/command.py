@@ -206,7 +206,13 @@ def base_config(arguments: argparse.Namespace, target: Target) -> Config:
     words += [f"train.batch={arguments.batch}"] if arguments.batch else []
     words += [f"model.context={arguments.context}"] if arguments.context else []
     words += [f"{key}={given[key]}" for key in OF_COMMAND if key in given]
-    words += [f"mesh.dp={machine.slices}", "mesh.mp=1", f"mesh.slices={machine.slices}", "mesh.processes=1"]
+    words += [
+        f"mesh.dp={machine.slices}",
+        "mesh.mp=1",
+        "mesh.ep=1",
+        f"mesh.slices={machine.slices}",
+        "mesh.processes=1",
+    ]
     words += ["mesh.zero=none", "mesh.fsdp_gradients=reduce_scatter", "train.microbatches=1", "model.offload=[]"]
     return resolve_auto(load(file if arguments.cfg else str(CONF / "config.yaml"), words))
 

@@ -14,7 +14,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from shmap_tp.parallel.mesh import CP, MP
+from shmap_tp.parallel.mesh import CP, EP, MP
 from shmap_tp.plan.search.candidates import Candidate, Result
 from shmap_tp.plan.search.jobs import Job
 
@@ -60,7 +60,7 @@ class Errors:
         return self.common**2 + shared * self.choice**2 + (self.own**2 if a == b else 0.0)
 
 
-CHOICES = tuple(field.name for field in fields(Candidate) if field.name not in (CP, MP))
+CHOICES = tuple(field.name for field in fields(Candidate) if field.name not in (CP, EP, MP))
 """Of a candidate, each with an error of its own; dp, cp and mp are one."""
 NOISE = 0.01
 """Standard deviation of what two compilations of the same step may differ by."""

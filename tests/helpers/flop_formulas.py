@@ -51,7 +51,8 @@ def parameters(model: ModelConfig, *, padded: bool) -> int:
     vocabulary = padded_vocabulary(model) if padded else model.vocabulary
     norms_per_block = 1 if model.block == Block.parallel else 4 if model.norm_placement == NormPlacement.both else 2
     norm = (2 if model.norm_bias else 1) * model.width
-    head_norms = 2 * model.head_dim if model.qk_norm else 0
+    heads = model.heads + model.kv_heads if model.qk_norm_across_heads else 2
+    head_norms = heads * model.head_dim if model.qk_norm else 0
     return (
         (1 if model.tie_embeddings else 2) * vocabulary * model.width
         + (model.context * model.width if model.positions == PositionKind.learned else 0)

@@ -44,6 +44,7 @@ EXPECTED = {
     "128b": (125_079_396_352, "125.08B", 16),
     "bytes_moe": (2_495_616, "2.50M", 8),
     "mixtral_8x7b": (46_702_792_704, "46.70B", 8),
+    "olmoe_1b_7b": (6_919_161_856, "6.92B", 16),
     "qwen3_30b_a3b": (30_532_122_624, "30.53B", 4),
     "llama2_70b": (68_976_648_192, "68.98B", 8),
     "llama3_8b": (8_030_261_248, "8.03B", 8),
@@ -262,9 +263,9 @@ def test_large_models_need_about_six_flops_per_parameter_and_token(name):
     assert 0.9 < flops_per_token(model) / (6 * parameters(model)) < 1.1
 
 
-@pytest.mark.parametrize(("name", "billions"), [("mixtral_8x7b", 12.9), ("qwen3_30b_a3b", 3.3)])
+@pytest.mark.parametrize(("name", "billions"), [("mixtral_8x7b", 12.9), ("olmoe_1b_7b", 1.3), ("qwen3_30b_a3b", 3.3)])
 def test_models_with_experts_need_the_flops_of_their_active_parameters(name, billions):
-    """Published: 13B of Mixtral, 3.3B of Qwen3-30B-A3B.  Of the embedding's parameters there are no FLOPs."""
+    """Published: 13B of Mixtral, 1.3B of OLMoE, 3.3B of Qwen3-30B-A3B.  Of the embedding's parameters there are no FLOPs."""
     model = load(name)
     active = flop_formulas.active_parameters(model)
     assert active / 1e9 == pytest.approx(billions, rel=0.02)

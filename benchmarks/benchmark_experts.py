@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value, meaning in (
         ("experts", 8, "E"), ("per-token", 2, "C"), ("width", 512, "D"), ("ffn", 1024, "F"),
-        ("tokens", 4096, "of each device"), ("ep", 1, "devices over which experts are sharded"), ("rounds", 15, "pairs"),
+        ("tokens", 4096, "of each device"), ("ep", 1, "devices that share the experts"), ("rounds", 15, "pairs"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{meaning} ({value})")
     parser.add_argument("--capacity", type=float, default=1.25, help="model.expert_capacity, with --ep (1.25)")

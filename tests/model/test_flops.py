@@ -265,7 +265,7 @@ def test_large_models_need_about_six_flops_per_parameter_and_token(name):
 
 @pytest.mark.parametrize(("name", "billions"), [("mixtral_8x7b", 12.9), ("olmoe_1b_7b", 1.3), ("qwen3_30b_a3b", 3.3)])
 def test_models_with_experts_need_the_flops_of_their_active_parameters(name, billions):
-    """Published: 13B of Mixtral, 1.3B of OLMoE, 3.3B of Qwen3-30B-A3B.  Of the embedding's parameters there are no FLOPs."""
+    """Published: 13B of Mixtral, 1.3B of OLMoE, 3.3B of Qwen3-30B-A3B.  Of the embedding there are no FLOPs."""
     model = load(name)
     active = flop_formulas.active_parameters(model)
     assert active / 1e9 == pytest.approx(billions, rel=0.02)

@@ -27,9 +27,6 @@ class Pattern:
     """slope * (s - t) is added to the score of query t and key s (ALiBi)."""
     segments_BT: Int[Array, "B T"] | None = None
     """A query attends to the keys of its own segment alone.  They are those of the keys, for all positions of a row."""
-    earlier: int | None = None
-    """The queries are those of the last keys, behind so many; there are segments then.  None: they are those of all
-    keys, or this device's part of a row (`context_parallel.py`)."""
     window: int | None = None
     """A query attends to the last `window` positions, of which its own is one: t - window < s <= t."""
     softcap: float | None = None
@@ -38,6 +35,9 @@ class Pattern:
     """In place of 1 / sqrt(K)."""
     sinks_H: Float[Array, " H"] | None = None
     """exp(sink) is added to the denominator of the softmax of its head, as if of one key more, whose value is 0."""
+    earlier: int | None = None
+    """The queries are those of the last keys, behind so many; there are segments then.  None: they are those of all
+    keys, or this device's part of a row (`context_parallel.py`)."""
 
     @property
     def used(self) -> frozenset[str]:

@@ -74,7 +74,8 @@ def links_of(mesh: MeshConfig, target: Target) -> Links:
 def collective_seconds(config: Config, every: list[Parameter], target: Target) -> dict[str, float]:
     """Seconds by how the compiler overlaps them, before any overlap.
 
-    all_reduce, sequence, collective_matmul    what the model itself communicates, in the mode of this name
+    all_reduce, sequence, collective_matmul    what the model itself communicates, in the mode of this name; `sequence`
+                  also has what is sent to experts in any mode, as nothing overlaps it
     overlapped    gathers of FSDP weights, and reductions of FSDP gradients in rings
     scatters      reduce-scatters of FSDP gradients
     once          after the last microbatch, and between slices
@@ -82,7 +83,8 @@ def collective_seconds(config: Config, every: list[Parameter], target: Target) -
     found = dict.fromkeys([*map(str, TensorParallelMode), "overlapped", "scatters", "once"], 0.0)
     links, mode = links_of(config.mesh, target), str(config.mesh.tensor_parallel)
     sizes = axis_sizes(config.mesh)
-    found[mode] = sum(map(links.seconds, without_trivial_axes(_activation_entries(config), sizes)), 0.0)
+    for entry in without_trivial_axes(_activation_entries(config), sizes):
+        found[TensorParallelMode.sequence if EP in entry.axis.split() else mode] += links.seconds(entry)
     ranks = config.mesh.dp * config.mesh.cp
     for entry in fsdp_uses(config, every, "bfloat16") if ranks > 1 else []:
         is_overlapped = entry.operation in (Operation.all_gather, Operation.ppermute)

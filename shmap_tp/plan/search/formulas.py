@@ -13,7 +13,8 @@ Memory (bytes)
 Time (seconds)
     matmuls      FLOPs with recomputation (model/flops.py) / peak; of experts more (grouped.py)
     attention    FLOPs / peak; for the chunked kernel without the causal half, and its scores through memory
-    memory       activations read and written, weights once per pass and microbatch, the optimizer's update / bandwidth
+    memory       activations read and written, rows of experts more often (grouped.py), weights once per pass and
+                 microbatch, the optimizer's update / bandwidth
     collectives  those of the analytic ledger, each by the link model, by kind of overlap; of FSDP's gathers and
                  rings, which are mostly overlapped with matmuls, the constant is the share that is not
     host         offloaded bytes / host rate, in each direction; what exceeds the computation is waited for
@@ -49,7 +50,7 @@ from shmap_tp.model.layer_pattern import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
 from shmap_tp.plan.communication.parameters import Parameter, parameters
 from shmap_tp.plan.search.collectives import collective_seconds
-from shmap_tp.plan.search.grouped import grouped_excess
+from shmap_tp.plan.search.grouped import grouped_excess, row_values
 from shmap_tp.plan.targets import Target, devices_of, machine_of
 from shmap_tp.plan.tpu import KERNEL_EFFICIENCY
 
@@ -216,7 +217,7 @@ def time_terms(config: Config, model: ModelConfig, every: list[Parameter], targe
     matmuls = (flops + grouped_excess(model, tokens, config.mesh, device.kind)) * share - attention
     is_chunked = model.attention == AttentionKernel.chunked
     score_bytes = WIDE * sum(_score_keys(model)) * model.heads / config.mesh.mp * all_tokens if is_chunked else 0.0
-    activations = NARROW * all_tokens * model.layers * layer_values(config)
+    activations = NARROW * all_tokens * model.layers * (layer_values(config) + row_values(model, config.mesh))
     return {
         "matmuls": matmuls,
         "kernel": 0.0 if is_chunked else attention,

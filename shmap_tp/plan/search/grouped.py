@@ -1,4 +1,4 @@
-"""What the products of experts cost beyond matmuls with as many FLOPs."""
+"""What experts cost beyond matmuls with as many FLOPs: in their products, and in the rows that are brought to them."""
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import MeshConfig, ModelConfig, Remat, SavedActivation
@@ -6,6 +6,18 @@ from shmap_tp.hardware.devices import generation
 from shmap_tp.layers.experts import rows_of_a_token
 from shmap_tp.layers.grouped_matmul import row_tile
 from shmap_tp.plan.tpu import GROUPED_EFFICIENCY
+
+VALUES_OF_A_ROW = 4.6, 9.5
+"""How often each value of a row counts among the activations of a layer, where rows stay on their device and where they
+are sent to others.  With its constant of `TIME`, activations are then read and written 30 and 62 times: so they are in
+the compiled step of OLMoE-1B-7B on v6e-16, ep=8 (docs/performance-notes.d/layers.md)."""
+
+
+def row_values(model: ModelConfig, mesh: MeshConfig) -> float:
+    """Values per token and layer of the rows that a device brings to its experts and back."""
+    if not model.experts:
+        return 0.0
+    return VALUES_OF_A_ROW[mesh.ep > 1] * rows_of_a_token(model, mesh) * model.width
 
 
 def grouped_excess(model: ModelConfig, tokens: int, mesh: MeshConfig, kind: str) -> float:

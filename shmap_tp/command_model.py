@@ -195,11 +195,12 @@ def mesh_sizes(arguments: Sequence[str], keys: Sequence[str] = MESH_KEYS) -> dic
         key, _, value = argument.partition("=")
         is_number = value.isascii() and value.isdecimal() and len(value) < 10
         if key not in found or not is_number or int(value) < 1:
-            if argument.startswith("mesh.cp="):
+            if key == "mesh.cp" and key not in found:
                 raise UserError(
                     f"{argument}: only training and evaluation split rows along time; for a prompt that does not fit\n"
                     f"one device use a larger mesh.mp, over which the heads of the cache are sharded"
                 )
-            raise UserError(f"{argument!r} is not mesh.dp=N or mesh.mp=N; everything else is as in the checkpoint")
+            known = " or ".join(f"{key}=N" for key in keys)
+            raise UserError(f"{argument!r} is not {known}; everything else is as in the checkpoint")
         found[key] = int(value)
     return {key.removeprefix("mesh."): value for key, value in found.items()}

@@ -283,6 +283,7 @@ def test_what_evaluate_refuses(run, capsys, tmp_path):
         (["--data", "/nowhere"], "does not exist"),
         (["--sequences", "0"], "--sequences 0 must be at least 1"),
         (["mesh.dp=x"], "is not mesh.dp=N"),
+        (["mesh.cp=0"], "'mesh.cp=0' is not mesh.dp=N or mesh.mp=N or mesh.cp=N"),
         (["--data", ""], "--data is empty"),
         (["--text", ""], "--text is empty"),
         (["--field", "x"], "--field needs --text PATH"),

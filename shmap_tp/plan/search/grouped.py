@@ -9,8 +9,9 @@ from shmap_tp.plan.tpu import GROUPED_EFFICIENCY
 
 VALUES_OF_A_ROW = 4.6, 9.5
 """How often each value of a row counts among the activations of a layer, where rows stay on their device and where they
-are sent to others.  With its constant of `TIME`, activations are then read and written 30 and 62 times: so they are in
-the compiled step of OLMoE-1B-7B on v6e-16, ep=8 (docs/performance-notes.d/layers.md)."""
+are sent to others.  With the constant of `TIME` for activations these are 30 and 62 passes over memory: the second as
+in the compiled step of OLMoE-1B-7B on v6e-16, ep=8 (docs/performance-notes.d/layers.md), the first half of it, for half
+as many gathers."""
 
 
 def row_values(model: ModelConfig, mesh: MeshConfig) -> float:

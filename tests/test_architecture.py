@@ -52,7 +52,6 @@ MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 10
 """Of a file, of a function with its docstring, and of a function with `self`."""
 CUSTOM_GRADIENTS = {
     "parallel",
-    "layers/expert_dispatch.py",
     "layers/flash_attention.py",
     "layers/grouped_matmul.py",
     "layers/products.py",

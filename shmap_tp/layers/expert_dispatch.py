@@ -21,9 +21,6 @@ of its experts.  E/(ep mp): whole experts, sharded over both axes.  {+mp}: a par
 With mp, each of its ranks sends the rows of its own experts alone: of the E/mp experts that have its number on the
 ranks of ep.  No row is sent twice.
 
-Rows move by gathers alone, forward and backward (`gather_rows`, `sum_rows`): each token knows the places of its rows.
-Rows that are of no pair hold anything, and are never read.
-
 All shapes are fixed.  Without a capacity there is room for every choice; with one, rows beyond S are dropped, those of
 the last experts and tokens of a rank first, and counted.  Lepikhin et al. 2020, "GShard", section 2.2,
 https://arxiv.org/abs/2006.16668
@@ -39,7 +36,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from shmap_tp.parallel.collectives import mark_varying, varying_axes
 from shmap_tp.parallel.mesh import EP, MP, Role, axes_of, ranks
 
 Compute = Callable[[Array, Array, Array], Array]
@@ -83,9 +79,8 @@ class OverMp:
         compute: Compute,
     ) -> tuple[Float[Array, "N D"], Int[Array, ""]]:
         rows = sort_by_expert(experts_NC - lax.axis_index(MP) * count, count)
-        x_RD, weights_R = rows_of_pairs(x_ND, weights_NC, rows.pair, rows.place)
-        y_RD = compute(x_RD, weights_R, rows.sizes)
-        return sum_rows(y_RD, rows.place, rows.token), jnp.zeros((), jnp.int32)
+        y_RD = compute(x_ND[rows.token], weights_NC.ravel()[rows.pair], rows.sizes)
+        return _added_up(x_ND, rows.token, y_RD, jnp.sum(rows.sizes)), jnp.zeros((), jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -113,24 +108,25 @@ class OverTokens:
         is_mine_NC = rank_NC % mp == lax.axis_index(MP)
         rows = sort_by_expert(jnp.where(is_mine_NC, rank_NC // mp * count + expert_NC, -1), over * count)
         sizes_r = jnp.sum(rows.sizes.reshape(over, count), axis=1)
-        starts_r = jnp.cumsum(sizes_r) - sizes_r
         places = places_for_a_rank(tokens, chosen, count, over * mp, self.capacity)
         place_rS = jnp.broadcast_to(jnp.arange(places)[None], (over, places))
         is_row_S = (place_rS < sizes_r[:, None]).ravel()
-        pair_S = rows.pair.at[(starts_r[:, None] + place_rS).ravel()].get(mode="clip")
-        place_NC = rows.place - starts_r[rank_NC // mp]  # among those for its rank
-        has_place_NC = is_mine_NC & (place_NC < places)
-        place_NC = jnp.where(has_place_NC, rank_NC // mp * places + place_NC, over * places)
+        row_S = ((jnp.cumsum(sizes_r) - sizes_r)[:, None] + place_rS).ravel()
+        pair_S = rows.pair.at[row_S].get(mode="clip")
+        token_S = pair_S // chosen
         with jax.named_scope("dispatch"):
-            x_SD, weights_S = map(_all_to_all, rows_of_pairs(x_ND, weights_NC, pair_S, place_NC))
+            x_SD = _all_to_all(jnp.where(is_row_S[:, None], x_ND[token_S], 0))
+            weights_S = _all_to_all(jnp.where(is_row_S, weights_NC.ravel()[pair_S], 0))
             expert_S = _all_to_all(jnp.where(is_row_S, expert_NC.ravel()[pair_S], count))
         order_S = jnp.argsort(expert_S, stable=True)
-        back_S = jnp.argsort(order_S)
-        x_SD, weights_S = (gather_rows(rows, order_S, back_S[:, None]) for rows in (x_SD, weights_S))
-        y_SD = compute(x_SD, weights_S, _sizes(expert_S, count))
+        sizes_E = _sizes(expert_S, count)
+        y_SD = compute(x_SD[order_S], weights_S[order_S], sizes_E)
+        y_SD = jnp.where((jnp.arange(len(y_SD)) < jnp.sum(sizes_E))[:, None], y_SD, 0)
         with jax.named_scope("combine"):
-            y_SD = _all_to_all(gather_rows(y_SD, back_S, order_S[:, None]))
-        return sum_rows(y_SD, place_NC, pair_S // chosen), jnp.sum(jnp.maximum(sizes_r - places, 0))
+            y_SD = _all_to_all(y_SD[jnp.argsort(order_S)])
+        y_SD = jnp.where(is_row_S[:, None], y_SD, 0)
+        y_ND = jnp.zeros_like(x_ND).at[token_S].add(y_SD)
+        return y_ND, jnp.sum(jnp.maximum(sizes_r - places, 0))
 
 
 def dispatch_of_mesh(capacity: float | None) -> Dispatch:
@@ -151,8 +147,6 @@ class Rows(NamedTuple):
     pair: Int[Array, " R"]
     """The number n C + c of the pair of token n and its expert number c."""
     token: Int[Array, " R"]
-    place: Int[Array, "N C"]
-    """Which row each pair is; of pairs that are no rows, R."""
     sizes: Int[Array, " E"]
     """How many rows each of the experts has."""
 
@@ -162,64 +156,20 @@ def sort_by_expert(experts_NC: Int[Array, "N C"], experts: int) -> Rows:
     tokens, chosen = experts_NC.shape
     expert_P = experts_NC.ravel()
     group_P = jnp.where((expert_P >= 0) & (expert_P < experts), expert_P, experts)
-    order_P = jnp.argsort(group_P, stable=True)
-    pair_R = order_P[: tokens * min(chosen, experts)]
-    place_P = jnp.where(group_P < experts, jnp.argsort(order_P), len(pair_R))
-    return Rows(pair_R, pair_R // chosen, place_P.reshape(tokens, chosen), _sizes(group_P, experts))
+    pair_R = jnp.argsort(group_P, stable=True)[: tokens * min(chosen, experts)]
+    return Rows(pair_R, pair_R // chosen, _sizes(group_P, experts))
 
 
 def _sizes(expert_P: Int[Array, " P"], experts: int) -> Int[Array, " E"]:
     return jnp.sum(expert_P[:, None] == jnp.arange(experts)[None], axis=0, dtype=jnp.int32)
 
 
-def rows_of_pairs(
-    x_ND: Float[Array, "N D"], weights_NC: Float[Array, "N C"], pair_R: Int[Array, " R"], place_NC: Int[Array, "N C"]
-) -> tuple[Float[Array, "R D"], Float[Array, " R"]]:
-    """(x of the token, the weight) of each row's pair.  Communication: none."""
-    x_RD = gather_rows(x_ND, pair_R // weights_NC.shape[1], place_NC)
-    return x_RD, gather_rows(weights_NC.ravel(), pair_R, place_NC.reshape(-1, 1))
-
-
-def gather_rows(
-    x: Float[Array, "N ..."], index_R: Int[Array, " R"], place_NC: Int[Array, "N C"]
-) -> Float[Array, "R ..."]:
-    """y[r] = x[index[r]].  The gradient of x[n] is the sum of those of the rows place[n]; R is no row.
-
-    The plain version is `x[index_R]`, whose gradient is a scatter that adds up.  Communication: none.
-    """
-    return _gather(mark_varying(x, tuple(varying_axes(index_R))), index_R, place_NC)
-
-
-def sum_rows(y: Float[Array, "R ..."], place_NC: Int[Array, "N C"], index_R: Int[Array, " R"]) -> Float[Array, "N ..."]:
-    """x[n] = the sum of y over the rows place[n]; R is no row.  The gradient of y[r] is that of x[index[r]].
-
-    The plain version is `_sum(y, place_NC)`.  Communication: none.
-    """
-    return _sum_by_gather(mark_varying(y, tuple(varying_axes(place_NC))), place_NC, index_R)
-
-
-def _sum(y: Array, place_NC: Array) -> Array:
-    return jnp.sum(y.at[place_NC].get(mode="fill", fill_value=0), axis=1)
-
-
-@jax.custom_vjp
-def _gather(x: Array, index_R: Array, place_NC: Array) -> Array:
-    return x.at[index_R].get(mode="promise_in_bounds")
-
-
-@jax.custom_vjp
-def _sum_by_gather(y: Array, place_NC: Array, index_R: Array) -> Array:
-    return _sum(y, place_NC)
-
-
-_gather.defvjp(
-    lambda x, index_R, place_NC: (_gather(x, index_R, place_NC), (index_R, place_NC)),
-    lambda saved, dy: (_sum_by_gather(dy, saved[1], saved[0]), None, None),
-)
-_sum_by_gather.defvjp(
-    lambda y, place_NC, index_R: (_sum(y, place_NC), (index_R, place_NC)),
-    lambda saved, dx: (_gather(dx, *saved), None, None),
-)
+def _added_up(
+    x_ND: Float[Array, "N D"], token_R: Int[Array, " R"], y_RD: Float[Array, "R D"], rows: Int[Array, ""]
+) -> Float[Array, "N D"]:
+    """For each token the sum of y over the first `rows` rows."""
+    is_row_R = jnp.arange(len(y_RD)) < rows
+    return jnp.zeros_like(x_ND).at[token_R].add(jnp.where(is_row_R[:, None], y_RD, 0))
 
 
 def _all_to_all(x: Array) -> Array:

@@ -237,9 +237,11 @@ class Experts(eqx.Module):
 
         def compute(x_RD: Array, weights_R: Array, sizes_E: Array) -> Array:
             rows = ExpertRows.of(len(x_RD), sizes_E)
+            is_row = rows.is_row_R[:, None]
+            x_RD = jnp.where(is_row, x_RD, 0)
             gate_RF, up_RF = (layer.add_bias(layer(x_RD, sizes_E, multiply), rows) for layer in (self.gate, self.up))
             gate_RF, up_RF = checkpoint_name(gate_RF, GATE), checkpoint_name(up_RF, UP)
-            weights_R1 = jnp.where(rows.is_row_R, weights_R, 0).astype(up_RF.dtype)[:, None]
+            weights_R1 = jnp.where(is_row, weights_R[:, None], 0).astype(up_RF.dtype)
             y_RD = self.down(self.gated(gate_RF, up_RF) * weights_R1, sizes_E, multiply)
             return self.down.add_bias(y_RD, rows, weights_R1)
 

@@ -9,9 +9,8 @@ from shmap_tp.plan.tpu import GROUPED_EFFICIENCY
 
 VALUES_OF_A_ROW = 4.6, 9.5
 """How often each value of a row counts among the activations of a layer, where rows stay on their device and where they
-are sent to others.  With the constant of `TIME` for activations these are 30 and 62 passes over memory: the second as
-in the compiled step of OLMoE-1B-7B on v6e-16, ep=8 (docs/performance-notes.d/layers.md), the first half of it, for half
-as many gathers."""
+are sent to others: with the constant of `TIME` for activations 30 and 62 passes over memory.  Chosen so that the time
+of compiled steps of Qwen3-30B-A3B and OLMoE-1B-7B with ep 8 and 32 is met within a quarter; half where rows stay."""
 
 
 def row_values(model: ModelConfig, mesh: MeshConfig) -> float:

@@ -11,6 +11,7 @@ whatever the number of layers.  The layers beyond the last whole period follow t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -56,29 +57,33 @@ def layer_options(config: ModelConfig) -> tuple[LayerOptions, ...]:
     return tuple(of_kind[kind] for kind in config.layer_pattern or [LayerKind.local])
 
 
-def scan_layers(bodies: Sequence[Body], carry: Any, layers: Any) -> tuple[Any, Any]:
-    """lax.scan over the first dim of every array of `layers`; layer i is computed by bodies[i % P].
+def scan_layers(
+    bodies: Sequence[Body], carry: Any, layers: Any, *, outside: Sequence[Body] | None = None
+) -> tuple[Any, Any]:
+    """lax.scan over the first dim of every array of `layers`; layer i is computed by bodies[i % P], or in no loop by
+    outside[i % P] (None: also by bodies).  A loop of one iteration is none: XLA unrolls it.
 
     As many outputs as layers, stacked.
     """
-    period = len(bodies)
+    period, outside = len(bodies), outside or bodies
+    whole, rest = divmod(len(jax.tree.leaves(layers)[0]), period)
+    bodies = bodies if whole > 1 else outside
     if period == 1:
         return lax.scan(bodies[0], carry, layers)
-    whole, rest = divmod(len(jax.tree.leaves(layers)[0]), period)
 
-    def unrolled(carry: Any, layers: Any, count: int) -> tuple[Any, Any]:
+    def unrolled(bodies: Sequence[Body], carry: Any, layers: Any) -> tuple[Any, Any]:
         outputs = []
-        for i in range(count):
-            carry, output = bodies[i](carry, jax.tree.map(lambda x, i=i: x[i], layers))
+        for i, body in enumerate(bodies):
+            carry, output = body(carry, jax.tree.map(lambda x, i=i: x[i], layers))
             outputs.append(output)
         return carry, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
 
     def periods(x: jax.Array) -> jax.Array:
         return x[: whole * period].reshape(whole, period, *x.shape[1:])
 
-    carry, outputs = lax.scan(lambda carry, each: unrolled(carry, each, period), carry, jax.tree.map(periods, layers))
+    carry, outputs = lax.scan(partial(unrolled, bodies), carry, jax.tree.map(periods, layers))
     outputs = jax.tree.map(lambda x: x.reshape(whole * period, *x.shape[2:]), outputs)
     if not rest:
         return carry, outputs
-    carry, last = unrolled(carry, jax.tree.map(lambda x: x[whole * period :], layers), rest)
+    carry, last = unrolled(outside[:rest], carry, jax.tree.map(lambda x: x[whole * period :], layers))
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, last)

@@ -52,13 +52,17 @@ def all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     return not is_gathered and primitive.name not in LAYOUT_PRIMITIVES
 
 
-def checkpointed(layer: Layer, remat: Remat, offload: Collection[SavedActivation]) -> Layer:
-    """`layer`, its backward pass recomputing what `remat` does not save; of what it saves, `offload` is on the host."""
+def checkpointed(layer: Layer, remat: Remat, offload: Collection[SavedActivation], *, in_loop: bool = True) -> Layer:
+    """`layer`, its backward pass recomputing what `remat` does not save; of what it saves, `offload` is on the host.
+
+    Not `in_loop`, both passes are in one computation, in which XLA would compute once, and keep, what they have in
+    common; barriers before the recomputation prevent that.
+    """
 
     def named(x: Array, block: Any) -> tuple[Array, Any]:
         return layer(checkpoint_name(x, BLOCK_INPUT), block)
 
-    return jax.checkpoint(named, policy=_policy(remat, offload), prevent_cse=False)
+    return jax.checkpoint(named, policy=_policy(remat, offload), prevent_cse=not in_loop)
 
 
 def _policy(remat: Remat, offload: Collection[SavedActivation]) -> Callable[..., Any]:

@@ -216,15 +216,18 @@ class Transformer(eqx.Module):
                 )
             return save_at_block_end(x_BTD, extras.residuals, copy=copy), outputs
 
-        period = [partial(layer, options) for options in self.period]
+        period = outside = [partial(layer, options) for options in self.period]
         if self.remat != Remat.none or has_gathered(placements):
-            period = [checkpointed(each, self.remat, self.offload) for each in period]
+            period, outside = (
+                [checkpointed(each, self.remat, self.offload, in_loop=in_loop) for each in period]
+                for in_loop in (True, False)
+            )
         if self._has_offloaded_scan(placements):
             (rematerialised,) = period  # validate.py refuses layers that differ
             last = partial(layer, self.period[0], placements=without_ring(placements), copy=False)
             layers = self._offloaded_layers(rematerialised, last, placements.last_weight, execution.dtype)
             return scan_with_offload(layers, x_BTD, self.blocks), Extras()
-        x_BTD, (losses, statistics) = scan_layers(period, x_BTD, self.blocks)
+        x_BTD, (losses, statistics) = scan_layers(period, x_BTD, self.blocks, outside=outside)
         return x_BTD, Extras(None if losses is None else jnp.sum(losses), statistics=statistics)
 
     def _has_offloaded_scan(self, placements: Any) -> bool:

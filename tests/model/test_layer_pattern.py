@@ -1,5 +1,7 @@
 """Layers that differ: the length of the program.  Mistakes in them: tests/silent_bugs/test_layers_that_differ.py."""
 
+import pytest
+
 from shmap_tp.model.abstract_trace import trace_gradients
 from shmap_tp.model.components import parameter_shapes
 from shmap_tp.parallel.tensor_parallel import AllReduce
@@ -15,3 +17,18 @@ def test_the_program_is_as_long_for_48_layers_as_for_12():
         return len(list(equations(trace_gradients(parameter_shapes(model), AllReduce(), (1, model.context)))))
 
     assert length(48) == length(12) > 2 * length(6) / 3
+
+
+@pytest.mark.parametrize(
+    ("period", "layers", "barriers"), [(3, 3, 3), (3, 5, 5), (3, 6, 0), (3, 8, 2), (1, 1, 1), (1, 2, 0)]
+)
+def test_only_layers_in_no_loop_are_recomputed_behind_a_barrier(period, layers, barriers):
+    """Without it XLA finds in the forward pass what the backward pass computes again, and keeps it.  It unrolls a loop
+    of one iteration."""
+    pattern = ",".join(["local", "global", "global"][:period])
+    settings = f"model.layers={layers} model.window=3 model.layer_pattern=[{pattern}] model.remat=full"
+    model = config(*settings.split()).model
+    traced = equations(trace_gradients(parameter_shapes(model), AllReduce(), (1, model.context)))
+    recomputed = [one.params["prevent_cse"] for one in traced if one.params.get("policy")]
+    assert sum(recomputed) == barriers, recomputed
+    assert len(recomputed) - barriers == (period if layers >= 2 * period else 0)

@@ -28,6 +28,8 @@ from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation, table, tally
 from shmap_tp.plan.communication.reconcile import Reconciliation, reconcile
+from shmap_tp.plan.predict import predict
+from shmap_tp.plan.tpu import Slice
 from shmap_tp.training import step
 from shmap_tp.training.step import build_step_functions
 from tests.helpers import loss_cases
@@ -160,6 +162,26 @@ def test_compiler_merges_collectives_and_adds_none(program, shape, precision, me
     assert found.balanced, str(found)
     assert len(found.merges) == merges, str(found)
     assert not found.stacked and not found.padding_exchanges, str(found)
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_weights_of_layers_in_no_loop_are_gathered_again_in_the_backward_pass(layers):
+    """For TPUs: XLA for CPU ignores barriers.  A period of two layers, which XLA unrolls; two periods and a layer."""
+    pytest.importorskip("libtpu")
+    sizes = "width=128 ffn=256 heads=1 kv_heads=1 head_dim=128 context=128 vocabulary=512 block=sequential remat=full"
+    settings = f"{sizes} layers={layers} window=32 layer_pattern=[local,global] attention=chunked".split()
+    conf = config(
+        "mesh.dp=4",
+        "mesh.mp=1",
+        "mesh.zero=fsdp",
+        "train.microbatches=1",
+        *[f"model.{setting}" for setting in settings],
+    )
+    text = predict(conf, Slice("v5e", (2, 2)), cache=None).text
+    sizes = axis_sizes(conf.mesh)
+    planned = analytic_communication(conf, jnp.bfloat16)
+    found = reconcile(planned, communication_in_hlo(text, sizes), sizes)
+    assert not found.missing and not found.shared and not found.unplanned, str(found)
 
 
 def test_an_extra_all_reduce_is_reported(monkeypatch):

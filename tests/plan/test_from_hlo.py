@@ -57,12 +57,25 @@ def test_an_all_reduce_in_place_of_a_reduce_scatter_is_no_fault_but_costs_more()
     whole = replace(planned, operation=Operation.all_reduce, what="all-reduce.1")
     done = CompiledCollective("all-reduce.1", (whole,))
     found = reconcile([planned], [done], SIZES)
-    assert found.unscattered == [planned] and not found.balanced
+    assert found.summed == [planned] and not found.balanced
     first, line, _, meaning = found.report.splitlines()
     assert first.startswith("the planned result at a higher cost")
     assert line == "COSTLIER: gradient, reduce-scatter over dp, float32, 64 bytes x 2" and "twice the bytes" in meaning
     once = CompiledCollective("all-reduce.1", (replace(whole, count=1),))
     assert reconcile([planned], [once], SIZES).report.startswith("NOT as planned")
+    nowhere = CompiledCollective("all-reduce.1", (replace(whole, axis="[[0, 5], [1, 4]]"),))
+    assert reconcile([planned], [nowhere], SIZES).unplanned == list(nowhere.entries)
+
+
+def test_an_all_reduce_is_no_all_gather_where_a_reduce_scatter_of_its_array_is_missing():
+    """The gather of the same weight may have been saved, and is then what is reported; both arrays of an all-reduce
+    are named after it."""
+    scatter = Entry("gradient", Operation.reduce_scatter, DP, "float32", 64, 2, Direction.backward)
+    gather = Entry("weight", Operation.all_gather, DP, "float32", 16, 2, Direction.forward)
+    whole = replace(scatter, operation=Operation.all_reduce, what="all-reduce.1", count=1)
+    found = reconcile([gather, scatter], [CompiledCollective("all-reduce.1", (whole, whole))], SIZES)
+    assert found.summed == [scatter] and found.missing == [gather] and not found.unplanned
+    assert found.merges == {"all-reduce.1": ["gradient"]}
 
 
 def test_a_collective_that_the_compiler_saves_is_no_fault_where_the_result_is_the_same():
@@ -165,6 +178,28 @@ def test_the_ppermute_of_a_padded_reduce_scatter_belongs_to_it():
     assert found.balanced, str(found)
     assert [key(entry) for entry in found.padding_exchanges] == [(Operation.ppermute, DP, "bfloat16", 2 * 48 * 2048)]
     assert reconcile([], communication_in_hlo(REDUCE_SCATTER.replace("pad(", "copy("), SIZES), SIZES).unplanned
+
+
+def test_padding_of_more_than_a_shard_is_corrected_by_ppermutes_of_shards_and_of_the_rest():
+    """16 shards of 7 rows each are padded to 10: the last one starts 45 rows late, which are 4 shards and 5 rows.  From
+    four devices before it a row of mp = 4 is passed over dp."""
+    planned = Entry("dw", Operation.reduce_scatter, f"{DP} {MP}", "bfloat16", 16 * 7 * 64, 1, Direction.once)
+    done = CompiledCollective("scatter", (replace(planned, what="scatter"),), padding=16 * 3 * 64)
+
+    def passed(name: str, axes: str, size: int) -> CompiledCollective:
+        exchange = replace(planned, what=name, operation=Operation.ppermute, axis=axes, bytes=size)
+        return CompiledCollective(name, (exchange,))
+
+    pieces = [passed(str(by), DP if by == 4 else f"{DP} {MP}", 10 * 64) for by in range(1, 5)]
+    pieces.append(passed("5", f"{DP} {MP}", 5 * 64))
+    found = reconcile([planned], [done, *pieces], SIZES)
+    assert found.balanced and sum(entry.count for entry in found.padding_exchanges) == 5, str(found)
+    for wrong in (
+        [*pieces, passed("6", f"{DP} {MP}", 5 * 64)],
+        [*pieces[:-1], passed("5", "ep", 5 * 64)],
+        [*pieces[:-1], passed("5", DP, 64)],
+    ):
+        assert reconcile([planned], [done, *wrong], SIZES | {"ep": 2}).unplanned
 
 
 LOOP = """

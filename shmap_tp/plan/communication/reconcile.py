@@ -22,9 +22,8 @@ HEADINGS = {
     "stacked": "sent stacked after a loop",
     "concatenated": "sent as one array",
     "padding_exchanges": "added for padding",
-    "summed": "gathered by a sum",
     "shared": "CHEAPER",
-    "unscattered": "COSTLIER",
+    "summed": "COSTLIER",
     "unplanned": "NOT PLANNED",
     "missing": "MISSING",
 }
@@ -34,10 +33,12 @@ MEANINGS = {
     "merges": "one collective carries several planned arrays (no fault)",
     "stacked": "the arrays of all iterations of a loop are sent in one collective, the same bytes (no fault)",
     "concatenated": "several small arrays are sent one after the other in one, the same bytes (no fault)",
-    "padding_exchanges": "a ppermute that the compiler adds after padding a reduce-scatter (no fault)",
-    "summed": "an all-reduce of zeros and each device's shard in place of a small all-gather: the same result",
+    "padding_exchanges": "ppermutes that the compiler adds after padding a reduce-scatter (no fault)",
     "shared": "one collective for several uses of a gathered array, or for scalars that are added up (no fault)",
-    "unscattered": "an all-reduce in place of a reduce-scatter: the same result for twice the bytes on the links",
+    "summed": (
+        "an all-reduce in place of a reduce-scatter, or of an all-gather (a sum of zeros and each device's shard): the "
+        "same result for twice the bytes on the links"
+    ),
     "unplanned": "communication of the compiled module that is not in the plan",
     "missing": "communication of the plan that is not in the compiled module",
 }
@@ -58,16 +59,14 @@ class Reconciliation:
     concatenated: list[Entry]
     """Arrays that hold several planned ones, one after the other: the same bytes.  XLA for GPU does so."""
     padding_exchanges: list[Entry]
-    """ppermutes that the compiler adds where it pads a reduce-scatter, for rows of the neighbour's shard."""
-    summed: list[Entry]
-    """All-reduces in place of all-gathers: each device contributes its shard, and zeros for the others.  XLA for TPU
-    does so with small arrays."""
+    """ppermutes that the compiler adds where it pads a reduce-scatter, for rows of the shards of other devices."""
     shared: list[Entry]
     """Planned collectives that the compiler saves: an array that is gathered for several uses is gathered once, and
     scalars whose sum alone is read are added up before they are reduced."""
-    unscattered: list[Entry]
-    """Planned reduce-scatters that are all-reduces, of which each device keeps its shard.  XLA for TPU does so over all
-    devices of some slices."""
+    summed: list[Entry]
+    """Planned reduce-scatters that are all-reduces, of which each device keeps its shard, and planned all-gathers that
+    are all-reduces, to which each device contributes its shard, and zeros for the others.  XLA for TPU does so over all
+    devices of some slices, and with small arrays."""
     unplanned: list[Entry]
     """Communication of the module that is not in the plan."""
     missing: list[Entry]
@@ -76,7 +75,7 @@ class Reconciliation:
     @property
     def balanced(self) -> bool:
         """Whether the same bytes are communicated as planned."""
-        return not self.unplanned and not self.missing and not self.unscattered
+        return not self.unplanned and not self.missing and not self.summed
 
     def __str__(self) -> str:
         lines = [
@@ -94,7 +93,7 @@ class Reconciliation:
         """Whether the module communicates as planned, the differences, and what their lines mean."""
         if self.unplanned or self.missing:
             verdict = "NOT as planned"
-        elif self.unscattered:
+        elif self.summed:
             verdict = "the planned result at a higher cost; the lines below are choices of the compiler"
         elif not str(self):
             return "as planned"
@@ -117,23 +116,21 @@ def reconcile(planned: Iterable[Entry], found: Iterable[CompiledCollective], siz
     stacked, unplanned, missing = _match_stacked(tally(entries) - tally(planned), tally(planned) - tally(entries))
     concatenated, unplanned, missing = _match_concatenated(unplanned, missing)
     summed, unplanned, missing = _match_summed(unplanned, missing, sizes)
-    unscattered, unplanned, missing = _match_unscattered(unplanned, missing)
     shared, missing = _match_shared(planned, entries, missing)
-    merges = {
-        collective.name: list(
-            dict.fromkeys(name for entry in collective.entries for name in _names(planned, key(entry)))
-        )
-        for collective in found
-        if len(collective.entries) > 1
-    }
+
+    def carried(collective: CompiledCollective) -> list[str]:
+        keys = [key(entry) for entry in collective.entries]
+        keys = [each for one in keys for each in (one, *(other for other in _as_sums(one, sizes) if other in summed))]
+        return list(dict.fromkeys(name for each in keys for name in _names(planned, each)))
+
+    merges = {collective.name: carried(collective) for collective in found if len(collective.entries) > 1}
     return Reconciliation(
         merges,
         _select(entries, stacked),
         _select(entries, concatenated),
-        exchanges,
-        _select(entries, summed),
+        _select(exchanges, tally(exchanges)),
         _select(planned, shared),
-        _select(planned, unscattered),
+        _select(planned, summed),
         _select(entries, unplanned),
         _select(planned, missing),
     )
@@ -171,26 +168,24 @@ def _match_concatenated(over: Counter[Key], under: Counter[Key]) -> tuple[Counte
 def _match_summed(
     over: Counter[Key], under: Counter[Key], sizes: dict[str, int]
 ) -> tuple[Counter[Key], Counter[Key], Counter[Key]]:
-    """(all-reduces found in place of all-gathers to their size, what remains of `over`, of `under`)."""
+    """(what is missing where an all-reduce is found in its place, what remains of `over`, of `under`)."""
     summed, over, under = Counter(), over.copy(), under.copy()
     for whole in over:
-        operation, axis, dtype, size = whole
-        shard = Operation.all_gather, axis, dtype, size // axis_size(axis, sizes)
-        if operation == Operation.all_reduce and shard[3] * axis_size(axis, sizes) == size:
-            summed[whole] = min(over[whole], under[shard])
-            over[whole] -= summed[whole]
-            under[shard] -= summed[whole]
+        for planned in _as_sums(whole, sizes):
+            times = min(over[whole], under[planned])
+            summed[planned] += times
+            over[whole] -= times
+            under[planned] -= times
     return +summed, +over, +under
 
 
-def _match_unscattered(over: Counter[Key], under: Counter[Key]) -> tuple[Counter[Key], Counter[Key], Counter[Key]]:
-    """(reduce-scatters in whose place the whole array is all-reduced, what remains of `over`, of `under`)."""
-    reduced = Counter(
-        {(Operation.reduce_scatter, *whole[1:]): n for whole, n in over.items() if whole[0] == Operation.all_reduce}
-    )
-    unscattered = reduced & under
-    whole = Counter({(Operation.all_reduce, *scatter[1:]): count for scatter, count in unscattered.items()})
-    return unscattered, over - whole, under - unscattered
+def _as_sums(whole: Key, sizes: dict[str, int]) -> list[Key]:
+    """What an all-reduce may be in place of: a reduce-scatter of this array, or an all-gather to its size."""
+    operation, axes, dtype, size = whole
+    if operation != Operation.all_reduce or not set(axes.split()) <= set(sizes):
+        return []
+    shard, rest = divmod(size, axis_size(axes, sizes))
+    return [(Operation.reduce_scatter, *whole[1:]), *([] if rest else [(Operation.all_gather, axes, dtype, shard)])]
 
 
 def _match_shared(planned: list[Entry], found: list[Entry], under: Counter[Key]) -> tuple[Counter[Key], Counter[Key]]:
@@ -224,13 +219,17 @@ def _names(entries: list[Entry], wanted: Key) -> list[str]:
 
 
 def _padding_exchanges(found: list[CompiledCollective], sizes: dict[str, int]) -> list[Entry]:
-    """The ppermute of each padded reduce-scatter: of n shards the last one starts (n - 1)/n of the padding too late."""
+    """The ppermutes of each padded reduce-scatter: of n shards the last one starts (n - 1)/n of the padding too late.
+    Where that is more than a shard, whole ones come from the devices before it and the rest from one further."""
     single = [collective.entries[0] for collective in found if len(collective.entries) == 1]
     exchanges = []
     for scatter in (collective for collective in found if collective.padding):
         (entry,) = scatter.entries
         n = axis_size(entry.axis, sizes)
-        wanted = Operation.ppermute, entry.axis, entry.dtype, scatter.padding * (n - 1) // n
-        matching = [other for other in single if key(other) == wanted and other.count == entry.count]
-        exchanges += [other for other in matching if other not in exchanges][:1]
+        shard, late = (entry.bytes + scatter.padding) // n, scatter.padding * (n - 1) // n
+        for size in [shard] * (late // shard) + [late % shard]:
+            wanted = Operation.ppermute, entry.dtype, size, entry.count
+            matching = (other for other in single if (other.operation, other.dtype, other.bytes, other.count) == wanted)
+            within = (other for other in matching if set(other.axis.split()) <= set(entry.axis.split()))
+            exchanges += [other for other in within if other not in exchanges][:1]
     return exchanges

@@ -32,7 +32,7 @@ GroupedMatmul = Callable[[Array, Array, Array], Array]
 """(x[R D], w[E D F], sizes[E]) -> y[R F], in x's dtype, which is also w's; all three vary over the same mesh axes.
 Communication: none."""
 
-BLOCKS = (256, 64)
+BLOCKS = (512, 128)
 """Rows that a CPU multiplies at a time: as many of the first size as a group has, then of the last one."""
 
 
@@ -139,55 +139,60 @@ def feature_tile(features: int, most: int = FEATURE_TILE) -> int:
 
 
 def _multiply(x_RD: Array, w: Array, sizes_E: Array, *, contracted: int) -> Array:
-    """Each group of rows, contracted with this dim of its matrix.  The last block of a group reaches into the next one,
-    whose own result is written later."""
-    rows, padded = x_RD.shape[0], _pad(x_RD)
+    """Each group of rows, contracted with this dim of its matrix."""
     starts = jnp.cumsum(sizes_E) - sizes_E
 
     def one_group(group: Array, y: Array) -> Array:
         matrix = lax.dynamic_index_in_dim(w, group, keepdims=False)
 
-        def one_block(at: Array, size: int, y: Array) -> Array:
-            block = lax.dynamic_slice_in_dim(padded, starts[group] + at, size)
+        def one_block(first: Array, is_inside: Array | None, size: int, y: Array) -> Array:
+            block = lax.dynamic_slice_in_dim(x_RD, first, size)
             product = lax.dot_general(block, matrix, (((1,), (contracted - 1,)), ((), ())))
-            return lax.dynamic_update_slice_in_dim(y, product, starts[group] + at, 0)
+            if is_inside is not None:
+                product = jnp.where(is_inside, product, lax.dynamic_slice_in_dim(y, first, size))
+            return lax.dynamic_update_slice_in_dim(y, product, first, 0)
 
-        return _for_each_block(sizes_E[group], one_block, y)
+        return _for_each_block(starts[group], sizes_E[group], len(x_RD), one_block, y)
 
-    y = jnp.zeros_like(padded, shape=(len(padded), w.shape[3 - contracted]))
-    return lax.fori_loop(0, w.shape[0], one_group, y)[:rows]
+    y = jnp.zeros_like(x_RD, shape=(len(x_RD), w.shape[3 - contracted]))
+    return lax.fori_loop(0, w.shape[0], one_group, y)
 
 
 def _weight_gradient(x_RD: Array, dy_RF: Array, w_EDF: Array, sizes_E: Array) -> Array:
     """For each group the product of its rows of x and of dy."""
-    x_padded, dy_padded = _pad(x_RD), _pad(dy_RF)
     starts = jnp.cumsum(sizes_E) - sizes_E
 
     def one_group(group: Array, dw_EDF: Array) -> Array:
-        def one_block(at: Array, size: int, dw_DF: Array) -> Array:
-            x, dy = (lax.dynamic_slice_in_dim(a, starts[group] + at, size) for a in (x_padded, dy_padded))
-            is_inside = (at + jnp.arange(size) < sizes_E[group])[:, None]
-            return dw_DF + lax.dot_general(jnp.where(is_inside, x, 0), dy, (((0,), (0,)), ((), ())))
+        def one_block(first: Array, is_inside: Array | None, size: int, dw_DF: Array) -> Array:
+            x, dy = (lax.dynamic_slice_in_dim(a, first, size) for a in (x_RD, dy_RF))
+            if is_inside is not None:
+                x, dy = jnp.where(is_inside, x, 0), jnp.where(is_inside, dy, 0)
+            return dw_DF + lax.dot_general(x, dy, (((0,), (0,)), ((), ())))
 
-        dw_DF = _for_each_block(sizes_E[group], one_block, jnp.zeros_like(w_EDF[0]))
+        dw_DF = _for_each_block(starts[group], sizes_E[group], len(x_RD), one_block, jnp.zeros_like(w_EDF[0]))
         return lax.dynamic_update_index_in_dim(dw_EDF, dw_DF, group, 0)
 
     return lax.fori_loop(0, w_EDF.shape[0], one_group, jnp.zeros_like(w_EDF))
 
 
-def _for_each_block(rows: Array, one_block: Callable[[Array, int, Array], Array], carry: Array) -> Array:
-    """carry = one_block(first row, size, carry) for the blocks of a group of so many rows; the last may be longer."""
-    done = jnp.zeros_like(rows)
-    for size in BLOCKS:
-        count = (rows - done + (size - 1 if size == BLOCKS[-1] else 0)) // size
-        first = done
+def _for_each_block(
+    start: Array, size: Array, rows: int, one_block: Callable[[Array, Array | None, int, Array], Array], carry: Array
+) -> Array:
+    """carry = one_block(first row, which of its rows are the group's, or None: all, rows of the block, carry) for the
+    blocks of a group that has `size` of all `rows`, the first of them `start`.  The last block may reach into another
+    group, and begins earlier where there are no rows after it."""
+    done = jnp.zeros_like(size)
+    for block in sorted({min(block, rows) for block in BLOCKS}, reverse=True):
+        is_last = block == min(BLOCKS[-1], rows)
+        count, begin = (size - done + (block - 1 if is_last else 0)) // block, start + done
 
-        def step(i: Array, carry: Array, first: Array = first, size: int = size) -> Array:
-            return one_block(first + i * size, size, carry)
+        def step(i: Array, carry: Array, begin: Array = begin, block: int = block, is_last: bool = is_last) -> Array:
+            first = begin + i * block
+            if not is_last:
+                return one_block(first, None, block, carry)
+            row = jnp.minimum(first, rows - block) + jnp.arange(block)
+            return one_block(row[0], ((row >= first) & (row < start + size))[:, None], block, carry)
 
         carry = lax.fori_loop(0, count, step, carry)
-        done = done + count * size
+        done = done + count * block
     return carry
-
-
-_pad = partial(jnp.pad, pad_width=((0, BLOCKS[0]), (0, 0)))

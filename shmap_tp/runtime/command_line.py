@@ -6,6 +6,8 @@ A command parses its arguments, imports what it needs within `importing`, and is
     Ctrl-C in imports   ends the process at once, without a traceback: some modules crash if an exception interrupts
                         their import, and a callback of the garbage collector swallows it.  A process that was started
                         with Ctrl-C ignored, as a background job of a shell script is, goes on ignoring it.
+    Ctrl-C in a command ends it, also where Python drops the exception, as in callbacks of JAX's garbage collection:
+                        then it is raised again.
     no reader           `| head` has ended, a terminal is closed, the log's disk is full: a training run goes on without
                         its output, since metrics.jsonl has the same, and every other command ends.
     closed at the start a stream of `>&-` is the null device.
@@ -18,6 +20,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
@@ -34,12 +37,32 @@ def run_command(command: Callable[[], int | None]) -> int:
     """Call `command` and return the exit code: its own or 0, that of an error, which is printed in one or two lines, or
     INTERRUPTED after Ctrl-C."""
     try:
-        return command() or 0
+        with _interrupting_again():
+            return command() or 0
     except ShmapTpError as error:
         print(wrapped(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+@contextmanager
+def _interrupting_again() -> Iterator[None]:
+    """Context in which a KeyboardInterrupt that Python drops, because a callback cannot raise, is raised again soon,
+    after the callback."""
+    report = sys.unraisablehook
+
+    def raise_again(dropped: "sys.UnraisableHookArgs") -> None:
+        if dropped.exc_type is KeyboardInterrupt:
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            report(dropped)
+
+    sys.unraisablehook = raise_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
 
 
 def end_at_ctrl_c() -> None:

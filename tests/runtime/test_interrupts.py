@@ -10,6 +10,7 @@ import time
 import pytest
 
 from shmap_tp.runtime import command_line
+from shmap_tp.runtime.exit_codes import INTERRUPTED
 from tests.helpers.paths import ROOT
 
 STARTING = """
@@ -89,6 +90,27 @@ with patch({where!r}, interrupted):
 """
     done = run(sys.executable, "-c", script)
     assert done.returncode == -signal.SIGINT and done.stderr == "" and "goes on" not in done.stdout
+
+
+def test_ctrl_c_during_a_callback_that_cannot_raise_still_ends_the_command():
+    script = """
+import os, signal, time
+from shmap_tp.runtime.command_line import run_command
+
+class Freed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))
+
+def command():
+    Freed()
+    for _ in range(100):
+        time.sleep(0.1)
+
+raise SystemExit(run_command(command))
+"""
+    done = run(sys.executable, "-c", script)
+    assert done.returncode == INTERRUPTED and done.stderr == ""
 
 
 @pytest.mark.parametrize("at_start", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "nohup"])

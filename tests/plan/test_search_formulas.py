@@ -11,7 +11,7 @@ from shmap_tp.parallel.mesh import DP, DP_SLICE
 from shmap_tp.plan.communication.analytic import activations
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, tally
 from shmap_tp.plan.search.collectives import _TRACED, _activation_entries, links_of
-from shmap_tp.plan.search.formulas import activation_values, estimate
+from shmap_tp.plan.search.formulas import activation_values, estimate, layer_values
 from shmap_tp.plan.targets import VERSIONS, find_target, machine_of
 
 
@@ -145,6 +145,18 @@ def test_the_scores_of_a_window_need_as_much_memory_as_the_widest_layer():
 
     local = "model.window=16", "model.layer_pattern=[local]"
     assert scores() == 4 * scores(*local) == scores(local[0], "model.layer_pattern=[local,global]")
+
+
+def test_a_window_that_ends_in_the_chunk_before_needs_the_keys_of_one_more_part_of_a_row():
+    """And a layer without one those of all others: with mesh.cp=4, of three."""
+
+    def values(cp: int, *settings: str) -> float:
+        return layer_values(config("model.context=128", f"mesh.cp={cp}", *settings))
+
+    local = "model.window=17", "model.layer_pattern=[local]"
+    assert values(4, *local) == values(2, *local) == values(2) > values(1) == values(1, *local)
+    assert values(4) - values(1) == 3 * (values(4, *local) - values(1))
+    assert values(4, "model.window=18") == values(4, local[0], "model.layer_pattern=[local,global]") == values(4)
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,10 @@ def test_layers_whose_window_ends_in_the_chunk_before_and_beyond_it_train_as_on_
 @pytest.mark.parametrize("mode", [ALL_REDUCE, SEQUENCE, COLLECTIVE_MATMUL])
 @pytest.mark.parametrize("shape", [(4, 2, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4)], ids=str)
 @pytest.mark.parametrize("zero", ["none", "fsdp"])
-def test_fifty_steps_have_the_losses_of_one_device(shape, mode, zero):
-    expected, _ = on_one_device(STEPS, "model.positions=rotary")
-    losses, _ = train(functions_of(cut(shape, "model.positions=rotary", mode, f"mesh.zero={zero}")), STEPS)
+@pytest.mark.parametrize("layers", [("model.positions=rotary",), WINDOWED], ids=["global", "local and global"])
+def test_fifty_steps_have_the_losses_of_one_device(shape, mode, zero, layers):
+    expected, _ = on_one_device(STEPS, *layers)
+    losses, _ = train(functions_of(cut(shape, *layers, mode, f"mesh.zero={zero}")), STEPS)
     assert largest_difference(losses, expected) <= RELATIVE
 
 
@@ -144,6 +145,42 @@ def test_a_window_moves_the_chunk_before_in_place_of_whole_rows():
     assert moved[5] == {(Operation.ppermute, direction): shard for direction in passes}
     gathers = {(Operation.all_gather, direction): shard for direction in (Direction.forward, Direction.recompute)}
     assert moved[6] == gathers | {(Operation.reduce_scatter, Direction.backward): 4 * shard}
+
+
+@pytest.mark.parametrize("settings", [(SEQUENCE, "mesh.zero=fsdp", *WINDOWED), (ALL_REDUCE, "model.positions=learned")])
+def test_a_step_on_whole_rows_is_the_program_of_a_code_without_context_parallelism(monkeypatch, settings):
+    """Its StableHLO is the same if the functions of `context_parallel` return what they are given."""
+    conf = cut((2, 1, 2), *settings)
+
+    def lowered() -> str:
+        made = functions_of(conf)
+        assert made.tokens.sharding.mesh.axis_names == ("dp", "mp")
+        return made.step.lower(made.shapes, made.tokens).as_text()
+
+    expected = lowered()
+    for module in (attention, tokens_module):
+        for name in {"own_chunks", "row_order", "whole_rows"} & set(vars(module)):
+            monkeypatch.setattr(module, name, lambda tree, *_: tree)
+    monkeypatch.setattr(attention, "sees_one_chunk_back", lambda *_: False)
+    assert lowered() == expected
+
+
+def test_the_memory_of_a_device_is_that_of_its_part_of_a_row():
+    """But for the keys and values of whole rows in the one layer at work, of few heads."""
+    common = (
+        "model.positions=rotary",
+        "model.kv_heads=1",
+        "model.attention_chunk=4",
+        "model.layers=64",
+        "model.remat=full",
+    )
+
+    def temporaries(time: int, cp: int) -> int:
+        made = functions_of(cut((1, cp, 1), f"model.context={time}", *common, "mesh.zero=fsdp", "train.loss_chunk=64"))
+        return made.step.lower(made.shapes, made.tokens).compile().memory_analysis().temp_size_in_bytes
+
+    one = temporaries(256, 1)
+    assert temporaries(1024, 4) < 1.25 * one and temporaries(1024, 1) > 3 * one
 
 
 def stale_positions(monkeypatch):

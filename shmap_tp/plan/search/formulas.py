@@ -198,9 +198,13 @@ def saved_values(config: Config) -> dict[SavedActivation, float]:
 
 def layer_values(config: Config) -> float:
     """Values per token of the working set of one layer: its activations and as many gradients, and x gathered; of rows
-    that are split along time also the keys and values of the other parts, and their gradients."""
+    that are split along time also the keys and values that other devices send to the layer which needs most, and their
+    gradients."""
     model, mesh = config.model, config.mesh
-    gathered = 2 * (mesh.cp - 1) * 2 * max(model.kv_heads / mesh.mp, 1) * model.head_dim
+    windows = [options.pattern.window for options in layer_options(model)]
+    is_near = all(window is not None and window - 1 <= model.context // (2 * mesh.cp) for window in windows)
+    parts = min(mesh.cp - 1, 1) if is_near else mesh.cp - 1  # near: the chunk before each of two, as large as one part
+    gathered = 2 * parts * 2 * max(model.kv_heads / mesh.mp, 1) * model.head_dim
     return 2 * sum(activation_values(config).values()) + 2 * model.width + gathered
 
 

@@ -216,6 +216,7 @@ def test_check_uses_no_device():
 
 CHECKED = {
     "prepared data": ([], 0, "data: prepared"),
+    "experts over the ranks of other tokens": (["model=bytes_moe", "mesh.ep=2"], 0, "processes=1, ep=2\n"),
     "data that no source prepares": (
         ["data.dir=nowhere"],
         0,

@@ -90,6 +90,8 @@ def _check_directories(config: Config) -> None:
 def _mesh(config: Config) -> str:
     mesh = config.mesh
     modes = f"tensor_parallel={mesh.tensor_parallel}, zero={mesh.zero}, processes={mesh.processes}"
+    if config.model.experts:
+        modes += f", ep={mesh.ep}"
     if mesh.dp == AUTO:
         rest = "all devices / mp" if mesh.cp == 1 else "all devices / cp / mp"
         return f"{product_in_words(mesh).replace(AUTO, f'{AUTO} ({rest})')}; {modes}"

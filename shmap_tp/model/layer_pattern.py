@@ -78,12 +78,14 @@ def scan_layers(
             outputs.append(output)
         return carry, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
 
+    # slice_in_dim has strides: the gradient of x[a:b], which has none, JAX cannot add to a Ref (`loss_and_gradients`).
     def periods(x: jax.Array) -> jax.Array:
-        return x[: whole * period].reshape(whole, period, *x.shape[1:])
+        return lax.slice_in_dim(x, 0, whole * period).reshape(whole, period, *x.shape[1:])
 
     carry, outputs = lax.scan(partial(unrolled, bodies), carry, jax.tree.map(periods, layers))
     outputs = jax.tree.map(lambda x: x.reshape(whole * period, *x.shape[2:]), outputs)
     if not rest:
         return carry, outputs
-    carry, last = unrolled(outside[:rest], carry, jax.tree.map(lambda x: x[whole * period :], layers))
+    beyond = jax.tree.map(lambda x: lax.slice_in_dim(x, whole * period, whole * period + rest), layers)
+    carry, last = unrolled(outside[:rest], carry, beyond)
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, last)

@@ -1,12 +1,17 @@
 """Layers that differ: the length of the program.  Mistakes in them: tests/silent_bugs/test_layers_that_differ.py."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from shmap_tp.model.abstract_trace import trace_gradients
 from shmap_tp.model.components import parameter_shapes
 from shmap_tp.parallel.tensor_parallel import AllReduce
+from shmap_tp.training.step import build_step_functions
+from tests.helpers.assertions import assert_close, by_path
 from tests.helpers.jaxprs import equations
-from tests.helpers.model_fixtures import config
+from tests.helpers.model_fixtures import config, mesh_of
+from tests.helpers.step_fixtures import learnable_batch, step_config
 
 
 def test_the_program_is_as_long_for_48_layers_as_for_12():
@@ -32,3 +37,16 @@ def test_only_layers_in_no_loop_are_recomputed_behind_a_barrier(period, layers, 
     recomputed = [one.params["prevent_cse"] for one in traced if one.params.get("policy")]
     assert sum(recomputed) == barriers, recomputed
     assert len(recomputed) - barriers == (period if layers >= 2 * period else 0)
+
+
+def test_layers_beyond_the_last_whole_period_train_alike_with_one_microbatch_and_with_two():
+    """The gradients of two are added up in place."""
+    pattern = "model.window=3", "model.layer_pattern=[local,global]", "model.layers=5"
+    found = []
+    for microbatches in (1, 2):
+        conf = step_config((2, 2), *pattern, "mesh.zero=fsdp", f"train.microbatches={microbatches}")
+        made = build_step_functions(conf, mesh_of(conf), jnp.float32)
+        ids = learnable_batch(0, (1, 16, made.tokens.shape[-1])).reshape(made.tokens.shape)
+        state, _ = made.step(made.init(), jax.device_put(ids, made.tokens.sharding))
+        found.append(by_path(state.params))
+    assert_close(*found, 1e-5)

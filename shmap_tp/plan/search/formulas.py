@@ -201,8 +201,8 @@ def layer_values(config: Config) -> float:
     that are split along time also the keys and values that other devices send to the layer which needs most, and their
     gradients."""
     model, mesh = config.model, config.mesh
-    windows = [options.pattern.window for options in layer_options(model)]
-    is_near = all(window is not None and window - 1 <= model.context // (2 * mesh.cp) for window in windows)
+    chunk, patterns = model.context // (2 * mesh.cp), [options.pattern for options in layer_options(model)]
+    is_near = all(pattern.window is not None and pattern.window - 1 <= chunk for pattern in patterns)
     parts = min(mesh.cp - 1, 1) if is_near else mesh.cp - 1  # near: the chunk before each of two, as large as one part
     gathered = 2 * parts * 2 * max(model.kv_heads / mesh.mp, 1) * model.head_dim
     return 2 * sum(activation_values(config).values()) + 2 * model.width + gathered

@@ -49,12 +49,13 @@ def run_command(command: Callable[[], int | None]) -> int:
 @contextmanager
 def _interrupting_again() -> Iterator[None]:
     """Context in which a KeyboardInterrupt that Python drops, because a callback cannot raise, is raised again soon,
-    after the callback."""
-    report = sys.unraisablehook
+    after the callback, unless the context has ended."""
+    report, timers = sys.unraisablehook, list[threading.Timer]()
 
     def raise_again(dropped: "sys.UnraisableHookArgs") -> None:
         if dropped.exc_type is KeyboardInterrupt:
-            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+            timers.append(threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)))
+            timers[-1].start()
         else:
             report(dropped)
 
@@ -63,6 +64,8 @@ def _interrupting_again() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = report
+        for timer in timers:
+            timer.cancel()
 
 
 def end_at_ctrl_c() -> None:

@@ -31,9 +31,10 @@ OWN_KEYS = {
 }
 """What a recipe states itself, because the values of conf/config.yaml are those of a byte-level model."""
 
-EVERY_RECIPE = pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: recipe.name)
+RECIPES = recipes()
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 EVERY_PLANNED_RECIPE = pytest.mark.parametrize(
-    "recipe", [recipe for recipe in recipes() if recipe.plan], ids=lambda recipe: recipe.name
+    "recipe", [recipe for recipe in RECIPES if recipe.plan], ids=lambda recipe: recipe.name
 )
 
 

@@ -167,8 +167,10 @@ def _count(model: ModelConfig, components: ModelComponents, causal: bool) -> _Co
         passes = {name: dict.fromkeys(("blocks", "scores", "values"), 0) for name in _Count.__dataclass_fields__}
         trained = components.trained(model, shapes)
         for visit in equations(trace_gradients(shapes, AllReduce(), (1, model.context), is_trained=trained)):
+            if not (flops := matmul_flops(visit)):
+                continue
             name = "recomputed" if visit.is_recomputed else "backward" if visit.is_backward else "forward"
-            passes[name][_term(visit)] += _visible(matmul_flops(visit), visit, model.context, causal)
+            passes[name][_term(visit)] += _visible(flops, visit, model.context, causal)
         _COUNTS[key] = _Count(**{name: _per_token(terms, model.context) for name, terms in passes.items()})
     return _COUNTS[key]
 

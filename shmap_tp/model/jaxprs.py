@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.extend import core
 
 LOOPS_OF_UNKNOWN_LENGTH = ("while", "cond")
@@ -16,14 +15,19 @@ class Visit:
     """An equation, and where it stands."""
 
     equation: Any
-    scope: str
-    """The named scopes around it, outermost first, separated by slashes."""
+    outer: str
+    """The scope of the equation that contains it."""
     scans: int
     """How many scans it is nested in."""
     times: int
     """How often it runs, within `loop`."""
     loop: str | None
     """The primitive of a while loop or a branch around it, which runs an unknown number of times."""
+
+    @property
+    def scope(self) -> str:
+        """The named scopes around it, outermost first, separated by slashes."""
+        return f"{self.outer}/{self.equation.source_info.name_stack}".strip("/")
 
     @property
     def name(self) -> str:
@@ -43,25 +47,31 @@ class Visit:
 
 def equations(jaxpr: Any) -> Iterator[Visit]:
     """Every equation of `jaxpr` and of the jaxprs inside it; one that contains others comes before them."""
-    return _equations(jaxpr, scope="", scans=0, times=1, loop=None)
+    return _equations(jaxpr, outer="", scans=0, times=1, loop=None)
 
 
-def _equations(jaxpr: Any, scope: str, scans: int, times: int, loop: str | None) -> Iterator[Visit]:
+def _equations(jaxpr: Any, outer: str, scans: int, times: int, loop: str | None) -> Iterator[Visit]:
     for equation in jaxpr.eqns:
-        here = f"{scope}/{equation.source_info.name_stack}".strip("/")
-        visit = Visit(equation, here, scans, times, loop)
+        visit = Visit(equation, outer, scans, times, loop)
         yield visit
+        if not (contained := bodies(equation.params)):
+            continue
         inside = scans, times, loop
         if visit.name == "scan":
             inside = scans + 1, times * equation.params["length"], loop
         elif visit.name in LOOPS_OF_UNKNOWN_LENGTH:
             inside = scans, times, visit.name
-        for body in bodies(equation.params):
-            yield from _equations(body, here, *inside)
+        for body in contained:
+            yield from _equations(body, visit.scope, *inside)
 
 
 def bodies(params: dict[str, Any]) -> list[core.Jaxpr]:
     """The jaxprs among the parameters of an equation."""
-    kinds = (core.Jaxpr, core.ClosedJaxpr)
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
-    return [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in leaves if isinstance(x, kinds)]
+    found = []
+    for param in params.values():
+        for x in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(x, core.ClosedJaxpr):
+                found.append(x.jaxpr)
+            elif isinstance(x, core.Jaxpr):
+                found.append(x)
+    return found

@@ -10,6 +10,7 @@ from shmap_tp.config import compose
 from shmap_tp.config.compose import CONF, load, to_dict, to_yaml
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.errors import UserError
+from tests.helpers import model_fixtures
 from tests.helpers.config_errors import error_message
 from tests.helpers.run_fixtures import FIRST
 
@@ -32,6 +33,17 @@ def test_every_model_loads_and_its_saved_configuration_loads_equal(tmp_path, mod
 @pytest.mark.parametrize("data", DATA)
 def test_every_data_source_loads(data):
     assert load(FIRST, [f"data={data}"]).data.name == data
+
+
+def test_the_shortcut_of_the_tests_composes_what_the_command_does():
+    """`model_fixtures.config` leaves Hydra out; values of every type."""
+    given = ["model=bytes_llama", "mesh.dp=4", "mesh.mp=2", "mesh.tile=[1,2,1]", "mesh.zero=none"]
+    given += ["model.offload=[input,gate]", "model.remat=all_matmuls", "model.tie_embeddings=true", "log.wandb=false"]
+    given += ["optimizer.learning_rate=1e-3", "optimizer.weight_decay=0.02", "model.window=null"]
+    small = [f"model.{setting}" for setting in model_fixtures.MODEL.split()]
+    expected = load(FIRST, ["model=test", *small, "train.batch=8", *given])
+    found = model_fixtures.config(*given)
+    assert found == expected and to_dict(found) == to_dict(expected)
 
 
 def test_an_interpolated_value_follows_its_source():

@@ -1,5 +1,6 @@
 """Five meshes, a configuration whose model compiles in a second, and random parameters."""
 
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -8,10 +9,12 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from omegaconf import DictConfig, OmegaConf
 
 import shmap_tp
 from shmap_tp.config import compose
 from shmap_tp.config.schema import Config, FsdpGradients, MeshConfig, TensorParallelMode, Zero
+from shmap_tp.config.validate import validate
 from shmap_tp.parallel.mesh import make_mesh
 
 MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
@@ -31,9 +34,22 @@ MODEL = (
 
 
 def config(*overrides: str) -> Config:
-    """conf/config.yaml with the small model and `overrides`, each with its full key, such as `model.layers=3`."""
+    """conf/config.yaml with the small model and `overrides`, each with its full key, such as `model.layers=3`.
+
+    Hydra composes the files once for each choice of them, in some tenths of a second; the keys are set in the result.
+    """
+    files = [override for override in overrides if "." not in override.partition("=")[0]]
+    keys = OmegaConf.from_dotlist([override for override in overrides if override not in files])
+    result = OmegaConf.to_object(OmegaConf.merge(_composed(*files), keys))
+    validate(result)
+    return result
+
+
+@cache
+def _composed(*files: str) -> DictConfig:
     model = [f"model.{setting}" for setting in MODEL.split()]
-    return compose.load(str(compose.CONF / "config.yaml"), ["model=test", *model, "train.batch=8", *overrides])
+    overrides = ["model=test", *model, "train.batch=8", *files]
+    return OmegaConf.structured(compose.load(str(compose.CONF / "config.yaml"), overrides))
 
 
 def mesh_config(dp: int, mp: int, **others: Any) -> MeshConfig:

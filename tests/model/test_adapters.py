@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shmap_tp.config.compose import load
 from shmap_tp.errors import UserError
 from shmap_tp.layers.products import heads_product, matmul, product_with_adapter
 from shmap_tp.model.adapters import adapter_scale
@@ -32,6 +33,7 @@ from tests.helpers.adapter_cases import (
 from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import config, mesh_of
 from tests.helpers.mutations import trace_step
+from tests.helpers.run_fixtures import FIRST
 from tests.helpers.step_fixtures import largest_difference, step_config
 
 PLACES = [
@@ -127,7 +129,7 @@ def test_what_no_matrix_of_the_model_has_is_refused(settings, message):
 ])  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        config(*ADAPTER, *settings)
+        load(FIRST, [*ADAPTER, *settings])
 
 
 def test_flops_are_those_of_the_activations_everywhere_and_of_the_weights_that_are_trained():

@@ -7,7 +7,7 @@ a mode.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,15 +40,19 @@ def communication_in_jaxpr(jaxpr: Any) -> list[Entry]:
 
     Raises ValueError for an unknown collective, or where it is unknown how often one runs: in a while loop or a branch.
     """
-    return [entry for visit in equations(jaxpr) for entry in collective(visit, _direction(visit))]
+    return [entry for visit in _collectives(jaxpr) for entry in _arrays(visit, _direction(visit))]
 
 
-def collective(visit: Visit, direction: Direction) -> list[Entry]:
-    """The arrays that one equation communicates; none where it is no collective.  Raises ValueError as above."""
-    params = visit.equation.params
-    axes = _axes(params)
-    if not axes or visit.name in WITHOUT_COMMUNICATION:
-        return []
+def _collectives(jaxpr: Any) -> Iterator[Visit]:
+    """The equations that communicate."""
+    for visit in equations(jaxpr):
+        if _axes(visit.equation.params) and visit.name not in WITHOUT_COMMUNICATION:
+            yield visit
+
+
+def _arrays(visit: Visit, direction: Direction) -> list[Entry]:
+    """The arrays that a collective communicates.  Raises ValueError as above."""
+    axes = _axes(visit.equation.params)
     if visit.name not in OPERATIONS:
         raise ValueError(f"unknown collective: {visit.equation}")
     axis = " ".join(axes)
@@ -65,6 +69,8 @@ def collective(visit: Visit, direction: Direction) -> list[Entry]:
 def _axes(params: dict[str, Any]) -> tuple[str, ...]:
     """The mesh axes of an equation; the `axes` of other primitives are integers, dims of an array."""
     axes = params.get("axes", params.get("axis_name", ()))
+    if not axes:
+        return ()
     axes = axes if isinstance(axes, (tuple, list)) else (axes,)
     return tuple(axis for axis in axes if isinstance(axis, str))
 
@@ -112,9 +118,9 @@ def model_communication(
     """
     counts: Counter[Entry] = Counter()
     about = {"is_gathered": is_gathered, "is_trained": is_trained}
-    for visit in equations(trace_gradients(shapes, _with_scopes(tp), tokens, sizes=sizes, dtype=dtype, **about)):
+    for visit in _collectives(trace_gradients(shapes, _with_scopes(tp), tokens, sizes=sizes, dtype=dtype, **about)):
         direction = Direction.recompute if visit.is_recomputed else Direction.forward
-        for entry in collective(visit, Direction.backward if visit.is_backward else direction):
+        for entry in _arrays(visit, Direction.backward if visit.is_backward else direction):
             counts[replace(entry, what=_what(visit.scope, entry.operation), count=0)] += entry.count
     return [replace(entry, count=count) for entry, count in counts.items()]
 

@@ -98,6 +98,7 @@ def _settings(row: dict) -> str:
     if row.get("fsdp_gradients", "reduce_scatter") != "reduce_scatter":
         zero += f", FSDP gradients {row['fsdp_gradients']}"
     remat = row["remat"] + (f", offload {' + '.join(row['offload'])}" if row.get("offload") else "")
+    remat += ", row-major" if row.get("row_major") else ""
     settings = f"{row['block']}, {row['tensor_parallel']}, {zero}, {remat}, {row['attention']}"
     return f"{settings}{_adapter(row)}{_compiler_options(row)}"
 

@@ -125,12 +125,16 @@ def test_one_norm_for_both_sublayers_gives_wrong_values(monkeypatch, block):
 def test_heads_normalised_after_their_rotation_give_wrong_values(monkeypatch):
     normalize, rotate, norms = shmap_tp.layers.attention._normalize_heads, Rotary.rotate, []
 
-    def later(norm: RMSNorm, x: Any) -> Any:
-        norms.append(norm)
+    def later(norm: RMSNorm, x: Any, context: Any) -> Any:
+        norms.append((norm, context))
         return x
 
+    def rotate_first(self: Rotary, x: Any, at: Any = None) -> Any:
+        norm, context = norms.pop(0)
+        return normalize(norm, rotate(self, x, at), context)
+
     monkeypatch.setattr(shmap_tp.layers.attention, "_normalize_heads", later)
-    monkeypatch.setattr(Rotary, "rotate", lambda self, x, at=None: normalize(norms.pop(0), rotate(self, x, at)))
+    monkeypatch.setattr(Rotary, "rotate", rotate_first)
     with wrong:
         compare_block(HEAD_NORMS)
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-# Of the keys that are one of several names:
 TensorParallelMode = StrEnum("TensorParallelMode", ["all_reduce", "sequence", "collective_matmul"])
 Zero = StrEnum("Zero", ["none", "zero1", "fsdp"])
 FsdpGradients = StrEnum("FsdpGradients", ["reduce_scatter", "ring"])
@@ -23,8 +22,7 @@ NormPlacement = StrEnum("NormPlacement", ["before", "after", "both"])
 LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention_output", "attention", "mlp", "attention_and_up", "all_matmuls"])
-_SAVED = ["input", "sublayer_output", "query_key_value", "attention_output", "gate", "up"]
-SavedActivation = StrEnum("SavedActivation", _SAVED)
+SavedActivation = StrEnum("SavedActivation", "input sublayer_output query_key_value attention_output gate up")
 """Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
 Documents = StrEnum("Documents", ["isolated", "joined"])
 Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
@@ -221,6 +219,8 @@ class ModelConfig:
     up.  attention_and_up: as attention, and up.  all_matmuls: all of these.  Gathered FSDP weights: by none."""
     offload: list[SavedActivation]
     """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
+    row_major: bool
+    """Whether TPUs store q, k, v and, of sequential blocks, input and sublayer outputs row by row, not as XLA likes."""
     attention: AttentionKernel
     """What computes attention.  chunked: plain XLA, attention_chunk queries at a time.  splash: a Pallas kernel for TPU
     v4 and later.  cudnn: NVIDIA's kernel.  auto: the device's kernel where it supports this model, else chunked."""

@@ -14,6 +14,7 @@ flash_attention.py, selected when the model is built (attention_selection.py).  
 are split along time, `attend_rows` fetches the keys and values before (`context_parallel.py`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import equinox as eqx
@@ -87,10 +88,12 @@ class Chunked:
 AnyAttention = Chunked | Splash | Cudnn
 
 
-def checkpoint_per_head(x_BTHK: Float[Array, "B T H K"], name: str) -> Float[Array, "B T H K"]:
+def checkpoint_per_head(
+    x_BTHK: Float[Array, "B T H K"], name: str, stored: Callable[[Array], Array] = lambda x: x
+) -> Float[Array, "B T H K"]:
     """x, named for rematerialisation policies, which save it as [B H T K]: stacked as [B T H K], the few heads of a
-    device would be padded to the rows of a TPU tile (docs/performance-notes.md)."""
-    return checkpoint_name(x_BTHK.transpose(0, 2, 1, 3), name).transpose(0, 2, 1, 3)
+    device would be padded to the rows of a TPU tile (docs/performance-notes.md).  `stored` is that of the context."""
+    return checkpoint_name(stored(x_BTHK.transpose(0, 2, 1, 3)), name).transpose(0, 2, 1, 3)
 
 
 class KeyValueHeads(eqx.Module):
@@ -203,7 +206,8 @@ class Attention(eqx.Module):
         tp, encoding = context.tp, context.encoding
         q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
         if self.query_norm is not None:
-            q_BTHK, k_BTNK = _normalize_heads(self.query_norm, q_BTHK), _normalize_heads(self.key_norm, k_BTNK)
+            normed = zip((self.query_norm, self.key_norm), (q_BTHK, k_BTNK), strict=True)
+            q_BTHK, k_BTNK = (_normalize_heads(norm, x, context) for norm, x in normed)
         qk = encoding.rotate(q_BTHK, context.positions), encoding.rotate(k_BTNK, context.positions)
         pattern = replace(context.pattern, slopes_H=encoding.slopes(), sinks_H=self.sinks)
         if context.cache is not None:
@@ -212,8 +216,8 @@ class Attention(eqx.Module):
             mixed_BTHK, cache = context.cache.attend(*qk, v_BTNK, pattern, self.attend)
             return tp.split_time(mixed_BTHK), Extras(cache=cache)
         if self.query_norm is None:  # else they are saved before their norms
-            qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE) for x in qk)
-        qkv = *qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE)
+            qk = tuple(checkpoint_per_head(x, QUERY_KEY_VALUE, context.stored) for x in qk)
+        qkv = *qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE, context.stored)
         mixed_BTHK, residuals = attend_rows(self.attend, qkv, replace(pattern, segments_BT=context.segments))
         return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
 
@@ -248,7 +252,9 @@ def with_sinks(attention: Attention, heads: int) -> Attention:
     return eqx.tree_at(lambda attention: attention.sinks, attention, jnp.zeros(heads), is_leaf=lambda x: x is None)
 
 
-def _normalize_heads(norm: RMSNorm | JointRMSNorm, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+def _normalize_heads(
+    norm: RMSNorm | JointRMSNorm, x_BTHK: Float[Array, "B T H K"], context: Context
+) -> Float[Array, "B T H K"]:
     """The heads of q or k normalised.  Policies save x in place of the result: the gradient of the norm reads x, and
     attention's backward pass recomputes norm and rotation, instead of the projection."""
-    return mark_varying(norm, MP)(checkpoint_per_head(x_BTHK, QUERY_KEY_VALUE))
+    return mark_varying(norm, MP)(checkpoint_per_head(x_BTHK, QUERY_KEY_VALUE, context.stored))

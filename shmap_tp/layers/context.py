@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from shmap_tp.layers.causal_attention import PLAIN, Pattern
 from shmap_tp.layers.grouped_matmul import GroupedMatmul, ragged_dot
 from shmap_tp.layers.positions import PositionEncoding
+from shmap_tp.layers.xla_workarounds import row_major
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 
 DeferredResiduals = tuple[Float[Array, "..."], ...]
@@ -56,6 +57,12 @@ class Context:
     """What the attention of this layer computes; it adds slopes and segments itself."""
     grouped_matmul: GroupedMatmul = ragged_dot
     """How experts multiply their tokens."""
+    row_major: bool = False
+    """`model.row_major`; not in generation."""
+
+    def stored(self, x: Array) -> Array:
+        """x, an activation that a policy may save, in the layout in which it is to be saved."""
+        return row_major(x) if self.row_major else x
 
 
 @runtime_checkable

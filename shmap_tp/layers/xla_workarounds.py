@@ -13,11 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.layers.rotation import Rotation
+
+LANES = 128
+"""Elements in the rows that a TPU's memory is made of: the last dim of an array is padded to a multiple of it."""
 
 MAX_ADDITIONS = 16
 """Longest dim whose sum is written as additions; for a longer one the program would grow too much."""
@@ -141,6 +146,33 @@ def join_gradients(*values: Any) -> tuple[Any, ...]:
 
 
 join_gradients.defvjp(lambda *values: (values, None), lambda _, gradients: lax.optimization_barrier(gradients))
+
+
+row_major_p = Primitive("row_major")
+row_major_p.def_impl(lambda x: x)
+row_major_p.def_abstract_eval(lambda x: x)
+ad.deflinear2(row_major_p, lambda dy, _: [row_major_p.bind(dy)])
+batching.defvectorized(row_major_p)
+
+
+def row_major(x: Array) -> Array:
+    """x.  On TPUs it and its gradient are stored with the last dim contiguous, if that fills whole rows of memory.
+
+    The plain version is the identity.  With it XLA for TPU stacks what a loop over layers saves in the layout of the
+    operation that made it, and where the backward pass reads it in another, copies it for every layer; with this it
+    copies where its own choice was right (`model.row_major`).  It is a primitive, so that other devices ignore it.
+    """
+    return row_major_p.bind(x)
+
+
+def _row_major_on_tpu(x: Array) -> Array:
+    if x.shape[-1] % LANES:
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+mlir.register_lowering(row_major_p, lambda _, x: [x])
+mlir.register_lowering(row_major_p, mlir.lower_fun(_row_major_on_tpu, multiple_results=False), platform="tpu")
 
 
 def recompute_from(tree: Any) -> Any:

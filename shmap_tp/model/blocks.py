@@ -135,15 +135,16 @@ class SequentialBlock(eqx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
         with jax.named_scope("attention"):
+            x_BTD = context.stored(x_BTD)
             y_BTD, extras = self.attention(_normed(self.attention_norm, x_BTD), context)
-            x_BTD = x_BTD + _output_normed(self.attention_output_norm, y_BTD)
+            x_BTD = x_BTD + _output_normed(self.attention_output_norm, context.stored(y_BTD))
         with jax.named_scope("mlp"):
             h_BTD, loss, statistics = _normed(self.mlp_norm, x_BTD), None, None
             if isinstance(self.mlp, Experts):
                 y_BTD, loss, statistics = self.mlp(h_BTD, context)
             else:
                 y_BTD = self.mlp(h_BTD, context.tp)
-            x_BTD = x_BTD + _output_normed(self.mlp_output_norm, y_BTD)
+            x_BTD = x_BTD + _output_normed(self.mlp_output_norm, context.stored(y_BTD))
         return x_BTD, Extras(loss, extras.cache, extras.residuals, statistics)
 
     @property

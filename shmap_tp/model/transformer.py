@@ -105,6 +105,7 @@ class Transformer(eqx.Module):
     period: tuple[LayerOptions, ...] = eqx.field(static=True)
     remat: Remat = eqx.field(static=True)
     offload: tuple[SavedActivation, ...] = eqx.field(static=True)
+    row_major: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class Transformer(eqx.Module):
         self.head = None if config.tie_embeddings else head()
         self.embedding_scale, self.logit_softcap = config.embedding_scale, config.logit_softcap
         self.period = layer_options(config)
-        self.remat, self.offload = config.remat, tuple(config.offload)
+        self.remat, self.offload, self.row_major = config.remat, tuple(config.offload), config.row_major
 
     def __call__(
         self, ids_BT: Int[Array, "B T"], execution: Execution, carried: Carried = NOTHING_CARRIED
@@ -154,7 +155,9 @@ class Transformer(eqx.Module):
             embedding = gather(placements.embedding, table, dtype)
             x_BTD = self._scaled(tp.reduce(embedding(ids_BT, dtype)))
             x_BTD = encoding.add_to_input(x_BTD, tp, positions)
-        context = Context(tp, encoding, positions, carried.segments, grouped_matmul=execution.grouped_matmul)
+        context = Context(tp, encoding, positions, carried.segments)
+        stored = self.row_major and carried.cache is None
+        context = replace(context, grouped_matmul=execution.grouped_matmul, row_major=stored)
         with jax.named_scope("blocks"):
             if carried.cache is None:
                 x_BTD, extras = self._scan_blocks(x_BTD, context, execution)

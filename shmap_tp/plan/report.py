@@ -86,6 +86,8 @@ class Row:
     """How the gradients of FSDP weights are reduced."""
     offload: list[str] = field(default_factory=list)
     """Saved activations that are offloaded to host memory."""
+    row_major: bool = False
+    """Whether saved activations are stored row by row."""
     scopes: dict[str, float] = field(default_factory=dict)
     """Seconds of a step by named scope of the model, and by what the device waits for."""
     compiler_options: dict[str, str] = field(default_factory=dict)
@@ -143,6 +145,7 @@ def config_fields(
         "block": str(model.block),
         "remat": str(model.remat),
         "offload": [str(name) for name in model.offload],
+        "row_major": model.row_major,
         "tensor_parallel": str(config.mesh.tensor_parallel),
         "zero": str(config.mesh.zero),
         "fsdp_gradients": str(config.mesh.fsdp_gradients),
@@ -209,10 +212,11 @@ def _format_count(number: int) -> str:
 
 def _format_settings(row: Row) -> str:
     offload = f", offload {', '.join(row.offload)}" if row.offload else ""
+    row_major = ", row-major" if row.row_major else ""
     tensor_parallel = f"; tensor parallelism {row.tensor_parallel}" if row.program == EXPLICIT else ""
     gradients = "" if row.fsdp_gradients == FsdpGradients.reduce_scatter else f", FSDP gradients {row.fsdp_gradients}"
     return (
-        f"block {row.block}; remat {row.remat}{offload}; attention {row.attention}{tensor_parallel}; "
+        f"block {row.block}; remat {row.remat}{offload}{row_major}; attention {row.attention}{tensor_parallel}; "
         f"zero {row.zero}{gradients}"
     )
 

@@ -290,6 +290,7 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any], only_source
         "from_pretrained",
         "remat",
         "offload",
+        "row_major",
         "attention",
         "attention_chunk",
         "adapter",

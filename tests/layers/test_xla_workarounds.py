@@ -1,4 +1,4 @@
-"""`sum_by_additions`, `exact_gelu` and `recompute_from` equal the plain versions that they replace."""
+"""Each function equals the plain version that it replaces, and does what it exists for."""
 
 from typing import Any
 
@@ -9,7 +9,13 @@ import pytest
 
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.flash_attention import Splash
-from shmap_tp.layers.xla_workarounds import MAX_ADDITIONS, exact_gelu, recompute_from, sum_by_additions
+from shmap_tp.layers.xla_workarounds import (
+    MAX_ADDITIONS,
+    exact_gelu,
+    recompute_from,
+    row_major,
+    sum_by_additions,
+)
 from tests.helpers.jaxprs import equations_named
 
 
@@ -92,3 +98,17 @@ def test_only_cpus_compute_nothing_again(platform, is_recomputed):
     text = jax.jit(recompute_from).trace(tree).lower(lowering_platforms=(platform,)).as_text()
     assert ("optimization_barrier" in text) == is_recomputed
     jax.tree.map(np.testing.assert_array_equal, recompute_from(tree), tree)
+
+
+@pytest.mark.parametrize(
+    ("platform", "width", "constraints"), [("tpu", 256, 2), ("tpu", 64, 0), ("cuda", 256, 0), ("cpu", 256, 0)]
+)
+def test_tpus_store_values_and_gradients_whose_rows_fill_their_memory_in_row_major_order(platform, width, constraints):
+    x = jnp.arange(2.0 * 3 * width).reshape(2, 3, width)
+    gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.square(row_major(x)))))
+    value, dx = gradient(x)
+    assert value == jnp.sum(jnp.square(x))
+    np.testing.assert_array_equal(dx, 2 * x)
+    np.testing.assert_array_equal(jax.vmap(row_major)(x), x)
+    text = gradient.trace(x).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("custom_call @LayoutConstraint") == constraints

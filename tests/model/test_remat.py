@@ -83,3 +83,16 @@ def test_policies_without_sublayer_outputs_recompute_the_means_of_norms(remat, n
 
     recomputed = 2 * (2 if norm == "layernorm" else 1)
     assert means(remat) - means(Remat.none) == (recomputed if remat in (Remat.full, Remat.attention_output) else 0)
+
+
+@pytest.mark.parametrize("qk_norm", ["false", "true"])
+@pytest.mark.parametrize(
+    ("block", "shapes"), [("sequential", {(B, T, D), (B, H, T, K)}), ("parallel", {(B, H, T, K)})], ids=str
+)
+def test_row_major_is_what_a_policy_saves_of_attention_and_of_sequential_blocks(block, shapes, qk_norm):
+    """q, k and v before their norms, if they have any."""
+    settings = [f"model.block={block}", f"model.qk_norm={qk_norm}", "model.norm=rmsnorm", "model.context=8"]
+    for value, expected in (("false", set()), ("true", shapes)):
+        model = config(*settings, "model.remat=attention", f"model.row_major={value}").model
+        found = equations_named(trace_loss_and_gradients(model, Chunked(8)), "row_major")
+        assert {one.outvars[0].aval.shape for one in found} == expected

@@ -220,7 +220,7 @@ class ModelConfig:
     offload: list[SavedActivation]
     """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
     row_major: bool
-    """Whether TPUs store q, k, v and, of sequential blocks, input and sublayer outputs row by row, not as XLA likes."""
+    """Whether TPUs store q, k, v, and of sequential blocks input and sublayer outputs, row-major; else XLA decides."""
     attention: AttentionKernel
     """What computes attention.  chunked: plain XLA, attention_chunk queries at a time.  splash: a Pallas kernel for TPU
     v4 and later.  cudnn: NVIDIA's kernel.  auto: the device's kernel where it supports this model, else chunked."""

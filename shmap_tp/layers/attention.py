@@ -92,7 +92,7 @@ def checkpoint_per_head(
     x_BTHK: Float[Array, "B T H K"], name: str, stored: Callable[[Array], Array] = lambda x: x
 ) -> Float[Array, "B T H K"]:
     """x, named for rematerialisation policies, which save it as [B H T K]: stacked as [B T H K], the few heads of a
-    device would be padded to the rows of a TPU tile (docs/performance-notes.md).  `stored` is that of the context."""
+    device would be padded to the rows of a TPU tile (docs/performance-notes.md).  `stored` is `Context.stored`."""
     return checkpoint_name(stored(x_BTHK.transpose(0, 2, 1, 3)), name).transpose(0, 2, 1, 3)
 
 
@@ -206,8 +206,8 @@ class Attention(eqx.Module):
         tp, encoding = context.tp, context.encoding
         q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
         if self.query_norm is not None:
-            normed = zip((self.query_norm, self.key_norm), (q_BTHK, k_BTNK), strict=True)
-            q_BTHK, k_BTNK = (_normalize_heads(norm, x, context) for norm, x in normed)
+            q_BTHK = _normalize_heads(self.query_norm, q_BTHK, context)
+            k_BTNK = _normalize_heads(self.key_norm, k_BTNK, context)
         qk = encoding.rotate(q_BTHK, context.positions), encoding.rotate(k_BTNK, context.positions)
         pattern = replace(context.pattern, slopes_H=encoding.slopes(), sinks_H=self.sinks)
         if context.cache is not None:

@@ -159,8 +159,9 @@ def row_major(x: Array) -> Array:
     """x.  On TPUs it and its gradient are stored with the last dim contiguous, if that fills whole rows of memory.
 
     The plain version is the identity.  With it XLA for TPU stacks what a loop over layers saves in the layout of the
-    operation that made it, and where the backward pass reads it in another, copies it for every layer; with this it
-    copies where its own choice was right (`model.row_major`).  It is a primitive, so that other devices ignore it.
+    operation that made it, and copies it in every layer if the backward pass reads it in another.  In some models
+    the constraint causes such copies instead, so that it is a choice (`model.row_major`).  It is a primitive, whose
+    lowering for other devices is the identity.
     """
     return row_major_p.bind(x)
 

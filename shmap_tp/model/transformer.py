@@ -155,9 +155,10 @@ class Transformer(eqx.Module):
             embedding = gather(placements.embedding, table, dtype)
             x_BTD = self._scaled(tp.reduce(embedding(ids_BT, dtype)))
             x_BTD = encoding.add_to_input(x_BTD, tp, positions)
-        context = Context(tp, encoding, positions, carried.segments)
-        stored = self.row_major and carried.cache is None
-        context = replace(context, grouped_matmul=execution.grouped_matmul, row_major=stored)
+        context = Context(
+            tp, encoding, positions, carried.segments, grouped_matmul=execution.grouped_matmul,
+            row_major=self.row_major and carried.cache is None,
+        )  # fmt: skip
         with jax.named_scope("blocks"):
             if carried.cache is None:
                 x_BTD, extras = self._scan_blocks(x_BTD, context, execution)

@@ -37,6 +37,7 @@ def config(*overrides: str) -> Config:
     """conf/config.yaml with the small model and `overrides`, each with its full key, such as `model.layers=3`.
 
     Hydra composes the files once for each choice of them, in some tenths of a second; the keys are set in the result.
+    So a key that another one follows (run.name: run.dir, checkpoint.dir) and messages about bad input need `load`.
     """
     files = [override for override in overrides if "." not in override.partition("=")[0]]
     keys = OmegaConf.from_dotlist([override for override in overrides if override not in files])

@@ -14,27 +14,28 @@ from generated_part import DOCS, GeneratedPart
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Block, Config, Remat, TensorParallelMode
 from shmap_tp.parallel.mesh import MP
-from shmap_tp.plan.communication import analytic, parameters
+from shmap_tp.plan.communication import parameters
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
+from shmap_tp.plan.search.collectives import activation_entries
 from shmap_tp.training.step import CONFIGURED
 
-DP_SIZE, MP_SIZE = 8, 7
-TIME, WIDTH = 77, 16
-"""T and D, for one sequence on a device."""
+DP_SIZE, MP_SIZE = 8, 3
+TIME, WIDTH, FFN = 33, 16, 24
+"""T and D, for one sequence on a device, and the MLP's width, which is also the vocabulary."""
 WEIGHT = "blocks.mlp.up"
 """The weight whose data-parallel communication the table shows."""
 
 
 def config(*overrides: str) -> Config:
     sizes = [
-        "heads=7",
-        "kv_heads=7",
-        "ffn=56",
+        f"heads={MP_SIZE}",
+        f"kv_heads={MP_SIZE}",
+        f"ffn={FFN}",
         f"width={WIDTH}",
         "layers=1",
         f"context={TIME}",
-        "vocabulary=56",
-        "vocabulary_multiple=56",
+        f"vocabulary={FFN}",
+        f"vocabulary_multiple={FFN}",
     ]
     given = [
         "model=test",
@@ -47,8 +48,8 @@ def config(*overrides: str) -> Config:
 
 
 def activations(entries: list[Entry]) -> list[str]:
-    """Cells: forward, recomputed, backward.  Sizes are fractions of x[B T D], float32."""
-    x = 4 * TIME * WIDTH
+    """Cells: forward, recomputed, backward.  Sizes are fractions of x[B T D], bfloat16."""
+    x = 2 * TIME * WIDTH
     names = {x: "B T D", x // MP_SIZE: "B T/mp D", 4 * WIDTH: "D"}
     return [
         cell(entries, direction, names) for direction in (Direction.forward, Direction.recompute, Direction.backward)
@@ -103,7 +104,7 @@ def communicated(mode: TensorParallelMode, block: Block, remat: Remat) -> dict[s
     chosen = config(f"mesh.tensor_parallel={mode}", f"model.block={block}", f"model.remat={remat}")
     chosen.mesh.mp = MP_SIZE
     parts: dict[str, list[Entry]] = {"embedding": [], "block": [], "head": []}
-    for entry in analytic.activations(chosen, "float32"):
+    for entry in activation_entries(chosen):
         name = entry.what.split()[0]
         parts[name if name in parts else "block"].append(entry)
     return parts
@@ -150,7 +151,7 @@ def weights(entries: list[Entry]) -> str:
     found = []
     for entry in entries:
         itemsize = {"bfloat16": 2, "float32": 4}[entry.dtype]
-        part = 56 * 16 * itemsize // entry.bytes
+        part = FFN * WIDTH * itemsize // entry.bytes
         size = {1: "w", DP_SIZE: "w/dp", DP_SIZE // 2: "w slices/dp", 2: "w/slices"}[part]
         count = f"{entry.count} " if entry.operation != Operation.ppermute else "dp - 1 "
         plural = "s" if entry.operation == Operation.ppermute else ""

@@ -20,6 +20,10 @@ from jaxtyping import install_import_hook
 from tests.helpers.compiling import QUICK_TO_COMPILE
 from tests.helpers.quick import QUICK
 
+WITH_ARRAYS = ["api", "data", "inference", "layers", "model", "parallel", "pretrained", "trainer", "training"]
+"""Modules and packages whose annotations have shapes.  Every call of a function is checked, which takes time: the
+planner's functions, called for each equation of a program, have none."""
+
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}"  # read with the first backend
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -27,7 +31,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "xla-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-install_import_hook("shmap_tp", "beartype.beartype")
+install_import_hook([f"shmap_tp.{name}" for name in WITH_ARRAYS], "beartype.beartype")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -127,9 +127,9 @@ def recomputed_terms(
 def flops_per_token(model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL) -> int:
     """Model FLOPs of a training step per token: three forward passes, but for matmuls with a constant.  Of a frozen
     matrix there is no gradient, only that of its input."""
-    products = 2 if _head_is_trained(model, components) else 1
-    head = {"head": 2 * products * model.width * model.vocabulary}
-    backward = _count(model, components, causal).backward | head
+    count = _count(model, components, causal)
+    products = 2 if count.trains_head else 1
+    backward = count.backward | {"head": 2 * products * model.width * model.vocabulary}
     return sum(forward_terms(model, causal=causal, components=components).values()) + sum(backward.values())
 
 
@@ -141,11 +141,6 @@ def hardware_flops_per_token(
     return flops_per_token(model, causal=causal, components=components) + sum(recomputed.values())
 
 
-def _head_is_trained(model: ModelConfig, components: ModelComponents) -> bool:
-    trained = components.trained(model, parameter_shapes(model, components))
-    return trained.embedding.weight if trained.head is None else trained.head.weight
-
-
 @dataclass(frozen=True)
 class _Count:
     """FLOPs of all blocks for one token, by the pass that they belong to."""
@@ -154,6 +149,7 @@ class _Count:
     backward: Terms
     """FLOPs of the backward pass, without recomputation."""
     recomputed: Terms
+    trains_head: bool
 
 
 _COUNTS: dict[tuple[str, ModelComponents, bool], _Count] = {}
@@ -164,14 +160,17 @@ def _count(model: ModelConfig, components: ModelComponents, causal: bool) -> _Co
     key = repr(model), components, causal
     if key not in _COUNTS:
         shapes = parameter_shapes(model, components, TracedAttention(model.context, _recomputes_scores(model)))
-        passes = {name: dict.fromkeys(("blocks", "scores", "values"), 0) for name in _Count.__dataclass_fields__}
+        terms, names = ("blocks", "scores", "values"), ("forward", "backward", "recomputed")
+        passes = {name: dict.fromkeys(terms, 0) for name in names}
         trained = components.trained(model, shapes)
         for visit in equations(trace_gradients(shapes, AllReduce(), (1, model.context), is_trained=trained)):
             if not (flops := matmul_flops(visit)):
                 continue
             name = "recomputed" if visit.is_recomputed else "backward" if visit.is_backward else "forward"
             passes[name][_term(visit)] += _visible(flops, visit, model.context, causal)
-        _COUNTS[key] = _Count(**{name: _per_token(terms, model.context) for name, terms in passes.items()})
+        counted = {name: _per_token(terms, model.context) for name, terms in passes.items()}
+        head = trained.embedding if trained.head is None else trained.head
+        _COUNTS[key] = _Count(**counted, trains_head=head.weight)
     return _COUNTS[key]
 
 

@@ -6,8 +6,9 @@ import pytest
 from calibration import TABLE, Published, as_counted_here, config_of
 
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.plan.__main__ import planned_communication
+from shmap_tp.plan import __main__ as planner
 from shmap_tp.plan.tpu import Slice, find_slice
+from shmap_tp.runtime.command_line import run_command
 from tests.helpers.commands import BENCHMARK_GPU, call
 
 PLAN = ["-m", "shmap_tp.plan", "--model", "test"]
@@ -22,7 +23,7 @@ def test_the_plan_prints_the_analytic_communication_without_a_compiler():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_activations_are_communicated_in_the_precision_of_the_step(precision):
     config = load(str(CONF / "config.yaml"), ["model=test", "mesh.dp=2", "mesh.mp=4", f"train.precision={precision}"])
-    communicated = [entry for entry in planned_communication(config) if entry.what == "block enter"]
+    communicated = [entry for entry in planner.planned_communication(config) if entry.what == "block enter"]
     assert communicated and {entry.dtype for entry in communicated} == {precision}
 
 
@@ -52,17 +53,19 @@ MISTAKES = {
     "no token to time": (["benchmarks/benchmark_generate.py", "DIR", "--new", "1"], "--new must be at least 2"),
     "no such model": (["benchmarks/benchmark_generate.py", "/nowhere"], "/nowhere is not a directory"),
     "no mesh": (PLAN, "give --devices or --nodes to search the best configuration"),
-    "half a mesh": ([*PLAN, "--dp", "2"], "give --dp and --mp for one mesh"),
-    "both": ([*PLAN, "--dp", "2", "--mp", "2", "--devices", "4"], "give --dp and --mp for one mesh"),
     "torch on two": (
         [*BENCHMARK_GPU, "--dp", "1", "--mp", "2", "--emulate", "--torch"],
         "--torch runs on one GPU only; use it with --dp 1",
     ),
-    "ledger of a search": ([*PLAN, "--devices", "4", "--ledger"], "--ledger applies to one mesh"),
-    "rows of a ledger": ([*PLAN, "--dp", "2", "--mp", "2", "--ledger", "--json", "x"], "--json writes predicted rows"),
-    "plot of a search": ([*PLAN, "--devices", "4", "--plot", "x.png"], "--plot draws the step of one mesh"),
-    "plot nowhere": ([*PLAN, "--dp", "2", "--mp", "2", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: cannot be"),
-    "no such size": ([*PLAN, "--devices", "5", "--version", "v5e"], "there is no v5e slice of 5 devices;"),
+}
+MISTAKES_OF_A_PLAN = {
+    "--dp 2": "give --dp and --mp for one mesh",
+    "--dp 2 --mp 2 --devices 4": "give --dp and --mp for one mesh",
+    "--devices 4 --ledger": "--ledger applies to one mesh",
+    "--dp 2 --mp 2 --ledger --json x": "--json writes predicted rows",
+    "--devices 4 --plot x.png": "--plot draws the step of one mesh",
+    "--dp 2 --mp 2 --plot nowhere/x.png": "--plot nowhere/x.png: cannot be",
+    "--devices 5 --version v5e": "there is no v5e slice of 5 devices;",
 }
 
 
@@ -70,13 +73,25 @@ MISTAKES = {
 def test_a_mistake_is_reported_in_one_line(mistake):
     arguments, reason = MISTAKES[mistake]
     done = call(*arguments)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and reason in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) <= 2
+    assert_is_explained(done.returncode, done.stderr, reason)
+
+
+@pytest.mark.parametrize("flags", MISTAKES_OF_A_PLAN)
+def test_a_mistake_in_the_flags_of_a_plan_is_reported_in_one_line(flags, capsys):
+    arguments = planner.make_parser().parse_args(["--model", "test", *flags.split()])
+    code = run_command(lambda: planner.main(arguments))
+    assert_is_explained(code, capsys.readouterr().err, MISTAKES_OF_A_PLAN[flags])
+
+
+def assert_is_explained(code: int, printed: str, reason: str) -> None:
+    assert code == 2 and printed.startswith("error: ") and reason in printed, printed
+    assert len(printed.splitlines()) <= 2
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_the_mesh_of_every_published_row_covers_its_slice(row):
-    assert config_of(row).mesh.dp * config_of(row).mesh.mp == row.mesh[0] * row.mesh[1]
+    mesh = config_of(row).mesh
+    assert mesh.dp * mesh.mp == row.mesh[0] * row.mesh[1]
     target = Slice(row.version, row.sides, row.slices)
     assert target == find_slice(row.version, row.mesh[0] * row.mesh[1], target.topology, row.slices)
 

@@ -73,13 +73,13 @@ def test_loss_communicates_as_its_docstring_says(chunks, shape):
     + [("fsdp ring", (8, 1), "float32")]
     + [("1 kv head, sequential, remat full", shape, "bfloat16") for shape in MESHES if shape != (2, 4)]
     + [("2 kv heads", shape, "float32") for shape in MESHES]
-    + [(program, shape, "float32") for program in ("zero1", "zero1; sequence") for shape in MESHES]
+    + [(program, shape, "float32") for program in ("zero1", "zero1; sequence") for shape in ((8, 1), (1, 8))]
     + [
         (f"1 kv head, sequential, remat full; {mode}", shape, "float32")
         for mode in ("sequence", "collective_matmul")
-        for shape in MESHES
+        for shape in ((8, 1), (1, 8))
     ]
-    + [("2 kv heads; sequence", shape, "bfloat16") for shape in MESHES if shape != (2, 4)],
+    + [("2 kv heads; sequence", shape, "bfloat16") for shape in ((1, 1), (1, 8))],
     ids=str,
 )
 def test_traced_step_communicates_as_the_analytic_model_says(program, shape, precision):

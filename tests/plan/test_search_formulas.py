@@ -10,7 +10,7 @@ from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DP, DP_SLICE
 from shmap_tp.plan.communication.analytic import activations
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, tally
-from shmap_tp.plan.search.collectives import _TRACED, _activation_entries, links_of
+from shmap_tp.plan.search.collectives import _TRACED, activation_entries, links_of
 from shmap_tp.plan.search.formulas import activation_values, estimate, layer_values
 from shmap_tp.plan.targets import VERSIONS, find_target, machine_of
 
@@ -33,7 +33,7 @@ def test_one_trace_serves_all_meshes_with_the_same_tensor_parallelism():
     _TRACED.clear()
     for settings in ("mesh.zero=none", "mesh.zero=zero1", "mesh.zero=fsdp", "mesh.zero=fsdp mesh.fsdp_gradients=ring"):
         one = config("mesh.dp=2", "mesh.mp=2", "train.microbatches=2", "model.norm=rmsnorm", *settings.split())
-        assert tally(_activation_entries(one)) == tally(activations(one, "bfloat16"))
+        assert tally(activation_entries(one)) == tally(activations(one, "bfloat16"))
     assert len(_TRACED) == 1
 
 
@@ -42,13 +42,13 @@ def test_policies_that_share_a_trace_of_collective_matmul_communicate_the_same()
     given = ["model.block=sequential", "model.mlp=swiglu", "mesh.tensor_parallel=collective_matmul"]
     for remat in Remat:
         one = config("mesh.mp=2", "train.microbatches=1", f"model.remat={remat}", *given)
-        assert tally(_activation_entries(one)) == tally(activations(one, "bfloat16"))
+        assert tally(activation_entries(one)) == tally(activations(one, "bfloat16"))
     assert len(_TRACED) < 3 * len(Remat), "none is shared"
 
 
 def test_the_gradient_of_a_replicated_key_has_one_size_for_any_number_of_sequences():
     one = config("mesh.dp=2", "mesh.mp=4", "train.microbatches=2", "model.kv_heads=2")
-    assert tally(_activation_entries(one)) == tally(activations(one, "bfloat16"))
+    assert tally(activation_entries(one)) == tally(activations(one, "bfloat16"))
 
 
 def test_more_devices_microbatches_and_recomputation_need_less_memory():

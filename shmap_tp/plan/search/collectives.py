@@ -83,7 +83,7 @@ def collective_seconds(config: Config, every: list[Parameter], target: Target) -
     found = dict.fromkeys([*map(str, TensorParallelMode), "overlapped", "scatters", "once"], 0.0)
     links, mode = links_of(config.mesh, target), str(config.mesh.tensor_parallel)
     sizes = axis_sizes(config.mesh)
-    for entry in without_trivial_axes(_activation_entries(config), sizes):
+    for entry in without_trivial_axes(activation_entries(config), sizes):
         found[TensorParallelMode.sequence if EP in entry.axis.split() else mode] += links.seconds(entry)
     ranks = config.mesh.dp * config.mesh.cp
     for entry in fsdp_uses(config, every, "bfloat16") if ranks > 1 else []:
@@ -97,7 +97,7 @@ def collective_seconds(config: Config, every: list[Parameter], target: Target) -
     return found
 
 
-def _activation_entries(config: Config) -> list[Entry]:
+def activation_entries(config: Config) -> list[Entry]:
     """Those of all microbatches: traced for one sequence, and sized for those of a microbatch.
 
     What a layer of model/blocks.py communicates over mp by itself is the gradient of a weight, and has one size.
@@ -131,7 +131,7 @@ def _traced_once(one: Config) -> list[Entry]:
     for all policies of rematerialisation with which sequence parallelism communicates the same."""
     if one.mesh.tensor_parallel != TensorParallelMode.collective_matmul:
         return activations(one, jnp.bfloat16)
-    alike = _activation_entries(replace(one, mesh=replace(one.mesh, tensor_parallel=TensorParallelMode.sequence)))
+    alike = activation_entries(replace(one, mesh=replace(one.mesh, tensor_parallel=TensorParallelMode.sequence)))
     key = repr((replace(one.model, remat=Remat.full), one.mesh, alike))
     if key not in _TRACED:
         _TRACED[key] = activations(one, jnp.bfloat16)

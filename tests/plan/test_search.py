@@ -20,8 +20,9 @@ from shmap_tp.plan.search.candidates import (
     candidates,
     pareto_front,
     pruned,
+    sibling,
 )
-from shmap_tp.plan.search.command import Space, finish
+from shmap_tp.plan.search.command import Space, finish, make_search
 from shmap_tp.plan.search.cost import Cost
 from shmap_tp.plan.search.formulas import Estimate
 from shmap_tp.plan.search.jobs import ended
@@ -67,6 +68,12 @@ def test_keys_that_are_given_are_not_searched():
     found = candidates(config(), find_target("v5e", 8, None, 1), given)
     assert found and {(one.mp, one.remat, one.offload, one.zero) for one in found} == {(2, Remat.full, (), Zero.fsdp)}
     assert given.keys() <= set(KEYS)
+    row_major = candidates(config(), find_target("v5e", 8, None, 1), given | {"model.row_major": "true"})
+    assert row_major == [replace(one, row_major=True) for one in found]
+    of_file = config("model.row_major=true")
+    assert candidates(of_file, find_target("v5e", 8, None, 1), given) == row_major
+    assert row_major[0].apply(config()).model.row_major and "model.row_major=true" in row_major[0].settings()
+    assert "model.row_major=false" in found[0].settings(row_major=True)
     reordered = candidates(
         config(), find_target("v5e", 8, None, 1), given | {"model.offload": "[up, input]", "model.remat": "mlp"}
     )
@@ -165,9 +172,9 @@ class Compiler:
     def sleep(self, _: float) -> None:
         self.now += 1.0
 
-    def search(self, estimates: list[Result], jobs: int = 1, seconds: float = 3600.0) -> Search:
+    def search(self, estimates: list[Result], jobs: int = 1, seconds: float = 3600.0, **more) -> Search:
         return Search(
-            estimates, 10e9, self.start, self.lines.append, jobs, seconds, save=self.saved.append,
+            estimates, 10e9, self.start, self.lines.append, jobs, seconds, save=self.saved.append, **more,
             progress=self.states.append, clock=lambda: self.now, sleep=self.sleep,
         )  # fmt: skip
 
@@ -198,6 +205,30 @@ def test_the_search_compiles_the_most_promising_first_and_stops_where_nothing_fa
     short = Compiler({1: (0.0012, 5)})
     short.search([made(1, 0.0012, 5)]).run()
     assert short.lines[0].endswith("expected 0.0012 s a step")
+
+
+def test_what_the_formulas_cannot_tell_from_the_fastest_is_tried_beside_it_alone():
+    compiler = Compiler({1: (1.0, 5), 11: (0.95, 5), 2: (1.05, 5), 12: (0.5, 5)})
+    siblings = lambda one: [made((one.candidate.microbatches + 10) % 20, one.estimate.seconds, 5)]  # noqa: E731
+    search = compiler.search([made(1, 1.0, 5), made(2, 1.05, 5)], siblings=siblings)
+    search.run()
+    assert sorted(compiler.started) == [1, 2, 11] and search.best().seconds == 0.95
+    assert len(search.remaining) == 0, "each is known once"
+
+
+def test_a_search_tries_row_major_beside_the_fastest_unless_it_is_given_or_has_no_effect(monkeypatch):
+    fastest, arguments = made(1, 1.0, 5), Namespace(overrides=[], microbatches=None, jobs=1)
+    monkeypatch.setattr("shmap_tp.plan.search.command.jobs_at_a_time", lambda: 1)
+
+    def tried(version: str) -> list[Result]:
+        space = Space(Task(config(), find_target(version, 8, None, 1)), [fastest], fastest)
+        return make_search(space, arguments, 1.0, 1.0).siblings(fastest)
+
+    assert tried("v5e") == [replace(fastest, candidate=replace(fastest.candidate, row_major=True))]
+    assert sibling(*tried("v5e")) == fastest and str(tried("v5e")[0].candidate).endswith(", row-major")
+    assert tried("h100") == []
+    arguments.overrides.append("model.row_major=true")
+    assert tried("v5e") == []
 
 
 def test_what_surely_fits_is_compiled_first_and_what_may_not_fit_after_it():

@@ -19,12 +19,12 @@ from shmap_tp.plan.targets import Target, devices_of, machine_of
 
 KEYS = (
     "mesh.dp", "mesh.mp", "mesh.cp", "mesh.ep", "mesh.tensor_parallel", "mesh.zero", "mesh.fsdp_gradients",
-    "train.microbatches", "model.remat", "model.offload",
+    "train.microbatches", "model.remat", "model.row_major", "model.offload",
 )  # fmt: skip
 """What is searched, in the words of the configuration."""
 CHOICES = {
     "mesh.tensor_parallel": TensorParallelMode, "mesh.zero": Zero, "mesh.fsdp_gradients": FsdpGradients,
-    "model.remat": Remat, "model.offload": SavedActivation,
+    "model.remat": Remat, "model.row_major": ("false", "true"), "model.offload": SavedActivation,
 }  # fmt: skip
 """The names that a key takes; the other keys take whole numbers.  model.offload takes a list of names."""
 
@@ -46,16 +46,19 @@ class Candidate:
     fsdp_gradients: FsdpGradients
     microbatches: int
     remat: Remat = Remat.full
+    row_major: bool = False
     offload: tuple[SavedActivation, ...] = ()
 
     def values(self) -> dict[str, str]:
         """Of every key of KEYS, as an override of a configuration has it."""
-        values = (*list(vars(self).values())[:-1], f"[{','.join(self.offload)}]")
-        return dict(zip(KEYS, map(str, values), strict=True))
+        *values, _, _ = vars(self).values()
+        of_model = _written(self.row_major), f"[{','.join(self.offload)}]"
+        return dict(zip(KEYS, [*map(str, values), *of_model], strict=True))
 
-    def settings(self, cp: int = 1, ep: int = 1) -> list[str]:
-        """As overrides of a configuration with these mesh.cp and mesh.ep, which are left out where they stay."""
-        known = {"mesh.cp": str(cp), "mesh.ep": str(ep)}
+    def settings(self, cp: int = 1, ep: int = 1, row_major: bool = False) -> list[str]:
+        """As overrides of a configuration with these mesh.cp, mesh.ep and model.row_major, which are left out where
+        they stay."""
+        known = {"mesh.cp": str(cp), "mesh.ep": str(ep), "model.row_major": _written(row_major)}
         return [f"{key}={value}" for key, value in self.values().items() if known.get(key) != value]
 
     def apply(self, config: Config) -> Config:
@@ -65,7 +68,7 @@ class Candidate:
             zero=self.zero, fsdp_gradients=self.fsdp_gradients,
         )  # fmt: skip
         train = replace(config.train, microbatches=self.microbatches, max_sequences_per_device=None)
-        model = replace(config.model, remat=self.remat, offload=list(self.offload))
+        model = replace(config.model, remat=self.remat, row_major=self.row_major, offload=list(self.offload))
         return replace(config, mesh=mesh, train=train, model=model)
 
     def __str__(self) -> str:
@@ -74,21 +77,32 @@ class Candidate:
         offload = f", offload {' + '.join(self.offload)}" if self.offload else ""
         more = [f" {axis}={size}" for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1]
         mesh = f"({self.dp}, {self.mp})" + "".join(more)
-        return f"{mesh}{mode} {self.zero}{ring}, {self.microbatches} mb, remat {self.remat}{offload}"
+        row_major = ", row-major" if self.row_major else ""
+        return f"{mesh}{mode} {self.zero}{ring}, {self.microbatches} mb, remat {self.remat}{offload}{row_major}"
+
+
+def _written(value: bool) -> str:
+    """As YAML has it."""
+    return str(value).lower()
 
 
 def candidates(config: Config, target: Target, fixed: dict[str, str]) -> list[Candidate]:
-    """Every valid candidate for the batch of `config`; `fixed` are keys of KEYS whose value is given.
+    """Every valid candidate for the batch of `config`; `fixed` are keys of KEYS whose value is given.  Of
+    model.row_major they have that value, or that of `config`: the formulas know of no difference (see `sibling`).
 
     Raises UserError for a value that is no choice of its key.
     """
     fixed, found = _normal(fixed), []
+    row_major = fixed.get("model.row_major", _written(config.model.row_major)) == "true"
     for base in _meshes(config, target, fixed):
         values = activation_values(base.apply(config))
         for remat in Remat:
             if remat == Remat.attention_and_up and not values[SavedActivation.gate] and "model.remat" not in fixed:
                 continue  # without a gate it is all_matmuls
-            choices = [replace(base, remat=remat, offload=offload) for offload in _offloads(values, remat, target)]
+            choices = [
+                replace(base, remat=remat, row_major=row_major, offload=offload)
+                for offload in _offloads(values, remat, target)
+            ]
             found += [choice for choice in choices if _matches(choice, fixed)]
     return found
 
@@ -208,6 +222,11 @@ class Result:
         if self.compile_seconds is None:
             return self.peak_bytes <= SURE * limit_bytes
         return math.isfinite(self.seconds)
+
+
+def sibling(one: Result) -> Result:
+    """The candidate that differs in model.row_major only, as far as the formulas know it."""
+    return Result(replace(one.candidate, row_major=not one.candidate.row_major), one.estimate)
 
 
 Kept = tuple[list[Result], Counter, list[Result]]

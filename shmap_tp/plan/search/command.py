@@ -16,7 +16,7 @@ from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError, first_line
 from shmap_tp.plan.benchmark import append_json, check_flags, check_outputs, command_line
 from shmap_tp.plan.layout import shell_command, wrapped
-from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune
+from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune, sibling
 from shmap_tp.plan.search.cost import Cost, parse_prices, short_count
 from shmap_tp.plan.search.jobs import ChildProcess, jobs_at_a_time
 from shmap_tp.plan.search.loop import Search
@@ -33,7 +33,7 @@ from shmap_tp.plan.search.output import (
     trust,
     write_recipe,
 )
-from shmap_tp.plan.targets import Target, compiler_missing, find_target, machine_of
+from shmap_tp.plan.targets import Slice, Target, compiler_missing, find_target, machine_of
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.command_line import raising
 from shmap_tp.runtime.console import write_line
@@ -248,9 +248,11 @@ def make_search(space: Space, arguments: argparse.Namespace, seconds: float, lon
     """The search of a target, for some seconds, and until the first candidate fits for `longest`."""
     target, config = space.task.target, space.task.config
     jobs = min(jobs_at_a_time(), arguments.jobs or sys.maxsize)
+    is_open = isinstance(target, Slice) and "model.row_major" not in fixed_keys(arguments)  # it has no effect on GPUs
     return Search(
         list(space.kept), machine_of(target).memory, lambda one: ChildProcess(one, config, target),
         lambda line: write_line(wrapped(line, 11)), jobs, seconds, longest, save=lambda one: save(one, arguments),
+        siblings=lambda one: [sibling(one)] if is_open else [],
     )  # fmt: skip
 
 

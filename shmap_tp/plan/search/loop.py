@@ -60,8 +60,9 @@ class Errors:
         return self.common**2 + shared * self.choice**2 + (self.own**2 if a == b else 0.0)
 
 
-CHOICES = tuple(field.name for field in fields(Candidate) if field.name not in (CP, EP, MP))
-"""Of a candidate, each with an error of its own; dp, cp and mp are one."""
+CHOICES = tuple(field.name for field in fields(Candidate) if field.name not in (CP, EP, MP, "row_major"))
+"""Of a candidate, each with an error of its own; dp, cp and mp are one.  What row_major changes is not the same for all
+candidates, and belongs to each one's own error."""
 NOISE = 0.01
 """Standard deviation of what two compilations of the same step may differ by."""
 
@@ -122,6 +123,8 @@ class Search:
     """Seconds of the search as long as none does, if that is more."""
     save: Save = lambda one: None
     """Is called with each compiled candidate."""
+    siblings: Callable[[Result], list[Result]] = lambda one: []
+    """What is tried only beside the fastest: candidates that the formulas cannot tell from it."""
     progress: Tell = lambda line: None
     """Is called with the state of the search, again and again."""
     clock: Callable[[], float] = time.monotonic
@@ -253,6 +256,9 @@ class Search:
                     continue
                 self.found.append(one)
                 self.save(one)
+                if one is self.best():
+                    known = {each.candidate for each in (*self.found, *self.remaining)} | self.running.keys()
+                    self.remaining += [more for more in self.siblings(one) if more.candidate not in known]
 
     def _state(self) -> str:
         best = self.best()

@@ -143,10 +143,11 @@ def stream(
     sampling, filters = options.sampling, options.filters
     new, progress = programs.prefill(params, sampling, rows, numbers, filters=filters, shape=shape)
     yield [sequence.take(ids) for sequence, ids in zip(pending, np.asarray(new), strict=False)]
+    weights = programs.for_decoding(params, progress.cache) if calls else params
     for _ in range(calls):
         if all(sequence.ended or row in ended for row, sequence in enumerate(pending)):
             return
-        new, progress = programs.decode(params, sampling, progress, filters=filters, count=options.decode_tokens)
+        new, progress = programs.decode(weights, sampling, progress, filters=filters, count=options.decode_tokens)
         yield [sequence.take(ids) for sequence, ids in zip(pending, np.asarray(new), strict=False)]
 
 

@@ -31,7 +31,9 @@ from shmap_tp.layers.embedding import score
 from shmap_tp.model.sharded_model import ShardedModel
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_gather_invariant, mark_varying
+from shmap_tp.parallel.fsdp import PlacedParameters
 from shmap_tp.parallel.mesh import MP, token_axes
+from shmap_tp.parallel.partitioning import named_shardings, shard_bytes
 from shmap_tp.parallel.tensor_parallel import AllReduce, TensorParallel, prompt_tensor_parallel
 
 COPIES_FILL = 0.8
@@ -63,14 +65,25 @@ class PrefillShape:
     """Sequences that continue each prompt."""
 
 
-def unstacked(params: Transformer) -> Transformer:
-    """`params` with the blocks as a tuple of arrays per layer, copied.  XLA for TPU prefetches those to on-chip memory,
+def unstacked(blocks: Any) -> tuple:
+    """A copy of stacked blocks, with arrays of its own for each layer.  XLA for TPU prefetches those to on-chip memory,
     and never a slice of a stacked array (docs/performance-notes.md)."""
-    layers = range(len(jax.tree.leaves(params.blocks)[0]))
-    blocks = tuple(
-        jax.tree.map(lambda x, layer=layer: lax.optimization_barrier(x[layer]), params.blocks) for layer in layers
-    )
+    layers = range(len(jax.tree.leaves(blocks)[0]))
+    return tuple(jax.tree.map(lambda x, layer=layer: x[layer], blocks) for layer in layers)
+
+
+def with_blocks(params: Any, blocks: tuple) -> Any:
+    """`params`, or a tree like them, with other blocks."""
     return eqx.tree_at(lambda params: params.blocks, params, blocks)
+
+
+def _placed_by_layer(placed: PlacedParameters, layers: int) -> PlacedParameters:
+    """How parameters with `unstacked` blocks are placed: as the stacked ones, without the dim of the layers."""
+    each = jax.tree.map(lambda spec: P(*spec[1:]), placed.stored.blocks)
+    return placed._replace(
+        stored=with_blocks(placed.stored, (each,) * layers),
+        placements=with_blocks(placed.placements, (placed.placements.blocks,) * layers),
+    )
 
 
 class GenerationPrograms:
@@ -88,16 +101,30 @@ class GenerationPrograms:
         self.unrolled = is_tpu or len(set(layer_slots(model, model.context))) > 1
         """Whether the layers of a decode step are unrolled, each with its own arrays: on TPUs, and where some
         layers have a window that is shorter than the context."""
+        self._by_layer = _placed_by_layer(sharded.placed, model.layers)
+        self.unstack = jax.jit(unstacked, out_shardings=named_shardings(self.mesh, self._by_layer.stored.blocks))
+        """As `unstacked`."""
         self.prefill = jax.jit(self._prefill, static_argnames=("filters", "shape"))
         """(params, sampling, prompts[B P], requests[B], filters=, shape=) -> (first new tokens[B x samples, 1],
         progress).  Negative ids before a prompt are padding.  The sequences of a prompt follow one another."""
         self.decode = jax.jit(self._decode, static_argnames=("filters", "count"), donate_argnums=2)
-        """(params, sampling, progress, filters=, count=) -> (the next tokens[B C], progress).  `progress` is
-        donated."""
+        """(params, sampling, progress, filters=, count=) -> (the next tokens[B C], progress).  `progress` is donated;
+        `params` may be those of `for_decoding`."""
 
     def progress_specs(self, filters: Filters) -> Progress:
         """PartitionSpecs of `Progress`."""
         return _progress_specs(filters, self.batch, self.model.layers if self.unrolled else 0)
+
+    def for_decoding(self, params: Transformer, cache: KeyValueCache) -> Transformer:
+        """The parameters that `decode` is to be called with: with a copy of the blocks as arrays of each layer, where
+        layers are unrolled and the devices have room for it beside `params`."""
+        return with_blocks(params, self.unstack(params.blocks)) if self.copies_blocks(params, cache) else params
+
+    def copies_blocks(self, params: Transformer, cache: KeyValueCache) -> bool:
+        """Whether `for_decoding` copies; arrays, or ShapeDtypeStructs with their shardings."""
+        if not self.unrolled or self._figures is None:
+            return False
+        return sum(map(shard_bytes, (params, params.blocks, cache))) < COPIES_FILL * self._figures.memory
 
     def _prefill(
         self,
@@ -138,9 +165,6 @@ class GenerationPrograms:
         self, params: Any, sampling: Sampling, progress: Progress, *, filters: Filters, count: int
     ) -> tuple[Array, Progress]:
         def run(params: Any, sampling: Sampling, progress: Progress) -> tuple[Array, Progress]:
-            if self.unrolled and self._has_room_for_copies(params, progress.cache):
-                params = unstacked(params)
-
             def step(progress: Progress, _: None) -> tuple[Progress, Array]:
                 h_B1D, cache = self._with_cache(params, progress.last_B[:, None], progress.cache, AllReduce())
                 logits_BV = self._logits(params, h_B1D)
@@ -151,16 +175,23 @@ class GenerationPrograms:
             return new_CB.T, progress
 
         in_specs = (P(), self.progress_specs(filters))
-        return self._mapped(run, filters, in_specs)(params, sampling, progress)
+        placed = self._by_layer if isinstance(params.blocks, tuple) else None
+        return self._mapped(run, filters, in_specs, placed)(params, sampling, progress)
 
-    def _mapped(self, run: Callable[..., tuple[Array, Progress]], filters: Filters, in_specs: tuple) -> Callable:
+    def _mapped(
+        self,
+        run: Callable[..., tuple[Array, Progress]],
+        filters: Filters,
+        in_specs: tuple,
+        placed: PlacedParameters | None = None,
+    ) -> Callable:
         """`run` on every device; the tokens that it returns are gathered, so that every process has them."""
 
         def gathered(*arguments: Any) -> tuple[Array, Progress]:
             new_BC, progress = run(*arguments)
             return all_gather_invariant(new_BC, self.batch, 0), progress
 
-        return self.sharded.mapped(gathered, in_specs, (P(), self.progress_specs(filters)))
+        return self.sharded.mapped(gathered, in_specs, (P(), self.progress_specs(filters)), placed)
 
     def _with_cache(
         self, params: Transformer, ids_BT: Int[Array, "B T"], cache: EmptyCache | KeyValueCache, tp: TensorParallel
@@ -168,11 +199,6 @@ class GenerationPrograms:
         carried = Carried(cache.positions(ids_BT.shape[1]), cache=cache)
         h_BTD, extras = params(ids_BT, replace(self.execution, tp=tp), carried)
         return h_BTD, extras.cache
-
-    def _has_room_for_copies(self, params: Transformer, cache: KeyValueCache) -> bool:
-        """Whether the blocks of a device fit there twice."""
-        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, params.blocks, cache)))
-        return self._figures is not None and needed < COPIES_FILL * self._figures.memory
 
     def _logits(self, params: Transformer, h_B1D: Float[Array, "B 1 D"]) -> Float[Array, "B V"]:
         h_B1D, projection = params.output_projection(h_B1D, self.execution)

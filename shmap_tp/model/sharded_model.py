@@ -42,14 +42,17 @@ class ShardedModel:
     trained: Any
     """A tree like the parameters: whether each is trained, or frozen."""
 
-    def mapped(self, function: Callable[..., Any], in_specs: tuple, out_specs: Any) -> Callable[..., Any]:
+    def mapped(
+        self, function: Callable[..., Any], in_specs: tuple, out_specs: Any, placed: PlacedParameters | None = None
+    ) -> Callable[..., Any]:
         """(params, *arguments) -> function(params, *arguments) as every device runs it, to be called under jit; FSDP
-        weights are gathered between slices before, once."""
+        weights are gathered between slices before, once.  `placed` describes parameters of another structure."""
+        placed = placed or self.placed
 
         def run(params: Transformer, *arguments: Any) -> Any:
-            return function(gather_between_slices(self.placed.placements, params), *arguments)
+            return function(gather_between_slices(placed.placements, params), *arguments)
 
-        return jax.shard_map(run, mesh=self.mesh, in_specs=(self.placed.stored, *in_specs), out_specs=out_specs)
+        return jax.shard_map(run, mesh=self.mesh, in_specs=(placed.stored, *in_specs), out_specs=out_specs)
 
     def with_initial(self, params: Transformer) -> Transformer:
         """`params`, with initial values in place of those that are None."""

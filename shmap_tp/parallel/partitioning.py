@@ -190,3 +190,9 @@ def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def named_shardings(mesh: Mesh, specs: Any) -> Any:
     """The tree of PartitionSpecs as NamedShardings on `mesh`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes of one device's shard of every array or ShapeDtypeStruct of a tree, without the padding of layouts."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

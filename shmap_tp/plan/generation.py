@@ -10,7 +10,6 @@ A decode step reads the weights and the whole cache of its device once, so the m
 import argparse
 import importlib.metadata
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.inference.cache import cache_bytes
 from shmap_tp.inference.generator import SLOTS_MULTIPLE, Options
-from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
+from shmap_tp.inference.programs import GenerationPrograms, PrefillShape, Progress, with_blocks
 from shmap_tp.layers.experts import even_share
 from shmap_tp.model.flops import parameters
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import MP, axis_sizes, make_mesh
-from shmap_tp.parallel.partitioning import sharded_dim
+from shmap_tp.parallel.partitioning import named_shardings, shard_bytes, sharded_dim
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
 from shmap_tp.plan.benchmark import append_json, command_line, config_from_flags
 from shmap_tp.plan.communication.analytic import decode_communication, prefill_communication
@@ -39,7 +38,7 @@ from shmap_tp.plan.communication.ledger import Entry, format_bytes, table, witho
 from shmap_tp.plan.communication.reconcile import reconcile
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.layout import ROW_INDENT, wrapped
-from shmap_tp.plan.predict import CACHE, shard_bytes
+from shmap_tp.plan.predict import CACHE
 from shmap_tp.plan.report import PREDICTED, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
 from shmap_tp.plan.targets import find_target
@@ -98,7 +97,7 @@ class GenerationRow:
     """Weights that a decode step reads."""
     cache_bytes: int
     peak_bytes: int | float
-    """The larger peak of the two programs."""
+    """The larger peak of the two programs, decode's with the stacked weights that it has a copy of."""
     limit_bytes: int | float
     fits: bool
     bound_seconds: float
@@ -108,6 +107,8 @@ class GenerationRow:
     """Time of a decode step: one token of every sequence."""
     exposed_comm_seconds: float | None = None
     """Exposed communication of a decode step."""
+    scopes: dict[str, float] = field(default_factory=dict)
+    """Seconds of a decode step by scope of the model; waiting for collectives and copies has scopes of its own."""
     compile_seconds: float = 0.0
     kind: str = PREDICTED
     versions: dict[str, str] = field(default_factory=dict)
@@ -148,6 +149,8 @@ def predict_generation(
     traced = trace(programs, shapes, mesh, requests)
     compiled = [compile_ahead_of_time(program.lower(), mesh, cache, options) for program in traced]
     prefill, decode = compiled
+    is_copied = programs.copies_blocks(shapes, _progress(programs, traced[0]).cache)
+    beside = shard_bytes(shapes.blocks) if is_copied else 0  # the stacked blocks, which decode does not read
     schedules: list[SimulatedSchedule | None] = [None, None]
     if prefill.fits and decode.fits:
         link_model = LinkModel.of(target.generation, coordinates(mesh))
@@ -167,7 +170,7 @@ def predict_generation(
         weight_bytes=shard_bytes(shapes),
         read_bytes=read,
         cache_bytes=cached,
-        peak_bytes=max(program.peak_bytes for program in compiled),
+        peak_bytes=max(prefill.peak_bytes, decode.peak_bytes + beside),
         limit_bytes=DEVICES[kind].memory,
         fits=prefill.fits and decode.fits,
         bound_seconds=(read + cached) / DEVICES[kind].memory_rate,
@@ -185,20 +188,22 @@ def trace(
     """(prefill, decode of GREEDY.decode_tokens tokens) for parameters of these shapes."""
     prompts = _integers(mesh, (requests.batch, requests.padded_prompt), P(programs.batch, None))
     numbers = _integers(mesh, (requests.batch,), P(programs.batch))
-    settings = {"filters": GREEDY.filters, "shape": PrefillShape(requests.slots, samples=1)}
-    _, progress = jax.eval_shape(partial(programs.prefill, **settings), shapes, GREEDY.sampling, prompts, numbers)
-    placed = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-        progress,
-        programs.progress_specs(GREEDY.filters),
-    )
-    static = {"filters": GREEDY.filters}
-    return (
-        programs.prefill.trace(
-            shapes, GREEDY.sampling, prompts, numbers, **static, shape=PrefillShape(requests.slots, 1)
-        ),
-        programs.decode.trace(shapes, GREEDY.sampling, placed, **static, count=GREEDY.decode_tokens),
-    )
+    static, shape = {"filters": GREEDY.filters}, PrefillShape(requests.slots, samples=1)
+    prefill = programs.prefill.trace(shapes, GREEDY.sampling, prompts, numbers, **static, shape=shape)
+    progress = _progress(programs, prefill)
+    if programs.copies_blocks(shapes, progress.cache):
+        shapes = with_blocks(shapes, jax.tree.map(_shape, programs.unstack.trace(shapes.blocks).out_info))
+    return prefill, programs.decode.trace(shapes, GREEDY.sampling, progress, **static, count=GREEDY.decode_tokens)
+
+
+def _progress(programs: GenerationPrograms, prefill: jax.stages.Traced) -> Progress:
+    """What a traced prefill hands on to decode, as shapes with their shardings."""
+    shardings = named_shardings(programs.mesh, programs.progress_specs(GREEDY.filters))
+    return jax.tree.map(_shape, prefill.out_info[1], shardings)
+
+
+def _shape(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)
 
 
 def _integers(mesh: Mesh, shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
@@ -227,13 +232,15 @@ def _check(config: Config, requests: Requests) -> None:
         )
 
 
-def _times(prefill: SimulatedSchedule | None, decode: SimulatedSchedule | None) -> dict[str, float]:
+def _times(prefill: SimulatedSchedule | None, decode: SimulatedSchedule | None) -> dict[str, Any]:
     if prefill is None or decode is None:
         return {}
+    steps = GREEDY.decode_tokens
     return {
         "prefill_seconds": prefill.seconds,
-        "decode_seconds": decode.seconds / GREEDY.decode_tokens,
-        "exposed_comm_seconds": decode.exposed_comm_seconds / GREEDY.decode_tokens,
+        "decode_seconds": decode.seconds / steps,
+        "exposed_comm_seconds": decode.exposed_comm_seconds / steps,
+        "scopes": {name: seconds / steps for name, seconds in decode.scopes.items()},
     }
 
 
@@ -273,6 +280,8 @@ def format_generation(row: GenerationRow) -> str:
             f"{1 / row.decode_seconds:,.0f} of each sequence; {1e3 * row.exposed_comm_seconds:.2f} ms exposed "
             f"communication",
         ]
+        parts = sorted(row.scopes.items(), key=lambda part: -part[1])
+        lines.append("  scopes         " + ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in parts if s >= 5e-6))
     bound = f"  bound          {1e3 * row.bound_seconds:.2f} ms a step by memory bandwidth: "
     bound += f"{format_bytes(row.read_bytes)} of weights and the cache"
     if row.decode_seconds:

@@ -5,15 +5,12 @@ and the time is an estimate, not calibrated: no GPU has confirmed it.
 """
 
 import importlib.metadata
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -25,6 +22,7 @@ from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.layers.experts import even_share
 from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.parallel.partitioning import shard_bytes
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, compile_for_gpu, coordinates
 from shmap_tp.plan.communication.ledger import format_bytes
 from shmap_tp.plan.cudnn_questions import answered_for
@@ -166,12 +164,6 @@ def schedule_fields(schedule: SimulatedSchedule | None) -> dict:
 
 
 # Memory, by kind
-
-
-def shard_bytes(tree: Any) -> int:
-    """Bytes of one device's shard of every ShapeDtypeStruct of a tree, without the padding of layouts."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def gradient_bytes(programs: StepFunctions) -> int:

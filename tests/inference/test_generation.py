@@ -2,6 +2,7 @@
 
 import inspect
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -11,9 +12,10 @@ import pytest
 
 import shmap_tp
 from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.inference.cache import EmptyCache, cache_bytes, layer_slots
-from shmap_tp.inference.generator import Options, check_prompts, stream
-from shmap_tp.inference.programs import PrefillShape, unstacked
+from shmap_tp.inference.generator import Options, check_prompts, generate, stream
+from shmap_tp.inference.programs import GenerationPrograms, PrefillShape, unstacked, with_blocks
 from shmap_tp.layers.embedding import score
 from shmap_tp.model.transformer import Carried
 from shmap_tp.parallel.mesh import DP, MP
@@ -136,7 +138,7 @@ def test_logits_with_a_cache_equal_those_of_the_full_forward_pass_at_every_posit
         if not unrolled and len(set(slots_L)) > 1:
             slots_L = (20,) * len(slots_L)
         cache = EmptyCache(jnp.full(len(ids_BT), 3, jnp.int32), slots_L, jnp.float32, unrolled)
-        decoding = unstacked(params) if unrolled else params
+        decoding = with_blocks(params, unstacked(params.blocks)) if unrolled else params
         found = []
         for part in [jnp.pad(ids_BT[:, :5], [(0, 0), (3, 0)]), *jnp.split(ids_BT[:, 5:], 9, axis=1)]:
             weights = decoding if found else params
@@ -150,6 +152,25 @@ def test_logits_with_a_cache_equal_those_of_the_full_forward_pass_at_every_posit
     cached, full = jax.jit(mapped)(here.parameters, ids)[..., :50], here.logits(ids)
     assert np.abs(full).max() > 1
     np.testing.assert_allclose(cached, full, atol=1e-5 * float(np.abs(full).max()), rtol=0)
+
+
+@pytest.mark.parametrize(("shape", "more"), [
+    ((2, 4), CACHED["local and global"]), ((4, 2), ["mesh.zero=fsdp", "mesh.slices=2", "model.positions=rotary"]),
+])  # fmt: skip
+def test_tokens_of_a_copy_with_arrays_of_each_layer_are_the_same_and_it_is_made_once(monkeypatch, shape, more):
+    """As on TPUs, where it is made if the devices have room for it."""
+    here, options = model(*shape, *more), Options(10, decode_tokens=4)
+    expected = here.generate(PROMPTS, max_new_tokens=10)
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["TPU v5 lite"], memory=1e9))
+    programs = GenerationPrograms(here.generation_programs.model, here.generation_programs.sharded)
+    copies, unstack = [], programs.unstack
+    programs.unstack = lambda blocks: copies.append(unstack(blocks)) or copies[-1]
+    assert generate(programs, here.parameters, PROMPTS, options) == expected
+    assert len(copies) == 1 and len(copies[0]) == programs.model.layers
+    monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["TPU v5 lite"], memory=1e3))
+    small = GenerationPrograms(programs.model, programs.sharded)
+    small.unstack = lambda _: pytest.fail("there is no room for a copy")
+    assert small.unrolled and generate(small, here.parameters, PROMPTS, options) == expected
 
 
 @pytest.mark.parametrize("options", [SAMPLED, {"temperature": 2.0, "seed": 1}], ids=["all options", "temperature"])

@@ -116,8 +116,9 @@ def test_a_prediction_is_consistent():
     assert row.bound_seconds < row.decode_seconds < 1 and 0 < row.prefill_seconds < 1
     assert row.tokens_per_second == pytest.approx(4 / row.decode_seconds)
     text = format_generation(row)
-    for line in ("PREDICTED  test, generation on 4 x TPU v5 lite", "prefill ", "decode ", "bound "):
+    for line in ("PREDICTED  test, generation on 4 x TPU v5 lite", "prefill ", "decode ", "scopes ", "bound "):
         assert line in text
+    assert sum(row.scopes.values()) == pytest.approx(row.decode_seconds) and row.scopes["mlp"] > 0
     sizes = {DP: 2, MP: 2}
     plan = decode_communication(config, 4, GREEDY.decode_tokens, jnp.bfloat16)
     report = reconcile(plan, communication_in_hlo(found.decode.text, sizes), sizes)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from shmap_tp.model.jaxprs import bodies
+from shmap_tp.parallel.partitioning import shard_bytes
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.ledger import tally
-from shmap_tp.plan.predict import shard_bytes
 from shmap_tp.training.environment import precision_note
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers import reference

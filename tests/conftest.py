@@ -1,4 +1,4 @@
-"""Eight emulated CPU devices, shapes and types checked at every call: all set before shmap_tp or a backend is touched.
+"""Eight emulated CPU devices, shapes and dtypes checked at every call: all set before shmap_tp or a backend is touched.
 
 Programs are compiled as in a run up to the machine code, which LLVM leaves unoptimised here and which XLA emits loop by
 loop, without MLIR and in one module (jax 0.10): the collectives are the same, and compiling takes a fraction of the

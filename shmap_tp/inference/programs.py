@@ -66,8 +66,8 @@ class PrefillShape:
 
 
 def unstacked(blocks: Any) -> tuple:
-    """A copy of stacked blocks, with arrays of its own for each layer.  XLA for TPU prefetches those to on-chip memory,
-    and never a slice of a stacked array (docs/performance-notes.md)."""
+    """Blocks with arrays [L ...] of all layers -> the blocks of each layer, with arrays [...] of its own: a copy.  XLA
+    for TPU prefetches those to on-chip memory, and never a slice of a stacked array (docs/performance-notes.md)."""
     layers = range(len(jax.tree.leaves(blocks)[0]))
     return tuple(jax.tree.map(lambda x, layer=layer: x[layer], blocks) for layer in layers)
 
@@ -117,7 +117,7 @@ class GenerationPrograms:
 
     def for_decoding(self, params: Transformer, cache: KeyValueCache) -> Transformer:
         """The parameters that `decode` is to be called with: with a copy of the blocks as arrays of each layer, where
-        layers are unrolled and the devices have room for it beside `params`."""
+        layers are unrolled and the devices have room for it beside `params`.  Communication: none."""
         return with_blocks(params, self.unstack(params.blocks)) if self.copies_blocks(params, cache) else params
 
     def copies_blocks(self, params: Transformer, cache: KeyValueCache) -> bool:

@@ -189,6 +189,7 @@ MISTAKES = {
     "--devices 4,16 --recipe x.yaml": "--recipe x.yaml holds one configuration, and 2 slices are searched",
     "--json nowhere/x.jsonl": "--json nowhere/x.jsonl: cannot be written",
     "model.remat=most": "model.remat=most: most is none of none, full",
+    "model.row_major=maybe": "model.row_major=maybe: maybe is none of false, true",
     "model.offload=[gate,all]": "model.offload=[gate,all]: all is none of input, sublayer_output",
     "mesh.dp=two": "mesh.dp=two is no whole number",
     "--json new.jsonl": "--json new.jsonl takes compiled steps, and the compiler is not installed;",

@@ -10,9 +10,9 @@ def generation() -> str:
     rows = read_rows("generation")
     return f"""## Generation
 
-Predicted: prefill and decode compiled for the slice, bfloat16, greedy, 256 new tokens of each prompt.  The bound of a
-decode step is the time to read the weights and the cache of a device once.  No published measurement does the same
-work, and nothing has been fitted.
+Predicted: prefill and decode compiled for the slice, bfloat16, greedy, 256 new tokens of each prompt; int8: matrices of
+the blocks are held in it.  The bound of a decode step is the time to read the weights and the cache of a device once.
+No published measurement does the same work, and nothing has been fitted.
 
 {format_commands(rows)}
 
@@ -49,7 +49,7 @@ The bandwidth of this machine varies between 40 and 72 GB/s, and the bound with 
 
 def _line(row: dict) -> list[str]:
     return [
-        f"{row['model']}, {row['chips']} x {row['device_kind']}",
+        f"{row['model']}{', int8' * (row.get('dtype') == 'int8')}, {row['chips']} x {row['device_kind']}",
         f"({row['dp']}, {row['mp']})",
         f"{row['batch']} x {row['prompt']}",
         f"{row['peak_bytes'] / GIB:.1f} of {row['limit_bytes'] / GIB:.1f} ({row['cache_bytes'] / GIB:.2f})",

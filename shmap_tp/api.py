@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from shmap_tp.config import compose
-from shmap_tp.config.schema import Config, Precision
+from shmap_tp.config.schema import Config, HeldIn, Precision
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.data.tokenizer import Tokenizer, open_tokenizer_file
@@ -27,11 +27,11 @@ from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.inference.text import encode_prompts, tokenizer_of_model
 from shmap_tp.inference.training_samples import make_training_sampler
+from shmap_tp.model.held import held_in, quantized_as, require_unquantized
 from shmap_tp.model.tokens import IGNORE, Counted, Segments, Tokens, checked_segments, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained import configuration
 from shmap_tp.pretrained.peft import SavedAdapter, open_adapter
-from shmap_tp.pretrained.reading import held_in
 from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.pretrained.start import (
     identify,
@@ -43,7 +43,14 @@ from shmap_tp.pretrained.start import (
 )
 from shmap_tp.pretrained.writing import save_model
 from shmap_tp.training.checkpoint_files import find_checkpoint, saved_config
-from shmap_tp.training.environment import USE, compute_dtype, emulate_devices, require_host_memory, resolve
+from shmap_tp.training.environment import (
+    USE,
+    compute_dtype,
+    emulate_devices,
+    precision_of,
+    require_host_memory,
+    resolve,
+)
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.step import CONFIGURED, Components
 
@@ -75,7 +82,7 @@ class Model:
     config: Config
     mesh: Mesh
     parameters: Transformer
-    """The pytree of parameters, sharded over the mesh: float32, but for `from_pretrained` with another dtype."""
+    """The pytree of parameters, sharded over the mesh: float32, unless the model was read with another dtype."""
     functions: ModelFunctions
     """The compiled functions, which take the parameters as an argument."""
     source: Source | None = None
@@ -87,7 +94,7 @@ class Model:
 
     def __repr__(self) -> str:
         """One line; `config` and `parameters` have the rest."""
-        shape, size = self.config.model, sum(leaf.size for leaf in jax.tree.leaves(self.parameters))
+        shape, size = self.config.model, sum(leaf.size for leaf in jax.tree.leaves(self.functions.shapes))
         return f"Model({shape.name}, {size:,} parameters, mesh dp={self.config.mesh.dp}, mp={self.config.mesh.mp})"
 
     @classmethod
@@ -134,7 +141,8 @@ class Model:
         checkpoint is used; a damaged one is skipped with a warning.  Without `dp` or `mp` that of the saved mesh is
         used; rows are split along time over `cp`, and no token is sent to experts (ep=1).  With `dtype`, float32 or
         bfloat16, weight matrices, activations and matrix products are of it; `auto` is what the run computes in
-        (train.precision).  Of several `processes`, which have joined, each calls this and has its part.
+        (train.precision), and `int8` the same with the matrices of the blocks held in int8, which are read as `auto`
+        first.  Of several `processes`, which have joined, each calls this and has its part.
         Raises UserError if there is no such checkpoint, and as `initialize` does.
         """
         check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
@@ -142,25 +150,21 @@ class Model:
             emulate_devices((dp or 1) * cp * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)
-        if dtype not in (None, Precision.auto):
-            config = replace(config, train=replace(config.train, precision=_precision(dtype)))
+        precision = Precision.auto if dtype is None else precision_of(dtype)
+        if precision != Precision.auto:
+            config = replace(config, train=replace(config.train, precision=precision))
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
         mesh = replace(config.mesh, dp=shape[0], mp=shape[1], cp=cp, ep=1, tile=None, slices=1, processes=processes)
         config = replace(config, mesh=mesh)
         validate(config)
         config, mesh, functions = build(config, components)
-        held = functions.shapes
+        held = read = functions.shapes
         if dtype is not None:
-            held = held_in(held, compute_dtype(config.train.precision))
-        require_host_memory(held, purpose=USE)
-        return cls(
-            config,
-            mesh,
-            restored_parameters(checkpoint, functions.shapes, held),
-            functions,
-            recorded_source(checkpoint, config),
-            str(checkpoint),
-        )
+            computed = compute_dtype(config.train.precision)
+            held, read = held_in(held, computed, int8=dtype == HeldIn.int8), held_in(held, computed)
+        require_host_memory(read, purpose=USE)
+        parameters = quantized_as(held, restored_parameters(checkpoint, functions.shapes, read))
+        return cls(config, mesh, parameters, functions, recorded_source(checkpoint, config), str(checkpoint))
 
     @cached_property
     def generation_programs(self) -> GenerationPrograms:
@@ -237,9 +241,10 @@ class Model:
         model with adapters one that `PeftModel.from_pretrained` of PEFT reads, or with `merge` the whole model.
 
         The weights are of `dtype`, float32, bfloat16 or float16.  The tokenizer is copied from what the model was read
-        from.  Raises UserError if `directory` is not empty or no supported architecture can express the model,
-        StorageError if the disk is full; then nothing is left there.
+        from.  Raises UserError if `directory` is not empty, no supported architecture can express the model, or it is
+        held in int8, StorageError if the disk is full; then nothing is left there.
         """
+        require_unquantized(self.parameters, "written")
         base = None
         if self.config.model.adapter.rank and not merge:
             known = self.config.model.from_pretrained is not None
@@ -274,8 +279,9 @@ class Model:
         """(mean cross entropy, gradients) of tokens[B, T+1]; the gradients are a pytree like `parameters`.
 
         The gradients are those of the training objective: if train.z_loss is not 0, its term is included.
-        `counted` and `segments` are those of `loss`.
+        `counted` and `segments` are those of `loss`.  Raises UserError as it does, and for a model held in int8.
         """
+        require_unquantized(self.parameters, "differentiated")
         batch = self._sequences(tokens, counted, segments)
         return self._finished(self.functions.loss_and_gradients(self.parameters, *batch))
 
@@ -314,8 +320,9 @@ def from_pretrained(
 
     `adapter` is a directory as PEFT writes it, with an adapter of this model.
     Weight matrices, activations and matrix products are of `dtype`, whatever the dtype of the files: float32, bfloat16,
-    or auto, float32 on CPUs and bfloat16 elsewhere.  Vectors, such as the scales of norms, are float32.  Training needs
-    float32 weights: use `Trainer`, or leave dtype as it is.  `context` is the longest sequence, and what every call
+    or auto, float32 on CPUs and bfloat16 elsewhere; int8 is auto with the matrices of the blocks held in int8
+    (docs/pretrained.md).  Vectors, such as the scales of norms, are float32.  Training needs float32 weights: use
+    `Trainer`, or leave dtype as it is.  `context` is the longest sequence, and what every call
     computes: by default the model's own limit, but not above 2048 for a rotary encoding.  Of several `processes`, which
     have joined, each calls this and reads its part.
     Raises UserError if the directory cannot be used, or the model does not suit the mesh.
@@ -326,7 +333,11 @@ def from_pretrained(
         f"mesh.mp={mp}",
         f"mesh.cp={cp}",
     ]
-    overrides += [f"mesh.tensor_parallel={tensor_parallel}", f"mesh.zero={zero}", f"train.precision={dtype}"]
+    overrides += [
+        f"mesh.tensor_parallel={tensor_parallel}",
+        f"mesh.zero={zero}",
+        f"train.precision={precision_of(dtype)}",
+    ]
     overrides += [f"train.batch={dp}", f"mesh.processes={processes}"] + (
         [] if context is None else [f"model.context={context}"]
     )
@@ -356,13 +367,6 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
 def copies(parameters: Transformer, shapes: Transformer) -> Transformer:
     """A copy of the parameters with the dtypes and the shardings of `shapes`."""
     return jax.tree.map(lambda w, to: jax.device_put(jnp.array(w, to.dtype), to.sharding), parameters, shapes)
-
-
-def _precision(dtype: str) -> Precision:
-    """Raises UserError for a dtype that there is not."""
-    if dtype not in list(Precision):
-        raise UserError(f"dtype={shown(dtype)} must be one of {', '.join(Precision)}")
-    return Precision(dtype)
 
 
 def build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:

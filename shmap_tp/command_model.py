@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shmap_tp.config.schema import Precision
+from shmap_tp.config.schema import HeldIn
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.command_line import importing
 from shmap_tp.runtime.exit_codes import INTERRUPTED
@@ -49,9 +49,10 @@ def model_parser(command: str, description: str, epilog: str, *, several: bool) 
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     parser.add_argument(
         "--dtype",
-        choices=[each.value for each in Precision],
-        default=Precision.auto,
-        help="of weights and matrix products (auto: as the run; --pretrained: float32 on CPUs, bfloat16 elsewhere)",
+        choices=[each.value for each in HeldIn],
+        default=HeldIn.auto,
+        help="of weights and matrix products (auto: as the run; --pretrained: float32 on CPUs, bfloat16 elsewhere; "
+        "int8: weights alone, for half their memory)",
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the model)")
     parser.add_argument("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")

@@ -17,6 +17,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
+from shmap_tp.model.held import require_unquantized
 from shmap_tp.model.tokens import Counted, Segments, Tokens, checked_segments, marked_tokens, rectangular
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import leaves_by_path
@@ -75,6 +76,7 @@ class Trainer:
         """(parameters other than the random ones, where they are from)."""
         shapes = self.functions.shapes.params
         if model is not None:
+            require_unquantized(model.parameters, "trained")
             _require_same_shapes(model, shapes)
             return copies(model.parameters, shapes), model.source
         return (None, None) if self.config.model.from_pretrained is None else pretrained_parameters(self.config, shapes)

@@ -76,6 +76,16 @@ def test_matrices_are_held_in_the_dtype_asked_for_with_the_same_results(run):
         shmap_tp.Model.restore(run, dtype="float8")
 
 
+def test_a_checkpoint_can_be_held_in_int8(run):
+    held, masters = shmap_tp.Model.restore(run, dtype="int8"), shmap_tp.Model.restore(run)
+    found, w = held.parameters.blocks.mlp.up.weight, np.asarray(masters.parameters.blocks.mlp.up.weight)
+    assert found.values.dtype == np.int8 and held.parameters.embedding.weight.dtype == np.float32
+    assert (np.abs(found.astype(np.float32) - w) <= 0.501 / 127 * np.abs(w).max(-1, keepdims=True)).all()
+    tokens = np.arange(2 * CONTEXT).reshape(2, CONTEXT) % VOCABULARY
+    difference = np.abs(held.logits(tokens) - masters.logits(tokens))
+    assert 0 < difference.max() < 0.05 * np.abs(masters.logits(tokens)).max()
+
+
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_refused_if_it_is_named(run, tmp_path):
     shutil.copytree(run / "checkpoints", tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints" / "8" / "sha256.json").unlink()

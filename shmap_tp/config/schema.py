@@ -26,6 +26,7 @@ SavedActivation = StrEnum("SavedActivation", "input sublayer_output query_key_va
 """Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
 Documents = StrEnum("Documents", ["isolated", "joined"])
 Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
+HeldIn = StrEnum("HeldIn", [*Precision, "int8"])
 Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
 OptimizerName = StrEnum("OptimizerName", ["adamw", "muon"])
 Resume = StrEnum("Resume", ["never", "if_present", "must"])
@@ -239,8 +240,7 @@ class DataConfig:
     sources: dict[str, Any]
     """Several directories, by name, in place of `dir`: {name: {dir, weight, from_step}}.  The weights are the shares of
     the sequences, and add up to 1: numbers such as 0.7, fractions such as 1/3, or one from each of several steps on,
-    {0: 0.7, 1000: 0.5}.  from_step: N: the first N steps do not read the source; until then the weights of the others
-    are scaled to add up to 1."""
+    {0: 0.7, 1000: 0.5}.  The first from_step steps do not read the source: the others are scaled to add up to 1."""
     cache: str | None
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None

@@ -34,6 +34,7 @@ from shmap_tp.parallel.collectives import all_gather_invariant, mark_varying
 from shmap_tp.parallel.fsdp import PlacedParameters
 from shmap_tp.parallel.mesh import MP, token_axes
 from shmap_tp.parallel.partitioning import named_shardings, shard_bytes
+from shmap_tp.parallel.quantized import quantized_specs
 from shmap_tp.parallel.tensor_parallel import AllReduce, TensorParallel, prompt_tensor_parallel
 
 COPIES_FILL = 0.8
@@ -102,7 +103,7 @@ class GenerationPrograms:
         """Whether the layers of a decode step are unrolled, each with its own arrays: on TPUs, and where some
         layers have a window that is shorter than the context."""
         self._by_layer = _placed_by_layer(sharded.placed, model.layers)
-        self.unstack = jax.jit(unstacked, out_shardings=named_shardings(self.mesh, self._by_layer.stored.blocks))
+        self.unstack = jax.jit(self._unstacked)
         """As `unstacked`."""
         self.prefill = jax.jit(self._prefill, static_argnames=("filters", "shape"))
         """(params, sampling, prompts[B P], requests[B], filters=, shape=) -> (first new tokens[B x samples, 1],
@@ -119,6 +120,14 @@ class GenerationPrograms:
         """The parameters that `decode` is to be called with: with a copy of the blocks as arrays of each layer, where
         layers are unrolled and the devices have room for it beside `params`.  Communication: none."""
         return with_blocks(params, self.unstack(params.blocks)) if self.copies_blocks(params, cache) else params
+
+    def layer_shardings(self, blocks: tuple) -> tuple:
+        """The shardings of `unstacked` blocks (arrays or shapes)."""
+        return named_shardings(self.mesh, quantized_specs(self._by_layer.stored.blocks, blocks))
+
+    def _unstacked(self, blocks: Any) -> tuple:
+        each = unstacked(blocks)
+        return lax.with_sharding_constraint(each, self.layer_shardings(each))
 
     def copies_blocks(self, params: Transformer, cache: KeyValueCache) -> bool:
         """Whether `for_decoding` copies; arrays, or ShapeDtypeStructs with their shardings."""

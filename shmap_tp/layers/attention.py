@@ -124,7 +124,10 @@ class KeyValueHeads(eqx.Module):
     def add_bias(self, y_BTNK: Float[Array, "B T N K"]) -> Float[Array, "B T N K"]:
         if self.bias is None:
             return y_BTNK
-        return y_BTNK + self._of_this_device(self.bias, 0).astype(y_BTNK.dtype)[None, None]
+        return y_BTNK + self.of_features(self.bias, y_BTNK).astype(y_BTNK.dtype)
+
+    def of_features(self, v: Float[Array, "N K"], y: Float[Array, "B T n K"]) -> Float[Array, "1 1 n K"]:
+        return self._of_this_device(v, 0)[None, None]
 
     def _of_this_device(self, w: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
         """This device's shard w; where mp > N, w has all heads along `dim`, of which the result is this device's."""

@@ -74,7 +74,10 @@ class ColumnParallelLinear(eqx.Module):
         return product_with_adapter(product, 1, x_BTD, self.weight, a_Dr, b_Fr)
 
     def add_bias(self, y: Float[Array, "B T *F"]) -> Float[Array, "B T *F"]:
-        return y if self.bias is None else y + self.bias.astype(y.dtype).reshape(1, 1, *y.shape[2:])
+        return y if self.bias is None else y + self.of_features(self.bias.astype(y.dtype), y)
+
+    def of_features(self, v: Float[Array, " F"], y: Float[Array, "B T *F"]) -> Float[Array, "1 1 *F"]:
+        return v.reshape(1, 1, *y.shape[2:])
 
 
 class RowParallelLinear(eqx.Module):
@@ -106,7 +109,10 @@ class RowParallelLinear(eqx.Module):
 
     def add_bias(self, y_BTF: Float[Array, "B _ F"]) -> Float[Array, "B _ F"]:
         """y is reduced: T/mp positions of it, or all."""
-        return y_BTF if self.bias is None else y_BTF + self.bias.astype(y_BTF.dtype)[None, None]
+        return y_BTF if self.bias is None else y_BTF + self.of_features(self.bias.astype(y_BTF.dtype), y_BTF)
+
+    def of_features(self, v: Float[Array, " F"], y: Float[Array, "B _ F"]) -> Float[Array, "1 1 F"]:
+        return v[None, None]
 
 
 class ReplicatedLinear(eqx.Module):

@@ -21,6 +21,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.layers.linear import with_adapter
 from shmap_tp.parallel.key_paths import path_name
 from shmap_tp.parallel.partitioning import declaration
+from shmap_tp.parallel.quantized import is_quantized
 
 ADAPTER = GetAttrKey("adapter")
 """The field of a linear layer that has its adapter."""
@@ -34,7 +35,8 @@ def is_factor(path: tuple) -> bool:
 
 def split_factors(tree: Any) -> tuple[Any, Any]:
     """(the factors of a tree like the parameters, the rest of it); what belongs to the other is None."""
-    return eqx.partition(tree, jax.tree_util.tree_map_with_path(lambda path, _: is_factor(path), tree))
+    of_which = jax.tree_util.tree_map_with_path(lambda path, _: is_factor(path), tree, is_leaf=is_quantized)
+    return eqx.partition(tree, of_which, is_leaf=is_quantized)
 
 
 def without_adapters(tree: Any) -> Any:

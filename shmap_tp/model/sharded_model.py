@@ -23,6 +23,7 @@ from shmap_tp.parallel.fsdp import PlacedParameters, gather_between_slices, plac
 from shmap_tp.parallel.key_paths import leaves_by_path, path_name
 from shmap_tp.parallel.mesh import axis_sizes
 from shmap_tp.parallel.partitioning import named_shardings
+from shmap_tp.parallel.quantized import is_quantized, quantized_specs
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 
 
@@ -46,17 +47,22 @@ class ShardedModel:
         self, function: Callable[..., Any], in_specs: tuple, out_specs: Any, placed: PlacedParameters | None = None
     ) -> Callable[..., Any]:
         """(params, *arguments) -> function(params, *arguments) as every device runs it, to be called under jit; FSDP
-        weights are gathered between slices before, once.  `placed` describes parameters of another structure."""
+        weights are gathered between slices before, once.  `placed` describes parameters of another structure; any of
+        their matrices may be of int8."""
         placed = placed or self.placed
 
-        def run(params: Transformer, *arguments: Any) -> Any:
+        def on_device(params: Transformer, *arguments: Any) -> Any:
             return function(gather_between_slices(placed.placements, params), *arguments)
 
-        return jax.shard_map(run, mesh=self.mesh, in_specs=(placed.stored, *in_specs), out_specs=out_specs)
+        def run(params: Transformer, *arguments: Any) -> Any:
+            specs = quantized_specs(placed.stored, params), *in_specs
+            return jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(params, *arguments)
+
+        return run
 
     def with_initial(self, params: Transformer) -> Transformer:
         """`params`, with initial values in place of those that are None."""
-        given = leaves_by_path(params)
+        given = leaves_by_path(params, is_leaf=is_quantized)
         is_missing = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in given, self.shapes)
         missing = eqx.filter(self.shapes, is_missing)
         if not jax.tree.leaves(missing):

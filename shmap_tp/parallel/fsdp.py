@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
@@ -59,6 +60,7 @@ from shmap_tp.parallel.partitioning import (
     shard_over,
     sharded_dim,
 )
+from shmap_tp.parallel.quantized import Weight, dequantized, ready_to_multiply
 
 
 class PrefetchedWeight(eqx.Module):
@@ -75,11 +77,11 @@ class Replicated:
     axes: tuple[str, ...]
     """dp."""
 
-    def gather_between_slices(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+    def gather_between_slices(self, w: Weight) -> Weight:
         """The weight as stored -> what this device holds during a step, and has the gradient of."""
         return w
 
-    def gather(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    def gather(self, w: Weight, dtype: DTypeLike) -> Weight:
         """What this device holds -> the weight that the layer multiplies with."""
         return w
 
@@ -105,10 +107,10 @@ class Zero1:
     dim: int
     """The sharded dim, counted from the last, so that it is the same for one layer and for a stack of layers."""
 
-    def gather_between_slices(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
+    def gather_between_slices(self, w: Weight) -> Weight:
         return w
 
-    def gather(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    def gather(self, w: Weight, dtype: DTypeLike) -> Weight:
         return w
 
     def reduce_gradient(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -137,14 +139,14 @@ class Fsdp:
     trained: bool = True
     """Whether there is a gradient."""
 
-    def gather_between_slices(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        return all_gather(w, DP_SLICE, self.dim) if DP_SLICE in self.axes else w
+    def gather_between_slices(self, w: Weight) -> Weight:
+        return all_gather(dequantized(w, jnp.float32), DP_SLICE, self.dim) if DP_SLICE in self.axes else w
 
-    def gather(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    def gather(self, w: Weight, dtype: DTypeLike) -> Weight:
         """Backward: one reduce-scatter of the gradient, in `dtype`."""
         return self._gather_within_slice(w.astype(dtype)) if self.trained else self.gather_without_gradient(w, dtype)
 
-    def gather_without_gradient(self, w: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    def gather_without_gradient(self, w: Weight, dtype: DTypeLike) -> Float[Array, "..."]:
         return self._gather_within_slice(lax.stop_gradient(w.astype(dtype)))
 
     def _gather_within_slice(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -192,7 +194,8 @@ def gather_between_slices(placements: Any, params: Any) -> Any:
 def gather(placements: Any, module: Any, dtype: DTypeLike) -> Any:
     """`module`, a part of the model or one layer of a stack, ready to be called: FSDP weights gathered, in `dtype`.
 
-    Linear layers whose weight gradient is reduced in a ring become `OverlappedLinear`, which is called alike.
+    Linear layers whose weight gradient is reduced in a ring become `OverlappedLinear`, those with a weight of int8
+    `ScaledLinear`, which are called alike.
     """
 
     def gathered(placement: Any, part: Any) -> Any:
@@ -200,9 +203,10 @@ def gather(placements: Any, module: Any, dtype: DTypeLike) -> Any:
             return placement.weight.overlap(part, dtype)
         return placement.gather(part, dtype)
 
-    return jax.tree.map(
+    found = jax.tree.map(
         gathered, placements, module, is_leaf=lambda node: is_ring_reduced(getattr(node, "weight", None))
     )
+    return ready_to_multiply(found, dtype)
 
 
 def has_gathered(placements: Any) -> bool:

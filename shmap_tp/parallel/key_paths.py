@@ -1,5 +1,6 @@
 """Names of the arrays of a tree by their paths, such as params/blocks/attention/query/weight."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ def path_name(path: tuple, separator: str = "/") -> str:
     return jax.tree_util.keystr(path, simple=True, separator=separator)
 
 
-def leaves_by_path(tree: Any, separator: str = "/") -> dict[str, Any]:
+def leaves_by_path(tree: Any, separator: str = "/", is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Every leaf of `tree` by the name of its path, in the order of the tree."""
-    return {path_name(path, separator): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path_name(path, separator): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
 
 
 def types_by_path(tree: Any) -> dict[str, str]:

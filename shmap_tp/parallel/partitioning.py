@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from shmap_tp.parallel.key_paths import path_name
 from shmap_tp.parallel.mesh import AXES
+from shmap_tp.parallel.quantized import is_quantized
 
 
 class ParameterKind(Enum):
@@ -57,8 +58,10 @@ class Declaration:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The other dims of a matrix: the features that it is multiplied with, counted from the last."""
-        return tuple(dim for dim in range(-len(self.axes), 0) if dim not in self.outputs)
+        """The other dims of a matrix, of experts that of each: the features that it is multiplied with, counted from
+        the last."""
+        first = (self.kind == ParameterKind.experts) - len(self.axes)
+        return tuple(dim for dim in range(first, 0) if dim not in self.outputs)
 
     @property
     def outputs_first(self) -> bool:
@@ -105,7 +108,7 @@ def declaration(model: eqx.Module, path: tuple) -> Declaration:
 
 def declarations(model: Any) -> Any:
     """`model` (arrays or shapes) with every array replaced by its `Declaration`."""
-    return tree_util.tree_map_with_path(lambda path, _: declaration(model, path), model)
+    return tree_util.tree_map_with_path(lambda path, _: declaration(model, path), model, is_leaf=is_quantized)
 
 
 def partition_specs(model: eqx.Module, axis_sizes: Mapping[str, int]) -> Any:

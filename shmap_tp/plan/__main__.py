@@ -25,7 +25,7 @@ if __name__ == "__main__":
     end_at_ctrl_c()  # a compilation would not be interrupted; only the search has something to keep
 
 from shmap_tp.config.packaged import as_installed
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, HeldIn
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, axis_sizes
 from shmap_tp.plan.benchmark import Parser, append_json, command_line, config_from_flags
@@ -128,7 +128,7 @@ def check_search_flags(arguments: argparse.Namespace) -> None:
 
 def check_generation_flags(arguments: argparse.Namespace) -> None:
     """Refuse flags of generation without --decode, and those that would be ignored with it."""
-    of_generation = ("prompt_tokens", "new_tokens")
+    of_generation = ("prompt_tokens", "new_tokens", "dtype")
     ignored = of_generation if not arguments.decode else ("devices", "microbatches", "ledger", "plot")
     for name in ignored:
         if vars(arguments)[name]:
@@ -249,6 +249,8 @@ def make_parser() -> argparse.ArgumentParser:
     decode.add_argument(
         "--new-tokens", type=int, metavar="N", help="tokens that continue it (default 256, or a quarter)"
     )
+    held = [HeldIn.bfloat16.value, HeldIn.int8.value]
+    decode.add_argument("--dtype", choices=held, help="of the weights (default bfloat16); int8 computes in bfloat16")
     output = parser.add_argument_group("output")
     output.add_argument("--ledger", action="store_true", help="print only the communication; nothing is compiled")
     output.add_argument("--json", metavar="FILE", help="append the predicted rows to FILE, one JSON object per line")

@@ -1,6 +1,7 @@
 """Plan generation on a slice that is not attached: compile prefill and decode, and simulate their schedules.
 
-The programs are those of `inference/programs.py` with greedy choice, computing in bfloat16 with matrices of bfloat16.
+The programs are those of `inference/programs.py` with greedy choice, computing in bfloat16 with matrices of bfloat16,
+or with those of the blocks in int8.
 A decode step reads the weights and the whole cache of its device once, so the memory bandwidth bounds it:
 
     bound = (bytes of the weights after FSDP gathering, without tables of which rows are looked up, + bytes of the
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.config.schema import Config, Zero
+from shmap_tp.config.schema import Config, HeldIn, Zero
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.hardware.xla_options import compiler_options
@@ -27,6 +28,7 @@ from shmap_tp.inference.generator import SLOTS_MULTIPLE, Options
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape, Progress, with_blocks
 from shmap_tp.layers.experts import even_share
 from shmap_tp.model.flops import parameters
+from shmap_tp.model.held import held_in
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import MP, axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import named_shardings, shard_bytes, sharded_dim
@@ -43,7 +45,6 @@ from shmap_tp.plan.report import PREDICTED, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
 from shmap_tp.plan.targets import find_target
 from shmap_tp.plan.tpu import LinkModel, Slice, topology_devices
-from shmap_tp.pretrained.reading import held_in
 from shmap_tp.training.model_functions import build_model_functions
 
 DTYPE = jnp.bfloat16
@@ -110,6 +111,8 @@ class GenerationRow:
     scopes: dict[str, float] = field(default_factory=dict)
     """Seconds of a decode step by scope of the model; waiting for collectives and copies has scopes of its own."""
     compile_seconds: float = 0.0
+    dtype: str = HeldIn.bfloat16
+    """What matrices are held in."""
     kind: str = PREDICTED
     versions: dict[str, str] = field(default_factory=dict)
     command: str = ""
@@ -133,9 +136,14 @@ class GenerationPrediction:
 
 
 def predict_generation(
-    config: Config, target: Slice, requests: Requests, cache: Path | None = CACHE
+    config: Config,
+    target: Slice,
+    requests: Requests,
+    dtype: HeldIn = HeldIn.bfloat16,
+    cache: Path | None = CACHE,
 ) -> GenerationPrediction:
-    """Compile the programs of generation for a slice, and simulate them if they fit.
+    """Compile the programs of generation for a slice, and simulate them if they fit; matrices are held in bfloat16 or
+    int8.
 
     Raises UserError if dp does not divide the batch, the sequences exceed model.context, or there are several slices.
     """
@@ -144,7 +152,8 @@ def predict_generation(
     mesh = make_mesh(config.mesh, devices)
     kind = devices[0].device_kind
     functions = build_model_functions(config, mesh, DTYPE)
-    programs, shapes = GenerationPrograms(config.model, functions.model), held_in(functions.shapes, DTYPE)
+    programs = GenerationPrograms(config.model, functions.model)
+    shapes = held_in(functions.shapes, DTYPE, int8=dtype == HeldIn.int8)
     options = compiler_options(kind, config)
     traced = trace(programs, shapes, mesh, requests)
     compiled = [compile_ahead_of_time(program.lower(), mesh, cache, options) for program in traced]
@@ -175,6 +184,7 @@ def predict_generation(
         fits=prefill.fits and decode.fits,
         bound_seconds=(read + cached) / DEVICES[kind].memory_rate,
         compile_seconds=prefill.seconds + decode.seconds,
+        dtype=str(dtype),
         versions={"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
         **{name: fields[name] for name in ("device_kind", "chips", "topology")},
         **_times(*schedules),
@@ -192,7 +202,8 @@ def trace(
     prefill = programs.prefill.trace(shapes, GREEDY.sampling, prompts, numbers, **static, shape=shape)
     progress = _progress(programs, prefill)
     if programs.copies_blocks(shapes, progress.cache):
-        shapes = with_blocks(shapes, jax.tree.map(_shape, programs.unstack.trace(shapes.blocks).out_info))
+        each = programs.unstack.trace(shapes.blocks).out_info
+        shapes = with_blocks(shapes, jax.tree.map(_shape, each, programs.layer_shardings(each)))
     return prefill, programs.decode.trace(shapes, GREEDY.sampling, progress, **static, count=GREEDY.decode_tokens)
 
 
@@ -263,9 +274,10 @@ def _bytes_over_mp(tree: Any, mp: int) -> int:
 def format_generation(row: GenerationRow) -> str:
     """A row as text: a few lines, every figure with its unit."""
     sharded = "; weights sharded over dp, too (FSDP)" if row.zero == Zero.fsdp else ""
+    computed = ", computing in bfloat16" if row.dtype == HeldIn.int8 else ""
     lines = [
         f"{row.kind.upper()}  {row.model}, generation on {row.devices} x {row.device_kind}, {row.topology} chips",
-        f"  mesh           dp={row.dp}, mp={row.mp}{sharded}; bfloat16",
+        f"  mesh           dp={row.dp}, mp={row.mp}{sharded}; {row.dtype}{computed}",
         f"  requests       {row.batch} prompts of {row.prompt} tokens, {row.new} new tokens each",
         f"  memory         {format_bytes(int(row.peak_bytes))} of {format_bytes(int(row.limit_bytes))} per device: "
         f"weights {format_bytes(row.weight_bytes)}, cache {format_bytes(row.cache_bytes)}"
@@ -309,7 +321,8 @@ def generation_command(arguments: argparse.Namespace) -> None:
     if not isinstance(target, Slice):
         raise UserError(f"--decode --version {arguments.version}: generation is planned for TPUs only; choose a TPU")
     print(f"compiling prefill and decode for {target} ...", flush=True)
-    prediction = predict_generation(config, target, requests)
+    dtype = HeldIn(arguments.dtype or HeldIn.bfloat16)
+    prediction = predict_generation(config, target, requests, dtype)
     prediction.row.command = command_line()
     if arguments.json:
         append_json(prediction.row.to_json(), Path(arguments.json))

@@ -7,6 +7,7 @@ shard that several devices of a process have (replicas over dp) is read once for
 import math
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Array
 from tqdm import tqdm
 
@@ -23,7 +23,8 @@ from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import leaves_by_path
-from shmap_tp.parallel.partitioning import decayed, is_stacked
+from shmap_tp.parallel.partitioning import is_stacked
+from shmap_tp.parallel.quantized import Quantized, is_quantized, quantize
 from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, pieces_of_array, tensors_within
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.tensor_files import StoredTensor
@@ -35,7 +36,7 @@ Tensors = Mapping[tuple[int, ...], StoredTensor]
 
 def paths_of(parameters: Transformer) -> dict[str, Any]:
     """The leaves of a tree of parameters by their paths, such as blocks.attention.query.weight."""
-    return leaves_by_path(parameters, ".")
+    return leaves_by_path(parameters, ".", is_quantized)
 
 
 def load_parameters(source: Source, model: ModelConfig, shapes: Transformer) -> Transformer:
@@ -47,14 +48,17 @@ def load_parameters(source: Source, model: ModelConfig, shapes: Transformer) -> 
     places = find_tensors(source, model, {path: stacked[path] for path in described})
     if source.skipped:
         print_on_process_0(source.skipped)
-    total = sum(_bytes(leaf.shape, leaf.dtype) for leaf in described.values())
+    total = sum(map(_bytes, described.values()))
     quiet = jax.process_index() != 0 or not sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"reading {source.directory.name}", disable=quiet) as bar:
         arrays = []
         for path, leaf in described.items():
-            arrays.append(_read_parameter(leaf, _reader(*places[path], leaf.dtype)))
-            bar.update(_bytes(leaf.shape, leaf.dtype))
-    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+            if is_quantized(leaf):
+                arrays.append(_read_quantized(leaf, _reader(*places[path], np.dtype(np.float32))))
+            else:
+                arrays.append(_read_parameter(leaf, _reader(*places[path], leaf.dtype)))
+            bar.update(_bytes(leaf))
+    return jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_quantized), arrays)
 
 
 def find_tensors(source: Source, model: ModelConfig, stacked: dict[str, bool]) -> dict[str, tuple[Layout, Tensors]]:
@@ -148,6 +152,26 @@ def _read_parameter(leaf: jax.ShapeDtypeStruct, read: Reader) -> Array:
     return whole
 
 
+def _read_quantized(leaf: Quantized, read: Reader) -> Quantized:
+    """The whole parameter, of which one layer after the other is read and quantized, so that a device never has more
+    than one of them as it was read."""
+    sharding = leaf.values.sharding
+    one = jax.ShapeDtypeStruct((1, *leaf.shape[1:]), jnp.float32, sharding=sharding)
+    shardings = jax.tree.map(lambda part: part.sharding, leaf)
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=shardings)
+    def insert(whole: Quantized, w: Array, layer: Array) -> Quantized:
+        place = partial(lax.dynamic_update_slice_in_dim, start_index=layer, axis=0)
+        return jax.tree.map(place, whole, quantize(w, leaf.inputs))
+
+    zeros = jax.jit(lambda: jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), leaf), out_shardings=shardings)
+    whole = zeros()
+    for layer in range(leaf.shape[0]):
+        w = _read_parameter(one, lambda index, _, at=layer: read((slice(at, at + 1), *index[1:]), leaf.shape))
+        whole = jax.block_until_ready(insert(whole, w, np.int32(layer)))
+    return whole
+
+
 def _inserting(sharding: NamedSharding) -> Callable[[Array, Array, tuple[int, ...]], Array]:
     """(whole, piece, first) -> `whole`, which is donated, with the piece of every shard in its place."""
 
@@ -177,17 +201,5 @@ def _read_piece(leaf: jax.ShapeDtypeStruct, read: Reader, first: tuple[int, ...]
     return jax.make_array_from_callback(shape, leaf.sharding, of_shard)
 
 
-def held_in(shapes: Transformer, dtype: DTypeLike) -> Transformer:
-    """`shapes` with the matrices of `dtype`.  Vectors, which norms compute with, stay as they are.
-
-    A model that computes in `dtype` gives the same bits: every use of a matrix casts it to that first.
-    """
-
-    def held(leaf: jax.ShapeDtypeStruct, is_matrix: bool) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, dtype if is_matrix else leaf.dtype, sharding=leaf.sharding)
-
-    return jax.tree.map(held, shapes, decayed(shapes))
-
-
-def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    return math.prod(shape) * np.dtype(dtype).itemsize
+def _bytes(leaf: Any) -> int:
+    return sum(math.prod(part.shape) * np.dtype(part.dtype).itemsize for part in jax.tree.leaves(leaf))

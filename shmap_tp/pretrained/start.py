@@ -9,17 +9,18 @@ from pathlib import Path
 import equinox as eqx
 import jax
 
-from shmap_tp.config.schema import Config, ModelConfig, Precision
+from shmap_tp.config.schema import Config, HeldIn, ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.model.adapters import split_factors
+from shmap_tp.model.held import held_in
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained.peft import SavedAdapter, load_factors
-from shmap_tp.pretrained.reading import held_in, load_parameters
+from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
 from shmap_tp.training.checkpoint_files import read_facts, restore_parameters, saved_config
-from shmap_tp.training.environment import USE, compute_dtype, require_host_memory
+from shmap_tp.training.environment import USE, compute_dtype, precision_of, require_host_memory
 from shmap_tp.training.resume import BASE, require_same_base
 from shmap_tp.training.step import CONFIGURED, Components
 
@@ -86,18 +87,20 @@ def recorded_source(checkpoint: PathLike, config: Config) -> Source | None:
 def pretrained_parameters(
     config: Config, shapes: Transformer, dtype: str | None = None, adapter: SavedAdapter | None = None
 ) -> tuple[Transformer, Source]:
-    """(the parameters of model.from_pretrained, where they are from); their matrices are of the precision `dtype`, or
-    as in `shapes`, and the factors are those of `adapter`, or None.
+    """(the parameters of model.from_pretrained, where they are from); their matrices are held in `dtype`, or as in
+    `shapes`, and the factors are those of `adapter`, or None.
 
     Raises UserError if they cannot be read, or the memory of a machine with emulated devices is too small.
     """
     if config.model.from_pretrained is None:
         raise UserError("model.from_pretrained=null names no Hugging Face directory")
     source = open_source(config.model.from_pretrained)
-    held = shapes if dtype is None else held_in(shapes, compute_dtype(Precision(dtype)))
+    held = shapes
+    if dtype is not None:
+        held = held_in(shapes, compute_dtype(precision_of(dtype)), int8=dtype == HeldIn.int8)
     require_host_memory(held, purpose=USE)
     base = load_parameters(source, config.model, split_factors(held)[1])
-    return base if adapter is None else eqx.combine(base, load_factors(adapter, config.model, held)), source
+    return base if adapter is None else eqx.combine(load_factors(adapter, config.model, held), base), source
 
 
 def restored_parameters(checkpoint: PathLike, shapes: Transformer, held: Transformer | None = None) -> Transformer:

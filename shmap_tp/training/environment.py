@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shmap_tp.config.mesh_sizes import product_in_words
-from shmap_tp.config.schema import AUTO, Config, Precision
+from shmap_tp.config.schema import AUTO, Config, HeldIn, Precision
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.prepare import prepare_missing
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.parallel import mesh as meshes
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices, joined_processes
@@ -50,6 +50,13 @@ def compute_dtype(precision: Precision) -> DTypeLike:
     if precision == Precision.auto:
         precision = Precision.float32 if jax.devices()[0].platform == "cpu" else Precision.bfloat16
     return jnp.dtype(str(precision))
+
+
+def precision_of(held: str) -> Precision:
+    """What a model computes in whose matrices are held in `held`, a value of `HeldIn`.  Raises UserError for others."""
+    if held not in list(HeldIn):
+        raise UserError(f"dtype={shown(held)} must be one of {', '.join(HeldIn)}")
+    return Precision.auto if held == HeldIn.int8 else Precision(held)
 
 
 def precision_note(dtype: DTypeLike) -> str | None:

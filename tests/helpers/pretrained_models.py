@@ -11,10 +11,13 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 import shmap_tp
+from shmap_tp.parallel.quantized import is_quantized
 from shmap_tp.pretrained.tensor_files import DTYPES
 
 REFERENCE = Path(__file__).parents[1] / "pretrained" / "reference"
@@ -167,6 +170,14 @@ def write_tensors(file: Path, tensors: dict[str, np.ndarray], dtype: str = "F32"
         offset += len(data)
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blocks))
+
+
+def dequantized(model: shmap_tp.Model) -> shmap_tp.Model:
+    """The model with an array of float32 in the place of each weight of int8."""
+    whole = jax.tree.map(
+        lambda w: w.astype(jnp.float32) if is_quantized(w) else w, model.parameters, is_leaf=is_quantized
+    )
+    return model.with_parameters(whole)
 
 
 def read_tensors(directory: Path) -> dict[str, np.ndarray]:

@@ -127,18 +127,26 @@ def test_a_prediction_is_consistent():
 
 def test_the_command_prints_the_row_and_its_communication(tmp_path):
     pytest.importorskip("libtpu")
-    done = call(*PLAN, "--decode", "--json", str(file := tmp_path / "rows.jsonl"))
+    done = call(*PLAN, "--decode", "--dtype", "int8", "--json", str(file := tmp_path / "rows.jsonl"))
     assert done.returncode == 0, done.stderr
     row = json.loads(file.read_text())
     assert row["model"] == "test" and row["prompt"] + row["new"] <= 128 and row["batch"] == 16
+    whole = 4 * (64 * 4 + 4 * 64 * 64 + 2 * 64 * 256) + 2 * 256 * 64  # scales and values of a layer in whole bytes
+    assert row["dtype"] == "int8" and row["read_bytes"] < whole
     costlier = "the planned result at a higher cost"
-    for heading in ("PREDICTED  test", f"COLLECTIVES of prefill: {costlier}", f"COLLECTIVES of decode: {costlier}"):
+    for heading in (
+        "PREDICTED  test",
+        "mp=2; int8, computing in bfloat16",
+        f"COLLECTIVES of prefill: {costlier}",
+        f"COLLECTIVES of decode: {costlier}",
+    ):
         assert heading in done.stdout
     assert "MISSING" not in done.stdout and "NOT PLANNED" not in done.stdout
 
 
 MISTAKES = {
     "without --decode": (["--new-tokens", "4"], "--new-tokens applies to generation; add --decode"),
+    "of weights": (["--dtype", "int8"], "--dtype applies to generation; add --decode"),
     "of training": (["--decode", "--plot", "x.png"], "--plot applies to training"),
     "batch": (["--decode", "--batch", "3"], "--batch 3 is not divisible by --dp 2"),
     "too long": (["--decode", "--prompt-tokens", "500"], "tokens, above model.context="),

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +16,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.model.adapters import split_factors
 from tests.helpers.assertions import assert_close, assert_same_bits
 from tests.helpers.paths import ROOT
-from tests.helpers.pretrained_models import read_tensors, tokens, write_directory, write_tensors
+from tests.helpers.pretrained_models import dequantized, read_tensors, tokens, write_directory, write_tensors
 
 RANK, IDS = 3, tokens()[:1, :32]
 FILES = {"adapter_model.safetensors", "adapter_config.json", "base.json"}
@@ -44,7 +45,7 @@ def adapted(base: Path, case: str, *settings: str, shared: bool = False) -> shma
     return replace(model, parameters=eqx.combine(factors, frozen))
 
 
-def read(base: Path, adapter: Path, case: str, **mesh: int) -> shmap_tp.Model:
+def read(base: Path, adapter: Path, case: str, **mesh: Any) -> shmap_tp.Model:
     return shmap_tp.from_pretrained(base, adapter=adapter, context=CONTEXT.get(case, 32), **mesh)
 
 
@@ -79,6 +80,16 @@ def test_factors_that_q_k_and_v_share_are_those_of_one_fused_matrix_and_others_a
     write_tensors(out / "adapter_model.safetensors", read_tensors(out) | {name: named[name] + 1})
     with pytest.raises(UserError, match=r"is neither shared by its 3 parts nor block-diagonal"):
         read(base, out, case)
+
+
+def test_factors_are_added_to_the_products_of_a_base_in_int8(tmp_path):
+    base = write_directory(tmp_path / "base", "llama_tied")
+    adapted(base, "llama_tied").save_pretrained(tmp_path / "out")
+    found = read(base, tmp_path / "out", "llama_tied", dp=1, mp=2, dtype="int8")
+    factors, frozen = split_factors(found.parameters)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(factors)} == {"float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} == {"float32", "int8"}
+    assert_close(found.logits(IDS), dequantized(found).logits(IDS), 2e-5)
 
 
 def test_the_files_of_the_tokenizer_are_beside_an_adapter(tmp_path):

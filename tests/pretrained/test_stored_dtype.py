@@ -1,4 +1,4 @@
-"""The dtype in which parameters are held: that of the computation for use, float32 for training."""
+"""The dtype in which parameters are held: that of the computation or int8 for use, float32 for training."""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 import shmap_tp
+from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.partitioning import decayed
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.paths import ROOT
-from tests.helpers.pretrained_models import read_tensors, tokens, write_directory
+from tests.helpers.pretrained_models import dequantized, read_tensors, tokens, write_directory
 
 KINDS = ["llama", "gpt_neox", "gemma3", "gpt_oss"]
 """Without biases; with them; with tied embeddings and norms of heads; with experts, sinks and a router."""
+LINEAR = [f"attention.{name}" for name in ("query", "key", "value", "out")]
+LINEAR += [f"mlp.{name}" for name in ("gate", "up", "down")]
 MESH = {"dp": 2, "mp": 4, "tensor_parallel": "sequence", "dtype": "bfloat16"}
 
 
@@ -73,3 +76,53 @@ def test_a_trainer_has_float32_weights_also_where_it_starts_from_a_model_in_bflo
     trainer = shmap_tp.Trainer(config, model=shmap_tp.from_pretrained(directory, **MESH))
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.params)} == {np.dtype(np.float32)}
     assert np.isfinite(float(trainer.step(tokens())["loss"]))
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_matrices_of_blocks_in_int8_are_the_same_on_every_mesh_and_multiply_as_what_they_stand_for(tmp_path, case):
+    directory = write_directory(tmp_path / "m", case)
+    model = shmap_tp.from_pretrained(directory, dp=2, mp=4, tensor_parallel="sequence", dtype="int8")
+    kinds = {name: leaf.dtype.name for name, leaf in leaves_by_path(model.parameters, ".").items()}
+    block = {name for name, dtype in kinds.items() if dtype == "int8"}
+    assert block == {f"blocks.{name}.weight.values" for name in LINEAR} & kinds.keys() and len(block) >= 6
+    masters = shmap_tp.from_pretrained(directory, dp=1, mp=1)
+    assert_same_bits(
+        model.parameters, shmap_tp.from_pretrained(directory, zero="fsdp", dp=4, mp=2, dtype="int8").parameters
+    )
+    ids = tokens()[:, :-1]
+    found, expected, master = (np.asarray(each.logits(ids)) for each in (model, dequantized(model), masters))
+    scale = float(np.max(np.abs(master)))
+    np.testing.assert_allclose(found, expected, atol=2e-5 * scale, rtol=0)
+    assert 1e-4 * scale < np.max(np.abs(found - master)) and np.mean(np.abs(found - master)) < 0.03 * scale
+
+
+def test_generation_and_scores_in_int8_are_those_of_the_same_weights_in_float32(tmp_path):
+    directory = write_directory(tmp_path / "m", "llama_tied")
+    model = shmap_tp.from_pretrained(directory, dp=2, mp=4, dtype="int8", context=64)
+    whole, prompts = dequantized(model), [[1, 2, 3], [5], [7, 8]]
+    expected = whole.generate(prompts, 12)
+    assert model.generate(prompts, 12) == expected
+    scored, mask = np.array(prompts[0] + expected[0])[None], np.arange(15)[None] >= 3
+    np.testing.assert_allclose(model.score(scored, mask)[0], whole.score(scored, mask)[0], rtol=1e-5)
+    programs, params = model.generation_programs, model.parameters
+    layers = programs.unstack(params.blocks)
+    is_there = jax.tree.map(
+        lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), layers, programs.layer_shardings(layers)
+    )
+    assert all(jax.tree.leaves(is_there))
+    for number, layer in enumerate(layers):
+        assert_same_bits(layer, jax.tree.map(lambda x, number=number: x[number], params.blocks))
+
+
+def test_a_model_in_int8_is_not_trained_and_not_written(tmp_path):
+    directory = write_directory(tmp_path / "m", "llama")
+    model = shmap_tp.from_pretrained(directory, mp=2, dtype="int8", context=16)
+    with pytest.raises(shmap_tp.UserError, match="held in int8 cannot be differentiated: read it with dtype="):
+        model.loss_and_gradients(tokens()[:, :17])
+    with pytest.raises(shmap_tp.UserError, match="held in int8 cannot be written"):
+        model.save_pretrained(tmp_path / "out")
+    with pytest.raises(shmap_tp.UserError, match="held in int8 cannot be trained"):
+        shmap_tp.Trainer(model.config, model=model)
+    with pytest.raises(shmap_tp.UserError, match="dtype=int4 must be one of auto, float32, bfloat16, int8"):
+        shmap_tp.from_pretrained(directory, dtype="int4")
+    assert f"{sum(w.size for w in jax.tree.leaves(model.functions.shapes)):,} parameters" in repr(model)

@@ -1,6 +1,5 @@
 """The names and types of all configuration keys, each with a sentence.  Their values are in `conf/` only.  No JAX is
-imported, so that a configuration can be read, checked and printed on a machine without devices.
-"""
+imported, so that a configuration can be read, checked and printed on a machine without devices."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,6 +25,7 @@ SavedActivation = StrEnum("SavedActivation", "input sublayer_output query_key_va
 """Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
 Documents = StrEnum("Documents", ["isolated", "joined"])
 Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
+MomentumDtype = StrEnum("MomentumDtype", ["float32", "bfloat16"])
 HeldIn = StrEnum("HeldIn", [*Precision, "int8"])
 Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
 OptimizerName = StrEnum("OptimizerName", ["adamw", "muon"])
@@ -87,8 +87,7 @@ class MeshConfig:
 
 @dataclass
 class AdapterConfig:
-    """Low-rank adapters (LoRA): with them only the factors a and b of (alpha / rank) (x a) b are trained, which is
-    added to the product of x with each matrix that `matrices` names."""
+    """Low-rank adapters (LoRA): only factors of (alpha / rank) (x a) b, added to x times each of `matrices`, train."""
 
     rank: int
     """r, the size between a and b; 0: no adapters, all parameters are trained."""
@@ -307,6 +306,8 @@ class OptimizerConfig:
     """Added to the denominator of Adam's update."""
     momentum: float
     """For name=muon: what the (Nesterov) momentum is multiplied by before each gradient is added."""
+    momentum_dtype: MomentumDtype
+    """dtype of Adam's first moment and of Muon's momentum; bfloat16 saves 2 bytes a parameter, in checkpoints too."""
     newton_schulz_steps: int
     """For name=muon: iterations that orthogonalize a matrix; 5 is usual."""
     clip_norm: float
@@ -325,8 +326,7 @@ class GuardConfig:
     """Also skip steps whose update would raise or lower the norm of all weights by more than this factor; null: never.
     At the usual initialisation a learning rate of about 0.2 changes it by a factor of 10."""
     max_consecutive: int | None
-    """Number of consecutive skipped steps that stop the run; null: no limit.  A checkpoint saved after three times as
-    many is not resumed."""
+    """Consecutive skipped steps that stop a run; null: no limit.  A checkpoint after 3 times as many is not resumed."""
 
 
 @dataclass

@@ -161,13 +161,8 @@ class ExpertMatrices(eqx.Module):
         """y + weight b of each row's expert; of what is no row, the gradient is not that of a bias."""
         if self.bias is None:
             return y_RF
-        bias_RF = _of_rows(self.bias.astype(y_RF.dtype), rows)
-        return y_RF + weights_R1 * jnp.where(rows.is_row_R[:, None], bias_RF, 0)
-
-    def of_features(
-        self, v_EF: Float[Array, "E F"], y_RF: Float[Array, "R F"], sizes_E: Int[Array, " E"], multiply: GroupedMatmul
-    ) -> Float[Array, "R F"]:
-        return _of_rows(v_EF, ExpertRows.of(len(y_RF), sizes_E))
+        bias_EF, expert_R = _varying_alike(self.bias.astype(y_RF.dtype), rows.expert_R)
+        return y_RF + weights_R1 * jnp.where(rows.is_row_R[:, None], bias_EF[expert_R], 0)
 
 
 class ExpertRows(NamedTuple):
@@ -182,12 +177,6 @@ class ExpertRows(NamedTuple):
         ends_E, number_R = jnp.cumsum(sizes_E), jnp.arange(rows)
         expert_R = jnp.sum(number_R[:, None] >= ends_E[None], axis=1)
         return cls(number_R < ends_E[-1], jnp.minimum(expert_R, len(sizes_E) - 1))
-
-
-def _of_rows(v_EF: Float[Array, "E F"], rows: ExpertRows) -> Float[Array, "R F"]:
-    """What the expert of each row has."""
-    v_EF, expert_R = _varying_alike(v_EF, rows.expert_R)
-    return v_EF[expert_R]
 
 
 class Experts(eqx.Module):

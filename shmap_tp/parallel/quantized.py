@@ -5,8 +5,9 @@ trained.
 
 Values are exact in the dtype of the activations, so a linear layer multiplies with them in that, and the scale is
 applied to its result: XLA for TPUs makes the conversion part of the matmul, which reads int8
-(docs/performance-notes.md).  A weight that FSDP shards becomes an array before it is gathered.  Symmetric and by the
-largest value, as the weights of Dettmers et al. 2022, "LLM.int8()", section 2.1, https://arxiv.org/abs/2208.07339
+(docs/performance-notes.md).  A weight of experts becomes an array where it is used, one that FSDP shards before it is
+gathered.  Symmetric and by the largest value, as the weights of Dettmers et al. 2022, "LLM.int8()", section 2.1,
+https://arxiv.org/abs/2208.07339
 """
 
 from functools import partial
@@ -45,7 +46,7 @@ Weight = Float[Array, "..."] | Quantized
 
 
 class ScaledLinear(eqx.Module):
-    """A layer with a weight of int8, linear or of experts; called like the layer, in whose place `fsdp.gather` puts it.
+    """A linear layer with a weight of int8; called like the layer.  `fsdp.gather` puts it in the layer's place.
 
     Communication  none.
     """
@@ -56,17 +57,13 @@ class ScaledLinear(eqx.Module):
     adapter: Any
     """An `Adapter`, or None."""
 
-    @property
-    def weight(self) -> Array:
-        return self.layer.weight
-
-    def __call__(self, x: Array, *others: Any) -> Array:
-        y = self.layer(x, *others)
-        y = (y * self.layer.of_features(self.scale, y, *others)).astype(y.dtype)
+    def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        y = self.layer(x)
+        y = (y * self.layer.of_features(self.scale, y)).astype(y.dtype)
         return y if self.adapter is None else y + self.adapter(x)
 
-    def add_bias(self, y: Array, *others: Any) -> Array:
-        return self.layer.add_bias(y, *others)
+    def add_bias(self, y: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        return self.layer.add_bias(y)
 
 
 def is_quantized(node: Any) -> bool:
@@ -108,17 +105,19 @@ def quantized_specs(specs: Any, params: Any) -> Any:
 
 
 def ready_to_multiply(module: Any, dtype: DTypeLike) -> Any:
-    """`module`, a part of the model, with every layer that has a weight of int8 as a `ScaledLinear` that multiplies in
-    `dtype`."""
+    """`module`, a part of the model, with every linear layer of int8 as a `ScaledLinear` that multiplies in `dtype`,
+    and every other weight of int8 as an array of it."""
 
     def ready(node: Any) -> Any:
         w = getattr(node, "weight", None)
         if not is_quantized(w):
-            return node
-        adapter = getattr(node, "adapter", None)
-        layer = eqx.tree_at(lambda node: node.weight, node, w.values.astype(dtype), is_leaf=is_quantized)
-        if adapter is not None:
-            layer = eqx.tree_at(lambda node: node.adapter, layer, None)
-        return ScaledLinear(layer, w.scale, adapter)
+            return dequantized(node, dtype)
+        if not hasattr(node, "of_features"):
+            return eqx.tree_at(lambda node: node.weight, node, w.astype(dtype), is_leaf=is_quantized)
+        parts = w.values.astype(dtype), None
+        layer = eqx.tree_at(
+            lambda node: (node.weight, node.adapter), node, parts, is_leaf=lambda x: x is None or x is w
+        )
+        return ScaledLinear(layer, w.scale, node.adapter)
 
-    return jax.tree.map(ready, module, is_leaf=lambda node: is_quantized(getattr(node, "weight", None)))
+    return jax.tree.map(ready, module, is_leaf=lambda node: is_quantized(getattr(node, "weight", node)))

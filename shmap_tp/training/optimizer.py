@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shmap_tp.config.schema import OptimizerConfig, OptimizerName, Schedule
+from shmap_tp.config.schema import MomentumDtype, OptimizerConfig, OptimizerName, Schedule
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import mesh_order
 from shmap_tp.parallel.partitioning import decayed, declarations, optimizer_specs
@@ -113,16 +114,22 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     itself, of every expert and every factor of an adapter; the heads of q, k or v are one matrix.  Embedding, head,
     learned positions, scales and biases have AdamW, with the same learning rate: 0.2 sqrt(max(R, C)) gives the updates
     of Muon the root mean square that those of AdamW usually have (Liu et al. 2025, section 2.2; Jordan et al. 2024 have
-    sqrt(max(1, outputs / inputs)), and a rate of its own).  M is float32, sharded as ZeRO and FSDP shard the moments of
-    AdamW.
+    sqrt(max(1, outputs / inputs)), and a rate of its own).  M is sharded as ZeRO and FSDP shard the moments of AdamW.
+
+    M and the first moment of Adam are held in `momentum_dtype`: each update is computed from the float32 sum of the old
+    one and the gradient, which is then rounded.  The second moment is float32: bfloat16 would lose the small part
+    1 - beta2 of it that a step changes.
 
     Communication  adamw: none.  muon: `on_whole_matrices`, in the dtype of the activations.
     """
     schedule = learning_rate_schedule(config)
-    chain = [optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)]
+    in_bfloat16 = config.momentum_dtype == MomentumDtype.bfloat16
+    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+    chain = [_held_in_bfloat16(adam, "mu") if in_bfloat16 else adam]
     if config.name == OptimizerName.muon:
+        momentum = optax.trace(config.momentum, nesterov=True)
         chain = [
-            optax.masked(optax.trace(config.momentum, nesterov=True), _matrices),
+            optax.masked(_held_in_bfloat16(momentum, "trace") if in_bfloat16 else momentum, _matrices),
             optax.masked(chain[0], lambda params: jax.tree.map(operator.not_, _matrices(params))),
             on_whole_matrices(partial(_muon_updates, steps=config.newton_schulz_steps)),
         ]
@@ -132,6 +139,20 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
         optax.scale_by_learning_rate(schedule),
     )
     return Optimizer(transformation, schedule, config.name == OptimizerName.muon)
+
+
+def _held_in_bfloat16(inner: optax.GradientTransformation, moment: str) -> optax.GradientTransformation:
+    """`inner`, with this field of its state in bfloat16 between updates, which compute with it in float32.  (The
+    options of optax for that also multiply it by its decay rate in bfloat16.)"""
+
+    def held(state: Any, dtype: DTypeLike) -> Any:
+        return state._replace(**{moment: optax.tree.cast(getattr(state, moment), dtype)})
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = inner.update(gradients, held(state, jnp.float32), params)
+        return updates, held(state, jnp.bfloat16)
+
+    return optax.GradientTransformation(lambda params: held(inner.init(params), jnp.bfloat16), update)
 
 
 def _matrices(params: Any) -> Any:

@@ -18,7 +18,7 @@ import yaml
 from shmap_tp.config.compose import to_dict, to_yaml
 from shmap_tp.config.mesh_sizes import named_sizes
 from shmap_tp.config.run_directory import HEADER, saved_checkpoint_dir
-from shmap_tp.config.schema import Config, OptimizerName, Resume
+from shmap_tp.config.schema import Config, MomentumDtype, OptimizerName, Resume
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError
@@ -264,9 +264,10 @@ def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[st
     only_source = "sources" not in {**saved["data"], **identity}
     before = _fixed_settings(saved["config"]["model"], saved["data"], only_source)
     now = _fixed_settings(to_dict(config.model), identity, only_source)
-    # A run from before there was Muon has no name of its optimizer.
-    before["optimizer.name"] = str(saved["config"].get("optimizer", {}).get("name", OptimizerName.adamw))
-    now["optimizer.name"] = str(config.optimizer.name)
+    # What a run from before there was Muon, or another dtype of the momentum, does not name.
+    for key, first in (("name", OptimizerName.adamw), ("momentum_dtype", MomentumDtype.float32)):
+        before[f"optimizer.{key}"] = str(saved["config"].get("optimizer", {}).get(key, first))
+        now[f"optimizer.{key}"] = str(getattr(config.optimizer, key))
     if not only_source:
         refuse_another_past(saved["data"], identity, step, checkpoint)
     for key in (TOKENIZER_HASH, DATA_ORDER):

@@ -150,18 +150,20 @@ def test_the_head_is_multiplied_with_twice_and_its_gradient_is_not_computed():
     assert products("model.adapter.rank=2") == 2
 
 
-def test_the_least_memory_is_that_of_the_base_once_and_of_the_factors_four_times():
+@pytest.mark.parametrize(("dtype", "momentum"), [("float32", 4), ("bfloat16", 2)])
+def test_the_least_memory_is_that_of_the_base_once_and_of_the_factors_four_times(dtype, momentum):
     """On (2, 4) with bfloat16: 2 bytes of a frozen matrix, 4 of a norm; parameter, gradient and two moments of a
-    factor."""
-    conf = step_config((2, 4), *ADAPTER, "mesh.zero=none")
+    factor, the first of them of `dtype`."""
+    conf = step_config((2, 4), *ADAPTER, "mesh.zero=none", f"optimizer.momentum_dtype={dtype}")
     programs = build_step_functions(conf, mesh_of(conf), jnp.bfloat16)
     params = leaves_by_path(programs.shapes.params)
     local = {path: math.prod(leaf.sharding.shard_shape(leaf.shape)) for path, leaf in params.items()}
     factors = sum(size for path, size in local.items() if "/adapter/" in path)
     norms = sum(size for path, size in local.items() if path.endswith("scale"))
     base = sum(local.values()) - factors - norms
-    assert state_bytes(programs) == 2 * base + 4 * norms + 16 * factors + 8  # two counters of the optimizer
+    trained = (12 + momentum) * factors
+    assert state_bytes(programs) == 2 * base + 4 * norms + trained + 8  # two counters of the optimizer
     every = planned_parameters(conf.model, conf.mesh, jnp.bfloat16)
-    assert planned_state_bytes(every) == 2 * base + 4 * norms + 16 * factors
+    assert planned_state_bytes(every, momentum) == 2 * base + 4 * norms + trained
     without = replace(conf.model, adapter=replace(conf.model.adapter, rank=0))
     assert frozen_parameters(conf.model) == parameters(without)

@@ -129,6 +129,7 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path):
         ("train.batch=16", "train.batch was 8", "is 16"),
         ("run.seed=1", "run.seed was 0", "is 1"),
         ("optimizer.name=muon", "optimizer.name was adamw", "is muon"),
+        ("optimizer.momentum_dtype=bfloat16", "optimizer.momentum_dtype was float32", "is bfloat16"),
         ("data.documents=joined", "data.documents was isolated (id 0 ends them)", "is joined"),
     ],
 )

@@ -137,7 +137,7 @@ def memory_terms(config: Config, model: ModelConfig, every: list[Parameter]) -> 
         rows = min(model.attention_chunk, model.context) * tokens / model.context
         scores = WIDE * rows * max(_score_keys(model)) * model.heads / config.mesh.mp
     return {
-        "state": state_bytes(every),
+        "state": state_bytes(every, jnp.dtype(str(config.optimizer.momentum_dtype)).itemsize),
         "saved": per_layer * model.layers * sum(saved_values(config).values()),
         "layer": per_layer * layer_values(config),
         "gathered": 2 * NARROW * layer if is_fsdp else 0.0,
@@ -147,14 +147,15 @@ def memory_terms(config: Config, model: ModelConfig, every: list[Parameter]) -> 
     }
 
 
-def state_bytes(every: list[Parameter]) -> float:
-    """Parameters, and of those that are trained moments and gradients, of one device."""
+def state_bytes(every: list[Parameter], momentum: int) -> float:
+    """Parameters, and of those that are trained moments and gradients, of one device; `momentum`: bytes of a value of
+    the first moment."""
     total = 0.0
     for parameter in every:
         size, dp = parameter.values * parameter.layers, parameter.shards
         stored = jnp.dtype(parameter.dtype).itemsize + (WIDE if parameter.trained else 0)
         total += stored * size / (dp if isinstance(parameter.placement, Fsdp) else 1)
-        total += 2 * WIDE * size / dp if parameter.trained else 0
+        total += (momentum + WIDE) * size / dp if parameter.trained else 0
     return total
 
 

@@ -78,7 +78,7 @@ def test_a_trainer_has_float32_weights_also_where_it_starts_from_a_model_in_bflo
     assert np.isfinite(float(trainer.step(tokens())["loss"]))
 
 
-@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("case", ["llama", "gpt_oss"])
 def test_matrices_of_blocks_in_int8_are_the_same_on_every_mesh_and_multiply_as_what_they_stand_for(tmp_path, case):
     directory = write_directory(tmp_path / "m", case)
     model = shmap_tp.from_pretrained(directory, dp=2, mp=4, tensor_parallel="sequence", dtype="int8")

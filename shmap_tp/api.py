@@ -322,9 +322,9 @@ def from_pretrained(
     Weight matrices, activations and matrix products are of `dtype`, whatever the dtype of the files: float32, bfloat16,
     or auto, float32 on CPUs and bfloat16 elsewhere; int8 is auto with the matrices of the blocks held in int8
     (docs/pretrained.md).  Vectors, such as the scales of norms, are float32.  Training needs float32 weights: use
-    `Trainer`, or leave dtype as it is.  `context` is the longest sequence, and what every call
-    computes: by default the model's own limit, but not above 2048 for a rotary encoding.  Of several `processes`, which
-    have joined, each calls this and reads its part.
+    `Trainer`, or leave dtype as it is.  `context` is the longest sequence, and what every call computes: by default the
+    model's own limit, but not above 2048 for a rotary encoding.  Of several `processes`, which have joined, each calls
+    this and reads its part.
     Raises UserError if the directory cannot be used, or the model does not suit the mesh.
     """
     overrides = [

@@ -239,7 +239,7 @@ class DataConfig:
     sources: dict[str, Any]
     """Several directories, by name, in place of `dir`: {name: {dir, weight, from_step}}.  The weights are the shares of
     the sequences, and add up to 1: numbers such as 0.7, fractions such as 1/3, or one from each of several steps on,
-    {0: 0.7, 1000: 0.5}.  The first from_step steps do not read the source; the others' add up to 1 then."""
+    {0: 0.7, 1000: 0.5}.  The first from_step steps leave the source out: the other weights then add up to 1."""
     cache: str | None
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None

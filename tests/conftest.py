@@ -7,10 +7,16 @@ time.  Compiled programs are kept between test runs.
 The whole suite runs in as many processes as there are cores, up to four, where pytest-xdist is installed: a test keeps
 little more than one core busy.  A file or a test that is named runs in one, as does all of it with `-n 0`.
 
-`pytest -m quick` runs only the tests in the files of tests/helpers/quick.py: the cheapest of each directory.
+`pytest -m quick` collects only the files of tests/helpers/quick.py: the cheapest of each directory.
+
+`pytest -m slow --tenth 3` runs a tenth of the slow tests.  At its end every run prints its seconds by directory
+(tests/helpers/processor_time.py).
 """
 
+import gc
 import os
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -18,7 +24,9 @@ import pytest
 from jaxtyping import install_import_hook
 
 from tests.helpers.compiling import QUICK_TO_COMPILE
-from tests.helpers.quick import QUICK
+from tests.helpers.paths import ROOT
+from tests.helpers.processor_time import ProcessorTime
+from tests.helpers.quick import is_quick
 
 WITH_ARRAYS = ["api", "data", "inference", "layers", "model", "parallel", "pretrained", "trainer", "training"]
 """Modules and packages whose annotations have shapes.  Every call of a function is checked, which takes time: the
@@ -29,9 +37,20 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "xla-tests"))
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "xla-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 install_import_hook([f"shmap_tp.{name}" for name in WITH_ARRAYS], "beartype.beartype")
+
+
+gc.set_threshold(50_000, 20, 100)  # tracing makes many objects and few cycles: a tenth of the time was collecting them
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tenth", type=int, choices=range(10), help="only this tenth of the tests, drawn by their names")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessorTime(), "processor time")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,8 +65,38 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.dist = "worksteal"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in the files of QUICK, except those that are slow."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m quick`, files without quick tests are not even imported."""
+    is_test_file = collection_path.match("test_*.py")
+    return True if config.option.markexpr == "quick" and is_test_file and not is_quick(collection_path) else None
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark the tests in the files of QUICK, except those that are slow; of what -m and -k leave, take one tenth."""
     for item in items:
-        if item.path.stem in QUICK.get(item.path.parent.name, []) and not item.get_closest_marker("slow"):
+        if is_quick(item.path) and not item.get_closest_marker("slow"):
             item.add_marker("quick")
+    yield
+    if (tenth := config.getoption("tenth")) is not None:
+        drawn = {id(item) for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))[tenth::10]}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in drawn])
+        items[:] = [item for item in items if id(item) in drawn]
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_the_working_directory() -> Iterator[None]:
+    """No test writes outside its temporary directory, or leaves another working directory."""
+    before = os.getcwd(), visible_files()
+    yield
+    assert (os.getcwd(), visible_files()) == before
+
+
+def visible_files() -> set[str]:
+    folders = [ROOT, *(ROOT / name for name in ("benchmarks", "conf", "docs", "scripts", "tests"))]
+    return {path for folder in folders for path in os.listdir(folder) if not path.startswith((".", "__pycache__"))}

@@ -1,7 +1,7 @@
 """`pytest -m quick`: every directory of tests takes part in it, with files that exist."""
 
 from tests.helpers.paths import ROOT
-from tests.helpers.quick import QUICK
+from tests.helpers.quick import QUICK, is_quick
 
 TESTS = ROOT / "tests"
 
@@ -19,5 +19,4 @@ def test_every_quick_file_exists():
 
 def test_only_the_tests_in_these_files_are_quick(request):
     for item in request.session.items:
-        is_listed = item.path.stem in QUICK.get(item.path.parent.name, [])
-        assert bool(item.get_closest_marker("quick")) == (is_listed and not item.get_closest_marker("slow"))
+        assert bool(item.get_closest_marker("quick")) == (is_quick(item.path) and not item.get_closest_marker("slow"))

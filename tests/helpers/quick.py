@@ -1,5 +1,7 @@
 """Which tests `pytest -m quick` runs."""
 
+from pathlib import Path
+
 QUICK = {
     "benchmarks": ["test_sweep"],
     "config": ["test_compose", "test_validate"],
@@ -25,3 +27,7 @@ QUICK = {
     "training": ["test_goodput", "test_optimizer", "test_weights_and_biases"],
 }
 """Directory of tests -> its files with the marker `quick`, the cheapest ones; together two minutes on two cores."""
+
+
+def is_quick(file: Path) -> bool:
+    return file.stem in QUICK.get(file.parent.name, [])

@@ -2,10 +2,12 @@
 contain."""
 
 import ast
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import make_results
-import pytest
 
 from tests.helpers.paths import ROOT
 
@@ -44,9 +46,8 @@ UPPER = {
 }
 """What each of these may import beside the sub-packages."""
 FILES = sorted(PACKAGE.rglob("*.py"))
-every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-PYTHON = [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *TESTS.rglob("*.py")]
-every_python_file = pytest.mark.parametrize("file", sorted(PYTHON), ids=lambda file: str(file.relative_to(ROOT)))
+COMMAND_FILES = [*ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+PYTHON = [*FILES, *COMMAND_FILES, *TESTS.rglob("*.py")]
 
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 10
 """Of a file, of a function with its docstring, and of a function with `self`."""
@@ -67,10 +68,25 @@ def subpackage(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(file.read_text()))]
+
+
+def functions(file: Path) -> Iterator[ast.FunctionDef]:
+    return (node for node in nodes(file) if isinstance(node, ast.FunctionDef))
+
+
+def places(files: list[Path], found: Callable[[ast.AST], bool]) -> list[str]:
+    """FILE:LINE of the nodes that `found`(node) is true of."""
+    return [f"{file.relative_to(ROOT)}:{node.lineno}" for file in files for node in nodes(file) if found(node)]
+
+
+@cache
 def absolute_imports(file: Path) -> set[str]:
     """Everything that `file` imports anywhere, as dotted paths: `from a import b` counts as a.b."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             found |= {f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.Import):
@@ -91,13 +107,14 @@ def test_every_subpackage_has_a_place_in_the_order():
     assert {subpackage(file) for file in FILES} == {*ORDER, *LIBRARY, *COMMANDS}
 
 
-@every_file
-def test_imports_point_to_lower_subpackages_only(file):
-    name = subpackage(file)
-    lower = {*(ORDER[: ORDER.index(name) + 1] if name in ORDER else ORDER)}
-    lower |= UPPER.get(name, set())
-    imports = {module.split(".")[0] for module in imported_modules(file)}
-    assert imports <= lower, f"{name} imports {sorted(imports - lower)}"
+def test_imports_point_to_lower_subpackages_only():
+    wrong = {}
+    for file in FILES:
+        name = subpackage(file)
+        lower = {*(ORDER[: ORDER.index(name) + 1] if name in ORDER else ORDER)} | UPPER.get(name, set())
+        if higher := {module.split(".")[0] for module in imported_modules(file)} - lower:
+            wrong[str(file.relative_to(PACKAGE))] = sorted(higher)
+    assert not wrong
 
 
 def test_imports_are_not_circular():
@@ -108,98 +125,80 @@ def test_imports_are_not_circular():
         remaining = {name: imports for name, imports in remaining.items() if name not in independent}
 
 
-@every_python_file
-def test_no_import_is_relative(file):
-    imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-    assert not [node.lineno for node in imports if node.level > 0]
+def test_no_import_is_relative():
+    assert not places(PYTHON, lambda node: isinstance(node, ast.ImportFrom) and node.level > 0)
 
 
-@pytest.mark.parametrize("file", sorted(TESTS.rglob("*.py")), ids=lambda file: str(file.relative_to(TESTS)))
-def test_no_file_imports_a_test_module(file):
+def test_no_file_imports_a_test_module():
     """What tests share is in tests/helpers."""
-    parts = [name.split(".") for name in absolute_imports(file)]
-    assert not [".".join(name) for name in parts if any(part.startswith("test_") for part in name[:3])]
+    imported = {str(file.relative_to(TESTS)): absolute_imports(file) for file in TESTS.rglob("*.py")}
+    is_test = lambda name: any(part.startswith("test_") for part in name.split(".")[:3])  # noqa: E731
+    assert not {file: names for file, names in imported.items() if any(map(is_test, names))}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["errors", "config/schema", "config/compose", "config/validate", "data/text_sources"],
-)
-def test_these_modules_do_not_import_jax(name):
-    assert "jax" not in {imported.split(".")[0] for imported in absolute_imports(PACKAGE / f"{name}.py")}
+def test_these_modules_do_not_import_jax():
+    for name in ["errors", "config/schema", "config/compose", "config/validate", "data/text_sources"]:
+        assert "jax" not in {imported.split(".")[0] for imported in absolute_imports(PACKAGE / f"{name}.py")}, name
 
 
-@every_python_file
-def test_no_file_is_longer_than_400_lines(file):
-    assert len(file.read_text().splitlines()) <= MAX_LINES
+def test_no_file_function_or_list_of_parameters_is_too_long():
+    """In lines of a file, lines of a function, parameters of a function of the package."""
+    files = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in PYTHON}
+    assert not {file: count for file, count in files.items() if count > MAX_LINES}
+    is_function = lambda node: isinstance(node, ast.FunctionDef)  # noqa: E731
+    is_long = lambda node: is_function(node) and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES  # noqa: E731
+    assert not places(PYTHON, is_long)
+    count = lambda args: len([*args.posonlyargs, *args.args, *args.kwonlyargs])  # noqa: E731
+    assert not places(FILES, lambda node: is_function(node) and count(node.args) > MAX_PARAMETERS)
 
 
-@every_python_file
-def test_no_function_is_longer_than_60_lines(file):
-    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
-    assert not [node.name for node in functions if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES]
-
-
-@every_file
-def test_no_function_has_more_than_nine_parameters(file):
-    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
-    counts = {node.name: len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) for node in functions}
-    assert not {name for name, count in counts.items() if count > MAX_PARAMETERS}
-
-
-@every_file
-def test_gradients_are_defined_by_hand_in_few_places(file):
+def test_gradients_are_defined_by_hand_in_few_places():
     """Elsewhere JAX derives them, and with them the collectives of the backward pass."""
-    path = file.relative_to(PACKAGE)
-    if str(path) not in CUSTOM_GRADIENTS and subpackage(file) not in CUSTOM_GRADIENTS:
-        tree = ast.parse(file.read_text())
-        names = [node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None) for node in ast.walk(tree)]
-        assert not {"custom_vjp", "custom_jvp", "custom_gradient"} & {*names}
-        assert not [name for name in absolute_imports(file) if "custom_vjp" in name or "custom_jvp" in name]
-    elif "custom_vjp" in file.read_text() or "custom_jvp" in file.read_text():
-        assert "plain version" in file.read_text(), "say what the code would be without the gradient defined by hand"
+    by_hand = {"custom_vjp", "custom_jvp", "custom_gradient"}
+    for file in FILES:
+        path = str(file.relative_to(PACKAGE))
+        if path not in CUSTOM_GRADIENTS and subpackage(file) not in CUSTOM_GRADIENTS:
+            names = {getattr(node, "attr", getattr(node, "id", None)) for node in nodes(file)}
+            names |= {part for name in absolute_imports(file) for part in name.split(".")}
+            assert not by_hand & names, path
+        elif by_hand & {*re.findall(r"\w+", file.read_text())}:
+            assert "plain version" in file.read_text(), f"{path}: say what the code would be without this gradient"
 
 
 PRIVATE_NAMES = {"runtime/agreement.py", "plan/cudnn_questions.py"}
 """Files that import private modules of other libraries, each with its reason."""
 
 
-@every_file
-def test_private_modules_of_other_libraries_are_imported_in_few_files(file):
-    names = {name for name in absolute_imports(file) if not name.startswith("shmap_tp.")}
-    private = [name for name in names if any(part.startswith("_") and part != "__future__" for part in name.split("."))]
-    assert not private or str(file.relative_to(PACKAGE)) in PRIVATE_NAMES, private
+def test_private_modules_of_other_libraries_are_imported_in_few_files():
+    for file in FILES:
+        names = {name for name in absolute_imports(file) if not name.startswith("shmap_tp.")}
+        parts = {part for name in names for part in name.split(".")} - {"__future__"}
+        path = str(file.relative_to(PACKAGE))
+        assert path in PRIVATE_NAMES or not [part for part in parts if part.startswith("_")], path
 
 
-@every_python_file
-def test_arrays_are_named_in_one_module(file):
+def test_arrays_are_named_in_one_module():
     """By the functions of key_paths.py."""
-    if file != PACKAGE / "parallel" / "key_paths.py":
-        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
-        assert not [node.lineno for node in nodes if node.attr == "keystr"]
+    others = [file for file in PYTHON if file != PACKAGE / "parallel" / "key_paths.py"]
+    assert not places(others, lambda node: isinstance(node, ast.Attribute) and node.attr == "keystr")
 
 
-@every_file
-def test_mesh_axes_are_named_by_constants(file):
+def test_mesh_axes_are_named_by_constants():
     """Only mesh.py contains the strings "dp" and "mp"; all others use DP and MP."""
-    if file != PACKAGE / "parallel" / "mesh.py":
-        strings = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
-        assert not [node.lineno for node in strings if node.value in ("dp", "mp")]
+    others = [file for file in FILES if file != PACKAGE / "parallel" / "mesh.py"]
+    assert not places(others, lambda node: isinstance(node, ast.Constant) and node.value in ("dp", "mp"))
 
 
-@pytest.mark.parametrize(
-    "file", [*FILES, *ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")], ids=lambda file: file.name
-)
-def test_check_vma_is_switched_off_in_one_function(file):
+def test_check_vma_is_switched_off_in_one_function():
     """check_vma=True is the default of shard_map, with which a missing collective does not compile.  The exception is
     `without_vma_check`, for kernels whose operations have no varying types."""
-    tree = ast.parse(file.read_text())
-    exception = next((node for node in ast.walk(tree) if getattr(node, "name", None) == "without_vma_check"), None)
-    excepted = set(ast.walk(exception)) if exception and file == PACKAGE / "parallel" / "collectives.py" else set()
-    for node in ast.walk(tree):
-        if node not in excepted:
-            assert not (isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")), node.value.lineno
+    home = PACKAGE / "parallel" / "collectives.py"
+    (exception,) = [node for node in functions(home) if node.name == "without_vma_check"]
+    excepted = {*ast.walk(exception)}
     assert len(excepted) <= 200, "the function is small enough to be read at once"
+    names = ("check_vma", "check_rep")
+    is_switch = lambda node: isinstance(node, ast.keyword) and node.arg in names and node not in excepted  # noqa: E731
+    assert not places([*FILES, *COMMAND_FILES], is_switch)
 
 
 def test_results_are_generated_from_their_json():

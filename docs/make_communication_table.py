@@ -8,11 +8,14 @@ tests/plan/test_communication.py checks that the ledger is what the programs do.
 
 import sys
 from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 from generated_part import DOCS, GeneratedPart
 
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import Block, Config, Remat, TensorParallelMode
+from shmap_tp.config.schema import Block, Config, FsdpGradients, Remat, TensorParallelMode, Zero
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.plan.communication import parameters
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
@@ -26,25 +29,29 @@ WEIGHT = "blocks.mlp.up"
 """The weight whose data-parallel communication the table shows."""
 
 
-def config(*overrides: str) -> Config:
-    sizes = [
-        f"heads={MP_SIZE}",
-        f"kv_heads={MP_SIZE}",
-        f"ffn={FFN}",
-        f"width={WIDTH}",
-        "layers=1",
-        f"context={TIME}",
-        f"vocabulary={FFN}",
-        f"vocabulary_multiple={FFN}",
-    ]
-    given = [
-        "model=test",
-        *[f"model.{size}" for size in sizes],
-        f"model.context={TIME}",
-        "train.batch=8",
-        "train.microbatches=1",
-    ]
-    return load(str(CONF / "config.yaml"), [*given, f"mesh.dp={DP_SIZE}", "mesh.mp=1", *overrides])
+SIZES = {
+    "heads": MP_SIZE,
+    "kv_heads": MP_SIZE,
+    "ffn": FFN,
+    "width": WIDTH,
+    "layers": 1,
+    "context": TIME,
+    "vocabulary": FFN,
+    "vocabulary_multiple": FFN,
+}
+
+
+@cache
+def composed() -> Config:
+    given = ["model=test", *(f"model.{key}={value}" for key, value in SIZES.items())]
+    given += ["train.batch=8", "train.microbatches=1", f"mesh.dp={DP_SIZE}", "mesh.mp=1"]
+    return load(str(CONF / "config.yaml"), given)
+
+
+def config(*, mesh: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> Config:
+    """The configuration with these values of its sections `mesh` and `model`."""
+    base = composed()
+    return replace(base, mesh=replace(base.mesh, **mesh or {}), model=replace(base.model, **model or {}))
 
 
 def activations(entries: list[Entry]) -> list[str]:
@@ -101,8 +108,7 @@ def tensor_parallel_rows() -> list[list[str]]:
 
 def communicated(mode: TensorParallelMode, block: Block, remat: Remat) -> dict[str, list[Entry]]:
     """What the embedding, a block and the head communicate over mp."""
-    chosen = config(f"mesh.tensor_parallel={mode}", f"model.block={block}", f"model.remat={remat}")
-    chosen.mesh.mp = MP_SIZE
+    chosen = config(mesh={"tensor_parallel": mode, "mp": MP_SIZE}, model={"block": block, "remat": remat})
     parts: dict[str, list[Entry]] = {"embedding": [], "block": [], "head": []}
     for entry in activation_entries(chosen):
         name = entry.what.split()[0]
@@ -119,19 +125,19 @@ def named(policies: list[str]) -> str:
 
 
 DATA_PARALLEL = {
-    "`zero: none`": [],
-    "`zero: zero1`": ["mesh.zero=zero1"],
-    "`zero: fsdp`": ["mesh.zero=fsdp"],
-    "`zero: fsdp`, `fsdp_gradients: ring`": ["mesh.zero=fsdp", "mesh.fsdp_gradients=ring"],
-    "`zero: zero1`, `slices: 2`": ["mesh.zero=zero1", "mesh.slices=2"],
-    "`zero: fsdp`, `slices: 2`": ["mesh.zero=fsdp", "mesh.slices=2"],
+    "`zero: none`": {},
+    "`zero: zero1`": {"zero": Zero.zero1},
+    "`zero: fsdp`": {"zero": Zero.fsdp},
+    "`zero: fsdp`, `fsdp_gradients: ring`": {"zero": Zero.fsdp, "fsdp_gradients": FsdpGradients.ring},
+    "`zero: zero1`, `slices: 2`": {"zero": Zero.zero1, "slices": 2},
+    "`zero: fsdp`, `slices: 2`": {"zero": Zero.fsdp, "slices": 2},
 }
 
 
 def data_parallel_rows() -> list[list[str]]:
     rows = []
-    for name, overrides in DATA_PARALLEL.items():
-        chosen = config(*overrides)
+    for name, mesh in DATA_PARALLEL.items():
+        chosen = config(mesh=mesh)
         every = parameters.parameters(chosen.model, chosen.mesh, "bfloat16", CONFIGURED)
         entries = [
             *parameters.gathers_between_slices(chosen, every),

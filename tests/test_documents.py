@@ -2,10 +2,11 @@
 
 The info string of a fenced block says how it is checked:
 
-    sh run        the block is run, on CPU, in a temporary copy of the working tree
+    sh run        run, on CPU, in a temporary copy of the working tree, after the blocks before it in the document
     sh check      its arguments are parsed, and the configuration that they describe is composed and validated
     sh hardware   not run: it needs hardware, a network or a long time; commands of this project are checked as above
     python run    all such blocks of a document are run as one program, on CPU
+    ... run slow  the same, in the slow tests
     python hardware   not run: it needs a model or a network; it is parsed, and the names that it imports exist
     python source     a function of this project, without its annotations
     text          output or an error, no commands
@@ -19,7 +20,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -35,35 +35,45 @@ from tests.helpers.documents import DOCUMENTS, ROOT, blocks, name_of
 from tests.helpers.paths import project_files
 
 LANGUAGES = {"sh", "python", "yaml", "json", "text"}
-MARKS = {"sh": ["run", "check", "hardware"], "python": ["run", "hardware", "source"]}
+MARKS = {"sh": ["run", "run slow", "check", "hardware"], "python": ["run", "run slow", "hardware", "source"]}
 COMMANDS = {"python", "pip", "pytest", "shmap-tp", "git", "gcloud", "$"}
 README_LINES = 120
-
-EVERY_DOCUMENT = pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
-
 
 # Command blocks
 
 
-def marked(mark: str, language: str = "sh") -> pytest.MarkDecorator:
-    found = [block for file in DOCUMENTS for block in blocks(file) if block.info == (language, mark)]
+def text_of(file: Path, *infos: str) -> str:
+    """The blocks with one of these info strings, one after the other."""
+    return "\n".join(block.text for block in blocks(file) if " ".join(block.info) in infos)
+
+
+def python_blocks(mark: str) -> pytest.MarkDecorator:
+    found = [block for file in DOCUMENTS for block in blocks(file) if block.info == ("python", mark)]
     return pytest.mark.parametrize("block", found, ids=lambda block: block.place)
 
 
-python_blocks = partial(marked, language="python")
-
-
-@EVERY_DOCUMENT
-def test_every_command_block_is_marked(file):
-    for block in blocks(file):
+def test_every_command_block_is_marked():
+    for block in (block for file in DOCUMENTS for block in blocks(file)):
         language, *marks = block.info or ("",)
         assert language in LANGUAGES, f"{block.place}: name the language, one of {sorted(LANGUAGES)}"
         if language in MARKS:
             allowed = [f"{language} {mark}" for mark in MARKS[language]]
-            assert len(marks) == 1 and marks[0] in MARKS[language], f"{block.place}: mark it one of {allowed}"
+            assert " ".join(marks) in MARKS[language], f"{block.place}: mark it one of {allowed}"
         if language == "text":
             first = block.text.split(maxsplit=1)[0]
             assert first not in COMMANDS, f"{block.place}: commands belong into a block of sh"
+
+
+def run(directory: Path, *command: str) -> None:
+    """Run a command on CPU in `directory`, a copy of the working tree."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {"JAX_PLATFORMS": "cpu", "PATH": path, "PYTHONPATH": str(directory)}
+    done = subprocess.run(
+        command,
+        cwd=directory, env=os.environ | quick_environment() | environment,
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.fixture(scope="module")
@@ -76,26 +86,28 @@ def working_copy(tmp_path_factory) -> Path:
     return copy
 
 
-@marked("run")
-def test_a_run_block_succeeds(block, working_copy):
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    paths = {"JAX_PLATFORMS": "cpu", "PATH": path, "PYTHONPATH": str(working_copy)}
-    environment = os.environ | quick_environment() | paths
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
-        cwd=working_copy, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{block.place} failed:\n{done.stderr[-2000:]}"
+def test_the_run_blocks_of_the_documents_succeed(working_copy):
+    for file in DOCUMENTS:
+        run(working_copy, "bash", "-euxo", "pipefail", "-c", text_of(file, "sh run"))
 
 
-@pytest.mark.parametrize("file", [file for file in DOCUMENTS if "```python run" in file.read_text()], ids=name_of)
-def test_the_python_blocks_of_a_document_run(file):
-    program = "\n".join(block.text for block in blocks(file) if block.info == ("python", "run"))
-    environment = os.environ | quick_environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, f"{name_of(file)}:\n{done.stderr[-2000:]}"
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [file for file in DOCUMENTS if text_of(file, "sh run slow")], ids=name_of)
+def test_all_run_blocks_of_a_document_succeed(file, working_copy):
+    run(working_copy, "bash", "-euxo", "pipefail", "-c", text_of(file, "sh run", "sh run slow"))
+
+
+def test_the_python_blocks_of_the_documents_run(working_copy):
+    """The program of each document, in one process."""
+    programs = {name_of(file): text_of(file, "python run") for file in DOCUMENTS}
+    lines = [f"exec(compile({text!r}, {name!r}, 'exec'), {{}})" for name, text in programs.items() if text]
+    run(working_copy, sys.executable, "-c", "\n".join(lines))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [file for file in DOCUMENTS if text_of(file, "python run slow")], ids=name_of)
+def test_all_python_blocks_of_a_document_run(file, working_copy):
+    run(working_copy, sys.executable, "-c", text_of(file, "python run", "python run slow"))
 
 
 @python_blocks("hardware")
@@ -127,13 +139,21 @@ def functions(source: str) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("command", [*command_lines.in_documents(), *command_lines.in_texts()], ids=str)
-def test_a_command_is_valid_up_to_its_configuration(command):
+def test_every_command_is_valid_up_to_its_configuration():
     """The commands of documents, help texts, scripts and recipes, whether their block is run or not."""
-    try:
-        command_lines.check(command.words)
-    except command_lines.NotChecked:
-        assert command.mark != "check", f"{command} cannot be checked; mark its block sh run or sh hardware"
+    wrong, seen = [], set()
+    for command in (*command_lines.in_documents(), *command_lines.in_texts()):
+        if (key := (command.words, command.mark == "check")) in seen:
+            continue
+        seen.add(key)
+        try:
+            command_lines.check(command.words)
+        except command_lines.NotChecked:
+            if command.mark == "check":
+                wrong.append(f"{command} cannot be checked; mark its block sh run or sh hardware")
+        except (Exception, SystemExit) as error:
+            wrong.append(f"{command}: {error!r}")
+    assert not wrong, "\n".join(wrong)
 
 
 # Size, links and generated parts
@@ -143,18 +163,14 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
-@pytest.mark.parametrize("file", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=name_of)
-def test_links_lead_to_files_that_exist(file):
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", file.read_text()):
-        if "://" not in target:
-            assert (file.parent / target).exists(), f"{name_of(file)} links to {target}, which does not exist"
-
-
-@EVERY_DOCUMENT
-def test_source_files_named_in_a_document_exist(file):
-    pattern = r"`((?:shmap_tp|benchmarks|tests|scripts|conf|docs)/[\w./-]+\.(?:py|md|sh|yaml|png))`"
-    missing = [path for path in re.findall(pattern, file.read_text()) if not (ROOT / path).exists()]
-    assert not missing, f"{name_of(file)} names {missing}, which do not exist"
+def test_links_and_names_of_files_lead_to_files_that_exist():
+    for file in [*DOCUMENTS, ROOT / "CHANGELOG.md"]:
+        links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", file.read_text())
+        missing = [link for link in links if "://" not in link and not (file.parent / link).exists()]
+        if file.name != "CHANGELOG.md":  # which tells of files that are no more
+            names = r"`((?:shmap_tp|benchmarks|tests|scripts|conf|docs)/[\w./-]+\.(?:py|md|sh|yaml|png))`"
+            missing += [path for path in re.findall(names, file.read_text()) if not (ROOT / path).exists()]
+        assert not missing, f"{name_of(file)} names {missing}, which do not exist"
 
 
 @pytest.fixture
@@ -190,17 +206,14 @@ def test_the_planning_guide_explains_every_line_of_the_report(generator):
         assert f"\n| `{label}` |" in guide, f"docs/planning.md does not explain the line {label}"
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "docs").rglob("*.png")), ids=name_of)
-def test_pictures_are_small(file):
-    assert file.stat().st_size < 150_000
-
-
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").glob("*.png")), ids=name_of)
-def test_pictures_are_drawn_by_their_present_script(picture):
-    script = picture.with_suffix(".py")
-    with Image.open(picture) as opened:
-        drawn_by = opened.text["Source"]
-    assert drawn_by == hashlib.sha256(script.read_bytes()).hexdigest(), f"run: python {name_of(script)}"
+def test_pictures_are_small_and_drawn_by_their_present_script():
+    for file in (ROOT / "docs").rglob("*.png"):
+        assert file.stat().st_size < 150_000, name_of(file)
+    for picture in (ROOT / "docs" / "pictures").glob("*.png"):
+        script = picture.with_suffix(".py")
+        with Image.open(picture) as opened:
+            drawn_by = opened.text["Source"]
+        assert drawn_by == hashlib.sha256(script.read_bytes()).hexdigest(), f"run: python {name_of(script)}"
 
 
 def test_no_text_touches_its_box_in_the_picture_of_the_mlp(monkeypatch):

@@ -54,7 +54,8 @@ def in_documents() -> Iterator[Command]:
     for file in DOCUMENTS:
         for block in blocks(file):
             if block.info[:1] == ("sh",):
-                yield from (Command(block.place, words, *block.info[1:]) for words in split(block.text))
+                mark = " ".join(block.info[1:])
+                yield from (Command(block.place, words, mark) for words in split(block.text))
 
 
 def in_texts() -> Iterator[Command]:

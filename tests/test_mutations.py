@@ -7,6 +7,7 @@ wasteful  its values are right, and the check of its collectives fails
 Each test also proves that the check which it calls can fail.
 """
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -33,6 +34,7 @@ from shmap_tp.layers.embedding import VocabParallelEmbedding
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.fsdp import Fsdp, Zero1
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.ring import RingStep
 from shmap_tp.parallel.tensor_parallel import AllReduce
@@ -40,94 +42,114 @@ from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction
 from tests.helpers import sharded_harness
 from tests.helpers.assertions import RELATIVE, assert_close
-from tests.helpers.communication_checks import check_layer
 from tests.helpers.layer_cases import LAYERS
-from tests.helpers.model_cases import FSDP, FSDP_RING_TWO_SLICES, compare_model
+from tests.helpers.model_cases import FSDP, SLICES, compare_model
 from tests.helpers.model_fixtures import mesh
 from tests.helpers.mutations import (
     compare_layer,
     compare_loss,
     declare,
+    is_wasteful,
+    mutate,
     refused_by_shape,
     refused_by_type,
     trace_step,
-    wasteful,
     with_lax,
     wrong,
 )
 
-BLOCKS = {"parallel": "parallel_block_2_of_8", "sequential": "sequential_block"}
+BLOCKS = ["parallel_block_2_of_8", "sequential_block"]
 every_block = pytest.mark.parametrize("block", BLOCKS)
 
-# A missing or repeated reduction
+
+def identity(_: Any) -> Any:
+    return lambda x, *_, **__: x
+
+
+def kept(_: Any) -> Any:
+    return lambda self, x: x
+
+
+def gather_flipped(x: Any, axis: Any, dim: int) -> Any:
+    return jnp.flip(lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True), dim)
+
+
+def local_term(term: Any, n: int, dtype: Any, send: Any) -> Any:
+    """No type detects it: the local term has the shape of the sum."""
+    return term(RingStep(0, [], [])).astype(dtype)
+
+
+def clip_by_optax(gradients: Any, limit: float) -> tuple[Any, Any]:
+    """Its norm is that of one device's shards, so that replicas of a parameter would diverge."""
+    return optax.clip_by_global_norm(limit).update(gradients, optax.EmptyState())[0], optax.tree.norm(gradients)
+
+
+def megatrons_g() -> Any:
+    reduce = jax.custom_vjp(lambda x: lax.psum(x, MP))
+    reduce.defvjp(lambda x: (lax.psum(x, MP), None), lambda _, dx: (dx,))
+    return lambda self, x: reduce(x)
+
+
+fsdp, step = shmap_tp.parallel.fsdp, shmap_tp.training.step
+between_slices = partial(trace_step, "mesh.zero=fsdp", "mesh.slices=2", "mesh.dp=4", "mesh.mp=2")
+MISTAKES = {
+    # what is wrong: (module or type, name, what replaces it, how it is detected, by which check)
+    "gradients are not reduced over dp": (fsdp, "all_reduce", identity, refused_by_type, trace_step),
+    "an fsdp weight is not gathered": (
+        fsdp, "all_gather", identity, refused_by_shape, partial(trace_step, "mesh.zero=fsdp"),
+    ),
+    "an fsdp weight is gathered in another order": (
+        fsdp, "all_gather", lambda _: gather_flipped, wrong, partial(compare_model, FSDP),
+    ),
+    "a gradient ring returns only the local term": (
+        shmap_tp.parallel.fsdp_overlap, "ring_reduce_scatter", lambda _: local_term, wrong,
+        partial(compare_model, SLICES),
+    ),
+    "an fsdp weight is not gathered between slices": (
+        Fsdp, "gather_between_slices", kept, refused_by_shape, between_slices,
+    ),
+    "an fsdp gradient is not reduced between slices": (
+        Fsdp, "reduce_gradient", kept, refused_by_shape, between_slices,
+    ),
+    "an fsdp gradient is reduce-scattered again after the transpose of the all-gather": (
+        Fsdp, "reduce_gradient", lambda _: Zero1.reduce_gradient, refused_by_shape,
+        partial(trace_step, "mesh.zero=fsdp"),
+    ),
+    "a second all-reduce after a row-parallel product, which sums mp equal values": (
+        AllReduce, "reduce", lambda _: lambda self, x: lax.psum(lax.psum(x, MP), MP), wrong,
+        partial(compare_layer, BLOCKS[0]),
+    ),
+    "a custom gradient for reduce, as Megatron's g": (
+        AllReduce, "reduce", lambda _: megatrons_g(), refused_by_type, partial(compare_layer, BLOCKS[0]),
+    ),
+    "gradient clipping by optax": (step, "clip_by_global_norm", lambda _: clip_by_optax, refused_by_type, trace_step),
+    "the global norm of optax": (
+        shmap_tp.training.optimizer, "global_norm", lambda _: optax.tree.norm, refused_by_type, trace_step,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_communication_is_detected(monkeypatch, mistake):
+    owner, name, instead, detected, check = MISTAKES[mistake]
+    mutate(monkeypatch, owner, name, instead)
+    with detected:
+        check()
 
 
 @every_block
 def test_a_missing_all_reduce_after_a_row_parallel_product_does_not_type_check(monkeypatch, block):
-    monkeypatch.setattr(AllReduce, "reduce", lambda self, x: x)
+    mutate(monkeypatch, AllReduce, "reduce", kept)
     with refused_by_type:
-        trace_step(f"model.block={block}")
+        trace_step(f"model.block={block.partition('_')[0]}")
     with refused_by_type:
-        compare_layer(BLOCKS[block])
-
-
-def test_gradients_that_are_not_reduced_over_dp_do_not_type_check(monkeypatch):
-    monkeypatch.setattr(shmap_tp.parallel.fsdp, "all_reduce", lambda tree, axis: tree)
-    with refused_by_type:
-        trace_step()
-
-
-def test_an_fsdp_weight_that_is_not_gathered_has_the_wrong_shape(monkeypatch):
-    monkeypatch.setattr(shmap_tp.parallel.fsdp, "all_gather", lambda x, axis, dim: x)
-    with refused_by_shape:
-        trace_step("mesh.zero=fsdp")
-
-
-def test_an_fsdp_weight_gathered_in_another_order_gives_wrong_values(monkeypatch):
-    def gather_flipped(x: Any, axis: Any, dim: int) -> Any:
-        return jnp.flip(lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True), dim)
-
-    monkeypatch.setattr(shmap_tp.parallel.fsdp, "all_gather", gather_flipped)
-    with wrong:
-        compare_model(FSDP, (2, 4), "float32")
-
-
-def test_a_gradient_ring_that_returns_only_the_local_term_gives_wrong_values(monkeypatch):
-    """No type detects it: the local term has the shape of the sum."""
-
-    def local_term(term: Any, n: int, dtype: Any, send: Any) -> Any:
-        return term(RingStep(0, [], [])).astype(dtype)
-
-    monkeypatch.setattr(shmap_tp.parallel.fsdp_overlap, "ring_reduce_scatter", local_term)
-    with wrong:
-        compare_model(FSDP_RING_TWO_SLICES, (4, 2), "float32")
+        compare_layer(block)
 
 
 def test_a_gradient_ring_over_many_tokens_gives_right_values(monkeypatch):
     """Not an error: with many tokens the terms of the ring do not wait for received sums."""
     monkeypatch.setattr(shmap_tp.parallel.fsdp_overlap, "MIN_TOKENS_TO_OVERLAP", 0)
-    compare_model(FSDP_RING_TWO_SLICES, (4, 2), "float32")
-
-
-@pytest.mark.parametrize("method", ["gather_between_slices", "reduce_gradient"])
-def test_fsdp_without_communication_between_slices_has_the_wrong_shape(monkeypatch, method):
-    monkeypatch.setattr(shmap_tp.parallel.fsdp.Fsdp, method, lambda self, w: w)
-    with refused_by_shape:
-        trace_step("mesh.zero=fsdp", "mesh.slices=2", "mesh.dp=4", "mesh.mp=2")
-
-
-def test_an_fsdp_gradient_that_is_reduce_scattered_twice_has_the_wrong_shape(monkeypatch):
-    """The transpose of the all-gather reduces it already."""
-    monkeypatch.setattr(shmap_tp.parallel.fsdp.Fsdp, "reduce_gradient", shmap_tp.parallel.fsdp.Zero1.reduce_gradient)
-    with refused_by_shape:
-        trace_step("mesh.zero=fsdp")
-
-
-def test_a_second_all_reduce_after_a_row_parallel_product_gives_wrong_values(monkeypatch):
-    """JAX accepts it: the sum of mp equal values is mp times the value."""
-    monkeypatch.setattr(AllReduce, "reduce", lambda self, x: lax.psum(lax.psum(x, MP), MP))
-    with wrong:
-        compare_layer(BLOCKS["parallel"])
+    compare_model(SLICES)
 
 
 # Another cast before a column-parallel product
@@ -136,10 +158,8 @@ def test_a_second_all_reduce_after_a_row_parallel_product_gives_wrong_values(mon
 @every_block
 def test_an_input_that_is_not_marked_as_varying_wastes_communication(monkeypatch, block):
     """The values are right, but dx is reduced once for each product that reads the input."""
-    monkeypatch.setattr(AllReduce, "enter", lambda self, x: x)
-    compare_layer(BLOCKS[block])
-    with wasteful:
-        check_layer(BLOCKS[block], (2, 4))
+    mutate(monkeypatch, AllReduce, "enter", kept)
+    is_wasteful(block)
 
 
 @every_block
@@ -150,23 +170,13 @@ def test_a_custom_gradient_for_enter_gives_wrong_values(monkeypatch, block):
     enter.defvjp(lambda x: (x, None), lambda _, dx: (lax.psum(dx, MP),))
     monkeypatch.setattr(AllReduce, "enter", lambda self, x: enter(x))
     with wrong:
-        compare_layer(BLOCKS[block])
-
-
-def test_a_custom_gradient_for_reduce_does_not_type_check(monkeypatch):
-    """Megatron's g."""
-    reduce = jax.custom_vjp(lambda x: lax.psum(x, MP))
-    reduce.defvjp(lambda x: (lax.psum(x, MP), None), lambda _, dx: (dx,))
-    monkeypatch.setattr(AllReduce, "reduce", lambda self, x: reduce(x))
-    with refused_by_type:
-        compare_layer(BLOCKS["parallel"])
+        compare_layer(block)
 
 
 def test_parameters_that_are_not_marked_as_varying_over_dp_waste_communication(monkeypatch):
     """The values are right, but JAX reduces their gradients over dp in every microbatch."""
-    mark_others = shmap_tp.training.step.mark_varying
-    only_others = lambda tree, axes: tree if isinstance(tree, Transformer) else mark_others(tree, axes)  # noqa: E731
-    monkeypatch.setattr(shmap_tp.training.step, "mark_varying", only_others)
+    only_others = lambda mark: lambda tree, axes: tree if isinstance(tree, Transformer) else mark(tree, axes)  # noqa: E731
+    mutate(monkeypatch, step, "mark_varying", only_others)
     over_dp = [entry for entry in communication_in_jaxpr(trace_step()) if entry.axis == DP]
     assert any(entry.direction == Direction.backward and entry.count > 1 for entry in over_dp)
 
@@ -206,35 +216,12 @@ def test_an_embedding_declared_as_replicated_wastes_communication(monkeypatch):
     """The first device finds every id and the others none: right, but every device stores and reduces the full
     table."""
     declare(monkeypatch, VocabParallelEmbedding, None, None)
-    compare_layer("embedding")
-    with wasteful:
-        check_layer("embedding", (2, 4))
+    is_wasteful("embedding")
 
 
 def test_an_undeclared_parameter_is_refused(monkeypatch):
-    field = LayerNorm.__dataclass_fields__["scale"]
-    monkeypatch.setattr(field, "metadata", {})
+    monkeypatch.setattr(LayerNorm.__dataclass_fields__["scale"], "metadata", {})
     with pytest.raises(TypeError, match=r"norm\.scale is an array that was not declared with param"):
-        trace_step()
-
-
-# A norm of one device's shards
-
-
-def test_gradient_clipping_by_optax_does_not_type_check(monkeypatch):
-    """Its norm is that of one device's shards, so that replicas of a parameter would diverge."""
-
-    def clip(gradients: Any, limit: float) -> tuple[Any, Any]:
-        return optax.clip_by_global_norm(limit).update(gradients, optax.EmptyState())[0], optax.tree.norm(gradients)
-
-    monkeypatch.setattr(shmap_tp.training.step, "clip_by_global_norm", clip)
-    with refused_by_type:
-        trace_step()
-
-
-def test_the_global_norm_of_optax_does_not_type_check(monkeypatch):
-    monkeypatch.setattr(shmap_tp.training.optimizer, "global_norm", optax.tree.norm)
-    with refused_by_type:
         trace_step()
 
 
@@ -271,11 +258,9 @@ def test_using_the_columns_of_the_next_device_gives_wrong_values(monkeypatch, la
     def with_weight_of_next_device(call: Any) -> Any:
         return lambda self, x: call(eqx.tree_at(lambda it: it.weight, self, from_next_device(self.weight)), x)
 
-    with_another = with_weight_of_next_device(ColumnParallelLinear.__call__)
-    monkeypatch.setattr(ColumnParallelLinear, "__call__", with_another)
-    heads = KeyValueHeads.__call__
+    mutate(monkeypatch, ColumnParallelLinear, "__call__", with_weight_of_next_device)
     # its result and not its weight, which is the same on every device where mp exceeds the number of heads
-    monkeypatch.setattr(KeyValueHeads, "__call__", lambda self, x: from_next_device(heads(self, x)))
+    mutate(monkeypatch, KeyValueHeads, "__call__", lambda heads: lambda self, x: from_next_device(heads(self, x)))
     with wrong:
         compare_layer(layer)
 
@@ -283,11 +268,8 @@ def test_using_the_columns_of_the_next_device_gives_wrong_values(monkeypatch, la
 def test_device_order_in_the_mesh_changes_no_value():
     """Not an error: shards belong to places in the mesh, not to device ids."""
     case = LAYERS["parallel_block_2_of_8"]
-    shuffled = np.array(jax.devices())[[5, 3, 0, 6, 1, 7, 4, 2]].reshape(2, 4)
-    params, inputs = case.arrays("float64")
-    cotangent, _ = sharded_harness.expected(case, "float64")
+    shuffled = Mesh(np.array(jax.devices())[[5, 3, 0, 6, 1, 7, 4, 2]].reshape(2, 4), (DP, MP), (AxisType.Auto,) * 2)
+    arrays = *case.arrays("float64"), np.float64(sharded_harness.expected(case)[0])
     with jax.enable_x64(True):
-        shuffled_mesh = Mesh(shuffled, (DP, MP), axis_types=(AxisType.Auto,) * 2)
-        on_shuffled = jax.jit(sharded_harness.on_mesh(case, shuffled_mesh))
-        in_order = jax.jit(sharded_harness.on_mesh(case, mesh((2, 4))))
-        assert_close(on_shuffled(params, inputs, cotangent), in_order(params, inputs, cotangent), RELATIVE["float64"])
+        on_shuffled, in_order = (jax.jit(sharded_harness.on_mesh(case, on))(*arrays) for on in (shuffled, mesh((2, 4))))
+        assert_close(on_shuffled, in_order, RELATIVE["float64"])

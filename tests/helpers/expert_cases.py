@@ -1,6 +1,6 @@
 """Layers of experts as `Case`s, by their load and the tensor-parallel mode."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -12,11 +12,10 @@ from shmap_tp.layers.positions import Alibi
 from shmap_tp.parallel.collectives import all_reduce, varying_axes
 from shmap_tp.parallel.mesh import token_axes
 from tests.helpers import reference
-from tests.helpers.layer_cases import RESIDUAL_STREAM, D
+from tests.helpers.layer_cases import MODES, RESIDUAL_STREAM, D, on_residual_stream
 from tests.helpers.model_fixtures import config
-from tests.helpers.sharded_harness import ALL_REDUCE, COLLECTIVE_MATMUL, SEQUENCE, Case
+from tests.helpers.sharded_harness import Case
 
-MODES = {"all_reduce": ALL_REDUCE, "sequence": SEQUENCE, "collective_matmul": COLLECTIVE_MATMUL}
 BASE = "block=sequential mlp=swiglu ffn=12 experts=8 router_balance_loss=0.3 router_z_loss=0.2"
 EVEN, SKEWED = (1.0, 0.0), (0.1, 6.0)
 LOADS = {
@@ -38,26 +37,23 @@ def moved(x, scale, shift):
     return scale * x + shift * (jnp.arange(D) == 0).astype(x.dtype)[None, None]
 
 
+@cache
 def experts_case(load: str, mode: str, multiply=in_blocks, settings: str = "") -> Case:
-    given, place = LOADS[load]
-    settings = f"{given} {settings}"
-    model = config(*(f"model.{setting}" for setting in settings.split())).model
-    tp = MODES[mode]
-    shape, spec = RESIDUAL_STREAM[tp]
+    model, dense = reference_of(load, settings)
+    tp, place = MODES[mode], LOADS[load][1]
 
     def call(layer, x):
         y, loss, _ = layer(moved(x, *place), Context(tp, Alibi(8), grouped_matmul=multiply))
         over = tuple(axis for axis in (*token_axes(), *tp.time_axes) if axis in varying_axes(loss))
         return y, all_reduce(loss, over)
 
-    return Case(
-        partial(Experts, model, std=1.0, std_out=1.0),
-        call,
-        lambda p, x: reference.experts(p, moved(x, *place), model),
-        ((shape, spec),),
-        (spec, P()),
-        tp,
+    return on_residual_stream(
+        partial(Experts, model, std=1.0, std_out=1.0), call, dense, tp, (RESIDUAL_STREAM[tp][1], P())
     )
 
 
-CASES = {(load, mode): experts_case(load, mode) for load in LOADS for mode in MODES}
+@cache
+def reference_of(load: str, settings: str):
+    given, place = LOADS[load]
+    model = config(*(f"model.{setting}" for setting in f"{given} {settings}".split())).model
+    return model, lambda p, x: reference.experts(p, moved(x, *place), model)

@@ -1,9 +1,10 @@
-"""Every layer as a `Case`: how it is called on one device, and its dense reference.
+"""Every layer as a `Case`: how it is called on one device, and its dense reference; blocks with the options of
+pretrained architectures; and rotations.
 
 B batch, T time, D model width, F hidden width, H query heads, N key/value heads, K head dim, V vocabulary rows.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, 
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.layers.mlp import GatedMlp, GeluMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
-from shmap_tp.layers.positions import Alibi, Learned, Rotary
-from shmap_tp.layers.rotation import Rotation
-from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
+from shmap_tp.layers.positions import Alibi, Learned, Rotary, make_position_encoding
+from shmap_tp.layers.rotation import Llama3Scaling, Rotation, YarnScaling
+from shmap_tp.model.blocks import BLOCKS
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 from tests.helpers import reference
@@ -34,37 +35,40 @@ from tests.helpers.sharded_harness import (
     Case,
 )
 
-B, T, D, F, H, K = 8, 7, 24, 40, 8, 4
+B, T, D, F, H, K = 8, 8, 24, 40, 8, 4
 VOCABULARY, V = 50, 64
 HEADS_SHARDED = P(DP, None, MP, None)  # [B/dp T H/mp K]
-RESIDUAL_STREAM = {ALL_REDUCE: ((B, T, D), BATCH_SHARDED)} | dict.fromkeys(
-    (SEQUENCE, COLLECTIVE_MATMUL), ((B, T + 1, D), TIME_SHARDED)
-)
+MODES = {"all_reduce": ALL_REDUCE, "sequence": SEQUENCE, "collective_matmul": COLLECTIVE_MATMUL}
+RESIDUAL_STREAM = {
+    tp: ((B, T, D), BATCH_SHARDED if name == "all_reduce" else TIME_SHARDED) for name, tp in MODES.items()
+}
 """(shape, PartitionSpec) of the residual stream by tensor-parallel mode; every mp divides 8 positions."""
 ENCODINGS = {"alibi": Alibi(H), "rotary": Rotary(Rotation(10_000.0))}
 
 
+def on_residual_stream(make, call, dense, tp: TensorParallel = ALL_REDUCE, out=None) -> Case:
+    """A layer whose input is the residual stream, as is its output unless `out` is given."""
+    return Case(make, call, dense, (RESIDUAL_STREAM[tp],), out or RESIDUAL_STREAM[tp][1], tp)
+
+
 def attention(kv_heads: int, positions: str, chunk: int, heads: int = H, tp: TensorParallel = ALL_REDUCE) -> Case:
     encoding = Alibi(heads) if positions == "alibi" else ENCODINGS[positions]
-    return Case(
+    return on_residual_stream(
         partial(Attention, D, (heads, kv_heads), K, Chunked(chunk), std=1.0, std_out=1.0),
         lambda layer, x: layer(x, Context(tp, encoding))[0],
-        partial(reference.attention, positions=positions),
-        (RESIDUAL_STREAM[tp],),
-        RESIDUAL_STREAM[tp][1],
+        reference_attention(positions),
         tp,
     )
+
+
+@cache
+def reference_attention(positions: str):
+    return partial(reference.attention, positions=positions)
 
 
 def mlp(make, dense, tp: TensorParallel = ALL_REDUCE) -> Case:
-    return Case(
-        partial(make, D, F, std=1.0, std_out=1.0),
-        lambda layer, x: layer(x, tp),
-        dense,
-        (RESIDUAL_STREAM[tp],),
-        RESIDUAL_STREAM[tp][1],
-        tp,
-    )
+    made = partial(make, D, F, std=1.0, std_out=1.0)
+    return on_residual_stream(made, lambda layer, x: layer(x, tp), dense, tp)
 
 
 def key_value_heads(kv_heads: int) -> Case:
@@ -77,20 +81,25 @@ def key_value_heads(kv_heads: int) -> Case:
     def dense(p, x):
         return jnp.repeat(jnp.einsum("btd,dnk->btnk", x, p["weight"]), H // kv_heads, axis=2)
 
-    inputs = (((B, T, D), BATCH_SHARDED),)
-    return Case(partial(KeyValueHeads, D, kv_heads, K, std=1.0), call, dense, inputs, HEADS_SHARDED)
+    return on_residual_stream(partial(KeyValueHeads, D, kv_heads, K, std=1.0), call, dense, out=HEADS_SHARDED)
 
 
-def block(make, *settings: str, tp: TensorParallel = ALL_REDUCE) -> Case:
-    model = config(*[f"model.{setting}" for setting in settings]).model
-    return Case(
-        partial(make, model, Chunked(model.attention_chunk)),
-        lambda layer, x: layer(x, Context(tp, ENCODINGS[model.positions]))[0],
-        partial(reference.block, config=model),
-        (RESIDUAL_STREAM[tp],),
-        RESIDUAL_STREAM[tp][1],
+def block(options: str, tp: TensorParallel) -> Case:
+    model, dense = reference_block(options)
+    encoding = make_position_encoding(model, jax.random.key(0))
+    return on_residual_stream(
+        partial(BLOCKS[model.block], model, Chunked(model.attention_chunk)),
+        lambda layer, x: layer(x, Context(tp, encoding))[0],
+        dense,
         tp,
     )
+
+
+@cache
+def reference_block(options: str):
+    """(the model with these options, the dense reference of its first block)."""
+    model = config(*(f"model.{option}" for option in options.split())).model
+    return model, partial(reference.block, config=model)
 
 
 def embedding(tp: TensorParallel) -> Case:
@@ -99,48 +108,51 @@ def embedding(tp: TensorParallel) -> Case:
     return Case(
         partial(VocabParallelEmbedding, VOCABULARY, V, D, std=1.0),
         lambda layer, ids, like: tp.reduce(layer(ids, like.dtype)) * like,
-        lambda p, ids, like: reference.embedding(p, ids) * like,
+        reference_embedding,
         ((ids, P(DP, None)), (shape, spec)),
         spec,
         tp,
     )
 
 
+def reference_embedding(p, ids, like):
+    return reference.embedding(p, ids) * like
+
+
 def head(tp: TensorParallel) -> Case:
-    return Case(
+    return on_residual_stream(
         partial(VocabParallelHead, VOCABULARY, V, D, std=1.0),
         lambda layer, x: jax.vmap(score, (0, None))(tp.enter(x), OutputProjection(layer.weight)),
-        lambda p, x: x @ p["weight"].T,
-        (RESIDUAL_STREAM[tp],),
-        FEATURES_SHARDED,
+        reference_head,
         tp,
+        FEATURES_SHARDED,
     )
+
+
+def reference_head(p, x):
+    return x @ p["weight"].T
 
 
 def learned_positions(tp: TensorParallel) -> Case:
-    shape, spec = RESIDUAL_STREAM[tp]
-    return Case(
-        partial(Learned, shape[1] + 2, D, std=1.0),
-        lambda layer, x: layer.add_to_input(x, tp),
-        lambda p, x: x + p["weight"][None, : shape[1]],
-        ((shape, spec),),
-        spec,
-        tp,
-    )
+    make = partial(Learned, T + 2, D, std=1.0)
+    return on_residual_stream(make, lambda layer, x: layer.add_to_input(x, tp), reference_learned, tp)
+
+
+def reference_learned(p, x):
+    return x + p["weight"][None, :T]
 
 
 def norm(make, dense) -> Case:
-    return Case(lambda key: make(D), lambda layer, x: layer(x), dense, (((B, T, D), BATCH_SHARDED),), BATCH_SHARDED)
+    return on_residual_stream(lambda key: make(D), lambda layer, x: layer(x), dense)
 
 
-GROUPED_QUERY_BLOCK = ("kv_heads=2", "norm=rmsnorm", "mlp=swiglu", "positions=rotary")
+BLOCK = "kv_heads=2 norm=rmsnorm mlp=swiglu positions=rotary"
 LAYERS = {
-    "column": Case(
+    "column": on_residual_stream(
         partial(ColumnParallelLinear, D, F, std=1.0),
         lambda layer, x: layer(ALL_REDUCE.enter(x)),
-        lambda p, x: x @ p["weight"].T,
-        (((B, T, D), BATCH_SHARDED),),
-        FEATURES_SHARDED,
+        reference_head,
+        out=FEATURES_SHARDED,
     ),
     "row": Case(
         partial(RowParallelLinear, F, D, std=1.0),
@@ -172,12 +184,41 @@ LAYERS = {
     "attention_alibi_24_heads": attention(24, "alibi", T, heads=24),
     "attention_rotary_1_of_8_in_chunks_of_3": attention(1, "rotary", 3),
     "attention_rotary_1_of_8_in_chunks_of_3, collective_matmul": attention(1, "rotary", 3, tp=COLLECTIVE_MATMUL),
-    "parallel_block_2_of_8": block(ParallelBlock, *GROUPED_QUERY_BLOCK),
-    "sequential_block": block(SequentialBlock, "block=sequential"),
-    "parallel_block_2_of_8, sequence": block(ParallelBlock, *GROUPED_QUERY_BLOCK, tp=SEQUENCE),
-    "sequential_block, sequence": block(SequentialBlock, "block=sequential", tp=SEQUENCE),
-    "parallel_block_2_of_8, collective_matmul": block(ParallelBlock, *GROUPED_QUERY_BLOCK, tp=COLLECTIVE_MATMUL),
-    "sequential_block, collective_matmul": block(SequentialBlock, "block=sequential", tp=COLLECTIVE_MATMUL),
+    "parallel_block_2_of_8": block(BLOCK, ALL_REDUCE),
+    "sequential_block": block("block=sequential", ALL_REDUCE),
+    "parallel_block_2_of_8, sequence": block(BLOCK, SEQUENCE),
+    "sequential_block, sequence": block("block=sequential", SEQUENCE),
+    "parallel_block_2_of_8, collective_matmul": block(BLOCK, COLLECTIVE_MATMUL),
+    "sequential_block, collective_matmul": block("block=sequential", COLLECTIVE_MATMUL),
 }
 """By name; the part after a comma is the tensor-parallel mode, without it all_reduce.  `2_of_8`: two key/value heads
 for eight query heads."""
+
+BIASES, TWO_NORMS = "parallel, biases, partial rotary in neighbouring pairs", "two norms, biases, exact gelu"
+KV_HEADS, HEAD_NORMS = "sequential, biases with 2 kv heads, gated", "sequential, head norms, scaled rotary"
+JOINT_NORMS, UNIT_OFFSET = "sequential, norms after, joint norms of heads", "two rms norms with unit offset, geglu"
+ALL_BIASES = "positions=rotary norm_bias=true qkv_bias=true attention_output_bias=true mlp_bias=true"
+OPTIONS = {
+    BIASES: f"{ALL_BIASES} block=parallel head_dim=6 rotary_dim=4 rotary_pairing=neighbouring",
+    TWO_NORMS: f"{ALL_BIASES} block=parallel_two_norms mlp=gelu_erf head_dim=6 rotary_dim=4",
+    KV_HEADS: f"{ALL_BIASES} block=sequential mlp=swiglu kv_heads=2",
+    HEAD_NORMS: "block=sequential norm=rmsnorm norm_epsilon=1e-5 qk_norm=true kv_heads=2 head_dim=8 positions=rotary "
+    "rotary_base=10 rotary_scaling=llama3 rotary_original_context=32",
+    JOINT_NORMS: "block=sequential norm=rmsnorm norm_placement=after qk_norm=true qk_norm_across_heads=true "
+    "kv_heads=2 positions=rotary",
+    UNIT_OFFSET: "block=parallel_two_norms norm=rmsnorm_unit_offset mlp=geglu kv_heads=1 positions=rotary",
+}
+OPTION_BLOCKS = {
+    f"{name}; {mode}": block(options, tp) for name, options in OPTIONS.items() for mode, tp in MODES.items()
+}
+"""By name and tensor-parallel mode."""
+
+ROTATIONS = {
+    "all": Rotation(10_000.0),
+    "partial": Rotation(10_000.0, 4),
+    "neighbouring": Rotation(10_000.0, None, neighbouring=True),
+    "partial, neighbouring": Rotation(10_000.0, 4, neighbouring=True),
+    "llama3": Rotation(10.0, None, scaling=Llama3Scaling(8.0, 1.0, 4.0, 32)),
+    "yarn_unrounded": Rotation(10.0, None, scaling=YarnScaling(8.0, 1.0, 4.0, 32, 10.0, rounded=False)),
+    "yarn": Rotation(10.0, None, scaling=YarnScaling(8.0, 1.0, 4.0, 32, 10.0)),
+}

@@ -21,81 +21,57 @@ from shmap_tp.training.preferences import make_objective
 from shmap_tp.training.step import loss_and_gradients, microbatch
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, by_path
-from tests.helpers.families import FAMILIES
 from tests.helpers.model_fixtures import config, random_like, shapes_of
-from tests.helpers.sharded_harness import to_float64
 
-FSDP = "fsdp: sequential rmsnorm gelu learned, 2 kv heads of 8, chunks of 3, remat mlp, z-loss"
-FSDP_RING_TWO_SLICES = "fsdp ring, two slices: parallel rmsnorm swiglu rotary, 2 kv heads of 8, remat attention"
-FSDP_RING_SEQUENCE = "sequence, fsdp ring: sequential layernorm gelu learned, 1 kv head of 8, tied, remat full"
-FSDP_RING_OFFLOAD = "fsdp ring, offload: sequential rmsnorm swiglu rotary, 4 kv heads of 8, remat attention_and_up"
-FSDP_RING_OFFLOAD_DEEP = f"{FSDP_RING_OFFLOAD}, 4 layers"
-FSDP_RING_FEW_HEADS = "fsdp ring: parallel layernorm gelu alibi, 4 heads, 36 hidden columns"
+RING = "mesh.zero=fsdp mesh.fsdp_gradients=ring"
+SEQUENCE, COLLECTIVE = "mesh.tensor_parallel=sequence", "mesh.tensor_parallel=collective_matmul"
+PATTERNS, FSDP, FEW_HEADS, SLICES = "patterns", "fsdp", "sequence, ring, few heads", "ring, two slices, offload"
+GEMMA, COLLECTIVE_MATMUL = "collective matmul, fsdp", "collective matmul"
 MODELS = {
-    "parallel layernorm gelu alibi": [],
-    "parallel rmsnorm swiglu rotary, 2 kv heads of 8, chunks of 4, tied, remat all_matmuls, z-loss in chunks of 5": [
-        "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rotary", "model.kv_heads=2",
-        "model.attention_chunk=4", "model.tie_embeddings=true", "model.remat=all_matmuls", "train.z_loss=0.01",
-        "train.loss_chunk=5",
-    ],
-    "sequential layernorm gelu learned, 1 kv head of 8, no padding, remat full, z-loss": [
-        "model.block=sequential", "model.positions=learned", "model.kv_heads=1", "model.vocabulary=64",
-        "model.remat=full", "train.z_loss=0.01",
-    ],
-    "sequence: parallel rmsnorm swiglu rotary, 2 kv heads of 8, chunks of 3, remat all_matmuls, offload, z-loss": [
-        "model.offload=[input,query_key_value,attention_output,gate,up]",
-        "mesh.tensor_parallel=sequence", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu",
-        "model.positions=rotary", "model.kv_heads=2", "model.attention_chunk=3", "model.remat=all_matmuls",
-        "train.z_loss=0.01", "train.loss_chunk=7",
-    ],
-    FSDP: [
-        "mesh.zero=fsdp", "model.block=sequential", "model.norm=rmsnorm", "model.positions=learned",
-        "model.kv_heads=2", "model.attention_chunk=3", "model.remat=mlp", "train.z_loss=0.01",
-    ],
-    FSDP_RING_TWO_SLICES: [
-        "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "mesh.slices=2", "model.norm=rmsnorm", "model.mlp=swiglu",
-        "model.positions=rotary", "model.kv_heads=2", "model.remat=attention",
-    ],
-    FSDP_RING_SEQUENCE: [
-        "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "mesh.tensor_parallel=sequence", "model.context=8",
-        "model.block=sequential", "model.positions=learned", "model.kv_heads=1", "model.tie_embeddings=true",
-        "model.remat=full",
-    ],
-    FSDP_RING_OFFLOAD: [
-        "model.offload=[sublayer_output,query_key_value,up]",
-        "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "model.block=sequential", "model.norm=rmsnorm",
-        "model.mlp=swiglu", "model.positions=rotary", "model.kv_heads=4", "model.remat=attention_and_up",
-    ],
-    "sequence, fsdp ring, offload: parallel layernorm gelu learned, tied, remat attention": [
-        "model.offload=[input,attention_output]",
-        "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "mesh.tensor_parallel=sequence", "model.context=8",
-        "model.positions=learned", "model.tie_embeddings=true", "model.remat=attention",
-    ],
-    "sequence, fsdp: parallel layernorm swiglu rotary, 4 kv heads of 8, tied": [
-        "mesh.zero=fsdp", "mesh.tensor_parallel=sequence", "model.context=8", "model.mlp=swiglu",
-        "model.positions=rotary", "model.kv_heads=4", "model.tie_embeddings=true",
-    ],
-    "collective_matmul: parallel rmsnorm swiglu rotary, 2 kv heads of 8, chunks of 3, remat all_matmuls, z-loss": [
-        "mesh.tensor_parallel=collective_matmul", "model.context=8", "model.norm=rmsnorm", "model.mlp=swiglu",
-        "model.positions=rotary", "model.kv_heads=2", "model.attention_chunk=3", "model.remat=all_matmuls",
-        "train.z_loss=0.01", "train.loss_chunk=7",
-    ],
-    "collective_matmul, fsdp: sequential layernorm gelu learned, 1 kv head of 8, tied, remat full, input offloaded": [
-        "model.offload=[input]",
-        "mesh.zero=fsdp", "mesh.tensor_parallel=collective_matmul", "model.context=8", "model.block=sequential",
-        "model.positions=learned", "model.kv_heads=1", "model.tie_embeddings=true", "model.remat=full",
-    ],
-    "sequence: sequential layernorm gelu learned, 1 kv head of 8, no padding, tied, remat full": [
-        "mesh.tensor_parallel=sequence", "model.context=8", "model.block=sequential", "model.positions=learned",
-        "model.kv_heads=1", "model.vocabulary=64", "model.tie_embeddings=true", "model.remat=full",
-    ],
+    # name: ((dp, mp), precision, how it is parallel, options of the model)
+    PATTERNS: ((1, 8), "float64", SEQUENCE,
+        "block=sequential norm=rmsnorm_unit_offset norm_placement=both qk_norm=true mlp=geglu kv_heads=2 "
+        "positions=rotary rotary_local_base=10 layers=3 window=3 layer_pattern=[local,nope,global] attention_chunk=4 "
+        "attention_sinks=true attention_softcap=1 attention_scale_dim=3 logit_softcap=0.5 tie_embeddings=true "
+        "remat=mlp init_std=0.05 vocabulary=64"),
+    FSDP: ((2, 4), "float32", "mesh.zero=fsdp",
+        "block=sequential norm=rmsnorm positions=learned kv_heads=2 attention_chunk=3"),
+    FEW_HEADS: ((8, 1), "float32", f"{RING} {SEQUENCE}",
+        "block=sequential norm_bias=true qkv_bias=true attention_output_bias=true mlp_bias=true tie_embeddings=true "
+        "heads=4 kv_heads=4 ffn=36 remat=full"),
+    SLICES: ((4, 2), "float32", f"{RING} mesh.slices=2",
+        "norm=rmsnorm norm_epsilon=1e-5 mlp=swiglu kv_heads=2 head_dim=8 positions=rotary rotary_base=10 layers=3 "
+        "rotary_scaling=llama3 rotary_original_context=32 remat=attention_and_up "
+        "offload=[query_key_value,up]"),
+    "sequence, ring, experts": ((4, 2), "float64", f"{RING} {SEQUENCE}",
+        "block=sequential norm=rmsnorm mlp=swiglu positions=rotary kv_heads=2 ffn=12 experts=8 experts_per_token=3 "
+        "router_normalize=false router_balance_loss=0.1 router_z_loss=0.1 shared_expert_ffn=8 remat=attention "
+        "offload=[sublayer_output,attention_output]"),
+    "sequence, offload": ((2, 4), "float64", f"{SEQUENCE} train.loss_chunk=7",
+        "norm=rmsnorm mlp=swiglu positions=rotary kv_heads=2 qk_norm=true attention_chunk=3 remat=all_matmuls "
+        "offload=[input,query_key_value,attention_output,gate,up]"),
+    GEMMA: ((8, 1), "float64", f"mesh.zero=fsdp {COLLECTIVE}",
+        "block=sequential norm=rmsnorm_unit_offset mlp=geglu positions=rotary kv_heads=1 head_dim=6 remat=full "
+        "offload=[input] tie_embeddings=true embedding_scale=4.898979485566356"),
+    "collective matmul, fsdp, norms after": ((4, 2), "float64", f"mesh.zero=fsdp {COLLECTIVE}",
+        "block=sequential norm=rmsnorm norm_placement=after qk_norm=true qk_norm_across_heads=true mlp=swiglu "
+        "kv_heads=2 positions=rotary rotary_base=10 rotary_local_base=100 rotary_scaling=linear layers=5 window=3 "
+        "layer_pattern=[local,global] remat=attention init_std=0.05"),
+    COLLECTIVE_MATMUL: ((1, 8), "float64", f"{COLLECTIVE} train.loss_chunk=7",
+        "block=parallel_two_norms norm_bias=true qkv_bias=true attention_output_bias=true mlp_bias=true mlp=gelu_erf "
+        "head_bias=true positions=rotary head_dim=6 rotary_dim=4 attention_chunk=3 remat=attention_output"),
 }  # fmt: skip
-MODELS[FSDP_RING_FEW_HEADS] = [
-    "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "model.heads=4", "model.kv_heads=4", "model.ffn=36",
-]  # fmt: skip
-"""On (8, 1) the heads are fewer than the devices of the ring, and 8 divides only the columns of an MLP's weights."""
-MODELS[FSDP_RING_OFFLOAD_DEEP] = [*MODELS[FSDP_RING_OFFLOAD], "model.layers=4"]
-SETTINGS = MODELS | FAMILIES
+"""Every mode of tensor parallelism, with FSDP and without, on meshes with and without mp; every kind of data
+parallelism and every policy of rematerialisation; offload in the scan of JAX and in our own; and the options of every
+family of pretrained models once or more, those of weights with FSDP.  Few heads: of the ring's 8 devices some have
+none, and 8 divides only the columns of an MLP's weights.  llama3 scaling: of four rates one stays, two are interpolated and
+one is divided.  In float64 where norms, or a factor of the embedding, amplify rounding errors."""
+
+
+def settings_of(model: str) -> list[str]:
+    _, _, parallel, options = MODELS[model]
+    common = ["model.context=8", "model.attention_chunk=8", "train.z_loss=0.01"]
+    return [*common, *parallel.split(), *(f"model.{option}" for option in options.split())]
 
 
 KEY_BIAS, QUERY_BIAS = "blocks.attention.key.bias", "blocks.attention.query.bias"
@@ -122,7 +98,9 @@ def parameter_shapes(config: Config) -> Transformer:
     return shapes_of(partial(Transformer, config.model, Chunked(config.model.attention_chunk)))
 
 
-def model_on_mesh(config: Config, shape: tuple[int, int], precision: str, *, logits: bool = True) -> Any:
+def model_on_mesh(
+    config: Config, shape: tuple[int, int], precision: str, *, logits: bool = True, gradients: bool = True
+) -> Any:
     """The compiled function (params, tokens[A B T+1], segments of that shape or None) -> {loss, gradients, logits of
     the first microbatch}."""
     settings = replace(config.mesh, dp=shape[0], mp=shape[1], slices=min(config.mesh.slices, shape[0]))
@@ -131,18 +109,18 @@ def model_on_mesh(config: Config, shape: tuple[int, int], precision: str, *, log
     objective = make_objective(config, model.execution)
 
     def local(params: Transformer, batch: Batch) -> dict[str, Any]:
-        (loss, _), gradients = loss_and_gradients(objective, params, batch)
+        (loss, _), dw = loss_and_gradients(objective, params, batch)
+        found = {"loss": loss, "gradients": dw} if gradients else {"loss": loss}
         if not logits:
-            return {"loss": loss, "gradients": gradients}
+            return found
         params = gather_between_slices(model.placed.placements, params)
         h_BTD, _ = params(batch.inputs[0], model.execution, Carried(segments=microbatch(batch, 0).segments))
         h_BTD, projection = params.output_projection(h_BTD, model.execution)
-        logits_BTV = jax.vmap(score, (0, None))(h_BTD, projection)
-        return {"logits": logits_BTV, "loss": loss, "gradients": gradients}
+        return found | {"logits": jax.vmap(score, (0, None))(h_BTD, projection)}
 
-    axes, specs = on.axis_names, model.placed.updated
-    features = {"logits": P(token_axes(axes), None, MP)} if logits else {}
-    outs = features | {"loss": P(), "gradients": specs}
+    axes = on.axis_names
+    outs = {"loss": P()} | ({"gradients": model.placed.updated} if gradients else {})
+    outs |= {"logits": P(token_axes(axes), None, MP)} if logits else {}
 
     def run(params: Transformer, tokens: jax.Array, segments: jax.Array | None = None) -> dict[str, Any]:
         batch = next_token_batch(tokens, axes, segments)
@@ -154,32 +132,32 @@ def model_on_mesh(config: Config, shape: tuple[int, int], precision: str, *, log
 
 @cache
 def expected(model: str, precision: str) -> dict[str, Any]:
-    """Logits, loss and gradients of the dense reference, in float64."""
-    conf = config(*SETTINGS[model])
+    """Loss and gradients of the dense reference, in float64."""
+    conf = config(*settings_of(model))
     objective = partial(reference.objective, config=conf.model, z_loss=conf.train.z_loss)
-
-    def dense(p: dict, tokens_BT: Any) -> dict[str, Any]:
-        (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(p, tokens_BT)
-        logits = reference.transformer(p, tokens_BT[:, :-1], conf.model)
-        return {"logits": logits, "loss": loss, "gradients": gradients}
-
     with jax.enable_x64(True):
-        p = {path: to_float64(array) for path, array in by_path(random_parameters(conf, precision)).items()}
-        return jax.device_get(jax.jit(dense)(p, random_tokens(conf)[0]))
+        p = {path: np.asarray(array, "float64") for path, array in by_path(random_parameters(conf, precision)).items()}
+        run = jax.jit(jax.value_and_grad(objective, has_aux=True))
+        (_, loss), gradients = jax.device_get(run(p, random_tokens(conf)[0]))
+        return {"loss": loss, "gradients": gradients}
 
 
-def compare_model(model: str, shape: tuple[int, int], precision: str, *settings: str) -> None:
-    """Asserts that logits, loss and gradients of one of SETTINGS on this mesh equal those of the reference, whatever
-    `settings` of the mesh there are besides."""
-    conf = config(*SETTINGS[model], *settings)
+def compare_model(model: str, shape: tuple[int, int] | None = None, *, gradients: bool = True) -> None:
+    """Asserts that loss and gradients, or only the loss, of one of MODELS equal those of the reference: on its own mesh
+    or on another.
+
+    The gradients of head, embedding and, by the z-loss, of the sum of all logits leave no freedom to the logits."""
+    own, precision, *_ = MODELS[model]
+    conf = config(*settings_of(model))
     promotion = "standard" if precision == "float64" else "strict"
     with jax.enable_x64(precision == "float64"), jax.numpy_dtype_promotion(promotion):
-        run = model_on_mesh(conf, shape, precision)
+        run = model_on_mesh(conf, shape or own, precision, logits=False, gradients=gradients)
         found = run(random_parameters(conf, precision), random_tokens(conf))
     assert all(array.dtype == precision for array in jax.tree.leaves(found))
-    found, wanted = found | {"gradients": by_path(found["gradients"])}, expected(model, precision)
-    if KEY_BIAS in wanted["gradients"] and conf.model.positions != "rotary":
-        wanted = wanted | {"gradients": wanted["gradients"] | {KEY_BIAS: 0 * wanted["gradients"][KEY_BIAS]}}
-        scale = np.abs(wanted["gradients"][QUERY_BIAS]).max()
-        found["gradients"][KEY_BIAS] /= scale
-    assert_close(found, wanted, RELATIVE[precision])
+    wanted = expected(model, precision)
+    if gradients:
+        wanted, found["gradients"] = wanted | {"gradients": {**wanted["gradients"]}}, by_path(found["gradients"])
+        if KEY_BIAS in wanted["gradients"] and conf.model.positions != "rotary":
+            wanted["gradients"][KEY_BIAS] = 0 * wanted["gradients"][KEY_BIAS]
+            found["gradients"][KEY_BIAS] /= np.abs(wanted["gradients"][QUERY_BIAS]).max()
+    assert_close(found, {name: wanted[name] for name in found}, RELATIVE[precision])

@@ -6,7 +6,7 @@ differentiated against a random cotangent of the output.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -47,10 +47,10 @@ class Case:
     """The tensor-parallel mode that `call` uses; it also marks the parameters as varying."""
 
     def arrays(self, precision: str) -> tuple[eqx.Module, list[np.ndarray]]:
-        """(the layer with random parameters, the inputs)."""
+        """(the layer with random parameters, the inputs): the same float32 numbers in every precision."""
         rng = np.random.default_rng(1)
-        inputs = [x if isinstance(x, np.ndarray) else rng.normal(size=x).astype(precision) for x, _ in self.inputs]
-        return random_like(shapes_of(self.make), precision), inputs
+        inputs = [x if isinstance(x, np.ndarray) else rng.normal(size=x).astype("float32") for x, _ in self.inputs]
+        return jax.tree.map(partial(in_precision, precision), (random_like(shapes_of(self.make), "float32"), inputs))
 
     @property
     def input_specs(self) -> list[P]:
@@ -69,8 +69,9 @@ def value_and_gradients(call: Callable[..., Any], params: Any, inputs: list[Any]
     return {"out": out, "d_params": d_params, "d_inputs": d_inputs}
 
 
-def on_mesh(case: Case, mesh: Mesh) -> Callable[[Any, list[Any], Any], dict[str, Any]]:
-    """`value_and_gradients` of the layer over `mesh`: (params, inputs, cotangent) -> outputs, all full arrays."""
+def on_mesh(case: Case, mesh: Mesh, *, gradients: bool = True) -> Callable[[Any, list[Any], Any], dict[str, Any]]:
+    """`value_and_gradients` of the layer over `mesh`, or the value only: (params, inputs, cotangent) -> outputs, all
+    full arrays."""
     params = shapes_of(case.make)
     specs = partition_specs(params, dict(mesh.shape))
     in_specs, out = jax.tree.map(partial(_over_batches, mesh), (case.input_specs, case.out))
@@ -78,13 +79,15 @@ def on_mesh(case: Case, mesh: Mesh) -> Callable[[Any, list[Any], Any], dict[str,
 
     def local(params: Any, inputs: list[Any], cotangent: Any) -> dict[str, Any]:
         marked = mark_varying(params, (*token_axes(), *case.tp.time_axes))
+        if not gradients:
+            return {"out": case.call(marked, *inputs)}
         found = value_and_gradients(case.call, marked, inputs, cotangent)
         reduced = found["d_params"]
         for axis in mesh.axis_names:
             reduced = reduce_partial_gradients(axis, reduced, params)
         return found | {"d_params": reduced}
 
-    outs = {"out": out, "d_params": specs, "d_inputs": floats}
+    outs = {"out": out} | ({"d_params": specs, "d_inputs": floats} if gradients else {})
     return jax.shard_map(local, mesh=mesh, in_specs=(specs, in_specs, out), out_specs=outs)
 
 
@@ -93,31 +96,38 @@ def _over_batches(mesh: Mesh, spec: P) -> P:
     return P(*(batch_axes(mesh.axis_names) if axis == DP else axis for axis in spec))
 
 
-@cache
-def expected(case: Case, precision: str) -> tuple[Any, dict[str, Any]]:
-    """(a random cotangent, `value_and_gradients` of the dense reference in float64, from the same arrays)."""
-    params, inputs = case.arrays(precision)
-    rng = np.random.default_rng(2)
-    with jax.enable_x64(True):
-        shapes = jax.eval_shape(case.dense, by_path(params), *inputs)
-        cotangent = jax.tree.map(lambda out: rng.normal(size=out.shape).astype(precision), shapes)
-        params, inputs, wide = jax.tree.map(to_float64, (by_path(params), inputs, cotangent))
-        return cotangent, jax.device_get(jax.jit(partial(value_and_gradients, case.dense))(params, inputs, wide))
+EXPECTED: dict[Any, tuple[Any, dict[str, Any]]] = {}
 
 
-def to_float64(x: np.ndarray) -> np.ndarray:
-    """Floats in float64, integers as they are."""
-    return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x
+def expected(case: Case) -> tuple[Any, dict[str, Any]]:
+    """(a random cotangent, `value_and_gradients` of the dense reference in float64), once for all cases that have this
+    reference and these arrays, such as those of other tensor-parallel modes."""
+    params, inputs = case.arrays("float64")
+    key = case.dense, *(x.tobytes() for x in jax.tree.leaves((params, inputs)))
+    if key not in EXPECTED:
+        with jax.enable_x64(True):
+            shapes, rng = jax.eval_shape(case.dense, by_path(params), *inputs), np.random.default_rng(2)
+            cotangent = jax.tree.map(lambda out: rng.normal(size=out.shape).astype("float32"), shapes)
+            run = jax.jit(partial(value_and_gradients, case.dense))
+            wide = jax.tree.map(partial(in_precision, "float64"), cotangent)
+            EXPECTED[key] = cotangent, jax.device_get(run(by_path(params), inputs, wide))
+    return EXPECTED[key]
 
 
-def compare(case: Case, shape: tuple[int, int], precision: str, **others: Any) -> None:
-    """Asserts that output, input gradients and parameter gradients on this mesh equal those of the reference; `others`
-    as for `model_fixtures.mesh`."""
-    cotangent, wanted = expected(case, precision)
+def in_precision(precision: str, x: np.ndarray) -> np.ndarray:
+    """Floats in this precision, integers as they are."""
+    return np.asarray(x, precision) if np.issubdtype(x.dtype, np.floating) else x
+
+
+def compare(case: Case, shape: tuple[int, int], precision: str, *, gradients: bool = True, **others: Any) -> None:
+    """Asserts that output, input gradients and parameter gradients on this mesh equal those of the reference, or only
+    the output; `others` as for `model_fixtures.mesh`."""
+    cotangent, wanted = expected(case)
+    cotangent = jax.tree.map(partial(in_precision, precision), cotangent)
     params, inputs = case.arrays(precision)
     promotion = "standard" if precision == "float64" else "strict"  # "strict" refuses promote_types(float64, float32)
     with jax.enable_x64(precision == "float64"), jax.numpy_dtype_promotion(promotion):
-        found = jax.jit(on_mesh(case, mesh(shape, **others)))(params, inputs, cotangent)
-    found = {**found, "d_params": by_path(found["d_params"])}
+        run = jax.jit(on_mesh(case, mesh(shape, **others), gradients=gradients))
+        found = {name: by_path(x) if name == "d_params" else x for name, x in run(params, inputs, cotangent).items()}
     assert all(array.dtype == precision for array in jax.tree.leaves(found))
-    assert_close(found, wanted, RELATIVE[precision])
+    assert_close(found, {name: wanted[name] for name in found}, RELATIVE[precision])

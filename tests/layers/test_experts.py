@@ -16,48 +16,29 @@ from shmap_tp.layers.grouped_matmul import feature_tile, in_blocks, in_kernels, 
 from shmap_tp.layers.positions import Alibi
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.partitioning import partition_specs
-from tests.helpers.expert_cases import CASES, LOADS, experts_case, moved
-from tests.helpers.model_fixtures import every_place, mesh
+from tests.helpers.expert_cases import LOADS, experts_case, moved
+from tests.helpers.model_fixtures import mesh
 from tests.helpers.sharded_harness import ALL_REDUCE, compare
 
-QUICK = [
-    ("two of eight", "sequence"),
-    ("one expert takes all", "all_reduce"),
-    ("three of sixteen by biased sigmoid, shared", "collective_matmul"),
-    ("two of eight, biases, clamped", "sequence"),
-]
-
-
-@pytest.mark.parametrize(
-    ("load", "mode"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
-)
-@every_place
-def test_experts_equal_a_loop_over_them(load, mode, shape, precision):
-    compare(CASES[load, mode], shape, precision)
-
-
-QUICK_OVER_TOKENS = [
+PLACES = [
+    # load, mode, (dp, mp), ep of the ranks of dp, precision
+    ("two of eight", "all_reduce", (2, 4), 1, "float64"),
+    ("two of eight", "all_reduce", (4, 2), 2, "float64"),
     ("two of eight", "sequence", (4, 2), 4, "float32"),
     ("one expert takes all", "all_reduce", (8, 1), 8, "float32"),
-    ("three of sixteen by biased sigmoid, shared", "collective_matmul", (4, 2), 2, "float64"),
+    ("two experts take all", "sequence", (1, 8), 1, "float32"),
     ("all experts, geglu", "all_reduce", (4, 2), 2, "float32"),
+    ("three of sixteen by biased sigmoid, shared", "collective_matmul", (4, 2), 2, "float64"),
     ("two of eight, biases, clamped", "all_reduce", (4, 2), 2, "float64"),
+    ("two of eight, biases, clamped", "sequence", (2, 4), 1, "float64"),
+    ("two of eight, not normalised", "collective_matmul", (1, 8), 1, "float32"),
 ]
-OVER_TOKENS = [
-    (*case, shape, ep, "float32")
-    for case in CASES
-    for shape, ep in (((8, 1), 2), ((8, 1), 4), ((8, 1), 8), ((4, 2), 2), ((4, 2), 4), ((2, 4), 2))
-    if (8 if "eight" in case[0] or "all" in case[0] else 16) % (ep * shape[1]) == 0
-]
+"""Every load; experts whose features are cut and experts to which tokens are sent, in every mode and both at once."""
 
 
-@pytest.mark.parametrize(
-    ("load", "mode", "shape", "ep", "precision"),
-    [*QUICK_OVER_TOKENS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OVER_TOKENS)],
-    ids=str,
-)
-def test_experts_to_which_tokens_are_sent_equal_a_loop_over_them(load, mode, shape, ep, precision):
-    compare(CASES[load, mode], shape, precision, ep=ep)
+@pytest.mark.parametrize(("load", "mode", "shape", "ep", "precision"), PLACES, ids=str)
+def test_experts_equal_a_loop_over_them(load, mode, shape, ep, precision):
+    compare(experts_case(load, mode), shape, precision, ep=ep)
 
 
 def test_a_capacity_that_the_load_does_not_exceed_changes_nothing():
@@ -66,7 +47,7 @@ def test_a_capacity_that_the_load_does_not_exceed_changes_nothing():
 
 
 def test_what_a_capacity_drops_is_counted():
-    """All 7 tokens of each rank choose one expert, and only ceil(7 / 8) of them can be sent to its rank."""
+    """All 8 tokens of each rank choose one expert, and only one of them can be sent to its rank."""
     case = experts_case("one expert takes all", "all_reduce", settings="expert_capacity=1.0")
     layer, (x,) = case.arrays("float32")
     on = mesh((8, 1), ep=8)
@@ -76,52 +57,49 @@ def test_what_a_capacity_drops_is_counted():
         return all_reduce(found, on.axis_names)
 
     specs = partition_specs(layer, dict(on.shape)), P(("dp", "ep"))
-    counted = jax.shard_map(count, mesh=on, in_specs=specs, out_specs=P())(layer, x)
-    assert counted.dropped == 8 * 6 and sorted(counted.load_E) == [0] * 7 + [56]
-    stacked = jax.tree.map(lambda total: total[None], counted)
-    found = stacked.metrics(56)
-    assert found["expert_load"] == 8 and found["experts_dropped"] == pytest.approx(6 / 7)
+    counted = jax.device_get(jax.jit(jax.shard_map(count, mesh=on, in_specs=specs, out_specs=P()))(layer, x))
+    assert counted.dropped == 8 * 7 and sorted(counted.load_E) == [0] * 7 + [64]
+    found = jax.tree.map(lambda total: total[None], counted).metrics(64)
+    assert found["expert_load"] == 8 and found["experts_dropped"] == pytest.approx(7 / 8)
     assert 0 <= found["router_entropy"] < np.log(8)
 
 
-@pytest.mark.parametrize("load", LOADS)
-def test_the_loads_are_what_their_names_say(load):
-    layer, (x,) = CASES[load, "all_reduce"].arrays("float32")
-    logits, chosen = moved(x, *LOADS[load][1]) @ layer.router.weight, layer.router.per_token
-    assert np.min(np.diff(np.sort(logits, axis=-1), axis=-1)) > 1e-5, "a tie"
-    used = len(np.unique(np.argsort(logits, axis=-1)[..., -chosen:]))
-    assert (used == chosen) == ("all" in load)
+def test_the_loads_are_what_their_names_say():
+    for load in LOADS:
+        layer, (x,) = experts_case(load, "all_reduce").arrays("float32")
+        logits, chosen = moved(x, *LOADS[load][1]) @ layer.router.weight, layer.router.per_token
+        assert np.min(np.diff(np.sort(logits, axis=-1), axis=-1)) > 1e-5, f"{load}: a tie"
+        used = len(np.unique(np.argsort(logits, axis=-1)[..., -chosen:]))
+        assert (used == chosen) == ("all" in load), load
+
+
+def interpreted(x, w, sizes):
+    return in_kernels(x, w, sizes, True)
 
 
 SIZES = [(0, 300, 1, 64), (65, 0, 0, 520), (0, 0, 0, 0), (150, 150, 150, 150)]
 """Empty groups, and rows of no group; for `in_blocks` blocks of both sizes, for kernels tiles of several groups."""
 
 
-def check_products(multiply, sizes, dtype, tolerance):
-    """`multiply` and its gradients equal a loop over groups."""
+@pytest.mark.parametrize("multiply", [in_blocks, ragged_dot, interpreted])
+def test_grouped_products_and_their_gradients_are_those_of_a_loop_over_groups(multiply):
+    precision, tolerance = ("float32", 1e-4) if multiply is interpreted else ("float64", 1e-12)
     rng = np.random.default_rng(0)
-    x, w, dy = (rng.normal(size=size).astype(dtype) for size in ((600, 5), (4, 5, 3), (600, 3)))
-    ends = np.cumsum(sizes)
-    groups = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    y, pull = jax.vjp(lambda x, w: multiply(x, w, jnp.array(sizes, jnp.int32)), jnp.array(x), jnp.array(w))
-    dx, dw = pull(jnp.array(dy))
-    for e, group in enumerate(groups):
-        assert np.allclose(y[group], x[group] @ w[e], rtol=0, atol=tolerance)
-        assert np.allclose(dx[group], dy[group] @ w[e].T, rtol=0, atol=tolerance)
-        assert np.allclose(dw[e], x[group].T @ dy[group], rtol=0, atol=tolerance)
+    x, w, dy = (rng.normal(size=size).astype(precision) for size in ((600, 5), (4, 5, 3), (600, 3)))
 
+    @jax.jit
+    def run(x, w, dy, sizes):
+        y, pull = jax.vjp(lambda x, w: multiply(x, w, sizes), x, w)
+        return y, *pull(dy)
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_grouped_products_are_those_of_a_loop_over_groups(sizes):
-    for multiply in (in_blocks, ragged_dot):
-        with jax.enable_x64(True):
-            check_products(multiply, sizes, "float64", 1e-12)
-    with jax.set_mesh(mesh((1, 1))):
-        check_products(interpreted, sizes, "float32", 1e-4)
-
-
-def interpreted(x, w, sizes):
-    return in_kernels(x, w, sizes, True)
+    for sizes in SIZES:
+        with jax.enable_x64(precision == "float64"), jax.set_mesh(mesh((1, 1))):
+            y, dx, dw = jax.device_get(run(x, w, dy, np.array(sizes, np.int32)))
+        for e, end in enumerate(np.cumsum(sizes)):
+            group = slice(end - sizes[e], end)
+            assert np.allclose(y[group], x[group] @ w[e], rtol=0, atol=tolerance)
+            assert np.allclose(dx[group], dy[group] @ w[e].T, rtol=0, atol=tolerance)
+            assert np.allclose(dw[e], x[group].T @ dy[group], rtol=0, atol=tolerance)
 
 
 def test_tiles_cover_a_matrix_with_little_to_spare():
@@ -132,12 +110,12 @@ def test_tiles_cover_a_matrix_with_little_to_spare():
 
 def test_equal_scores_choose_the_experts_of_lower_numbers():
     """As jax.lax.top_k has it, on every mesh."""
-    layer = CASES["two of eight", "all_reduce"].arrays("float32")[0].router
+    layer = experts_case("two of eight", "all_reduce").arrays("float32")[0].router
     scores = np.zeros((3, 8), np.float32)
     scores[1, [2, 5, 6]] = 1.0
     router = eqx.tree_at(lambda router: router.weight, layer, jnp.eye(8))
     choose = jax.shard_map(lambda x: router(x).experts_NC, mesh=mesh((1, 2)), in_specs=P(), out_specs=P("mp"))
-    assert choose(scores)[:3].tolist() == [[0, 1], [2, 5], [0, 1]]
+    assert jax.jit(choose)(scores)[:3].tolist() == [[0, 1], [2, 5], [0, 1]]
 
 
 @pytest.mark.parametrize("multiply", [ragged_dot, interpreted])

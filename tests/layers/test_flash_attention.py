@@ -4,7 +4,8 @@ T time, D model width, H query heads, N key/value heads, K head dim.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import jax
@@ -13,8 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import AttentionKernel, ModelConfig, PositionKind
+from shmap_tp.config.schema import AttentionKernel, PositionKind, Remat, RotaryScaling, SavedActivation
 from shmap_tp.errors import UserError
 from shmap_tp.layers import flash_attention, splash_masks
 from shmap_tp.layers.attention import AnyAttention, Attention, Chunked
@@ -39,7 +39,8 @@ from tests.helpers.jaxprs import (
     pallas_kernels,
     trace_loss_and_gradients,
 )
-from tests.helpers.model_fixtures import config, mesh, shapes_of
+from tests.helpers.model_fixtures import config, mesh, random_like, shapes_of
+from tests.helpers.named_models import load
 from tests.helpers.sharded_harness import ALL_REDUCE, BATCH_SHARDED, Case, compare
 
 T, D, H = 256, 24, 4
@@ -63,12 +64,7 @@ def splash_attention(kv_heads: int, head_dim: int, batch: int, defer: bool) -> C
     )
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "shape", "defer"),
-    [
-        (4, 64, (4, 2), False), (2, 128, (2, 4), False), (2, 256, (1, 1), False), (1, 64, (4, 2), True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kv_heads", "head_dim", "shape", "defer"), [(2, 128, (2, 4), False), (1, 64, (4, 2), True)])
 def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head_dim, shape, defer):
     """Output, input gradient and parameter gradients; also where mp exceeds the number of key/value heads, and with
     deferred residuals."""
@@ -76,36 +72,31 @@ def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head
     compare(splash_attention(kv_heads, head_dim, shape[0], defer), shape, "float32")
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 100, "softcap": 1.5, "scale": 0.25, "sinks_H": [1.0, -2.0, 4.0, 2.0]}], ids=str
-)
-def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypatch, options):
+def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypatch):
     """Output and gradients, with segments that end within and between blocks, others in each row; also of sinks."""
     monkeypatch.setattr(splash_masks, "BLOCKS", (128,))
     rng, lengths = np.random.default_rng(0), ([100, 28, 60, 68], [256])
-    segments = jnp.array([np.repeat(np.arange(len(row)), row) for row in lengths], jnp.int32)
-    q, k, v, cotangent = (jnp.array(rng.normal(size=(2, T, heads, 64)), jnp.float32) for heads in (4, 2, 2, 4))
-
+    segments = np.array([np.repeat(np.arange(len(row)), row) for row in lengths], np.int32)
+    q, k, v, cotangent = (rng.normal(size=(2, T, heads, 64)).astype(np.float32) for heads in (4, 2, 2, 4))
     heads = P(DP, None, MP, None)
-    sinks_BH = jnp.tile(jnp.array(options.get("sinks_H", [0.0] * 4)), (2, 1))  # a gradient for each row
+    sinks_BH = np.tile(np.float32([1.0, -2.0, 4.0, 2.0]), (2, 1))  # a gradient for each row
 
-    def run(attend, with_segments):
+    def run(attend):
         def local(q, k, v, sinks_BH, cotangent, segments):
             def call(q, k, v, sinks_BH):
-                sinks = {"sinks_H": sinks_BH[0]} if "sinks_H" in options else {}
-                return attend(q, k, v, Pattern(None, segments if with_segments else None, **options | sinks))[0]
+                options = {"window": 100, "softcap": 1.5, "scale": 0.25, "sinks_H": sinks_BH[0]}
+                return attend(q, k, v, Pattern(None, segments, **options))[0]
 
             mixed, pull = jax.vjp(call, q, k, v, sinks_BH)
             return mixed, *pull(cotangent)
 
-        specs = (*[heads] * 3, P(DP, MP), heads, P(DP, None))
-        out_specs = (*[heads] * 4, P(DP, MP))
-        mapped = jax.shard_map(local, mesh=mesh((2, 2)), in_specs=specs, out_specs=out_specs)
-        return jax.jit(mapped)(q, k, v, sinks_BH, cotangent, segments)
+        specs, out_specs = (*[heads] * 3, P(DP, MP), heads, P(DP, None)), (*[heads] * 4, P(DP, MP))
+        mapped = jax.jit(jax.shard_map(local, mesh=mesh((2, 2)), in_specs=specs, out_specs=out_specs))
+        return [mapped(q, k, v, sinks_BH, cotangent, given) for given in (segments, 0 * segments)]
 
-    splash, chunked = Splash(interpret=True), Chunked(64)
-    assert_close(run(splash, True), run(chunked, True), RELATIVE["float32"])
-    assert np.abs(run(splash, False)[0] - run(splash, True)[0]).max() > 0.1
+    splash, joined = run(Splash(interpret=True))
+    assert_close(splash, run(Chunked(64))[0], RELATIVE["float32"])
+    assert np.abs(splash[0] - joined[0]).max() > 0.1
 
 
 def test_splash_attention_skips_the_blocks_outside_of_the_window():
@@ -148,104 +139,93 @@ class Gpu:
     compute_capability: str
 
 
+CHUNKED, CUDNN = Chunked(512), Cudnn(otherwise=Chunked(512))
 DEVICES = {
-    "cpu": jax.devices("cpu")[0],
-    "v2": FakeTpuDevice("TPU v2", (0, 0, 0)),
-    "v3": FakeTpuDevice("TPU v3", (0, 0, 0)),
-    "v4": FakeTpuDevice("TPU v4", (0, 0, 0)),
-    "v5e": FakeTpuDevice("TPU v5 lite", (0, 0, 0)),
-    "v5p": FakeTpuDevice("TPU v5p", (0, 0, 0)),
-    "v6e": FakeTpuDevice("TPU v6 lite", (0, 0, 0)),
-    "tpu7x": FakeTpuDevice("TPU7x", (0, 0, 0)),
-    "V100": Gpu("Tesla V100-SXM2-16GB", "7.0"),
-    "A100": Gpu("NVIDIA A100-SXM4-40GB", "8.0"),
-    "H100": Gpu("NVIDIA H100 80GB HBM3", "9.0"),
-    "MI300": Gpu("AMD Instinct MI300X", "gfx942"),
+    # name: (device, the kernel that auto selects)
+    "cpu": (jax.devices("cpu")[0], CHUNKED),
+    "v3": (FakeTpuDevice("TPU v3", (0, 0, 0)), CHUNKED),
+    "v4": (FakeTpuDevice("TPU v4", (0, 0, 0)), Splash(most_keys=2048)),
+    "v5e": (FakeTpuDevice("TPU v5 lite", (0, 0, 0)), Splash()),
+    "v5p": (FakeTpuDevice("TPU v5p", (0, 0, 0)), Splash()),
+    "v6e": (FakeTpuDevice("TPU v6 lite", (0, 0, 0)), Splash()),
+    "tpu7x": (FakeTpuDevice("TPU7x", (0, 0, 0)), Splash()),
+    "V100": (Gpu("Tesla V100-SXM2-16GB", "7.0"), CHUNKED),
+    "A100": (Gpu("NVIDIA A100-SXM4-40GB", "8.0"), CUDNN),
+    "H100": (Gpu("NVIDIA H100 80GB HBM3", "9.0"), CUDNN),
+    "MI300": (Gpu("AMD Instinct MI300X", "gfx942"), CHUNKED),
 }
+LLAMA = replace(load("llama3_8b"), rotary_scaling=RotaryScaling.none, attention=AttentionKernel.auto)
+ALIBI = {"positions": PositionKind.alibi}
 
 
-def selected(device: str, *overrides: str, dtype: str = "bfloat16") -> AnyAttention:
-    return select_attention(model_config(*overrides), DEVICES[device], jnp.dtype(dtype))
-
-
-@cache
-def model_config(*overrides: str) -> ModelConfig:
-    settings = ["model=llama3_8b", "model.rotary_scaling=none", "mesh.mp=1"]
-    settings += [f"model.{setting}" for setting in overrides]
-    return load(str(CONF / "config.yaml"), settings).model
-
-
-CUDNN = Cudnn(otherwise=Chunked(512))
-AUTO = {
-    "cpu": Chunked(512), "v2": Chunked(512), "v3": Chunked(512), "v4": Splash(most_keys=2048), "v5e": Splash(),
-    "v5p": Splash(), "v6e": Splash(), "tpu7x": Splash(), "V100": Chunked(512),
-    "A100": CUDNN, "H100": CUDNN, "MI300": Chunked(512),
-}  # fmt: skip
+def selected(device: str, dtype: str = "bfloat16", isolated: bool = False, **changes: Any) -> AnyAttention:
+    return select_attention(replace(LLAMA, **changes), DEVICES[device][0], jnp.dtype(dtype), isolated=isolated)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_auto_selects_the_best_kernel_of_the_device(device):
-    assert selected(device) == AUTO[device]
-    assert selected(device, "attention=chunked") == Chunked(512), "on any device"
-    named = Cudnn() if AUTO[device] == CUDNN else AUTO[device]
-    assert selected(device, f"attention={kernel_name(named)}") == named, "also by its name, which nothing replaces"
-    assert selected(device, "positions=alibi") == Chunked(512)
+    best = DEVICES[device][1]
+    assert selected(device) == best
+    assert selected(device, attention=AttentionKernel.chunked) == CHUNKED, "on any device"
+    named = Cudnn() if best == CUDNN else best
+    by_name = selected(device, attention=AttentionKernel(kernel_name(named)))
+    assert by_name == named, "also by its name, which nothing replaces"
+    assert selected(device, **ALIBI) == CHUNKED
 
 
 @pytest.mark.parametrize(
-    ("device", "override", "dtype", "expected"),
+    ("device", "changes", "expected"),
     [
-        ("v5e", "context=2112", "bfloat16", Chunked(512)),
-        ("v5e", "context=2176", "bfloat16", Splash()),
-        ("v5e", "head_dim=80", "bfloat16", Chunked(512)),
-        ("v5e", "head_dim=256", "float32", Splash()),
-        ("H100", "head_dim=256", "bfloat16", CUDNN),
-        ("A100", "head_dim=256", "bfloat16", Chunked(512)),
-        ("H100", "head_dim=100", "bfloat16", Chunked(512)),
-        ("H100", "attention_sinks=true", "bfloat16", Chunked(512)),
-        ("v5e", "attention_sinks=true", "bfloat16", Splash()),
-        ("H100", "head_dim=128", "float32", Chunked(512)),
-        ("H100", "context=2112", "float16", CUDNN),
+        ("v5e", {"context": 2112}, CHUNKED),
+        ("v5e", {"context": 2176}, Splash()),
+        ("v5e", {"head_dim": 80}, CHUNKED),
+        ("v5e", {"head_dim": 256, "dtype": "float32"}, Splash()),
+        ("H100", {"head_dim": 256}, CUDNN),
+        ("A100", {"head_dim": 256}, CHUNKED),
+        ("H100", {"head_dim": 100}, CHUNKED),
+        ("H100", {"attention_sinks": True}, CHUNKED),
+        ("v5e", {"attention_sinks": True}, Splash()),
+        ("H100", {"dtype": "float32"}, CHUNKED),
+        ("H100", {"context": 2112, "dtype": "float16"}, CUDNN),
     ],
 )
-def test_auto_selects_no_kernel_that_cannot_run(device, override, dtype, expected):
-    assert selected(device, override, dtype=dtype) == expected
+def test_auto_selects_no_kernel_that_cannot_run(device, changes, expected):
+    assert selected(device, **changes) == expected
 
 
 @pytest.mark.parametrize(("device", "kernel"), [("v5e", Splash), ("H100", Cudnn)])
 def test_a_kernel_defers_q_k_and_v_where_they_are_offloaded(device, kernel):
-    for offload, defer in (("query_key_value", True), ("attention_output", False)):
-        found = selected(device, "remat=attention", f"offload=[{offload}]")
+    for offload, defer in ((SavedActivation.query_key_value, True), (SavedActivation.attention_output, False)):
+        found = selected(device, remat=Remat.attention, offload=[offload])
         assert isinstance(found, kernel) and found.defer is defer
 
 
-REFUSED = {
-    ("cpu", "splash", "", "bfloat16"): "(model llama3_8b, cpu): it is for TPU v4 and later",
-    ("v3", "splash", "", "bfloat16"): "(model llama3_8b, TPU v3): it is for TPU v4 and later",
-    ("H100", "splash", "", "bfloat16"): "it is for TPU v4 and later",
-    ("v4", "splash", "positions=alibi", "bfloat16"): "it adds no bias to scores, and model.positions=alibi needs one",
-    ("v4", "splash", "context=2112", "bfloat16"): "128 positions, which does not divide model.context=2112",
-    ("v4", "splash", "head_dim=80", "bfloat16"): "model.head_dim=80 is not one of its 64, 128, 256",
-    ("cpu", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later",
-    ("v5e", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs",
-    ("V100", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later",
-    ("MI300", "cudnn", "", "bfloat16"): "it is for NVIDIA GPUs",
-    ("H100", "cudnn", "positions=alibi", "bfloat16"): "it is used without a bias, and model.positions=alibi needs one",
-    ("H100", "cudnn", "attention_softcap=50", "bfloat16"): "caps no scores, and model.attention_softcap=50.0 needs",
-    ("H100", "cudnn", "attention_sinks=true", "bfloat16"): "it has no sinks, and model.attention_sinks=true needs them",
-    ("H100", "cudnn", "", "float32"): "in bfloat16 or float16, not float32; set train.precision=bfloat16",
-    ("A100", "cudnn", "head_dim=256", "bfloat16"): "model.head_dim=256 must be a multiple of 8, and 128 or less",
-    ("H100", "cudnn", "head_dim=100", "bfloat16"): "model.head_dim=100 must be a multiple of 8, and 256 or less",
-}  # fmt: skip
+AMPERE = "it is for NVIDIA GPUs of compute capability 8.0 (Ampere) and later"
+REFUSED = [
+    ("cpu", "splash", {}, "(model llama3_8b, cpu): it is for TPU v4 and later"),
+    ("v3", "splash", {}, "(model llama3_8b, TPU v3): it is for TPU v4 and later"),
+    ("v4", "splash", ALIBI, "it adds no bias to scores, and model.positions=alibi needs one"),
+    ("v4", "splash", {"context": 2112}, "128 positions, which does not divide model.context=2112"),
+    ("v4", "splash", {"head_dim": 80}, "model.head_dim=80 is not one of its 64, 128, 256"),
+    ("cpu", "cudnn", {}, AMPERE),
+    ("v5e", "cudnn", {}, "it is for NVIDIA GPUs"),
+    ("V100", "cudnn", {}, AMPERE),
+    ("MI300", "cudnn", {}, "it is for NVIDIA GPUs"),
+    ("H100", "cudnn", ALIBI, "it is used without a bias, and model.positions=alibi needs one"),
+    ("H100", "cudnn", {"attention_softcap": 50.0}, "caps no scores, and model.attention_softcap=50.0 needs"),
+    ("H100", "cudnn", {"attention_sinks": True}, "it has no sinks, and model.attention_sinks=true needs them"),
+    ("H100", "cudnn", {"dtype": "float32"}, "in bfloat16 or float16, not float32; set train.precision=bfloat16"),
+    ("A100", "cudnn", {"head_dim": 256}, "model.head_dim=256 must be a multiple of 8, and 128 or less"),
+    ("H100", "cudnn", {"head_dim": 100}, "model.head_dim=100 must be a multiple of 8, and 256 or less"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=" ".join)
-def test_a_named_kernel_that_cannot_run_is_refused_with_the_reason(case):
-    device, kernel, override, dtype = case
+@pytest.mark.parametrize(("device", "kernel", "changes", "reason"), REFUSED, ids=str)
+def test_a_named_kernel_that_cannot_run_is_refused_with_the_reason(device, kernel, changes, reason):
     with pytest.raises(UserError) as caught:
-        selected(device, f"attention={kernel}", *filter(None, [override]), dtype=dtype)
+        selected(device, attention=AttentionKernel(kernel), **changes)
     message = str(caught.value)
-    assert message.startswith(f"model.attention={kernel} (model llama3_8b, ") and REFUSED[case] in message
+    assert message.startswith(f"model.attention={kernel} (model llama3_8b, ") and reason in message
     assert len(message.splitlines()) <= 2 and message.endswith(
         "use model.attention=auto, or chunked, which runs everywhere"
     )
@@ -267,10 +247,7 @@ FORWARD_KERNELS = {
 
 @pytest.mark.parametrize(
     ("block", "remat"),
-    [
-        *(("parallel", remat) for remat in FORWARD_KERNELS),
-        *(("sequential", remat) for remat in ("attention", "attention_output", "full")),
-    ],
+    [("parallel", remat) for remat in FORWARD_KERNELS] + [("sequential", "attention_output"), ("sequential", "full")],
 )
 def test_the_forward_kernel_runs_once_if_its_output_is_saved(remat, block):
     """Counted in the forward and the backward scan over layers."""
@@ -279,19 +256,22 @@ def test_the_forward_kernel_runs_once_if_its_output_is_saved(remat, block):
     assert sorted(found) == sorted([*FORWARD_KERNELS[remat], BACKWARD])
 
 
-@pytest.mark.parametrize("attend", [Chunked(50), Splash(interpret=True)], ids=["chunked", "splash"])
-def test_gradients_with_a_saved_attention_output_are_those_of_full_recomputation(attend):
-    """To the bit."""
+def test_saved_outputs_and_deferred_residuals_change_no_bit_of_loss_and_gradients():
+    """Everything recomputed; the kernel's output saved; and q, k and v offloaded: copies made at the end of a block
+    instead of the arrays themselves."""
     found = []
-    for remat in ("full", "attention_output"):
-        model = config(
-            "model.context=128", "model.positions=rotary", "model.block=sequential", f"model.remat={remat}"
-        ).model
-        tokens = jax.random.randint(jax.random.key(1), (1, 2, 129), 0, model.vocabulary)
-        params = Transformer(model, attend, key=jax.random.key(0))
-        results = jax.jit(loss_and_gradients_on_mesh(model, params))(params, tokens)
-        found.append([np.asarray(x) for x in jax.tree.leaves(results)])
-    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+    for settings, defer in [
+        (["model.remat=full"], False),
+        (["model.remat=attention_output"], False),
+        (["model.remat=attention", "model.offload=[query_key_value]"], True),
+    ]:
+        sizes = "model.context=128", "model.head_dim=64", "model.positions=rotary", "model.block=sequential"
+        model, attend = config(*sizes, *settings).model, Splash(defer, interpret=True)
+        params = random_like(shapes_of(partial(Transformer, model, attend)), "float32", spread=0.1)
+        tokens = np.random.default_rng(1).integers(0, model.vocabulary, (1, 2, 129)).astype(np.int32)
+        found.append(jax.tree.leaves(jax.jit(loss_and_gradients_on_mesh(model, params))(params, tokens)))
+    for other in found[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(found[0], other, strict=True))
     assert np.any(found[0][1])
 
 
@@ -310,9 +290,12 @@ def without_cudnn(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("remat", "defer"), [("none", False), ("attention_and_up", True), ("attention", False), ("attention", True)]
-)
-@pytest.mark.parametrize(("kernel", "dtype"), [(Splash, "float32"), (Cudnn, "bfloat16")])
+    ("kernel", "dtype", "remat", "defer"),
+    [
+        (Splash, "float32", "none", False), (Splash, "float32", "attention", True),
+        (Cudnn, "bfloat16", "attention", False), (Cudnn, "bfloat16", "attention_and_up", True),
+    ],
+)  # fmt: skip
 def test_inputs_and_output_of_the_kernel_are_saved_once(monkeypatch, without_cudnn, kernel, dtype, remat, defer):
     """Of the arrays that the forward scan stacks, exactly four are as large as q: q, k, v and the output.  The output
     is saved as bits, and so not rounded to its own precision, which would be a copy."""
@@ -331,29 +314,11 @@ def test_inputs_and_output_of_the_kernel_are_saved_once(monkeypatch, without_cud
     assert not [one for one in equations_named(body, "reduce_precision") if mixed in one.invars]
 
 
-@pytest.mark.parametrize("block", ["parallel", "sequential"])
-def test_deferred_residuals_change_no_bit_of_loss_and_gradients(block):
-    """In a model whose q, k and v are offloaded: copies made at the end of a block instead of the arrays themselves."""
-    model = config(
-        "model.context=128", "model.head_dim=64", "model.positions=rotary", "model.remat=attention",
-        "model.offload=[query_key_value]", f"model.block={block}",
-    ).model  # fmt: skip
-    tokens = jax.random.randint(jax.random.key(1), (1, 2, 129), 0, model.vocabulary)
-    found = []
-    for attend in (Splash(False, interpret=True), Splash(True, interpret=True)):
-        params = Transformer(model, attend, key=jax.random.key(0))
-        results = jax.jit(loss_and_gradients_on_mesh(model, params))(params, tokens)
-        found.append([np.asarray(x) for x in jax.tree.leaves(results)])
-    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
-    assert np.any(found[0][1])
-
-
 # cuDNN, as far as it can be tested without a GPU
 
 
 @pytest.mark.parametrize(
-    ("remat", "forward", "defer"),
-    [("none", 1, False), ("all_matmuls", 1, False), ("full", 2, False), ("all_matmuls", 1, True)],
+    ("remat", "forward", "defer"), [("none", 1, False), ("full", 2, False), ("all_matmuls", 1, True)]
 )
 def test_cudnn_attention_is_lowered_to_cudnn_calls(without_cudnn, remat, forward, defer):
     """In a full model in bfloat16 on (2, 4), with four key/value heads for eight query heads."""
@@ -371,23 +336,19 @@ def test_cudnn_attention_is_lowered_to_cudnn_calls(without_cudnn, remat, forward
     assert text.count(r"sliding_window_length\22: 5") == forward + 1
 
 
-def test_a_kernel_refuses_alibi_slopes():
-    model = replace(config("model.context=128").model, positions=PositionKind.alibi, attention=AttentionKernel.splash)
-    for attend in (Splash(), Cudnn()):
-        with pytest.raises(
-            UserError, match=r"computes no slopes, which these inputs need; use model\.attention=chunked"
-        ):
-            trace_loss_and_gradients(model, attend)
+@pytest.mark.parametrize("attend", [Splash(), Cudnn()])
+def test_a_kernel_refuses_alibi_slopes(attend):
+    model = replace(config("model.context=128").model, **ALIBI, attention=AttentionKernel.splash)
+    with pytest.raises(UserError, match=r"computes no slopes, which these inputs need; use model\.attention=chunked"):
+        trace_loss_and_gradients(model, attend)
 
 
 def test_cudnn_refuses_segments_and_is_not_selected_for_isolated_documents():
     q, segments = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.float32), jax.ShapeDtypeStruct((1, 128), jnp.int32)
     with pytest.raises(UserError, match="computes no segments"):
         jax.eval_shape(lambda q, segments: Cudnn()(q, q, q, Pattern(None, segments)), q, segments)
-    model, bfloat16 = model_config(), jnp.dtype("bfloat16")
-    auto = select_attention(model, DEVICES["H100"], bfloat16)
-    assert kernel_name(auto) == "cudnn"
+    auto = selected("H100")
     assert jax.eval_shape(lambda q, s: auto(q, q, q, Pattern(None, s))[0], q, segments).shape == q.shape, "by chunked"
-    assert kernel_name(select_attention(model, DEVICES["H100"], bfloat16, isolated=True)) == "chunked"
+    assert kernel_name(selected("H100", isolated=True)) == "chunked"
     with pytest.raises(UserError, match=r"data\.documents=joined"):
-        select_attention(replace(model, attention=AttentionKernel.cudnn), DEVICES["H100"], bfloat16, isolated=True)
+        selected("H100", isolated=True, attention=AttentionKernel.cudnn)

@@ -18,38 +18,38 @@ from shmap_tp.layers.xla_workarounds import rotate_pairs_at
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 from tests.helpers.assertions import RELATIVE, assert_close
-from tests.helpers.model_fixtures import every_precision, mesh, random_like, shapes_of
-from tests.helpers.option_cases import ROTARIES
+from tests.helpers.layer_cases import ROTATIONS
+from tests.helpers.model_fixtures import mesh, random_like, shapes_of
 from tests.helpers.sharded_harness import ALL_REDUCE, BATCH_SHARDED, SEQUENCE, TIME_SHARDED
 
 B, T, D, H, K = 4, 32, 24, 8, 6
-every_rotary = pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
+X = np.random.default_rng(0).normal(size=(B, T, H, K))
 
 
-def heads(precision: str) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=(B, T, H, K)).astype(precision)
-
-
-def rotated(rotary: Rotary, x: np.ndarray, positions: Any = None) -> dict[str, np.ndarray]:
-    """x rotated on a (2, 4) mesh, and the gradient of x for the cotangent 2x."""
+def rotated(x: np.ndarray, positions: Any = None) -> dict[str, dict[str, np.ndarray]]:
+    """x rotated on a (2, 4) mesh by each of ROTATIONS, and the gradient of x for the cotangent 2x."""
     spec = P(DP, None, MP, None)
 
     def local(x):
         at = None if positions is None else jnp.broadcast_to(positions, x.shape[:2])
-        y, pull = jax.vjp(lambda x: rotary.rotate(x, at), x)
-        return {"y": y, "dx": pull(2 * x)[0]}
+        found = {}
+        for name, rotation in ROTATIONS.items():
+            y, pull = jax.vjp(lambda x, rotation=rotation: Rotary(rotation).rotate(x, at), x)
+            found[name] = {"y": y, "dx": pull(2 * x)[0]}
+        return found
 
-    with jax.enable_x64(x.dtype == np.float64):
-        run = jax.shard_map(local, mesh=mesh((2, 4)), in_specs=spec, out_specs={"y": spec, "dx": spec})
-        return jax.device_get(jax.jit(run)(x))
+    with jax.enable_x64(True):
+        return jax.device_get(jax.jit(jax.shard_map(local, mesh=mesh((2, 4)), in_specs=spec, out_specs=spec))(x))
 
 
-@every_precision
-@every_rotary
-def test_rotation_at_the_default_positions_equals_rotation_without_positions(rotary, precision):
-    """The two are computed differently (xla_workarounds.py)."""
-    x = heads(precision)
-    assert_close(rotated(rotary, x, np.arange(T, dtype=np.int32)), rotated(rotary, x), RELATIVE[precision])
+def test_rotation_at_given_positions_is_that_of_a_slice_of_a_sequence_which_begins_at_zero():
+    """Rotation at positions and without are computed differently (xla_workarounds.py)."""
+    default, shifted, start = rotated(X), np.arange(T, dtype=np.int32), 13
+    assert_close(rotated(X, shifted), default, RELATIVE["float64"])
+    part = jax.tree.map(lambda y: y[:, start:], default)
+    assert_close(rotated(X[:, start:], shifted[start:]), part, RELATIVE["float64"])
+    with pytest.raises(AssertionError):
+        assert_close(rotated(X[:, start:]), part, 1e-2)
 
 
 @pytest.mark.parametrize("first", [131_072 - 64, 2**20 - 64])
@@ -61,17 +61,6 @@ def test_rotation_at_large_positions_is_exact_in_float32(first):
     expected = np.concatenate([np.cos(angle) - np.sin(angle), np.sin(angle) + np.cos(angle)], axis=-1)
     found = rotate_pairs_at(rotation, jnp.asarray(positions)[None], jnp.asarray(x))[0, :, 0]
     assert np.abs(found - expected).max() < 3e-6
-
-
-@every_precision
-@pytest.mark.parametrize("start", [1, 13])
-def test_rotation_at_shifted_positions_equals_a_slice_of_the_longer_sequence(precision, start):
-    x, rotary = heads(precision), ROTARIES["all"]
-    expected = {name: y[:, start:] for name, y in rotated(rotary, x).items()}
-    part = x[:, start:]
-    assert_close(rotated(rotary, part, np.arange(start, T, dtype=np.int32)), expected, RELATIVE[precision])
-    with pytest.raises(AssertionError):
-        assert_close(rotated(rotary, part), expected, 1e-2)
 
 
 def with_learned_positions(x: np.ndarray, layer: Learned, tp: TensorParallel, positions: Any) -> np.ndarray:
@@ -86,17 +75,14 @@ def with_learned_positions(x: np.ndarray, layer: Learned, tp: TensorParallel, po
 
 
 @pytest.mark.parametrize("tp", [ALL_REDUCE, SEQUENCE], ids=["all_reduce", "sequence"])
-@pytest.mark.parametrize("start", [0, 4, 12])
-def test_learned_positions_at_shifted_positions_equal_a_slice_of_the_longer_sequence(tp, start):
+def test_learned_positions_at_shifted_positions_equal_a_slice_of_the_longer_sequence(tp):
     """Exactly, also where time is sharded over mp."""
     layer = random_like(shapes_of(partial(Learned, T, D, std=1.0)), "float32")
-    x = np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
-    full, part = with_learned_positions(x, layer, tp, None), x[:, start:]
-    np.testing.assert_array_equal(
-        with_learned_positions(part, layer, tp, np.arange(start, T, dtype=np.int32)), full[:, start:]
-    )
-    if start:
-        assert np.any(with_learned_positions(part, layer, tp, None) != full[:, start:])
+    x, start = np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32), 12
+    full, part = with_learned_positions(x, layer, tp, None)[:, start:], x[:, start:]
+    shifted = with_learned_positions(part, layer, tp, np.arange(start, T, dtype=np.int32))
+    np.testing.assert_array_equal(shifted, full)
+    assert np.any(with_learned_positions(part, layer, tp, None) != full)
 
 
 def test_alibi_changes_neither_the_input_nor_the_heads():

@@ -1,5 +1,6 @@
 """Each function equals the plain version that it replaces, and does what it exists for."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,16 +25,15 @@ def result_shapes(primitive: str, jaxpr: Any) -> list[tuple[int, ...]]:
     return [one.outvars[0].aval.shape for one in equations_named(jaxpr, primitive)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize(("axis", "dtype"), [(0, "bfloat16"), (1, "float32"), (-1, "bfloat16")])
 def test_a_short_sum_is_computed_by_additions(axis, dtype):
     """Of numbers whose sum is exact in any order.  Each slice is converted to float32 as it is added."""
-    x = jnp.arange(2 * 3 * 4, dtype=dtype).reshape(2, 3, 4)
-    function = jax.jit(lambda x: 2 * x.sum(axis))
-    found, expected = sum_by_additions(function)(x), function(x)
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(found, expected)
-    jaxpr = jax.make_jaxpr(sum_by_additions(function))(x).jaxpr
+    x = np.arange(2 * 3 * 4).reshape(2, 3, 4).astype(dtype)
+    function = sum_by_additions(jax.jit(lambda x: 2 * x.sum(axis)))
+    found = jax.jit(function)(x)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, 2 * x.astype("float32").sum(axis))
+    jaxpr = jax.make_jaxpr(function)(x).jaxpr
     assert not result_shapes("reduce_sum", jaxpr)
     assert len(result_shapes("add", jaxpr)) == x.shape[axis] - 1
     assert {one.outvars[0].aval.dtype for one in equations_named(jaxpr, "slice")} == {x.dtype}
@@ -41,9 +41,9 @@ def test_a_short_sum_is_computed_by_additions(axis, dtype):
 
 @pytest.mark.parametrize("terms", [1, 2, MAX_ADDITIONS])
 def test_sums_of_up_to_max_additions_terms_are_rewritten(terms):
-    x = jnp.arange(float(terms * 2)).reshape(terms, 2)
-    np.testing.assert_array_equal(sum_by_additions(lambda x: x.sum(0))(x), x.sum(0))
-    assert not result_shapes("reduce_sum", jax.make_jaxpr(sum_by_additions(lambda x: x.sum(0)))(x).jaxpr)
+    x, function = np.arange(terms * 2, dtype="float32").reshape(terms, 2), sum_by_additions(lambda x: x.sum(0))
+    np.testing.assert_array_equal(jax.jit(function)(x), x.sum(0))
+    assert not result_shapes("reduce_sum", jax.make_jaxpr(function)(x).jaxpr)
 
 
 def sum_in_a_loop(x: jax.Array) -> jax.Array:
@@ -55,25 +55,25 @@ def sum_in_a_loop(x: jax.Array) -> jax.Array:
     ids=["more terms", "two dims", "no terms", "in a loop"],
 )  # fmt: skip
 def test_other_sums_are_not_rewritten(function):
-    x = jnp.arange((MAX_ADDITIONS + 1) * 6.0).reshape(MAX_ADDITIONS + 1, 2, 3)
+    x = np.arange((MAX_ADDITIONS + 1) * 6, dtype="float32").reshape(MAX_ADDITIONS + 1, 2, 3)
     assert len(result_shapes("reduce_sum", jax.make_jaxpr(sum_by_additions(function))(x).jaxpr)) == 1
-    np.testing.assert_array_equal(sum_by_additions(function)(x), function(x))
+    np.testing.assert_array_equal(jax.jit(sum_by_additions(function))(x), jax.jit(function)(x))
 
 
 def test_arguments_and_results_may_be_pytrees():
-    found = sum_by_additions(lambda x, tree: {"sum": x.sum(0), "rest": (tree["a"], None)})(jnp.ones((2, 3)), {"a": 1.0})
+    function = sum_by_additions(lambda x, tree: {"sum": x.sum(0), "rest": (tree["a"], None)})
+    found = jax.jit(function)(np.ones((2, 3), "float32"), {"a": 1.0})
     np.testing.assert_array_equal(found["sum"], [2.0, 2.0, 2.0])
     assert found["rest"] == (1.0, None)
 
 
 def test_splash_attention_adds_the_partial_dq_of_its_blocks():
     """In the backward pass over 1024 positions, where each of two blocks of keys returns a partial dq."""
-    q, k = jnp.ones((2, 1, 1024, 128), jnp.bfloat16), jnp.ones((2, 1024, 128), jnp.bfloat16)
 
     def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         return jax.vjp(lambda *qkv: Splash(interpret=True)(*qkv, Pattern())[0], q, k, v)[1](q)
 
-    qkv = [x.reshape(1, 2, 1024, 128).transpose(0, 2, 1, 3) for x in (q, k, k)]
+    qkv = 3 * [jax.ShapeDtypeStruct((1, 1024, 2, 128), jnp.bfloat16)]
     one_device = jax.shard_map(gradients, mesh=jax.make_mesh((1,), ("dp",)), in_specs=jax.P(), out_specs=jax.P())
     jaxpr = jax.make_jaxpr(one_device)(*qkv).jaxpr
     assert (2, 1, 1024, 128) not in result_shapes("reduce_sum", jaxpr)
@@ -83,10 +83,10 @@ def test_splash_attention_adds_the_partial_dq_of_its_blocks():
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("bfloat16", 2**-7)])
 def test_exact_gelu_has_the_value_and_the_derivative_of_the_plain_version(dtype, tolerance):
     """The derivative of the bfloat16 version is compared with that of the float32 version."""
-    x = jnp.linspace(-6, 6, 1001).astype(dtype)
-    value, derivative = jax.vmap(jax.value_and_grad(exact_gelu))(x)
-    np.testing.assert_array_equal(value, jax.nn.gelu(x, approximate=False))
-    plain = jax.vmap(jax.grad(lambda x: jax.nn.gelu(x, approximate=False)))(x.astype("float32"))
+    x, gelu = np.linspace(-6, 6, 1001).astype(dtype), partial(jax.nn.gelu, approximate=False)
+    value, derivative = jax.jit(jax.vmap(jax.value_and_grad(exact_gelu)))(x)
+    np.testing.assert_array_equal(value, jax.jit(gelu)(x))
+    plain = jax.jit(jax.vmap(jax.grad(gelu)))(x.astype("float32"))
     assert derivative.dtype == x.dtype
     np.testing.assert_allclose(derivative.astype("float32"), plain, atol=tolerance)
 
@@ -94,21 +94,21 @@ def test_exact_gelu_has_the_value_and_the_derivative_of_the_plain_version(dtype,
 @pytest.mark.parametrize("platform, is_recomputed", [("cpu", False), ("tpu", True), ("cuda", True)])
 def test_only_cpus_compute_nothing_again(platform, is_recomputed):
     """XLA does not see through an optimization barrier, so what depends on one is computed again."""
-    tree = {"a": jnp.arange(4.0), "b": jnp.arange(3, dtype=jnp.bfloat16)}
+    tree = {"a": np.arange(4, dtype="float32"), "b": np.arange(3).astype("bfloat16")}
     text = jax.jit(recompute_from).trace(tree).lower(lowering_platforms=(platform,)).as_text()
     assert ("optimization_barrier" in text) == is_recomputed
-    jax.tree.map(np.testing.assert_array_equal, recompute_from(tree), tree)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(recompute_from)(tree), tree)
 
 
 @pytest.mark.parametrize(
     ("platform", "width", "constraints"), [("tpu", 256, 2), ("tpu", 64, 0), ("cuda", 256, 0), ("cpu", 256, 0)]
 )
 def test_tpus_store_values_and_gradients_whose_rows_fill_their_memory_in_row_major_order(platform, width, constraints):
-    x = jnp.arange(2.0 * 3 * width).reshape(2, 3, width)
+    x = np.arange(2 * 3 * width, dtype="float32").reshape(2, 3, width) % 100
     gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.square(row_major(x)))))
     value, dx = gradient(x)
-    assert value == jnp.sum(jnp.square(x))
+    assert value == np.sum(np.square(x, dtype="float64"))
     np.testing.assert_array_equal(dx, 2 * x)
-    np.testing.assert_array_equal(jax.vmap(row_major)(x), x)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(row_major))(x), x)
     text = gradient.trace(x).lower(lowering_platforms=(platform,)).as_text()
     assert text.count("custom_call @LayoutConstraint") == constraints

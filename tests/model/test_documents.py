@@ -9,25 +9,10 @@ import pytest
 
 from shmap_tp.model.tokens import IGNORE, document_segments, next_token_batch, positions_within
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
-from tests.helpers.model_cases import (
-    FSDP,
-    FSDP_RING_OFFLOAD_DEEP,
-    FSDP_RING_SEQUENCE,
-    MODELS,
-    model_on_mesh,
-    random_parameters,
-)
+from tests.helpers.model_cases import COLLECTIVE_MATMUL, FSDP, SLICES, model_on_mesh, random_parameters, settings_of
 from tests.helpers.model_fixtures import config
 
-NAMES = list(MODELS)
-CASES = {
-    "all_reduce, alibi": (NAMES[0], (2, 4)),
-    "sequence, rotary, offload": (NAMES[3], (4, 2)),
-    "collective_matmul, rotary": (next(name for name in NAMES if name.startswith("collective_matmul:")), (2, 4)),
-    "fsdp, learned": (FSDP, (8, 1)),
-    "fsdp ring, sequence, learned": (FSDP_RING_SEQUENCE, (2, 4)),
-    "fsdp ring, offload, rotary": (FSDP_RING_OFFLOAD_DEEP, (4, 2)),
-}
+CASES = {"learned": (FSDP, (8, 1)), "rotary": (COLLECTIVE_MATMUL, (2, 4)), "offload in our own scan": (SLICES, (4, 2))}
 ROWS = {0: [4, 3], 1: [1, 2, 4], 9: [7], 15: [2, 5]}
 """Lengths of the documents in the rows that have any: most ranks of dp have none in a microbatch."""
 
@@ -59,7 +44,7 @@ def apart(tokens: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_packed_documents_are_computed_as_if_each_were_alone(case):
     name, shape = CASES[case]
-    conf = config(*MODELS[name])
+    conf = config(*settings_of(name))
     params, run = random_parameters(conf, "float32"), model_on_mesh(conf, shape, "float32")
     tokens, segments = packed(conf.model.vocabulary, conf.model.context + 1)
     found = run(params, tokens, segments)

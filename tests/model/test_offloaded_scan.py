@@ -55,6 +55,7 @@ def test_the_last_block_writes_nothing_to_the_host():
     assert sorted(found) == sorted([*3 * [(LAYERS - 1, B, 8, T, 4)], (LAYERS - 1, B, T, F)])
     with_lax_scan = step("mesh.zero=fsdp", "model.offload=[query_key_value,up]")
     assert {shape[0] for shape in host_stacks(with_lax_scan)} == {LAYERS}
+    assert not equations_named(with_lax_scan, "empty")
 
 
 def test_stacks_on_the_device_and_of_gradients_start_uninitialised():
@@ -99,11 +100,7 @@ def test_the_last_block_reduces_its_gradients_by_reduce_scatters():
     assert len(equations_named(program, "reduce_scatter")) == 7 + 2, "of the last block, and of embedding and head"
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [("model.offload=[up]",), RING, (*OFFLOADED, "model.layers=1"), ("mesh.zero=fsdp", "model.offload=[up]")],
-    ids=["offload", "ring", "one layer", "fsdp, offload"],
-)
+@pytest.mark.parametrize("overrides", [("model.offload=[up]",), (*OFFLOADED, "model.layers=1")], ids=str)
 def test_other_configurations_use_lax_scan(overrides):
     assert not equations_named(step(*overrides), "empty")
 
@@ -118,17 +115,16 @@ def test_the_last_block_copies_no_deferred_residuals(monkeypatch):
 
 
 def test_every_process_lowers_the_same_program():
-    """For every hash seed, and so every order of sets of strings: otherwise processes could run different programs,
-    and the compilation cache would miss."""
-    command = "import tests.conftest; from tests.model import test_offloaded_scan as t; print(t.lowered_program_hash())"
-    hashes = set()
-    for seed in ("1", "2", "3"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        done = subprocess.run(
-            [sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True
-        )
-        hashes.add(done.stdout)
-    assert len(hashes) == 1
+    """For hash seeds that give sets of names opposite orders: otherwise processes could run different programs, and the
+    compilation cache would miss."""
+    command = "from tests.model import test_offloaded_scan as t; print(t.lowered_program_hash(), list({'dp', 'mp'}))"
+    found = []
+    for seed in ("6", "21"):
+        paths = {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        environment = os.environ | paths | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+        found.append(subprocess.check_output([sys.executable, "-c", command], env=environment, text=True).split(" ", 1))
+    (program, order), (other_program, other_order) = found
+    assert program == other_program and order != other_order
 
 
 def lowered_program_hash() -> str:

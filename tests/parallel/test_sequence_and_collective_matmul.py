@@ -5,6 +5,7 @@ What all modes share, above all parity with the reference and the check of colle
 test_communication and test_step.
 """
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -20,10 +21,12 @@ from shmap_tp.parallel.tensor_parallel import AllReduce, CollectiveMatmul, Seque
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction, Operation
 from shmap_tp.training.step import StepFunctions, build_step_functions
-from tests.helpers.communication_checks import check_activations, check_layer
+from tests.helpers.communication_checks import check_activations
 from tests.helpers.model_fixtures import mesh_of
 from tests.helpers.mutations import (
     compare_layer,
+    is_wasteful,
+    mutate,
     refused_by_shape,
     refused_by_type,
     trace_step,
@@ -32,23 +35,19 @@ from tests.helpers.mutations import (
 )
 from tests.helpers.step_fixtures import STEPS, largest_difference, learnable_batch, step_config
 
+BLOCKS = {"parallel": "parallel_block_2_of_8", "sequential": "sequential_block"}
+SEQUENCE = {block: f"{name}, sequence" for block, name in BLOCKS.items()}
+COLLECTIVE_MATMUL = {block: f"{name}, collective_matmul" for block, name in BLOCKS.items()}
 MODES = ["all_reduce", "sequence", "collective_matmul"]
-SEQUENCE_BLOCKS = ["parallel_block_2_of_8, sequence", "sequential_block, sequence"]
-COLLECTIVE_MATMUL_BLOCKS = ["parallel_block_2_of_8, collective_matmul", "sequential_block, collective_matmul"]
 SEQUENCE_STEP = ["mesh.tensor_parallel=sequence", "model.context=8"]
 
 
+@cache
 def step_functions(mode: str) -> StepFunctions:
     """Of a model in which every kind of parameter that is replicated over mp has a gradient to reduce; one sequence per
     device."""
-    overrides = [
-        "train.batch=4",
-        "model.context=8",
-        "model.positions=learned",
-        "model.kv_heads=2",
-        "model.remat=all_matmuls",
-    ]
-    conf = step_config((2, 4), f"mesh.tensor_parallel={mode}", *overrides)
+    overrides = "train.batch=4 model.context=8 model.positions=learned model.kv_heads=2 model.remat=all_matmuls"
+    conf = step_config((2, 4), f"mesh.tensor_parallel={mode}", *overrides.split())
     return build_step_functions(conf, mesh_of(conf), jnp.dtype("float32"))
 
 
@@ -87,7 +86,7 @@ def local_time(y_BTD: Any) -> Any:
     return lax.dynamic_slice_in_dim(y_BTD, lax.axis_index(MP) * size, size, axis=1)
 
 
-@pytest.mark.parametrize("block", SEQUENCE_BLOCKS)
+@pytest.mark.parametrize("block", SEQUENCE.values())
 def test_a_slice_of_the_local_partial_sum_instead_of_a_reduce_scatter_gives_wrong_values(monkeypatch, block):
     """No type detects it: the slice varies over mp, as the reduced sum does."""
     monkeypatch.setattr(SequenceParallel, "reduce", lambda self, y_BTD: local_time(y_BTD))
@@ -98,40 +97,36 @@ def test_a_slice_of_the_local_partial_sum_instead_of_a_reduce_scatter_gives_wron
 def test_a_slice_of_an_all_reduce_instead_of_a_reduce_scatter_wastes_communication(monkeypatch):
     """The values are right; twice the bytes are communicated."""
     monkeypatch.setattr(SequenceParallel, "reduce", lambda self, y_BTD: local_time(lax.psum(y_BTD, MP)))
-    compare_layer(SEQUENCE_BLOCKS[1])
-    with wasteful:
-        check_layer(SEQUENCE_BLOCKS[1], (2, 4))
+    is_wasteful(SEQUENCE["sequential"])
 
 
 @pytest.mark.parametrize("dim", [0, 2])
-@pytest.mark.parametrize("block", SEQUENCE_BLOCKS)
-def test_sharding_another_dim_than_time_has_the_wrong_shape(monkeypatch, block, dim):
-    """In the reduce-scatter or in the all-gather."""
-    with monkeypatch.context() as patch:
-        reduce = lambda self, y: lax.psum_scatter(y, MP, scatter_dimension=dim, tiled=True)  # noqa: E731
-        patch.setattr(SequenceParallel, "reduce", reduce)
-        with refused_by_shape:
-            compare_layer(block)
-    monkeypatch.setattr(SequenceParallel, "enter", lambda self, x: lax.all_gather(x, MP, axis=dim, tiled=True))
+@pytest.mark.parametrize(
+    ("method", "other"),
+    [
+        ("reduce", lambda y, dim: lax.psum_scatter(y, MP, scatter_dimension=dim, tiled=True)),
+        ("enter", lambda x, dim: lax.all_gather(x, MP, axis=dim, tiled=True)),
+    ],
+    ids=["reduce-scatter", "all-gather"],
+)
+def test_sharding_another_dim_than_time_has_the_wrong_shape(monkeypatch, method, other, dim):
+    monkeypatch.setattr(SequenceParallel, method, lambda self, x: other(x, dim))
     with refused_by_shape:
-        compare_layer(block)
+        compare_layer(SEQUENCE["parallel" if dim else "sequential"])
 
 
-@pytest.mark.parametrize("layer", [*SEQUENCE_BLOCKS, "head, sequence"])
+@pytest.mark.parametrize("layer", [*SEQUENCE.values(), "head, sequence"])
 def test_an_all_gather_typed_as_replicated_wastes_communication(monkeypatch, layer):
     """What it returns is the same on every device, but its gradient is not: it is reduced once for each product."""
     invariant = lambda self, x: lax.all_gather(x, MP, axis=1, tiled=True, to="invarying")  # noqa: E731
     monkeypatch.setattr(SequenceParallel, "enter", invariant)
-    compare_layer(layer)
-    with wasteful:
-        check_layer(layer, (2, 4))
+    is_wasteful(layer)
 
 
 def test_norm_scales_that_are_not_marked_as_varying_over_mp_waste_communication(monkeypatch):
     """JAX reduces their gradients over mp in every layer of every microbatch."""
     monkeypatch.setattr(SequenceParallel, "time_axes", AllReduce.time_axes)
-    for block in SEQUENCE_BLOCKS:
-        compare_layer(block)
+    compare_layer(SEQUENCE["parallel"])
     all_reduces = [
         entry for entry in communication_in_jaxpr(trace_step(*SEQUENCE_STEP)) if entry.operation == Operation.all_reduce
     ]
@@ -147,28 +142,28 @@ def test_norm_scales_whose_gradients_are_not_reduced_over_mp_do_not_type_check(m
 
 
 @pytest.mark.parametrize(
-    "mutated", [lambda send, x, by: x, lambda send, x, by: send(x, -by)], ids=["not sent", "sent the other way"]
+    ("mutated", "block"),
+    [(lambda send, x, by: x, "parallel"), (lambda send, x, by: send(x, -by), "sequential")],
+    ids=["not sent", "sent the other way"],
 )
-@pytest.mark.parametrize("block", COLLECTIVE_MATMUL_BLOCKS)
 def test_a_chunk_that_is_not_passed_on_along_the_ring_gives_wrong_values(monkeypatch, block, mutated):
     """No type detects it: it has the shape and type of the expected chunk."""
-    send = shmap_tp.parallel.collective_matmul._send
-    monkeypatch.setattr(shmap_tp.parallel.collective_matmul, "_send", lambda x, by: mutated(send, x, by))
+    module = shmap_tp.parallel.collective_matmul
+    mutate(monkeypatch, module, "_send", lambda send: lambda x, by: mutated(send, x, by))
     with wrong:
-        compare_layer(block)
+        compare_layer(COLLECTIVE_MATMUL[block])
 
 
-@pytest.mark.parametrize("block", COLLECTIVE_MATMUL_BLOCKS)
-def test_positions_left_in_the_order_of_the_ring_give_wrong_values_in_attention(monkeypatch, block):
+def test_positions_left_in_the_order_of_the_ring_give_wrong_values_in_attention(monkeypatch):
     """An MLP is right in any order; causal attention is not."""
     monkeypatch.setattr(CollectiveMatmul, "concat_time", lambda self, y: jnp.concatenate(y, axis=1))
     monkeypatch.setattr(CollectiveMatmul, "split_time", lambda self, y: tuple(jnp.split(y, lax.axis_size(MP), axis=1)))
     compare_layer("gelu, collective_matmul")
     with wrong:
-        compare_layer(block)
+        compare_layer(COLLECTIVE_MATMUL["parallel"])
 
 
-@pytest.mark.parametrize("block", COLLECTIVE_MATMUL_BLOCKS)
+@pytest.mark.parametrize("block", COLLECTIVE_MATMUL.values())
 def test_a_collective_matmul_that_gathers_at_once_is_detected(monkeypatch, block):
     """Its values are right, but no communication overlaps a matmul."""
 
@@ -176,6 +171,4 @@ def test_a_collective_matmul_that_gathers_at_once_is_detected(monkeypatch, block
         return tuple(self.split_time(y) for y in SequenceParallel().column_parallel(x_BTD, *layers))
 
     monkeypatch.setattr(CollectiveMatmul, "column_parallel", gather_at_once)
-    compare_layer(block)
-    with wasteful:
-        check_layer(block, (2, 4))
+    is_wasteful(block)

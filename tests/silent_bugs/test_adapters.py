@@ -3,7 +3,6 @@ the published threads, test by test."""
 
 import jax
 import pytest
-from jax import lax
 
 import shmap_tp.layers.linear
 import shmap_tp.training.step
@@ -12,15 +11,13 @@ from shmap_tp.model.components import ModelComponents
 from shmap_tp.parallel.linear_protocol import Adapter
 from shmap_tp.parallel.mesh import MP
 from tests.helpers.adapter_cases import assert_base_keeps_its_bits, compare_with_merged, trained_on
-from tests.helpers.mutations import declare, refused_by_shape, refused_by_type, trace_step, wrong
+from tests.helpers.mutations import declare, keep_partial, mutate, refused_by_shape, refused_by_type, trace_step, wrong
 
 RANK = "model.adapter.rank=2"
 
 
 def test_a_factor_keeps_the_gradient_of_the_features_of_one_rank(monkeypatch):
-    share = jax.custom_vjp(lambda w: lax.pcast(w, MP, to="varying"))
-    share.defvjp(lambda w: (lax.pcast(w, MP, to="varying"), None), lambda _, dw: (dw,))
-    monkeypatch.setattr(shmap_tp.layers.linear, "mark_varying", lambda w, axes: share(w))
+    mutate(monkeypatch, shmap_tp.layers.linear, "mark_varying", keep_partial)
     with refused_by_type:
         trace_step(RANK)
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -13,22 +12,21 @@ import shmap_tp.training.step
 from shmap_tp.layers import expert_dispatch
 from shmap_tp.layers.experts import Router, RouterStatistics
 from shmap_tp.parallel.mesh import MP
-from tests.helpers.expert_cases import CASES
-from tests.helpers.mutations import refused_by_type, trace_step, with_lax, wrong
+from tests.helpers.expert_cases import experts_case
+from tests.helpers.mutations import keep_partial, mutate, refused_by_type, trace_step, with_lax, wrong
 from tests.helpers.sharded_harness import compare
 
 STEP = ["model.block=sequential", "model.mlp=swiglu", "model.experts=8", "model.norm=rmsnorm"]
 
 
-def comparison() -> None:
-    compare(CASES["two of eight", "all_reduce"], (2, 4), "float64")
+def comparison(*, gradients: bool = False) -> None:
+    compare(experts_case("two of eight", "all_reduce"), (2, 4), "float64", gradients=gradients)
 
 
 def test_the_partial_gradient_of_a_router_is_labelled_as_complete(monkeypatch):
     """Each device of mp has that which comes through its own experts."""
-    share = jax.custom_vjp(lambda w: lax.pcast(w, MP, to="varying"))
-    share.defvjp(lambda w: (lax.pcast(w, MP, to="varying"), None), lambda _, dw: (dw,))
-    monkeypatch.setattr(shmap_tp.layers.experts, "mark_varying", lambda w, axes: share(w) if axes == MP else w)
+    share = lambda mark: lambda w, axes: keep_partial(mark)(w) if axes == MP else w  # noqa: E731
+    mutate(monkeypatch, shmap_tp.layers.experts, "mark_varying", share)
     with refused_by_type:
         comparison()
 
@@ -53,34 +51,28 @@ def test_an_auxiliary_loss_that_every_rank_has_is_taken_as_a_share(monkeypatch):
 
 
 def test_the_weights_of_chosen_experts_are_not_normalised(monkeypatch):
-    route = Router.__call__
-
-    def without(self, x):
-        found = route(self, x)
-        return found._replace(weights_NC=jnp.take_along_axis(found.scores_NE, found.experts_NC, 1))
-
-    monkeypatch.setattr(Router, "__call__", without)
+    without = lambda found: found._replace(weights_NC=jnp.take_along_axis(found.scores_NE, found.experts_NC, 1))  # noqa: E731
+    mutate(monkeypatch, Router, "__call__", lambda route: lambda self, x: without(route(self, x)))
     with wrong:
         comparison()
 
 
 def test_tokens_go_to_the_expert_beside_the_chosen_one(monkeypatch):
-    sort = expert_dispatch.sort_by_expert
-    monkeypatch.setattr(expert_dispatch, "sort_by_expert", lambda chosen, n: sort((chosen + 1) % 8, n))
+    mutate(monkeypatch, expert_dispatch, "sort_by_expert", lambda sort: lambda chosen, n: sort((chosen + 1) % 8, n))
     with wrong:
         comparison()
 
 
 def test_the_balance_loss_depends_on_how_the_batch_is_divided(monkeypatch):
     """The product of two means over the tokens of a rank, instead of over those of each sequence."""
-    balance = shmap_tp.layers.experts.balance_loss
-    monkeypatch.setattr(shmap_tp.layers.experts, "balance_loss", lambda routing, batch: balance(routing, 1))
+    over_a_rank = lambda balance: lambda routing, batch: balance(routing, 1)  # noqa: E731
+    mutate(monkeypatch, shmap_tp.layers.experts, "balance_loss", over_a_rank)
     with wrong:
         comparison()
 
 
 def comparison_over_tokens() -> None:
-    compare(CASES["two of eight", "all_reduce"], (4, 2), "float64", ep=2)
+    compare(experts_case("two of eight", "all_reduce"), (4, 2), "float64", gradients=False, ep=2)
 
 
 def test_results_come_back_in_the_order_of_experts_instead_of_that_of_tokens(monkeypatch):
@@ -98,9 +90,8 @@ def test_tokens_are_sent_over_another_axis_of_as_many_ranks(monkeypatch):
 
 
 def test_the_weights_of_rows_stay_behind_when_rows_are_sent(monkeypatch):
-    send = expert_dispatch._all_to_all
-    stay = lambda x: x if x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.floating) else send(x)  # noqa: E731
-    monkeypatch.setattr(expert_dispatch, "_all_to_all", stay)
+    is_weights = lambda x: x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    mutate(monkeypatch, expert_dispatch, "_all_to_all", lambda send: lambda x: x if is_weights(x) else send(x))
     with wrong:
         comparison_over_tokens()
 
@@ -110,9 +101,8 @@ BIASED = [*STEP, "model.router_bias_rate=0.1"]
 
 def test_the_bias_of_a_router_follows_the_load_of_one_rank(monkeypatch):
     """The loads are not summed over ranks."""
-    reduce = shmap_tp.training.step.all_reduce
-    local = lambda x, axes: x if isinstance(x, RouterStatistics) else reduce(x, axes)  # noqa: E731
-    monkeypatch.setattr(shmap_tp.training.step, "all_reduce", local)
+    local = lambda reduce: lambda x, axes: x if isinstance(x, RouterStatistics) else reduce(x, axes)  # noqa: E731
+    mutate(monkeypatch, shmap_tp.training.step, "all_reduce", local)
     with refused_by_type:
         trace_step(*BIASED)
 

@@ -3,6 +3,7 @@ written as the mistake would be made here.  docs/silent-bugs.md names the publis
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +17,15 @@ from shmap_tp.layers.rotation import Rotation
 from shmap_tp.layers.xla_workarounds import rotate_pairs
 from shmap_tp.model.blocks import SequentialBlock
 from shmap_tp.model.layer_pattern import LayerOptions, layer_options
-from tests.helpers.model_cases import compare_model
-from tests.helpers.mutations import wrong
+from tests.helpers.layer_cases import JOINT_NORMS
+from tests.helpers.model_cases import PATTERNS, compare_model
+from tests.helpers.mutations import compare_layer, mutate, wrong
 
 Period = tuple[LayerOptions, ...]
 
 
-def compare(family: str) -> None:
-    """A model with a window of 3 tokens in some layers, and rows of 8."""
-    compare_model(family, (1, 1), "float64")
+COMPARE = partial(compare_model, PATTERNS, (1, 1), gradients=False)
+"""A model with a window of 3 tokens in one of its layers, rows of 8, caps, sinks and norms around sublayers."""
 
 
 def with_options(monkeypatch: pytest.MonkeyPatch, changed: Callable[[Period], Period]) -> None:
@@ -39,19 +40,19 @@ def test_a_window_has_a_token_more_or_less_or_is_ignored(monkeypatch, other):
 
     with_options(monkeypatch, changed)
     with wrong:
-        compare("sinks")
+        COMPARE()
 
 
 def test_a_pattern_is_shifted_by_one_layer(monkeypatch):
     with_options(monkeypatch, lambda period: (*period[1:], period[0]))
     with wrong:
-        compare("sinks")
+        COMPARE()
 
 
 def test_a_layer_without_the_rotary_encoding_rotates(monkeypatch):
     monkeypatch.setattr(NoPositions, "rotate", lambda self, x, positions=None: rotate_pairs(Rotation(1e4), 1, x))
     with wrong:
-        compare("gemma2 and 3")
+        COMPARE()
 
 
 def test_scores_are_capped_after_the_mask(monkeypatch):
@@ -59,20 +60,19 @@ def test_scores_are_capped_after_the_mask(monkeypatch):
     softmax = jax.nn.softmax
     monkeypatch.setattr(causal_attention.jax.nn, "softmax", lambda scores, axis: softmax(jnp.tanh(scores), axis=axis))
     with wrong:
-        compare("gemma2 and 3")
+        COMPARE()
 
 
 def test_the_gradient_of_capped_logits_is_that_of_logits_without_a_cap(monkeypatch):
-    scores = shmap_tp.model.loss._scores
-    monkeypatch.setattr(shmap_tp.model.loss, "_scores", lambda *given: replace(scores(*given), slope_NV=None))
+    mutate(monkeypatch, shmap_tp.model.loss, "_scores", lambda of: lambda *given: replace(of(*given), slope_NV=None))
     with wrong:
-        compare("gemma2 and 3")
+        compare_model(PATTERNS, (1, 1))
 
 
 def test_attention_drops_its_sinks(monkeypatch):
     monkeypatch.setattr(causal_attention, "_softmax", lambda scores, sinks_H: jax.nn.softmax(scores, axis=-1))
     with wrong:
-        compare("sinks")
+        COMPARE()
 
 
 def test_the_norms_after_sublayers_are_applied_before_them(monkeypatch):
@@ -83,4 +83,4 @@ def test_the_norms_after_sublayers_are_applied_before_them(monkeypatch):
 
     monkeypatch.setattr(SequentialBlock, "__call__", before)
     with wrong:
-        compare("olmo 3")
+        compare_layer(f"{JOINT_NORMS}; all_reduce", gradients=False)

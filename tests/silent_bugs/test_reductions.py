@@ -1,7 +1,6 @@
 """Reductions that other frameworks left out, repeated or did over other ranks, each written as the mistake would be
 made here.  docs/silent-bugs.md names the published threads, test by test."""
 
-import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -14,23 +13,21 @@ from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import DP, MP, token_axes
 from shmap_tp.parallel.tensor_parallel import AllReduce
-from tests.helpers import sharded_harness
-from tests.helpers.layer_cases import LAYERS
-from tests.helpers.model_cases import compare_model
+from tests.helpers.layer_cases import BIASES, HEAD_NORMS, MODES
+from tests.helpers.model_cases import FSDP, compare_model
 from tests.helpers.mutations import (
     compare_layer,
     compare_loss,
     declare,
+    keep_partial,
+    mutate,
     refused_by_shape,
     refused_by_type,
     trace_step,
     with_lax,
     wrong,
 )
-from tests.helpers.option_cases import MODES, OPTION_BLOCKS
 
-BIASES = "parallel, biases, partial rotary in neighbouring pairs"
-HEAD_NORMS = "sequential, head norms with 2 kv heads, scaled rotary"
 BLOCK = "parallel_block_2_of_8"
 
 
@@ -43,9 +40,7 @@ def test_replicated_norms_keep_partial_gradients(monkeypatch, setting):
 
 
 def test_a_partial_gradient_is_labelled_as_complete_where_sharded_layers_begin(monkeypatch):
-    enter = jax.custom_vjp(lambda x: lax.pcast(x, MP, to="varying"))
-    enter.defvjp(lambda x: (lax.pcast(x, MP, to="varying"), None), lambda _, dx: (dx,))
-    monkeypatch.setattr(AllReduce, "enter", lambda self, x: enter(x))
+    mutate(monkeypatch, AllReduce, "enter", lambda enter: lambda self, x: keep_partial(enter)(x))
     with refused_by_type:
         compare_layer(BLOCK)
 
@@ -53,11 +48,9 @@ def test_a_partial_gradient_is_labelled_as_complete_where_sharded_layers_begin(m
 @pytest.mark.parametrize("case", ["key_value_2_of_8", f"{HEAD_NORMS}; all_reduce"])
 def test_weights_that_all_heads_share_keep_the_gradient_of_the_heads_of_one_device(monkeypatch, case):
     """Key/value heads that several devices hold, and norms of q and k."""
-    share = jax.custom_vjp(lambda w: lax.pcast(w, MP, to="varying"))
-    share.defvjp(lambda w: (lax.pcast(w, MP, to="varying"), None), lambda _, dw: (dw,))
-    monkeypatch.setattr(shmap_tp.layers.attention, "mark_varying", lambda tree, axes: jax.tree.map(share, tree))
+    mutate(monkeypatch, shmap_tp.layers.attention, "mark_varying", keep_partial)
     with refused_by_type:
-        sharded_harness.compare((LAYERS | OPTION_BLOCKS)[case], (2, 4), "float64")
+        compare_layer(case)
 
 
 def test_the_gradient_of_a_chunked_loss_is_labelled_like_its_input(monkeypatch):
@@ -94,7 +87,7 @@ def test_a_gradient_is_reduced_twice(monkeypatch):
     """A sum has the type of one value, whether it is summed once or twice: only the values tell."""
     monkeypatch.setattr(shmap_tp.parallel.fsdp, "all_reduce", lambda dw, axes: lax.psum(lax.psum(dw, axes), axes))
     with wrong:
-        compare_model("parallel layernorm gelu alibi", (2, 4), "float32")
+        compare_model(FSDP)
 
 
 def test_an_mlp_that_every_device_computes_in_full_is_summed(monkeypatch):
@@ -107,11 +100,11 @@ def test_an_mlp_that_every_device_computes_in_full_is_summed(monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bias_is_added_before_the_reduction(monkeypatch, mode):
     """Every device of mp adds it, so that it counts mp times."""
-    call, add_bias = RowParallelLinear.__call__, RowParallelLinear.add_bias
-    monkeypatch.setattr(RowParallelLinear, "__call__", lambda self, x: add_bias(self, call(self, x)))
+    add_bias = RowParallelLinear.add_bias
+    mutate(monkeypatch, RowParallelLinear, "__call__", lambda call: lambda self, x: add_bias(self, call(self, x)))
     monkeypatch.setattr(RowParallelLinear, "add_bias", lambda self, y: y)
     with wrong:
-        sharded_harness.compare(OPTION_BLOCKS[f"{BIASES}; {mode}"], (2, 4), "float64")
+        compare_layer(f"{BIASES}; {mode}")
 
 
 def test_a_bias_divided_by_mp_and_added_before_the_reduction_is_right_here(monkeypatch):
@@ -124,4 +117,4 @@ def test_a_bias_divided_by_mp_and_added_before_the_reduction_is_right_here(monke
 
     monkeypatch.setattr(RowParallelLinear, "__call__", with_part_of_the_bias)
     monkeypatch.setattr(RowParallelLinear, "add_bias", lambda self, y: y)
-    sharded_harness.compare(OPTION_BLOCKS[f"{BIASES}; all_reduce"], (2, 4), "float64")
+    compare_layer(f"{BIASES}; all_reduce")

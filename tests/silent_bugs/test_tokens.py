@@ -26,11 +26,11 @@ from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.objective import Objective
 from tests.helpers import reference, sharded_harness
 from tests.helpers.assertions import assert_close
-from tests.helpers.layer_cases import RESIDUAL_STREAM, D, H, K, T
-from tests.helpers.model_cases import compare_model
-from tests.helpers.model_fixtures import config, mesh_config
-from tests.helpers.mutations import compare_loss, wrong
-from tests.helpers.sharded_harness import ALL_REDUCE, Case
+from tests.helpers.layer_cases import D, H, K, T, on_residual_stream
+from tests.helpers.model_cases import FSDP, compare_model
+from tests.helpers.model_fixtures import config, mesh_config, random_like
+from tests.helpers.mutations import compare_loss, mutate, wrong
+from tests.helpers.sharded_harness import ALL_REDUCE
 
 FIRST = 3
 """Tokens of the first document in a row of two."""
@@ -46,12 +46,8 @@ def each_document_alone(p: dict, x_BTD: Any) -> Any:
     return jnp.concatenate([attention(p, x_BTD[:, :FIRST]), attention(p, x_BTD[:, FIRST:])], axis=1)
 
 
-PACKED = Case(
-    partial(Attention, D, (H, H), K, Chunked(T), std=1.0, std_out=1.0),
-    attend_within_documents,
-    each_document_alone,
-    (RESIDUAL_STREAM[ALL_REDUCE],),
-    RESIDUAL_STREAM[ALL_REDUCE][1],
+PACKED = on_residual_stream(
+    partial(Attention, D, (H, H), K, Chunked(T), std=1.0, std_out=1.0), attend_within_documents, each_document_alone
 )
 
 
@@ -66,12 +62,13 @@ def test_attention_ignores_the_documents_of_a_packed_row(monkeypatch):
         sharded_harness.compare(PACKED, (2, 4), "float64")
 
 
-def loss_of_split_rows(cp: int) -> jax.Array:
+def loss_of_split_rows(cp: int) -> Any:
     """The loss of rows of documents that are split along time over `cp` devices."""
-    conf = config(f"mesh.cp={cp}", "mesh.dp=1", "mesh.mp=1", "model.context=16")
+    conf = config(f"mesh.cp={cp}", "mesh.dp=1", "mesh.mp=1", "model.context=16", "model.layers=1")
     functions = build_model_functions(conf, make_mesh(conf.mesh, jax.devices()[:cp]), jnp.float32)
-    tokens_ABT = jnp.arange(2 * 17).reshape(1, 2, 17) % 31
-    return functions.loss(functions.initialize(), tokens_ABT, jnp.cumsum(tokens_ABT % 7 == 0, axis=-1))
+    tokens_ABT = np.arange(2 * 17).reshape(1, 2, 17) % 31
+    params = random_like(functions.shapes, "float32", spread=0.1)
+    return functions.loss(params, jnp.asarray(tokens_ABT), jnp.asarray(np.cumsum(tokens_ABT % 7 == 0, axis=-1)))
 
 
 def test_attention_of_a_rank_leaves_out_the_positions_of_others(monkeypatch):
@@ -90,11 +87,16 @@ def test_targets_are_shifted_within_each_shard_of_time():
         own = of_this_device(batch)
         return own.targets, jnp.roll(own.inputs, -1, axis=-1)
 
-    tokens_ABT = jnp.arange(2 * 17).reshape(1, 2, 17)
-    on_four = make_mesh(mesh_config(1, 1, cp=4), jax.devices()[:4])
-    batch, split = next_token_batch(tokens_ABT, on_four.axis_names), P(None, None, CP)
-    run = jax.shard_map(targets, mesh=on_four, in_specs=(P(),), out_specs=(split, split))
-    before_sharding, on_each_shard = (row_order(x, 4) for x in run(batch))
+    on_four, split = make_mesh(mesh_config(1, 1, cp=4), jax.devices()[:4]), P(None, None, CP)
+
+    @jax.jit
+    def run(tokens_ABT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        batch = next_token_batch(tokens_ABT, on_four.axis_names)
+        found = jax.shard_map(targets, mesh=on_four, in_specs=(P(),), out_specs=(split, split))(batch)
+        return tuple(row_order(x, 4) for x in found)
+
+    tokens_ABT = np.arange(2 * 17, dtype=np.int32).reshape(1, 2, 17)
+    before_sharding, on_each_shard = run(tokens_ABT)
     assert_close(before_sharding, tokens_ABT[..., 1:], 0.0)
     with wrong:
         assert_close(on_each_shard, tokens_ABT[..., 1:], 0.0)
@@ -108,17 +110,13 @@ def test_each_rank_divides_by_its_own_number_of_targets(monkeypatch):
 
     monkeypatch.setattr(Objective, "counted", own)
     with wrong:
-        compare_model("parallel layernorm gelu alibi", (2, 4), "float32")
+        compare_model(FSDP)
 
 
 def test_tokens_of_prompts_count_as_targets(monkeypatch):
     """The mark that a token does not count gets lost on its way to the loss."""
-    call = LinearCrossEntropy.__call__
-
-    def count_all(self: LinearCrossEntropy, h: Any, projection: Any, targets: Any, counted: Any) -> Any:
-        return call(self, h, projection, input_ids(targets), counted)
-
-    monkeypatch.setattr(LinearCrossEntropy, "__call__", count_all)
+    count_all = lambda call: lambda self, h, w, targets, counted: call(self, h, w, input_ids(targets), counted)  # noqa: E731
+    mutate(monkeypatch, LinearCrossEntropy, "__call__", count_all)
     with wrong:
         compare_loss()
 

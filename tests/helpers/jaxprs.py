@@ -45,14 +45,8 @@ def equations_named(jaxpr: Any, primitive: str) -> list[Any]:
 
 def pallas_kernels(jaxpr: Any) -> list[str]:
     """The names of all Pallas kernels of a program, one for each call in its text."""
-    found = []
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            name = equation.params["name"] if "name" in equation.params else equation.params["name_and_src_info"].name
-            found.append(name)
-        else:
-            found += [name for body in bodies(equation.params) for name in pallas_kernels(body)]
-    return found
+    params = [equation.params for equation in equations_named(jaxpr, "pallas_call")]
+    return [each["name"] if "name" in each else each["name_and_src_info"].name for each in params]
 
 
 def is_on_host(var: Any) -> bool:
@@ -78,11 +72,5 @@ def loss_and_gradients_on_mesh(model: ModelConfig, params: Transformer, dtype: s
         parts, gradients = loss_and_gradients(objective, params, batch)
         return parts.losses, gradients
 
-    def run(params: Transformer, tokens: jax.Array) -> tuple[jax.Array, Transformer]:
-        batch = next_token_batch(tokens, on.axis_names)
-        mapped = jax.shard_map(
-            local, mesh=on, in_specs=(specs, tokens_spec(on.axis_names)), out_specs=(P(), specs),
-        )  # fmt: skip
-        return mapped(params, batch)
-
-    return run
+    mapped = jax.shard_map(local, mesh=on, in_specs=(specs, tokens_spec(on.axis_names)), out_specs=(P(), specs))
+    return lambda params, tokens: mapped(params, next_token_batch(tokens, on.axis_names))

@@ -26,19 +26,19 @@ from tests.helpers.model_fixtures import config, random_like, shapes_of
 RING = "mesh.zero=fsdp mesh.fsdp_gradients=ring"
 SEQUENCE, COLLECTIVE = "mesh.tensor_parallel=sequence", "mesh.tensor_parallel=collective_matmul"
 PATTERNS, FSDP, FEW_HEADS, SLICES = "patterns", "fsdp", "sequence, ring, few heads", "ring, two slices, offload"
-GEMMA, COLLECTIVE_MATMUL = "collective matmul, fsdp", "collective matmul"
+GEMMA, COLLECTIVE_MATMUL, OFFLOAD = "collective matmul, fsdp", "collective matmul", "sequence, offload"
 MODELS = {
     # name: ((dp, mp), precision, how it is parallel, options of the model)
     PATTERNS: ((1, 8), "float64", SEQUENCE,
         "block=sequential norm=rmsnorm_unit_offset norm_placement=both qk_norm=true mlp=geglu kv_heads=2 "
-        "positions=rotary rotary_local_base=10 layers=3 window=3 layer_pattern=[local,nope,global] attention_chunk=4 "
+        "positions=rotary rotary_local_base=10 layers=3 window=3 layer_pattern=[local,nope,global] "
         "attention_sinks=true attention_softcap=1 attention_scale_dim=3 logit_softcap=0.5 tie_embeddings=true "
         "remat=mlp init_std=0.05 vocabulary=64"),
     FSDP: ((2, 4), "float32", "mesh.zero=fsdp",
         "block=sequential norm=rmsnorm positions=learned kv_heads=2 attention_chunk=3"),
     FEW_HEADS: ((8, 1), "float32", f"{RING} {SEQUENCE}",
         "block=sequential norm_bias=true qkv_bias=true attention_output_bias=true mlp_bias=true tie_embeddings=true "
-        "heads=4 kv_heads=4 ffn=36 remat=full"),
+        "heads=4 kv_heads=4 ffn=36 remat=full layers=1"),
     SLICES: ((4, 2), "float32", f"{RING} mesh.slices=2",
         "norm=rmsnorm norm_epsilon=1e-5 mlp=swiglu kv_heads=2 head_dim=8 positions=rotary rotary_base=10 layers=3 "
         "rotary_scaling=llama3 rotary_original_context=32 remat=attention_and_up "
@@ -47,25 +47,25 @@ MODELS = {
         "block=sequential norm=rmsnorm mlp=swiglu positions=rotary kv_heads=2 ffn=12 experts=8 experts_per_token=3 "
         "router_normalize=false router_balance_loss=0.1 router_z_loss=0.1 shared_expert_ffn=8 remat=attention "
         "offload=[sublayer_output,attention_output]"),
-    "sequence, offload": ((2, 4), "float64", f"{SEQUENCE} train.loss_chunk=7",
+    OFFLOAD: ((2, 4), "float64", f"{SEQUENCE} train.loss_chunk=7",
         "norm=rmsnorm mlp=swiglu positions=rotary kv_heads=2 qk_norm=true attention_chunk=3 remat=all_matmuls "
         "offload=[input,query_key_value,attention_output,gate,up]"),
     GEMMA: ((8, 1), "float64", f"mesh.zero=fsdp {COLLECTIVE}",
         "block=sequential norm=rmsnorm_unit_offset mlp=geglu positions=rotary kv_heads=1 head_dim=6 remat=full "
-        "offload=[input] tie_embeddings=true embedding_scale=4.898979485566356"),
+        "offload=[input] tie_embeddings=true embedding_scale=4.898979485566356 layers=1"),
     "collective matmul, fsdp, norms after": ((4, 2), "float64", f"mesh.zero=fsdp {COLLECTIVE}",
         "block=sequential norm=rmsnorm norm_placement=after qk_norm=true qk_norm_across_heads=true mlp=swiglu "
         "kv_heads=2 positions=rotary rotary_base=10 rotary_local_base=100 rotary_scaling=linear layers=5 window=3 "
         "layer_pattern=[local,global] remat=attention init_std=0.05"),
-    COLLECTIVE_MATMUL: ((1, 8), "float64", f"{COLLECTIVE} train.loss_chunk=7",
+    COLLECTIVE_MATMUL: ((2, 4), "float64", f"{COLLECTIVE} train.loss_chunk=7",
         "block=parallel_two_norms norm_bias=true qkv_bias=true attention_output_bias=true mlp_bias=true mlp=gelu_erf "
-        "head_bias=true positions=rotary head_dim=6 rotary_dim=4 attention_chunk=3 remat=attention_output"),
+        "head_bias=true positions=rotary head_dim=6 rotary_dim=4 attention_chunk=3 remat=attention_output layers=1"),
 }  # fmt: skip
 """Every mode of tensor parallelism, with FSDP and without, on meshes with and without mp; every kind of data
 parallelism and every policy of rematerialisation; offload in the scan of JAX and in our own; and the options of every
 family of pretrained models once or more, those of weights with FSDP.  Few heads: of the ring's 8 devices some have
-none, and 8 divides only the columns of an MLP's weights.  llama3 scaling: of four rates one stays, two are interpolated and
-one is divided.  In float64 where norms, or a factor of the embedding, amplify rounding errors."""
+none, and 8 divides only the columns of an MLP's weights.  llama3 scaling: of four rates one stays, two are interpolated
+and one is divided.  In float64 where norms, or a factor of the embedding, amplify rounding errors."""
 
 
 def settings_of(model: str) -> list[str]:

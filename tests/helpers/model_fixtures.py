@@ -1,7 +1,6 @@
 """Five meshes, a configuration whose model compiles in a second, and random parameters."""
 
 from functools import cache
-from itertools import cycle
 from typing import Any
 
 import equinox as eqx
@@ -19,12 +18,6 @@ from shmap_tp.parallel.mesh import make_mesh
 
 MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
 every_mesh = pytest.mark.parametrize("shape", MESHES, ids=str)
-every_precision = pytest.mark.parametrize("precision", ["float32", "float64"])
-every_place = pytest.mark.parametrize(
-    ("shape", "precision"), [*zip(MESHES, cycle(["float32", "float64"]), strict=False)], ids=str
-)
-"""Every mesh in one precision, each precision on meshes with and without mp: the program is the same in both, and each
-compiles for a second."""
 
 MODEL = (
     "width=24 layers=2 heads=8 kv_heads=8 head_dim=4 ffn=40 vocabulary=50 vocabulary_multiple=32 context=7 "

@@ -6,7 +6,7 @@ differentiated against a random cotangent of the output.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import equinox as eqx
@@ -96,21 +96,27 @@ def _over_batches(mesh: Mesh, spec: P) -> P:
     return P(*(batch_axes(mesh.axis_names) if axis == DP else axis for axis in spec))
 
 
-EXPECTED: dict[Any, tuple[Any, dict[str, Any]]] = {}
+EXPECTED: dict[Any, dict[str, Any]] = {}
 
 
-def expected(case: Case) -> tuple[Any, dict[str, Any]]:
-    """(a random cotangent, `value_and_gradients` of the dense reference in float64), once for all cases that have this
-    reference and these arrays, such as those of other tensor-parallel modes."""
+@cache
+def cotangent_of(case: Case) -> Any:
+    """A random cotangent of the output."""
+    params, inputs = case.arrays("float32")
+    shapes, rng = jax.eval_shape(case.dense, by_path(params), *inputs), np.random.default_rng(2)
+    return jax.tree.map(lambda out: rng.normal(size=out.shape).astype("float32"), shapes)
+
+
+def expected(case: Case) -> dict[str, Any]:
+    """`value_and_gradients` of the dense reference in float64, once for all cases that have this reference and these
+    arrays, such as those of other tensor-parallel modes."""
     params, inputs = case.arrays("float64")
     key = case.dense, *(x.tobytes() for x in jax.tree.leaves((params, inputs)))
     if key not in EXPECTED:
         with jax.enable_x64(True):
-            shapes, rng = jax.eval_shape(case.dense, by_path(params), *inputs), np.random.default_rng(2)
-            cotangent = jax.tree.map(lambda out: rng.normal(size=out.shape).astype("float32"), shapes)
+            cotangent = jax.tree.map(partial(in_precision, "float64"), cotangent_of(case))
             run = jax.jit(partial(value_and_gradients, case.dense))
-            wide = jax.tree.map(partial(in_precision, "float64"), cotangent)
-            EXPECTED[key] = cotangent, jax.device_get(run(by_path(params), inputs, wide))
+            EXPECTED[key] = jax.device_get(run(by_path(params), inputs, cotangent))
     return EXPECTED[key]
 
 
@@ -122,12 +128,12 @@ def in_precision(precision: str, x: np.ndarray) -> np.ndarray:
 def compare(case: Case, shape: tuple[int, int], precision: str, *, gradients: bool = True, **others: Any) -> None:
     """Asserts that output, input gradients and parameter gradients on this mesh equal those of the reference, or only
     the output; `others` as for `model_fixtures.mesh`."""
-    cotangent, wanted = expected(case)
-    cotangent = jax.tree.map(partial(in_precision, precision), cotangent)
+    cotangent = jax.tree.map(partial(in_precision, precision), cotangent_of(case))
     params, inputs = case.arrays(precision)
     promotion = "standard" if precision == "float64" else "strict"  # "strict" refuses promote_types(float64, float32)
     with jax.enable_x64(precision == "float64"), jax.numpy_dtype_promotion(promotion):
         run = jax.jit(on_mesh(case, mesh(shape, **others), gradients=gradients))
         found = {name: by_path(x) if name == "d_params" else x for name, x in run(params, inputs, cotangent).items()}
     assert all(array.dtype == precision for array in jax.tree.leaves(found))
+    wanted = expected(case)
     assert_close(found, {name: wanted[name] for name in found}, RELATIVE[precision])

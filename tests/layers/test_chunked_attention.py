@@ -1,7 +1,5 @@
 """Chunked attention equals dense attention, and its memory is linear in the sequence length."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,8 +58,7 @@ def test_any_chunk_gives_dense_attention_to_the_window_and_the_segment_of_a_quer
     bias = np.where(seen[:, None], slopes[:, None, None] * (s - t), -np.inf)
     arrays = [rng.normal(size=(2, 37, heads, 4)) for heads in (4, 2, 2, 4)]
     with jax.enable_x64(True):
-        options = {"slopes_H": slopes if sloped else None, "segments_BT": segments if cut else None}
-        found = jax.jit(partial(vjp(chunk, window), **options))(*arrays)
+        found = jax.jit(vjp(chunk, window))(*arrays, slopes if sloped else None, segments if cut else None)
         assert_close(found, dense(*arrays, bias), RELATIVE["float64"])
 
 

@@ -29,8 +29,7 @@ PLACES = [
     ("two experts take all", "sequence", (1, 8), 1, "float32"),
     ("all experts, geglu", "all_reduce", (4, 2), 2, "float32"),
     ("three of sixteen by biased sigmoid, shared", "collective_matmul", (4, 2), 2, "float64"),
-    ("two of eight, biases, clamped", "all_reduce", (4, 2), 2, "float64"),
-    ("two of eight, biases, clamped", "sequence", (2, 4), 1, "float64"),
+    ("two of eight, biases, clamped", "sequence", (4, 2), 2, "float64"),
     ("two of eight, not normalised", "collective_matmul", (1, 8), 1, "float32"),
 ]
 """Every load; experts whose features are cut and experts to which tokens are sent, in every mode and both at once."""
@@ -62,15 +61,6 @@ def test_what_a_capacity_drops_is_counted():
     found = jax.tree.map(lambda total: total[None], counted).metrics(64)
     assert found["expert_load"] == 8 and found["experts_dropped"] == pytest.approx(7 / 8)
     assert 0 <= found["router_entropy"] < np.log(8)
-
-
-def test_the_loads_are_what_their_names_say():
-    for load in LOADS:
-        layer, (x,) = experts_case(load, "all_reduce").arrays("float32")
-        logits, chosen = moved(x, *LOADS[load][1]) @ layer.router.weight, layer.router.per_token
-        assert np.min(np.diff(np.sort(logits, axis=-1), axis=-1)) > 1e-5, f"{load}: a tie"
-        used = len(np.unique(np.argsort(logits, axis=-1)[..., -chosen:]))
-        assert (used == chosen) == ("all" in load), load
 
 
 def interpreted(x, w, sizes):

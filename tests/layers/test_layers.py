@@ -21,52 +21,43 @@ from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import decayed
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, tally
-from tests.helpers import layer_cases, reference
+from tests.helpers import layer_cases as cases
+from tests.helpers import reference
 from tests.helpers.assertions import by_path
 from tests.helpers.communication_checks import traced_communication
-from tests.helpers.layer_cases import (
-    BIASES,
-    HEAD_NORMS,
-    JOINT_NORMS,
-    KV_HEADS,
-    LAYERS,
-    MODES,
-    OPTION_BLOCKS,
-    ROTATIONS,
-    TWO_NORMS,
-    UNIT_OFFSET,
-    D,
-    K,
-)
+from tests.helpers.layer_cases import MODES, D, K
 from tests.helpers.model_cases import parameter_shapes
 from tests.helpers.model_fixtures import config
 from tests.helpers.sharded_harness import Case, compare
 
 WITH_OPTIONS = [
-    *(f"{BIASES}; {mode}" for mode in MODES),
-    *(f"{name}; {mode}" for name in (TWO_NORMS, JOINT_NORMS) for mode in ("all_reduce", "sequence")),
-    *(f"{HEAD_NORMS}; {mode}" for mode in ("all_reduce", "collective_matmul")),
-    *(f"{name}; all_reduce" for name in (KV_HEADS, UNIT_OFFSET)),
+    *(f"{cases.BIASES}; {mode}" for mode in MODES),
+    *(f"{name}; {mode}" for name in (cases.TWO_NORMS, cases.JOINT_NORMS) for mode in ("all_reduce", "sequence")),
+    *(f"{cases.HEAD_NORMS}; {mode}" for mode in ("all_reduce", "collective_matmul")),
+    *(f"{name}; all_reduce" for name in (cases.KV_HEADS, cases.UNIT_OFFSET)),
 ]
 """Models have these options in the other modes (tests/helpers/model_cases.py)."""
 ON_OTHER_MESHES = [
     *((name, (1, 8)) for name in ("embedding", "head, sequence", "attention_alibi")),
     ("parallel_block_2_of_8, collective_matmul", (1, 8)), ("sequential_block, collective_matmul", (4, 2)),
     *((name, (4, 2)) for name in ("key_value_2_of_8", "parallel_block_2_of_8")),
-    *((f"{name}; all_reduce", (4, 2)) for name in (KV_HEADS, HEAD_NORMS)),
+    *((f"{name}; all_reduce", (4, 2)) for name in (cases.KV_HEADS, cases.HEAD_NORMS)),
 ]  # fmt: skip
 """On (1, 8) one device holds only padding of the vocabulary; on (4, 2) two key/value heads are not fewer than mp."""
 
 
 @pytest.mark.parametrize(
     ("layer", "shape", "precision"),
-    [*((name, (2, 4), "float64") for name in [*LAYERS, *WITH_OPTIONS]), *((*it, "float32") for it in ON_OTHER_MESHES)],
+    [
+        *((name, (2, 4), "float64") for name in [*cases.LAYERS, *WITH_OPTIONS]),
+        *((*it, "float32") for it in ON_OTHER_MESHES),
+    ],
     ids=str,
 )
 def test_layer_equals_its_dense_reference(layer, shape, precision):
     """Within 1e-12 in float64, which proves the mathematics, and 1e-6 in float32, which proves that no operation has a
     lower precision."""
-    compare((LAYERS | OPTION_BLOCKS)[layer], shape, precision)
+    compare((cases.LAYERS | cases.OPTION_BLOCKS)[layer], shape, precision)
 
 
 def own_communication(case: Case) -> Counter[Any]:
@@ -78,7 +69,7 @@ def own_communication(case: Case) -> Counter[Any]:
 def added(options: str, more: str, mode: str) -> Counter[Any]:
     """What `more` options of a block communicate, which take nothing away."""
     tp = MODES[mode]
-    plain, found = (own_communication(layer_cases.block(each, tp)) for each in (options, f"{options} {more}"))
+    plain, found = (own_communication(cases.block(each, tp)) for each in (options, f"{options} {more}"))
     assert not plain - found
     return found - plain
 
@@ -93,7 +84,7 @@ def test_biases_and_a_second_norm_communicate_nothing_over_the_residual_stream(m
     """With all-reduces the gradients of two norms are summed over mp, because each device has that of its columns; a
     bias needs nothing."""
     assert not added("", "norm_bias=true qkv_bias=true attention_output_bias=true mlp_bias=true", mode)
-    all_biases = f"{layer_cases.ALL_BIASES} block=parallel_two_norms"
+    all_biases = f"{cases.ALL_BIASES} block=parallel_two_norms"
     assert added("", all_biases, mode) == scales(D, 4 * (mode == "all_reduce"))
 
 
@@ -107,7 +98,7 @@ def test_a_joint_norm_of_heads_sums_one_mean_a_token_over_mp():
     assert sum(found.values()) == 5
 
 
-MORE = f"{layer_cases.ALL_BIASES} head_bias=true kv_heads=2 mlp=geglu qk_norm=true"
+MORE = f"{cases.ALL_BIASES} head_bias=true kv_heads=2 mlp=geglu qk_norm=true"
 ALL_BIASES = [f"model.{option}" for option in MORE.split()]
 
 
@@ -159,6 +150,6 @@ def test_scaled_rates_of_llama_3_1_follow_their_wavelengths():
 
 
 def test_pairs_of_a_rotation_are_disjoint_and_the_first_elements():
-    for name, rotation in ROTATIONS.items():
+    for name, rotation in cases.ROTATIONS.items():
         first, second = rotation.pairs(8)
         assert sorted([*first, *second]) == list(range(rotation.size(8))), name

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.layers.positions import Alibi, Learned, Rotary
+from shmap_tp.layers.positions import Learned, Rotary
 from shmap_tp.layers.rotation import Rotation
 from shmap_tp.layers.xla_workarounds import rotate_pairs_at
 from shmap_tp.parallel.mesh import DP, MP
@@ -83,11 +83,3 @@ def test_learned_positions_at_shifted_positions_equal_a_slice_of_the_longer_sequ
     shifted = with_learned_positions(part, layer, tp, np.arange(start, T, dtype=np.int32))
     np.testing.assert_array_equal(shifted, full)
     assert np.any(with_learned_positions(part, layer, tp, None) != full)
-
-
-def test_alibi_changes_neither_the_input_nor_the_heads():
-    """It depends on distances only, which a shift does not change."""
-    x, positions = jnp.ones((B, T, D)), jnp.broadcast_to(jnp.arange(3, 3 + T), (B, T))
-    assert Alibi(H).add_to_input(x, ALL_REDUCE, positions) is x
-    q = jnp.ones((B, T, H, K))
-    assert Alibi(H).rotate(q, positions) is q

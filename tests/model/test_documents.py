@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from shmap_tp.model.tokens import IGNORE, document_segments, next_token_batch, positions_within
+from tests.helpers import model_cases as cases
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
-from tests.helpers.model_cases import COLLECTIVE_MATMUL, FSDP, SLICES, model_on_mesh, random_parameters, settings_of
 from tests.helpers.model_fixtures import config
 
-CASES = {"learned": (FSDP, (8, 1)), "rotary": (COLLECTIVE_MATMUL, (2, 4)), "offload in our own scan": (SLICES, (4, 2))}
+CASES = {"scan of JAX": (cases.OFFLOAD, (4, 2)), "our own scan": (cases.SLICES, (4, 2))}
 ROWS = {0: [4, 3], 1: [1, 2, 4], 9: [7], 15: [2, 5]}
 """Lengths of the documents in the rows that have any: most ranks of dp have none in a microbatch."""
 
@@ -44,8 +44,8 @@ def apart(tokens: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_packed_documents_are_computed_as_if_each_were_alone(case):
     name, shape = CASES[case]
-    conf = config(*settings_of(name))
-    params, run = random_parameters(conf, "float32"), model_on_mesh(conf, shape, "float32")
+    conf = config(*cases.settings_of(name))
+    params, run = cases.random_parameters(conf, "float32"), cases.model_on_mesh(conf, shape, "float32")
     tokens, segments = packed(conf.model.vocabulary, conf.model.context + 1)
     found = run(params, tokens, segments)
     alone = run(params, apart(tokens), np.zeros_like(segments))

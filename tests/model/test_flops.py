@@ -33,38 +33,23 @@ from tests.helpers.named_models import DEFAULTS, TINY, ZOO, load
 
 # name: (exact parameters, the figure in the file's comment or published, largest mp)
 EXPECTED = {
-    "bytes": (852_608, "0.85M", 8),
-    "bytes_llama": (869_504, "0.87M", 8),
-    "cpu_33m": (33_559_040, "33.56M", 8),
-    "test": (229_696, "0.23M", 16),
-    "test_remat": (131_264, "0.13M", 8),
-    "160m": (162_211_584, "162.2M", 4),
-    "2_8b": (2_828_062_720, "2.83B", 16),
-    "6_9b": (6_854_676_480, "6.85B", 16),
-    "11b": (11_068_182_528, "11.07B", 16),
-    "16b": (15_831_666_688, "15.83B", 16),
-    "26b": (25_760_962_560, "25.76B", 8),
-    "32b": (31_663_333_376, "31.66B", 16),
-    "64b": (62_802_370_560, "62.80B", 16),
-    "128b": (125_079_396_352, "125.08B", 16),
-    "bytes_moe": (2_495_616, "2.50M", 8),
-    "mixtral_8x7b": (46_702_792_704, "46.70B", 8),
-    "olmoe_1b_7b": (6_919_161_856, "6.92B", 16),
-    "qwen3_30b_a3b": (30_532_122_624, "30.53B", 4),
-    "llama2_70b": (68_976_648_192, "68.98B", 8),
-    "llama3_8b": (8_030_261_248, "8.03B", 8),
-    "llama3_70b": (70_553_706_496, "70.55B", 8),
-    "6b": (6_050_254_848, "6.05B", 16),
-    "gemma3_124m": (123_571_200, "123.6M", 4),
-    "gpt2": (124_439_808, "124.4M", 4),
-    "gpt2_1_3b": (1_313_083_392, "1.31B", 16),
-    "gpt2_xl": (1_557_611_200, "1.558B", 1),
-    "gpt2_10b": (9_874_120_704, "9.87B", 16),
-    "gpt2_20b": (20_246_949_888, "20.25B", 16),
-    "gpt2_60b": (60_924_088_320, "60.92B", 16),
-    "gpt2_64b": (64_699_023_360, "64.70B", 16),
+    "bytes": (852_608, "0.85M", 8), "bytes_llama": (869_504, "0.87M", 8), "cpu_33m": (33_559_040, "33.56M", 8),
+    "test": (229_696, "0.23M", 16), "test_remat": (131_264, "0.13M", 8), "160m": (162_211_584, "162.2M", 4),
+    "2_8b": (2_828_062_720, "2.83B", 16), "6_9b": (6_854_676_480, "6.85B", 16),
+    "11b": (11_068_182_528, "11.07B", 16), "16b": (15_831_666_688, "15.83B", 16),
+    "26b": (25_760_962_560, "25.76B", 8), "32b": (31_663_333_376, "31.66B", 16),
+    "64b": (62_802_370_560, "62.80B", 16), "128b": (125_079_396_352, "125.08B", 16),
+    "bytes_moe": (2_495_616, "2.50M", 8), "mixtral_8x7b": (46_702_792_704, "46.70B", 8),
+    "olmoe_1b_7b": (6_919_161_856, "6.92B", 16), "qwen3_30b_a3b": (30_532_122_624, "30.53B", 4),
+    "llama2_70b": (68_976_648_192, "68.98B", 8), "llama3_8b": (8_030_261_248, "8.03B", 8),
+    "llama3_70b": (70_553_706_496, "70.55B", 8), "6b": (6_050_254_848, "6.05B", 16),
+    "gemma3_124m": (123_571_200, "123.6M", 4), "gpt2": (124_439_808, "124.4M", 4),
+    "gpt2_1_3b": (1_313_083_392, "1.31B", 16), "gpt2_xl": (1_557_611_200, "1.558B", 1),
+    "gpt2_10b": (9_874_120_704, "9.87B", 16), "gpt2_20b": (20_246_949_888, "20.25B", 16),
+    "gpt2_60b": (60_924_088_320, "60.92B", 16), "gpt2_64b": (64_699_023_360, "64.70B", 16),
     "gpt2_128b": (128_872_919_040, "128.87B", 16),
-}
+}  # fmt: skip
+"""6_9b: Megatron's own code has the same parameters (no biases, 33 norm scales), which its paper rounds to 6.86B."""
 
 LARGE = [name for name, (exact, _, _) in EXPECTED.items() if exact > 2e9 and not load(name).experts]
 
@@ -97,13 +82,6 @@ def test_each_model_file_has_its_name_the_published_parameters_and_sizes_that_it
     assert name not in LARGE or model.vocabulary == 50304 or padded_vocabulary(model) // largest % 128 == 0
     assert model.heads % model.kv_heads == model.context % model.attention_chunk == 0
     assert model.attention_chunk == 512 or model.context < 512
-
-
-def test_6_9b_is_within_a_tenth_of_a_percent_of_the_published_6_86b():
-    """Their own code has the same parameters (no biases, 33 norm scales), which add up to 6.855B, not 6.86B."""
-    count = parameters(load("6_9b"))
-    assert count == 32 * 12 * 4096**2 + 33 * 4096 + 2 * 50304 * 4096
-    assert 0 < 6.86e9 / count - 1 < 1e-3
 
 
 def test_parameters_equal_a_hand_computation():
@@ -153,25 +131,17 @@ def test_recomputed_flops_equal_a_hand_computation():
     """Chunks of 2: the scores are recomputed; of 4, the whole context: they are saved without rematerialisation."""
     gelu, parallel, chunks = {"mlp": Mlp.gelu}, {"block": Block.parallel}, {"attention_chunk": 2}
     for remat, changes, recomputed in [
-        (Remat.none, {}, 0),
-        (Remat.none, chunks, 240),
+        (Remat.none, {}, 0), (Remat.none, chunks, 240),
         (Remat.all_matmuls, {}, 240),
-        (Remat.all_matmuls, chunks, 240),
-        (Remat.attention, {}, 240 + 448),
-        (Remat.attention, gelu, 240 + 224),
-        (Remat.attention_and_up, {}, 240 + 224),
-        (Remat.attention_and_up, gelu, 240),
-        (Remat.attention_output, {}, 2880 + 240 + 448),
-        (Remat.attention_output, parallel, (2880 - 960) + 240 + 448),
-        (Remat.mlp, {}, (2880 - 960) + 240 + 240),
-        (Remat.mlp, chunks, (2880 - 960) + 240 + 240 + 240),
-        (Remat.full, {}, 2880 + 480 + 672),
-        (Remat.full, parallel, 2880 + 480 + 672),
-        (Remat.full, chunks, 2880 + 480 + 672 + 240),
-    ]:
+        (Remat.attention, {}, 240 + 448), (Remat.attention, gelu, 240 + 224),
+        (Remat.attention_and_up, {}, 240 + 224), (Remat.attention_and_up, gelu, 240),
+        (Remat.attention_output, {}, 2880 + 240 + 448), (Remat.attention_output, parallel, 2880 - 960 + 240 + 448),
+        (Remat.mlp, {}, 2880 - 960 + 240 + 240), (Remat.mlp, chunks, 2880 - 960 + 240 + 240 + 240),
+        (Remat.full, {}, 2880 + 480 + 672), (Remat.full, chunks, 2880 + 480 + 672 + 240),
+    ]:  # fmt: skip
+        without = 12_624 - (3 * 224 if changes == gelu else 0)
         model = replace(TINY, remat=remat, **changes)
-        assert hardware_flops_per_token(model) == flops_per_token(model) + recomputed, (remat, changes)
-    assert flops_per_token(replace(TINY, **gelu)) == flops_per_token(TINY) - 3 * 224
+        assert hardware_flops_per_token(model) == without + recomputed, (remat, changes)
     assert recomputed_terms(replace(TINY, remat=Remat.full))["head"] == 0
 
 
@@ -190,24 +160,18 @@ def test_recomputed_flops_are_undefined_for_attention_auto():
         recomputed_terms(replace(TINY, attention=AttentionKernel.auto))
 
 
-def multiplied(model: ModelConfig) -> int:
-    """The weights of one block that a token is multiplied with: of query and output [D, HK], key and value [D, NK]; two
-    matrices of D F, three with a gate, of each expert of the token; and a router."""
+@pytest.mark.parametrize("name", ["bytes_moe", "mixtral_8x7b", "llama3_8b", "6_9b"])
+def test_flops_with_full_attention_equal_the_formula_of_palm(name):
+    """PaLM, appendix B, where N counts the parameters that take part in a matmul: of query and output [D, HK], key and
+    value [D, NK]; two matrices of D F, three with a gate, of each expert of the token; a router; and the head."""
+    model = load(name)
     projections = 2 * model.width * (model.heads + model.kv_heads) * model.head_dim
     hidden = model.experts_per_token * model.ffn + model.shared_expert_ffn if model.experts else model.ffn
-    return projections + (3 if model.mlp in GATED_MLPS else 2) * model.width * hidden + model.width * model.experts
-
-
-@pytest.mark.parametrize("name", ["6_9b", "bytes_moe", "gemma3_124m", "mixtral_8x7b", "llama3_8b"])
-def test_flops_with_full_attention_equal_the_formula_of_palm(name):
-    """PaLM, appendix B, where N counts the parameters that take part in a matmul; in a window W keys instead of T."""
-    model = load(name)
-    n = model.layers * multiplied(model) + model.width * model.vocabulary
-    kinds, time = model.layer_pattern or ["local"], model.context
-    windows = [model.window if kinds[i % len(kinds)] == "local" else None for i in range(model.layers)]
-    for causal in (False, True):
-        seen = [w - causal * w * (w - 1) / (2 * time) if w else time / (1 + causal) for w in windows]
-        assert flops_per_token(model, causal=causal) == 6 * n + int(12 * model.heads * model.head_dim * sum(seen))
+    mlp = (3 if model.mlp in GATED_MLPS else 2) * model.width * hidden + model.width * model.experts
+    n = model.layers * (projections + mlp) + model.width * model.vocabulary
+    attention = 12 * model.layers * model.heads * model.head_dim * model.context
+    assert flops_per_token(model, causal=False) == 6 * n + attention
+    assert flops_per_token(model) == 6 * n + attention // 2
 
 
 def test_flops_of_a_gpt_with_full_remat_equal_the_formula_of_narayanan():
@@ -227,11 +191,6 @@ def test_models_with_experts_need_the_flops_of_their_active_parameters(name, bil
     assert active / 1e9 == pytest.approx(billions, rel=0.02)
     forward = forward_terms(model)
     assert 2 * (active - model.width * model.vocabulary) == pytest.approx(forward["blocks"] + forward["head"], rel=1e-3)
-
-
-def test_flops_per_step_of_gpt2_128b_and_64b_equal_the_published_ones():
-    assert 6 * parameters(load("gpt2_128b")) * 1_048_576 == pytest.approx(809e15, rel=5e-3)
-    assert 6 * parameters(load("gpt2_64b")) * 1_048_576 == pytest.approx(404e15, rel=1e-2)
 
 
 @pytest.mark.parametrize(

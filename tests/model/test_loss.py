@@ -19,41 +19,28 @@ from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.training.step import build_step_functions
+from tests.helpers import loss_cases as cases
 from tests.helpers.jaxprs import equations_named, repeated_equations
-from tests.helpers.loss_cases import (
-    ALL_COLUMNS_REAL,
-    LOSS_IN_SEQUENCE,
-    LOSS_WITH_BIAS,
-    LOSSES,
-    ONLY_PADDING,
-    PADDED,
-    TARGETS_SPEC,
-    Z_LOSS,
-    B,
-    D,
-    T,
-    V,
-    random_targets,
-)
+from tests.helpers.loss_cases import PADDED, Z_LOSS, B, D, T, V
 from tests.helpers.model_fixtures import config, mesh, mesh_of
 from tests.helpers.sharded_harness import BATCH_SHARDED, compare
 
 PLACES = {
-    **dict.fromkeys(["every target ignored", LOSS_IN_SEQUENCE, LOSS_WITH_BIAS], ((2, 4), "float64")),
+    **dict.fromkeys(["every target ignored", cases.LOSS_IN_SEQUENCE, cases.LOSS_WITH_BIAS], ((2, 4), "float64")),
     f"{PADDED}, chunks of 3": ((2, 4), "float64"),
     f"{PADDED}, chunks of 32": ((1, 8), "float32"),
-    f"{ONLY_PADDING}, one chunk": ((1, 8), "float64"),
-    f"{ONLY_PADDING}, chunks of 3": ((1, 8), "float32"),
-    f"{ALL_COLUMNS_REAL}, one chunk": ((4, 2), "float32"),
-    f"{ALL_COLUMNS_REAL}, chunks of 32": ((1, 1), "float64"),
-    f"{ALL_COLUMNS_REAL}, chunks of 3": ((8, 1), "float32"),
+    f"{cases.ONLY_PADDING}, one chunk": ((1, 8), "float64"),
+    f"{cases.ONLY_PADDING}, chunks of 3": ((1, 8), "float32"),
+    f"{cases.ALL_COLUMNS_REAL}, one chunk": ((4, 2), "float32"),
+    f"{cases.ALL_COLUMNS_REAL}, chunks of 32": ((1, 1), "float64"),
+    f"{cases.ALL_COLUMNS_REAL}, chunks of 3": ((8, 1), "float32"),
 }
 """On (1, 8) one device holds only padding, or seven do."""
 
 
 @pytest.mark.parametrize("case", PLACES)
 def test_loss_equals_its_dense_reference(case):
-    compare(LOSSES[case], *PLACES[case])
+    compare(cases.LOSSES[case], *PLACES[case])
 
 
 @cache
@@ -68,7 +55,7 @@ def sums_and_gradients(loss: LinearCrossEntropy, shape: tuple[int, int] = (2, 4)
         return {"sums": all_reduce((objective, nll), DP), "evaluated": all_reduce(evaluated, DP), "dh": dh, "dw": dw}
 
     outs = {"sums": (P(), P()), "evaluated": (P(), P()), "dh": BATCH_SHARDED, "dw": P(MP, None)}
-    in_specs = (BATCH_SHARDED, P(MP, None), TARGETS_SPEC)
+    in_specs = (BATCH_SHARDED, P(MP, None), cases.TARGETS_SPEC)
     return jax.jit(jax.shard_map(local, mesh=mesh(shape), in_specs=in_specs, out_specs=outs))
 
 
@@ -76,7 +63,7 @@ def arrays(rows: int = V, spread: float = 1.0, ignored: float = 0.0) -> tuple[np
     """h[B T D], w[rows D], targets[B T]."""
     rng = np.random.default_rng(5)
     h, w = (rng.normal(scale=spread, size=shape).astype(np.float32) for shape in ((B, T, D), (rows, D)))
-    return h, w, random_targets(rows, ignored).astype(np.int32)
+    return h, w, cases.random_targets(rows, ignored).astype(np.int32)
 
 
 def test_padding_changes_no_bit_of_the_loss():

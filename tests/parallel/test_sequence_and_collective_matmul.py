@@ -5,7 +5,7 @@ What all modes share, above all parity with the reference and the check of colle
 test_communication and test_step.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,31 +15,16 @@ import pytest
 from jax import lax
 
 import shmap_tp.parallel.collective_matmul
-import shmap_tp.training.step
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.tensor_parallel import AllReduce, CollectiveMatmul, SequenceParallel
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction, Operation
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers.communication_checks import check_activations
+from tests.helpers.layer_cases import MODES
 from tests.helpers.model_fixtures import mesh_of
-from tests.helpers.mutations import (
-    compare_layer,
-    is_wasteful,
-    mutate,
-    refused_by_shape,
-    refused_by_type,
-    trace_step,
-    wasteful,
-    wrong,
-)
+from tests.helpers.mutations import compare_layer, is_wasteful, refused_by_shape, trace_step, wasteful, wrong
 from tests.helpers.step_fixtures import STEPS, largest_difference, learnable_batch, step_config
-
-BLOCKS = {"parallel": "parallel_block_2_of_8", "sequential": "sequential_block"}
-SEQUENCE = {block: f"{name}, sequence" for block, name in BLOCKS.items()}
-COLLECTIVE_MATMUL = {block: f"{name}, collective_matmul" for block, name in BLOCKS.items()}
-MODES = ["all_reduce", "sequence", "collective_matmul"]
-SEQUENCE_STEP = ["mesh.tensor_parallel=sequence", "model.context=8"]
 
 
 @cache
@@ -53,15 +38,14 @@ def step_functions(mode: str) -> StepFunctions:
 
 def test_all_modes_have_the_same_state():
     """Structure, shapes, dtypes and shardings: a checkpoint of one mode can be read by any other."""
-    first, *others = (step_functions(mode).shapes for mode in MODES)
+    first, *others = (jax.tree.leaves_with_path(step_functions(mode).shapes) for mode in MODES)
     for other in others:
-        assert jax.tree.structure(first) == jax.tree.structure(other)
-        for leaf, same in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True):
-            assert (leaf.shape, leaf.dtype, leaf.sharding) == (same.shape, same.dtype, same.sharding)
+        for (path, leaf), (same_path, same) in zip(first, other, strict=True):
+            assert (path, leaf.shape, leaf.dtype, leaf.sharding) == (same_path, same.shape, same.dtype, same.sharding)
 
 
 def test_all_modes_have_the_same_loss_curve_over_50_steps():
-    curves = {}
+    curves = []
     for mode in MODES:
         made, losses = step_functions(mode), []
         state = made.init()
@@ -69,8 +53,8 @@ def test_all_modes_have_the_same_loss_curve_over_50_steps():
             tokens = jax.device_put(learnable_batch(i, made.tokens.shape), made.tokens.sharding)
             state, metrics = made.step(state, tokens)
             losses.append(float(metrics["loss"]))
-        curves[mode] = np.array(losses)
-    first, *others = curves.values()
+        curves.append(np.array(losses))
+    first, *others = curves
     assert first[-1] < first[0] - 1
     for other in others:
         assert largest_difference(first[:3], other[:3]) <= 1e-6
@@ -86,89 +70,72 @@ def local_time(y_BTD: Any) -> Any:
     return lax.dynamic_slice_in_dim(y_BTD, lax.axis_index(MP) * size, size, axis=1)
 
 
-@pytest.mark.parametrize("block", SEQUENCE.values())
-def test_a_slice_of_the_local_partial_sum_instead_of_a_reduce_scatter_gives_wrong_values(monkeypatch, block):
-    """No type detects it: the slice varies over mp, as the reduced sum does."""
-    monkeypatch.setattr(SequenceParallel, "reduce", lambda self, y_BTD: local_time(y_BTD))
-    with wrong:
-        compare_layer(block)
+def gather_at_once(self: CollectiveMatmul, x_BTD: Any, *layers: Any) -> Any:
+    """No communication overlaps a matmul."""
+    return tuple(self.split_time(y) for y in SequenceParallel().column_parallel(x_BTD, *layers))
 
 
-def test_a_slice_of_an_all_reduce_instead_of_a_reduce_scatter_wastes_communication(monkeypatch):
-    """The values are right; twice the bytes are communicated."""
-    monkeypatch.setattr(SequenceParallel, "reduce", lambda self, y_BTD: local_time(lax.psum(y_BTD, MP)))
-    is_wasteful(SEQUENCE["sequential"])
+def on_dim(collective: Any, **dim: int) -> Any:
+    return lambda self, x: collective(x, MP, **dim, tiled=True)
 
 
-@pytest.mark.parametrize("dim", [0, 2])
-@pytest.mark.parametrize(
-    ("method", "other"),
-    [
-        ("reduce", lambda y, dim: lax.psum_scatter(y, MP, scatter_dimension=dim, tiled=True)),
-        ("enter", lambda x, dim: lax.all_gather(x, MP, axis=dim, tiled=True)),
-    ],
-    ids=["reduce-scatter", "all-gather"],
-)
-def test_sharding_another_dim_than_time_has_the_wrong_shape(monkeypatch, method, other, dim):
-    monkeypatch.setattr(SequenceParallel, method, lambda self, x: other(x, dim))
-    with refused_by_shape:
-        compare_layer(SEQUENCE["parallel" if dim else "sequential"])
+ring, gather, scatter = shmap_tp.parallel.collective_matmul, lax.all_gather, lax.psum_scatter
+replicated = partial(lax.all_gather, to="invarying")
+WRONG, SHAPE, WASTEFUL = "wrong", "refused_by_shape", "wasteful"
+MISTAKES = {
+    # what is wrong: (module or type, name, what replaces it, how it is detected)
+    "a slice of the local partial sum, which varies over mp as the reduced sum does": (
+        SequenceParallel, "reduce", lambda self, y: local_time(y), WRONG,
+    ),
+    "a slice of an all-reduce, of twice the bytes": (
+        SequenceParallel, "reduce", lambda self, y: local_time(lax.psum(y, MP)), WASTEFUL,
+    ),
+    "a reduce-scatter of rows": (SequenceParallel, "reduce", on_dim(scatter, scatter_dimension=0), SHAPE),
+    "a reduce-scatter of features": (SequenceParallel, "reduce", on_dim(scatter, scatter_dimension=2), SHAPE),
+    "an all-gather of rows": (SequenceParallel, "enter", on_dim(gather, axis=0), SHAPE),
+    "an all-gather of features": (SequenceParallel, "enter", on_dim(gather, axis=2), SHAPE),
+    "an all-gather typed as replicated, whose gradient is reduced once for each product": (
+        SequenceParallel, "enter", on_dim(replicated, axis=1), WASTEFUL,
+    ),
+    "a chunk that is not sent along the ring": (ring, "_send", lambda x, by: x, WRONG),
+    "a chunk that is sent the other way": (ring, "_send", partial(lambda send, x, by: send(x, -by), ring._send), WRONG),
+    "a collective matmul that gathers at once": (CollectiveMatmul, "column_parallel", gather_at_once, WASTEFUL),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("layer", [*SEQUENCE.values(), "head, sequence"])
-def test_an_all_gather_typed_as_replicated_wastes_communication(monkeypatch, layer):
-    """What it returns is the same on every device, but its gradient is not: it is reduced once for each product."""
-    invariant = lambda self, x: lax.all_gather(x, MP, axis=1, tiled=True, to="invarying")  # noqa: E731
-    monkeypatch.setattr(SequenceParallel, "enter", invariant)
-    is_wasteful(layer)
+@pytest.mark.parametrize("block", ["parallel_block_2_of_8", "sequential_block"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_sequence_parallelism_or_a_collective_matmul_is_detected(monkeypatch, mistake, block):
+    owner, name, instead, detected = MISTAKES[mistake]
+    monkeypatch.setattr(owner, name, instead)
+    layer = f"{block}, {'sequence' if owner is SequenceParallel else 'collective_matmul'}"
+    if detected == WASTEFUL:
+        return is_wasteful(layer)
+    with wrong if detected == WRONG else refused_by_shape:
+        compare_layer(layer, gradients=False)
+
+
+def test_an_all_gather_typed_as_replicated_wastes_communication_in_the_head(monkeypatch):
+    monkeypatch.setattr(SequenceParallel, "enter", on_dim(replicated, axis=1))
+    is_wasteful("head, sequence")
 
 
 def test_norm_scales_that_are_not_marked_as_varying_over_mp_waste_communication(monkeypatch):
     """JAX reduces their gradients over mp in every layer of every microbatch."""
     monkeypatch.setattr(SequenceParallel, "time_axes", AllReduce.time_axes)
-    compare_layer(SEQUENCE["parallel"])
-    all_reduces = [
-        entry for entry in communication_in_jaxpr(trace_step(*SEQUENCE_STEP)) if entry.operation == Operation.all_reduce
-    ]
-    assert any(entry.axis == MP and entry.direction == Direction.backward and entry.count > 2 for entry in all_reduces)
+    compare_layer("parallel_block_2_of_8, sequence")
+    entries = communication_in_jaxpr(trace_step("mesh.tensor_parallel=sequence", "model.context=8"))
+    backward = [each for each in entries if (each.axis, each.direction) == (MP, Direction.backward)]
+    assert any(each.operation == Operation.all_reduce and each.count > 2 for each in backward)
     with wasteful:
         check_activations("parallel; sequence")
 
 
-def test_norm_scales_whose_gradients_are_not_reduced_over_mp_do_not_type_check(monkeypatch):
-    monkeypatch.setattr(shmap_tp.training.step, "reduce_partial_gradients", lambda axis, gradients, params: gradients)
-    with refused_by_type:
-        trace_step(*SEQUENCE_STEP)
-
-
-@pytest.mark.parametrize(
-    ("mutated", "block"),
-    [(lambda send, x, by: x, "parallel"), (lambda send, x, by: send(x, -by), "sequential")],
-    ids=["not sent", "sent the other way"],
-)
-def test_a_chunk_that_is_not_passed_on_along_the_ring_gives_wrong_values(monkeypatch, block, mutated):
-    """No type detects it: it has the shape and type of the expected chunk."""
-    module = shmap_tp.parallel.collective_matmul
-    mutate(monkeypatch, module, "_send", lambda send: lambda x, by: mutated(send, x, by))
-    with wrong:
-        compare_layer(COLLECTIVE_MATMUL[block])
-
-
-def test_positions_left_in_the_order_of_the_ring_give_wrong_values_in_attention(monkeypatch):
+@pytest.mark.parametrize("block", ["parallel_block_2_of_8", "sequential_block"])
+def test_positions_left_in_the_order_of_the_ring_give_wrong_values_in_attention(monkeypatch, block):
     """An MLP is right in any order; causal attention is not."""
     monkeypatch.setattr(CollectiveMatmul, "concat_time", lambda self, y: jnp.concatenate(y, axis=1))
     monkeypatch.setattr(CollectiveMatmul, "split_time", lambda self, y: tuple(jnp.split(y, lax.axis_size(MP), axis=1)))
-    compare_layer("gelu, collective_matmul")
+    compare_layer("gelu, collective_matmul", gradients=False)
     with wrong:
-        compare_layer(COLLECTIVE_MATMUL["parallel"])
-
-
-@pytest.mark.parametrize("block", COLLECTIVE_MATMUL.values())
-def test_a_collective_matmul_that_gathers_at_once_is_detected(monkeypatch, block):
-    """Its values are right, but no communication overlaps a matmul."""
-
-    def gather_at_once(self: CollectiveMatmul, x_BTD: Any, *layers: Any) -> Any:
-        return tuple(self.split_time(y) for y in SequenceParallel().column_parallel(x_BTD, *layers))
-
-    monkeypatch.setattr(CollectiveMatmul, "column_parallel", gather_at_once)
-    is_wasteful(block)
+        compare_layer(f"{block}, collective_matmul", gradients=False)

@@ -17,24 +17,16 @@ MESHES = {
     "dp 2 x 2 slices, mp 2": mesh_config(4, 2, slices=2),
     "rings of 2, 2 slices": mesh_config(4, 2, zero=Zero.fsdp, fsdp_gradients=FsdpGradients.ring, slices=2),
 }
-SPECS = [
-    P(),
-    P(None, DP),
-    P(None, None, MP),
-    P(None, DP, MP),
-    P(None, (MP, DP)),
-    P(None, (DP, MP)),
-    P(None, (MP, DP, DP_SLICE)),
-    P(None, MP, (DP, DP_SLICE)),
-]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(("name", "spec"), [
+    ("dp 2, mp 4", P()), ("dp 2, mp 4", P(None, DP)), ("dp 2, mp 4", P(None, None, MP)),
+    ("dp 2, mp 4", P(None, DP, MP)), ("dp 2, mp 4", P(None, (MP, DP))), ("dp 2, mp 4", P(None, (DP, MP))),
+    ("dp 2 x 2 slices, mp 2", P(None, (MP, DP, DP_SLICE))), ("dp 2 x 2 slices, mp 2", P(None, MP, (DP, DP_SLICE))),
+    ("rings of 2, 2 slices", P(None, MP, (DP, DP_SLICE))), ("rings of 2, 2 slices", P(None, DP)),
+], ids=str)  # fmt: skip
 def test_each_device_gets_whole_matrices_and_gives_back_its_shard(name, spec):
     on = make_mesh(MESHES[name])
-    if not set(axes_in(spec)) <= set(on.axis_names):
-        pytest.skip("no such axis")
     x = np.arange(16 * 16 * 8, dtype=np.float32).reshape(16, 16, 8)
     over = on.axis_names
 

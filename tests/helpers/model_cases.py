@@ -15,8 +15,10 @@ from shmap_tp.layers.embedding import score
 from shmap_tp.model.sharded_model import shard_model
 from shmap_tp.model.tokens import Batch, next_token_batch, tokens_spec
 from shmap_tp.model.transformer import Carried, Transformer
+from shmap_tp.parallel.collectives import all_reduce, mark_varying
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import MP, make_mesh, token_axes
+from shmap_tp.training.objective import all_tokens
 from shmap_tp.training.preferences import make_objective
 from shmap_tp.training.step import loss_and_gradients, microbatch
 from tests.helpers import reference
@@ -109,13 +111,17 @@ def model_on_mesh(
     objective = make_objective(config, model.execution)
 
     def local(params: Transformer, batch: Batch) -> dict[str, Any]:
+        whole = gather_between_slices(model.placed.placements, params)
+        if not gradients:
+            whole = mark_varying(whole, (*token_axes(), *model.execution.tp.time_axes))
+            _, parts = objective(whole, microbatch(batch, 0), objective.counted(batch), all_tokens(batch))
+            return {"loss": all_reduce(parts.losses, token_axes())}
         (loss, _), dw = loss_and_gradients(objective, params, batch)
-        found = {"loss": loss, "gradients": dw} if gradients else {"loss": loss}
+        found = {"loss": loss, "gradients": dw}
         if not logits:
             return found
-        params = gather_between_slices(model.placed.placements, params)
-        h_BTD, _ = params(batch.inputs[0], model.execution, Carried(segments=microbatch(batch, 0).segments))
-        h_BTD, projection = params.output_projection(h_BTD, model.execution)
+        h_BTD, _ = whole(batch.inputs[0], model.execution, Carried(segments=microbatch(batch, 0).segments))
+        h_BTD, projection = whole.output_projection(h_BTD, model.execution)
         return found | {"logits": jax.vmap(score, (0, None))(h_BTD, projection)}
 
     axes = on.axis_names

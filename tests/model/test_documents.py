@@ -12,7 +12,10 @@ from tests.helpers import model_cases as cases
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import config
 
-CASES = {"scan of JAX": (cases.OFFLOAD, (4, 2)), "our own scan": (cases.SLICES, (4, 2))}
+CASES = {
+    "sequence, scan of JAX": (cases.OFFLOAD, (4, 2)), "all_reduce, our own scan": (cases.SLICES, (4, 2)),
+    "collective matmul": (cases.COLLECTIVE_MATMUL, (2, 4)),
+}  # fmt: skip
 ROWS = {0: [4, 3], 1: [1, 2, 4], 9: [7], 15: [2, 5]}
 """Lengths of the documents in the rows that have any: most ranks of dp have none in a microbatch."""
 

@@ -252,7 +252,13 @@ def test_saved_outputs_and_deferred_residuals_change_no_bit_of_loss_and_gradient
     block, or as the arrays themselves."""
     found = []
     for remat, defer in saved:
-        sizes = "model.context=128", "model.head_dim=64", "model.positions=rotary", "model.block=sequential"
+        sizes = [
+            "model.context=128",
+            "model.head_dim=64",
+            "model.positions=rotary",
+            "model.block=sequential",
+            "model.layers=1",
+        ]
         offload = "model.offload=[query_key_value]" if remat == "attention" else "model.offload=[]"
         model = config(*sizes, f"model.remat={remat}", offload).model
         params = random_like(shapes_of(partial(Transformer, model, Splash(defer, interpret=True))), "float32")

@@ -59,7 +59,7 @@ MODELS = {
         "block=sequential norm=rmsnorm norm_placement=after qk_norm=true qk_norm_across_heads=true mlp=swiglu "
         "kv_heads=2 positions=rotary rotary_base=10 rotary_local_base=100 rotary_scaling=linear layers=5 window=3 "
         "layer_pattern=[local,global] remat=attention init_std=0.05"),
-    COLLECTIVE_MATMUL: ((2, 4), "float64", f"{COLLECTIVE} train.loss_chunk=7",
+    COLLECTIVE_MATMUL: ((4, 2), "float64", f"{COLLECTIVE} train.loss_chunk=7",
         "block=parallel_two_norms norm_bias=true qkv_bias=true attention_output_bias=true mlp_bias=true mlp=gelu_erf "
         "head_bias=true positions=rotary head_dim=6 rotary_dim=4 attention_chunk=3 remat=attention_output layers=1"),
 }  # fmt: skip

@@ -250,17 +250,10 @@ def test_the_forward_kernel_runs_once_if_its_output_is_saved(remat, block):
 def test_saved_outputs_and_deferred_residuals_change_no_bit_of_loss_and_gradients(saved):
     """Everything recomputed, or the kernel's output saved; and q, k and v offloaded: as copies made at the end of a
     block, or as the arrays themselves."""
-    found = []
+    found, sizes = [], "context=128 head_dim=64 positions=rotary block=sequential layers=1"
     for remat, defer in saved:
-        sizes = [
-            "model.context=128",
-            "model.head_dim=64",
-            "model.positions=rotary",
-            "model.block=sequential",
-            "model.layers=1",
-        ]
-        offload = "model.offload=[query_key_value]" if remat == "attention" else "model.offload=[]"
-        model = config(*sizes, f"model.remat={remat}", offload).model
+        offload = "[query_key_value]" if remat == "attention" else "[]"
+        model = config(*(f"model.{each}" for each in f"{sizes} remat={remat} offload={offload}".split())).model
         params = random_like(shapes_of(partial(Transformer, model, Splash(defer, interpret=True))), "float32")
         tokens = np.random.default_rng(1).integers(0, model.vocabulary, (1, 2, 129)).astype(np.int32)
         found.append(jax.tree.leaves(jax.jit(loss_and_gradients_on_mesh(model, params))(params, tokens)))

@@ -20,27 +20,19 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-import shmap_tp.layers.attention
-import shmap_tp.layers.embedding
-import shmap_tp.layers.positions
-import shmap_tp.model.loss
-import shmap_tp.parallel.collective_matmul
-import shmap_tp.parallel.fsdp
-import shmap_tp.parallel.fsdp_overlap
-import shmap_tp.parallel.tensor_parallel
-import shmap_tp.training.optimizer
-import shmap_tp.training.step
-from shmap_tp.layers.attention import KeyValueHeads
-from shmap_tp.layers.embedding import VocabParallelEmbedding
+from shmap_tp.layers import attention, embedding, positions
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
+from shmap_tp.model import loss
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel import collective_matmul, fsdp, fsdp_overlap, tensor_parallel
 from shmap_tp.parallel.fsdp import Fsdp, Zero1
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.ring import RingStep
 from shmap_tp.parallel.tensor_parallel import AllReduce
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction
+from shmap_tp.training import optimizer, step
 from tests.helpers import sharded_harness
 from tests.helpers.assertions import RELATIVE, assert_close
 from tests.helpers.layer_cases import LAYERS
@@ -96,8 +88,6 @@ def over_mp(x: Any) -> Any:
     return lax.psum(x, MP)
 
 
-fsdp, step, overlap = shmap_tp.parallel.fsdp, shmap_tp.training.step, shmap_tp.parallel.fsdp_overlap
-optimizer = shmap_tp.training.optimizer
 PARALLEL, SEQUENTIAL = (partial(compare_layer, block) for block in BLOCKS)
 TRACE_FSDP = partial(trace_step, "mesh.zero=fsdp")
 TRACE_SLICES = partial(TRACE_FSDP, "mesh.slices=2", "mesh.dp=4", "mesh.mp=2")
@@ -121,9 +111,9 @@ MISTAKES = {
     "an fsdp weight is gathered in another order": (
         fsdp, "all_gather", gather_flipped, wrong, partial(compare_model, FSDP, gradients=False)),
     "a gradient ring returns only the local term": (
-        overlap, "ring_reduce_scatter", local_term, wrong, partial(compare_model, SLICES)),
+        fsdp_overlap, "ring_reduce_scatter", local_term, wrong, partial(compare_model, SLICES)),
     "a gradient ring over many tokens, whose terms wait for no received sums, which is right": (
-        overlap, "MIN_TOKENS_TO_OVERLAP", 0, nullcontext(), partial(compare_model, SLICES)),
+        fsdp_overlap, "MIN_TOKENS_TO_OVERLAP", 0, nullcontext(), partial(compare_model, SLICES)),
     "no fsdp gather between slices": (Fsdp, "gather_between_slices", kept, refused_by_shape, TRACE_SLICES),
     "no reduction of fsdp gradients between slices": (Fsdp, "reduce_gradient", kept, refused_by_shape, TRACE_SLICES),
     "an fsdp gradient is reduce-scattered again after the transpose of the all-gather": (
@@ -159,11 +149,11 @@ def test_parameters_that_are_not_marked_as_varying_over_dp_waste_communication(m
         (RowParallelLinear, (None, MP), "gelu"),
         (ColumnParallelLinear, (None, MP), "column"),
         (ColumnParallelLinear, (None, None), "swiglu"),
-        (VocabParallelEmbedding, (None, MP), "embedding"),
+        (embedding.VocabParallelEmbedding, (None, MP), "embedding"),
         (LayerNorm, (MP,), "layernorm"),
         (RMSNorm, (MP,), "rmsnorm"),
-        (KeyValueHeads, (MP, None, None), "attention_alibi"),
-        (KeyValueHeads, (None, MP, None), "parallel_block_2_of_8"),  # without replicate_if_fewer
+        (attention.KeyValueHeads, (MP, None, None), "attention_alibi"),
+        (attention.KeyValueHeads, (None, MP, None), "parallel_block_2_of_8"),  # without replicate_if_fewer
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -175,7 +165,7 @@ def test_a_wrong_sharding_declaration_has_the_wrong_shape(monkeypatch, declared,
 
 def test_key_value_heads_declared_as_replicated_give_wrong_values(monkeypatch):
     """All shapes fit: every device has enough heads for its queries, but not its own heads."""
-    declare(monkeypatch, KeyValueHeads, None, None, None)
+    declare(monkeypatch, attention.KeyValueHeads, None, None, None)
     with wrong:
         compare_layer("parallel_block_2_of_8", (4, 2))
 
@@ -183,7 +173,7 @@ def test_key_value_heads_declared_as_replicated_give_wrong_values(monkeypatch):
 def test_an_embedding_declared_as_replicated_wastes_communication(monkeypatch):
     """The first device finds every id and the others none: right, but every device stores and reduces the full
     table."""
-    declare(monkeypatch, VocabParallelEmbedding, None, None)
+    declare(monkeypatch, embedding.VocabParallelEmbedding, None, None)
     is_wasteful("embedding")
 
 
@@ -199,12 +189,12 @@ def test_an_undeclared_parameter_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "layer"),
     [
-        (shmap_tp.layers.attention, "key_value_2_of_8"),
-        (shmap_tp.layers.embedding, "embedding"),
-        (shmap_tp.layers.positions, "attention_alibi"),
-        (shmap_tp.parallel.tensor_parallel, "learned, sequence"),
-        (shmap_tp.parallel.collective_matmul, "sequential_block, collective_matmul"),
-        (shmap_tp.model.loss, None),
+        (attention, "key_value_2_of_8"),
+        (embedding, "embedding"),
+        (positions, "attention_alibi"),
+        (tensor_parallel, "learned, sequence"),
+        (collective_matmul, "sequential_block, collective_matmul"),
+        (loss, None),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -228,7 +218,9 @@ def test_using_the_columns_of_the_next_device_gives_wrong_values(monkeypatch, la
 
     mutate(monkeypatch, ColumnParallelLinear, "__call__", with_weight_of_next_device)
     # its result and not its weight, which is the same on every device where mp exceeds the number of heads
-    mutate(monkeypatch, KeyValueHeads, "__call__", lambda heads: lambda self, x: from_next_device(heads(self, x)))
+    mutate(
+        monkeypatch, attention.KeyValueHeads, "__call__", lambda heads: lambda self, x: from_next_device(heads(self, x))
+    )
     with wrong:
         compare_layer(layer, gradients=False)
 

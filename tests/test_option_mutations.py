@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-import shmap_tp.layers.attention
-import shmap_tp.model.loss
+from shmap_tp.layers import attention
 from shmap_tp.layers.attention import Attention, KeyValueHeads
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shmap_tp.layers.mlp import GatedMlp, GeluMlp, swiglu
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Rotary
 from shmap_tp.layers.rotation import Llama3Scaling, Rotation
+from shmap_tp.model import loss
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.linear_protocol import AfterNorm
 from shmap_tp.parallel.mesh import MP
@@ -50,7 +50,7 @@ def with_other(**fields: Any) -> Any:
 
 
 def with_ones_for(name: str) -> Any:
-    return with_other(**{name: lambda attention: jax.tree.map(jnp.ones_like, getattr(attention, name))})
+    return with_other(**{name: lambda layer: jax.tree.map(jnp.ones_like, getattr(layer, name))})
 
 
 ten_times_epsilon = with_other(epsilon=lambda norm: 10 * norm.epsilon)
@@ -108,7 +108,7 @@ def test_a_mistake_in_an_option_of_a_block_gives_wrong_values(monkeypatch, mista
 
 
 def test_heads_normalised_after_their_rotation_give_wrong_values(monkeypatch):
-    normalize, rotate, norms = shmap_tp.layers.attention._normalize_heads, Rotary.rotate, []
+    normalize, rotate, norms = attention._normalize_heads, Rotary.rotate, []
 
     def later(norm: RMSNorm, x: Any, context: Any) -> Any:
         norms.append((norm, context))
@@ -118,7 +118,7 @@ def test_heads_normalised_after_their_rotation_give_wrong_values(monkeypatch):
         norm, context = norms.pop(0)
         return normalize(norm, rotate(self, x, at), context)
 
-    monkeypatch.setattr(shmap_tp.layers.attention, "_normalize_heads", later)
+    monkeypatch.setattr(attention, "_normalize_heads", later)
     monkeypatch.setattr(Rotary, "rotate", rotate_first)
     with wrong:
         compare_layer(f"{HEAD_NORMS}; all_reduce", gradients=False)
@@ -126,7 +126,7 @@ def test_heads_normalised_after_their_rotation_give_wrong_values(monkeypatch):
 
 @pytest.mark.parametrize(("owner", "name", "instead", "compare"), [
     (
-        shmap_tp.model.loss, "score", lambda score: lambda x, head: score(x, replace(head, bias=None)),
+        loss, "score", lambda score: lambda x, head: score(x, replace(head, bias=None)),
         partial(compare_loss, LOSS_WITH_BIAS),
     ),
     (Transformer, "__call__", with_other(embedding_scale=1.0), partial(compare_model, GEMMA, gradients=False)),

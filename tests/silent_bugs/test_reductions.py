@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-import shmap_tp.layers.attention
-import shmap_tp.model.loss
-import shmap_tp.parallel.fsdp
-import shmap_tp.training.step
+from shmap_tp.layers import attention
 from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.model import loss
+from shmap_tp.parallel import fsdp
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import DP, MP, token_axes
 from shmap_tp.parallel.tensor_parallel import AllReduce
+from shmap_tp.training import step
 from tests.helpers.layer_cases import BIASES, HEAD_NORMS, MODES
 from tests.helpers.model_cases import FSDP, compare_model
 from tests.helpers.mutations import (
@@ -34,7 +34,7 @@ BLOCK = "parallel_block_2_of_8"
 @pytest.mark.parametrize("setting", ["model.qk_norm=false", "model.qk_norm=true"])
 def test_replicated_norms_keep_partial_gradients(monkeypatch, setting):
     """Each device of mp normalises other positions, or other heads: its gradient of the scale is a partial sum."""
-    monkeypatch.setattr(shmap_tp.training.step, "reduce_partial_gradients", lambda axis, gradients, params: gradients)
+    monkeypatch.setattr(step, "reduce_partial_gradients", lambda axis, gradients, params: gradients)
     with refused_by_type:
         trace_step("mesh.tensor_parallel=sequence", "model.context=8", "model.norm=rmsnorm", setting)
 
@@ -48,7 +48,7 @@ def test_a_partial_gradient_is_labelled_as_complete_where_sharded_layers_begin(m
 @pytest.mark.parametrize("case", ["key_value_2_of_8", f"{HEAD_NORMS}; all_reduce"])
 def test_weights_that_all_heads_share_keep_the_gradient_of_the_heads_of_one_device(monkeypatch, case):
     """Key/value heads that several devices hold, and norms of q and k."""
-    mutate(monkeypatch, shmap_tp.layers.attention, "mark_varying", keep_partial)
+    mutate(monkeypatch, attention, "mark_varying", keep_partial)
     with refused_by_type:
         compare_layer(case)
 
@@ -56,7 +56,7 @@ def test_weights_that_all_heads_share_keep_the_gradient_of_the_heads_of_one_devi
 def test_the_gradient_of_a_chunked_loss_is_labelled_like_its_input(monkeypatch):
     """dh, by hand, comes from the vocabulary columns of one device, while h is the same on all."""
     monkeypatch.setattr(AllReduce, "enter", lambda self, x: x)
-    monkeypatch.setattr(shmap_tp.model.loss, "mark_varying", lambda tree, axes: mark_varying(tree, token_axes()))
+    monkeypatch.setattr(loss, "mark_varying", lambda tree, axes: mark_varying(tree, token_axes()))
     with refused_by_type:
         compare_loss()
 
@@ -68,7 +68,7 @@ def test_a_reduction_is_over_other_ranks(monkeypatch):
 
 
 def test_a_loss_is_that_of_the_vocabulary_columns_of_one_device(monkeypatch):
-    with_lax(monkeypatch, shmap_tp.model.loss, all_gather=lambda x, axis, to: x[None])
+    with_lax(monkeypatch, loss, all_gather=lambda x, axis, to: x[None])
     with refused_by_type:
         compare_loss()
     with refused_by_type:
@@ -77,14 +77,14 @@ def test_a_loss_is_that_of_the_vocabulary_columns_of_one_device(monkeypatch):
 
 def test_logits_are_gathered_for_a_loss_that_expects_shards(monkeypatch):
     gathered = lambda score: lambda *given: lax.all_gather(score(*given), MP, axis=1, tiled=True)  # noqa: E731
-    mutate(monkeypatch, shmap_tp.model.loss, "score", gathered)
+    mutate(monkeypatch, loss, "score", gathered)
     with refused_by_shape:
         compare_loss()
 
 
 def test_a_gradient_is_reduced_twice(monkeypatch):
     """A sum has the type of one value, whether it is summed once or twice: only the values tell."""
-    monkeypatch.setattr(shmap_tp.parallel.fsdp, "all_reduce", lambda dw, axes: lax.psum(lax.psum(dw, axes), axes))
+    monkeypatch.setattr(fsdp, "all_reduce", lambda dw, axes: lax.psum(lax.psum(dw, axes), axes))
     with wrong:
         compare_model(FSDP)
 

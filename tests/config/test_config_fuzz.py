@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.config_fuzz import outcome
 
 
-@pytest.mark.parametrize("first", range(0, 200, 10))
-def test_a_damaged_configuration_is_loaded_or_refused_with_a_message(tmp_path, first):
-    for seed in range(first, first + 10):
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 400), marks=pytest.mark.slow)], ids=len)
+def test_a_damaged_configuration_is_loaded_or_refused_with_a_message(tmp_path, seeds):
+    for seed in seeds:
         outcome(seed, tmp_path)

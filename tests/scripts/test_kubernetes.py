@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,59 +26,50 @@ HERE = ROOT / "scripts" / "kubernetes"
 FILES = [HERE / "tpu.yaml", HERE / "gpu.yaml"]
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
-QUANTITIES = {"google.com/tpu": int, "nvidia.com/gpu": int}
-CONTAINER = {
-    "name!": str,
-    "image!": str,
-    "command": [str],
-    "args": [str],
-    "env": [{"name!": str, "value": str}],
-    "resources": {"requests": QUANTITIES, "limits": QUANTITIES},
-    "volumeMounts": [{"name!": str, "mountPath!": str}],
-}
-POD = {
-    "restartPolicy": str,
-    "terminationGracePeriodSeconds": int,
-    "nodeSelector": {"cloud.google.com/gke-tpu-accelerator": str, "cloud.google.com/gke-tpu-topology": str},
-    "containers!": [CONTAINER],
-    "volumes": [{"name!": str, "emptyDir": {"medium": str}}],
-}
-EXIT_CODES = {"containerName": str, "operator!": str, "values!": [int]}
-JOB = {
-    "parallelism": int,
-    "completions": int,
-    "backoffLimit": int,
-    "podFailurePolicy": {"rules!": [{"action!": str, "onExitCodes": EXIT_CODES}]},
-    "template!": {"spec": POD},
-}
-RULE = {"name!": str, "action!": str, "onJobFailureReasons": [str]}
-JOBSET = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str, "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": str}},
-    "spec": {
-        "failurePolicy": {"maxRestarts": int, "rules": [RULE]},
-        "replicatedJobs": [{"name!": str, "replicas": int, "template!": {"spec": JOB}}],
-    },
-}
-"""Types by key; a key with ! is required."""
+JOB = ".spec.replicatedJobs[].template.spec"
+POD = f"{JOB}.template.spec"
+SCHEMA = {
+    "": ".apiVersion:str .kind:str .metadata.name:str"
+    " .metadata.annotations.alpha.jobset.sigs.k8s.io/exclusive-topology:str",
+    ".spec": ".failurePolicy.maxRestarts:int .failurePolicy.rules[].name!:str .failurePolicy.rules[].action!:str"
+    " .failurePolicy.rules[].onJobFailureReasons[]:str .replicatedJobs[].name!:str .replicatedJobs[].replicas:int"
+    " .replicatedJobs[].template!",
+    JOB: ".parallelism:int .completions:int .backoffLimit:int .template! .podFailurePolicy.rules!",
+    f"{JOB}.podFailurePolicy.rules[]": ".action!:str .onExitCodes.containerName:str .onExitCodes.operator!:str"
+    " .onExitCodes.values![]:int",
+    POD: ".restartPolicy:str .terminationGracePeriodSeconds:int .containers! .volumes[].name!:str"
+    " .volumes[].emptyDir.medium:str .nodeSelector.cloud.google.com/gke-tpu-accelerator:str"
+    " .nodeSelector.cloud.google.com/gke-tpu-topology:str",
+    f"{POD}.containers[]": ".name!:str .image!:str .command[]:str .args[]:str .env[].name!:str .env[].value:str"
+    " .volumeMounts[].name!:str .volumeMounts[].mountPath!:str"
+    " .resources.requests.google.com/tpu:int .resources.limits.google.com/tpu:int"
+    " .resources.requests.nvidia.com/gpu:int .resources.limits.nvidia.com/gpu:int",
+}  # fmt: skip
+"""Path of an object -> the values in it, with their types; a key with ! is required."""
+EVERY = [f"{place}{path}" for place, paths in SCHEMA.items() for path in paths.split()]
+KNOWN = {path.replace("!", "") for path in EVERY if ":" in path}
+REQUIRED = {path.rpartition("!")[0].replace("!", "") for path in EVERY if "!" in path}
 
 
-def faults(value: Any, schema: Any, place: str = "") -> list[str]:
-    """Where a value differs from a schema."""
-    if isinstance(schema, list):
-        if not isinstance(value, list) or not value:
-            return [f"{place} is no list"]
-        return [fault for i, item in enumerate(value) for fault in faults(item, schema[0], f"{place}[{i}]")]
-    if not isinstance(schema, dict):
-        return [] if type(value) is schema else [f"{place} is {value!r}, not of type {schema.__name__}"]
-    if not isinstance(value, dict):
-        return [f"{place} is no object"]
-    known = {name.rstrip("!"): kind for name, kind in schema.items()}
-    missing = [f"{place}.{name[:-1]} is missing" for name in schema if name.endswith("!") and name[:-1] not in value]
-    unknown = [f"{place}.{name} is unknown" for name in value if name not in known]
-    inner = [fault for name in value if name in known for fault in faults(value[name], known[name], f"{place}.{name}")]
-    return missing + unknown + inner
+def parts(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """The objects, lists and values of a document, with their paths."""
+    yield place, value
+    if isinstance(value, list):
+        for part in value:
+            yield from parts(part, f"{place}[]")
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from parts(part, f"{place}.{name}")
+
+
+def faults(document: Any) -> list[str]:
+    """Where a document differs from the schema."""
+    found = [*parts(document)]
+    values = {f"{place}:{type(value).__name__}" for place, value in found if not isinstance(value, dict | list)}
+    required = [each.rpartition(".") for each in REQUIRED]
+    missing = [f"{place}.{name} is missing" for place, value in found for parent, _, name in required
+               if place == parent and name not in value]  # fmt: skip
+    return [*missing, *sorted(values - KNOWN), *(f"{place} is empty" for place, value in found if value in ([], {}))]
 
 
 class Run:
@@ -105,7 +97,7 @@ class Run:
 @every_file
 def test_a_jobset_has_what_the_schema_requires_and_nothing_unknown(file):
     found = yaml.safe_load(file.read_text())
-    assert not faults(found, JOBSET)
+    assert not faults(found)
     assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     names = [found["metadata"]["name"], found["spec"]["replicatedJobs"][0]["name"]]
     assert all(re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name) for name in names)
@@ -150,8 +142,7 @@ def test_the_gpu_run_has_a_process_for_each_node_and_finds_the_first():
 def test_the_image_copies_files_that_exist_and_installs_extras_that_exist():
     text = (HERE / "Dockerfile").read_text()
     copied = [word for line in re.findall("^COPY (.*) .*$", text, re.MULTILINE) for word in line.split()]
-    assert {"main.py", "shmap_tp", "conf", "pyproject.toml"} <= {*copied} and all(
-        (ROOT / one).exists() for one in copied
-    )
+    assert {"main.py", "shmap_tp", "conf", "pyproject.toml"} <= {*copied}
+    assert all((ROOT / one).exists() for one in copied)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"tpu", "cuda", "gcs"} <= extras.keys() and '".[${ACCELERATOR},gcs]"' in text

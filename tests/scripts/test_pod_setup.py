@@ -1,4 +1,4 @@
-"""pod.sh setup copies the files of the project and nothing else; a dry run checks the arguments of main.py."""
+"""pod.sh setup copies the files of the project and nothing else; the arguments of main.py are checked first."""
 
 import shutil
 import subprocess
@@ -9,19 +9,29 @@ import pytest
 
 from tests.helpers.gcloud_stand_in import SCRIPTS, Cloud
 
+PYTHON = """#!/bin/bash
+[[ $1 == -c ]] || { echo "$@" >>"${0%/*}/checked"; echo error: no >&2; exit 2; }
+"""
 
-def test_a_dry_run_checks_the_arguments_of_main_py(cloud):
-    done = cloud.pod("run", "p", "--dry-run", "--", "mesh.mp=3", code=2)
-    assert done.stderr.startswith("error: mesh.mp=3 does not divide heads=8") and not done.stdout
 
-
-def test_nothing_is_rented_unchecked_unless_that_is_asked_for(cloud, clone):
-    """Where no Python has the packages that check the arguments of main.py."""
+def test_nothing_is_rented_and_no_command_is_printed_unchecked_unless_that_is_asked_for(cloud, clone):
     given = {"script": str(clone / "scripts" / "pod.sh"), "path": f"{cloud.directory}:/usr/bin:/bin"}
-    create = ["create", "p", "--type", "v4-8"]
-    error = cloud.pod(*create, "--", "mesh.mp=3", code=2, **given).stderr
-    assert "pip install -e '.[gcs]'" in error and "--unchecked" in error and cloud.calls() == []
-    cloud.pod(*create, "--unchecked", "--", "mesh.mp=3", **given)
+    steps = ["create p --type v4-8", "run p --dry-run", "train p --type v4-8 --slices 2"]
+    arguments = ["--cfg", "main.py", "checkpoint.dir=gs://b/c"]
+    for step in steps:  # where no Python has the packages that check the arguments of main.py
+        error = cloud.pod(*step.split(), "--", *arguments, code=2, **given).stderr
+        assert "pip install -e '.[gcs]'" in error and "--unchecked" in error
+    (cloud.directory / "python3").write_text(PYTHON)
+    (cloud.directory / "python3").chmod(0o755)
+    for step in steps:
+        done = cloud.pod(*step.split(), "--", *arguments, code=2, **given)
+        assert done.stderr.endswith("error: no\n") and not done.stdout
+    assert cloud.calls() == []
+    kinds = [" --type v4-8", "", " --type 2xv4-8"]
+    checked = [f"main.py --check{kind} {' '.join(arguments)}" for kind in kinds]
+    checked[2] += " checkpoint.resume=if_present"
+    assert (cloud.directory / "checked").read_text().splitlines() == checked
+    cloud.pod(*steps[0].split(), "--unchecked", "--", "mesh.mp=3", **given)
     assert [call[:3] for call in cloud.calls()] == [["tpu-vm", "create", "p"]]
 
 
@@ -29,15 +39,8 @@ def test_nothing_is_rented_unchecked_unless_that_is_asked_for(cloud, clone):
 def clone(tmp_path) -> Path:
     """An unpacked archive of a project: a few files, some of them private, and links to files outside of it."""
     clone, outside = tmp_path / "clone", tmp_path / "outside"
-    for name in (
-        "main.py",
-        "conf/config.yaml",
-        ".env",
-        ".ssh/id",
-        "conf/.env",
-        "shmap_tp/__pycache__/x.pyc",
-        "mine.yaml",
-    ):
+    names = ["main.py", "conf/config.yaml", ".env", ".ssh/id", "conf/.env", "shmap_tp/__pycache__/x.pyc", "mine.yaml"]
+    for name in names:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         (clone / name).write_text("here")
     (clone / "data").mkdir()
@@ -87,21 +90,13 @@ def test_setup_names_files_that_it_does_not_copy(cloud, clone):
     assert "--cfg mine.yaml is not copied to the hosts" in refused and "git add mine.yaml" in refused
 
 
-def test_setup_without_git_copies_the_projects_files_but_nothing_hidden_and_no_links(cloud, clone):
-    assert copied(cloud, clone) == {"main.py", "conf/config.yaml"}
-
-
-def test_the_archive_is_private_and_is_deleted(cloud, clone):
-    before = {file.name for file in cloud.directory.iterdir()}
-    copied(cloud, clone)
-    assert (cloud.directory / "mode").read_text() == "0o700"
-    made = {file.name for file in cloud.directory.iterdir()} - before
-    assert made == {"calls", "mode", "p:shmap_tp.tar.gz"}, "everything else in the temporary directory was deleted"
-
-
-def test_an_archive_of_the_same_name_that_someone_else_made_is_not_written(cloud, clone, tmp_path):
+def test_setup_without_git_copies_the_projects_files_but_nothing_hidden_and_no_links(cloud, clone, tmp_path):
+    """Its archive is private and deleted, and one of that name that someone else made is not written."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (cloud.directory / "shmap_tp-p.tar.gz").symlink_to(victim)
-    copied(cloud, clone)
-    assert victim.read_text() == "precious"
+    before = {file.name for file in cloud.directory.iterdir()}
+    assert copied(cloud, clone) == {"main.py", "conf/config.yaml"}
+    assert (cloud.directory / "mode").read_text() == "0o700" and victim.read_text() == "precious"
+    made = {file.name for file in cloud.directory.iterdir()} - before
+    assert made == {"calls", "mode", "p:shmap_tp.tar.gz"}, "everything else in the temporary directory was deleted"

@@ -1,13 +1,7 @@
 """Token files and the data order: which sequence is read at which step, by which process, and how often."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,9 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.data import batches
-from shmap_tp.data.device_batch import device_batch
+from shmap_tp.data.device_batch import device_batch, host_shards
 from shmap_tp.data.token_files import TokenFile
-from shmap_tp.errors import UserError
 from tests.helpers.data_orders import order_of
 from tests.helpers.preparation import write_ids
 
@@ -48,17 +41,13 @@ def test_a_sequence_consists_of_its_inputs_and_their_targets(token_file):
     rows = token_file.read(np.arange(COUNT))
     assert rows.dtype == np.int32
     assert (rows == np.arange(COUNT)[:, None] * CONTEXT + np.arange(CONTEXT + 1)).all()
-    assert (
-        rows[1:, 0] == rows[:-1, -1]
-    ).all()  # neighbours share one token; every token except the last is an input once
+    assert (rows[1:, 0] == rows[:-1, -1]).all()  # neighbours share one token; every token but the last is an input once
 
 
-@pytest.mark.parametrize("tokens, count", [(9, 1), (16, 1), (17, 2), (24, 2), (25, 3)])
-def test_a_sequence_counts_only_if_its_last_target_exists(tmp_path, tokens, count):
-    assert (
-        len(TokenFile(write_ids(tmp_path / "x.bin", np.zeros(tokens)), context=8, vocabulary=1, dtype="uint16"))
-        == count
-    )
+def test_a_sequence_counts_only_if_its_last_target_exists(tmp_path):
+    for tokens, count in [(9, 1), (16, 1), (17, 2), (24, 2), (25, 3)]:
+        path = write_ids(tmp_path / "x.bin", np.zeros(tokens))
+        assert len(TokenFile(path, context=8, vocabulary=1, dtype="uint16")) == count
 
 
 def test_each_sequence_is_read_once_in_every_epoch(token_file):
@@ -80,14 +69,12 @@ def test_a_batch_can_be_larger_than_an_epoch(token_file):
     assert (rows == each[8:5008]).all()
 
 
-@pytest.mark.parametrize("boundaries", [[0, 16], [0, 8, 16], [0, 1, 5, 5, 12, 16], list(range(17))])
-def test_rows_do_not_depend_on_how_they_are_divided_among_readers(token_file, boundaries):
-    for step in (0, 2):  # step 2 spans epochs 0 and 1
-        pieces = [
-            batches.training_rows([token_file], order_of(token_file), step, BATCH, a, b)
-            for a, b in pairwise(boundaries)
-        ]
-        assert (np.concatenate(pieces) == batch_at(token_file, step)).all()
+def test_rows_do_not_depend_on_how_they_are_divided_among_readers(token_file):
+    for boundaries in ([0, 8, 16], [0, 1, 5, 5, 12, 16], range(17)):
+        for step in (0, 2):  # step 2 spans epochs 0 and 1
+            rows = partial(batches.training_rows, [token_file], order_of(token_file), step, BATCH)
+            pieces = [rows(first, last) for first, last in pairwise(boundaries)]
+            assert (np.concatenate(pieces) == batch_at(token_file, step)).all()
 
 
 def test_validation_rows_are_in_file_order(token_file):
@@ -131,70 +118,28 @@ def test_rows_follow_the_position_of_a_device_in_the_mesh_not_its_id(token_file)
     assert all((np.asarray(shard.data) == expected[shard.index]).all() for shard in batch.addressable_shards)
 
 
-WORKER = """
-import json, sys
-from functools import partial
-from pathlib import Path
-import jax
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from shmap_tp.data import batches
-from shmap_tp.data.device_batch import device_batch
-from shmap_tp.data.token_files import TokenFile
-from tests.helpers.data_orders import order_of
-port, process, path, shape = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), tuple(json.loads(sys.argv[4]))
-jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize("127.0.0.1:" + port, 2, process)
-file = TokenFile(path, context=shape[2] - 1, vocabulary=65536, dtype="uint16")
-size, order = shape[0] * shape[1], order_of(file)
-out = {}
-for dp, mp in [(8, 1), (2, 4), (1, 8)]:
-    requested = []
-    def rows(first, last):
-        requested.extend(range(first, last))
-        return batches.training_rows([file], order, 2, size, first, last)
-    mesh = jax.make_mesh((dp, mp), ("dp", "mp"), (AxisType.Auto,) * 2)
-    batch = device_batch(rows, NamedSharding(mesh, P(None, "dp", None)), shape)
-    expected = batches.training_rows([file], order, 2, size, 0, size).reshape(shape)
-    correct = all((np.asarray(s.data) == expected[s.index]).all() for s in batch.addressable_shards)
-    shards = len(batch.addressable_shards)
-    out[f"{dp}x{mp}"] = {"requested": sorted(requested), "correct": bool(correct), "shards": shards}
-print(json.dumps(out))
-jax.distributed.shutdown()
-"""
+class OfProcess(jax.sharding.Sharding):
+    """`sharding` as a process sees it that has half of the devices."""
+
+    def __init__(self, sharding: NamedSharding, number: int):
+        self.sharding, self.number = sharding, number
+
+    def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict:
+        every = self.sharding.devices_indices_map(shape).items()
+        return {device: index for device, index in every if device.id // 4 == self.number}
 
 
-def test_each_process_reads_only_the_rows_of_its_devices(token_file):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    root = str(Path(batches.__file__).parents[2])
-    command = [sys.executable, "-c", WORKER, port]
-    arguments = [str(token_file.path), json.dumps(SHAPE)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(process), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
-        )
-        for process in range(2)
-    ]
-    try:
-        ends = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], ends[0][1] + ends[1][1]
-    answers = [json.loads(out) for out, _ in ends]
-    assert all(mesh["correct"] and mesh["shards"] == 4 for answer in answers for mesh in answer.values())
-    for process, half in enumerate([[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]):
-        assert answers[process]["8x1"]["requested"] == half  # half of each of the two microbatches
-        assert answers[process]["2x4"]["requested"] == half  # read once, although four devices hold it
-        assert answers[process]["1x8"]["requested"] == list(
-            range(BATCH)
-        )  # mp spans both processes, so both need every row
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("dp, mp", [(8, 1), (2, 4), (1, 8)])
+def test_each_process_reads_only_the_rows_of_its_devices(token_file, dp, mp, number):
+    mesh, reader = jax.make_mesh((dp, mp), ("dp", "mp"), (AxisType.Auto,) * 2), RecordingReader(token_file)
+    sharding = OfProcess(NamedSharding(mesh, P(None, "dp", None)), number)
+    shards = host_shards(reader, sharding, SHAPE)
+    half = [row + 4 * number for row in (0, 1, 2, 3, 8, 9, 10, 11)]  # half of each of the two microbatches
+    assert sorted(reader.requested) == (half if dp > 1 else [*range(BATCH)])  # mp=8 spans both processes
+    expected, places = batch_at(token_file, 2).reshape(SHAPE), sharding.addressable_devices_indices_map(SHAPE)
+    assert all((found == expected[place]).all() for found, place in zip(shards, places.values(), strict=True))
+    assert len(shards) == 4
 
 
 def test_rows_without_targets_fill_the_last_validation_batch(token_file):
@@ -202,8 +147,3 @@ def test_rows_without_targets_fill_the_last_validation_batch(token_file):
     rows = batches.validation_rows(token_file, 0, 64, 30, 64)
     assert (rows[:7] == token_file.read(np.arange(30, 37))).all() and (rows[7:] == -1).all() and len(rows) == 34
     assert (batches.validation_rows(token_file, 0, 64, 40, 44) == -1).all()
-
-
-def test_a_negative_seed_is_refused(token_file):
-    with pytest.raises(UserError, match=r"run\.seed=-1"):
-        batch_at(token_file, 0, seed=-1)

@@ -38,9 +38,8 @@ def prepared(directory: Path, messages: list, template: str | None = None) -> tu
     tokenizer.end_of_text = end_of_conversations(tokenizer, chat)
     ends = re.compile("|".join(map(re.escape, tokenizer.special_tokens())))
     samples = samples_of(Conversation("here", messages), chat, ends)
-    return [
-        marked_tokens(each, *tokenizer.encode_with_places(each.text), tokenizer.end_of_text) for each in samples
-    ], tokenizer
+    marked = [(each, *tokenizer.encode_with_places(each.text), tokenizer.end_of_text) for each in samples]
+    return [marked_tokens(*each) for each in marked], tokenizer
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -52,11 +51,9 @@ def test_the_answers_and_their_end_tokens_count_and_nothing_else(name, tmp_path)
     assert tokenizer.special_tokens()[family.separator] == tokenizer.end_of_text
     thought = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     expected = [f"{thought}{each['content']}{family.end}" for each in said if each["role"] == "assistant"]
-    if name == "qwen3":  # it writes the first answer differently once there is a second question
-        assert [tokenizer.decode(tokens[tokens >= 0].tolist()) for tokens in found] == expected
-    else:
-        (tokens,) = found
-        assert tokenizer.decode(tokens[tokens >= 0].tolist()) == "".join(expected)
+    answers = [tokenizer.decode(tokens[tokens >= 0].tolist()) for tokens in found]
+    # qwen3 writes the first answer differently once there is a second question
+    assert answers == (expected if name == "qwen3" else ["".join(expected)])
     for tokens in found:
         whole = np.where(tokens < 0, ~tokens, tokens)
         assert whole[-1] == tokenizer.end_of_text and tokens[-1] < 0
@@ -91,28 +88,27 @@ def test_a_template_without_an_end_token_makes_one_sample_a_turn_whose_end_of_te
 
 
 def test_tool_calls_and_results_are_given_to_the_template():
-    template = ChatTemplate(
-        "{{ tools | tojson if tools }}{% for m in messages %}<{{ m.role }}>{{ m.content or m.tool_calls | tojson }}"
-        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}", "t", {},
-    )  # fmt: skip
+    text = "{{ tools | tojson if tools }}{% for m in messages %}<{{ m.role }}>{{ m.content or m.tool_calls | tojson }}"
+    text += "<|im_end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
     rest = [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4."}]
     row = {"messages": [{"role": "user", "content": "2+2?"}, call, *rest], "tools": [{"name": "add"}]}
-    (sample,) = samples_of(conversation(row, "here"), template, END)
+    (sample,) = samples_of(conversation(row, "here"), ChatTemplate(text, "t", {}), END)
     assert sample.text.startswith('[{"name": "add"}]<user>')
-    assert [sample.text[first:last] for first, last in sample.answers] == [
-        '[{"function": {"name": "add"}}]<|im_end|>', "It is 4.<|im_end|>",
-    ]  # fmt: skip
+    answers = [sample.text[first:last] for first, last in sample.answers]
+    assert answers == ['[{"function": {"name": "add"}}]<|im_end|>', "It is 4.<|im_end|>"]
 
 
 def test_pairs_and_the_form_of_sharegpt_are_the_same_conversations():
     asked, answered = SAID[:2]
-    expected = [asked, answered]
-    assert conversation({"messages": [asked, answered, SAID[2]]}, "").messages == expected  # the last has no answer
-    assert conversation({"prompt": asked["content"], "completion": answered["content"]}, "").messages == expected
-    assert conversation({"prompt": [asked], "completion": [answered]}, "").messages == expected
     turns = [{"from": "human", "value": asked["content"]}, {"from": "gpt", "value": answered["content"]}]
-    assert conversation({"conversations": turns}, "").messages == expected
+    for row in [
+        {"messages": [asked, answered, SAID[2]]},  # the last has no answer
+        {"prompt": asked["content"], "completion": answered["content"]},
+        {"prompt": [asked], "completion": [answered]},
+        {"conversations": turns},
+    ]:
+        assert conversation(row, "").messages == [asked, answered]
 
 
 def test_an_answer_that_does_not_follow_its_prompt_is_refused_with_the_place():
@@ -148,9 +144,8 @@ def test_prepared_conversations_are_read_with_what_counts_and_stop_where_the_tem
     assert np.count_nonzero(rows >= 0) == answers and meta.row == 60
     said = tokenizer.decode(rows[rows >= 0].tolist()).split("<|im_end|>")[:-1]
     assert sorted(said) == sorted("a" * (i % 9 + 1) for i in range(40))
-    assert json.loads(companions["generation_config.json"])["eos_token_id"] == [
-        tokenizer.special_tokens()["<|im_end|>"]
-    ]
+    ends = json.loads(companions["generation_config.json"])["eos_token_id"]
+    assert ends == [tokenizer.special_tokens()["<|im_end|>"]]
     assert companions["chat_template.jinja"].decode() == CHATML and files[0].counted != files[1].counted
     for split, file in zip(("train", "validation"), files, strict=True):
         assert meta.counted[split] == file.counted
@@ -228,12 +223,13 @@ def test_long_conversations_are_cut_only_if_asked(model, tmp_path, capsys):
     assert code == 0 and "their ends are cut, and 1 that have no answer then are left out" in printed
 
 
-def test_text_and_conversations_given_to_each_other_are_refused(model, tmp_path, capsys):
+def test_text_and_conversations_given_to_each_other_are_refused(tmp_path, capsys):
     chats, text = write_chats(tmp_path / "chats.jsonl", 3), tmp_path / "a.jsonl"
     text.write_text('{"text": "a"}\n')
-    code, _, error = run(capsys, "--text", chats, "--out", tmp_path / "out")
-    assert code == 2 and "train on conversations with --chat" in error
-    code, _, error = run(capsys, "--chat", text, "--out", tmp_path / "out")
-    assert code == 2 and "bytes has no chat template" in error
-    code, _, error = run(capsys, "--text", text, "--cut", "--out", tmp_path / "out")
-    assert code == 2 and "--cut needs --chat" in error
+    for given, words in [
+        (["--text", chats], "train on conversations with --chat"),
+        (["--chat", text], "bytes has no chat template"),
+        (["--text", text, "--cut"], "--cut needs --chat"),
+    ]:
+        code, _, error = run(capsys, *given, "--out", tmp_path / "out")
+        assert code == 2 and words in error

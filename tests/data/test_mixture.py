@@ -79,31 +79,23 @@ def test_in_each_phase_the_counts_are_within_1_of_the_shares_after_every_step():
     assert read[0] == order.counts(starts[2])[0], "a share of 0 reads nothing"
 
 
-def killed_and_restarted(kills: int) -> list[list[tuple[int, ...]]]:
-    """The rows that each step of a run has read that is killed after any step, and goes on from its last checkpoint, of
-    every third step, on another mesh: dp ranks in processes that each read the rows of their own ranks only."""
-    random, step, read = Random(0), 0, {}
-    for start in range(kills + 1):
-        dp, processes = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)][start % 6]
-        orders = [order_of(*FILES, shares=PHASES) for _ in range(processes)]
-        end = STEPS if start == kills else step + random.randint(3, 9)
-        microbatch, size = BATCH // MICROBATCHES, BATCH // MICROBATCHES // dp
-        for now in range(step, end):
-            parts = {}
-            for rank in range(dp):
-                for first in range(rank * size, BATCH, microbatch):
-                    parts[first] = rows_of(now, orders[rank * processes // dp], first, first + size)
-            read[now] = [row for first in sorted(parts) for row in parts[first]]
-        step = end // 3 * 3
-    return [read[number] for number in range(STEPS)]
-
-
 def test_after_20_kills_on_other_meshes_each_epoch_has_each_sequence_of_its_source_once():
-    read = killed_and_restarted(20)
+    """A run that is killed after any step goes on from its last checkpoint, of every third step, on another mesh: dp
+    ranks in processes that each read the rows of their own ranks only."""
+    random, step, read = Random(0), 0, {}
+    for start in range(21):
+        dp, processes = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)][start % 6]
+        orders, size = [order_of(*FILES, shares=PHASES) for _ in range(processes)], BATCH // MICROBATCHES // dp
+        end = STEPS if start == 20 else step + random.randint(3, 9)
+        for now in range(step, end):
+            firsts = [(first, first // size % dp) for first in range(0, BATCH, size)]
+            pieces = [rows_of(now, orders[rank * processes // dp], first, first + size) for first, rank in firsts]
+            read[now] = [row for piece in pieces for row in piece]
+        step = end // 3 * 3
     uninterrupted = order_of(*FILES, shares=PHASES)
-    assert read == [rows_of(step, uninterrupted) for step in range(STEPS)]
+    assert read == {step: rows_of(step, uninterrupted) for step in range(STEPS)}
     for number, file in enumerate(FILES):
-        sequences = [sequence for rows in read for source, sequence in rows if source == number]
+        sequences = [sequence for step in range(STEPS) for source, sequence in read[step] if source == number]
         assert len(sequences) > 2 * file.count
         for first in range(0, len(sequences), file.count):
             epoch = sequences[first : first + file.count]

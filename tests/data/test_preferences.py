@@ -66,36 +66,33 @@ def test_a_row_holds_whole_pairs_of_which_only_the_last_answers_count(tmp_path, 
         read_meta(tmp_path / "data")
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_the_forms_of_a_pair_are_the_same():
+    for row in [
         {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
         {"chosen": [ASKED, YES], "rejected": [ASKED, NO, OTHER]},
         {"prompt": "2?", "chosen": [ASKED, YES], "rejected": [ASKED, NO]},  # they may repeat the prompt
-    ],
-)
-def test_the_forms_of_a_pair_are_the_same(row):
-    assert pair(row, "a") == pair({"prompt": "2?", "chosen": "yes", "rejected": "no"}, "a")
+    ]:
+        assert pair(row, "a") == pair({"prompt": "2?", "chosen": "yes", "rejected": "no"}, "a")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ([1], "a: an object is needed, in the form"),
-        ({"prompt": "2?", "chosen": "yes"}, "a: no preference pair in the fields prompt, chosen; give"),
-        ({"chosen": "2? yes", "rejected": "2? no"}, "a: no preference pair in the fields chosen, rejected; give"),
-        ({"prompt": 2, "chosen": "yes", "rejected": "no"}, "a: no preference pair in the fields"),
-        ({"prompt": "2?", "chosen": "yes", "rejected": "yes"}, "a: chosen and rejected are equal"),
-        ({"prompt": "2?", "chosen": [3], "rejected": "no"}, "a, chosen: message 1 is 3; give an object with a role"),
-        ({"prompt": "2?", "chosen": "yes", "rejected": []}, "a, rejected: no assistant turn answers a message"),
-        ({"chosen": [ASKED, YES], "rejected": [OTHER, NO]}, "a, chosen: no assistant turn follows the 0 messages with"),
-        ({"chosen": [ASKED, YES], "rejected": [ASKED, YES, OTHER, NO]}, "a, chosen: no .* follows the 2 messages with"),
-        ({"prompt": "2?", "chosen": [OTHER, YES], "rejected": [NO]}, "a, chosen: no .* 1 messages of the prompt"),
-    ],
-)
-def test_a_record_that_is_no_pair_is_refused(row, message):
-    with pytest.raises(UserError, match=f"^{message}"):
-        pair(row, "a")
+NO_PAIRS = [
+    ([1], "a: an object is needed, in the form"),
+    ({"prompt": "2?", "chosen": "yes"}, "a: no preference pair in the fields prompt, chosen; give"),
+    ({"chosen": "2? yes", "rejected": "2? no"}, "a: no preference pair in the fields chosen, rejected; give"),
+    ({"prompt": 2, "chosen": "yes", "rejected": "no"}, "a: no preference pair in the fields"),
+    ({"prompt": "2?", "chosen": "yes", "rejected": "yes"}, "a: chosen and rejected are equal"),
+    ({"prompt": "2?", "chosen": [3], "rejected": "no"}, "a, chosen: message 1 is 3; give an object with a role"),
+    ({"prompt": "2?", "chosen": "yes", "rejected": []}, "a, rejected: no assistant turn answers a message"),
+    ({"chosen": [ASKED, YES], "rejected": [OTHER, NO]}, "a, chosen: no assistant turn follows the 0 messages with"),
+    ({"chosen": [ASKED, YES], "rejected": [ASKED, YES, OTHER, NO]}, "a, chosen: no .* follows the 2 messages with"),
+    ({"prompt": "2?", "chosen": [OTHER, YES], "rejected": [NO]}, "a, chosen: no .* 1 messages of the prompt"),
+]
+
+
+def test_a_record_that_is_no_pair_is_refused():
+    for row, message in NO_PAIRS:
+        with pytest.raises(UserError, match=f"^{message}"):
+            pair(row, "a")
 
 
 def test_long_pairs_are_refused_or_cut_to_half_a_row_each(tmp_path, capsys):

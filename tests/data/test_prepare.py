@@ -28,9 +28,7 @@ def library(tmp_path_factory) -> Path:
 
 
 def test_the_prepared_library_can_be_trained_on(library):
-    train, validation = (
-        open_token_file(library, split, context=256, vocabulary=256) for split in ("train", "validation")
-    )
+    train, validation = (open_token_file(library, split, context=256, vocabulary=256) for split in SPLITS)
     assert train.tokens > 5_000_000
     assert 0.005 < validation.tokens / train.tokens < 0.05
     meta = json.loads((library / META).read_text())
@@ -38,23 +36,17 @@ def test_the_prepared_library_can_be_trained_on(library):
     assert meta["sha256"]["train"] == hashlib.sha256((library / "train.bin").read_bytes()).hexdigest()
 
 
-def test_preparing_the_library_twice_gives_the_same_bytes(library, tmp_path):
-    assert command.main(["--source", "stdlib", "--out", str(tmp_path / "again")]) == 0
-    for name in ("train.bin", "validation.bin", META):
-        assert (tmp_path / "again" / name).read_bytes() == (library / name).read_bytes()
-
-
-def test_preparing_an_already_prepared_library_changes_nothing(library):
-    before = (library / META).stat().st_mtime_ns
-    assert preparation.prepare_stdlib(library)["vocabulary"] == 256
-    assert (library / META).stat().st_mtime_ns == before
-
-
-def test_several_processes_can_prepare_the_library_at_once(library, tmp_path):
+def test_several_processes_can_prepare_the_library_at_once_and_it_is_the_same_every_time(library, tmp_path):
+    out, before = tmp_path / "stdlib", (library / META).stat().st_mtime_ns
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(preparation.prepare_stdlib, [tmp_path / "stdlib"] * 4))
+        answers = list(pool.map(preparation.prepare_stdlib, [out] * 4))
     assert answers == [json.loads((library / META).read_text())] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["stdlib"]
+    assert command.main(["--source", "stdlib", "--out", str(out), "--overwrite"]) == 0
+    for name in ("train.bin", "validation.bin", META):
+        assert (out / name).read_bytes() == (library / name).read_bytes()
+    assert preparation.prepare_stdlib(library)["vocabulary"] == 256
+    assert (library / META).stat().st_mtime_ns == before, "what is prepared is left as it is"
 
 
 def test_the_library_contains_every_text_file_except_tests(tmp_path, monkeypatch):
@@ -77,16 +69,23 @@ def test_the_split_is_a_fixed_function_of_the_key():
     assert 0.017 < share < 0.023
 
 
-def test_jsonl_documents_are_recovered_one_by_one(tmp_path, capsys):
-    code, out, err = run(
-        capsys, "--text", jsonl(tmp_path / "x.jsonl"), "--out", tmp_path / "out", "--validation", "0.1"
-    )
+def both_splits(directory: Path) -> list[str]:
+    return sorted(texts(directory, "train") + texts(directory, "validation"))
+
+
+def test_jsonl_documents_are_recovered_one_by_one_with_copies_in_one_split(tmp_path, capsys):
+    given = ["--text", jsonl(tmp_path / "x.jsonl"), "--validation", "0.1", "--out"]
+    code, out, err = run(capsys, *given, tmp_path / "out")
     assert (code, err) == (0, "")
     assert "training tokens" in out and str(tmp_path / "out") in out
-    found = texts(tmp_path / "out", "train"), texts(tmp_path / "out", "validation")
-    assert sorted(found[0] + found[1]) == sorted(WORDS)
-    assert found[0] == [word for word in WORDS if word in found[0]]  # in the order of the file
+    assert both_splits(tmp_path / "out") == sorted(WORDS)
+    train = texts(tmp_path / "out", "train")
+    assert train == [word for word in WORDS if word in train]  # in the order of the file
     assert_fraction(tmp_path / "out", 0.1)
+    jsonl(tmp_path / "x.jsonl", WORDS * 3)
+    assert run(capsys, *given, tmp_path / "copies")[0] == 0
+    train, validation = (texts(tmp_path / "copies", split) for split in SPLITS)
+    assert not {*train} & {*validation} and sorted(train + validation) == sorted(WORDS * 3)
 
 
 def test_a_tokenizer_is_trained_on_the_training_text(tmp_path, capsys):
@@ -104,28 +103,22 @@ def test_a_tokenizer_is_trained_on_the_training_text(tmp_path, capsys):
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
 
 
-def test_files_of_any_kind_of_text_are_documents(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    for name in ("a.md", "b.py", "c.txt", "Makefile"):
+def test_named_files_and_those_of_a_directory_with_its_endings_are_documents(tmp_path, capsys):
+    (tmp_path / "in/deep").mkdir(parents=True)
+    for name in ("a.md", "b.py", "deep/c.txt", "Makefile"):
         (tmp_path / "in" / name).write_text(f"the text of {name}")
+    jsonl(tmp_path / "in/d.jsonl", ["the body"] * 2, "body")
     for number, (given, expected) in enumerate(
-        [([tmp_path / "in/a.md", tmp_path / "in/Makefile"], 2), ([tmp_path / "in", "--endings", ".py", ".txt"], 2)]
+        [
+            ([tmp_path / "in/a.md", tmp_path / "in/Makefile"], ["the text of Makefile", "the text of a.md"]),
+            ([tmp_path / "in", "--endings", ".py", ".txt"], ["the text of b.py", "the text of deep/c.txt"]),
+            ([tmp_path / "in", "--field", "body"], ["the body", "the body", "the text of deep/c.txt"]),
+        ]
     ):
         out = tmp_path / str(number)
         assert run(capsys, "--text", *given, "--validation", "0.4", "--out", out)[0] == 0
-        assert len("".join(text for split in SPLITS for text in texts(out, split)).split("the")) == expected + 1
-
-
-def test_a_directory_of_text_files_is_searched(tmp_path, capsys):
-    (tmp_path / "in/deep").mkdir(parents=True)
-    for i, word in enumerate(WORDS[:40]):
-        (tmp_path / "in/deep" / f"{i:03}.txt").write_bytes(word.encode())
-    jsonl(tmp_path / "in/a.jsonl", WORDS[40:50], "body")
-    code, *_ = run(
-        capsys, "--text", tmp_path / "in", "--field", "body", "--out", tmp_path / "out", "--validation", "0.2"
-    )
-    assert code == 0
-    assert sorted(texts(tmp_path / "out", "train") + texts(tmp_path / "out", "validation")) == sorted(WORDS[:50])
+        joined, found = "".join(expected), "".join(both_splits(out))  # one document is cut
+        assert len(found) == len(joined) and sorted(found) == sorted(joined)
 
 
 def assert_fraction(directory: Path, wanted: float) -> None:
@@ -134,22 +127,22 @@ def assert_fraction(directory: Path, wanted: float) -> None:
     assert validation / (train + validation) == pytest.approx(wanted, rel=0.05)
 
 
-SIZES = {
-    "one file": [5000],
-    "two equal files": [3000, 3000],
-    "two files": [43_000, 57_000],
-    "seven files, one of them most of the text": [100, 200, 90_000, 300, 5, 1, 40],
-    "a hundred files": [*range(50, 150)],
-    "files of sizes from 1 to 2^14": [2**i for i in range(15)],
-}
+SIZES = [
+    [5000],
+    [3000] * 2,
+    [43_000, 57_000],
+    [100, 200, 90_000, 300, 5, 1, 40],
+    range(50, 150),
+    [2**i for i in range(15)],
+]
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
-@pytest.mark.parametrize("case", SIZES)
-def test_the_validation_fraction_is_met_by_size_whatever_the_number_of_files(tmp_path, capsys, case, fraction):
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)} files of {max(sizes)}")
+def test_the_validation_fraction_is_met_by_size_whatever_the_number_of_files(tmp_path, capsys, sizes, fraction):
     """No text is in both splits, and at most one file is cut; the names of the files do not matter."""
     rng, written = np.random.default_rng(0), []
-    for i, size in enumerate(SIZES[case]):
+    for i, size in enumerate(sizes):
         written.append("".join(map(chr, rng.integers(33, 127, size))))
         for folder, name in [("in", f"{i:03}.txt"), ("renamed", f"{999 - i}.txt")]:
             (tmp_path / folder).mkdir(exist_ok=True)
@@ -165,13 +158,6 @@ def test_the_validation_fraction_is_met_by_size_whatever_the_number_of_files(tmp
     whole = [text for text in train + validation if text in written]
     (head,), (tail,) = ([t for t in split if t not in written] or [""] for split in (train, validation))
     assert sorted([*whole, head + tail] if head + tail else whole) == sorted(written)
-
-
-def test_copies_of_a_document_are_in_one_split(tmp_path, capsys):
-    jsonl(tmp_path / "x.jsonl", WORDS * 3)
-    assert run(capsys, "--text", tmp_path / "x.jsonl", "--out", tmp_path / "out", "--validation", "0.1")[0] == 0
-    train, validation = (texts(tmp_path / "out", split) for split in SPLITS)
-    assert not {*train} & {*validation} and sorted(train + validation) == sorted(WORDS * 3)
 
 
 def test_a_single_text_file_is_split_in_two(tmp_path, capsys):

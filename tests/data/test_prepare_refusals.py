@@ -15,16 +15,13 @@ import pytest
 from tests.helpers.preparation import jsonl, run
 
 
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def symlink_loop(path: Path) -> None:
     path.symlink_to(path)
 
 
+EMPTY_TOKENIZER = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
 UNREADABLE = {
-    "a FIFO": (fifo, "is a FIFO, but a file is needed"),
+    "a FIFO": (os.mkfifo, "is a FIFO, but a file is needed"),
     "a symlink loop": (symlink_loop, "cannot be read: Too many levels of symbolic links"),
     "no permission": (Path.touch, "cannot be read: Permission denied"),
 }
@@ -48,17 +45,23 @@ def refused_files(monkeypatch) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "t.json"])
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_an_unreadable_source_ends_with_2_and_leaves_nothing(tmp_path, capsys, refused_files, case, name):
-    """Named itself, or found in a directory."""
+def test_a_file_that_cannot_be_read_ends_with_2_and_leaves_nothing(tmp_path, capsys, refused_files, case, name):
+    """A tokenizer, or a text that is named itself, or found in a directory."""
     make, words = UNREADABLE[case]
     (tmp_path / "in").mkdir()
     make(tmp_path / "in" / name)
-    refused_files |= {name} if case == "no permission" else set()
+    if case == "no permission":
+        (tmp_path / "in" / name).write_text(EMPTY_TOKENIZER)
+        refused_files.add(name)
     (tmp_path / "in/b.txt").write_text("b" * 50)
-    for text in ("in", f"in/{name}"):
-        code, out, err = run(capsys, "--text", tmp_path / text, "--out", tmp_path / "out", "--validation", "0.1")
+    given = [["--text", tmp_path / "in"], ["--text", tmp_path / "in" / name]]
+    if name == "t.json":
+        pytest.importorskip("tokenizers")
+        given = [["--source", "stdlib", "--end-of-text", "a", "--tokenizer", tmp_path / "in" / name]]
+    for each in given:
+        code, out, err = run(capsys, *each, "--out", tmp_path / "out", "--validation", "0.1")
         assert (code, out, err.count("\n")) == (2, "", 1) and words in err, err
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
@@ -77,28 +80,22 @@ def test_a_directory_that_cannot_be_listed_is_refused_instead_of_left_out(tmp_pa
 
 
 ODD_NAMES = {
-    "a long name": ("x" * 256, "has a name of 256 bytes; file systems allow 255"),
-    "a URL": ("gs://bucket/x", "is a URL, but --out must name a directory"),
-    "a FIFO": ("fifo", "is a file; --out must name a directory"),
-    "a symlink loop": ("loop", "is a symlink loop; --out must name a directory"),
+    "x" * 256: "has a name of 256 bytes; file systems allow 255",
+    "gs://bucket/x": "is a URL, but --out must name a directory",
+    "fifo": "is a file; --out must name a directory",
+    "loop": "is a symlink loop; --out must name a directory",
 }
 
 
-@pytest.mark.parametrize("case", ODD_NAMES)
-def test_a_place_that_cannot_hold_data_is_refused(tmp_path, capsys, monkeypatch, case):
+def test_a_place_that_cannot_hold_data_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    fifo(Path("fifo"))
+    os.mkfifo("fifo")
     symlink_loop(Path("loop"))
-    out, words = ODD_NAMES[case]
     before = {*tmp_path.iterdir()}
-    code, _, err = run(capsys, "--source", "stdlib", "--out", out)
-    assert code == 2 and words in err and err.count("\n") == 1, err
-    assert {*tmp_path.iterdir()} == before
-
-
-def bad_text(directory: Path, name: str, content: bytes) -> Path:
-    (directory / name).write_bytes(content)
-    return directory / name
+    for out, words in ODD_NAMES.items():
+        code, _, err = run(capsys, "--source", "stdlib", "--out", out)
+        assert code == 2 and words in err and err.count("\n") == 1, err
+        assert {*tmp_path.iterdir()} == before
 
 
 REFUSALS = [
@@ -125,16 +122,17 @@ REFUSALS = [
 def test_a_refusal_names_the_place_and_leaves_nothing(tmp_path, capsys, name, content, more, words):
     if {"--tokenizer", "--train-tokenizer"} & {*more}:
         pytest.importorskip("tokenizers")
-    arguments = ["--text", bad_text(tmp_path, name, content), "--out", tmp_path / "deep/out", *more]
-    code, out, err = run(capsys, *arguments)
+    (tmp_path / name).write_bytes(content)
+    code, out, err = run(capsys, "--text", tmp_path / name, "--out", tmp_path / "deep/out", *more)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") <= 2
     assert re.search(words, err), err
     assert not list(tmp_path.rglob("*.bin*")) and not list(tmp_path.rglob("*.partial"))
 
 
-def test_unreadable_inputs_and_unwritable_outputs_are_refused(tmp_path, capsys):
-    good, file = jsonl(tmp_path / "x.jsonl"), bad_text(tmp_path, "file", b"")
+def test_absent_texts_and_places_that_cannot_be_written_are_refused(tmp_path, capsys):
+    good, file = jsonl(tmp_path / "x.jsonl"), tmp_path / "file"
+    file.touch()
     (tmp_path / "empty").mkdir()
     for text, out, words in [
         (tmp_path / "absent", "out", "no such file or directory"),
@@ -147,23 +145,6 @@ def test_unreadable_inputs_and_unwritable_outputs_are_refused(tmp_path, capsys):
     assert file.read_bytes() == b""
 
 
-@pytest.mark.parametrize("case", ["a FIFO", "a symlink loop", "no permission"])
-def test_an_unreadable_tokenizer_is_refused(tmp_path, capsys, refused_files, case):
-    pytest.importorskip("tokenizers")
-    make, words = UNREADABLE[case]
-    make(tmp_path / "t.json")
-    if case == "no permission":
-        (tmp_path / "t.json").write_text(EMPTY_TOKENIZER)
-        refused_files.add("t.json")
-    code, _, err = run(
-        capsys, "--source", "stdlib", "--tokenizer", tmp_path / "t.json", "--end-of-text", "a", "--out", tmp_path / "o"
-    )
-    assert code == 2 and words in err and err.count("\n") == 1, err
-
-
-EMPTY_TOKENIZER = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
-
-
 def test_a_missing_python_package_is_reported_in_one_line(tmp_path, capsys, monkeypatch):
     for module, arguments in {
         "datasets": ["--dataset", "a/b"],
@@ -174,7 +155,7 @@ def test_a_missing_python_package_is_reported_in_one_line(tmp_path, capsys, monk
         assert code == 2 and f"needs `{module}`: pip install -e '.[data]'" in err and err.count("\n") == 1
 
 
-def test_a_failing_data_set_is_reported_in_one_line(tmp_path, capsys, monkeypatch, subwords):
+def test_a_failing_data_set_and_options_without_effect_are_reported(tmp_path, capsys, monkeypatch, subwords):
     def broken():
         yield {"text": "a"}
         raise TimeoutError("the read timed out\nlong story")
@@ -190,11 +171,9 @@ def test_a_failing_data_set_is_reported_in_one_line(tmp_path, capsys, monkeypatc
         monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
         code, _, err = run(capsys, "--dataset", "a/b", "--out", tmp_path / "out")
         assert code == 2 and words in err and err.count("\n") == 1
-    arguments = ["--tokenizer", subwords, "--end-of-text", "</s>", "--source", "stdlib", "--out", tmp_path / "out"]
-    code, _, err = run(capsys, *arguments)
-    assert code == 2 and "has no token '</s>'" in err
-
-
-def test_an_option_of_files_does_not_apply_to_the_standard_library(tmp_path, capsys):
-    code, _, error = run(capsys, "--source", "stdlib", "--field", "body", "--out", tmp_path / "out")
-    assert code == 2 and "--field does not apply to --source stdlib" in error and not list(tmp_path.iterdir())
+    for options, words in [
+        (["--tokenizer", subwords, "--end-of-text", "</s>"], "has no token '</s>'"),
+        (["--field", "body"], "--field does not apply to --source stdlib"),
+    ]:
+        code, _, err = run(capsys, "--source", "stdlib", "--out", tmp_path / "out", *options)
+        assert code == 2 and words in err and not (tmp_path / "out").exists()

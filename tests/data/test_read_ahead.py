@@ -1,18 +1,14 @@
 """The next steps' rows are read from a bucket while the present step runs."""
 
 import asyncio
-import io
 import signal
 import time
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from fsspec.asyn import AsyncFileSystem
-from fsspec.registry import _registry
 
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.data import read_ahead
@@ -23,68 +19,18 @@ from shmap_tp.errors import UserError
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop
 from shmap_tp.training.goodput import TimeCategory, WallClock
+from tests.data.conftest import Bucket
 from tests.helpers.data_orders import order_of
-from tests.helpers.run_fixtures import (
-    BATCH,
-    CONTEXT,
-    complete_meta,
-    make_runs_quick,
-    signal_during,
-    tiny,
-    tokens_of,
-    values,
-)
+from tests.helpers.run_fixtures import BATCH, CONTEXT, make_runs_quick, signal_during, tiny, tokens_of, values
 
 DELAY = 0.2
 """Seconds that a request takes."""
 
 
-class SlowBucket(AsyncFileSystem):
-    """gs://PATH is the local /PATH; each request takes DELAY, and those of one call overlap, as in gcsfs."""
-
-    protocol, cachable = "gs", False
-    requests: ClassVar[list[str]] = []
-    delay: ClassVar[float] = 0.0
-    failure: ClassVar[Exception | None] = None
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return "/" + path.removeprefix("gs://").strip("/")
-
-    async def _ls(self, path: str, detail: bool = True, **more: Any) -> list:
-        found = [await self._info(str(file)) for file in Path(path).iterdir()]
-        return found if detail else [one["name"] for one in found]
-
-    async def _info(self, path: str, **more: Any) -> dict:
-        kind = "directory" if Path(path).is_dir() else "file"
-        return {"name": path, "size": Path(path).stat().st_size, "type": kind}
-
-    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
-        self.requests.append(path)
-        await asyncio.sleep(self.delay)
-        if self.failure:
-            raise self.failure
-        return Path(path).read_bytes()[start:end]
-
-    def _open(self, path: str, mode: str = "rb", **more: Any) -> io.BytesIO:
-        return io.BytesIO(Path(path).read_bytes())
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch) -> Config:
-    """Of a run on a bucket without a copy; it answers at once until its `delay` is set."""
-    for name, value in {"requests": [], "delay": 0.0, "failure": None}.items():
-        monkeypatch.setattr(SlowBucket, name, value)
-    monkeypatch.setitem(_registry, "gs", SlowBucket)
-    found = tiny(tmp_path, f"data.dir=gs:/{tmp_path}/data", "data.cache=null")
-    complete_meta(tmp_path / "data")
-    return found
-
-
 def seconds_of_waiting(config: Config) -> list[float]:
     """Seconds for which each of some steps of a quarter of a second waits for its batch."""
     batches, waited = Batches(config, tokens_of(config)), []
-    SlowBucket.delay = DELAY
+    Bucket.delay = DELAY
     for step in range(3):
         with WallClock() as clock:
             clock.switch_to(TimeCategory.steps)
@@ -117,7 +63,7 @@ class TwoOfFourRanks(jax.sharding.Sharding):
 def test_the_rows_of_a_step_are_requested_at_the_same_time_whatever_its_ranks_and_microbatches(config):
     ((file,), *_), asked, shape = open_data(config.data, config.model, ["train"]), [], (8, 4, CONTEXT + 1)
     expected = file.read(np.arange(32)).reshape(shape)
-    SlowBucket.delay = DELAY
+    Bucket.delay = DELAY
 
     def rows(first: int, last: int) -> np.ndarray:
         asked.append((first, last))
@@ -135,7 +81,7 @@ def test_the_sources_of_a_step_are_read_at_the_same_time(config):
     files = [file] * 4
     order = order_of(*files, shares={0: [Fraction(1, 4)] * 4})
     expected = training_rows(files, order, 2, BATCH, 0, BATCH)
-    SlowBucket.delay, begin = DELAY, time.time()
+    Bucket.delay, begin = DELAY, time.time()
     np.testing.assert_array_equal(training_rows(files, order, 2, BATCH, 0, BATCH), expected)
     assert time.time() - begin < 3 * DELAY
 
@@ -151,25 +97,23 @@ def test_at_most_a_few_batches_are_read_early_and_none_beyond_the_last():
 def test_a_failing_request_is_the_error_of_the_step_that_needs_it(config):
     batches = Batches(config, tokens_of(config))
     batches.training(0)
-    wait_until_read(1 + AHEAD)
-    SlowBucket.failure = ConnectionError("no answer\nfor a while")
+    while len(Bucket.requests) < (1 + AHEAD) * BATCH:
+        time.sleep(0.01)
+    time.sleep(0.05)  # the answers arrive
+    Bucket.failure = ConnectionError("no answer\nfor a while")
     for step in range(1, 1 + AHEAD):
         batches.training(step)
     with pytest.raises(UserError, match=r"^data\.dir=gs://.* cannot be read: no answer$"):
         batches.training(1 + AHEAD)
 
 
-def wait_until_read(batches: int) -> None:
-    while len(SlowBucket.requests) < batches * BATCH:
-        time.sleep(0.01)
-    time.sleep(0.05)  # the answers arrive
-
-
 def test_a_run_that_is_stopped_does_not_wait_for_what_it_reads_early_and_resumes_as_it_would_have_gone_on(
     config, tmp_path, monkeypatch
 ):
     make_runs_quick(monkeypatch)
-    answer, silent = SlowBucket._cat_file, []
+    small = ["mesh.mp=1", "model.layers=1", "train.steps=5", "evaluate.every=0", "sample.prompts=[]"]
+    config = tiny(tmp_path, f"data.dir=gs:/{tmp_path}/data", "data.cache=null", *small)
+    answer, silent = Bucket._cat_file, []
 
     async def late(self: Any, path: str, **more: Any) -> bytes:
         await asyncio.sleep(60 if silent else 0)
@@ -180,7 +124,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_what_it_reads_early_and_resumes
         return step == 3
 
     with monkeypatch.context() as patch:
-        patch.setattr(SlowBucket, "_cat_file", late)
+        patch.setattr(Bucket, "_cat_file", late)
         signal_during(patch, Batches, "training", signal.SIGTERM, asked_to_stop)
         begin = time.time()
         assert loop.train(config) == STOPPED and time.time() - begin < 30
@@ -188,5 +132,5 @@ def test_a_run_that_is_stopped_does_not_wait_for_what_it_reads_early_and_resumes
     assert loop.train(config) == 0
     (tmp_path / "local").mkdir()
     (tmp_path / "local/data").symlink_to(tmp_path / "data")
-    assert loop.train(tiny(tmp_path / "local")) == 0
+    assert loop.train(tiny(tmp_path / "local", *small)) == 0
     assert values(tmp_path) == values(tmp_path / "local")

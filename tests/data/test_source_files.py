@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from shmap_tp.data import source_files, table_files
 from shmap_tp.data.source_files import chunks_of, files_at, texts_of
 from shmap_tp.data.text_sources import split_of_name
+from shmap_tp.prepare import main
 from tests.helpers.preparation import WORDS, jsonl, run, texts
 
 
@@ -63,10 +64,8 @@ CONTAINERS = {
 def expected(tmp_path_factory) -> Path:
     """WORDS, prepared from a .jsonl file."""
     directory = tmp_path_factory.mktemp("jsonl")
-    source = jsonl(directory / "x.jsonl")
-    from shmap_tp.prepare import main
-
-    assert main(["--text", str(source), "--validation", "0.1", "--out", str(directory / "out")]) == 0
+    given = ["--text", str(jsonl(directory / "x.jsonl")), "--validation", "0.1", "--out", str(directory / "out")]
+    assert main(given) == 0
     return directory / "out"
 
 
@@ -137,11 +136,7 @@ DAMAGES = [
     ("x.jsonl.zst", lambda p: damaged(p, spoil, 0), r"x\.jsonl\.zst: damaged before byte \d+: "),
     ("x.parquet", lambda p: damaged(p, cut, -500), r"x\.parquet, after row 0: damaged: .*; copy it again"),
     ("x.parquet", lambda p: damaged(p, spoil, 1000, 300), r"x\.parquet, after row \d+: damaged: .*; copy it again"),
-    (
-        "x.parquet",
-        lambda p: write_parquet(p, table(name="body")),
-        r"no column 'text' \(columns: id, body\); set it wit",
-    ),
+    ("x.parquet", lambda p: write_parquet(p, table(name="body")), r"no column 'text' \(columns: id, body\); set it w"),
     ("x.parquet", lambda p: write_parquet(p, table([1, 2])), r"the column 'text' is of type int64, not text; name an"),
     ("x.parquet", lambda p: write_parquet(p, table(["a"] * 40 + [None])), r"row 41: no text in the column 'text', but"),
     ("x.arrow", lambda p: damaged(p, cut, -500), r"x\.arrow, after row \d+: damaged: "),
@@ -157,33 +152,32 @@ def test_a_damaged_file_is_named_with_the_place(tmp_path, capsys, name, write, w
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("library, name", [("zstandard", "x.jsonl.zst"), ("pyarrow", "x.parquet")])
-def test_a_missing_library_is_named_with_what_installs_it(tmp_path, capsys, monkeypatch, library, name):
-    (tmp_path / name).write_bytes(b"anything")
-    monkeypatch.setitem(sys.modules, library, None)
-    code, _, err = run(capsys, "--text", tmp_path / name, "--out", tmp_path / "out")
-    assert code == 2 and f"needs `{library}`: pip install -e '.[data]'" in err and err.count("\n") == 1
-
-
-def test_a_url_without_files_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_missing_library_is_named_with_what_installs_it_and_a_url_without_files_as_it_is(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(MemoryFileSystem, "store", {})
-    code, _, err = run(capsys, "--text", "memory://nothing", "--out", tmp_path / "out")
-    assert code == 2 and "--text memory://nothing: no such file or directory" in err and err.count("\n") == 1
+    for library, name in [("zstandard", "x.jsonl.zst"), ("pyarrow", "x.parquet")]:
+        (tmp_path / name).write_bytes(b"anything")
+        monkeypatch.setitem(sys.modules, library, None)
+    for given, words in {
+        tmp_path / "x.jsonl.zst": "needs `zstandard`: pip install -e '.[data]'",
+        tmp_path / "x.parquet": "needs `pyarrow`: pip install -e '.[data]'",
+        "memory://nothing": "--text memory://nothing: no such file or directory",
+    }.items():
+        code, _, err = run(capsys, "--text", given, "--out", tmp_path / "out")
+        assert code == 2 and words in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "path, split",
-    {
-        "data/train-00000-of-00002.parquet": "train",
-        "/validation/data-00000-of-00001.arrow": "validation",
-        "train/dev.jsonl.gz": "validation",
-        "c4-train.00001-of-01024.json.gz": "train",
-        "test/data-00000-of-00001.arrow": "test",
-        "trained/latest.jsonl": None,
-    }.items(),
-)
-def test_the_name_of_a_file_says_its_split(path, split):
-    assert split_of_name(path) == split
+def test_the_name_of_a_file_says_its_split():
+    splits = {
+        "train": ["data/train-00000-of-00002.parquet", "c4-train.00001-of-01024.json.gz"],
+        "validation": ["/validation/data-00000-of-00001.arrow", "train/dev.jsonl.gz"],
+        "test": ["test/data-00000-of-00001.arrow"],
+        None: ["trained/latest.jsonl"],
+    }
+    assert {
+        split: [path for path in paths if split_of_name(path) == split] for split, paths in splits.items()
+    } == splits
 
 
 def saved(directory: Path, **splits: Sequence[str]) -> Path:

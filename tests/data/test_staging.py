@@ -26,7 +26,11 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path, capsys, monkeypatch
 
     monkeypatch.setattr(tokenizing, "_GROUP", 100)
     monkeypatch.setattr(text_sources, "stdlib", lambda: text_sources.TextSource("cut", some(), None))
-    code, _, err = run(capsys, "--source", "stdlib", "--out", tmp_path / "out")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
+    try:
+        code, _, err = run(capsys, "--source", "stdlib", "--out", tmp_path / "out")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert code == 130 and "nothing was written" in err
     assert list(tmp_path.iterdir()) == []
 
@@ -49,20 +53,21 @@ def test_only_overwrite_replaces_data_and_only_when_complete(tmp_path, capsys):
     assert (out / "notes.md").exists()
 
 
-def test_a_failed_rename_restores_the_old_data(tmp_path, monkeypatch):
-    def make(text, **more):
-        source = text_sources.TextSource("two", iter([("train", text), ("validation", "d")]), 2)
-        return preparation.prepare(source, Bytes(), tmp_path / "out", **more)
+def make(out: Path, text: str, **more: bool) -> None:
+    source = text_sources.TextSource("two", iter([("train", text), ("validation", "d")]), 2)
+    preparation.prepare(source, Bytes(), out, **more)
 
+
+def test_a_failed_rename_restores_the_old_data(tmp_path, monkeypatch):
     def rename(path, target, real=Path.rename):
         if path.suffix == ".partial":
             raise OSError(16, "Device or resource busy")
         return real(path, target)
 
-    make("old")
+    make(tmp_path / "out", "old")
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(UserError, match=r"cannot be written: .*busy"):
-        make("new", overwrite=True)
+        make(tmp_path / "out", "new", overwrite=True)
     assert texts(tmp_path / "out", "train") == ["old"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -93,10 +98,6 @@ def preparing(target: Path, *more: str) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
-def source_of_two(text: str = "ab") -> text_sources.TextSource:
-    return text_sources.TextSource("two", iter([("train", text), ("validation", "c")]), 2)
-
-
 def test_what_a_killed_preparation_left_is_removed_and_a_live_one_is_not_touched(tmp_path):
     out = tmp_path / "out.v1"
     with preparing(out) as killed:
@@ -108,21 +109,21 @@ def test_what_a_killed_preparation_left_is_removed_and_a_live_one_is_not_touched
     with preparing(out):
         left = {path.name for path in tmp_path.iterdir()}
         assert len(left - {path.name for path in others}) == 2, left
-        preparation.prepare(source_of_two(), Bytes(), out)
+        make(out, "ab")
         (live,) = {path.name for path in tmp_path.glob(".out.v1.*.partial")} - {others[1].name}
         assert (tmp_path / live / "train.bin").stat().st_size == 1000
     assert texts(out, "train") == ["ab"]
-    preparation.prepare(source_of_two("xy"), Bytes(), out, overwrite=True)
+    make(out, "xy", overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"out.v1", *(path.name for path in others)}
 
 
 def test_data_that_a_killed_preparation_was_replacing_is_put_back(tmp_path):
     out = tmp_path / "out"
-    preparation.prepare(source_of_two("old"), Bytes(), out)
+    make(out, "old")
     with preparing(out, "between the renames"):
         assert not out.exists()
     with pytest.raises(UserError, match="already holds prepared data"):
-        preparation.prepare(source_of_two("new"), Bytes(), out)
+        make(out, "new")
     assert texts(out, "train") == ["old"] and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -38,122 +39,87 @@ def test_without_meta_a_token_file_is_refused_until_its_dtype_is_stated(tmp_path
 
 RANDOM = np.random.default_rng(0).integers(0, 50_000, 4000)
 ASCII = np.random.default_rng(0).integers(1, 128, 4000)
-CONTRADICTIONS = {
-    "uint32 stated as uint16": (ASCII, "<u4", "uint16", {}, 50_304, "probably uint32, but meta.json says uint16"),
-    "large uint32 as uint16": (RANDOM * 3, "<u4", "uint16", {}, 65536, "probably uint32, but meta.json says uint16"),
-    "uint16 stated as uint32": (RANDOM, "<u2", "uint32", {}, 50_000, "as uint16 they would be below it"),
-    "big-endian uint16": (RANDOM, ">u2", "uint16", {}, 50_000, r"convert the file with np.fromfile\(file, '>u2'\)"),
-    "big-endian uint32": (RANDOM, ">u4", "uint32", {}, 50_000, r"np.fromfile\(file, '>u4'\).astype\('<u4'\)"),
-    "another number of tokens": (
-        RANDOM, "<u2", "uint16", {"tokens": {"train": 3999, "validation": 4000}}, 50_000,
-        "8000 bytes, but meta.json says 3999 tokens of uint16, 7998 bytes",
-    ),
-    "the dtype of another file": (
-        RANDOM, "<u2", "uint32", {"tokens": {"train": 4000, "validation": 4000}}, 50_000,
-        "8000 bytes, but meta.json says 4000 tokens of uint32, 16000 bytes",
-    ),
-    "an id beyond its vocabulary": (
-        RANDOM, "<u2", "uint16", {"vocabulary": 256}, 50_000, "id 499.. occurs, but meta.json says vocabulary 256",
-    ),
-    "an empty file": ([], "<u2", "uint16", {}, 50_000, "train.bin: 0 tokens, but one sequence"),
-}  # fmt: skip
+CONTRADICTIONS = [
+    (ASCII, "<u4", "uint16", {}, 50_304, "probably uint32, but meta.json says uint16"),
+    (RANDOM * 3, "<u4", "uint16", {}, 65536, "probably uint32, but meta.json says uint16"),
+    (RANDOM, "<u2", "uint32", {}, 50_000, "as uint16 they would be below it"),
+    (RANDOM, ">u2", "uint16", {}, 50_000, r"convert the file with np.fromfile\(file, '>u2'\)"),
+    (RANDOM, ">u4", "uint32", {}, 50_000, r"np.fromfile\(file, '>u4'\).astype\('<u4'\)"),
+    (RANDOM, "<u2", "uint16", {"tokens": {"train": 3999, "validation": 4000}}, 50_000,
+     "8000 bytes, but meta.json says 3999 tokens of uint16, 7998 bytes"),
+    (RANDOM, "<u2", "uint32", {"tokens": {"train": 4000, "validation": 4000}}, 50_000,
+     "8000 bytes, but meta.json says 4000 tokens of uint32, 16000 bytes"),
+    (RANDOM, "<u2", "uint16", {"vocabulary": 256}, 50_000, "id 499.. occurs, but meta.json says vocabulary 256"),
+    ([], "<u2", "uint16", {}, 50_000, "train.bin: 0 tokens, but one sequence"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_meta_that_contradicts_the_file_is_refused(tmp_path, case):
-    ids, stored, dtype, more, vocabulary, words = CONTRADICTIONS[case]
-    write_ids(tmp_path / "train.bin", ids, stored)
-    (tmp_path / META).write_text(json.dumps({"dtype": dtype, **more}))
-    with pytest.raises(UserError, match=words) as error:
-        open_token_file(tmp_path, "train", context=4, vocabulary=vocabulary)
-    assert str(error.value).count("\n") <= 1
+def test_a_meta_that_contradicts_the_file_is_refused(tmp_path):
+    for ids, stored, dtype, more, vocabulary, words in CONTRADICTIONS:
+        write_ids(tmp_path / "train.bin", ids, stored)
+        (tmp_path / META).write_text(json.dumps({"dtype": dtype, **more}))
+        with pytest.raises(UserError, match=words) as error:
+            open_token_file(tmp_path, "train", context=4, vocabulary=vocabulary)
+        assert str(error.value).count("\n") <= 1
 
 
-@pytest.mark.parametrize("ids", [RANDOM, ASCII, np.zeros(100), RANDOM[:2]])
-def test_uint16_tokens_are_not_mistaken_for_uint32(tmp_path, ids):
-    write_ids(tmp_path / "train.bin", ids)
+def test_uint16_tokens_are_not_mistaken_for_uint32(tmp_path):
     (tmp_path / META).write_text('{"dtype": "uint16"}')
-    assert open_token_file(tmp_path, "train", context=1, vocabulary=65536).tokens == len(ids)
+    for ids in (RANDOM, ASCII, np.zeros(100), RANDOM[:2]):
+        write_ids(tmp_path / "train.bin", ids)
+        assert open_token_file(tmp_path, "train", context=1, vocabulary=65536).tokens == len(ids)
 
 
 def test_ids_above_16_bits_are_read_as_uint32(tmp_path):
-    token_file = open_token_file(
-        write_prepared(tmp_path, [70000, 1, 2**20], "uint32"), "validation", context=2, vocabulary=2**20 + 1
-    )
+    write_prepared(tmp_path, [70000, 1, 2**20], "uint32")
+    token_file = open_token_file(tmp_path, "validation", context=2, vocabulary=2**20 + 1)
     assert token_file.read(np.arange(1)).tolist() == [[70000, 1, 2**20]]
 
 
 def test_data_identity_contains_everything_that_determines_the_data_order(tmp_path):
     opened = [open_token_file(write_prepared(tmp_path, range(50)), split, context=4, vocabulary=50) for split in SPLITS]
     meta = Meta(dtype="uint16", tokenizer="words.json", tokenizer_sha256="12ab")
-    answer = json.loads(json.dumps(data_identity(*opened, meta, seed=3, batch=2, isolated=7)))
-    digest = hashlib.sha256((tmp_path / "train.bin").read_bytes()).hexdigest()
-    file = {"sha256": digest, "tokens": 50}
+    file = {"sha256": hashlib.sha256((tmp_path / "train.bin").read_bytes()).hexdigest(), "tokens": 50}
     tokenizer = {"name": "words.json", "sha256": "12ab"}
     expected = {"train": file, "validation": file, "tokenizer": tokenizer, "seed": 3, "batch": 2, "context": 4}
-    expected["isolated"] = 7
-    assert answer == expected
+    answer = data_identity(*opened, meta, seed=3, batch=2, isolated=7)
+    assert json.loads(json.dumps(answer)) == expected | {"isolated": 7}
 
 
 def test_the_scan_reads_all_chunks_of_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "_CHUNK", 16)
     path = write_ids(tmp_path / "x.bin", [*range(20), 300, 1])
-    assert (
-        TokenFile(path, context=4, vocabulary=301, dtype="uint16").sha256
-        == hashlib.sha256(path.read_bytes()).hexdigest()
-    )
+    whole = TokenFile(path, context=4, vocabulary=301, dtype="uint16")
+    assert whole.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     with pytest.raises(UserError, match=r"token 20 is id 300, but model.vocabulary=300 ends at 299; use .*=301"):
         TokenFile(path, context=4, vocabulary=300, dtype="uint16")
 
 
+FAULTS = {
+    r"train\.bin does not exist; .* `python -m shmap_tp\.prepare .* --out .* --overwrite`": Path.unlink,
+    r"train\.bin: 99 bytes is not a multiple of the 2 bytes of a token": lambda train: os.truncate(train, 99),
+    r"train\.bin: 4 tokens, but one sequence of model\.context=4 needs 5": lambda train: os.truncate(train, 8),
+    r"train\.bin: sha256 is \w{12}\.\.\., meta\.json says \w{12}\.\.\.": lambda train: write_ids(train, range(1, 51)),
+}
 METAS = {
-    "json": b"{",
-    "list": b"[1]",
-    "dtype": b'{"dtype": "int8"}',
-    "no dtype": b"{}",
-    "vocabulary": b'{"dtype": "uint16", "vocabulary": "50"}',
-    "tokens": b'{"dtype": "uint16", "tokens": [50, 50]}',
-    "deep": b"[" * 100_000,
-    "binary": b'{"dtype": "\xff\xfe"}',
+    r"meta\.json: not JSON: ": b"{",
+    r"meta\.json: an object is needed, not list": b"[1]",
+    r"meta\.json: dtype is 'int8', but must be uint16 or uint32": b'{"dtype": "int8"}',
+    r"meta\.json: dtype is None, but must be uint16 or uint32": b"{}",
+    r"meta\.json: vocabulary is '50', but must be of type int": b'{"dtype": "uint16", "vocabulary": "50"}',
+    r"meta\.json: tokens must have train and validation, each": b'{"dtype": "uint16", "tokens": [50, 50]}',
+    r"meta\.json: not JSON: it is nested too deeply": b"[" * 100_000,
+    r"meta\.json: not JSON: 'utf-8' codec": b'{"dtype": "\xff\xfe"}',
 }
 
 
-def damaged(case: str, directory: Path) -> Path:
-    """A prepared directory with one fault."""
-    write_prepared(directory, range(50))
-    train, meta = directory / "train.bin", directory / META
-    match case:
-        case "missing":
-            train.unlink()
-        case "odd":
-            train.write_bytes(train.read_bytes()[:-1])
-        case "short":
-            write_ids(train, range(4))
-        case "changed":
-            write_ids(train, range(1, 51))
-        case _:
-            meta.write_bytes(METAS[case])
-    return directory
-
-
-@pytest.mark.parametrize(
-    "case, words",
-    [
-        ("missing", r"train\.bin does not exist; .* `python -m shmap_tp\.prepare .* --out .* --overwrite`"),
-        ("odd", r"train\.bin: 99 bytes is not a multiple of the 2 bytes of a token"),
-        ("short", r"train\.bin: 4 tokens, but one sequence of model\.context=4 needs 5"),
-        ("changed", r"train\.bin: sha256 is \w{12}\.\.\., meta\.json says \w{12}\.\.\."),
-        ("json", r"meta\.json: not JSON: "),
-        ("list", r"meta\.json: an object is needed, not list"),
-        ("dtype", r"meta\.json: dtype is 'int8', but must be uint16 or uint32"),
-        ("no dtype", r"meta\.json: dtype is None, but must be uint16 or uint32"),
-        ("vocabulary", r"meta\.json: vocabulary is '50', but must be of type int"),
-        ("tokens", r"meta\.json: tokens must have train and validation, each of type int"),
-        ("deep", r"meta\.json: not JSON: it is nested too deeply"),
-        ("binary", r"meta\.json: not JSON: 'utf-8' codec"),
-    ],
-)
-def test_errors_of_a_bad_directory_name_the_file_and_the_fix(tmp_path, case, words):
-    with pytest.raises(UserError, match=words) as error:
-        open_token_file(damaged(case, tmp_path), "train", context=4, vocabulary=50)
-    assert str(error.value).count("\n") <= 1
+def test_errors_of_a_bad_directory_name_the_file_and_the_fix(tmp_path):
+    for words in (*FAULTS, *METAS):
+        write_prepared(tmp_path, range(50))
+        if words in FAULTS:
+            FAULTS[words](tmp_path / "train.bin")
+        else:
+            (tmp_path / META).write_bytes(METAS[words])
+        with pytest.raises(UserError, match=words) as error:
+            open_token_file(tmp_path, "train", context=4, vocabulary=50)
+        assert str(error.value).count("\n") <= 1

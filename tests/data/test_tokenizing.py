@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +17,6 @@ from tests.helpers.paths import ROOT
 from tests.helpers.preparation import WORDS, jsonl, run
 
 
-@pytest.fixture
-def small_parts(monkeypatch) -> None:
-    """Parts of two chunks, of some twenty documents each."""
-    monkeypatch.setattr(source_files, "CHUNK", 1000)
-    monkeypatch.setattr(tokenizing, "CHUNK", 1000)
-    monkeypatch.setattr(tokenizing, "_PART", 2)
-
-
 def content(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
@@ -34,11 +26,10 @@ def hidden(directory: Path) -> list[str]:
     return sorted(str(file.relative_to(directory)) for file in directory.glob(".*/**/*") if file.is_file())
 
 
-def test_the_result_is_the_same_for_any_number_of_processes(tmp_path, capsys, small_parts, subwords, monkeypatch):
+def test_the_result_is_the_same_for_any_number_of_processes(tmp_path, command, subwords, monkeypatch):
     monkeypatch.setattr(tokenizing, "_WORTH_MEASURING", 1)
-    arguments = ["--text", jsonl(tmp_path / "x.jsonl"), "--validation", "0.1", "--tokenizer", subwords]
     for workers in (1, 2):
-        assert run(capsys, *arguments, "--workers", workers, "--out", tmp_path / str(workers))[::2] == (0, "")
+        assert command(str(workers), "--tokenizer", subwords, "--workers", workers)[::2] == (0, "")
     assert content(tmp_path / "1") == content(tmp_path / "2") and hidden(tmp_path) == []
 
 
@@ -54,11 +45,20 @@ def test_processes_are_started_only_where_they_are_faster(tmp_path, monkeypatch)
         assert tokenizing.default_workers(source, Bytes()) == 1
 
 
-class Interrupted:
-    """Counts the calls of a tokenizer, and raises `error` in the call after `limit`."""
+class Command:
+    """Runs the command on x.jsonl as `--out NAME`; `error` is raised once it has tokenized `limit` chunks.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.calls, self.limit, self.error, encode = 0, 0, BaseException(), Bytes.encode_documents
+    Parts are of two chunks, of some twenty documents each; `calls` counts the chunks of the last call."""
+
+    def __init__(self, directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
+        self.directory, self.capsys, self.calls, encode = directory, capsys, 0, Bytes.encode_documents
+        jsonl(directory / "x.jsonl")
+        for place, name, value in [
+            (source_files, "CHUNK", 1000),
+            (tokenizing, "CHUNK", 1000),
+            (tokenizing, "_PART", 2),
+        ]:
+            monkeypatch.setattr(place, name, value)
 
         def counted(tokenizer: Bytes, texts: list[str]) -> list:
             if self.calls == self.limit:
@@ -68,38 +68,28 @@ class Interrupted:
 
         monkeypatch.setattr(Bytes, "encode_documents", counted)
 
+    def __call__(self, name: str, *more: object, limit: int = -1, error: BaseException | None = None) -> tuple:
+        self.calls, self.limit, self.error = 0, limit, error or KeyboardInterrupt()
+        given = ["--validation", "0.1", "--text", self.directory / "x.jsonl", "--out", self.directory / name]
+        return run(self.capsys, *given, *more)
+
 
 @pytest.fixture
-def interrupted(monkeypatch, small_parts) -> Interrupted:
-    return Interrupted(monkeypatch)
-
-
-@pytest.fixture
-def command(tmp_path, capsys, interrupted) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command on x.jsonl as `--out NAME`; `error` is raised once it has tokenized `limit` chunks."""
-    jsonl(tmp_path / "x.jsonl")
-
-    def prepared(name: str, *more: object, limit: int = -1, error: BaseException | None = None) -> tuple:
-        interrupted.calls, interrupted.limit, interrupted.error = 0, limit, error or KeyboardInterrupt()
-        return run(capsys, *ARGUMENTS, "--text", tmp_path / "x.jsonl", "--out", tmp_path / name, *more)
-
-    return prepared
-
-
-ARGUMENTS = ["--validation", "0.1"]
+def command(tmp_path, capsys, monkeypatch) -> Command:
+    return Command(tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), LostProcessError("lost")], ids=["interrupted", "lost"])
-def test_the_same_command_goes_on_from_the_finished_parts(tmp_path, command, interrupted, error):
+def test_the_same_command_goes_on_from_the_finished_parts(tmp_path, command, error):
     assert command("whole")[0] == 0
-    chunks = interrupted.calls
+    chunks = command.calls
     code, _, err = command("out", limit=7, error=error)
     assert code in (130, 69) and not (tmp_path / "out").exists()
     assert ("the same command goes on from the parts that are finished" in err) == (code == 130)
     assert [Path(name).name.partition(".")[0] for name in hidden(tmp_path)] == ["00000", "00001", "00002", "division"]
     code, out, _ = command("out", "--pack", 64)  # how the tokens are written is no part of the work
     assert code == 0 and "documents were tokenized before an interruption; going on" in out
-    assert interrupted.calls == chunks - 6 and [*tmp_path.glob(".*")] == []
+    assert command.calls == chunks - 6 and [*tmp_path.glob(".*")] == []
     assert command("packed", "--pack", 64)[0] == 0
     assert content(tmp_path / "out") == content(tmp_path / "packed")
 
@@ -112,7 +102,7 @@ def test_an_early_interruption_and_an_error_leave_nothing(tmp_path, command, lim
 
 
 @pytest.mark.parametrize("change, done_again", [("text", 6), ("field", 6), ("a damaged part", 4)])
-def test_parts_of_other_work_and_damaged_ones_are_not_used(tmp_path, command, interrupted, change, done_again):
+def test_parts_of_other_work_and_damaged_ones_are_not_used(tmp_path, command, change, done_again):
     command("out", limit=7)
     more = []
     if change == "text":
@@ -124,9 +114,9 @@ def test_parts_of_other_work_and_damaged_ones_are_not_used(tmp_path, command, in
         (part,) = tmp_path.glob(".out.*/parts.*/00001.*")
         part.write_bytes(part.read_bytes()[:-1])
     assert command("out", *more)[0] == 0 and [*tmp_path.glob(".*")] == []
-    again = interrupted.calls
+    again = command.calls
     assert command("whole", *more)[0] == 0
-    assert again == interrupted.calls - 6 + done_again
+    assert again == command.calls - 6 + done_again
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
@@ -145,6 +135,7 @@ import os, signal, sys
 from shmap_tp import prepare
 from shmap_tp.data import source_files, tokenizing
 from shmap_tp.data.parts import Parts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
 source_files.CHUNK = tokenizing.CHUNK = 1000
 tokenizing._PART = 2
 def write(parts, number, documents, write=Parts.write):
@@ -157,21 +148,16 @@ sys.exit(prepare.main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("name, code", [("SIGKILL", -9), ("SIGINT", 130), ("SIGTERM", 130)])
-def test_a_killed_preparation_ends_its_processes_and_is_gone_on_with(tmp_path, command, interrupted, name, code):
+def test_a_killed_preparation_ends_its_processes_and_is_gone_on_with(tmp_path, command, name, code):
     """SIGINT and SIGTERM reach all processes, as Ctrl-C and the end of a job do."""
-    given = [*ARGUMENTS, "--text", str(jsonl(tmp_path / "x.jsonl")), "--out", str(tmp_path / "out"), "--workers", "2"]
-    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, name, *given],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,
-    )
+    given = ["--validation", "0.1", "--text", f"{tmp_path}/x.jsonl", "--out", f"{tmp_path}/out", "--workers", "2"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    start = {"stderr": subprocess.PIPE, "text": True, "env": environment, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, name, *given], **start)
     err = process.communicate()[1]  # returns when no process holds stderr any more
     assert process.returncode == code and "Traceback" not in err, err
     assert not (tmp_path / "out").exists()
     assert command("whole")[0] == 0
-    chunks = interrupted.calls
-    assert command("out")[0] == 0 and interrupted.calls == chunks - 6
+    chunks = command.calls
+    assert command("out")[0] == 0 and command.calls == chunks - 6
     assert content(tmp_path / "out") == content(tmp_path / "whole") and [*tmp_path.glob(".*")] == []

@@ -52,8 +52,8 @@ RULES = {
     "model.remat=mlp model.offload=[gate] model.mlp=gelu_erf": "but model.mlp=gelu_erf has no gate",
     "model.remat=mlp model.offload=[gate] model.mlp=swiglu": "accepted",
     "model.remat=attention model.offload=[sublayer_output]": "which the backward pass of model.block=parallel does not",
-    "model.remat=attention model.offload=[sublayer_output] model.block=parallel_two_norms": "model.block=parallel_two_n"
-    "orms does not read",
+    "model.remat=attention model.offload=[sublayer_output] model.block=parallel_two_norms": "block=parallel_two_norms "
+    "does not read",
     "model.remat=attention model.offload=[sublayer_output] model.block=sequential": "accepted",
     # positions
     "model.rotary_dim=4": "model.rotary_dim=4 has no effect with model.positions=alibi (model bytes); "
@@ -66,8 +66,8 @@ RULES = {
     "model.positions=rotary model.head_dim=5": "model.head_dim=5 must be even for model.positions=rotary",
     "model.positions=rotary model.rotary_dim=18": "model.rotary_dim=18 is above model.head_dim=16 (model bytes); use",
     "model.positions=rotary model.rotary_scaling=yarn model.rotary_base=1": "model.rotary_base=1.0 gives all pairs one",
-    "model.positions=rotary model.rotary_scaling=llama3 model.rotary_high_frequency_factor=1": "model.rotary_low_freque"
-    "ncy_factor=1.0 must be above 0 and below model.rotary_high_frequency_factor=1.0",
+    "model.positions=rotary model.rotary_scaling=llama3 model.rotary_high_frequency_factor=1": "model."
+    "rotary_low_frequency_factor=1.0 must be above 0 and below model.rotary_high_frequency_factor=1.0",
     # layers that differ
     "model.layer_pattern=[local,global]": "model.layer_pattern=[local,global] has local layers, which need a window, "
     "but model.window=null (model bytes)",
@@ -75,8 +75,7 @@ RULES = {
     "8 (model bytes)",
     "model.window=8 model.layer_pattern=[local,global,global,global,global]": "has 5 elements, more than model.layers=4"
     " (model bytes)",
-    "model.window=8 model.layer_pattern=[local,global] mesh.zero=fsdp model.remat=full model.offload=[input]": "acc"
-    "epted",
+    "model.window=8 model.layer_pattern=[local,global] model.remat=full model.offload=[input]": "accepted",
     "model.window=8 model.layer_pattern=[local,global] mesh.zero=fsdp model.remat=full model.offload=[input] "
     "mesh.fsdp_gradients=ring": "=[local,global] cannot be combined with model.offload where gradients are",
     # norms and heads

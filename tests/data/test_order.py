@@ -33,12 +33,8 @@ def test_the_order_differs_between_epochs_seeds_and_sources():
 def test_the_order_of_a_name_never_changes():
     """If this fails, `ORDER` needs another name: checkpoints say by it which sequences their run has read."""
     assert ORDER == "feistel-1" and KEY == 0x1CEAA2DC9A8E742F
-    assert epoch(10).tolist() == [2, 7, 8, 1, 0, 6, 3, 5, 9, 4] and epoch(10**6)[:4].tolist() == [
-        795001,
-        630692,
-        292634,
-        618010,
-    ]
+    assert epoch(10).tolist() == [2, 7, 8, 1, 0, 6, 3, 5, 9, 4]
+    assert epoch(10**6)[:4].tolist() == [795001, 630692, 292634, 618010]
 
 
 def test_a_row_depends_on_its_own_sample_and_source_only():

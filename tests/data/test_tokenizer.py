@@ -34,14 +34,8 @@ def byte_fallback() -> "tokenizers.Tokenizer":
     made = tokenizers.Tokenizer(bpe)
     prepend, replace = tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")
     made.normalizer = tokenizers.normalizers.Sequence([prepend, replace])
-    made.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("\u2581", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
+    de = tokenizers.decoders
+    made.decoder = de.Sequence([de.Replace("\u2581", " "), de.ByteFallback(), de.Fuse(), de.Strip(" ", 1, 0)])
     made.add_special_tokens([END])
     return made
 

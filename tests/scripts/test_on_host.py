@@ -40,9 +40,8 @@ class Host:
     def do(self, *arguments: str, code: int = 0) -> str:
         script = str(self.directory / "scripts" / "on_host.sh")
         environment = os.environ | {"TPU_LOCK": str(self.lock)}
-        done = subprocess.run(
-            [script, *arguments], cwd="/", env=environment, capture_output=True, text=True, timeout=30
-        )
+        options = {"capture_output": True, "text": True, "timeout": 30}
+        done = subprocess.run([script, *arguments], cwd="/", env=environment, **options)
         assert done.returncode == code, done
         return done.stdout + done.stderr
 

@@ -33,14 +33,8 @@ def clone(tmp_path) -> Iterator[Path]:
 def submit(clone: Path, *arguments: str, **environment: str) -> subprocess.Popen:
     slurm = {"SLURM_NTASKS": "16", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(clone)}
     path = {"PATH": f"{clone}/bin:{os.environ['PATH']}"}
-    return subprocess.Popen(
-        [SCRIPT, *arguments],
-        cwd="/",
-        env=os.environ | path | slurm | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([SCRIPT, *arguments], cwd="/", env=os.environ | path | slurm | environment, **pipes)
 
 
 def end(clone: Path, job: subprocess.Popen, code: int) -> tuple[str, str]:
@@ -75,17 +69,14 @@ def test_the_script_waits_for_the_save_after_sigterm(clone):
     assert calls[5:] == ["--cfg", "mine.yaml", "--resume", "mesh.processes=16", "scontrol", "requeue", "7"]
 
 
-@pytest.mark.parametrize(
-    "missing, environment, message",
-    [
-        ("main.py", {}, "has no main.py; run sbatch in the clone"),
-        (".venv/bin/python", {}, "has no .venv; run ./prepareGPUVM.sh"),
+def test_a_missing_prerequisite_is_named_in_one_line(clone):
+    for missing, environment, message in [
         ("end", {"SLURM_NTASKS": ""}, "this is for Slurm: sbatch"),
-    ],
-)
-def test_a_missing_prerequisite_is_named_in_one_line(clone, missing, environment, message):
-    (clone / missing).unlink(missing_ok=True)
-    job = submit(clone, **environment)
-    _, err = job.communicate(timeout=30)
-    assert job.returncode == 2 and err.startswith("error: ") and message in err and len(err.splitlines()) == 1
-    assert not (clone / "calls").exists()
+        (".venv/bin/python", {}, "has no .venv; run ./prepareGPUVM.sh"),
+        ("main.py", {}, "has no main.py; run sbatch in the clone"),
+    ]:
+        (clone / missing).unlink(missing_ok=True)
+        job = submit(clone, **environment)
+        _, err = job.communicate(timeout=30)
+        assert job.returncode == 2 and err.startswith("error: ") and message in err and len(err.splitlines()) == 1
+        assert not (clone / "calls").exists()

@@ -75,8 +75,8 @@ def test_start_detaches_main_py_and_stop_with_a_number_of_seconds_reports_its_ex
     for seconds in ["", "-3", "+3", "3.5", "3s", "0x8", "a[0]", "٣", "9" * 20]:
         assert f"stop {seconds}: give the number of seconds to wait" in host.do("stop", seconds, code=2)
     assert host.do("status") == f"running {process}\n"
-    assert host.do("stop", "0020").splitlines()[-1] == "ended 75"  # a number with leading zeros is decimal
-    assert host.do("stop", "08") == "ended 75\n"  # again, with nothing running
+    assert host.do("stop", "08").splitlines()[-1] == "ended 75"  # a number with leading zeros is decimal
+    assert host.do("stop", "0010") == "ended 75\n"  # again, with nothing running
 
 
 def test_status_reports_the_exit_code_of_a_run_that_ended_without_stop(host):

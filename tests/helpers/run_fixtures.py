@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from omegaconf import DictConfig, OmegaConf
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
+from shmap_tp.config.validate import validate
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER
+from shmap_tp.hardware.xla_options import compile_with
 from shmap_tp.model.tokens import tokens_spec
 from shmap_tp.parallel.key_paths import path_name
 from shmap_tp.parallel.mesh import make_mesh
@@ -86,19 +90,30 @@ def overrides(directory: Path, *more: str) -> list[str]:
 
 
 def tiny(directory: Path, *more: str) -> Config:
-    """The configuration of the tiny run; see `overrides`."""
-    return load(FIRST, overrides(directory, *more))
+    """The configuration of the tiny run; see `overrides`.
+
+    Hydra composes the files once, in some tenths of a second, and keys of the form a.b=value are set in the result.
+    """
+    given = overrides(directory, *more)
+    if any("{" in override or "." not in override.partition("=")[0] for override in given):
+        return load(FIRST, given)
+    keys = OmegaConf.from_dotlist(given[len(TINY) :])
+    places = {"checkpoint": {"dir": f"{keys.run.dir}/checkpoints"}}
+    result = OmegaConf.to_object(OmegaConf.merge(_composed(), places, keys))
+    validate(result)
+    return result
+
+
+@cache
+def _composed() -> DictConfig:
+    return OmegaConf.structured(load(FIRST, [*TINY, "data.dir=data"]))
 
 
 BUILT: dict[Any, StepFunctions] = {}
 
 
 def shared_step_functions(
-    config: Config,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    components: Components = CONFIGURED,
-    end_of_text: int | None = None,
+    config: Config, mesh: Mesh, dtype: DTypeLike, components: Components = CONFIGURED, end_of_text: int | None = None
 ) -> StepFunctions:
     """`build_step_functions`, or what it made before of equal settings: the runs of a test share their programs.
 
@@ -110,21 +125,43 @@ def shared_step_functions(
     replaced = *filter(callable, vars(step).values()), step.Objective.__call__, step.Objective.counted
     key = settings, mesh, dtype, components, end_of_text, replaced
     if key not in BUILT:
-        BUILT[key] = build_step_functions(config, mesh, dtype, components, end_of_text)
+        made = build_step_functions(config, mesh, dtype, components, end_of_text)
+        BUILT[key] = replace(made, step=LoweredOnce(made.step))
     return BUILT[key]
 
 
-def make_runs_quick(patch: pytest.MonkeyPatch) -> None:
-    """Runs share their programs, and do not measure the peak FLOP/s, which takes a second."""
+class LoweredOnce:
+    """A jitted step, which is lowered and compiled once for all runs that share it."""
+
+    def __init__(self, step: Any):
+        self._step, self.lower = step, cache(step.lower)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._step(*arguments)
+
+
+compiled_once = cache(lambda lowered, options: compile_with(lowered, dict(options)))
+
+
+def make_runs_quick(patch: pytest.MonkeyPatch, *, draw: bool = False) -> None:
+    """Runs share their programs, do not measure the peak FLOP/s, which takes a second, and do not `draw` the losses."""
     patch.setattr("shmap_tp.training.run.build_step_functions", shared_step_functions)
     patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
+    patch.setattr("shmap_tp.training.run.compile_with", lambda step, options: compiled_once(step, (*options.items(),)))
+    if not draw:
+        patch.setattr("shmap_tp.training.run.plot_losses", _not_drawn)
+
+
+def _not_drawn(directory: Path) -> Path:
+    (file := directory / "loss.png").touch()
+    return file
 
 
 def run_uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the tiny run to its end and return its directory."""
     directory = tmp_path_factory.mktemp("uninterrupted")
     with pytest.MonkeyPatch.context() as patch:
-        make_runs_quick(patch)
+        make_runs_quick(patch, draw=True)
         assert loop.train(tiny(directory)) == 0
     return directory
 

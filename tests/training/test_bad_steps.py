@@ -1,11 +1,13 @@
-"""A skipped step changes no bit of the weights on any device; too many consecutive ones stop the run."""
+"""A skipped step changes no bit of the weights on any device; too many consecutive ones stop the run, which keeps the
+checkpoints from before them, and restarts that cannot help come to an end."""
 
 import dataclasses
+import io
 import re
 import shutil
 import signal
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 from jax import lax
 from orbax.checkpoint import v1 as ocp
 
-from shmap_tp.config.schema import GuardConfig
+from shmap_tp.config.schema import Config, GuardConfig
 from shmap_tp.data.batches import Batches
 from shmap_tp.errors import DivergedError
 from shmap_tp.parallel.collectives import all_reduce, varying_axes
@@ -26,13 +28,24 @@ from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop, step
 from shmap_tp.training.bad_steps import BadStepMonitor, BadStepState, StepOutcome, initial_bad_step_state
 from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.checkpoint_files import SKIPPED
 from shmap_tp.training.objective import Objective
-from shmap_tp.training.step import State, build_step_functions
 from tests.helpers.assertions import assert_replicas_agree, assert_same_bits, by_path
-from tests.helpers.checkpoint_fixtures import checkpoint_config
-from tests.helpers.model_fixtures import config, mesh_of
-from tests.helpers.run_fixtures import STEPS, checkpoint_steps, lines, signal_during, state_at, tiny, tokens_of, values
-from tests.helpers.step_fixtures import learnable_batch
+from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, random_state
+from tests.helpers.model_fixtures import config
+from tests.helpers.run_fixtures import (
+    STEPS,
+    checkpoint_steps,
+    file_contents,
+    lines,
+    make_runs_quick,
+    signal_during,
+    state_at,
+    tiny,
+    tokens_of,
+    values,
+)
+from tests.helpers.step_fixtures import Program, learnable_batch
 
 GUARD = GuardConfig(loss_spike_sigmas=6.0, window=8, max_norm_change=10.0, max_consecutive=3)
 
@@ -113,18 +126,18 @@ def test_the_monitor_reports_why_a_step_was_skipped_and_stops_after_too_many():
 
 # In the compiled step
 
-IN_A_MICROBATCH, IN_A_SHARD = 48, 49
-SETTINGS = ["mesh.zero=none", "mesh.zero=fsdp mesh.tensor_parallel=sequence model.context=8"]
-EXPERTS = "model.block=sequential model.mlp=swiglu model.experts=8 model.router_bias_rate=0.1"
+IN_A_MICROBATCH, IN_A_SHARD, SPIKE = 48, 49, 47
+SETTINGS = [
+    "mesh.zero=none",
+    "mesh.zero=fsdp mesh.tensor_parallel=sequence model.context=8 model.block=sequential model.mlp=swiglu "
+    "model.experts=8 model.router_bias_rate=0.1",
+]
 
 
 def put_nan_in_gradient(monkeypatch, is_bad: Callable[[Any], Any]) -> None:
     """Put one NaN into one device's shard of one gradient if `is_bad(tokens)`, of the tokens of a device."""
-    monkeypatch.setattr(step, "loss_and_gradients", with_nan_in_gradient(step.loss_and_gradients, is_bad))
+    original = step.loss_and_gradients
 
-
-@cache
-def with_nan_in_gradient(original: Callable[..., Any], is_bad: Callable[[Any], Any]) -> Callable[..., Any]:
     def with_nan(objective: Any, params: Any, batch: Any, frozen: Any) -> Any:
         loss, gradients = original(objective, params, batch, frozen)
         dw = gradients.blocks.attention.query.weight
@@ -134,81 +147,53 @@ def with_nan_in_gradient(original: Callable[..., Any], is_bad: Callable[[Any], A
         nan = jnp.where(here, jnp.nan, dw[0, 0, 0])
         return loss, eqx.tree_at(lambda g: g.blocks.attention.query.weight, gradients, dw.at[0, 0, 0].set(nan))
 
-    return with_nan
+    monkeypatch.setattr(step, "loss_and_gradients", with_nan)
 
 
-@pytest.mark.parametrize("given", [*SETTINGS, f"{SETTINGS[1]} {EXPERTS}"])
-def test_a_nan_on_one_device_changes_no_weight_on_any_device(monkeypatch, given):
-    """A NaN on one dp rank in one microbatch, or in one device's shard of one gradient: the run is then bitwise equal
-    to one that never saw that batch."""
+@pytest.mark.parametrize("given", SETTINGS)
+def test_a_nan_or_a_spike_on_one_device_changes_no_weight_on_any_device(monkeypatch, given):
+    """A NaN on one dp rank in one microbatch, one in one device's shard of one gradient, or a finite spike in one
+    microbatch, which raises the loss of the whole step: the run is then bitwise equal to one without that batch."""
     objective = Objective.__call__
 
-    def with_nan(self: Any, params: Any, batch: Any, *counts: Any) -> Any:
-        objected, loss = objective(self, params, batch, *counts)
-        return objected * jnp.where(jnp.any(batch.inputs[:, 0] == IN_A_MICROBATCH), jnp.nan, 1.0), loss
+    def spoiled(self: Any, params: Any, batch: Any, *counts: Any) -> Any:
+        objected, parts = objective(self, params, batch, *counts)
+        objected *= jnp.where(jnp.any(batch.inputs[:, 0] == IN_A_MICROBATCH), jnp.nan, 1.0)
+        times = jnp.where(jnp.any(batch.inputs[:, 0] == SPIKE), 100.0, 1.0)
+        return times * objected, parts._replace(losses=times * parts.losses)
 
-    monkeypatch.setattr(Objective, "__call__", with_nan)
+    monkeypatch.setattr(Objective, "__call__", spoiled)
     put_nan_in_gradient(monkeypatch, lambda tokens: all_reduce(jnp.sum(tokens[..., 0] == IN_A_SHARD), DP) > 0)
-    conf = config("mesh.dp=2", "mesh.mp=4", "train.batch=16", "train.microbatches=2", *given.split())
-    made = build_step_functions(conf, mesh_of(conf), jnp.float32)
-    program = made.step.lower(made.shapes, made.tokens).compile()
+    guard = "guard.loss_spike_sigmas=6", "guard.window=2"
+    one = Program(config("mesh.dp=2", "mesh.mp=4", "train.batch=16", "train.microbatches=2", *guard, *given.split()))
 
-    def trained(firsts: list[int | None]) -> list[tuple[State, dict[str, Any]]]:
-        """Train on batches (number, first): `first` is a token that causes a NaN, put at the start of one sequence."""
-        state, seen = made.init(), []
+    def trained(firsts: list[tuple[int, int | None]]) -> list[tuple[dict[str, np.ndarray], dict[str, Any]]]:
+        """Train on batches (number, first): `first` is a token that spoils a step, put at the start of one sequence."""
+        state, seen = one.placed(one.initial), []
         for i, first in firsts:
-            tokens = learnable_batch(i, made.tokens.shape) % 40
+            tokens = learnable_batch(i, one.made.tokens.shape) % 40
             if first is not None:
                 tokens[1, 5, 0] = first  # in the second microbatch, on the second dp rank
-            state, metrics = program(state, jax.device_put(tokens, made.tokens.sharding))
+            state, metrics = one.compiled(state, jax.device_put(tokens, one.made.tokens.sharding))
             assert_replicas_agree(state)
             seen.append((by_path(state), {name: value.item() for name, value in metrics.items()}))
         return seen
 
-    well, in_microbatch, in_shard, after = trained([(0, None), (1, IN_A_MICROBATCH), (2, IN_A_SHARD), (3, None)])
-    for (state, metrics), row in [(in_microbatch, 1), (in_shard, 2)]:
+    well, *bad, after = trained([(0, None), (1, IN_A_MICROBATCH), (2, IN_A_SHARD), (3, None)])
+    for row, (state, metrics) in enumerate(bad, start=1):
         assert np.isfinite(metrics["loss"]) and np.isnan(metrics["grad_norm"])
         assert (metrics["skipped"], metrics["skipped_in_a_row"]) == (row, row)
         assert_same_bits(weights_and_optimizer(state), weights_and_optimizer(well[0]))
         assert state["step"] == 1 + row
     assert (after[1]["skipped"], after[1]["skipped_in_a_row"]) == (2, 0)
-    _, without = trained([(0, None), (3, None)])
+    _, without, spike, next_ = trained([(0, None), (3, None), (1, SPIKE), (4, None)])
     assert_same_bits(weights_and_optimizer(after[0]), weights_and_optimizer(without[0]))
     assert after[1]["learning_rate"] == without[1]["learning_rate"] > 0
     assert any((after[0][path] != well[0][path]).any() for path in after[0] if path.startswith("params"))
-
-
-def test_a_spike_in_one_microbatch_changes_no_weight_on_any_device(monkeypatch):
-    """A finite spike in the second microbatch, on one dp rank, raises the loss of the whole step."""
-    objective = Objective.__call__
-
-    def raised(self: Any, params: Any, batch: Any, *counts: Any) -> Any:
-        times = jnp.where(jnp.any(batch.inputs[:, 0] == IN_A_MICROBATCH), 100.0, 1.0)
-        return jax.tree.map(lambda each: times * each, objective(self, params, batch, *counts))
-
-    monkeypatch.setattr(Objective, "__call__", raised)
-    conf = config(
-        "mesh.dp=2",
-        "mesh.mp=4",
-        "train.batch=16",
-        "train.microbatches=2",
-        "guard.loss_spike_sigmas=6",
-        "guard.window=2",
-    )
-    made = build_step_functions(conf, mesh_of(conf), jnp.float32)
-    state, states, seen = made.init(), [], []
-    for i in range(4):
-        tokens = learnable_batch(i, made.tokens.shape) % 40
-        if i == 2:
-            tokens[1, 5, 0] = IN_A_MICROBATCH
-        state, metrics = made.step(state, jax.device_put(tokens, made.tokens.sharding))
-        assert_replicas_agree(state)
-        states.append(by_path(state))
-        seen.append({name: value.item() for name, value in metrics.items()})
-    assert seen[2]["loss"] > 5 * seen[1]["loss"] and np.isfinite(seen[2]["grad_norm"])
-    assert [one["skipped_in_a_row"] for one in seen] == [0, 0, 1, 0] and seen[3]["skipped"] == 1
-    assert_same_bits(weights_and_optimizer(states[2]), weights_and_optimizer(states[1]))
-    assert any((states[3][path] != states[2][path]).any() for path in states[3] if path.startswith("params"))
+    assert spike[1]["loss"] > 5 * without[1]["loss"] and np.isfinite(spike[1]["grad_norm"])
+    assert spike[1]["skipped_in_a_row"] == 1 and (next_[1]["skipped"], next_[1]["skipped_in_a_row"]) == (1, 0)
+    assert_same_bits(weights_and_optimizer(spike[0]), weights_and_optimizer(without[0]))
+    assert any((next_[0][path] != spike[0][path]).any() for path in next_[0] if path.startswith("params"))
 
 
 def weights_and_optimizer(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -228,77 +213,126 @@ def batches(tmp_path_factory) -> Batches:
 
 
 @pytest.fixture(scope="module")
-def is_bad(batches) -> Callable[[Any], Any]:
+def bad_steps(batches) -> Iterator[None]:
+    """The batches of the steps BAD cause a NaN."""
     sums = np.array([np.sum(np.asarray(batches.training(number - 1))[..., :-1]) for number in BAD])
-    return lambda tokens: jnp.any(all_reduce(jnp.sum(tokens), DP) == sums)
+    with pytest.MonkeyPatch.context() as patch:
+        put_nan_in_gradient(patch, lambda tokens: jnp.any(all_reduce(jnp.sum(tokens), DP) == sums))
+        yield
 
 
-@pytest.fixture
-def with_bad_steps(tmp_path, monkeypatch, is_bad) -> Path:
-    """A directory in which the batches of the steps BAD cause a NaN."""
-    put_nan_in_gradient(monkeypatch, is_bad)
-    return tmp_path
+@pytest.fixture(scope="module")
+def skipping(bad_steps, tmp_path_factory) -> tuple[Path, str]:
+    """(the directory, what was printed) of a run from step 0 to 8 that evaluates after each."""
+    directory, printed = tmp_path_factory.mktemp("skipping"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        make_runs_quick(patch)
+        assert loop.train(tiny(directory, "evaluate.every=1")) == 0
+    return directory, printed.getvalue()
 
 
-def test_skipped_steps_are_counted_and_reported_and_leave_the_weights_unchanged(with_bad_steps, batches, capsys):
-    assert loop.train(tiny(with_bad_steps, "evaluate.every=1")) == 0
-    assert [line["skipped"] for line in lines(with_bad_steps)] == [0, 0, 0, 1, 2, 2, 2, 2]
-    assert [line["skipped_in_a_row"] for line in lines(with_bad_steps)] == [0, 0, 0, 1, 2, 0, 0, 0]
-    assert [line["grad_norm"] is None for line in lines(with_bad_steps)] == [
-        line["step"] in BAD for line in lines(with_bad_steps)
-    ]
-    held_out = [line["loss"] for line in lines(with_bad_steps, "validation")]
+def test_skipped_steps_are_counted_and_reported_and_leave_the_weights_unchanged(skipping, batches):
+    directory, printed = skipping
+    assert [line["skipped"] for line in lines(directory)] == [0, 0, 0, 1, 2, 2, 2, 2]
+    assert [line["skipped_in_a_row"] for line in lines(directory)] == [0, 0, 0, 1, 2, 0, 0, 0]
+    assert [line["step"] for line in lines(directory) if line["grad_norm"] is None] == BAD
+    held_out = [line["loss"] for line in lines(directory, "validation")]
     assert held_out[2] == held_out[3] == held_out[4] and len(set(held_out)) == STEPS - len(BAD)
-    printed = capsys.readouterr().out
-    assert re.findall(r"step (\d) is skipped, the weights are unchanged: .* gradient norm nan", printed) == ["4", "5"]
-    for line in lines(with_bad_steps):
+    pattern = r"step (\d) is skipped, the weights are unchanged: .* gradient norm nan"
+    assert re.findall(pattern, printed) == ["4", "5"]
+    for line in lines(directory):
         assert line.get("sequences") == (batches.sequences(line["step"] - 1) if line["step"] in BAD else None)
-    assert checkpoint_steps(with_bad_steps) == [2, 6, 8], "a checkpoint in between would have the weights of step 3"
+    assert checkpoint_steps(directory) == [2, 6, 8], "a checkpoint in between would have the weights of step 3"
 
 
-def test_a_run_stopped_between_skipped_steps_resumes_exactly(with_bad_steps, monkeypatch):
+def test_a_run_stopped_between_skipped_steps_resumes_exactly(skipping, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         signal_during(patch, Batches, "training", signal.SIGTERM, lambda step: step == 3)
-        assert loop.train(tiny(with_bad_steps)) == STOPPED
-    assert lines(with_bad_steps)[-1]["skipped_in_a_row"] == 1 and max(checkpoint_steps(with_bad_steps)) == 4
-    assert loop.train(tiny(with_bad_steps, "checkpoint.resume=must")) == 0
-    uninterrupted = with_bad_steps / "uninterrupted"
-    shutil.copytree(with_bad_steps / "data", uninterrupted / "data")
-    assert loop.train(tiny(uninterrupted)) == 0
-    assert state_at(with_bad_steps, STEPS) == state_at(uninterrupted, STEPS)
-    assert values(with_bad_steps) == values(uninterrupted)
+        assert loop.train(tiny(tmp_path)) == STOPPED
+    assert lines(tmp_path)[-1]["skipped_in_a_row"] == 1 and max(checkpoint_steps(tmp_path)) == 4
+    assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
+    assert state_at(tmp_path, STEPS) == state_at(skipping[0], STEPS)
+    assert values(tmp_path) == values(skipping[0])
 
 
-def test_too_many_consecutive_skipped_steps_stop_the_run_which_can_be_resumed(with_bad_steps, capsys):
+def test_too_many_consecutive_skipped_steps_stop_the_run_which_can_be_resumed(skipping, tmp_path, capsys):
     """The loop sees the metrics of step 5 when step 6 is in flight: step 6 is kept, since it was good."""
     with pytest.raises(DivergedError) as caught:
-        loop.train(tiny(with_bad_steps, "guard.max_consecutive=2"))
+        loop.train(tiny(tmp_path, "guard.max_consecutive=2"))
     printed = str(caught.value)
     assert len(printed.splitlines()) == 2
-    assert (
-        "steps 4 to 5 were skipped, 2 in a row (guard.max_consecutive=2)" in printed and "gradient norm nan" in printed
-    )
-    sequences = lines(with_bad_steps)[4]["sequences"]
-    assert f"sequences {', '.join(map(str, sequences[:4]))}, ... of {with_bad_steps}/data/train.bin" in printed
-    assert (
-        f"checkpoint {with_bad_steps}/run/checkpoints/6 has the weights of step 6" in printed and "--resume" in printed
-    )
+    assert "steps 4 to 5 were skipped, 2 in a row (guard.max_consecutive=2)" in printed
+    assert "gradient norm nan" in printed
+    sequences = lines(tmp_path)[4]["sequences"]
+    assert f"sequences {', '.join(map(str, sequences[:4]))}, ... of {tmp_path}/data/train.bin" in printed
+    assert f"checkpoint {tmp_path}/run/checkpoints/6 has the weights of step 6" in printed and "--resume" in printed
     assert "stopped and saved at step 6" in capsys.readouterr().out
-    assert checkpoint_steps(with_bad_steps) == [2, 6]
-    assert loop.train(tiny(with_bad_steps, "guard.max_consecutive=2", "checkpoint.resume=must")) == 0
-    uninterrupted = with_bad_steps / "uninterrupted"
-    shutil.copytree(with_bad_steps / "data", uninterrupted / "data")
-    assert loop.train(tiny(uninterrupted)) == 0
-    assert state_at(with_bad_steps, STEPS) == state_at(uninterrupted, STEPS)
+    assert checkpoint_steps(tmp_path) == [2, 6]
+    assert loop.train(tiny(tmp_path, "guard.max_consecutive=2", "checkpoint.resume=must")) == 0
+    assert state_at(tmp_path, STEPS) == state_at(skipping[0], STEPS)
 
 
-def test_a_checkpoint_without_a_bad_step_state_can_be_resumed(functions, tmp_path, batches):
+def test_a_checkpoint_without_a_bad_step_state_can_be_resumed(functions, tmp_path):
     made = functions(2, 4)
-    state = made.init()
+    state = eqx.tree_at(lambda state: state.guard, random_state(made, 0), initial_bad_step_state())
     older = {field: value for field, value in vars(state).items() if field != "guard"}
     ocp.save_checkpointables(tmp_path / "3", {"state": older})
     with Checkpoints(checkpoint_config(tmp_path), print) as checkpoints:
         restored = checkpoints.restore(3, made.shapes)
     assert_same_bits(restored, state)
     assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, made.shapes)
-    made.step(restored, batches.training(0))
+
+
+# Restarts
+
+
+def test_checkpoints_of_a_streak_replace_only_each_other(functions, tmp_path):
+    """Also when each is saved by another process."""
+    left = []
+    for number, skipped in [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 3), (7, 0), (8, 1), (9, 0), (10, 0)]:
+        with Checkpoints(checkpoint_config(tmp_path, keep=2), print) as checkpoints:
+            checkpoints.save(number, random_state(functions(2, 4), number), FACTS, skipped)
+            checkpoints.wait()
+            left.append(checkpoints.steps())
+    assert left == [[1], [2, 1], [3, 2], [4, 3, 2], [5, 3, 2], [6, 3, 2], [7, 3], [8, 7, 3], [9, 7], [10, 9]]
+    assert not (tmp_path / "10" / SKIPPED).exists()
+
+
+def diverging(directory: Path, *more: str) -> Config:
+    """Resume the finished run of 8 steps with updates that the guard skips."""
+    given = ["checkpoint.resume=must", "evaluate.every=0", "optimizer.learning_rate=1e9", "train.steps=40"]
+    return tiny(directory, *given, "guard.max_consecutive=2", *more)
+
+
+def test_restarts_of_a_diverging_run_keep_the_good_checkpoints_and_end(copied):
+    """Two skipped steps stop the run."""
+    for last in (10, 12, 14):
+        with pytest.raises(DivergedError, match="were skipped") as error:
+            loop.train(diverging(copied))
+        assert checkpoint_steps(copied) == [4, 6, 8, last] and error.value.exit_code == 2
+    before = file_contents(copied)
+    with pytest.raises(DivergedError) as error:
+        loop.train(diverging(copied))
+    assert file_contents(copied) == before, "nothing was trained"
+    assert str(error.value) == (
+        f"checkpoint {copied}/run/checkpoints/14 was saved after 6 skipped steps in a row, at least 3 times "
+        f"guard.max_consecutive=2: it is not resumed again.\n"
+        f"Remove it to resume from an older one (8, 6, 4) with a lower optimizer.learning_rate, or raise "
+        f"guard.max_consecutive"
+    )
+    shutil.rmtree(copied / "run" / "checkpoints" / "14")
+    assert loop.train(tiny(copied, "checkpoint.resume=must", "train.steps=10", "evaluate.every=0")) == 0
+    assert checkpoint_steps(copied) == [6, 8, 10]
+
+
+def test_a_run_whose_last_steps_were_skipped_does_not_succeed(copied, capsys):
+    finished = diverging(copied, "train.steps=10", "guard.max_consecutive=null")
+    message = r"the last steps of the run, 9 to 10, were skipped;\ncheckpoint .*/10 has the weights of step 8"
+    for _ in range(2):  # the second start has no step left to train
+        with pytest.raises(DivergedError, match=message):
+            loop.train(finished)
+        assert "done" not in capsys.readouterr().out
+    assert checkpoint_steps(copied) == [4, 6, 8, 10] and len(lines(copied)) == 10
+    why = {line["step"]: line.get("why_skipped", "") for line in lines(copied)}
+    assert "would change the norm of the weights from" in why[10] and "(guard.max_norm_change=10)" in why[10]
+    assert not why[8]

@@ -10,18 +10,9 @@ from tests.helpers.buckets import Bucket, write_data_set
 
 # type: (devices, hosts), from the pages of each version on cloud.google.com/tpu/docs
 TYPES = {
-    "v2-8": (8, 1),
-    "v3-32": (32, 4),
-    "v4-8": (4, 1),
-    "v4-32": (16, 4),
-    "v5litepod-1": (1, 1),
-    "v5litepod-8": (8, 1),
-    "v5litepod-16": (16, 4),
-    "v5p-8": (4, 1),
-    "v6e-8": (8, 1),
-    "v6e-256": (256, 64),
-    "2xv5litepod-256": (512, 128),
-}
+    "v2-8": (8, 1), "v3-32": (32, 4), "v4-8": (4, 1), "v4-32": (16, 4), "v5litepod-1": (1, 1), "v5litepod-8": (8, 1),
+    "v5litepod-16": (16, 4), "v5p-8": (4, 1), "v6e-8": (8, 1), "v6e-256": (256, 64), "2xv5litepod-256": (512, 128),
+}  # fmt: skip
 
 
 def test_the_devices_and_hosts_of_a_type_are_those_of_its_page():
@@ -57,6 +48,8 @@ def check(tmp_path, monkeypatch, capsys):
     write_data_set(tmp_path / "bucket/llama3", vocabulary=128256, train=10**9)
     write_data_set(tmp_path / "bucket/mixed", vocabulary=50277, train=10**9)
     (tmp_path / "bucket/mixed/tokenizer.json").write_text("another")
+    write_data_set(tmp_path / "bucket/alone", vocabulary=50277, train=10**9, tokenizer="neox")
+    (tmp_path / "bucket/alone/tokenizer.json").unlink()
     (tmp_path / "bucket/saved/50").mkdir(parents=True)
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -65,41 +58,43 @@ def check(tmp_path, monkeypatch, capsys):
     return call
 
 
-def test_a_run_that_would_train_on_the_slice_is_accepted(check):
-    code, printed, error = check(*RECIPE, *DATA, *SAVED, "--type", "v3-32")
-    assert (code, error) == (0, "") and "warning" not in printed
-    assert "gs://bucket/neox: 99,000,000,000 tokens, tokenizer neox, vocabulary 50277" in printed
-    assert "The run can start on v3-32: 32 devices, hosts: 4." in printed
-
-
-def test_each_source_is_looked_at(check):
-    code, printed, _ = check(*RECIPE, *sources(neox="0.7", web="0.3"), *SAVED, "--type", "v3-32")
-    assert code == 0 and "source neox     gs://bucket/neox: 70 %; 99,000,000,000 tokens, tokenizer neox" in printed
-    assert "source web      gs://bucket/web: 30 %; 1,000,000,000 tokens, tokenizer neox" in printed
-
-
-def test_automatic_data_parallelism_uses_the_devices_of_the_slice(check):
-    given = ["mesh.dp=auto", "mesh.processes=8", "--type", "v4-64"]
-    assert "dp=16 x mp=2 = 32 devices" in check(*RECIPE, *DATA, *SAVED, *given)[1]
-
-
-def test_data_without_its_tokenizer_is_accepted_with_a_warning(check, tmp_path):
-    (tmp_path / "bucket/neox/tokenizer.json").unlink()
-    code, printed, _ = check(*RECIPE, *DATA, *SAVED, "--type", "v3-32")
-    assert code == 0 and "warning: gs://bucket/neox has no tokenizer.json of its data: no samples" in printed
-
-
-def test_a_large_model_on_the_bytes_of_the_python_library_is_accepted_with_a_warning(check):
-    _, printed, _ = check("model=6_9b", "mesh.dp=2", "mesh.mp=4", "--type", "v2-8")
-    assert "warning: data/stdlib has a vocabulary of 256, tokenizer bytes, but model.vocabulary=50304" in printed
-
-
-def test_data_of_another_tokenizer_is_accepted_with_a_warning(check):
-    _, printed, _ = check(*RECIPE, *SAVED, "data.dir=gs://bucket/bytes", "--type", "v3-32")
-    assert "warning: gs://bucket/bytes has a vocabulary of 256, tokenizer bytes, but model.vocabulary=50304" in printed
-
-
 V3 = ["--type", "v3-32"]
+BYTES = "has a vocabulary of 256, tokenizer bytes, but model.vocabulary=50304"
+ACCEPTED = {
+    "the recipe": (
+        [*RECIPE, *DATA, *SAVED, *V3],
+        "gs://bucket/neox: 99,000,000,000 tokens, tokenizer neox, vocabulary 50277",
+        "The run can start on v3-32: 32 devices, hosts: 4.",
+    ),
+    "each source": (
+        [*RECIPE, *sources(neox="0.7", web="0.3"), *SAVED, *V3],
+        "source neox     gs://bucket/neox: 70 %; 99,000,000,000 tokens, tokenizer neox",
+        "source web      gs://bucket/web: 30 %; 1,000,000,000 tokens, tokenizer neox",
+    ),
+    "data parallelism of what there is": (
+        [*RECIPE, *DATA, *SAVED, "mesh.dp=auto", "mesh.processes=8", "--type", "v4-64"], "dp=16 x mp=2 = 32 devices"
+    ),
+    "a large model on the bytes of the Python library": (
+        ["model=6_9b", "mesh.dp=2", "mesh.mp=4", "--type", "v2-8"], f"warning: data/stdlib {BYTES}"
+    ),
+    "data of another tokenizer": (
+        [*RECIPE, *SAVED, "data.dir=gs://bucket/bytes", *V3], f"warning: gs://bucket/bytes {BYTES}"
+    ),
+    "data without its tokenizer": (
+        [*RECIPE, *SAVED, "data.dir=gs://bucket/alone", "data.cache=null", *V3],
+        "warning: gs://bucket/alone has no tokenizer.json of its data: no samples",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_a_run_that_would_train_is_accepted_with_what_it_reads_and_with_warnings(check, case):
+    given, *expected = ACCEPTED[case]
+    code, printed, error = check(*given)
+    assert (code, error) == (0, "") and all(line in printed for line in expected), printed
+    assert ("warning" in printed) == any("warning" in line for line in expected), printed
+
+
 REFUSED = {
     "no data": (
         [*SAVED, *V3],

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import MANIFEST
@@ -18,11 +17,6 @@ def newest(directory: Path, messages: list[str]) -> int | None:
         return checkpoints.newest_intact()
 
 
-def test_an_intact_newest_checkpoint_is_chosen_without_a_message(pair_copy, messages):
-    assert newest(pair_copy, messages) == 2
-    assert messages == []
-
-
 def flips(size: int) -> list[tuple[int, int]]:
     """Positions (byte, bit) to flip: the first and last byte, and three between."""
     if size == 0:
@@ -34,6 +28,7 @@ def flips(size: int) -> list[tuple[int, int]]:
 
 def test_a_flipped_bit_in_any_file_is_found_and_the_previous_checkpoint_is_chosen(pair_copy, messages, pair, functions):
     cases = 0
+    assert newest(pair_copy, messages) == 2 and messages == [], "an intact newest one is chosen without a message"
     for file in files(pair_copy / "2"):
         original = file.read_bytes()
         for byte, bit in flips(len(original)):
@@ -49,27 +44,19 @@ def test_a_flipped_bit_in_any_file_is_found_and_the_previous_checkpoint_is_chose
         assert bits(checkpoints.restore(1, functions(2, 4).shapes)) == bits(pair[1][0])
 
 
-def test_any_flipped_bit_of_the_hashes_is_found(pair_copy, messages):
+def test_any_flipped_bit_of_the_hashes_and_truncated_ones_are_found(pair_copy, messages):
     """The hashes have no hash of their own: they are intact if they parse and match the files."""
     manifest = pair_copy / "2" / MANIFEST
     original = manifest.read_bytes()
+    flipped = [
+        original[:byte] + bytes([original[byte] ^ (1 << (byte % 8))]) + original[byte + 1 :]
+        for byte in range(len(original))
+    ]
+    others = [original[:size] for size in range(len(original))] + [b"[]", b"null", b'"all"', b"{}", b"7"]
     with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints:
-        for byte in range(len(original)):
-            flipped = original[byte] ^ (1 << (byte % 8))
-            manifest.write_bytes(original[:byte] + bytes([flipped]) + original[byte + 1 :])
-            assert checkpoints._fault(2) is not None, (byte, original[byte : byte + 1], flipped)
-
-
-def test_truncated_hashes_are_found(pair_copy, messages):
-    manifest = pair_copy / "2" / MANIFEST
-    original = manifest.read_bytes()
-    with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints:
-        for size in range(len(original)):
-            manifest.write_bytes(original[:size])
-            assert checkpoints._fault(2) is not None, size
-        for other in (b"[]", b"null", b'"all"', b"{}", b"7"):
-            manifest.write_bytes(other)
-            assert checkpoints._fault(2) is not None, other
+        for content in flipped + others:
+            manifest.write_bytes(content)
+            assert checkpoints._fault(2) is not None, content
         assert checkpoints.newest_intact() == 1
 
 
@@ -88,27 +75,25 @@ def test_swapped_files_and_files_replaced_by_directories_are_found(pair_copy, me
     assert len(messages) == 2 and "is damaged" in messages[0] and "is missing" in messages[1]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "emptied", "missing", "added"])
-def test_a_truncated_missing_or_added_file_is_found_and_the_previous_checkpoint_is_chosen(pair_copy, messages, damage):
+def test_a_truncated_missing_or_added_file_is_found_and_the_previous_checkpoint_is_chosen(pair_copy, messages):
     for file in files(pair_copy / "2"):
         original, named = file.read_bytes(), str(file.relative_to(pair_copy / "2"))
-        if damage == "truncated":
-            file.write_bytes(original[:-1])
-        elif damage == "emptied":
-            file.write_bytes(b"")
-        elif damage == "missing":
-            file.unlink()
-        else:
-            named += ".more"
-            file.with_name(f"{file.name}.more").write_bytes(b"x")
-        messages.clear()
-        if damage in ("truncated", "emptied") and not original:
-            assert newest(pair_copy, messages) == 2
-            continue
-        assert newest(pair_copy, messages) == 1, file
-        assert len(messages) == 1 and str(pair_copy / "2") in messages[0] and named in messages[0], messages
-        file.with_name(f"{file.name}.more").unlink(missing_ok=True)
-        file.write_bytes(original)
+        for damage in ("truncated", "emptied", "missing", "added"):
+            more = file.with_name(f"{file.name}.more")
+            if damage == "missing":
+                file.unlink()
+            elif damage == "added":
+                more.write_bytes(b"x")
+            else:
+                file.write_bytes(original[:-1] if damage == "truncated" else b"")
+            messages.clear()
+            if damage in ("truncated", "emptied") and not original:
+                assert newest(pair_copy, messages) == 2
+            else:
+                assert newest(pair_copy, messages) == 1, (damage, file)
+                assert len(messages) == 1 and str(pair_copy / "2") in messages[0] and named in messages[0], messages
+            more.unlink(missing_ok=True)
+            file.write_bytes(original)
 
 
 def test_a_save_interrupted_by_a_kill_is_not_chosen(pair_copy, messages):

@@ -7,8 +7,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,7 @@ from shmap_tp.training import checkpoint_files
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import MANIFEST, checkpoint_steps, find_faults, read_facts
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, files, random_state
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(directory)): file.read_bytes() for file in files(directory)}
+from tests.helpers.run_fixtures import file_contents
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE])
@@ -33,13 +28,13 @@ def test_a_file_that_cannot_be_read_ends_the_run_and_changes_nothing(pair_copy, 
     def unreadable(file: object) -> str:
         raise OSError(number, os.strerror(number))
 
-    before = contents(pair_copy)
+    before = file_contents(pair_copy)
     monkeypatch.setattr(checkpoint_files, "_sha256", unreadable)
     refused = pytest.raises(StorageError, match=f"cannot be read: {os.strerror(number)}; nothing was changed")
     with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints, refused as error:
         checkpoints.newest_intact()
     assert len(str(error.value).splitlines()) <= 2
-    assert contents(pair_copy) == before and messages == []
+    assert file_contents(pair_copy) == before and messages == []
 
 
 def test_a_newest_checkpoint_directory_that_cannot_be_read_is_not_taken_for_none(pair_copy, monkeypatch):
@@ -50,12 +45,9 @@ def test_a_newest_checkpoint_directory_that_cannot_be_read_is_not_taken_for_none
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return real(path)
 
-    before = contents(pair_copy)
     monkeypatch.setattr(os, "listdir", refusing)  # by root every directory can be read
     with pytest.raises(StorageError, match=r"checkpoint .*/2 cannot be read: Permission denied; nothing was changed"):
         checkpoint_steps(epath.Path(pair_copy))
-    monkeypatch.undo()
-    assert contents(pair_copy) == before
 
 
 @pytest.mark.parametrize(
@@ -93,14 +85,14 @@ def test_ctrl_c_while_metadata_are_read_is_not_swallowed(pair_copy, monkeypatch)
 def test_a_damaged_checkpoint_is_renamed_and_keeps_its_files(pair_copy, messages):
     victim = max(files(pair_copy / "2"), key=lambda file: file.stat().st_size)
     victim.write_bytes(b"x" + victim.read_bytes()[1:])
-    before = contents(pair_copy / "2")
+    before = file_contents(pair_copy / "2")
     with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints:
         checkpoints.set_aside_after(checkpoints.newest_intact())
         assert checkpoints.steps() == [1]
         shutil.copytree(pair_copy / "1", pair_copy / "2")
         checkpoints.set_aside_after(1)
-    assert contents(pair_copy / "2.damaged-1") == before
-    assert contents(pair_copy / "2.damaged-2") == contents(pair_copy / "1")
+    assert file_contents(pair_copy / "2.damaged-1") == before
+    assert file_contents(pair_copy / "2.damaged-2") == file_contents(pair_copy / "1")
     assert "2.damaged-1" in messages[1]
 
 
@@ -126,27 +118,28 @@ def test_a_link_to_a_checkpoint_elsewhere_is_read_and_never_deleted(pair_copy, t
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "1"
     (pair_copy / "1").rename(elsewhere)
     (pair_copy / "1").symlink_to(elsewhere)
-    before = contents(elsewhere)
+    before = file_contents(elsewhere)
     with Checkpoints(checkpoint_config(pair_copy, keep=2), messages.append) as checkpoints:
         assert checkpoints.steps() == [2, 1]
         for step in (3, 4, 5):
             checkpoints.save(step, random_state(functions(2, 4), step), FACTS)
         checkpoints.wait()
-    assert contents(elsewhere) == before and (elsewhere / MANIFEST).exists()
+    assert file_contents(elsewhere) == before and (elsewhere / MANIFEST).exists()
 
 
 @pytest.mark.parametrize(
     "kind", ["FIFO", "socket", "device", "link to nothing", "loop of links", "link to a directory"]
 )
 @pytest.mark.parametrize("place", ["d", MANIFEST])
-def test_what_cannot_be_read_to_an_end_is_a_fault(pair_copy, messages, kind, place):
+def test_what_cannot_be_read_to_an_end_is_a_fault(pair_copy, messages, monkeypatch, kind, place):
     """Reading a FIFO waits for a writer for ever, and a directory that contains itself has no end."""
     made = pair_copy / "2" / (MANIFEST if place == MANIFEST else "state/x")
     made.unlink(missing_ok=True)
     if kind == "FIFO":
         os.mkfifo(made)
     elif kind == "socket":
-        with working_in(made.parent), socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(made.parent)  # the path of a socket has at most 107 bytes
+        with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(made.name)
     elif kind == "device":
         made.symlink_to("/dev/zero")
@@ -161,17 +154,6 @@ def test_what_cannot_be_read_to_an_end_is_a_fault(pair_copy, messages, kind, pla
     assert fault.startswith(f"{name} is a {kind}") and fault.endswith(", not a file")
     with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints:
         assert checkpoints.newest_intact() == 1
-
-
-@contextmanager
-def working_in(directory: Path) -> Iterator[None]:
-    """Works in `directory`, since the path of a socket has at most 107 bytes."""
-    before = os.getcwd()
-    os.chdir(directory)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def test_a_save_that_cannot_create_its_directories_leaves_no_thread_waiting(functions, tmp_path, messages):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,21 +13,10 @@ from shmap_tp.training.goodput import TimeCategory, WallClock
 class Now:
     """A clock that advances only when a test changes `seconds`."""
 
-    def __init__(self) -> None:
-        self.seconds = 1000.0
+    seconds = 1000.0
 
     def __call__(self) -> float:
         return self.seconds
-
-
-class Outputs:
-    """Outputs of a step, ready once `ends` is set."""
-
-    def __init__(self) -> None:
-        self.ends = Event()
-
-    def block_until_ready(self) -> None:
-        assert self.ends.wait(60)
 
 
 @pytest.fixture
@@ -69,10 +59,9 @@ def seconds(clock: WallClock) -> dict[str, float]:
 def test_all_wall_time_is_accounted_for(now, tmp_path):
     with started_clock(now, tmp_path) as clock:
         assert train(clock, now, range(1, 5), 1.0) == pytest.approx([1 / 9, 2 / 10, 3 / 11, 4 / 12])
-        with clock.on(TimeCategory.evaluation):
-            now.seconds += 4
-        with clock.on(TimeCategory.checkpoint):
-            now.seconds += 2
+        for category, took in [(TimeCategory.evaluation, 4), (TimeCategory.checkpoint, 2)]:
+            with clock.on(category):
+                now.seconds += took
         assert train(clock, now, range(5, 7), 1.0)[-1] == pytest.approx(6 / 20)
         found = seconds(clock)
     assert found == {"steps": 6, "start": 3, "compile": 5, "evaluation": 4, "checkpoint": 2}
@@ -82,10 +71,13 @@ def test_all_wall_time_is_accounted_for(now, tmp_path):
     assert table[-1].split() == ["wall", "time,", "1", "start", "20.0", "s", "100.0%"] and len(table) == 6
 
 
-def test_a_skipped_step_does_not_count_as_goodput(now, tmp_path):
-    with started_clock(now, tmp_path) as clock:
+@pytest.mark.parametrize("written", [True, False])
+def test_a_skipped_step_does_not_count_as_goodput_and_without_a_directory_nothing_is_written(now, tmp_path, written):
+    with started_clock(now, tmp_path if written else None) as clock:
         assert train(clock, now, range(1, 5), 1.0, skipped=(2, 3))[-1] == pytest.approx(2 / 12)
-        assert seconds(clock) == {"steps": 2, "skipped": 2, "start": 3, "compile": 5}
+        if written:
+            assert seconds(clock) == {"steps": 2, "skipped": 2, "start": 3, "compile": 5}
+    assert bool([*tmp_path.iterdir()]) == written
 
 
 def test_a_restart_loses_the_steps_after_its_checkpoint_and_the_down_time(now, tmp_path):
@@ -96,12 +88,8 @@ def test_a_restart_loses_the_steps_after_its_checkpoint_and_the_down_time(now, t
         with first.on(TimeCategory.checkpoint):
             now.seconds += 2
         train(first, now, range(5, 8), 10.0, skipped=(6,))
-    assert [json.loads(line)["cause"] for line in file.read_text().splitlines()] == [
-        "start",
-        "compile",
-        "steps",
-        "checkpoint",
-    ]
+    causes = [json.loads(line)["cause"] for line in file.read_text().splitlines()]
+    assert causes == ["start", "compile", "steps", "checkpoint"]
     now.seconds += 6
     file.write_text(file.read_text() + '{"cause": "eval')
     now.seconds += 100
@@ -119,20 +107,20 @@ def test_a_restart_loses_the_steps_after_its_checkpoint_and_the_down_time(now, t
         assert seconds(another) == {"start": 3, "compile": 5} and len(file.read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("step_ends, waited", [(None, 0), (3, 1), (0, 4)], ids=["later", "meanwhile", "before"])
+@pytest.mark.parametrize(("step_ends", "waited"), [(None, 0), (3, 1), (0, 4)], ids=["later", "meanwhile", "before"])
 def test_only_the_part_of_a_fetch_after_the_end_of_the_step_counts_as_waiting(now, tmp_path, step_ends, waited):
     """A batch takes 4 s to fetch; the step in flight ends 3 s into the fetch, at its beginning, or after its end."""
-    outputs = Outputs()
+    ends = Event()
     with started_clock(now, tmp_path) as clock:
-        clock.dispatched(outputs)
+        clock.dispatched(SimpleNamespace(block_until_ready=lambda: ends.wait(60)))
         with clock.fetching():
             now.seconds += step_ends or 0
             if step_ends is not None:
-                outputs.ends.set()
+                ends.set()
                 clock._step_end.result()  # set by the background thread
             now.seconds += 4 - (step_ends or 0)
         found = seconds(clock)
-        outputs.ends.set()
+        ends.set()
     assert found.get("data", 0) == waited and found.get("steps", 0) + waited in (0, 4)
 
 
@@ -142,9 +130,3 @@ def test_the_fetch_of_the_first_batch_counts_as_waiting(now, tmp_path):
             now.seconds += 4
         train(clock, now, range(1, 2), 1.0)
         assert seconds(clock) == {"steps": 1, "data": 4, "start": 3, "compile": 5}
-
-
-def test_a_clock_without_a_directory_writes_nothing(now, tmp_path):
-    with started_clock(now, None) as clock:
-        assert train(clock, now, range(1, 3), 1.0)[-1] == pytest.approx(2 / 10)
-    assert not list(tmp_path.iterdir())

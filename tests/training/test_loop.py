@@ -14,8 +14,6 @@ from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import MANIFEST
-from shmap_tp.training.optimizer import learning_rate_schedule
-from shmap_tp.training.step import State
 from tests.helpers.run_fixtures import (
     STEPS,
     checkpoint_steps,
@@ -26,8 +24,6 @@ from tests.helpers.run_fixtures import (
     tiny,
     values,
 )
-
-MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +45,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     message = capsys.readouterr().out
     assert f"stopped and saved at step {stops_at} of {STEPS}" in message and "--resume" in message
     assert max(checkpoint_steps(tmp_path)) == stops_at == lines(tmp_path)[-1]["step"]
-    assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
+    assert (tmp_path / "run" / "loss.png").exists()
     assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
     assert f"resuming from step {stops_at}" in capsys.readouterr().out
     assert state_at(tmp_path, STEPS) == state_at(uninterrupted, STEPS)
@@ -57,13 +53,14 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     assert values(tmp_path, "validation") == values(uninterrupted, "validation")
 
 
-@pytest.mark.parametrize("name", ["newest_intact", "restore", "facts"])
-def test_a_stop_during_resume_changes_nothing(copied, monkeypatch, name):
+def test_a_stop_during_resume_changes_nothing(copied, monkeypatch):
     shutil.rmtree(copied / "run" / "checkpoints" / "8")
     before = file_contents(copied)
-    signal_during(monkeypatch, Checkpoints, name, signal.SIGTERM, lambda *_: True)
-    assert loop.train(tiny(copied, "checkpoint.resume=must")) == STOPPED
-    assert file_contents(copied) == before
+    for name in ("newest_intact", "restore", "facts"):
+        with monkeypatch.context() as patch:
+            signal_during(patch, Checkpoints, name, signal.SIGTERM, lambda *_: True)
+            assert loop.train(tiny(copied, "checkpoint.resume=must")) == STOPPED, name
+        assert file_contents(copied) == before, name
 
 
 def test_a_finished_run_can_be_extended(uninterrupted, tmp_path):
@@ -72,17 +69,6 @@ def test_a_finished_run_can_be_extended(uninterrupted, tmp_path):
     assert state_at(tmp_path, STEPS) == state_at(uninterrupted, STEPS)
     assert values(tmp_path) == values(uninterrupted)
     assert [line["segment"] for line in lines(tmp_path)] == [0] * 4 + [1] * 4
-
-
-def test_a_wsd_run_goes_on_from_its_stable_part_at_the_rates_of_the_longer_schedule(tmp_path, capsys):
-    wsd = ["mesh.dp=1", "mesh.mp=1", "evaluate.every=0", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.5"]
-    assert loop.train(tiny(tmp_path, *wsd, "train.steps=3", "optimizer.decay_steps=6")) == 0
-    assert "; the decay after step 3 (optimizer.decay_steps=6) begins after train.steps" in capsys.readouterr().out
-    longer = tiny(tmp_path, *wsd, "train.steps=8", "optimizer.decay_steps=8", "checkpoint.resume=must")
-    assert loop.train(longer) == 0
-    assert "constant until step 4, then a linear decay down to 0.0003 at step 8\n" in capsys.readouterr().out
-    schedule = learning_rate_schedule(longer.optimizer)
-    assert [line["learning_rate"] for line in lines(tmp_path)] == [float(schedule(n)) for n in range(8)]
 
 
 def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(uninterrupted, copied):
@@ -100,62 +86,22 @@ def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(uninterrupted,
     assert [line["segment"] for line in lines(copied)] == [0] * 4 + [1] * 4
 
 
-def test_a_checkpoint_of_any_mesh_continues_on_another_mesh(functions, tmp_path):
-    """Each mesh saves for itself and for the next one: the losses that follow agree to 1e-6, on its own mesh exactly.
+def test_a_run_resumes_on_the_remaining_devices_in_another_tensor_parallel_mode(uninterrupted, copied, monkeypatch):
+    """With mesh.dp=auto on four of eight devices, each of which computes one sequence at a time.
 
-    That a state is restored bit for bit on every mesh: test_checkpoint.py.
+    That a state is restored bit for bit on every mesh: test_checkpoint.py; that all have one curve: test_step.py.
     """
-    trained, more = 3, 3
-    config = tiny(tmp_path, "checkpoint.keep=9")
-
-    def train_on(mesh: tuple[int, int], state: State, first: int, last: int) -> tuple[State, list[float]]:
-        batches, losses = Batches(config, functions(*mesh).tokens), []
-        for step in range(first, last):
-            state, measured = functions(*mesh).step(state, batches.training(step))
-            losses.append(float(measured["loss"]))
-        return state, losses
-
-    initial = functions(2, 4).init()
-    with Checkpoints(config.checkpoint, print) as checkpoints:
-        checkpoints.save(0, initial, {})
-        checkpoints.wait()
-        for number, source in enumerate(MESHES, start=1):
-            state, _ = train_on(source, checkpoints.restore(0, functions(*source).shapes), 0, trained)
-            checkpoints.save(number, state, {})
-            checkpoints.wait()
-            _, expected = train_on(source, state, trained, trained + more)
-            for target in (source, MESHES[number % len(MESHES)]):
-                restored = checkpoints.restore(number, functions(*target).shapes)
-                _, losses = train_on(target, restored, trained, trained + more)
-                assert losses == pytest.approx(expected, rel=1e-6, abs=0), (source, target)
-                assert target != source or losses == expected
-            assert len(set(expected)) == more, "otherwise the comparison would be empty"
-
-
-def test_a_run_resumes_on_another_mesh_in_another_tensor_parallel_mode(uninterrupted, copied):
-    run = copied / "run"
     for step in (6, 8):
-        shutil.rmtree(run / "checkpoints" / str(step))
-    other = ["mesh.dp=4", "mesh.mp=2", "mesh.tensor_parallel=sequence"]
-    assert loop.train(tiny(copied, "checkpoint.resume=must", *other)) == 0
-    assert [line["mesh"] for line in lines(copied)] == [[2, 4]] * 4 + [[4, 2]] * 4
+        shutil.rmtree(copied / "run" / "checkpoints" / str(step))
+    remaining = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda: remaining)
+    given = ["mesh.dp=auto", "mesh.mp=2", "mesh.tensor_parallel=sequence", "train.max_sequences_per_device=1"]
+    assert loop.train(tiny(copied, "checkpoint.resume=if_present", "evaluate.every=0", *given)) == 0
+    assert [line["mesh"] for line in lines(copied)] == [[2, 4]] * 4 + [[2, 2]] * 4
     assert [line["loss"] for line in lines(copied)] == pytest.approx(
-        [line["loss"] for line in lines(uninterrupted)], rel=1e-6
-    )
-
-
-def test_dp_auto_resumes_on_the_remaining_devices(uninterrupted, tmp_path, monkeypatch):
-    """Four steps each on 8 and 2 devices, with the same command; a device computes one sequence at a time."""
-    every = jax.devices()
-    for steps, devices in ((4, 8), (8, 2)):
-        monkeypatch.setattr(jax, "devices", lambda count=devices: every[:count])
-        given = ["mesh.dp=auto", "mesh.mp=1", "train.max_sequences_per_device=1", f"train.steps={steps}"]
-        assert loop.train(tiny(tmp_path, *given, "evaluate.every=0", "checkpoint.resume=if_present")) == 0
-    assert [line["mesh"] for line in lines(tmp_path)] == [[8, 1]] * 4 + [[2, 1]] * 4
-    assert [line["loss"] for line in lines(tmp_path)] == pytest.approx(
         [line["loss"] for line in lines(uninterrupted)], rel=1e-6, abs=0
     )
-    assert load(str(tmp_path / "run" / "config.yaml"), []).mesh.dp == "auto"
+    assert load(str(copied / "run" / "config.yaml"), []).mesh.dp == "auto"
 
 
 def test_evaluation_does_not_change_the_training(uninterrupted, tmp_path):

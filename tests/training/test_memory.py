@@ -6,37 +6,31 @@ import pytest
 import shmap_tp
 from shmap_tp import chat, evaluate, generate
 from shmap_tp.errors import UserError
-from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import environment, loop
 from shmap_tp.training.environment import explained_memory_errors, require_host_memory
-from shmap_tp.training.step import build_step_functions
+from tests.helpers.checkpoint_fixtures import random_state
 from tests.helpers.pretrained_models import write_directory
-from tests.helpers.run_fixtures import run_uninterrupted, tiny
+from tests.helpers.run_fixtures import tiny
 
 
-@pytest.mark.parametrize("dp_mp", [(1, 8), (8, 1)])
-def test_the_state_of_all_emulated_devices_must_fit_into_the_machine(tmp_path, dp_mp):
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1)])
+def test_the_state_of_all_emulated_devices_must_fit_into_the_machine(functions, shape):
     """On (8, 1) every device has a copy."""
-    config = tiny(tmp_path, f"mesh.dp={dp_mp[0]}", f"mesh.mp={dp_mp[1]}")
-    functions = build_step_functions(config, make_mesh(config.mesh), "float32")
-    needed = sum(shard.data.nbytes for leaf in jax.tree.leaves(functions.init()) for shard in leaf.addressable_shards)
-    require_host_memory(functions.shapes, needed)
+    state = random_state(functions(*shape), 0)
+    needed = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
+    require_host_memory(functions(*shape).shapes, needed)
     with pytest.raises(UserError, match=r"optimizer state take .* GB on the emulated devices, but this machine has"):
-        require_host_memory(functions.shapes, needed - 1)
+        require_host_memory(functions(*shape).shapes, needed - 1)
 
 
-def test_a_run_that_does_not_fit_is_refused_before_its_state_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr("shmap_tp.training.run.require_host_memory", lambda shapes: require_host_memory(shapes, 1000))
-    with pytest.raises(UserError, match=r"but this machine has 0\.0 GB"):
-        loop.train(tiny(tmp_path))
-
-
-def test_a_run_says_that_it_emulates_more_devices_than_the_cores_of_this_machine_serve(tmp_path, monkeypatch, capsys):
+def test_a_run_is_refused_before_its_state_is_made_and_says_if_it_emulates_too_many_devices(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("shmap_tp.training.run.require_host_memory", lambda shapes: require_host_memory(shapes, 1000))
     for cores, expected in [(2, ""), (1, "warning: 8 devices are emulated on 1 core,")]:
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         monkeypatch.setattr(environment, "EMULATED_PER_CORE", 4)
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match=r"but this machine has 0\.0 GB"):
             loop.train(tiny(tmp_path))
         printed = capsys.readouterr().out
         assert printed.startswith(expected) and ("warning" in printed) == bool(expected)
@@ -54,16 +48,13 @@ def test_a_device_that_is_out_of_memory_is_explained(tmp_path, monkeypatch):
     assert "python -m shmap_tp.plan" in second
 
 
-def test_a_model_that_does_not_fit_into_the_machine_is_refused_before_it_is_read(
-    tmp_path, tmp_path_factory, monkeypatch
-):
+def test_a_model_that_does_not_fit_into_the_machine_is_refused_before_it_is_read(uninterrupted, tmp_path, monkeypatch):
     """Initial, restored and pretrained parameters."""
     directory = write_directory(tmp_path / "m", "llama")
-    trained = run_uninterrupted(tmp_path_factory) / "run"
     monkeypatch.setattr(environment.os, "sysconf", lambda _: 100)
     made = (
         lambda: shmap_tp.Model.initialize(shmap_tp.load_config("model=test", "mesh.dp=1", "mesh.mp=1")),
-        lambda: shmap_tp.Model.restore(trained, dp=1, mp=1),
+        lambda: shmap_tp.Model.restore(uninterrupted / "run", dp=1, mp=1),
         lambda: shmap_tp.from_pretrained(directory),
     )
     for make in made:

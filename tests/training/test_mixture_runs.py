@@ -20,7 +20,6 @@ from shmap_tp.training.check import check
 from shmap_tp.training.evaluation import Evaluation, mixed
 from shmap_tp.training.step import CONFIGURED
 from tests.helpers.run_fixtures import (
-    BATCH,
     STEPS,
     file_contents,
     lines,
@@ -32,8 +31,8 @@ from tests.helpers.run_fixtures import (
     write_tokens,
 )
 
-WEIGHTS = {"web": "weight:0.6", "code": "weight:0.3", "math": "weight:0.1,from_step:4"}
-"""Until step 4: web 2/3, code 1/3."""
+WEIGHTS = {"web": "weight:{0:1,4:0.6}", "code": "weight:{4:0.3}", "math": "weight:0.1,from_step:4"}
+"""Until step 4 web alone."""
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +56,6 @@ def read_by(config: Config, steps: int) -> list:
     return [batches.sequences(step) for step in range(steps)]
 
 
-def refused(config: Config, directory: Path) -> str:
-    before = file_contents(directory)
-    with pytest.raises(UserError) as caught:
-        loop.train(config)
-    assert file_contents(directory) == before and len(str(caught.value).splitlines()) <= 2
-    return str(caught.value)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(directory, tmp_path_factory) -> Path:
     """A run of the three sources from step 0 to 8."""
@@ -75,18 +66,21 @@ def uninterrupted(directory, tmp_path_factory) -> Path:
     return run
 
 
-def test_a_run_resumed_on_another_mesh_with_a_new_source_equals_one_that_always_had_it(
+def test_a_run_of_a_data_dir_resumed_on_another_mesh_with_more_sources_equals_one_that_always_had_them(
     directory, uninterrupted, tmp_path, capsys
 ):
-    two = {"web": "weight:2/3", "code": "weight:1/3"}
-    assert loop.train(mixture(tmp_path, directory, "train.steps=4", **two)) == 0
-    other = ["mesh.dp=4", "mesh.mp=2", "mesh.tensor_parallel=sequence", "checkpoint.resume=must"]
-    assert loop.train(mixture(tmp_path, directory, *other, **WEIGHTS)) == 0
+    shutil.copytree(directory / "web", tmp_path / "data")
+    assert loop.train(tiny(tmp_path, "mesh.dp=8", "mesh.mp=1", "train.steps=4", "evaluate.every=0")) == 0
+    config = mixture(tmp_path, directory, "checkpoint.resume=must", **WEIGHTS)
+    assert loop.train(config) == 0
     losses = [[each[1] for each in values(run)] for run in (tmp_path, uninterrupted)]
     assert len(losses[0]) == STEPS and losses[0] == pytest.approx(losses[1], rel=1e-5)
     printed = capsys.readouterr().out
-    assert f"source web ({directory}/web): 66.67 %, from step 4 on 60 %; 0.21 epochs of its 187 sequences" in printed
-    assert read_by(mixture(tmp_path, directory, **WEIGHTS), 4) == read_by(mixture(tmp_path, directory, **two), 4)
+    print(printed)
+    assert f"source web ({directory}/web): 100 %, from step 4 on 60 %; 0.27 epochs of its 187 sequences" in printed
+    read = read_by(config, STEPS)
+    assert {one.split()[0] for step in read[:4] for one in step} == {"web"}
+    assert {one.split()[0] for step in read[4:] for one in step} == {"web", "code", "math"}
 
 
 def test_each_source_has_its_validation_loss_beside_that_of_the_mixture(uninterrupted):
@@ -138,33 +132,20 @@ def test_bits_per_byte_of_a_mixture_are_those_of_targets_drawn_by_the_weights():
     assert mixed(found | {"b": Evaluation(1.0, 1.0, None)}, {"a": 0.5, "b": 0.5}).bits_per_byte is None
 
 
-PAST = {
-    "a share that was another": {"web": "weight:1/2", "code": "weight:1/2"},
-    "a source that would have begun before": WEIGHTS | {"math": "weight:0.1,from_step:3"},
-    "a source that is not there any more": {"web": "weight:1"},
-}
-
-
-@pytest.mark.parametrize("weights", PAST.values(), ids=PAST)
-def test_another_past_is_refused_with_what_to_write_instead(directory, uninterrupted, weights):
-    config = mixture(uninterrupted, directory, "checkpoint.resume=must", "train.steps=10", **weights)
-    message = refused(config, uninterrupted)
-    assert f"{uninterrupted}/run/checkpoints/8 is of another run, which read from step " in message
-    assert "Let changes begin at step 8: from_step: 8, or weight: {0: 0.7, 8: 0.5}" in message
-
-
-def test_a_run_of_a_data_dir_continues_with_it_as_one_of_several_sources(directory, tmp_path):
-    shutil.copytree(directory / "web", tmp_path / "data")
-    assert loop.train(tiny(tmp_path, "train.steps=4")) == 0
-    renamed = {"old": "weight:{0:1,4:0.5}", "code": "weight:{4:0.5}"}
-    shutil.copytree(directory / "code", tmp_path / "code")
-    (tmp_path / "data").rename(tmp_path / "old")
-    config = mixture(tmp_path, tmp_path, "checkpoint.resume=must", **renamed)
-    assert loop.train(config) == 0
-    assert [line["step"] for line in lines(tmp_path)] == [*range(1, STEPS + 1)]
-    read = read_by(config, STEPS)
-    assert {one.split()[0] for step in read[:4] for one in step} == {"old"}
-    assert sum(one.startswith("code") for step in read[4:] for one in step) == 2 * BATCH
+def test_another_past_is_refused_with_what_to_write_instead(directory, uninterrupted):
+    for weights in [
+        WEIGHTS | {"web": "weight:{0:1,4:0.5}"},  # a share that was another
+        WEIGHTS | {"math": "weight:0.1,from_step:3"},  # a source that would have begun before
+        {"web": "weight:1"},  # a source that is not there any more
+    ]:
+        config = mixture(uninterrupted, directory, "checkpoint.resume=must", "train.steps=10", **weights)
+        before = file_contents(uninterrupted)
+        with pytest.raises(UserError) as caught:
+            loop.train(config)
+        message = str(caught.value)
+        assert file_contents(uninterrupted) == before and len(message.splitlines()) <= 2
+        assert f"{uninterrupted}/run/checkpoints/8 is of another run, which read from step " in message
+        assert "Let changes begin at step 8: from_step: 8, or weight: {0: 0.7, 8: 0.5}" in message
 
 
 def test_sources_that_cannot_be_mixed_are_named(directory, tmp_path):

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 
-from shmap_tp.api import load_config
 from shmap_tp.config.schema import OptimizerConfig
 from shmap_tp.model.sharded_model import shard_model
 from shmap_tp.parallel.key_paths import leaves_by_path
@@ -19,119 +18,86 @@ from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.whole_layers import Layout
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.optimizer import Optimizer, describe_schedule, learning_rate_schedule, make_optimizer
-from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components
 from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config
-from tests.helpers.step_fixtures import learnable_batch, step_config
-
-STEPS = 3
-RELATIVE = 1e-5
-"""As the loss curves of different meshes in test_step."""
-
-
-@pytest.mark.parametrize(
-    "steps, rest",
-    [
-        (300, "down to 0.0003 at step 300"),
-        (20000, "at step 300, constant until step 20,000 (optimizer.decay_steps=300 is apart from train.steps)"),
-        (40, "would end at step 300 (optimizer.decay_steps), after train.steps"),
-    ],
-)
-def test_a_schedule_is_described_up_to_the_last_step(steps, rest):
-    section = load_config("optimizer.learning_rate=3e-3").optimizer
-    described = describe_schedule(section, steps)
-    assert described.startswith("up to 0.003 at step 30, then a cosine ") and described.endswith(rest)
-
+from tests.helpers.model_fixtures import config
+from tests.helpers.step_fixtures import RELATIVE, Curve, Program, step_config
 
 LINEAR, APART = "then a linear decay", "(optimizer.decay_steps=300 is apart from train.steps)"
-CUT = f"{LINEAR} that would end at step 300 (optimizer.decay_steps), after train.steps"
+CUT_SHORT = f"{LINEAR} that would end at step 300 (optimizer.decay_steps), after train.steps"
 WHOLE = f"{LINEAR} down to 0.0003 at step 300"
 UNREACHED = "then constant; the decay after step 270 (optimizer.decay_steps=300) begins after train.steps"
+COSINE = "then a cosine"
 
 
-@pytest.mark.parametrize(
-    "settings, steps, rest",
-    [
-        ("schedule=linear", 299, CUT),
+def test_every_schedule_says_where_it_and_the_run_end_apart():
+    for settings, steps, rest in [
+        ("schedule=cosine", 300, f"{COSINE} down to 0.0003 at step 300"),
+        ("schedule=cosine", 20000, f"{COSINE} down to 0.0003 at step 300, constant until step 20,000 {APART}"),
+        ("schedule=cosine", 40, f"{COSINE} that would end at step 300 (optimizer.decay_steps), after train.steps"),
+        ("schedule=linear", 299, CUT_SHORT),
         ("schedule=linear", 300, WHOLE),
         ("schedule=linear", 301, f"{WHOLE}, constant until step 301 {APART}"),
         ("schedule=wsd", 270, UNREACHED),
-        ("schedule=wsd", 271, f"constant until step 270, {CUT}"),
+        ("schedule=wsd", 271, f"constant until step 270, {CUT_SHORT}"),
         ("schedule=wsd", 300, f"constant until step 270, {WHOLE}"),
         ("schedule=wsd", 301, f"constant until step 270, {WHOLE}, constant until step 301 {APART}"),
         ("schedule=constant decay_steps=1", 30, "then constant"),
         ("schedule=constant", 29, "then constant (optimizer.warmup_steps is above train.steps)"),
-    ],
-)
-def test_every_schedule_says_where_it_and_the_run_end_apart(settings, steps, rest):
-    section = load_config(*(f"optimizer.{setting}" for setting in settings.split())).optimizer
-    assert describe_schedule(section, steps) == f"up to 0.003 at step 30, {rest}"
+    ]:
+        section = config(*(f"optimizer.{setting}" for setting in settings.split())).optimizer
+        assert describe_schedule(section, steps) == f"up to 0.003 at step 30, {rest}", (settings, steps)
 
 
-@pytest.mark.parametrize("warmup, decay", [(4, 10), (1, 3), (0, 3), (0, 1)], ids=str)
+@pytest.mark.parametrize(("warmup", "decay"), [(4, 10), (1, 3), (0, 3), (0, 1)], ids=str)
 def test_the_warm_up_begins_at_its_first_fraction_and_ends_at_the_peak(warmup, decay):
     """Of step n, counted from 1: a first step of rate 0 would train nothing."""
-    given = [f"optimizer.warmup_steps={warmup}", f"optimizer.decay_steps={decay}", "optimizer.learning_rate=1"]
-    schedule = learning_rate_schedule(load_config(*given, "optimizer.final_learning_rate=0.5").optimizer)
-    first = max(warmup, 1)
-    np.testing.assert_allclose([schedule(n) for n in range(first)], np.arange(1, first + 1) / first, rtol=1e-6)
-    assert schedule(first) < 1 and [schedule(max(decay - 1, first)), schedule(99)] == [0.5, 0.5]
+    found, first = rates(range(1, 101), f"warmup_steps={warmup}", f"decay_steps={decay}"), max(warmup, 1)
+    np.testing.assert_allclose(found[:first], np.arange(1, first + 1) / first, rtol=1e-6)
+    assert found[first] < 1 and [found[max(decay - 1, first)], found[99]] == [0.5, 0.5]
 
 
 def rates(steps: range, *settings: str) -> list[float]:
     """Of `steps`, counted from 1, with a warm-up of 4, a peak of 1 and a final rate of 1/2."""
     fixed = ["warmup_steps=4", "learning_rate=1", "final_learning_rate=0.5"]
-    schedule = learning_rate_schedule(load_config(*(f"optimizer.{one}" for one in (*fixed, *settings))).optimizer)
-    return [float(schedule(step - 1)) for step in steps]
+    schedule = learning_rate_schedule(config(*(f"optimizer.{one}" for one in (*fixed, *settings))).optimizer)
+    return np.asarray(jax.vmap(schedule)(np.array(steps) - 1)).tolist()
 
 
-@pytest.mark.parametrize(
-    "schedule, expected",
-    [
-        ("cosine", [1, 0.75 + np.sqrt(3) / 8, 0.875, 0.75, 0.625, 0.75 - np.sqrt(3) / 8, 0.5, 0.5]),
+COSINE_BY_HAND = [1, 0.75 + np.sqrt(3) / 8, 0.875, 0.75, 0.625, 0.75 - np.sqrt(3) / 8, 0.5, 0.5]
+"""(1 + cos(pi k / 6)) / 2 between the rates, k steps after the warm-up."""
+
+
+def test_the_rates_of_each_schedule_from_the_first_step_until_after_the_decay():
+    for schedule, expected in [
+        ("cosine", COSINE_BY_HAND),
         ("linear", [1, *(1 - k / 12 for k in range(1, 6)), 0.5, 0.5]),
         ("constant", [1] * 8),
         ("wsd", [1, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5]),  # 0.4 of 10 steps: the last 4
-    ],
-)
-def test_the_rates_of_each_schedule_from_the_first_step_until_after_the_decay(schedule, expected):
-    """Cosine by hand: (1 + cos(pi k / 6)) / 2 between the rates, k steps after the warm-up."""
-    found = rates(range(1, 12), f"schedule={schedule}", "decay_steps=10", "decay_fraction=0.4")
-    np.testing.assert_allclose(found, [0.25, 0.5, 0.75, *expected], rtol=1e-6)
+    ]:
+        found = rates(range(1, 12), f"schedule={schedule}", "decay_steps=10", "decay_fraction=0.4")
+        np.testing.assert_allclose(found, [0.25, 0.5, 0.75, *expected], rtol=1e-6, err_msg=schedule)
 
 
 def test_a_cosine_has_the_bits_that_it_had_before_there_were_other_schedules():
-    before = optax.warmup_cosine_decay_schedule(1 / 4, 1.0, 3, 99, 0.5)
-    assert rates(range(1, 120), "decay_steps=100") == [float(before(count)) for count in range(119)]
+    before = jax.vmap(optax.warmup_cosine_decay_schedule(1 / 4, 1.0, 3, 99, 0.5))(np.arange(119))
+    assert rates(range(1, 120), "decay_steps=100") == before.tolist()
 
 
-@pytest.mark.parametrize("warmup", [4, 0])
-def test_a_wsd_schedule_without_a_stable_part_is_the_linear_one(warmup):
-    given = [f"warmup_steps={warmup}", "decay_steps=10"]
-    wsd = rates(range(1, 12), *given, "schedule=wsd", f"decay_fraction={(10 - warmup) / 10}")
-    assert wsd == rates(range(1, 12), *given, "schedule=linear")
-
-
-@pytest.mark.parametrize("longer", [11, 1000])
-def test_the_stable_part_of_a_wsd_schedule_is_that_of_every_longer_one(longer):
-    short = rates(range(1, 8), "schedule=wsd", "decay_steps=10", "decay_fraction=0.3")
-    assert short == rates(range(1, 8), "schedule=wsd", f"decay_steps={longer}", "decay_fraction=0.3")
+def test_a_wsd_schedule_without_a_stable_part_is_the_linear_one_and_its_stable_part_that_of_every_longer_one():
+    for warmup in (4, 0):
+        given = [f"warmup_steps={warmup}", "decay_steps=10"]
+        wsd = rates(range(1, 12), *given, "schedule=wsd", f"decay_fraction={(10 - warmup) / 10}")
+        assert wsd == rates(range(1, 12), *given, "schedule=linear"), warmup
+    stable = [rates(range(1, 8), "schedule=wsd", f"decay_steps={n}", "decay_fraction=0.3") for n in (10, 11, 1000)]
+    assert stable[0] == stable[1] == stable[2]
 
 
 @cache
-def trained_with_muon(settings: str) -> tuple[StepFunctions, State]:
-    """After 3 steps of Muon in float32."""
-    made = functions_of(settings)
-    state = made.init()
-    for i in range(STEPS):
-        tokens = jax.device_put(learnable_batch(i, made.tokens.shape), made.tokens.sharding)
-        state, _ = made.step(state, tokens)
-    return made, state
-
-
-def functions_of(settings: str, components: Components = CONFIGURED) -> StepFunctions:
-    conf = step_config((1, 1), MUON, *settings.split())
-    return build_step_functions(conf, make_mesh(conf.mesh, jax.devices()[: conf.mesh.devices]), jnp.float32, components)
+def program(settings: str, components: Components = CONFIGURED) -> Program:
+    given = "optimizer.name=muon", "model.context=8", "train.microbatches=1", *settings.split()
+    return Program(step_config((1, 1), *given), components)
 
 
 def newton_schulz(x: np.ndarray) -> np.ndarray:
@@ -166,28 +132,27 @@ def plain_muon(name: str, gradients: list[np.ndarray], w: np.ndarray, c: Optimiz
     return -c.learning_rate * (update + (c.weight_decay if name.endswith("weight") else 0) * w)
 
 
-MUON, HEAD_DIM = "optimizer.name=muon", 4
+HEAD_DIM = 4
 FSDP = "mesh.zero=fsdp"
 IN_BFLOAT16 = "optimizer.momentum_dtype=bfloat16 optimizer.beta1=0.5"
 """With 0.5 what is rounded after the first gradient is exact in float32 and float64."""
 PLACED = [
-    "mesh.zero=none",
-    *[f"mesh.dp=2 mesh.mp=4 mesh.zero={zero}" for zero in ("none", "zero1", "fsdp")],
-    f"mesh.dp=8 {FSDP}",
+    "mesh.dp=2 mesh.mp=4 mesh.zero=none",
     "mesh.dp=8 mesh.zero=zero1 model.layers=3",
     f"mesh.mp=8 {FSDP} mesh.tensor_parallel=sequence model.context=8 model.kv_heads=2 model.mlp=swiglu",
     f"mesh.dp=2 mesh.cp=2 mesh.mp=2 {FSDP} mesh.tensor_parallel=collective_matmul model.context=8",
-    f"mesh.dp=4 mesh.mp=2 {FSDP} mesh.fsdp_gradients=ring mesh.slices=2 model.layers=3",
+    f"mesh.dp=4 mesh.mp=2 {FSDP} mesh.fsdp_gradients=ring mesh.slices=2 model.layers=3 {IN_BFLOAT16}",
     f"mesh.dp=4 mesh.mp=2 {FSDP} model.block=sequential model.mlp=swiglu model.experts=6 model.experts_per_token=2",
     "mesh.dp=2 mesh.mp=4 mesh.zero=zero1 model.adapter.rank=2",
-    f"mesh.dp=2 mesh.mp=4 {FSDP} {IN_BFLOAT16}",
     f"mesh.dp=2 mesh.mp=4 mesh.zero=zero1 optimizer.name=adamw {IN_BFLOAT16}",
 ]
 
 
 @pytest.mark.parametrize("settings", PLACED)
 def test_updates_of_muon_are_those_of_plain_numpy_on_every_mesh(settings):
-    conf = step_config((1, 1), MUON, "optimizer.warmup_steps=0", "optimizer.epsilon=1e-3", *settings.split())
+    """And no collective is within Newton-Schulz."""
+    given = "optimizer.name=muon", "optimizer.warmup_steps=0", "optimizer.epsilon=1e-3", *settings.split()
+    conf = step_config((1, 1), *given)
     on = make_mesh(conf.mesh, jax.devices()[: conf.mesh.devices])
     model, muon = shard_model(conf, on, jnp.float32), make_optimizer(conf.optimizer)
     trained, specs = model.split(model.shapes)[0], model.split(model.placed.updated)[0]
@@ -203,27 +168,37 @@ def test_updates_of_muon_are_those_of_plain_numpy_on_every_mesh(settings):
         return updates
 
     run = jax.jit(jax.shard_map(second_update, mesh=on, in_specs=(specs,) * 3, out_specs=specs))
-    found, w, first, second = map(by_path, (run(params, *gradients), params, *gradients))
+    run = run.lower(params, *gradients).compile()
+    placed = jax.device_put((params, *gradients), run.input_shardings[0])
+    found, w, first, second = map(by_path, (run(*placed), params, *gradients))
     constant = replace(conf.optimizer, learning_rate=float(muon.schedule(1)))
     expected = {name: plain_muon(name, [first[name], second[name]], w[name], constant) for name in found}
     assert_close(found, expected, RELATIVE)
+    lines = [line for line in run.as_text().splitlines() if "newton_schulz" in line]
+    assert any(" dot(" in line or "matmul" in line for line in lines) == (conf.optimizer.name == "muon")
+    collectives = ("all-", "reduce-scatter", "collective-permute")
+    assert not [line for line in lines if any(name in line.split("metadata")[0] for name in collectives)]
 
 
-TRAINED = [
-    "mesh.dp=2 mesh.mp=4 mesh.zero=zero1",
-    f"mesh.dp=2 mesh.cp=2 mesh.mp=2 {FSDP} mesh.tensor_parallel=sequence",
-]
+CUT = f"mesh.dp=2 mesh.cp=2 mesh.mp=2 {FSDP} mesh.tensor_parallel=sequence"
 
 
-@pytest.mark.parametrize("settings", TRAINED)
-def test_a_run_with_muon_has_the_parameters_of_one_device(settings):
-    _, expected = trained_with_muon("model.context=8")
-    assert_close(trained_with_muon(f"{settings} model.context=8")[1].params, expected.params, RELATIVE)
+@cache
+def trained(settings: str) -> Curve:
+    return program(settings).train(3, program("").initial)
+
+
+def test_a_run_with_muon_has_the_parameters_of_one_device_and_its_checkpoint_moves_to_another_mesh(tmp_path):
+    assert_close(trained(CUT).params, trained("").params, RELATIVE)
+    with Checkpoints(checkpoint_config(tmp_path), print) as checkpoints:
+        checkpoints.save(3, trained(CUT).state, FACTS)
+        checkpoints.wait()
+        moved = checkpoints.restore(3, program("mesh.dp=8 mesh.zero=zero1").made.shapes)
+    assert_same_bits(moved, trained(CUT).state)
 
 
 def test_muon_has_momenta_of_matrices_sharded_as_adam_s_and_moments_of_the_rest():
-    settings = f"mesh.dp=2 mesh.mp=4 {FSDP}"
-    muon, shapes = functions_of(settings).shapes, functions_of(f"{settings} optimizer.name=adamw").shapes
+    muon, shapes = program(CUT).made.shapes, program(f"{CUT} optimizer.name=adamw").made.shapes
     momentum, adam = muon.optimizer[0].inner_state.trace, muon.optimizer[1].inner_state
     matrices = {f"blocks.{name}.weight" for name in (
         "attention.query", "attention.key", "attention.value", "attention.out", "mlp.up", "mlp.down"
@@ -237,28 +212,8 @@ def shardings(shapes: Any) -> dict[str, Any]:
     return {name: leaf.sharding for name, leaf in leaves_by_path(shapes, ".").items()}
 
 
-@pytest.mark.parametrize("settings", [f"mesh.dp=2 mesh.mp=4 {FSDP}", "mesh.dp=8 mesh.zero=zero1"])
-def test_no_collective_is_within_newton_schulz(settings):
-    made = functions_of(f"{settings} model.layers=2")
-    lowered = made.step.lower(made.shapes, made.tokens)
-    lines = [line for line in lowered.compile().as_text().splitlines() if "newton_schulz" in line]
-    assert any(" dot(" in line or "matmul" in line for line in lines)
-    collectives = ("all-", "reduce-scatter", "collective-permute")
-    assert not [line for line in lines if any(name in line.split("metadata")[0] for name in collectives)]
-
-
-def test_a_checkpoint_of_muon_moves_to_another_mesh(tmp_path):
-    _, state = trained_with_muon(f"{TRAINED[0]} model.context=8")
-    with Checkpoints(checkpoint_config(tmp_path), print) as checkpoints:
-        checkpoints.save(STEPS, state, FACTS)
-        checkpoints.wait()
-        moved = checkpoints.restore(STEPS, functions_of(f"mesh.dp=8 {FSDP} model.context=8").shapes)
-    assert_same_bits(moved, state)
-
-
 def test_the_learning_rate_that_a_step_reports_is_that_of_its_optimizer():
     optimizer = Optimizer(optax.sgd(0.1), optax.constant_schedule(0.1))
-    made = functions_of("mesh.dp=2", Components(make_optimizer=lambda config: optimizer))
-    tokens = jax.device_put(learnable_batch(0, made.tokens.shape), made.tokens.sharding)
-    _, metrics = made.step(made.init(), tokens)
-    assert float(metrics["learning_rate"]) == np.float32(0.1)  # optimizer.learning_rate is 1e-2
+    one = program("", Components(make_optimizer=lambda config: optimizer))
+    metrics = one.train(1, one.initial).metrics
+    assert metrics["learning_rate"] == np.float32(0.1)  # optimizer.learning_rate is 1e-2

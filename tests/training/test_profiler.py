@@ -30,16 +30,6 @@ def traced(run: Path) -> tuple[list[int], bytes]:
     return steps, trace.read_bytes()
 
 
-def test_a_profile_has_complete_steps_and_the_scope_names_of_the_source(tmp_path):
-    assert loop.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=4", "checkpoint.every=0")) == 0
-    steps, trace = traced(tmp_path / "run")
-    assert steps == [3, 4, 5]
-    for name in (b"attention", b"mlp", b"dp_gradient_reduction", b"update"):
-        assert name + b"/" in trace
-    spans = [json.loads(line) for line in (tmp_path / "run" / "time.jsonl").read_text().splitlines()]
-    assert [span["cause"] for span in spans].count("profile") == 2  # before the first and after the last
-
-
 def test_a_profile_interrupted_by_a_stop_is_written_and_not_restarted(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         signal_during(patch, Batches, "training", signal.SIGTERM, lambda step: step == 3)
@@ -54,7 +44,9 @@ def test_a_profile_interrupted_by_a_stop_is_written_and_not_restarted(tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["start_trace", "stop_trace"])
-def test_a_profile_on_a_full_disk_loses_no_step(tmp_path, monkeypatch, capsys, name):
+def test_a_profile_has_complete_steps_and_the_scope_names_and_on_a_full_disk_loses_no_step(
+    tmp_path, monkeypatch, capsys, name
+):
     """XLA reports a full disk as a JaxRuntimeError.  All steps are trained and saved, then the run ends with 2."""
     original = getattr(jax.profiler, name)
 
@@ -70,3 +62,9 @@ def test_a_profile_on_a_full_disk_loses_no_step(tmp_path, monkeypatch, capsys, n
     assert error.value.exit_code == 2 and len(str(error.value).splitlines()) == 2
     assert "No space left" in capsys.readouterr().out
     assert len(lines(tmp_path)) == 8 and checkpoint_steps(tmp_path) == [8]
+    if name == "stop_trace":  # the profile was written before it failed
+        steps, trace = traced(tmp_path / "run")
+        assert steps == [3, 4, 5]
+        assert all(scope + b"/" in trace for scope in (b"attention", b"mlp", b"dp_gradient_reduction", b"update"))
+        spans = [json.loads(line) for line in (tmp_path / "run" / "time.jsonl").read_text().splitlines()]
+        assert [span["cause"] for span in spans].count("profile") == 2  # before the first and after the last

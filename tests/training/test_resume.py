@@ -14,16 +14,9 @@ from shmap_tp.data.metadata import META, TOKENIZER
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint_files import MANIFEST, ORBAX_METADATA
+from shmap_tp.training.optimizer import learning_rate_schedule
 from shmap_tp.training.resume import _fixed_settings
-from tests.helpers.run_fixtures import (
-    STEPS,
-    file_contents,
-    lines,
-    state_at,
-    tiny,
-    values,
-    write_tokens,
-)
+from tests.helpers.run_fixtures import STEPS, file_contents, lines, state_at, tiny, values, write_tokens
 
 
 def refused(directory: Path, *overrides: str) -> str:
@@ -37,36 +30,36 @@ def refused(directory: Path, *overrides: str) -> str:
     return message
 
 
-def test_a_new_run_in_the_directory_of_another_run_is_refused(copied):
-    message = refused(copied)
-    assert f"{copied}/run/checkpoints has checkpoints of this run up to step 8" in message
-    assert "--resume" in message and "run.dir=" in message
+REFUSED = {
+    "a new run in the directory of another": (
+        [[]], "{run}/checkpoints has checkpoints of this run up to step 8", "--resume", "run.dir=",
+    ),
+    "fewer steps than the checkpoint has": (
+        [["train.steps=7", "checkpoint.resume=must"], ["train.steps=7", "checkpoint.resume=if_present"]],
+        "train.steps=7 is below step 8, which checkpoint {run}/checkpoints/8 has done", "Give train.steps=8 or more",
+    ),
+    "metrics of a run with checkpoints elsewhere": (
+        [["checkpoint.dir={run}/none"], ["checkpoint.dir={run}/none", "checkpoint.resume=if_present"]],
+        "{run}/metrics.jsonl has the metrics of a run up to step 8", "{run}/none has no checkpoint",
+        "checkpoint.dir=... with --resume", "run.dir=", "remove the file",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("resume", ["must", "if_present"])
-def test_a_resume_to_fewer_steps_than_the_checkpoint_has_is_refused(copied, resume):
-    message = refused(copied, "train.steps=7", f"checkpoint.resume={resume}")
-    assert message.startswith(f"train.steps=7 is below step 8, which checkpoint {copied}/run/checkpoints/8 has done")
-    assert "Give train.steps=8 or more" in message
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_start_that_would_lose_what_a_run_has_is_refused(copied, case):
+    starts, *expected = REFUSED[case]
+    for start in starts:
+        message = refused(copied, *(override.format(run=copied / "run") for override in start))
+        for part in expected:
+            assert part.format(run=copied / "run") in message, (start, message)
 
 
-@pytest.mark.parametrize("resume", ["never", "if_present"])
-def test_metrics_of_a_run_with_checkpoints_elsewhere_are_not_deleted(copied, resume):
-    elsewhere = copied / "elsewhere"
-    elsewhere.mkdir()
-    message = refused(copied, f"checkpoint.dir={elsewhere}", f"checkpoint.resume={resume}")
-    assert (
-        f"{copied}/run/metrics.jsonl has the metrics of a run up to step 8" in message
-        and f"{elsewhere} has no checkpoint" in message
-    )
-    assert "checkpoint.dir=... with --resume" in message and "run.dir=" in message and "remove the file" in message
-
-
-@pytest.mark.parametrize("content", [b"- 1\n", b"5", b"\xff\0\x01", b"run: *a", b"a: " + b"[" * 5000])
-def test_metrics_beside_a_configuration_that_cannot_be_read_are_not_deleted(copied, content):
-    (copied / "run" / "config.yaml").write_bytes(f"{HEADER}\n".encode() + content)
-    message = refused(copied, f"checkpoint.dir={copied / 'run' / 'none'}", "checkpoint.resume=if_present")
-    assert f"{copied}/run/metrics.jsonl has the metrics of a run up to step 8" in message
+def test_metrics_beside_a_configuration_that_cannot_be_read_are_not_deleted(copied):
+    for content in (b"- 1\n", b"5", b"\xff\0\x01", b"run: *a", b"a: " + b"[" * 5000):
+        (copied / "run" / "config.yaml").write_bytes(f"{HEADER}\n".encode() + content)
+        message = refused(copied, f"checkpoint.dir={copied / 'run' / 'none'}", "checkpoint.resume=if_present")
+        assert f"{copied}/run/metrics.jsonl has the metrics of a run up to step 8" in message, content
 
 
 def test_a_run_killed_before_its_first_checkpoint_restarts_only_with_if_present(uninterrupted, tmp_path):
@@ -117,9 +110,9 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    "override, was, now",
-    [
+def test_another_model_batch_or_seed_is_refused_with_both_values(copied):
+    of_another_run = f"checkpoint {copied}/run/checkpoints/8 is of another run"
+    for override, was, now in [
         ("model.layers=3", "model.layers was 2", "is 3"),
         ("model.ffn=128", "model.ffn was 64", "is 128"),
         ("model.positions=rotary", "model.positions was alibi", "is rotary"),
@@ -131,22 +124,19 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path):
         ("optimizer.name=muon", "optimizer.name was adamw", "is muon"),
         ("optimizer.momentum_dtype=bfloat16", "optimizer.momentum_dtype was float32", "is bfloat16"),
         ("data.documents=joined", "data.documents was isolated (id 0 ends them)", "is joined"),
-    ],
-)
-def test_another_model_batch_or_seed_is_refused_with_both_values(copied, override, was, now):
-    message = refused(copied, "checkpoint.resume=must", override)
-    assert was in message and now in message
-    if "was" in was:
-        assert f"checkpoint {copied}/run/checkpoints/8 is of another run" in message and "run.dir=" in message
+    ]:
+        message = refused(copied, "checkpoint.resume=must", override)
+        assert was in message and now in message, (override, message)
+        assert "was" not in was or (of_another_run in message and "run.dir=" in message), (override, message)
 
 
-@pytest.mark.parametrize("resume", ["must", "if_present"])
-def test_other_data_is_refused_with_its_file_and_length(copied, resume):
-    write_tokens(copied / "data", train=2999)
-    message = refused(copied, f"checkpoint.resume={resume}")
-    assert "data.dir (train.bin) was 3000 tokens of sha256" in message and "is 2999 tokens of sha256" in message
-    write_tokens(copied / "data", seed=1)
-    assert "data.dir (train.bin) was 3000 tokens of sha256" in refused(copied, f"checkpoint.resume={resume}")
+def test_other_data_is_refused_with_its_file_and_length(copied):
+    for resume in ("must", "if_present"):
+        write_tokens(copied / "data", train=2999)
+        message = refused(copied, f"checkpoint.resume={resume}")
+        assert "data.dir (train.bin) was 3000 tokens of sha256" in message and "is 2999 tokens of sha256" in message
+        write_tokens(copied / "data", seed=1)
+        assert "data.dir (train.bin) was 3000 tokens of sha256" in refused(copied, f"checkpoint.resume={resume}")
 
 
 def test_another_tokenizer_of_the_same_name_is_refused(copied):
@@ -162,12 +152,15 @@ def test_another_tokenizer_of_the_same_name_is_refused(copied):
     assert (copied / "run" / TOKENIZER).read_bytes() == b"{}"
 
 
-def test_settings_that_do_not_change_the_result_may_change_on_resume(copied):
+def test_settings_that_do_not_change_the_steps_before_may_change_on_resume(copied, capsys):
     """So may data that states no hash of its tokenizer, which was prepared before the hash was recorded."""
     (copied / "data" / META).write_text('{"dtype": "uint16", "end_of_text": 0}')
     free = ["model.name=other", "model.remat=full", "model.offload=[input]", "model.attention_chunk=8"]
-    free += ["train.microbatches=2", "train.steps=9"]
-    assert loop.train(tiny(copied, "checkpoint.resume=must", *free)) == 0
+    free += ["train.microbatches=2", "train.steps=9", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.5"]
+    config = tiny(copied, "checkpoint.resume=must", *free)
+    assert loop.train(config) == 0
+    assert "then constant; the decay after step 10 (optimizer.decay_steps=20) begins" in capsys.readouterr().out
+    assert lines(copied)[-1]["learning_rate"] == float(learning_rate_schedule(config.optimizer)(8))
 
 
 def test_a_damaged_checkpoint_is_skipped_and_its_steps_are_trained_again(uninterrupted, copied, capsys):
@@ -192,14 +185,15 @@ def test_a_renamed_checkpoint_is_refused(copied):
     assert message == f"checkpoint {directory}/10 contains the state after step 6: rename the directory to that number"
 
 
-@pytest.mark.parametrize("resume", ["must", "if_present"])
-def test_a_run_without_an_intact_checkpoint_is_refused_with_their_steps(copied, capsys, resume):
+def test_a_run_without_an_intact_checkpoint_is_refused_with_their_steps(copied, capsys):
     for manifest in (copied / "run" / "checkpoints").glob(f"*/{MANIFEST}"):
         manifest.unlink()
-    message = refused(copied, f"checkpoint.resume={resume}")
-    assert f"no checkpoint in {copied}/run/checkpoints is intact (found: 8, 6, 4)" in message and "run.dir=" in message
-    listed = capsys.readouterr().out
-    assert all(f"checkpoints/{step} is skipped: {MANIFEST} is missing" in listed for step in (8, 6, 4))
+    for resume in ("must", "if_present"):
+        message = refused(copied, f"checkpoint.resume={resume}")
+        assert f"no checkpoint in {copied}/run/checkpoints is intact (found: 8, 6, 4)" in message
+        listed = capsys.readouterr().out
+        assert all(f"checkpoints/{step} is skipped: {MANIFEST} is missing" in listed for step in (8, 6, 4))
+        assert "run.dir=" in message
 
 
 def test_resume_if_present_starts_resumes_and_survives_a_killed_first_save(uninterrupted, tmp_path):
@@ -234,13 +228,13 @@ def test_foreign_lines_in_the_metrics_are_no_error_and_are_not_lost(uninterrupte
     assert "metrics.jsonl.removed-1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("resume", ["must", "if_present"])
-def test_metrics_that_cannot_be_read_end_the_start(copied, resume):
+def test_metrics_that_cannot_be_read_end_the_start(copied):
     metrics = copied / "run" / "metrics.jsonl"
     metrics.rename(copied / "metrics.jsonl")
     metrics.mkdir()
-    message = refused(copied, f"checkpoint.resume={resume}", "train.steps=10")
-    assert message.startswith(f"{metrics} cannot be read: Is a directory; nothing was changed")
+    for resume in ("must", "if_present"):
+        message = refused(copied, f"checkpoint.resume={resume}", "train.steps=10")
+        assert message.startswith(f"{metrics} cannot be read: Is a directory; nothing was changed")
 
 
 EDITS: dict[str, Callable[[dict], Any]] = {
@@ -258,20 +252,14 @@ EDITS: dict[str, Callable[[dict], Any]] = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
-def test_edited_metadata_with_new_hashes_is_refused(copied, edit):
+def test_edited_metadata_with_new_hashes_is_refused(copied):
     directory = copied / "run" / "checkpoints" / "8"
-    metadata = json.loads((directory / ORBAX_METADATA).read_text())
-    reseal(directory, json.dumps(metadata | {"custom_metadata": edit(metadata["custom_metadata"])}))
-    message = refused(copied, "checkpoint.resume=must")
-    assert f"checkpoint {directory}" in message
-
-
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"custom_metadata": 7}', "{", "\0"])
-def test_metadata_of_another_format_with_new_hashes_is_refused(copied, text):
-    directory = copied / "run" / "checkpoints" / "8"
-    reseal(directory, text)
-    assert f"checkpoint {directory}" in refused(copied, "checkpoint.resume=must")
+    text = (directory / ORBAX_METADATA).read_text()
+    edited = {name: edit(json.loads(text)["custom_metadata"]) for name, edit in EDITS.items()}
+    texts = [json.dumps(json.loads(text) | {"custom_metadata": facts}) for facts in edited.values()]
+    for text in [*texts, "", "[]", "null", '{"custom_metadata": 7}', "{", "\0"]:
+        reseal(directory, text)
+        assert f"checkpoint {directory}" in refused(copied, "checkpoint.resume=must"), text
 
 
 def reseal(directory: Path, metadata: str) -> None:

@@ -1,11 +1,10 @@
 """Parameters and tokens over axes of the table of roles: what a step reduces, shards and cuts follows from it alone.
 
-The layers here are of the test's own.  Each is trained on several meshes, and compared with one device.
+The layers here are of the test's own.  Their model is trained on several meshes, and compared with one device.
 """
 
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,30 +14,27 @@ import pytest
 from jax import lax
 
 from shmap_tp.config.schema import Config, MeshConfig
-from shmap_tp.layers.context import Extras
 from shmap_tp.model.blocks import SequentialBlock
 from shmap_tp.model.components import Frozen
 from shmap_tp.parallel import mesh as mesh_module
-from shmap_tp.parallel.mesh import AXES, DP, Role, axis_sizes, make_mesh
+from shmap_tp.parallel.mesh import AXES, DP, Role
 from shmap_tp.parallel.partitioning import param
 from shmap_tp.plan.communication.analytic import analytic_communication
-from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import tally
-from shmap_tp.training.step import Components, StepFunctions, build_step_functions
+from shmap_tp.training.step import Components
 from tests.helpers.assertions import assert_close, by_path, distances
-from tests.helpers.step_fixtures import learnable_batch, step_config
-
-ZEROS = ["none", "zero1", "fsdp"]
-RELATIVE = 1e-5
-"""As the loss curves of different meshes in test_step."""
+from tests.helpers.step_fixtures import RELATIVE, Curve, Program, step_config
 
 
-class ShardedOver(eqx.Module):
+class OverDp(eqx.Module):
     """y = gelu(x @ up') @ down, its hidden units sharded over a token axis, to which all tokens of the axis come."""
 
-    up: jax.Array
-    down: jax.Array
-    axis: str = eqx.field(static=True)
+    up: jax.Array = param(DP, None, outputs=(0,))
+    down: jax.Array = param(DP, None)
+    axis = DP
+
+    def __init__(self, width, hidden, *, std, std_out, key):
+        self.up = std * jax.random.normal(key, (hidden, width))
+        self.down = std_out * jax.random.normal(key, (hidden, width))
 
     def __call__(self, x_BTD, tp):
         x_BTD = x_BTD if self.axis not in mesh_module.token_axes() else lax.all_gather(x_BTD, self.axis, tiled=True)
@@ -46,104 +42,10 @@ class ShardedOver(eqx.Module):
         return lax.psum_scatter(y_BTD, self.axis, tiled=True) if self.axis in mesh_module.token_axes() else y_BTD
 
 
-class OverDp(ShardedOver):
-    up: jax.Array = param(DP, None, outputs=(0,))
-    down: jax.Array = param(DP, None)
-
-    def __init__(self, width, hidden, *, std, std_out, key):
-        self.up = std * jax.random.normal(key, (hidden, width))
-        self.down = std_out * jax.random.normal(key, (hidden, width))
-        self.axis = DP
-
-
-class OverExperts(ShardedOver):
+class OverExperts(OverDp):
     up: jax.Array = param("xp", None, outputs=(0,))
     down: jax.Array = param("xp", None)
-
-    def __init__(self, width, hidden, *, std, std_out, key):
-        self.up = std * jax.random.normal(key, (hidden, width))
-        self.down = std_out * jax.random.normal(key, (hidden, width))
-        self.axis = "xp"
-
-
-def train(made: StepFunctions, steps: int = 3) -> dict[str, np.ndarray]:
-    """The parameters after some steps in float32."""
-    state = made.init()
-    for i in range(steps):
-        tokens = jax.device_put(learnable_batch(i, made.tokens.shape), made.tokens.sharding)
-        state, _ = made.step(state, tokens)
-    return by_path(state.params)
-
-
-def functions_of(conf: Config, components: Components) -> StepFunctions:
-    devices = jax.devices()[: int(np.prod(list(axis_sizes(conf.mesh).values())))]
-    return build_step_functions(conf, make_mesh(conf.mesh, devices), jnp.float32, components)
-
-
-@cache
-def on_one_device(components: Components, *settings: str) -> dict[str, np.ndarray]:
-    return train(functions_of(step_config((1, 1), *settings), components))
-
-
-OVER_DP = Components(mlp=OverDp)
-
-
-@pytest.mark.parametrize("zero", ZEROS)
-@pytest.mark.parametrize("sizes", [((2, 4), ()), ((4, 2), ("mesh.slices=2",))], ids=["(2, 4)", "(4, 2), two slices"])
-def test_a_parameter_that_declares_dp_has_the_gradient_of_its_own_shard(sizes, zero):
-    """It is complete over dp, and summed and sharded over the other token axes alone."""
-    shape, settings = sizes
-    conf = step_config(shape, "model.block=sequential", f"mesh.zero={zero}", *settings)
-    assert_close(train(functions_of(conf, OVER_DP)), on_one_device(OVER_DP, "model.block=sequential"), RELATIVE)
-
-
-@pytest.fixture
-def added_axis(monkeypatch):
-    """Adds an axis to the table, before mp."""
-
-    def add(name: str, *roles: Role) -> None:
-        rows = {**AXES, name: frozenset(roles)}
-        rows["mp"] = rows.pop("mp")
-        monkeypatch.setattr(mesh_module, "AXES", rows)
-        monkeypatch.setattr("shmap_tp.parallel.partitioning.AXES", rows)
-
-    return add
-
-
-@dataclass
-class MeshOfMoreAxes(MeshConfig):
-    xp: int = 1
-
-
-def with_axis(conf: Config, **sizes: int) -> Config:
-    return replace(conf, mesh=MeshOfMoreAxes(**{**asdict(conf.mesh), **sizes}))
-
-
-EXPERTS = Components(mlp=OverExperts)
-
-
-@pytest.mark.parametrize("zero", ZEROS)
-def test_an_axis_of_tokens_that_is_added_to_the_table_trains_a_layer_sharded_over_it(added_axis, zero):
-    expected = on_one_device(Components(mlp=OverDp), "model.block=sequential")
-    added_axis("xp", Role.tokens)
-    conf = with_axis(step_config((2, 2), "model.block=sequential", f"mesh.zero={zero}"), xp=2)
-    made = functions_of(conf, EXPERTS)
-    assert made.tokens.sharding.spec[1] == ("dp", "xp")
-    assert_close(train(made), expected, RELATIVE)
-
-
-@pytest.mark.parametrize("zero", ZEROS)
-def test_the_ledger_of_an_added_axis_is_that_of_the_traced_step(added_axis, zero):
-    added_axis("xp", Role.tokens)
-    conf = with_axis(step_config((2, 2), "model.block=sequential", f"mesh.zero={zero}"), xp=2)
-    made = functions_of(conf, EXPERTS)
-    traced = communication_in_jaxpr(jax.make_jaxpr(made.step)(made.shapes, made.tokens).jaxpr)
-    planned = analytic_communication(conf, jnp.float32, EXPERTS)
-    assert tally(planned) == tally(traced)
-    assert {"xp", "dp xp", "mp"} <= {entry.axis for entry in planned}
-
-
-MODES = ["mesh.tensor_parallel=all_reduce", "mesh.tensor_parallel=sequence", "mesh.tensor_parallel=collective_matmul"]
+    axis = "xp"
 
 
 class Penalised(SequentialBlock):
@@ -151,54 +53,96 @@ class Penalised(SequentialBlock):
 
     def __call__(self, x_BTD, context):
         x_BTD, extras = SequentialBlock.__call__(self, x_BTD, context)
-        return x_BTD, replace_extras(extras, 0.1 * jnp.sum(jnp.mean(jnp.square(x_BTD), axis=-1)))
+        penalty = 0.1 * jnp.sum(jnp.mean(jnp.square(x_BTD), axis=-1))
+        return x_BTD, type(extras)(penalty, extras.cache, extras.residuals)
 
 
-def replace_extras(extras: Extras, loss: Any) -> Extras:
-    return Extras(loss, extras.cache, extras.residuals)
+FROZEN = Frozen(lambda name: "attention/" in name or name == "embedding/weight", jnp.bfloat16)
+MODEL = Components(mlp=OverDp, block=Penalised, frozen=FROZEN)
+COMMON = "model.block=sequential", "model.context=8", "optimizer.epsilon=1e-4"
+"""With an epsilon above the smallest gradients: the first step of Adam divides each by its own size, and so its
+rounding error, too."""
 
 
-PENALISED = Components(block=Penalised)
+@cache
+def whole(components: Components = MODEL) -> Program:
+    return Program(step_config((1, 1), *COMMON, "train.microbatches=1"), components)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
-def test_an_auxiliary_loss_of_blocks_counts_alike_on_every_mesh_and_for_any_microbatches(mode, microbatches):
-    """With an epsilon above the smallest gradients: the first step of Adam divides each by its own size, and so its
-    rounding error, too."""
-    settings = ["model.block=sequential", "model.context=8", "optimizer.epsilon=1e-4"]
-    conf = step_config((2, 4), *settings, mode, f"train.microbatches={microbatches}")
-    expected = on_one_device(PENALISED, *settings)
-    assert_close(train(functions_of(conf, PENALISED)), expected, RELATIVE)
-    assert max(distances(expected, on_one_device(Components(), *settings)).values()) > 1e-3
+@cache
+def on_one_device(components: Components = MODEL) -> Curve:
+    return whole(components).train(3)
 
 
-def test_an_auxiliary_loss_is_no_part_of_the_evaluation_loss():
-    conf = step_config((2, 1), "model.block=sequential")
-    made, plain = functions_of(conf, PENALISED), functions_of(conf, Components())
-    tokens = jax.device_put(learnable_batch(0, made.tokens.shape), made.tokens.sharding)
-    assert float(made.evaluate(made.init().params, tokens)[0]) == float(plain.evaluate(plain.init().params, tokens)[0])
-
-
-FROZEN = Components(frozen=Frozen(lambda name: "attention/" in name or name == "embedding/weight", jnp.bfloat16))
-
-
-@pytest.mark.parametrize("settings", [
-    ("mesh.zero=none",), ("mesh.zero=zero1",), ("mesh.zero=fsdp", "mesh.fsdp_gradients=ring"),
-    ("mesh.zero=fsdp", "mesh.tensor_parallel=collective_matmul", "model.context=8"),
-])  # fmt: skip
-def test_frozen_parameters_keep_their_bits_and_have_no_moments(settings):
-    context = [setting for setting in settings if setting.startswith("model.")]
-    made = functions_of(step_config((4, 2), *settings), FROZEN)
-    before = by_path(made.init().params)
-    after = train(made)
+def assert_trains_as_on_one_device(one: Program) -> None:
+    before, found, expected = whole().initial, one.train(3, whole().initial).params, on_one_device().params
+    before = by_path(before.params)
     frozen = {name for name in before if "attention." in name or name == "embedding.weight"}
-    assert len(frozen) == 5
-    for name, array in after.items():
+    moments = set(by_path(one.made.shapes.optimizer[0].mu))
+    assert len(frozen) == 5 and moments == set(before) - frozen, "what is frozen has no moments, all else has"
+    for name, array in found.items():
         assert np.array_equal(array, before[name]) == (name in frozen), name
         assert array.dtype == (jnp.bfloat16 if name in frozen else np.float32), name
-    moments = by_path(made.shapes.optimizer[0].mu)
-    assert set(moments) == set(before) - frozen
-    assert_close({name: after[name] for name in moments}, {
-        name: array for name, array in on_one_device(FROZEN, *context).items() if name in moments
-    }, RELATIVE)  # fmt: skip
+    assert_close({name: found[name] for name in moments}, {name: expected[name] for name in moments}, RELATIVE)
+
+
+@pytest.mark.parametrize(("shape", "settings"), [
+    ((2, 4), "mesh.tensor_parallel=all_reduce"),
+    ((4, 2), "mesh.tensor_parallel=sequence mesh.zero=zero1 mesh.slices=2 train.microbatches=1"),
+    ((2, 2), "mesh.tensor_parallel=collective_matmul mesh.zero=fsdp"),
+])  # fmt: skip
+def test_parameters_over_dp_frozen_ones_and_an_auxiliary_loss_train_as_on_one_device(shape, settings):
+    """The gradient of what declares dp is complete over dp, summed and sharded over the other token axes alone; what
+    is frozen keeps its bits; and the auxiliary loss of blocks counts alike for any microbatches."""
+    assert_trains_as_on_one_device(Program(step_config(shape, *COMMON, *settings.split()), MODEL))
+
+
+def test_frozen_parameters_in_rings_keep_their_bits():
+    components = Components(frozen=FROZEN)
+    settings = "mesh.zero=fsdp", "mesh.fsdp_gradients=ring", "train.microbatches=1"
+    one = Program(step_config((4, 1), *settings), components)
+    before, after = by_path(one.initial.params), one.train(1).params
+    frozen = {name for name in before if "attention." in name or name == "embedding.weight"}
+    assert {name for name in before if np.array_equal(before[name], after[name])} == frozen
+
+
+def test_an_auxiliary_loss_changes_the_training_and_not_the_evaluation():
+    plain = replace(MODEL, block=None)
+    assert max(distances(on_one_device().params, on_one_device(plain).params).values()) > 1e-3
+    batch = whole().batch(0)
+    with_loss, without = (
+        float(whole(each).made.evaluate(whole(each).placed(whole().initial).params, *batch)[0])
+        for each in (MODEL, plain)
+    )
+    assert with_loss == without
+
+
+@pytest.fixture
+def added_axis(monkeypatch):
+    """Adds an axis of tokens to the table, before mp."""
+    rows = {**AXES, "xp": frozenset({Role.tokens})}
+    rows["mp"] = rows.pop("mp")
+    for module in ("mesh", "partitioning"):
+        monkeypatch.setattr(f"shmap_tp.parallel.{module}.AXES", rows)
+
+
+@dataclass
+class MeshOfMoreAxes(MeshConfig):
+    xp: int = 1
+
+
+def over_experts(zero: str) -> Program:
+    conf: Config = step_config((2, 2), *COMMON, f"mesh.zero={zero}", "train.microbatches=1")
+    conf = replace(conf, mesh=MeshOfMoreAxes(**{**asdict(conf.mesh), "xp": 2}))
+    return Program(conf, replace(MODEL, mlp=OverExperts))
+
+
+@pytest.mark.parametrize("zero", ["none", "zero1", "fsdp"])
+def test_the_ledger_of_an_added_axis_is_that_of_the_traced_step_and_a_layer_sharded_over_it_trains(added_axis, zero):
+    one = over_experts(zero)
+    assert one.made.tokens.sharding.spec[1] == ("dp", "xp")
+    assert one.communicates_as_the_ledger_says()
+    planned = analytic_communication(one.conf, jnp.float32, one.components)
+    assert {"xp", "dp xp", "mp"} <= {entry.axis for entry in planned}
+    if zero == "fsdp":
+        assert_trains_as_on_one_device(one)

@@ -26,13 +26,14 @@ def test_a_run_directory_with_a_configuration_of_the_user_is_refused_and_not_cha
     assert file_contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"- a\n- b\n"])
-def test_a_configuration_that_cannot_be_recognised_is_refused(tmp_path, content):
-    (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(UserError, match="was not written by a run"):
-        refuse_foreign_config(str(tmp_path))
-    (tmp_path / "config.yaml").unlink()
-    (tmp_path / "config.yaml").mkdir()
+def test_a_configuration_that_cannot_be_recognised_is_refused(tmp_path):
+    file = tmp_path / "config.yaml"
+    for content in (b"", b"\xff\x00", b"- a\n- b\n"):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="was not written by a run"):
+            refuse_foreign_config(str(tmp_path))
+    file.unlink()
+    file.mkdir()
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         refuse_foreign_config(str(tmp_path))
 

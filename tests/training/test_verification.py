@@ -10,8 +10,15 @@ from shmap_tp import verify
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.step import State
-from tests.helpers.run_fixtures import FIRST, file_contents, flip_bit, make_runs_quick, overrides, tiny
+from tests.helpers.run_fixtures import (
+    FIRST,
+    file_contents,
+    flip_bit,
+    make_runs_quick,
+    overrides,
+    shared_step_functions,
+    tiny,
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +29,11 @@ def trained(tmp_path_factory) -> Path:
         make_runs_quick(patch)
         assert loop.train(tiny(directory, "train.steps=4", "evaluate.every=0")) == 0
     return directory
+
+
+@pytest.fixture(autouse=True)
+def shared_programs(monkeypatch):
+    monkeypatch.setattr("shmap_tp.training.verification.build_step_functions", shared_step_functions)
 
 
 def call(capsys, *arguments: object) -> tuple[int, list[str]]:
@@ -48,15 +60,11 @@ def test_a_resumed_run_is_bitwise_equal_on_its_mesh_and_close_on_another(trained
     assert file_contents(trained) == before
 
 
-def flipped(checkpoints: Checkpoints, step: int, shapes: State) -> State:
-    return flip_bit(restore(checkpoints, step, shapes), "params/head/weight", 3)
-
-
 restore = Checkpoints.restore
 
 
 def test_an_array_that_is_restored_wrongly_is_named(trained, capsys, monkeypatch):
-    monkeypatch.setattr(Checkpoints, "restore", flipped)
+    monkeypatch.setattr(Checkpoints, "restore", lambda *given: flip_bit(restore(*given), "params/head/weight", 3))
     code, printed = call(capsys, *resume(trained))
     assert code == 1 and "on dp=2, mp=4: the restored state DIFFERS from the saved state: params/head/weight" in printed
 

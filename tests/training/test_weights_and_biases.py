@@ -79,20 +79,25 @@ def test_what_wandb_lacks_is_reported_before_anything_is_built(tmp_path, monkeyp
         loop.train(tiny(tmp_path, "log.wandb=true", project))
 
 
-@pytest.mark.parametrize("given", [["log.wandb=false"], ["log.wandb=true"]], ids=lambda given: given[0])
-def test_a_run_goes_on_where_nothing_is_lacking(tmp_path, monkeypatch, nothing_is_built, given):
-    module = Wandb() if given == ["log.wandb=true"] else None
+def test_a_login_that_is_lost_between_is_reported(tmp_path, monkeypatch):
+    def no_login(**_: object) -> None:
+        raise WandbError("No API key configured. Use `wandb login` to log in.")
+
+    module = Wandb()
+    module.init = no_login
+    (tmp_path / "run").mkdir()
     monkeypatch.setitem(sys.modules, "wandb", module)
-    with pytest.raises(nothing_is_built):
-        loop.train(tiny(tmp_path, *given))
+    with pytest.raises(UserError, match=r"No API key.*\n.*offline"):
+        WeightsAndBiasesWriter(tiny(tmp_path, "log.wandb=true"))
 
 
-def test_offline_needs_no_login(tmp_path, monkeypatch, nothing_is_built):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    module = Wandb(key=False)
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    with pytest.raises(nothing_is_built):
-        loop.train(tiny(tmp_path, "log.wandb=true"))
+def test_a_run_goes_on_where_nothing_is_lacking_and_offline_without_a_login(tmp_path, monkeypatch, nothing_is_built):
+    for module, given in [(None, "log.wandb=false"), (Wandb(), "log.wandb=true"), (Wandb(key=False), "log.wandb=true")]:
+        if module is not None and not module.key:
+            monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        with pytest.raises(nothing_is_built):
+            loop.train(tiny(tmp_path, given))
     assert not module.logins
 
 

@@ -251,8 +251,7 @@ def test_a_run_stopped_between_skipped_steps_resumes_exactly(skipping, tmp_path,
         assert loop.train(tiny(tmp_path)) == STOPPED
     assert lines(tmp_path)[-1]["skipped_in_a_row"] == 1 and max(checkpoint_steps(tmp_path)) == 4
     assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
-    assert state_at(tmp_path, STEPS) == state_at(skipping[0], STEPS)
-    assert values(tmp_path) == values(skipping[0])
+    assert state_at(tmp_path, STEPS) == state_at(skipping[0], STEPS) and values(tmp_path) == values(skipping[0])
 
 
 def test_too_many_consecutive_skipped_steps_stop_the_run_which_can_be_resumed(skipping, tmp_path, capsys):

@@ -16,6 +16,7 @@ from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import MANIFEST
 from tests.helpers.run_fixtures import (
     STEPS,
+    assert_same_run,
     checkpoint_steps,
     file_contents,
     lines,
@@ -48,9 +49,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     assert (tmp_path / "run" / "loss.png").exists()
     assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
     assert f"resuming from step {stops_at}" in capsys.readouterr().out
-    assert state_at(tmp_path, STEPS) == state_at(uninterrupted, STEPS)
-    assert values(tmp_path) == values(uninterrupted)
-    assert values(tmp_path, "validation") == values(uninterrupted, "validation")
+    assert_same_run(tmp_path, uninterrupted)
 
 
 def test_a_stop_during_resume_changes_nothing(copied, monkeypatch):
@@ -66,8 +65,7 @@ def test_a_stop_during_resume_changes_nothing(copied, monkeypatch):
 def test_a_finished_run_can_be_extended(uninterrupted, tmp_path):
     assert loop.train(tiny(tmp_path, "train.steps=4")) == 0
     assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
-    assert state_at(tmp_path, STEPS) == state_at(uninterrupted, STEPS)
-    assert values(tmp_path) == values(uninterrupted)
+    assert_same_run(tmp_path, uninterrupted)
     assert [line["segment"] for line in lines(tmp_path)] == [0] * 4 + [1] * 4
 
 
@@ -80,9 +78,7 @@ def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(uninterrupted,
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text[: text.index('"step": 7') + 30])
     assert loop.train(tiny(copied, "checkpoint.resume=must")) == 0
-    assert state_at(copied, STEPS) == state_at(uninterrupted, STEPS)
-    assert values(copied) == values(uninterrupted)
-    assert values(copied, "validation") == values(uninterrupted, "validation")
+    assert_same_run(copied, uninterrupted)
     assert [line["segment"] for line in lines(copied)] == [0] * 4 + [1] * 4
 
 

@@ -16,7 +16,7 @@ from shmap_tp.training import loop
 from shmap_tp.training.checkpoint_files import MANIFEST, ORBAX_METADATA
 from shmap_tp.training.optimizer import learning_rate_schedule
 from shmap_tp.training.resume import _fixed_settings
-from tests.helpers.run_fixtures import STEPS, file_contents, lines, state_at, tiny, values, write_tokens
+from tests.helpers.run_fixtures import STEPS, assert_same_run, file_contents, lines, tiny, write_tokens
 
 
 def refused(directory: Path, *overrides: str) -> str:
@@ -69,7 +69,7 @@ def test_a_run_killed_before_its_first_checkpoint_restarts_only_with_if_present(
     saved = tmp_path / "run" / "config.yaml"
     saved.write_text(saved.read_text().replace("  offload: []\n", ""))  # as an earlier version saved it
     assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0
-    assert values(tmp_path) == values(uninterrupted)
+    assert_same_run(tmp_path, uninterrupted)
     assert [line["segment"] for line in lines(tmp_path)] == [0] * STEPS
 
 
@@ -163,20 +163,6 @@ def test_settings_that_do_not_change_the_steps_before_may_change_on_resume(copie
     assert lines(copied)[-1]["learning_rate"] == float(learning_rate_schedule(config.optimizer)(8))
 
 
-def test_a_damaged_checkpoint_is_skipped_and_its_steps_are_trained_again(uninterrupted, copied, capsys):
-    directory = copied / "run" / "checkpoints"
-    (directory / "6" / "_CHECKPOINT_METADATA").write_bytes(b"")
-    data = max((directory / "8").rglob("*"), key=lambda path: path.stat().st_size)
-    data.write_bytes(data.read_bytes()[:-1])
-    assert loop.train(tiny(copied, "checkpoint.resume=must")) == 0
-    message = capsys.readouterr().out
-    assert f"{directory}/8 is skipped: file {data.relative_to(directory / '8')} is damaged" in message
-    assert f"{directory}/6 is skipped: file _CHECKPOINT_METADATA is damaged" in message
-    assert "resuming from step 4" in message
-    assert state_at(copied, STEPS) == state_at(uninterrupted, STEPS)
-    assert values(copied) == values(uninterrupted)
-
-
 def test_a_renamed_checkpoint_is_refused(copied):
     """Every file is intact, but the following steps would read other data."""
     directory = copied / "run" / "checkpoints"
@@ -202,7 +188,7 @@ def test_resume_if_present_starts_resumes_and_survives_a_killed_first_save(unint
     (directory / "2" / MANIFEST).unlink()  # as if the first save had been killed before its hashes
     assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present", "train.steps=4")) == 0  # it starts again
     assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0  # it resumes
-    assert values(tmp_path) == values(uninterrupted)
+    assert_same_run(tmp_path, uninterrupted)
     assert [line["segment"] for line in lines(tmp_path)] == [0] * 4 + [1] * 4
 
 
@@ -211,21 +197,26 @@ FOREIGN = (
 )
 
 
-def test_foreign_lines_in_the_metrics_are_no_error_and_are_not_lost(uninterrupted, copied, capsys):
-    """Between the steps that the run keeps they stay; among those that are lost, they are copied."""
-    run = copied / "run"
-    shutil.rmtree(run / "checkpoints" / "8")
+def test_damaged_checkpoints_are_skipped_and_foreign_lines_in_the_metrics_are_not_lost(uninterrupted, copied, capsys):
+    """The steps after an intact one are trained again.  Lines between the steps that the run keeps stay; among those
+    that are lost, they are copied."""
+    run, directory = copied / "run", copied / "run" / "checkpoints"
+    (directory / "6" / "_CHECKPOINT_METADATA").write_bytes(b"")
+    data = max((directory / "8").rglob("*"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-1])
     for name, found in [("metrics.jsonl", b'"step": 3'), ("time.jsonl", b'"cause": "compile"')]:
         *before, last = (run / name).read_bytes().splitlines(keepends=True)
         place = next(i for i, line in enumerate(before) if found in line)
         (run / name).write_bytes(b"".join([*before[:place], FOREIGN, *before[place:], FOREIGN, last, last[:9]]))
     assert loop.train(tiny(copied, "checkpoint.resume=must")) == 0
-    assert values(copied) == values(uninterrupted) and state_at(copied, STEPS) == state_at(uninterrupted, STEPS)
-    assert values(copied, "validation") == values(uninterrupted, "validation")
+    message = capsys.readouterr().out
+    assert f"{directory}/8 is skipped: file {data.relative_to(directory / '8')} is damaged" in message
+    assert f"{directory}/6 is skipped: file _CHECKPOINT_METADATA is damaged" in message
+    assert "resuming from step 4" in message and "metrics.jsonl.removed-1" in message
+    assert_same_run(copied, uninterrupted)
     assert (run / "metrics.jsonl").read_bytes().count(FOREIGN) == 1
     assert (run / "metrics.jsonl.removed-1").read_bytes().count(FOREIGN) == 1
     assert (run / "time.jsonl").read_bytes().count(FOREIGN) == 2
-    assert "metrics.jsonl.removed-1" in capsys.readouterr().out
 
 
 def test_metrics_that_cannot_be_read_end_the_start(copied):

@@ -6,8 +6,9 @@ import io
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,11 @@ SETTINGS = [
 
 def put_nan_in_gradient(monkeypatch, is_bad: Callable[[Any], Any]) -> None:
     """Put one NaN into one device's shard of one gradient if `is_bad(tokens)`, of the tokens of a device."""
-    original = step.loss_and_gradients
+    monkeypatch.setattr(step, "loss_and_gradients", with_nan_in_gradient(step.loss_and_gradients, is_bad))
 
+
+@cache
+def with_nan_in_gradient(original: Callable[..., Any], is_bad: Callable[[Any], Any]) -> Callable[..., Any]:
     def with_nan(objective: Any, params: Any, batch: Any, frozen: Any) -> Any:
         loss, gradients = original(objective, params, batch, frozen)
         dw = gradients.blocks.attention.query.weight
@@ -147,7 +151,7 @@ def put_nan_in_gradient(monkeypatch, is_bad: Callable[[Any], Any]) -> None:
         nan = jnp.where(here, jnp.nan, dw[0, 0, 0])
         return loss, eqx.tree_at(lambda g: g.blocks.attention.query.weight, gradients, dw.at[0, 0, 0].set(nan))
 
-    monkeypatch.setattr(step, "loss_and_gradients", with_nan)
+    return with_nan
 
 
 @pytest.mark.parametrize("given", SETTINGS)
@@ -213,20 +217,24 @@ def batches(tmp_path_factory) -> Batches:
 
 
 @pytest.fixture(scope="module")
-def bad_steps(batches) -> Iterator[None]:
-    """The batches of the steps BAD cause a NaN."""
+def is_bad(batches) -> Callable[[Any], Any]:
     sums = np.array([np.sum(np.asarray(batches.training(number - 1))[..., :-1]) for number in BAD])
-    with pytest.MonkeyPatch.context() as patch:
-        put_nan_in_gradient(patch, lambda tokens: jnp.any(all_reduce(jnp.sum(tokens), DP) == sums))
-        yield
+    return lambda tokens: jnp.any(all_reduce(jnp.sum(tokens), DP) == sums)
+
+
+@pytest.fixture
+def bad_steps(is_bad, monkeypatch) -> None:
+    """The batches of the steps BAD cause a NaN."""
+    put_nan_in_gradient(monkeypatch, is_bad)
 
 
 @pytest.fixture(scope="module")
-def skipping(bad_steps, tmp_path_factory) -> tuple[Path, str]:
-    """(the directory, what was printed) of a run from step 0 to 8 that evaluates after each."""
+def skipping(is_bad, tmp_path_factory) -> tuple[Path, str]:
+    """(the directory, what was printed) of a run from step 0 to 8 that evaluates after each, with such batches."""
     directory, printed = tmp_path_factory.mktemp("skipping"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         make_runs_quick(patch)
+        put_nan_in_gradient(patch, is_bad)
         assert loop.train(tiny(directory, "evaluate.every=1")) == 0
     return directory, printed.getvalue()
 
@@ -245,7 +253,7 @@ def test_skipped_steps_are_counted_and_reported_and_leave_the_weights_unchanged(
     assert checkpoint_steps(directory) == [2, 6, 8], "a checkpoint in between would have the weights of step 3"
 
 
-def test_a_run_stopped_between_skipped_steps_resumes_exactly(skipping, tmp_path, monkeypatch):
+def test_a_run_stopped_between_skipped_steps_resumes_exactly(skipping, bad_steps, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         signal_during(patch, Batches, "training", signal.SIGTERM, lambda step: step == 3)
         assert loop.train(tiny(tmp_path)) == STOPPED
@@ -254,7 +262,7 @@ def test_a_run_stopped_between_skipped_steps_resumes_exactly(skipping, tmp_path,
     assert state_at(tmp_path, STEPS) == state_at(skipping[0], STEPS) and values(tmp_path) == values(skipping[0])
 
 
-def test_too_many_consecutive_skipped_steps_stop_the_run_which_can_be_resumed(skipping, tmp_path, capsys):
+def test_too_many_consecutive_skipped_steps_stop_the_run_which_can_be_resumed(skipping, bad_steps, tmp_path, capsys):
     """The loop sees the metrics of step 5 when step 6 is in flight: step 6 is kept, since it was good."""
     with pytest.raises(DivergedError) as caught:
         loop.train(tiny(tmp_path, "guard.max_consecutive=2"))

@@ -134,7 +134,7 @@ def test_bits_per_byte_of_a_mixture_are_those_of_targets_drawn_by_the_weights():
 
 def test_another_past_is_refused_with_what_to_write_instead(directory, uninterrupted):
     for weights in [
-        WEIGHTS | {"web": "weight:{0:1,4:0.5}"},  # a share that was another
+        WEIGHTS | {"web": "weight:{0:1,4:0.5}", "code": "weight:{4:0.4}"},  # a share that was another
         WEIGHTS | {"math": "weight:0.1,from_step:3"},  # a source that would have begun before
         {"web": "weight:1"},  # a source that is not there any more
     ]:

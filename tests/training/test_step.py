@@ -89,16 +89,16 @@ def test_two_runs_on_the_same_mesh_are_bitwise_equal():
 def test_a_step_equals_adamw_on_the_gradients_of_the_dense_reference():
     """Three steps with warm-up, clipping to the global norm where it is exceeded, and decay of matrices only."""
     clipped = []
-    conf = step_config((2, 4), "model.context=8", "optimizer.warmup_steps=3", "optimizer.clip_norm=1.7")
+    conf = step_config((2, 4), "optimizer.warmup_steps=3", "optimizer.clip_norm=1.7")
     with jax.enable_x64(True):
         made = build_step_functions(conf, mesh_of(conf), jnp.float64)
         state = made.init()
         p = by_path(state.params)
-        moments = {path: (np.zeros_like(x), np.zeros_like(x)) for path, x in p.items()}
+        moments, dense = {path: (np.zeros_like(x),) * 2 for path, x in p.items()}, of_the_reference(conf, 1e-4)
         for i in range(3):
             tokens = learnable_batch(i, made.tokens.shape)
             state, metrics = made.step(state, jax.device_put(tokens, made.tokens.sharding))
-            (_, loss), gradients = dense(p, tokens.reshape(-1, tokens.shape[-1]), conf.train.z_loss)
+            (_, loss), gradients = dense(p, tokens.reshape(-1, tokens.shape[-1]))
             gradients = by_path(gradients)
             rate = float(metrics["learning_rate"])  # computed by optax, always in float32
             assert rate == pytest.approx((i + 1) / 3 * conf.optimizer.learning_rate, rel=RELATIVE["float32"])
@@ -109,11 +109,10 @@ def test_a_step_equals_adamw_on_the_gradients_of_the_dense_reference():
     assert clipped == [False, True, False]
 
 
-@jax.jit
-def dense(params: dict[str, jax.Array], rows: jax.Array, z_loss: float) -> Any:
-    """((objective, loss), gradients) of the reference for rows of 8 targets."""
-    objective = partial(reference.objective, config=step_config((1, 1), "model.context=8").model, z_loss=z_loss)
-    return jax.value_and_grad(objective, has_aux=True)(params, rows)
+def of_the_reference(conf: Any, z_loss: float) -> Any:
+    """(parameters, rows) -> ((objective, loss), gradients)."""
+    objective = partial(reference.objective, config=conf.model, z_loss=z_loss)
+    return jax.jit(jax.value_and_grad(objective, has_aux=True))
 
 
 @pytest.mark.parametrize(("shape", "settings"), [
@@ -128,7 +127,7 @@ def test_the_gradient_of_the_evaluation_loss_is_the_references(shape, settings):
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (functions.shapes.params, functions.tokens))
         placed = jax.device_put((params, tokens), shardings)
         found = jax.grad(lambda p, tokens: functions.evaluate(p, tokens)[0])(*placed)
-        _, expected = dense(by_path(params), tokens.reshape(-1, tokens.shape[-1]), 0.0)
+        _, expected = of_the_reference(conf, 0.0)(by_path(params), tokens.reshape(-1, tokens.shape[-1]))
         assert_close(by_path(found), by_path(expected), RELATIVE["float64"])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.layers.experts import Router
-from tests.helpers.assertions import by_path
+from tests.helpers.assertions import assert_same_bits, by_path
 from tests.helpers.model_fixtures import MESHES, config
 from tests.helpers.step_fixtures import RELATIVE, STEPS, Curve, Program, largest_difference, step_config
 
@@ -55,12 +55,13 @@ PLACES = [*QUICK, *[pytest.param(*place, marks=pytest.mark.slow) for place in EV
 
 @pytest.mark.parametrize(("shape", "settings", "microbatches"), PLACES, ids=str)
 def test_the_loss_curve_of_a_model_with_experts_is_the_same_everywhere(shape, settings, microbatches):
-    """And the biases of its routers, which have no moments, have the same bits after some steps; the traced step
-    communicates as the ledger says."""
+    """And the initial state has the same bits, and after some steps the biases of its routers, which have no moments;
+    the traced step communicates as the ledger says."""
     one, expected = program(shape, f"{settings} train.microbatches={microbatches}"), on_one_device()
     assert one.communicates_as_the_ledger_says()
     assert not any("router.choice_bias" in path for path in by_path(one.made.shapes.optimizer))
     initial = one_device().initial
+    assert_same_bits(one.initial, initial)
     assert np.array_equal(one.train(6, initial).params[BIAS], one_device().train(6).params[BIAS])
     assert expected.losses[-1] < expected.losses[0] - 1
     assert largest_difference(one.train(STEPS, initial).losses, expected.losses) <= RELATIVE

@@ -21,7 +21,7 @@ from shmap_tp.parallel.mesh import AXES, DP, Role
 from shmap_tp.parallel.partitioning import param
 from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.training.step import Components
-from tests.helpers.assertions import assert_close, by_path, distances
+from tests.helpers.assertions import assert_close, assert_same_bits, by_path, distances
 from tests.helpers.step_fixtures import RELATIVE, Curve, Program, step_config
 
 
@@ -76,6 +76,7 @@ def on_one_device(components: Components = MODEL) -> Curve:
 
 def assert_trains_as_on_one_device(one: Program) -> None:
     before, found, expected = whole().initial, one.train(3, whole().initial).params, on_one_device().params
+    assert_same_bits(one.initial, before)
     before = by_path(before.params)
     frozen = {name for name in before if "attention." in name or name == "embedding.weight"}
     moments = set(by_path(one.made.shapes.optimizer[0].mu))

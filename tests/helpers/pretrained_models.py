@@ -8,6 +8,7 @@ gpt-oss.
 
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,15 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 import shmap_tp
+from shmap_tp.config.schema import Config
 from shmap_tp.parallel.quantized import is_quantized
 from shmap_tp.pretrained.tensor_files import DTYPES
+from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
+from shmap_tp.training.step import CONFIGURED, Components
 
 REFERENCE = Path(__file__).parents[1] / "pretrained" / "reference"
 CONTEXT, VOCABULARY = 512, 97
@@ -110,6 +116,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """The model_type of transformers, and what its configuration is made with."""
 
 
+BUILT: dict[Any, ModelFunctions] = {}
+
+
+def shared_model_functions(
+    config: Config, mesh: Mesh, dtype: DTypeLike, components: Components = CONFIGURED
+) -> ModelFunctions:
+    """`build_model_functions`, or what it made before of the same model in another directory."""
+    of_file = config.model.from_pretrained is not None
+    model, train = replace(config.model, name="", from_pretrained=None), replace(config.train, batch=0, steps=0)
+    key = repr((of_file, model, config.mesh, train, config.run.seed)), mesh, dtype, components
+    if key not in BUILT:
+        BUILT[key] = build_model_functions(config, mesh, dtype, components)
+    return BUILT[key]
+
+
 def tokens() -> np.ndarray:
     """tokens[2, 513] for every model."""
     return np.random.default_rng(7).integers(0, VOCABULARY, (2, CONTEXT + 1))
@@ -196,8 +217,20 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def logit_error(directory: Path, case: str, **mesh: object) -> float:
+def assert_same_tensors(directory: Path, expected: Path) -> None:
+    """The tensors in the files of two directories have the same names and bits."""
+    found, wanted = read_tensors(directory), read_tensors(expected)
+    assert found.keys() == wanted.keys()
+    assert not [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
+
+
+def model_error(model: shmap_tp.Model, case: str) -> float:
     """The largest difference from the logits of transformers, as a fraction of the largest logit."""
     expected = reference(case)["logits"]
-    logits = shmap_tp.from_pretrained(directory, **mesh).logits(tokens()[:1, :-1])
-    return float(np.max(np.abs(np.asarray(logits)[0, POSITIONS] - expected)) / np.max(np.abs(expected)))
+    found = np.asarray(model.logits(tokens()[:1, :-1]))[0, POSITIONS]
+    return float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
+
+
+def logit_error(directory: Path, case: str, **mesh: object) -> float:
+    """That of the model in `directory`."""
+    return model_error(shmap_tp.from_pretrained(directory, **mesh), case)

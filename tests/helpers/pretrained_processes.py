@@ -1,10 +1,11 @@
 """A Hugging Face directory read, trained two steps and written by one process or several on this machine.
 
-    python -m tests.helpers.pretrained_processes DIR OUT --processes 2 --dp 2 --mp 4 [--zero fsdp] [--steps 0]
+    python -m tests.helpers.pretrained_processes DIR OUT --processes 2 --mesh 2-4-none [--mesh 4-2-fsdp] [--steps 0]
 
-starts the processes, each with its share of dp x mp emulated devices, and prints for each the bytes of tensors that it
-has read, and the peak of its memory while it loads and while it writes.  OUT gets logits.npy, losses.json, the
-directories `loaded` and `trained`, and the run's checkpoint of the last step.
+starts the processes, each with its share of dp x mp emulated devices, and prints for each process and mesh (dp, mp,
+zero) the bytes of tensors that it has read, and the peak of its memory while it loads and while it writes.  OUT gets
+for each mesh, such as OUT/2-4-none, the directory `loaded`, and for the last one logits.npy, losses.json, `trained`,
+and the run's checkpoint of the last step.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from jax.experimental import multihost_utils
 import shmap_tp
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config
+from shmap_tp.errors import ShmapTpError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
@@ -43,37 +45,44 @@ from tests.helpers.run_fixtures import free_port
 MIB = 2**20
 
 
-def configured(given: argparse.Namespace) -> Config:
+def configured(given: argparse.Namespace, mesh: str) -> Config:
     """The configuration of every process."""
-    mesh = {"dp": given.dp, "mp": given.mp, "processes": given.processes, "zero": given.zero}
-    overrides = [f"model.from_pretrained={given.directory}", *(f"mesh.{key}={value}" for key, value in mesh.items())]
-    overrides += [f"model.context={given.context}", "train.batch=8", "optimizer.warmup_steps=0"]
-    overrides += ["optimizer.learning_rate=1e-3", f"checkpoint.dir={given.out / 'checkpoints'}"]
+    dp, mp, zero = mesh.split("-")
+    overrides = [f"model.from_pretrained={given.directory}", f"mesh.dp={dp}", f"mesh.mp={mp}", f"mesh.zero={zero}"]
+    overrides += [f"mesh.processes={given.processes}", f"model.context={given.context}", "train.batch=8"]
+    overrides += ["optimizer.warmup_steps=0", "optimizer.learning_rate=1e-3"]
+    overrides += [f"checkpoint.dir={given.out / mesh / 'checkpoints'}"]
     return shmap_tp.load_config(*overrides, file=ROOT / "conf" / "finetune.yaml")
 
 
-def work(given: argparse.Namespace) -> None:
-    """What each process does."""
-    config = configured(given)
+def work(given: argparse.Namespace) -> dict[str, Any]:
+    """What each process does; returns what it measured on each mesh."""
     coordinator = Coordinator(f"localhost:{given.port}", given.process) if given.processes > 1 else None
-    initialize_distributed(config, coordinator)
-    mesh, measured = make_mesh(config.mesh), {}
-    functions = build_step_functions(config, mesh, jnp.float32)
-    source = open_source(str(given.directory))
-    with measuring(measured, "load"):
-        parameters = jax.block_until_ready(load_parameters(source, config.model, functions.shapes.params))
-    measured["shards_mib"] = sum(s.data.nbytes for x in jax.tree.leaves(parameters) for s in x.addressable_shards) / MIB
-    if given.process == given.full_disk:
-        os.pwrite = full_disk
-    with measuring(measured, "export"):
-        save_model(given.out / "loaded", config, parameters, source, "float32")
-    if given.steps:
-        train(given, config, functions, parameters, source)
-    print(json.dumps(measured), flush=True)
+    initialize_distributed(configured(given, given.mesh[0]), coordinator)
+    found, source = {}, open_source(str(given.directory))
+    for mesh in given.mesh:
+        config, measured = configured(given, mesh), {}
+        functions = build_step_functions(config, make_mesh(config.mesh), jnp.float32)
+        with measuring(measured, "load"):
+            parameters = jax.block_until_ready(load_parameters(source, config.model, functions.shapes.params))
+        shards = [shard.data.nbytes for x in jax.tree.leaves(parameters) for shard in x.addressable_shards]
+        measured["shards_mib"] = sum(shards) / MIB
+        with measuring(measured, "export"):
+            save_model(given.out / mesh / "loaded", config, parameters, source, "float32")
+        if given.steps and mesh == given.mesh[-1]:
+            parameters = train(given, given.out / mesh, config, functions, parameters, source)
+        found[mesh] = measured
+    if given.full_disk is not None:
+        os.pwrite = full_disk if given.process == given.full_disk else os.pwrite
+        try:
+            save_model(given.out / "full", config, parameters, source, "float32")
+        except ShmapTpError as error:
+            found["error"] = str(error)
+    return found
 
 
-def train(given: argparse.Namespace, config: Config, functions: Any, parameters: Any, source: Any) -> None:
-    """Compute logits, train `given.steps` steps and write what came out."""
+def train(given: argparse.Namespace, out: Path, config: Config, functions: Any, parameters: Any, source: Any) -> Any:
+    """Compute logits, train `given.steps` steps and write what came out; returns the parameters."""
     tokens = np.random.default_rng(7).integers(0, config.model.vocabulary, functions.tokens.shape).astype(np.int32)
     placed = jax.make_array_from_callback(tokens.shape, functions.tokens.sharding, lambda index: tokens[index])
     mesh = functions.tokens.sharding.mesh
@@ -85,10 +94,11 @@ def train(given: argparse.Namespace, config: Config, functions: Any, parameters:
         losses.append(float(metrics["loss"]))
     with Checkpoints(config.checkpoint, print) as checkpoints:
         checkpoints.save(given.steps, state, {"config": to_dict(config)})
-    save_model(given.out / "trained", config, state.params, source, "float32")
+    save_model(out / "trained", config, state.params, source, "float32")
     if jax.process_index() == 0:
-        np.save(given.out / "logits.npy", logits)
-        (given.out / "losses.json").write_text(json.dumps(losses))
+        np.save(out / "logits.npy", logits)
+        (out / "losses.json").write_text(json.dumps(losses))
+    return state.params
 
 
 def full_disk(*arguments: Any) -> int:
@@ -130,7 +140,7 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def run_processes(directory: Path, out: Path, processes: int, *arguments: str) -> list[dict[str, float]]:
+def run_processes(directory: Path, out: Path, processes: int, *arguments: str) -> list[dict[str, Any]]:
     """Start `work` in as many processes and return what each measured."""
     out.mkdir(parents=True)
     command = [sys.executable, "-m", "tests.helpers.pretrained_processes", str(directory), str(out)]
@@ -150,23 +160,30 @@ def run_processes(directory: Path, out: Path, processes: int, *arguments: str) -
     return [json.loads(text.splitlines()[-1]) for text, _ in output]
 
 
-def main() -> None:
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments of this command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
-    for name, default in [("processes", 1), ("dp", 1), ("mp", 1), ("steps", 2), ("context", 64), ("port", 0)]:
+    for name, default in [("processes", 1), ("steps", 2), ("context", 64), ("port", 0)]:
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--zero", default="none")
-    parser.add_argument("--full-disk", type=int, help="the number of a process whose disk is full while it writes")
+    parser.add_argument("--mesh", action="append", metavar="DP-MP-ZERO", help="one after the other", required=True)
+    parser.add_argument("--full-disk", type=int, help="the number of a process whose disk is full at the end")
     parser.add_argument("--process", type=int, help="the number of this process; without it, all are started")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    given = parsed(None)
     if given.process is not None:
-        work(given)
+        print(json.dumps(work(given)), flush=True)
         return
-    options = ("dp", "mp", "steps", "context", "zero")
-    arguments = [text for name in options for text in (f"--{name}", str(getattr(given, name)))]
-    for number, measured in enumerate(run_processes(given.directory, given.out, given.processes, *arguments)):
-        print(f"process {number}: " + ", ".join(f"{name} {value:.0f}" for name, value in measured.items()))
+    arguments = [text for name in ("steps", "context") for text in (f"--{name}", str(getattr(given, name)))]
+    arguments += [text for mesh in given.mesh for text in ("--mesh", mesh)]
+    for number, found in enumerate(run_processes(given.directory, given.out, given.processes, *arguments)):
+        for mesh, measured in found.items():
+            values = ", ".join(f"{name} {value:.0f}" for name, value in measured.items())
+            print(f"process {number}, mesh {mesh}: {values}")
 
 
 if __name__ == "__main__":

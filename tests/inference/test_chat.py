@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-import shmap_tp
 from shmap_tp import chat
 from shmap_tp.data import chat_template
 from shmap_tp.data.chat_template import ChatTemplate, chat_template_of
@@ -114,12 +113,6 @@ def test_a_template_that_was_ended_renders_the_next_messages(monkeypatch):
     assert template.render([{"role": "user", "content": "é\ud800\n"}]) == "é\ud800\n"
     with pytest.raises(UserError, match="t changes or leaves out the last message"):
         ChatTemplate("-", "t", {}).render(MESSAGES, continued=True)
-
-
-@pytest.fixture(scope="module")
-def model():
-    config = shmap_tp.load_config("model=test", "model.vocabulary=256", "model.context=64")
-    return shmap_tp.Model.initialize(config)
 
 
 def conversation(model, system: str | None = None) -> Conversation:

@@ -21,25 +21,6 @@ def test_tasks_without_lm_eval_are_refused(monkeypatch, capsys):
     assert "--tasks needs lm-evaluation-harness: pip install -e '.[evaluate]'" in error and error.count("\n") <= 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "a", "--data", "d"], "--data does not apply to --tasks; leave one of them out"),
-        (["--tasks", "a", "--split", "train"], "--split does not apply to --tasks"),
-        (["--limit", "3"], "--limit needs --tasks NAME,..."),
-        (["--tasks-dir", "d"], "--tasks-dir needs --tasks"),
-        (["--tasks", "a", "--limit", "0"], "--limit 0 must be at least 1"),
-        (["--apply-chat-template"], "--apply-chat-template needs --tasks"),
-        (["--tasks", " ,"], "--tasks names no task"),
-    ],
-    ids=str,
-)
-def test_options_that_do_not_belong_together_are_refused(capsys, arguments, message):
-    assert evaluate.main(["--checkpoint", "runs/none", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") <= 2
-
-
 pytestmark = pytest.mark.filterwarnings("default")
 
 

@@ -1,10 +1,13 @@
-"""`shmap_tp.generate` and `shmap_tp.evaluate` by several processes: they print what one does, and end together."""
+"""`shmap_tp.generate` and `shmap_tp.evaluate` by several processes: they print what one does, and end together.
+
+tests/runtime/test_peers.py has how they notice errors and losses of one another.
+"""
 
 import json
 import re
 import signal
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from subprocess import Popen
 
 import pytest
@@ -12,26 +15,18 @@ import pytest
 import shmap_tp
 from shmap_tp import evaluate, generate
 from tests.helpers.harness_task import write_task
-from tests.helpers.run_fixtures import free_port, killed_at_the_end, start_python, trained_on_bytes
+from tests.helpers.run_fixtures import free_port, killed_at_the_end, start_python
 
-MESH = ["mesh.dp=2", "mesh.mp=4"]
-SAMPLED = ["--prompt", "12+", "--prompt", "é", "--temperature", "1.2", "--samples", "2", "--max-new-tokens", "6"]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on bytes."""
-    return trained_on_bytes(tmp_path_factory.mktemp("bytes"))
+MESH = ["mesh.dp=2", "mesh.mp=2"]
+SAMPLED = [*("--prompt", "12+", "--prompt", "é", "--prompt", "7", "--max-new-tokens", "6")]
+SAMPLED += ["--temperature", "1.2", "--samples", "2"]
 
 
-def together(
-    count: int, module: str, *arguments: str, last: tuple[str, ...] = (), **environment: str
-) -> AbstractContextManager:
-    """`module` as `count` processes; `last` are more arguments of the last one."""
-    common = [*arguments, "--processes", str(count), "--coordinator", f"localhost:{free_port()}"]
+def together(count: int, module: str, *arguments: str, **environment: str) -> AbstractContextManager:
+    """`module` as `count` processes."""
+    common = ["-m", module, *arguments, "--processes", str(count), "--coordinator", f"localhost:{free_port()}"]
     each = [[*common, "--process-id", str(number)] for number in range(count)]
-    each[-1] += last
-    return killed_at_the_end(start_python("-m", module, *given, JAX_PLATFORMS="cpu", **environment) for given in each)
+    return killed_at_the_end(start_python(*given, JAX_PLATFORMS="cpu", **environment) for given in each)
 
 
 GLOO = re.compile(r"\[Gloo\]|peer ranks|^[ :0-9]+$")
@@ -56,16 +51,35 @@ def without_gloo(out: str) -> str:
     return "".join(kept)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_processes_print_and_write_what_one_does(run, capsys, tmp_path, count):
+@pytest.fixture
+def children_can_be_interrupted() -> Iterator[None]:
+    """Where SIGINT is ignored, as in the background of a shell, it would be ignored by the processes of a test, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_two_processes_print_the_answers_of_one_and_an_interrupt_of_one_ends_both(
+    run, capsys, children_can_be_interrupted
+):
+    """The first answers are whole; then there is another prompt, for which they compile without a cache."""
     given = ["--checkpoint", str(run), *SAMPLED, *MESH]
     assert generate.main(given) == 0
-    alone = capsys.readouterr().out
-    with together(count, "shmap_tp.generate", *given) as processes:
-        found = finished(processes)
-    assert [code for code, _, _ in found] == [0] * count, found
-    assert [out for _, out, _ in found] == [alone] + [""] * (count - 1)
+    alone = capsys.readouterr().out.replace("\r", "\n")  # as pipes are read
+    more = ["--prompt", "of its own", "--batch", "3"]  # in 2 rows, not 4
+    with together(2, "shmap_tp.generate", *given, *more, JAX_ENABLE_COMPILATION_CACHE="false") as processes:
+        printed = ""
+        while len(without_gloo(printed)) < len(alone) and (piece := processes[0].stdout.read(1)):
+            printed += piece
+        assert without_gloo(printed) == alone, processes[0].stderr.read()
+        processes[0].send_signal(signal.SIGINT)
+        codes = [process.wait(timeout=60) for process in processes]
+        assert not without_gloo(processes[1].stdout.read())
+    assert codes == [130, 130]
 
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_processes_grade_as_one_does(run, capsys, count):
     given = ["--checkpoint", str(run), "--json", *MESH]
     assert evaluate.main(given) == 0
     alone = json.loads(capsys.readouterr().out)
@@ -92,33 +106,21 @@ def test_two_processes_grade_a_task_as_one_does(run, capsys, tmp_path, monkeypat
     assert json.loads(found[0][1]) == json.loads(capsys.readouterr().out) and not found[1][1]
 
 
-def test_an_error_of_one_process_ends_all(run):
-    with together(
-        2, "shmap_tp.generate", "--checkpoint", str(run), *SAMPLED, *MESH, "--out", "/nowhere/x"
-    ) as processes:
-        found = finished(processes)
-    reason = "--out /nowhere/x cannot be written: No such file or directory"
-    assert [code for code, _, _ in found] == [2, 2]
-    assert found[0][2].endswith(f"error: {reason}\n") and f"error: process 0 exited: {reason}" in found[1][2]
+def test_processes_must_have_the_same_arguments_and_prompts_but_not_the_same_number_and_file(monkeypatch):
+    """tests/runtime/test_agreement.py has what follows where they differ."""
+    compared = {}
 
+    def compare(name: str, facts: dict, seconds: int) -> None:
+        compared.update(facts)
+        raise shmap_tp.UserError("the processes were started differently")
 
-def test_processes_with_other_arguments_are_refused(run):
-    with together(2, "shmap_tp.generate", "--checkpoint", str(run), *SAMPLED, *MESH, last=("--seed", "3")) as processes:
-        found = finished(processes)
-    for code, _, err in found:
-        assert code == 2
-        assert "the processes were started differently: seed is 0 on process 0, 3 on process 1;" in err
-
-
-def test_an_interrupt_of_one_ends_all(run):
-    given = ["--checkpoint", str(run), "--prompt", "XYZ", *MESH]
-    with together(2, "shmap_tp.generate", *given, JAX_ENABLE_COMPILATION_CACHE="false") as processes:
-        printed = ""
-        while not printed.endswith("XYZ"):  # it compiles next
-            printed += processes[0].stdout.read(1)
-        processes[0].send_signal(signal.SIGINT)
-        codes = [process.wait(timeout=60) for process in processes]
-    assert codes == [130, 130]
+    monkeypatch.setattr("shmap_tp.runtime.distributed.initialize_distributed", lambda config, coordinator: None)
+    monkeypatch.setattr("shmap_tp.runtime.agreement.require_agreement", compare)
+    monkeypatch.setattr("shmap_tp.runtime.exit_codes.exit_with_error", lambda error: (_ for _ in ()).throw(error))
+    given = ["--checkpoint", "run", *SAMPLED, *MESH, "--seed", "3", "--out", "here"]
+    assert generate.main([*given, "--processes", "2", "--process-id", "1", "--coordinator", "localhost:1"]) == 2
+    values = {"seed": 3, "checkpoint": "run", "prompts": ["12+", "é", "7"], "mesh": MESH, "temperature": 1.2}
+    assert values.items() <= compared.items() and not {"process_id", "out"} & compared.keys()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_an_interrupt_of_one_ends_all(run):
     [
         (["--processes", "0"], "--processes 0 must be at least 1"),
         (["--processes", "2", "--coordinator", "host:1"], "must be given together; add --process-id I"),
-        (["--processes", "3", "--coordinator", "host:1", "--process-id", "0", *MESH], "8 devices are not divisible by"),
+        (["--processes", "3", "--coordinator", "host:1", "--process-id", "0", *MESH], "4 devices are not divisible by"),
     ],
     ids=["none", "without its number", "mesh"],
 )

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-import shmap_tp
 from shmap_tp.data.tokenizer import Bytes, open_tokenizer_file
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options
@@ -50,13 +49,6 @@ def test_what_is_shown_piece_by_piece_is_the_text_before_the_first_stop_text(sto
         shown += answer.end()
         ends = [text.index(each) for each in stop if each in text]
         assert shown == answer.text == text[: min(ends, default=len(text))]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return shmap_tp.Model.initialize(
-        shmap_tp.load_config("model=test", "model.vocabulary=256", "model.context=64", "model.init_std=0.5")
-    )
 
 
 def test_a_batch_ends_once_each_answer_has_ended_by_a_stop_token_or_by_a_stop_text(model, monkeypatch):

@@ -1,6 +1,5 @@
 """The models of every family against `transformers`: pip install -e '.[test-pretrained]'."""
 
-import itertools
 import shutil
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import shmap_tp
 from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
-from shmap_tp.pretrained.writing import save_model
+from shmap_tp.pretrained.writing import MAX_SHARD_BYTES, save_model
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import assert_same_bits, distances
@@ -31,14 +30,21 @@ WINDOWED = ("mistral", "gemma2", "gemma3", "olmo3", "gpt_oss")
 every_case = pytest.mark.parametrize("case", CASES)
 TOLERANCE = {"float32": 2e-5, "float64": 1e-10}
 GRADIENT_TOLERANCE = 1e-4
-MESHES = {
-    "(1,1)": {"dp": 1, "mp": 1},
-    "(2,2)": {"dp": 2, "mp": 2, "tensor_parallel": "sequence", "zero": "fsdp"},
-    "(1,4)": {"dp": 1, "mp": 4, "tensor_parallel": "collective_matmul"},
-    "(8,1)": {"dp": 8, "mp": 1, "zero": "fsdp"},
-    "(2,4)": {"dp": 2, "mp": 4, "tensor_parallel": "sequence"},
-}
-MODES = ("all_reduce", "sequence", "collective_matmul")
+MESH = {"dp": 2, "mp": 4, "tensor_parallel": "sequence", "zero": "none"}
+FAST = [
+    {"dp": 1, "mp": 1, "tensor_parallel": "all_reduce", "zero": "none"},
+    {"dp": 2, "mp": 2, "tensor_parallel": "sequence", "zero": "fsdp"},
+    {"dp": 1, "mp": 4, "tensor_parallel": "collective_matmul", "zero": "none"},
+    {"dp": 8, "mp": 1, "tensor_parallel": "all_reduce", "zero": "fsdp"},
+    MESH,
+]
+MODES = [
+    {"dp": dp, "mp": mp, "tensor_parallel": mode, "zero": zero}
+    for dp, mp in [(1, 1), (2, 2), (1, 4), (8, 1), (2, 4)]
+    for mode in (("all_reduce", "sequence", "collective_matmul") if mp > 1 else ("all_reduce",))
+    for zero in (("none", "fsdp") if dp > 1 else ("none",))
+]
+"""With and without FSDP; where a mode or FSDP makes no difference, one of them."""
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +68,6 @@ def theirs(directory: Path) -> Any:
 def difference(actual: Any, expected: Any) -> float:
     """max|actual - expected| / max|expected|."""
     return float(np.max(np.abs(np.asarray(actual) - expected)) / np.max(np.abs(expected)))
-
-
-@every_case
-def test_logits_at_all_positions_are_those_of_transformers_on_every_mesh(directories, case):
-    with torch.no_grad():
-        expected = theirs(directories / case)(torch.tensor(tokens()[:, :-1])).logits.numpy()
-    assert expected.max() - expected.min() > 5
-    for name, mesh in MESHES.items():
-        model = shmap_tp.from_pretrained(directories / case, **mesh)
-        found = difference(model.logits(tokens()[:, :-1]), expected)
-        print(f"{case} {name}: {found:.1e}")
-        assert found < TOLERANCE["float32"], name
 
 
 @every_case
@@ -109,12 +103,23 @@ def expected_of(directory: Path, case: str) -> tuple[np.ndarray, float, dict[str
     return logits.detach().numpy(), float(loss.detach()), gradients
 
 
-def gradient_differences(model: shmap_tp.Model, loss: float, expected: Any, directory: Path) -> dict[str, float]:
-    """Those of the gradients, by the names of files; the loss is checked."""
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=() if mesh in FAST else pytest.mark.slow) for mesh in MODES], ids=str
+)
+@every_case
+def test_logits_and_gradients_are_those_of_transformers_in_every_mode(directories, case, mesh, tmp_path):
+    """The logits of all positions, and the gradients of all weights, by the names of files."""
+    logits, loss, expected = expected_of(directories / case, case)
+    assert logits.max() - logits.min() > 5
+    model = shmap_tp.from_pretrained(directories / case, **mesh)
+    of_logits = difference(model.logits(tokens()[:, :-1]), logits)
     ours, gradients = model.loss_and_gradients(tokens())
     assert abs(float(ours) - loss) < 1e-5 * loss
-    save_model(directory, model.config, gradients, model.source, "float32")
-    return distances(read_tensors(directory), expected)
+    save_model(tmp_path / "gradients", model.config, gradients, model.source, "float32")
+    of_gradients = distances(read_tensors(tmp_path / "gradients"), expected)
+    print(f"{case} {mesh}: logits {of_logits:.1e}, gradients {max(of_gradients.values()):.1e}")
+    assert of_logits < TOLERANCE["float32"]
+    assert max(of_gradients.values()) < GRADIENT_TOLERANCE, of_gradients
 
 
 @pytest.mark.parametrize("case", WINDOWED)
@@ -126,64 +131,30 @@ def test_greedy_tokens_are_those_of_transformers_for_several_times_the_window(di
     model = theirs(directories / case)
     options = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones(prompt.shape, dtype=torch.long)}
     expected = model.generate(torch.tensor(prompt), max_new_tokens=new, **options)
-    found = shmap_tp.from_pretrained(directories / case, **MESHES["(2,4)"]).generate(
+    found = shmap_tp.from_pretrained(directories / case, **MESH).generate(
         [prompt[0].tolist()], max_new_tokens=new, temperature=0.0
     )
     assert found[0] == expected[0, prompt.shape[1] :].tolist()
 
 
 @every_case
-@pytest.mark.parametrize("mesh", ["(1,1)", "(2,4)", "(2,2)"])
-def test_gradients_of_all_weights_are_those_of_transformers(directories, case, mesh, tmp_path):
-    _, loss, expected = expected_of(directories / case, case)
-    model = shmap_tp.from_pretrained(directories / case, **MESHES[mesh])
-    found = gradient_differences(model, loss, expected, tmp_path / "gradients")
-    assert max(found.values()) < GRADIENT_TOLERANCE, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dp", "mp"), [(1, 1), (2, 2), (1, 4), (8, 1), (2, 4)])
-@every_case
-def test_logits_and_gradients_are_those_of_transformers_in_every_mode(directories, case, dp, mp, tmp_path):
-    """With and without FSDP; where a mode or FSDP makes no difference, one of them."""
-    logits, loss, expected = expected_of(directories / case, case)
-    for mode, zero in itertools.product(MODES if mp > 1 else MODES[:1], ("none", "fsdp") if dp > 1 else ("none",)):
-        model = shmap_tp.from_pretrained(directories / case, dp=dp, mp=mp, tensor_parallel=mode, zero=zero)
-        of_logits = difference(model.logits(tokens()[:, :-1]), logits)
-        of_gradients = gradient_differences(model, loss, expected, tmp_path / f"{mode} {zero}")
-        print(f"{case} ({dp},{mp}) {mode} {zero}: logits {of_logits:.1e}, gradients {max(of_gradients.values()):.1e}")
-        assert of_logits < TOLERANCE["float32"], (mode, zero, of_logits)
-        assert max(of_gradients.values()) < GRADIENT_TOLERANCE, (mode, zero, of_gradients)
-
-
-@every_case
 def test_what_is_written_is_loaded_by_transformers_without_missing_or_unexpected_keys(directories, case, tmp_path):
-    model = shmap_tp.from_pretrained(directories / case, **MESHES["(2,4)"])
-    model.save_pretrained(tmp_path / "out")
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report.values()), report
-    for name, parameter in loaded.named_parameters():
-        for of_file, values in in_files(name, parameter.detach().numpy(), case).items():
-            assert np.array_equal(values, weight(of_file, values.shape, case)), of_file
-
-
-@every_case
-def test_sharded_files_of_bfloat16_are_loaded_without_missing_or_unexpected_keys(directories, case, tmp_path):
-    """In files of at most 30 kB, with an index.  What transformers writes of it is read again."""
-    model = shmap_tp.from_pretrained(directories / case, **MESHES["(2,2)"])
-    save_model(tmp_path / "out", model.config, model.parameters, model.source, "bfloat16", shard_bytes=30_000)
-    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype="auto", output_loading_info=True
-    )
-    assert not any(report.values()), report
-    for name, parameter in loaded.named_parameters():
-        assert parameter.dtype == torch.bfloat16, name
-        for of_file, values in in_files(name, parameter.detach().float().numpy(), case).items():
-            expected = torch.tensor(weight(of_file, values.shape, case)).bfloat16()
-            assert torch.equal(torch.tensor(values), expected.float()), of_file
+    """Also in bfloat16, in files of at most 30 kB, with an index.  What transformers writes of that is read again."""
+    model = shmap_tp.from_pretrained(directories / case, **MESH)
+    for dtype, shard_bytes in (("float32", MAX_SHARD_BYTES), ("bfloat16", 30_000)):
+        save_model(tmp_path / dtype, model.config, model.parameters, model.source, dtype, shard_bytes=shard_bytes)
+        loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / dtype, dtype="auto", output_loading_info=True
+        )
+        assert not any(report.values()), report
+        for name, parameter in loaded.named_parameters():
+            assert parameter.dtype == getattr(torch, dtype), name
+            for of_file, values in in_files(name, parameter.detach().float().numpy(), case).items():
+                expected = torch.tensor(weight(of_file, values.shape, case)).to(parameter.dtype)
+                assert torch.equal(torch.tensor(values), expected.float()), of_file
+    assert len(list((tmp_path / "bfloat16").glob("model-*-of-*.safetensors"))) > 2
     loaded.save_pretrained(tmp_path / "back", max_shard_size="30KB")
-    written, back = (shmap_tp.from_pretrained(tmp_path / name).parameters for name in ("out", "back"))
+    written, back = (shmap_tp.from_pretrained(tmp_path / name).parameters for name in ("bfloat16", "back"))
     assert_same_bits(back, written)
 
 

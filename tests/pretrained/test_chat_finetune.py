@@ -21,6 +21,7 @@ from shmap_tp.pretrained.__main__ import main
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.chat_templates import CHATML, FAMILIES, write_chat_model
 from tests.helpers.paths import ROOT
+from tests.helpers.run_fixtures import make_runs_quick
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
@@ -28,10 +29,12 @@ pytest.importorskip("tokenizers")
 CONTEXT, STEPS = 64, 20
 TEMPLATE = CHATML.replace("m['role'] + '\n'", "m['role'] + ':\n'").replace("assistant\n", "assistant:\n")
 """Another one than the model has."""
-RUN = ["mesh.dp=2", "mesh.mp=4", f"model.context={CONTEXT}", "train.batch=8", "train.microbatches=2"]
-RUN += [f"train.steps={STEPS}", "optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.weight_decay=0"]
-RUN += ["optimizer.learning_rate=3e-4", "evaluate.every=20", "sample.every=20", "sample.prompts=[Hi]"]
-RUN += ["sample.max_new_tokens=4", "checkpoint.every=0", "log.tensorboard=false", "run.compilation_cache=null"]
+RUN = (
+    f"mesh.dp=2 mesh.mp=4 model.context={CONTEXT} train.batch=8 train.microbatches=2 train.steps={STEPS} "
+    "optimizer.schedule=constant optimizer.warmup_steps=0 optimizer.weight_decay=0 optimizer.learning_rate=3e-4 "
+    "evaluate.every=20 sample.every=20 sample.prompts=[Hi] sample.max_new_tokens=4 checkpoint.every=0 "
+    "log.tensorboard=false run.compilation_cache=null"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +48,15 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = ["--chat", work / "chats.jsonl", "--tokenizer", model, "--template", work / "chat.jinja"]
     given += ["--out", work / "data", "--pack", CONTEXT, "--validation", "0.1"]
     assert prepare.main([str(each) for each in given]) == 0
-    assert shmap_tp.run_training(configuration(work))
+    with pytest.MonkeyPatch.context() as patch:
+        make_runs_quick(patch)
+        assert shmap_tp.run_training(configuration(work))
     return work
 
 
 def configuration(work: Path) -> Config:
     given = [f"model.from_pretrained={work / 'model'}", f"run.dir={work / 'run'}", f"data.dir={work / 'data'}"]
-    return shmap_tp.load_config(*given, *RUN, file=str(ROOT / "conf" / "finetune.yaml"))
+    return shmap_tp.load_config(*given, *RUN.split(), file=str(ROOT / "conf" / "finetune.yaml"))
 
 
 def lines(work: Path, name: str) -> list[dict]:

@@ -29,7 +29,7 @@ def refusal(call, *arguments) -> str:
     return ""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sorted(CASES.keys() - {"llama_tied", "gpt_neox_sequential"}))  # of each family one
 def test_every_key_of_config_json_may_have_any_value(tmp_path, case):
     file = write_directory(tmp_path / "model", case) / "config.json"
     good = json.loads(file.read_text())
@@ -99,24 +99,18 @@ def test_a_template_that_fails_is_named(tmp_path, text):
     assert "chat.jinja refuses the messages" in refusal(template.render, [{"role": "user", "content": "a"}])
 
 
-def test_an_export_replaces_no_directory_of_the_user(tmp_path):
+def test_an_export_needs_a_name_and_replaces_no_directory_of_the_user_and_none_of_an_export_in_progress(
+    tmp_path, monkeypatch
+):
     """OUT.incomplete is removed only if an export has left it."""
-    model = shmap_tp.from_pretrained(write_directory(tmp_path / "model", "llama"))
-    (tmp_path / "out.incomplete").mkdir()
-    (tmp_path / "out.incomplete" / "thesis.tex").write_text("five years")
-    assert "no export that was interrupted left it" in refusal(model.save_pretrained, tmp_path / "out")
-    assert (tmp_path / "out.incomplete" / "thesis.tex").read_text() == "five years"
-
-
-@pytest.mark.parametrize("out", ["", ".", "/", "a\0"])
-def test_an_export_needs_a_name(tmp_path, out, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = shmap_tp.from_pretrained(write_directory(tmp_path / "model", "llama"))
-    assert "names no directory that can be made" in refusal(model.save_pretrained, out)
-
-
-def test_a_second_export_to_the_same_place_is_refused_and_the_first_keeps_its_files(tmp_path):
-    model = shmap_tp.from_pretrained(write_directory(tmp_path / "model", "llama"))
+    for out in ("", ".", "/", "a\0"):
+        assert "names no directory that can be made" in refusal(model.save_pretrained, out)
+    (tmp_path / "mine.incomplete").mkdir()
+    (tmp_path / "mine.incomplete" / "thesis.tex").write_text("five years")
+    assert "no export that was interrupted left it" in refusal(model.save_pretrained, tmp_path / "mine")
+    assert (tmp_path / "mine.incomplete" / "thesis.tex").read_text() == "five years"
     with lock_directories({"--out": str(tmp_path / "out.incomplete")}, None):
         (tmp_path / "out.incomplete" / "model.safetensors").write_text("of the first")
         assert "out.incomplete is in use" in refusal(model.save_pretrained, tmp_path / "out")

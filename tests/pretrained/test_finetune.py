@@ -18,12 +18,15 @@ from shmap_tp.training.check import check
 from shmap_tp.training.step import CONFIGURED, build_step_functions
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.paths import ROOT
-from tests.helpers.pretrained_models import read_tensors, reference, write_directory
-from tests.helpers.run_fixtures import write_tokens
+from tests.helpers.pretrained_models import assert_same_tensors, read_tensors, reference, write_directory
+from tests.helpers.run_fixtures import make_runs_quick, write_tokens
 
-RUN = ["mesh.dp=2", "mesh.mp=4", "model.context=16", "train.batch=8", "train.steps=4", "optimizer.warmup_steps=1"]
-RUN += ["optimizer.learning_rate=1e-3", "checkpoint.every=2", "evaluate.every=4", "evaluate.batches=1"]
-RUN += ["log.tensorboard=false", "log.every=1", "run.compilation_cache=null"]
+FINETUNE = ROOT / "conf" / "finetune.yaml"
+RUN = (
+    "mesh.dp=2 mesh.mp=4 model.context=16 train.batch=8 train.steps=4 optimizer.warmup_steps=1 "
+    "optimizer.learning_rate=1e-3 checkpoint.every=2 evaluate.every=4 evaluate.batches=1 sample.every=0 "
+    "log.tensorboard=false log.every=1 run.compilation_cache=null"
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +37,17 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 96}}}')
     write_tokens(work / "data")
     given = [f"model.from_pretrained={model}", f"run.dir={work / 'run'}", f"data.dir={work / 'data'}"]
-    config = shmap_tp.load_config(*given, *RUN, file=str(ROOT / "conf" / "finetune.yaml"))
-    assert shmap_tp.run_training(config)
+    with pytest.MonkeyPatch.context() as patch:
+        make_runs_quick(patch)
+        assert shmap_tp.run_training(shmap_tp.load_config(*given, *RUN.split(), file=FINETUNE))
     return work
 
 
 def test_data_of_another_tokenizer_than_the_models_is_warned_of(work, tmp_path, capsys):
     data = shutil.copytree(work / "data", tmp_path / "data")
     content = (work / "model" / "tokenizer.json").read_bytes()
-    given = [f"model.from_pretrained={work / 'model'}", f"data.dir={data}", *RUN]
-    config = shmap_tp.load_config(*given, file=str(ROOT / "conf" / "finetune.yaml"))
+    given = [f"model.from_pretrained={work / 'model'}", f"data.dir={data}", *RUN.split()]
+    config = shmap_tp.load_config(*given, file=FINETUNE)
     tokens = build_step_functions(config, shmap_tp.make_mesh(config), np.float32).tokens
     for tokenizer in (content, content + b" "):
         (data / "tokenizer.json").write_bytes(tokenizer)
@@ -55,11 +59,11 @@ def test_data_of_another_tokenizer_than_the_models_is_warned_of(work, tmp_path, 
 
 
 def test_a_check_warns_of_bytes_for_a_model_with_a_tokenizer_and_names_it_where_data_is_missing(work):
-    given = ["data.source=stdlib", f"model.from_pretrained={work / 'model'}", *RUN]
-    load = partial(shmap_tp.load_config, file=str(ROOT / "conf" / "finetune.yaml"))
+    given = ["data.source=stdlib", f"model.from_pretrained={work / 'model'}", *RUN.split()]
+    load = partial(shmap_tp.load_config, file=FINETUNE)
     said = check(load(*given, "data.dir=data/nowhere"), "", CONFIGURED)
     assert f"was tokenized with another tokenizer than {work / 'model'}/tokenizer.json (bytes)" in said
-    given = [f"model.from_pretrained={work / 'model'}", "data.dir=data/nowhere", *RUN]
+    given = [f"model.from_pretrained={work / 'model'}", "data.dir=data/nowhere", *RUN.split()]
     command = f"python -m shmap_tp.prepare --text FILES --tokenizer {work / 'model'} --out data/nowhere"
     assert f"not prepared; {command}; --help lists" in check(load(*given), "", CONFIGURED)
     with pytest.raises(UserError, match=f"prepare it with `{command}`"):
@@ -78,11 +82,12 @@ def test_a_run_starts_from_the_weights_and_records_where_they_came_from(work):
     assert shmap_tp.Model.restore(work / "run").source.config == reference("llama")["config"]
 
 
-def test_a_run_is_resumed_on_another_mesh_without_the_directory(work, tmp_path):
+def test_a_run_is_resumed_without_the_directory(work, tmp_path, monkeypatch):
+    make_runs_quick(monkeypatch)
     shutil.copytree(work / "run", tmp_path / "run")
     (work / "model").rename(work / "moved")
     try:
-        given = [f"run.dir={tmp_path / 'run'}", "mesh.dp=8", "mesh.mp=1", "train.steps=6", "checkpoint.resume=must"]
+        given = [f"run.dir={tmp_path / 'run'}", "train.steps=6", "checkpoint.resume=must"]
         given += [f"checkpoint.dir={tmp_path / 'run' / 'checkpoints'}"]
         assert shmap_tp.run_training(shmap_tp.load_config(*given, file=str(tmp_path / "run" / "config.yaml")))
         new = [f"run.dir={tmp_path / 'new'}", f"checkpoint.dir={tmp_path / 'new'}", "checkpoint.resume=never"]
@@ -94,22 +99,22 @@ def test_a_run_is_resumed_on_another_mesh_without_the_directory(work, tmp_path):
     assert max(line["step"] for line in lines) == 6
 
 
-@pytest.mark.parametrize("which", ["", "checkpoints", "checkpoints/4"], ids=["run.dir", "checkpoint.dir", "checkpoint"])
-def test_a_checkpoint_is_exported_with_its_bits_its_config_and_its_tokenizer(work, tmp_path, capsys, which):
-    assert main(["export", str(work / "run" / which), "--out", str(tmp_path / "out")]) == 0
-    assert "checkpoints/4 as LlamaForCausalLM, float32" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == reference("llama")["config"]
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-    restored = shmap_tp.Model.restore(work / "run")
-    assert_same_bits(shmap_tp.from_pretrained(tmp_path / "out", dp=2, mp=4).parameters, restored.parameters)
-    before, after = read_tensors(work / "model"), read_tensors(tmp_path / "out")
+def test_a_checkpoint_is_exported_with_its_bits_its_config_and_its_tokenizer(work, tmp_path, capsys):
+    """Named by run.dir, checkpoint.dir or itself; and an earlier one in another dtype."""
+    run, out = work / "run", tmp_path / "out"
+    for number, which in enumerate((run, run / "checkpoints", run / "checkpoints" / "4")):
+        assert main(["export", str(which), "--out", str(tmp_path / str(number))]) == 0
+        assert "checkpoints/4 as LlamaForCausalLM, float32" in capsys.readouterr().out
+        assert_same_tensors(tmp_path / str(number), tmp_path / "0")
+    assert json.loads((tmp_path / "0" / "config.json").read_text()) == reference("llama")["config"]
+    assert (tmp_path / "0" / "tokenizer.json").is_file()
+    restored = shmap_tp.Model.restore(run)
+    assert_same_bits(shmap_tp.from_pretrained(tmp_path / "0", dp=2, mp=4).parameters, restored.parameters)
+    before, after = read_tensors(work / "model"), read_tensors(tmp_path / "0")
     assert before.keys() == after.keys() and all((before[name] != after[name]).any() for name in before)
-
-
-def test_a_step_and_a_dtype_are_exported(work, tmp_path):
-    assert main(["export", str(work / "run"), "--out", str(tmp_path / "2"), "--step", "2", "--dtype", "bfloat16"]) == 0
-    assert {values.dtype.name for values in read_tensors(tmp_path / "2").values()} == {"bfloat16"}
-    assert json.loads((tmp_path / "2" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert main(["export", str(run), "--out", str(out), "--step", "2", "--dtype", "bfloat16"]) == 0
+    assert {values.dtype.name for values in read_tensors(out).values()} == {"bfloat16"}
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_bad_input_of_the_commands_is_explained(work, tmp_path, capsys):

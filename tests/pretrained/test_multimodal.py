@@ -1,6 +1,7 @@
 """The text model of a multimodal checkpoint is read as a checkpoint of its own; its other parts are skipped."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,9 @@ import pytest
 import shmap_tp
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.source import open_source
+from tests.helpers.assertions import assert_same_bits
 from tests.helpers.pretrained_models import (
-    logit_error,
-    read_tensors,
+    assert_same_tensors,
     reference,
     tokens,
     weight,
@@ -26,7 +27,7 @@ NAMES = {
 
 
 def write_multimodal(directory, names, **changed):
-    """The model of CASE as the text model of another: (directory, the tensors of the text model)."""
+    """The model of CASE as the text model of another."""
     prefix, other = NAMES[names]
     record = reference(CASE)
     own = {name: weight(name, tuple(shape), CASE) for name, shape in record["tensors"].items()}
@@ -37,18 +38,19 @@ def write_multimodal(directory, names, **changed):
     (directory / "config.json").write_text(json.dumps(config))
     in_file = {name.replace("model.", prefix, 1): values for name, values in own.items()}
     write_tensors(directory / "model.safetensors", in_file | {other: np.ones((3, 3), np.float32)})
-    return directory, own
+    return directory
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_the_text_model_has_its_own_logits_and_is_written_as_a_model_of_its_own(tmp_path, names, capsys):
-    directory, own = write_multimodal(tmp_path / "m", names)
-    assert logit_error(directory, CASE, dp=2, mp=2) < 2e-5
+def test_the_text_model_is_read_as_it_is_alone_and_is_written_as_a_model_of_its_own(tmp_path, names, capsys):
+    directory = write_multimodal(tmp_path / "m", names)
+    model, alone = (shmap_tp.from_pretrained(each) for each in (directory, write_directory(tmp_path / "alone", CASE)))
+    assert_same_bits(model.parameters, alone.parameters)
+    assert replace(model.config.model, name="alone", from_pretrained=str(tmp_path / "alone")) == alone.config.model
     said = capsys.readouterr().out
     assert said.count("1 tensors of other parts are skipped; what is written of it is a Gemma3ForCausalLM") == 1
-    shmap_tp.from_pretrained(directory).save_pretrained(tmp_path / "out")
-    written = read_tensors(tmp_path / "out")
-    assert written.keys() == own.keys() and all(np.array_equal(written[name], own[name]) for name in own)
+    model.save_pretrained(tmp_path / "out")
+    assert_same_tensors(tmp_path / "out", tmp_path / "alone")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["Gemma3ForCausalLM"] and config["eos_token_id"] == [1, 106]
 
@@ -57,7 +59,7 @@ def test_keys_that_a_text_config_leaves_out_have_the_values_of_gemma_3(tmp_path)
     """As published ones do."""
     given = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     given |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-    directory, _ = write_multimodal(tmp_path / "m", "transformers 4", text_config=given)
+    directory = write_multimodal(tmp_path / "m", "transformers 4", text_config=given)
     model = shmap_tp.load_config(f"model.from_pretrained={directory}", "mesh.mp=1", "model=pretrained").model
     assert (model.heads, model.kv_heads, model.head_dim, model.vocabulary) == (8, 4, 256, 262_208)
     assert (model.window, model.rotary_scaling, model.tie_embeddings) == (1024, "linear", True)
@@ -65,11 +67,11 @@ def test_keys_that_a_text_config_leaves_out_have_the_values_of_gemma_3(tmp_path)
 
 
 def test_a_text_config_of_another_type_and_an_unknown_key_in_it_are_refused(tmp_path):
-    directory, _ = write_multimodal(tmp_path / "m", "transformers 4", text_config=7)
+    directory = write_multimodal(tmp_path / "m", "transformers 4", text_config=7)
     with pytest.raises(UserError, match="text_config=7 must be an object"):
         open_source(str(directory))
     text = reference(CASE)["config"] | {"new_key": 7}
-    directory, _ = write_multimodal(tmp_path / "n", "transformers 4", text_config=text)
+    directory = write_multimodal(tmp_path / "n", "transformers 4", text_config=text)
     with pytest.raises(UserError, match="new_key=7 is not a key that shmap_tp knows"):
         shmap_tp.load_config(f"model.from_pretrained={directory}", "mesh.mp=1", "model=pretrained")
 

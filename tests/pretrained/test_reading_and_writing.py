@@ -1,9 +1,9 @@
 """Models in and out: the logits that transformers computed, the same bits on every mesh, and what is refused."""
 
-import errno
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,15 +17,15 @@ from shmap_tp.pretrained.writing import save_model
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.pretrained_models import (
     CASES,
-    logit_error,
+    assert_same_tensors,
+    model_error,
     read_tensors,
     reference,
-    tokens,
     write_directory,
     write_tensors,
 )
+from tests.helpers.pretrained_processes import full_disk
 
-every_case = pytest.mark.parametrize("case", CASES)
 MESHES = [
     {"dp": 1, "mp": 1},
     {"dp": 2, "mp": 2, "tensor_parallel": "sequence", "zero": "fsdp"},
@@ -33,25 +33,17 @@ MESHES = [
     {"dp": 8, "mp": 1, "zero": "fsdp"},
     {"dp": 2, "mp": 4, "tensor_parallel": "sequence"},
 ]
-every_mesh = pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"({mesh['dp']},{mesh['mp']})")
 
 
-@every_case
-def test_logits_are_those_of_transformers(tmp_path, case):
-    """tests/pretrained/reference was computed by transformers; test_against_transformers.py has all positions."""
+@pytest.mark.parametrize(("case", "mesh"), [*zip(CASES, itertools.cycle(MESHES), strict=False)], ids=str)
+def test_logits_are_those_of_transformers_and_what_was_read_is_written_with_the_same_bits(tmp_path, case, mesh):
+    """Every case on one of the meshes: tests/model compares meshes, and test_tensor_files.py the parts of tensors.
+    tests/pretrained/reference was computed by transformers; test_against_transformers.py has all positions."""
     assert reference(case)["spread"] > 5
-    assert logit_error(write_directory(tmp_path / "m", case), case, dp=2, mp=4, tensor_parallel="sequence") < 2e-5
-
-
-@every_mesh
-@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_neox", "phi3", "olmo3", "gpt_oss"])
-def test_what_was_read_is_written_with_the_same_bits_from_every_mesh(tmp_path, case, mesh):
-    directory = write_directory(tmp_path / "in", case)
-    shmap_tp.from_pretrained(directory, **mesh).save_pretrained(tmp_path / "out")
-    before, after = read_tensors(directory), read_tensors(tmp_path / "out")
-    assert before.keys() == after.keys()
-    for name, values in before.items():
-        assert np.array_equal(values.view(np.uint32), after[name].view(np.uint32)), name
+    model = shmap_tp.from_pretrained(write_directory(tmp_path / "in", case), **mesh)
+    assert model_error(model, case) < 2e-5
+    model.save_pretrained(tmp_path / "out")
+    assert_same_tensors(tmp_path / "out", tmp_path / "in")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == reference(case)["config"]
 
 
@@ -69,9 +61,9 @@ def test_fused_matrices_give_the_bits_of_those_that_are_not_fused(tmp_path):
             pieces = np.split(tensors.pop(name), cuts)
             tensors |= {name.replace(module, part): values for part, values in zip(names, pieces, strict=True)}
     write_tensors(apart / "model.safetensors", tensors)
-    mesh = {"dp": 2, "mp": 4, "tensor_parallel": "sequence"}
-    logits = [np.asarray(shmap_tp.from_pretrained(one, **mesh).logits(tokens()[:, :-1])) for one in (fused, apart)]
-    assert np.array_equal(*logits)
+    first, second = (shmap_tp.from_pretrained(directory, dp=2, mp=4) for directory in (fused, apart))
+    assert_same_bits(first.parameters, second.parameters)
+    assert replace(first.config.model, name="apart", from_pretrained=str(apart)) == second.config.model
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
@@ -81,8 +73,7 @@ def test_files_of_16_bits_are_read_and_written(tmp_path, dtype):
     model = shmap_tp.from_pretrained(directory, dp=2, mp=4)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.parameters)} == {np.dtype(np.float32)}
     model.save_pretrained(tmp_path / "out", dtype=name)
-    before, after = read_tensors(directory), read_tensors(tmp_path / "out")
-    assert all(np.array_equal(before[key].view(np.uint16), after[key].view(np.uint16)) for key in before)
+    assert_same_tensors(tmp_path / "out", directory)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == name
 
 
@@ -123,63 +114,57 @@ def test_a_sharded_directory_is_written_with_its_index_and_read_again(tmp_path, 
         shmap_tp.from_pretrained(tmp_path / "out")
 
 
-def test_model_safetensors_is_read_where_there_are_other_files(tmp_path):
-    """As by transformers: Mistral's directories have a second copy, and a directory may have been written to twice."""
-    directory = write_directory(tmp_path / "in", "llama")
-    write_tensors(directory / "consolidated.safetensors", {"output.weight": np.ones((2, 2))})
-    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
-    assert logit_error(directory, "llama") < 2e-5
-
-
-def test_old_files_with_buffers_and_without_the_head_of_the_model_are_read(tmp_path):
-    directory = write_directory(tmp_path / "in", "gpt2")
-    named = {name.removeprefix("transformer."): values for name, values in read_tensors(directory).items()}
-    named["h.0.attn.bias"] = np.ones((1, 1, 8, 8), np.float32)
-    write_tensors(directory / "model.safetensors", named)
-    assert logit_error(directory, "gpt2") < 2e-5
+@pytest.mark.parametrize("case", ["other files", "without its head", "with its head"])
+def test_directories_as_other_programs_write_them_are_read(tmp_path, case):
+    """Mistral's have a second copy, and a directory may have been written to twice.  Old ones of GPT-2 have buffers and
+    no name of the model, and others a head that is the embedding to which it is tied."""
+    name = "llama" if case == "other files" else "gpt2"
+    directory, expected = write_directory(tmp_path / "in", name), write_directory(tmp_path / "expected", name)
+    if case == "other files":
+        write_tensors(directory / "consolidated.safetensors", {"output.weight": np.ones((2, 2))})
+        (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    elif case == "with its head":
+        edited(directory, **{"lm_head.weight": read_tensors(directory)["transformer.wte.weight"]})
+    else:
+        named = {name.removeprefix("transformer."): values for name, values in read_tensors(directory).items()}
+        write_tensors(directory / "model.safetensors", named | {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.float32)})
+    assert_same_bits(*(shmap_tp.from_pretrained(each).parameters for each in (directory, expected)))
 
 
 def edited(directory: Path, **changes: object) -> Path:
     """The directory with tensors replaced, added or (None) removed."""
-    tensors = read_tensors(directory) | changes
+    tensors = read_tensors(directory)
+    tensors |= {name: change(tensors) if callable(change) else change for name, change in changes.items()}
     write_tensors(directory / "model.safetensors", {name: v for name, v in tensors.items() if v is not None})
     return directory
+
+
+def almost_the_embedding(tensors: dict[str, np.ndarray]) -> np.ndarray:
+    """With another last element."""
+    head = tensors["transformer.wte.weight"].copy()
+    head[-1, -1] += 1
+    return head
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({UP: None}, f"has no tensor {UP}, which .*config.json asks for"),
-        ({UP: np.ones((80, 47))}, rf"{UP} has the shape \[80, 47\], but .*config.json asks for \[80, 48\]"),
-        ({UP: np.ones((48, 80))}, rf"{UP} has the shape \[48, 80\], but"),
-        (
-            {"model.layers.3.mlp.up_proj.weight": np.ones((80, 48))},
-            "has the tensor model.layers.3.mlp.up_proj.weight, for",
-        ),
-        (
-            {"model.layers.0.self_attn.q_proj.bias": np.ones(48)},
-            "has the tensor model.layers.0.self_attn.q_proj.bias, for",
-        ),
-    ],
-)
-def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_refused(tmp_path, changes, message):
-    directory = edited(write_directory(tmp_path / "m", "llama"), **changes)
+Q, HEAD = "model.layers.0.self_attn.q_proj", "lm_head.weight"
+REFUSED_TENSORS = [
+    ("llama", {UP: None}, f"has no tensor {UP}, which .*config.json asks for"),
+    ("llama", {UP: np.ones((80, 47))}, rf"{UP} has the shape \[80, 47\], but .*config.json asks for \[80, 48\]"),
+    ("llama", {UP: np.ones((48, 80))}, rf"{UP} has the shape \[48, 80\], but"),
+    ("llama", {UP.replace("1", "3"): np.ones((80, 48))}, "has the tensor model.layers.3.mlp.up_proj.weight, for"),
+    ("llama", {f"{Q}.bias": np.ones(48)}, f"has the tensor {Q}.bias, for"),
+    # transformers 5 would use it
+    ("gpt2", {HEAD: almost_the_embedding}, rf"{HEAD} differs from the embedding, which .*config.json uses in its"),
+]
+
+
+@pytest.mark.parametrize(("case", "changes", "message"), REFUSED_TENSORS)
+def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_refused(tmp_path, case, changes, message):
+    directory = edited(write_directory(tmp_path / "m", case), **changes)
     with pytest.raises(UserError, match=message):
-        shmap_tp.from_pretrained(directory)
-
-
-def test_a_head_that_differs_from_the_embedding_that_it_is_tied_to_is_refused(tmp_path):
-    """transformers 5 would use it; one that is the same, as older versions wrote it, is skipped."""
-    directory = write_directory(tmp_path / "m", "gpt2")
-    head = read_tensors(directory)["transformer.wte.weight"].copy()
-    edited(directory, **{"lm_head.weight": head})
-    assert logit_error(directory, "gpt2") < 2e-5
-    head[-1, -1] += 1
-    edited(directory, **{"lm_head.weight": head})
-    with pytest.raises(UserError, match=r"lm_head.weight differs from the embedding, which .*config.json uses in its"):
         shmap_tp.from_pretrained(directory)
 
 
@@ -200,7 +185,7 @@ def test_directories_that_cannot_be_used_are_refused(tmp_path):
         shmap_tp.from_pretrained(directory)
 
 
-def test_a_directory_that_is_not_empty_is_not_written_to(tmp_path):
+def test_a_place_that_is_not_empty_or_cannot_be_written_to_and_a_dtype_are_refused(tmp_path):
     model = shmap_tp.from_pretrained(write_directory(tmp_path / "m", "llama"))
     (tmp_path / "out").mkdir()
     model.save_pretrained(tmp_path / "out")
@@ -208,26 +193,19 @@ def test_a_directory_that_is_not_empty_is_not_written_to(tmp_path):
         model.save_pretrained(tmp_path / "out")
     with pytest.raises(UserError, match="dtype int8 cannot be written; use one of float64, float32"):
         model.save_pretrained(tmp_path / "other", dtype="int8")
-
-
-@pytest.mark.parametrize("when", ["at its creation", "while tensors are written"])
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, when):
-    model = shmap_tp.from_pretrained(write_directory(tmp_path / "m", "llama"), dp=2, mp=2)
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate" if when == "at its creation" else "pwrite", full)
-    with pytest.raises(StorageError, match="out could not be written: No space left on device; nothing is left there"):
-        model.save_pretrained(tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
-
-
-def test_a_place_that_cannot_be_written_to_is_refused_with_its_reason(tmp_path):
-    model = shmap_tp.from_pretrained(write_directory(tmp_path / "m", "llama"))
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/out.incomplete cannot be written: Not a directory; choose another"):
         model.save_pretrained(tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("when", ["posix_fallocate", "pwrite"])
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, when):
+    """At the creation of a file, and while tensors are written."""
+    model = shmap_tp.from_pretrained(write_directory(tmp_path / "m", "llama"), dp=2, mp=2)
+    monkeypatch.setattr(os, when, full_disk)
+    with pytest.raises(StorageError, match="out could not be written: No space left on device; nothing is left there"):
+        model.save_pretrained(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
 def test_the_tokenizer_and_the_generation_settings_are_copied(tmp_path):
@@ -240,22 +218,3 @@ def test_the_tokenizer_and_the_generation_settings_are_copied(tmp_path):
     copied = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
     assert written == copied | {"config.json", "model.safetensors"}
     assert (tmp_path / "out" / "generation_config.json").read_text() == "generation_config.json"
-
-
-def test_a_trainer_starts_from_pretrained_weights_and_its_model_is_written(tmp_path):
-    directory = write_directory(tmp_path / "m", "llama")
-    given = (
-        f"model.from_pretrained={directory}",
-        "train.batch=2",
-        "mesh.dp=2",
-        "mesh.mp=4",
-        "optimizer.warmup_steps=0",
-    )
-    config = shmap_tp.load_config(*given, file=str(Path(shmap_tp.__file__).parents[1] / "conf" / "finetune.yaml"))
-    trainer = shmap_tp.Trainer(config)
-    assert_same_bits(trainer.model().parameters, shmap_tp.from_pretrained(directory, dp=2, mp=4).parameters)
-    losses = [float(trainer.step(tokens())["loss"]) for _ in range(3)]
-    assert losses[2] < losses[0]
-    trainer.model().save_pretrained(tmp_path / "out")
-    trained = shmap_tp.from_pretrained(tmp_path / "out", dp=8)
-    assert_same_bits(trained.parameters, trainer.model().parameters)

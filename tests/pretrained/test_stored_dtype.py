@@ -8,7 +8,7 @@ import pytest
 import shmap_tp
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.partitioning import decayed
-from tests.helpers.assertions import assert_same_bits
+from tests.helpers.assertions import assert_close, assert_same_bits, distances
 from tests.helpers.paths import ROOT
 from tests.helpers.pretrained_models import dequantized, read_tensors, tokens, write_directory
 
@@ -38,8 +38,9 @@ def test_matrices_in_bfloat16_take_half_the_memory_and_give_the_same_bits(tmp_pa
         sizes.append([sum(shard.data.nbytes for shard in x.addressable_shards) for x in (held, master)])
     held, master = np.sum(sizes, axis=0)
     assert held < 0.55 * master
-    logits = [np.asarray(one.logits(tokens()[:, :-1])) for one in (model, masters)]
-    assert np.array_equal(*logits) and np.isfinite(logits[0]).all()
+    if case == "gpt_oss":  # the loss of gpt_neox: in the next test
+        logits = [np.asarray(one.logits(tokens()[:, :-1])) for one in (model, masters)]
+        assert np.array_equal(*logits) and np.isfinite(logits[0]).all()
 
 
 def test_fsdp_holds_them_in_bfloat16_too_and_gradients_have_the_dtype_of_the_parameters(tmp_path):
@@ -60,22 +61,20 @@ def test_a_directory_of_bfloat16_is_held_and_written_with_its_bits(tmp_path):
     assert all(before[name].tobytes() == after[name].tobytes() for name in before) and before.keys() == after.keys()
 
 
-def test_a_trainer_has_float32_weights_also_where_it_starts_from_a_model_in_bfloat16(tmp_path):
+def test_a_trainer_has_float32_weights_also_where_it_starts_from_a_model_in_bfloat16_and_they_are_written(tmp_path):
     directory = write_directory(tmp_path / "m", "llama")
-    given = [
-        f"model.from_pretrained={directory}",
-        "mesh.dp=2",
-        "mesh.mp=4",
-        "train.batch=2",
-        "train.precision=bfloat16",
-    ]
-    config = shmap_tp.load_config(*given, file=ROOT / "conf" / "finetune.yaml")
+    given = f"model.from_pretrained={directory} mesh.dp=2 mesh.mp=4 train.batch=2 optimizer.warmup_steps=0"
+    config = shmap_tp.load_config(*given.split(), "train.precision=bfloat16", file=ROOT / "conf" / "finetune.yaml")
     trainer = shmap_tp.Trainer(config)
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.params)} == {np.dtype(np.float32)}
     assert_same_bits(trainer.state.params, shmap_tp.from_pretrained(directory, dp=2, mp=4).parameters)
-    trainer = shmap_tp.Trainer(config, model=shmap_tp.from_pretrained(directory, **MESH))
-    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.params)} == {np.dtype(np.float32)}
-    assert np.isfinite(float(trainer.step(tokens())["loss"]))
+    other = shmap_tp.Trainer(config, model=shmap_tp.from_pretrained(directory, **MESH))
+    described = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), each.state) for each in (trainer, other)]
+    assert described[0] == described[1]
+    losses = [float(other.step(tokens())["loss"]) for _ in range(3)]
+    assert losses[2] < losses[0]
+    other.model().save_pretrained(tmp_path / "out")
+    assert_same_bits(shmap_tp.from_pretrained(tmp_path / "out", dp=8).parameters, other.model().parameters)
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt_oss"])
@@ -85,25 +84,23 @@ def test_matrices_of_blocks_in_int8_are_the_same_on_every_mesh_and_multiply_as_w
     kinds = {name: leaf.dtype.name for name, leaf in leaves_by_path(model.parameters, ".").items()}
     block = {name for name, dtype in kinds.items() if dtype == "int8"}
     assert block == {f"blocks.{name}.weight.values" for name in LINEAR} & kinds.keys() and len(block) >= 6
-    masters = shmap_tp.from_pretrained(directory, dp=1, mp=1)
-    assert_same_bits(
-        model.parameters, shmap_tp.from_pretrained(directory, zero="fsdp", dp=4, mp=2, dtype="int8").parameters
-    )
-    ids = tokens()[:, :-1]
-    found, expected, master = (np.asarray(each.logits(ids)) for each in (model, dequantized(model), masters))
-    scale = float(np.max(np.abs(master)))
-    np.testing.assert_allclose(found, expected, atol=2e-5 * scale, rtol=0)
-    assert 1e-4 * scale < np.max(np.abs(found - master)) and np.mean(np.abs(found - master)) < 0.03 * scale
+    if case == "llama":  # its logits: in the next test
+        other = shmap_tp.from_pretrained(directory, zero="fsdp", dp=4, mp=2, dtype="int8")
+        assert_same_bits(model.parameters, other.parameters)
+        return
+    whole, masters = dequantized(model), shmap_tp.from_pretrained(directory, dp=2, mp=4)
+    assert_close(model.logits(tokens()[:, :-1]), whole.logits(tokens()[:, :-1]), 2e-5)
+    found = distances(whole.parameters, masters.parameters)
+    assert {name for name in found if found[name]} == {name.removesuffix(".values") for name in block}
+    assert max(found.values()) < 0.51 / 127
 
 
-def test_generation_and_scores_in_int8_are_those_of_the_same_weights_in_float32(tmp_path):
+def test_generation_in_int8_is_that_of_the_same_weights_in_float32(tmp_path):
     directory = write_directory(tmp_path / "m", "llama_tied")
     model = shmap_tp.from_pretrained(directory, dp=2, mp=4, dtype="int8", context=64)
-    whole, prompts = dequantized(model), [[1, 2, 3], [5], [7, 8]]
-    expected = whole.generate(prompts, 12)
-    assert model.generate(prompts, 12) == expected
-    scored, mask = np.array(prompts[0] + expected[0])[None], np.arange(15)[None] >= 3
-    np.testing.assert_allclose(model.score(scored, mask)[0], whole.score(scored, mask)[0], rtol=1e-5)
+    prompts = [[1, 2, 3], [5, 9, 4]]
+    rows = np.array([[*prompt, *answer] for prompt, answer in zip(prompts, model.generate(prompts, 12), strict=True)])
+    assert np.array_equal(np.asarray(dequantized(model).logits(rows)).argmax(-1)[:, 2:-1], rows[:, 3:])
     programs, params = model.generation_programs, model.parameters
     layers = programs.unstack(params.blocks)
     is_there = jax.tree.map(

@@ -1,8 +1,8 @@
 """An export holds a few chunks of a checkpoint at a time, and one that is killed leaves nothing that looks whole."""
 
-import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -22,7 +22,8 @@ from shmap_tp.training.checkpoint_files import read_chunks
 from shmap_tp.training.step import State
 from tests.helpers.fresh_process import python
 from tests.helpers.paths import ROOT
-from tests.helpers.pretrained_models import read_tensors, write_directory
+from tests.helpers.pretrained_models import assert_same_tensors, read_tensors, write_directory
+from tests.helpers.pretrained_processes import full_disk
 
 LARGE = ["vocabulary=32768", "width=1024", "layers=3", "heads=8", "kv_heads=8", "head_dim=128", "ffn=4096"]
 LARGE += ["block=sequential", "norm=rmsnorm", "mlp=swiglu", "positions=rotary", "context=64"]
@@ -38,48 +39,44 @@ def saved(directory: Path, *overrides: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("chunk_bytes", [checkpoint.CHUNK_BYTES, 2048])
-def test_a_checkpoint_is_stored_in_chunks_and_exported_one_by_one(tmp_path, monkeypatch, chunk_bytes):
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", chunk_bytes)
-    directory = write_directory(tmp_path / "model", "gpt2")
-    saved(tmp_path / "run", f"model.from_pretrained={directory}", "mesh.dp=2", "mesh.mp=4", "train.batch=2")
-    shapes = shmap_tp.from_pretrained(directory, dp=1, mp=1).functions.shapes
-    chunks = list(read_chunks(epath.Path(tmp_path / "run" / "1"), shapes))
-    assert max(values.nbytes for _, _, values in chunks) <= chunk_bytes
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, and a checkpoint of it in chunks of 2048 bytes."""
+    work = tmp_path_factory.mktemp("work")
+    model = write_directory(work / "model", "gpt2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "CHUNK_BYTES", 2048)
+        saved(work / "run", f"model.from_pretrained={model}", "mesh.dp=2", "mesh.mp=4", "train.batch=2")
+    return work
+
+
+def test_a_checkpoint_is_stored_in_chunks_and_exported_one_by_one(work, tmp_path):
+    shapes = shmap_tp.from_pretrained(work / "model", dp=1, mp=1).functions.shapes
+    chunks = list(read_chunks(epath.Path(work / "run" / "1"), shapes))
+    assert max(values.nbytes for _, _, values in chunks) <= 2048
     assert sum(values.size for _, _, values in chunks) == sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert (max(values.nbytes for _, _, values in chunks) > 2048) == (chunk_bytes > 2048)
-    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
-    before, after = read_tensors(directory), read_tensors(tmp_path / "out")
-    assert before.keys() == after.keys() and all(before[name].tobytes() == after[name].tobytes() for name in before)
+    assert main(["export", str(work / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert_same_tensors(tmp_path / "out", work / "model")
 
 
-def test_an_export_of_a_checkpoint_to_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
-    directory = write_directory(tmp_path / "model", "gpt2")
-    saved(tmp_path / "run", f"model.from_pretrained={directory}", "mesh.mp=1", "train.batch=2")
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
-    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == StorageError.exit_code
+def test_an_export_of_a_checkpoint_to_a_full_disk_leaves_nothing(work, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "pwrite", full_disk)
+    assert main(["export", str(work / "run"), "--out", str(tmp_path / "out")]) == StorageError.exit_code
     said = capsys.readouterr().err
     assert "out could not be written: No space left on device" in said and len(said.splitlines()) <= 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path, monkeypatch, capsys):
-    directory = write_directory(tmp_path / "model", "gpt2")
-    saved(tmp_path / "run", f"model.from_pretrained={directory}", "mesh.mp=1", "train.batch=2")
-    files = [file for file in (tmp_path / "run" / "1" / "state").rglob("*") if file.is_file()]
+def test_a_damaged_checkpoint_is_named(work, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(work / "run", tmp_path / "run")
+    files = [file for file in (run / "1" / "state").rglob("*") if file.is_file()]
     file = max(files, key=lambda file: file.stat().st_size)
     monkeypatch.setattr("shmap_tp.training.checkpoint_files.find_faults", lambda directory: [])
     file.write_bytes(bytes(file.stat().st_size))
-    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 2
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert (
-        said.startswith(f"error: checkpoint {tmp_path / 'run' / '1'} cannot be read: ") and len(said.splitlines()) < 3
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+    assert said.startswith(f"error: checkpoint {run / '1'} cannot be read: ") and len(said.splitlines()) < 3
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.slow

@@ -52,39 +52,27 @@ def test_a_fifo_and_a_header_of_too_many_tensors_are_refused_at_once(tmp_path):
         read_header(tmp_path / "many")
 
 
-def dense(pattern: str, values: np.ndarray) -> np.ndarray:
-    """Our array, by the definition of each pattern."""
-    return {
-        "v d -> v d": lambda x: x,
-        "d f -> f d": lambda x: x.T,
-        "(n k) d -> d n k": lambda x: x.reshape(2, 3, 6).transpose(2, 0, 1),
-        "d (h k) -> (h k) d": lambda x: x.T,
-        "(h 1/3 k) d -> (h k) d": lambda x: x.reshape(4, 3, 3, 6)[:, 1].reshape(12, 6),
-        "d (2/3 h k) -> (h k) d": lambda x: x[:, 24:36].T,
-        "(1/h+n+n k) d -> d n k": lambda x: x[12:18].reshape(2, 3, 6).transpose(2, 0, 1),
-        "(1/3 n k) -> n k": lambda x: x[6:12].reshape(2, 3),
-    }[pattern](values)
-
-
 PATTERNS = {
-    "v d -> v d": (7, 6),
-    "d f -> f d": (6, 10),
-    "(n k) d -> d n k": (6, 6),
-    "d (h k) -> (h k) d": (6, 12),
-    "(h 1/3 k) d -> (h k) d": (36, 6),
-    "d (2/3 h k) -> (h k) d": (6, 36),
-    "(1/h+n+n k) d -> d n k": (24, 6),
-    "(1/3 n k) -> n k": (18,),
+    "v d -> v d": ((7, 6), lambda x: x),
+    "d f -> f d": ((6, 10), lambda x: x.T),
+    "(n k) d -> d n k": ((6, 6), lambda x: x.reshape(2, 3, 6).transpose(2, 0, 1)),
+    "d (h k) -> (h k) d": ((6, 12), lambda x: x.T),
+    "(h 1/3 k) d -> (h k) d": ((36, 6), lambda x: x.reshape(4, 3, 3, 6)[:, 1].reshape(12, 6)),
+    "d (2/3 h k) -> (h k) d": ((6, 36), lambda x: x[:, 24:36].T),
+    "(1/h+n+n k) d -> d n k": ((24, 6), lambda x: x[12:18].reshape(2, 3, 6).transpose(2, 0, 1)),
+    "(1/3 n k) -> n k": ((18,), lambda x: x[6:12].reshape(2, 3)),
 }
+"""The shape of the tensor, and our array of it by the definition of the pattern."""
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_slice_of_a_parameter_is_read_from_its_place_and_written_to_it(tmp_path, pattern):
     """Also slices that begin inside a head, as FSDP makes them."""
-    values = np.random.default_rng(0).normal(size=PATTERNS[pattern]).astype(np.float32)
+    shape, dense = PATTERNS[pattern]
+    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     write_tensors(tmp_path / "a", {"x": values})
     tensor, layout = read_header(tmp_path / "a")["x"], Layout(pattern, SIZES)
-    ours = dense(pattern, values)
+    ours = dense(values)
     assert layout.file_shape == values.shape and layout.our_shape == ours.shape
     reserve(tmp_path / "b", {"x": values.shape}, DTYPES["F32"])
     copy = place_tensors(tmp_path / "b", {"x": values.shape}, DTYPES["F32"])["x"]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 import shmap_tp
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, Precision
 from shmap_tp.parallel.quantized import is_quantized
 from shmap_tp.pretrained.tensor_files import DTYPES
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
@@ -124,7 +124,8 @@ def shared_model_functions(
 ) -> ModelFunctions:
     """`build_model_functions`, or what it made before of the same model in another directory."""
     of_file = config.model.from_pretrained is not None
-    model, train = replace(config.model, name="", from_pretrained=None), replace(config.train, batch=0, steps=0)
+    model = replace(config.model, name="", from_pretrained=None)
+    train = replace(config.train, batch=0, steps=0, precision=Precision.auto)  # that is `dtype`
     key = repr((of_file, model, config.mesh, train, config.run.seed)), mesh, dtype, components
     if key not in BUILT:
         BUILT[key] = build_model_functions(config, mesh, dtype, components)

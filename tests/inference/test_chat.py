@@ -43,18 +43,10 @@ def test_a_template_is_rendered_as_by_transformers(name, continued, tmp_path):
     messages = [*MESSAGES, {"role": "assistant", "content": " It is "}][: None if continued else -1]
     if continued and name != "marked":
         pytest.skip("leaves answers out, or is refused by transformers")
-    (expected,), _ = render_jinja_template(
-        [messages],
-        chat_template=TEMPLATES[name],
-        add_generation_prompt=not continued,
-        continue_final_message=continued,
-        **tokens,
-    )
-    config = tokens | {
-        "eos_token": {"content": "</s>"},
-        "chat_template": [{"name": "default", "template": TEMPLATES[name]}],
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    asked = {"add_generation_prompt": not continued, "continue_final_message": continued}
+    (expected,), _ = render_jinja_template([messages], chat_template=TEMPLATES[name], **asked, **tokens)
+    templates = {"chat_template": [{"name": "default", "template": TEMPLATES[name]}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens | {"eos_token": {"content": "</s>"}} | templates))
     assert chat_template_of(tmp_path).render(messages, continued=continued) == expected
 
 
@@ -74,18 +66,15 @@ def test_a_template_that_is_damaged_missing_or_refuses_is_named(tmp_path):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", "t", {}).render(MESSAGES)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "refuses .* more than 0.3 s",
-        ),
-        ("{{ 10**100000000 }}", "is not a chat template: it takes more than 0.3 s"),  # computed when it is compiled
-        ("{% for i in range(9) %}{{ 'x' * 20 }}{% endfor %}", "its text has more than 100 characters"),
-        ("{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "much memory"),
-    ],
-)
+ENDLESS = [
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "refuses .* more than 0.3 s"),
+    ("{{ 10**100000000 }}", "is not a chat template: it takes more than 0.3 s"),  # computed when it is compiled
+    ("{% for i in range(9) %}{{ 'x' * 20 }}{% endfor %}", "its text has more than 100 characters"),
+    ("{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "much memory"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), ENDLESS)
 def test_a_template_without_end_is_ended(monkeypatch, text, reason):
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
     monkeypatch.setattr(chat_template, "CHARACTERS", 100)

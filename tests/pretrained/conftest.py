@@ -1,8 +1,8 @@
-"""Tests that read the same model on the same mesh share its programs."""
+"""Tests of a file that read the same model on the same mesh share its programs."""
 
 import pytest
 
-from tests.helpers.pretrained_models import shared_model_functions
+from tests.helpers.pretrained_models import BUILT, shared_model_functions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -12,3 +12,4 @@ def programs_are_shared(request: pytest.FixtureRequest):
         if "mutations" not in request.module.__name__:
             patch.setattr("shmap_tp.api.build_model_functions", shared_model_functions)
         yield
+    BUILT.clear()

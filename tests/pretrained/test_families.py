@@ -55,6 +55,7 @@ def test_the_model_section_follows_from_config_json_and_expresses_it_again(tmp_p
     assert not target.family.differences(model, target.config)
 
 
+ROPE, SCALING = "rope_parameters", "rope_scaling"
 YARN = reference("qwen2")["config"]["rope_parameters"]
 LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
@@ -68,12 +69,12 @@ LONG, LAYER_TYPES = {"max_position_embeddings": 131072}, {"layer_types": None}
 SECTIONS = [
     ("llama", {}, LLAMA),
     # the names of transformers 4
-    ("llama", {"rope_parameters": None, "rope_theta": 50_000.0, "rope_scaling": LLAMA3}, LLAMA),
-    ("gpt_neox", {"rope_parameters": None, "rotary_emb_base": 10_000, "rotary_pct": 0.5}, {"rotary_dim": 4}),
+    ("llama", {ROPE: None, "rope_theta": 50_000.0, SCALING: LLAMA3}, LLAMA),
+    ("gpt_neox", {ROPE: None, "rotary_emb_base": 10_000, "rotary_pct": 0.5}, {"rotary_dim": 4}),
     # where there are rope_scaling and rope_parameters the first counts, as in transformers
     (
         "llama",
-        {"rope_scaling": {"rope_type": "default", "rope_theta": 7.0}},
+        {SCALING: {"rope_type": "default", "rope_theta": 7.0}},
         {"rotary_base": 7, "rotary_scaling": None},
     ),
     # a rotary model gets a context of at most 2048, and learned positions are kept whole
@@ -86,6 +87,7 @@ SECTIONS = [
     ("gemma2", LAYER_TYPES, {"layer_pattern": ["local", "global"]}),
     ("gemma3", {}, {"layer_pattern": ["local", "local", "global"]}),
     ("gemma3", LAYER_TYPES | {"num_hidden_layers": 26}, {"layer_pattern": [*["local"] * 5, "global"]}),
+    ("gemma3", {ROPE: None}, {"rotary_base": 1e6, "rotary_local_base": 10_000}),
     ("olmo3", LAYER_TYPES, {"layer_pattern": [*["local"] * 3, "global"]}),
     # an absent key means 4096, as in transformers
     ("mistral", {"sliding_window": 100}, {"window": 100}),
@@ -105,7 +107,6 @@ def test_a_context_may_be_longer_than_the_default_and_a_window_that_is_null_is_n
     assert find_family(content, "").options(content, "config.json")["window"] is None
 
 
-ROPE, SCALING = "rope_parameters", "rope_scaling"
 REFUSED = [
     ("llama", {"hidden_act": "relu"}, "hidden_act=relu is not supported for LlamaForCausalLM; supported is silu"),
     ("llama", {"hidden_size": None}, "hidden_size is missing, which every LlamaForCausalLM has"),
@@ -176,9 +177,7 @@ MALFORMED = {
     "gemma": {"hidden_size": [-1, []]},
     "mistral": {"sliding_window": ["x", 0, []]},
     "gemma2": {"layer_types": [7, "x", [7]], "sliding_window_pattern": ["x", 0], "attn_logit_softcapping": ["x", -1]},
-    "gemma3": {
-        "rope_parameters": ["x", {"full_attention": 7}, {"sliding_attention": {"rope_theta": "a"}, "chunked": {}}],
-    },
+    "gemma3": {ROPE: ["x", {"full_attention": 7}, {"sliding_attention": {"rope_theta": "a"}, "chunked": {}}]},
     "qwen3": {"layer_types": [7, "x", [7]]},
 }
 
@@ -191,47 +190,34 @@ def test_a_value_of_another_type_or_out_of_range_is_refused(tmp_path, case, key)
         assert any(name in said for name in named), (value, said)
 
 
-SCALED = reference("llama")["config"]["rope_parameters"]
+LLAMA_31 = {ROPE: None, SCALING: reference("llama")["config"][ROPE], "rope_theta": 5e5, "pretraining_tp": 1}
+GEMMA_3 = {"layer_types": None, "sliding_window_pattern": 3, ROPE: None, "rope_theta": 5e4, SCALING: None}
+PHI_4 = {"original_max_position_embeddings": 16384, "sliding_window": None, SCALING: None, "embd_pdrop": 0.0}
+OLMO_3 = {ROPE: None, "rope_theta": 500_000, "attention_bias": False, "layer_types": None}
+GPT_OSS = {ROPE: None, "rope_theta": 150000, SCALING: YARN | {"rope_theta": None, "truncate": False}}
+GPT_OSS |= {"initial_context_length": 4096, "experts_per_token": 4, "swiglu_limit": 7.0, "attention_bias": True}
 PUBLISHED = {
-    "Llama-3.1-8B": (
-        {ROPE: None, SCALING: SCALED, "rope_theta": 5e5, "pretraining_tp": 1, "mlp_bias": False},
-        "llama",
-    ),
-    "SmolLM2-135M": ({"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}, "llama"),
-    "Mistral-7B-v0.3": ({"sliding_window": None, "head_dim": 6}, "mistral"),
-    "Qwen2.5-0.5B": ({"use_mrope": False, "max_window_layers": 24, "use_sliding_window": False}, "qwen2"),
-    "gpt2": ({"n_ctx": 512, "task_specific_params": {"text-generation": {"max_length": 50}}}, "gpt2"),
-    "pythia-70m": ({"rotary_emb_base": 10000, "rotary_pct": 0.25, "rope_parameters": None}, "gpt_neox"),
-    "gpt-neox-20b": ({"hidden_act": "gelu_fast", "attention_probs_dropout_prob": 0.1}, "gpt_neox"),
-    "gpt-j-6b": ({"rotary": True, "scale_attn_weights": True, "gradient_checkpointing": False}, "gptj"),
-    "gemma-2-2b": ({"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}, "gemma2"),
-    "gemma-3-1b-pt": (
-        {"layer_types": None, "sliding_window_pattern": 3, "rope_parameters": None, "rope_theta": 5e4}
-        | {"rope_local_base_freq": 100.0, "rope_scaling": None, "cache_implementation": "hybrid"},
-        "gemma3",
-    ),
-    "phi-4": (
-        {"original_max_position_embeddings": 16384, "sliding_window": None, "rope_scaling": None, "embd_pdrop": 0.0},
-        "phi3",
-    ),
-    "Olmo-3-7B": (
-        {"rope_parameters": None, "rope_theta": 500_000, "attention_bias": False, "layer_types": None}
-        | {"rope_scaling": YARN | {"rope_theta": None, "attention_factor": 0.1 * math.log(4) + 1}},
-        "olmo3",
-    ),
-    "gpt-oss-20b": (
-        {"rope_parameters": None, "rope_theta": 150000, "rope_scaling": YARN | {"rope_theta": None, "truncate": False}}
-        | {"initial_context_length": 4096, "experts_per_token": 4, "swiglu_limit": 7.0, "attention_bias": True},
-        "gpt_oss",
-    ),
-    "gemma-7b": ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gemma"),
+    "Llama-3.1-8B": ("llama", LLAMA_31 | {"mlp_bias": False}),
+    "SmolLM2-135M": ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
+    "Mistral-7B-v0.3": ("mistral", {"sliding_window": None, "head_dim": 6}),
+    "Qwen2.5-0.5B": ("qwen2", {"use_mrope": False, "max_window_layers": 24, "use_sliding_window": False}),
+    "gpt2": ("gpt2", {"n_ctx": 512, "task_specific_params": {"text-generation": {"max_length": 50}}}),
+    "pythia-70m": ("gpt_neox", {"rotary_emb_base": 10000, "rotary_pct": 0.25, ROPE: None}),
+    "gpt-neox-20b": ("gpt_neox", {"hidden_act": "gelu_fast", "attention_probs_dropout_prob": 0.1}),
+    "gpt-j-6b": ("gptj", {"rotary": True, "scale_attn_weights": True, "gradient_checkpointing": False}),
+    "gemma-2-2b": ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}),
+    "gemma-3-1b-pt": ("gemma3", GEMMA_3 | {"rope_local_base_freq": 100.0, "cache_implementation": "hybrid"}),
+    "phi-4": ("phi3", PHI_4),
+    "Olmo-3-7B": ("olmo3", OLMO_3 | {SCALING: YARN | {"rope_theta": None, "attention_factor": 0.1 * math.log(4) + 1}}),
+    "gpt-oss-20b": ("gpt_oss", GPT_OSS),
+    "gemma-7b": ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
 }
 """Keys that the config.json of published models has, and this project's tests of logits do not have."""
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_keys_of_published_models_are_known(tmp_path, model):
-    changed, case = PUBLISHED[model]
+    case, changed = PUBLISHED[model]
     assert derive_model({"from_pretrained": written(tmp_path, case, **changed)})["vocabulary"] == 97
 
 
@@ -246,20 +232,17 @@ def test_published_shapes_have_the_published_number_of_parameters(model, paramet
     assert sum(parameter_terms(found).values()) == parameters
 
 
-@pytest.mark.parametrize(
-    ("case", "changed", "limit"),
-    [
-        ("llama", {}, "max_position_embeddings=512"),
-        ("gpt2", {}, "n_positions=512"),
-        ("mistral", {}, "max_position_embeddings=512"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 100, "layer_types": None}, "sliding_window=100"),
-        (
-            "qwen2",
-            {"layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 99},
-            "sliding_window=99",
-        ),
-    ],
-)
+LOCAL = {"layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 99}
+LIMITS = [
+    ("llama", {}, "max_position_embeddings=512"),
+    ("gpt2", {}, "n_positions=512"),
+    ("mistral", {}, "max_position_embeddings=512"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 100, "layer_types": None}, "sliding_window=100"),
+    ("qwen2", LOCAL, "sliding_window=99"),
+]
+
+
+@pytest.mark.parametrize(("case", "changed", "limit"), LIMITS)
 def test_a_context_beyond_the_model_or_its_sliding_window_is_refused(tmp_path, case, changed, limit):
     """Within the sliding window, attention is to all earlier positions."""
     said = refusal(tmp_path, case, "model.context=513", **changed)
@@ -282,17 +265,22 @@ def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do(tmp_path):
     assert config_of(tmp_path, "llama", "mesh.mp=3", **nine).model.vocabulary_multiple == 1152
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ("positions=alibi", r"model.positions=alibi \(there "),
-        ("block=parallel norm=rmsnorm mlp=swiglu positions=rotary", "model.block=parallel"),
-    ],
-)
-def test_a_model_that_no_architecture_expresses_is_refused(changes, message):
-    model = shmap_tp.load_config("model=test", "mesh.mp=1", *(f"model.{one}" for one in changes.split())).model
-    with pytest.raises(UserError, match=f"no supported architecture can express model test; .*{message}"):
-        target_of(model, None)
+def test_a_model_that_an_architecture_expresses_has_its_defaults_written_out_and_another_is_refused():
+    """transformers refuses null for them."""
+
+    def model(block: str, positions: str) -> Any:
+        given = f"block={block} norm=rmsnorm mlp=swiglu positions={positions}".split()
+        return shmap_tp.load_config("model=test", "mesh.mp=1", *(f"model.{one}" for one in given)).model
+
+    target = target_of(model("sequential", "rotary"), None)
+    assert target.family.architecture == "LlamaForCausalLM" and None not in target.config.values()
+    assert target.config["rms_norm_eps"] == 1e-6
+    for changed, named in (
+        (("sequential", "alibi"), r"positions=alibi \(there "),
+        (("parallel", "rotary"), "block=para"),
+    ):
+        with pytest.raises(UserError, match=f"no supported architecture can express model test; .*model.{named}"):
+            target_of(model(*changed), None)
 
 
 def test_the_models_that_are_named_as_exportable_are_and_the_default_one_is_not():
@@ -301,15 +289,6 @@ def test_the_models_that_are_named_as_exportable_are_and_the_default_one_is_not(
     found = {name: describe_target(model) for name, model in models.items()}
     assert found["bytes_llama"] == "as LlamaForCausalLM" and all(found[name].startswith("as ") for name in EXPORTABLE)
     assert found["bytes"].startswith("not possible") and "model=bytes_llama, " in found["bytes"]
-
-
-def test_defaults_are_written_out():
-    """transformers refuses null for them."""
-    shape = "block=sequential norm=rmsnorm mlp=swiglu positions=rotary"
-    model = shmap_tp.load_config("model=test", "mesh.mp=1", *(f"model.{one}" for one in shape.split())).model
-    target = target_of(model, None)
-    assert target.family.architecture == "LlamaForCausalLM" and None not in target.config.values()
-    assert target.config["rms_norm_eps"] == 1e-6
 
 
 def test_the_configuration_of_a_run_does_not_need_the_directory(tmp_path):

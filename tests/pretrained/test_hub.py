@@ -21,35 +21,28 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, download: Any) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=download))
 
 
-def test_a_name_on_the_hub_is_read_from_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_a_name_on_the_hub_is_read_from_its_snapshot_and_its_weights_when_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    """A plan needs config.json alone."""
     directory, requested = write_directory(tmp_path / "snapshots" / "0123abc", "llama"), []
 
     def download(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        requested.append((name, revision, allow_patterns))
-        assert "consolidated*" in ignore_patterns
+        assert name == "someone/tiny-llama" and "consolidated*" in ignore_patterns and "*.bin" not in allow_patterns
+        requested.append((revision, "*.safetensors" in allow_patterns))
         return str(directory)
 
     stand_in(monkeypatch, download)
     monkeypatch.chdir(tmp_path)
-    model = shmap_tp.from_pretrained("someone/tiny-llama", dp=2, mp=4)
-    assert_same_bits(model.parameters, shmap_tp.from_pretrained(directory, dp=2, mp=4).parameters)
-    assert {name for name, _, _ in requested} == {"someone/tiny-llama"}
-    assert {revision for _, revision, patterns in requested if "*.safetensors" in patterns} == {"0123abc"}
-    assert not any("*.bin" in patterns for _, _, patterns in requested)
-    assert main(["inspect", "someone/tiny-llama"]) == 0
-    assert "LlamaForCausalLM" in capsys.readouterr().out
-
-
-def test_the_weights_are_downloaded_when_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A plan needs config.json alone."""
-    directory, requested = write_directory(tmp_path / "0123abc", "llama"), []
-    stand_in(monkeypatch, lambda name, **given: requested.append(given["allow_patterns"]) or str(directory))
-    monkeypatch.chdir(tmp_path)
     given = ["model.from_pretrained=someone/tiny-llama", "mesh.mp=1"]
     assert shmap_tp.load_config(*given, file=ROOT / "conf" / "finetune.yaml").model.width == 48
-    assert requested and not any("*.safetensors" in patterns for patterns in requested)
-    source = open_source("someone/tiny-llama")
-    assert source.tensors and requested[-1] == ["*.safetensors"]
+    assert requested and not any(are_weights for _, are_weights in requested)
+    assert open_source("someone/tiny-llama").tensors and requested[-1] == ("0123abc", True)
+    assert main(["inspect", "someone/tiny-llama"]) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+    model = shmap_tp.from_pretrained("someone/tiny-llama", dp=2, mp=4)
+    assert_same_bits(model.parameters, shmap_tp.from_pretrained(directory, dp=2, mp=4).parameters)
+    assert {revision for revision, are_weights in requested if are_weights} == {"0123abc"}
 
 
 def test_a_network_error_of_the_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):

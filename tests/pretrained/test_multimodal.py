@@ -91,8 +91,3 @@ def test_the_logits_are_those_of_transformers_for_text(tmp_path):
     theirs.save_pretrained(tmp_path / "m")
     found = np.asarray(shmap_tp.from_pretrained(tmp_path / "m").logits(tokens()[:1, :-1]))
     assert np.max(np.abs(found - expected)) < 2e-5 * np.max(np.abs(expected))
-
-
-def test_a_checkpoint_that_has_one_part_alone_is_not_changed(tmp_path):
-    source = open_source(str(write_directory(tmp_path / "m", CASE)))
-    assert source.skipped is None and source.text_of is None

@@ -1,5 +1,6 @@
 """Safetensors files: parts are read and written in place, and damaged files are refused."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.errors import UserError
+from shmap_tp.pretrained import tensor_files
 from shmap_tp.pretrained.layout import Layout
 from shmap_tp.pretrained.tensor_files import DTYPES, place_tensors, read_header, reserve, write_header
 from tests.helpers.pretrained_models import write_tensors
@@ -85,6 +87,12 @@ def test_every_slice_of_a_parameter_is_read_from_its_place_and_written_to_it(tmp
             layout.write(copy, ranges, part)
     whole = tuple((0, size) for size in ours.shape)
     assert np.array_equal(layout.read(copy, whole, np.dtype(np.float32)), ours)
+
+
+def test_the_hash_of_a_tensor_is_that_of_all_of_its_bytes_a_block_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "HASHED_BYTES", 100)
+    write_tensors(tmp_path / "a", {"before": np.ones(3), "x": VALUES, "after": np.ones(2)})
+    assert read_header(tmp_path / "a")["x"].sha256() == hashlib.sha256(VALUES.tobytes()).digest()
 
 
 def test_padding_of_the_vocabulary_is_zero_and_is_not_written(tmp_path):

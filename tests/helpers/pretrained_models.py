@@ -169,16 +169,13 @@ def in_files(parameter: str, values: np.ndarray, case: str) -> dict[str, np.ndar
     return {f"{module}.{e}.{name}.weight": part[e] for name, part in of_names for e in range(len(values))}
 
 
-def write_directory(
-    directory: Path, case: str, *, dtype: str = "F32", changed: dict[str, Any] | None = None, without: str = ""
-) -> Path:
-    """Write the model of a case as a Hugging Face directory: `changed` keys of config.json, all tensors but
-    `without`."""
+def write_directory(directory: Path, case: str, *, dtype: str = "F32", changed: dict[str, Any] | None = None) -> Path:
+    """Write the model of a case as a Hugging Face directory, with `changed` keys of config.json."""
     record = reference(case)
-    shapes = {name: tuple(shape) for name, shape in record["tensors"].items() if name != without}
+    tensors = {name: weight(name, tuple(shape), case) for name, shape in record["tensors"].items()}
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(record["config"] | (changed or {})))
-    write_tensors(directory / "model.safetensors", {name: weight(name, s, case) for name, s in shapes.items()}, dtype)
+    write_tensors(directory / "model.safetensors", tensors, dtype)
     return directory
 
 

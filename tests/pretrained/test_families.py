@@ -15,9 +15,8 @@ from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.family import plain
 from shmap_tp.pretrained.target import EXPORTABLE, describe_target, target_of
 from tests.helpers.paths import ROOT
-from tests.helpers.pretrained_models import CASES, reference
+from tests.helpers.pretrained_models import reference
 
-every_case = pytest.mark.parametrize("case", CASES)
 FINETUNE = str(ROOT / "conf" / "finetune.yaml")
 
 
@@ -43,16 +42,6 @@ def refusal(directory: Path, case: str, *overrides: str, **changed: Any) -> str:
         config_of(directory, case, *overrides, **changed)
     assert len(str(raised.value).splitlines()) <= 2
     return str(raised.value)
-
-
-@every_case
-def test_the_model_section_follows_from_config_json_and_expresses_it_again(tmp_path, case):
-    """A model that was never imported gets a config.json with the same meaning."""
-    model = config_of(tmp_path, case).model
-    family = find_family(reference(case)["config"], "config.json")
-    assert not family.differences(model, family.config_of(model))
-    target = target_of(model, None)
-    assert not target.family.differences(model, target.config)
 
 
 ROPE, SCALING = "rope_parameters", "rope_scaling"

@@ -13,6 +13,7 @@ import pytest
 import shmap_tp
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.pretrained import reading, tensor_files
+from shmap_tp.pretrained.target import target_of
 from shmap_tp.pretrained.writing import save_model
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.pretrained_models import (
@@ -38,13 +39,17 @@ MESHES = [
 @pytest.mark.parametrize(("case", "mesh"), [*zip(CASES, itertools.cycle(MESHES), strict=False)], ids=str)
 def test_logits_are_those_of_transformers_and_what_was_read_is_written_with_the_same_bits(tmp_path, case, mesh):
     """Every case on one of the meshes: tests/model compares meshes, and test_tensor_files.py the parts of tensors.
-    tests/pretrained/reference was computed by transformers; test_against_transformers.py has all positions."""
+    tests/pretrained/reference was computed by transformers; test_against_transformers.py has all positions.  A model
+    that was never imported gets a config.json with the same meaning."""
     assert reference(case)["spread"] > 5
     model = shmap_tp.from_pretrained(write_directory(tmp_path / "in", case), **mesh)
     assert model_error(model, case) < 2e-5
     model.save_pretrained(tmp_path / "out")
     assert_same_tensors(tmp_path / "out", tmp_path / "in")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == reference(case)["config"]
+    section, family, target = model.config.model, model.source.family, target_of(model.config.model, None)
+    assert not family.differences(section, family.config_of(section))
+    assert not target.family.differences(section, target.config)
 
 
 def test_fused_matrices_give_the_bits_of_those_that_are_not_fused(tmp_path):

@@ -43,10 +43,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("work")
     model = write_chat_model(work / "model", FAMILIES["chatml"])
     (work / "chat.jinja").write_text(TEMPLATE)
-    rows = [{"prompt": f"{i}?", "completion": "ab" * (1 if i % 4 else 9)} for i in range(30)]
+    rows = [{"prompt": f"{i}?", "completion": "ab" * (1 if i % 4 else 9)} for i in range(90)]
     (work / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["--chat", work / "chats.jsonl", "--tokenizer", model, "--template", work / "chat.jinja"]
-    given += ["--out", work / "data", "--pack", CONTEXT, "--validation", "0.1"]
+    given += ["--out", work / "data", "--pack", CONTEXT, "--validation", "0.4"]  # several batches
     assert prepare.main([str(each) for each in given]) == 0
     with pytest.MonkeyPatch.context() as patch:
         make_runs_quick(patch)

@@ -15,6 +15,7 @@ little more than one core busy.  A file or a test that is named runs in one, as 
 
 import gc
 import os
+import resource
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ from tests.helpers.quick import is_quick
 WITH_ARRAYS = ["api", "data", "inference", "layers", "model", "parallel", "pretrained", "trainer", "training"]
 """Modules and packages whose annotations have shapes.  Every call of a function is checked, which takes time: the
 planner's functions, called for each equation of a program, have none."""
+
+PROGRAMS_FILL = 1 << 20
+"""Memory of a process, in KiB, above which it drops what it has compiled."""
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}"  # read with the first backend
 
@@ -95,6 +99,14 @@ def nothing_is_left_in_the_working_directory() -> Iterator[None]:
     before = os.getcwd(), visible_files()
     yield
     assert (os.getcwd(), visible_files()) == before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_dropped_before_they_fill_the_memory() -> Iterator[None]:
+    """At the end of a file.  Programs that a later one shares are in the cache on disk."""
+    yield
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > PROGRAMS_FILL:
+        jax.clear_caches()
 
 
 def visible_files() -> set[str]:

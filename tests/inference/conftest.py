@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import pytest
 
 import shmap_tp
@@ -20,10 +19,3 @@ def model() -> shmap_tp.Model:
     """Its logits spread widely."""
     given = ["model=test", "model.layers=2", "model.vocabulary=256", "model.context=64", "model.init_std=0.5"]
     return shmap_tp.Model.initialize(shmap_tp.load_config(*given))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_are_dropped():
-    """At the end of a file; they fill gigabytes."""
-    yield
-    jax.clear_caches()

@@ -1,6 +1,5 @@
 """Tests of a file that read the same model on the same mesh share its programs."""
 
-import jax
 import pytest
 
 from tests.helpers.pretrained_models import BUILT, shared_model_functions
@@ -14,4 +13,3 @@ def programs_are_shared(request: pytest.FixtureRequest):
             patch.setattr("shmap_tp.api.build_model_functions", shared_model_functions)
         yield
     BUILT.clear()
-    jax.clear_caches()  # whose programs fill gigabytes

@@ -60,7 +60,19 @@ class ChatTemplate:
             self._start()
         given = {"messages": [*messages], "tools": tools, "documents": None, "add_generation_prompt": asks}
         found = self._ask(given | self._tokens, "refuses the messages")
+        if any(message.get("content", "") is None for message in messages):
+            self._check_null(given, messages, found["text"])
         return found["text"], [tuple(span) for span in found["marked"]]
+
+    def _check_null(self, given: dict[str, Any], messages: Sequence[Message], text: str) -> None:
+        """Refuse a template that writes the content null of a message as the word None."""
+        name = "content-of-a-message-without-one"
+        named = [each if each.get("content", "") is not None else each | {"content": name} for each in messages]
+        other = self._ask(given | self._tokens | {"messages": named}, "refuses the messages")["text"]
+        if name in other and other.replace(name, "None") == text:
+            raise UserError(
+                f'{self._place} writes the content null of a message as None; write "" there, or use another template'
+            )
 
     def _start(self) -> None:
         """Start the process, which compiles the template."""
@@ -138,7 +150,7 @@ def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
     text = config.get("chat_template")
     if isinstance(text, list):  # several, by name
         named = {each.get("name"): each.get("template") for each in text if _is_named(each)}
-        text = named.get("default")
+        text = _default_or_for_tools(named.get("default"), named.get("tool_use"))
     if not isinstance(text, str):
         raise UserError(
             f"{directory} has no chat template: the model was not trained to chat; use shmap_tp.generate, or chat with "
@@ -154,6 +166,15 @@ def chat_template_of_files(content: bytes, config: dict[str, Any], place: str) -
     """
     tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
     return ChatTemplate(content.decode(errors="replace"), place, tokens)
+
+
+def _default_or_for_tools(default: Any, with_tools: Any) -> Any:
+    """One template that is `with_tools` where tools are given, as transformers chooses, else `default`.  The signs +
+    keep the spaces around the tags, and a template's last line break is none of its text."""
+    if not isinstance(default, str) or not isinstance(with_tools, str):
+        return default
+    default, with_tools = (text.removesuffix("\n") for text in (default, with_tools))
+    return f"{{%+ if tools +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif +%}}"
 
 
 def _is_named(template: Any) -> bool:

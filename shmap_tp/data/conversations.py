@@ -23,6 +23,7 @@ from jaxtyping import Int32
 from tqdm import tqdm
 
 from shmap_tp.data.chat_template import CONFIG, TEMPLATE, ChatTemplate, Message, Span
+from shmap_tp.data.messages import read_message, read_tools
 from shmap_tp.data.metadata import GENERATION, TOKENIZER
 from shmap_tp.data.text_sources import TRAIN, VALIDATION
 from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, Subwords, check_text
@@ -74,17 +75,15 @@ def conversation(row: Any, place: str) -> Conversation:
     return answered(messages, row.get("tools"), place)
 
 
-def answered(messages: list[Any], tools: list[Any] | None, place: str) -> Conversation:
+def answered(messages: list[Any], tools: Any, place: str) -> Conversation:
     """The conversation of `messages`, to its last assistant turn.  Raises UserError if one is no message, or there is
     no such turn after the first one."""
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"{place}: message {number} is {shown(str(message)[:40])}; give an object with a role")
+    messages = [read_message(message, f"{place}: message {number}") for number, message in enumerate(messages)]
     if not any(after["role"] == ASSISTANT for after in messages[1:]):
         raise UserError(f"{place}: no assistant turn answers a message, so there is nothing to learn; leave it out")
     while messages[-1]["role"] != ASSISTANT:
         messages = messages[:-1]
-    return Conversation(place, messages, tools)
+    return Conversation(place, messages, read_tools(tools, place))
 
 
 def _of_sharegpt(turn: Any, place: str) -> Message:
@@ -131,7 +130,16 @@ def _answer(given: Conversation, turn: int, template: ChatTemplate, ends: re.Pat
         )
     *before, (first, last) = spans or [(same, len(text))]
     stop = _end_token(text, first, last, ends)
+    if not any(text[a:b].strip() for a, b in [*before, (first, last)]) and _says_something(given.messages[turn]):
+        raise UserError(
+            f"the chat template does not write the answer {turn}, so that nothing of it would be learned; "
+            f"give another: --template FILE"
+        )
     return Sample(text, [*before, (first, stop or last)], stop is not None)
+
+
+def _says_something(message: Message) -> bool:
+    return bool((message["content"] or "").strip() or message.get("tool_calls"))
 
 
 def _end_token(text: str, first: int, last: int, ends: re.Pattern[str]) -> int | None:

@@ -1,0 +1,125 @@
+"""Records as other people's programs write them: decoded to what a template expects, or refused by their place."""
+
+import json
+import re
+
+import pytest
+
+from shmap_tp.data.chat_template import ChatTemplate, chat_template_of
+from shmap_tp.data.conversations import conversation, samples_of
+from shmap_tp.data.preferences import pair
+from shmap_tp.errors import UserError
+
+pytest.importorskip("jinja2")
+
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+CALL = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
+CALL_AS_TEXT = {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+ASKED, SAID = {"role": "user", "content": "rain?"}, {"role": "assistant", "content": "no"}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+WITH_CALLS = (
+    "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}|{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PARTS = [{"type": "text", "text": "ra"}, {"type": "text", "text": "in?"}]
+END = re.compile(re.escape("|"))
+
+
+def text_of(row: dict, template: str = WITH_CALLS) -> str:
+    (sample,) = samples_of(conversation(row, "here"), ChatTemplate(template, "t", {}), END)
+    return sample.text
+
+
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        (  # logs of OpenAI's form
+            {"messages": [ASKED, CALLING | {"tool_calls": [CALL_AS_TEXT]}]},
+            {"messages": [ASKED, CALLING]},
+        ),
+        (  # tables, in which every field is a text
+            {"messages": [ASKED, SAID], "tools": json.dumps([WEATHER])},
+            {"messages": [ASKED, SAID], "tools": [WEATHER]},
+        ),
+        (
+            {"messages": [ASKED, SAID], "tools": [json.dumps(WEATHER)]},
+            {"messages": [ASKED, SAID], "tools": [WEATHER]},
+        ),
+        ({"messages": [ASKED, SAID], "tools": ""}, {"messages": [ASKED, SAID]}),
+        ({"messages": [ASKED, SAID], "tools": "[]"}, {"messages": [ASKED, SAID]}),
+        (
+            {"messages": [ASKED | {"content": PARTS}, SAID]},
+            {"messages": [ASKED, SAID]},
+        ),
+        (
+            {"conversations": [{"from": "human", "value": PARTS}, {"from": "gpt", "value": "no"}]},
+            {"messages": [ASKED, SAID]},
+        ),
+    ],
+    ids=["arguments", "tools", "each tool", "no tools", "an empty list", "parts", "parts of ShareGPT's form"],
+)
+def test_a_form_of_logs_and_tables_is_the_same_conversation(given, form):
+    assert conversation(given, "") == conversation(form, "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"content": None}, r"here: message 1: its content is null; give a text"),
+        ({"content": 3}, r"here: message 1: its content is 3; give a text"),
+        ({"content": {"text": "no"}}, r'here: message 1: its content is .*"no".*; give a text'),
+        ({"content": [{"type": "image_url"}]}, r"here: message 1: its content is .*image_url"),
+        ({"tool_calls": [CALL | {"function": {"arguments": "rain"}}]}, r"here: message 1: the arguments .* rain; give"),
+        ({"tool_calls": [{"function": {"arguments": 3}}]}, r"here: message 1: the arguments of a tool call is 3"),
+        ({"tool_calls": 3}, r"here: message 1: tool_calls is 3; give a JSON list"),
+    ],
+)
+def test_another_content_or_call_is_refused_with_its_place(changed, message):
+    with pytest.raises(UserError, match=message):
+        conversation({"messages": [ASKED, SAID | changed]}, "here")
+    with pytest.raises(UserError, match=message.replace("here", "here, chosen")):
+        pair({"prompt": [ASKED], "chosen": [SAID | changed], "rejected": [SAID]}, "here")
+
+
+@pytest.mark.parametrize("tools", ["weather", 3, [3], '{"type": "function"}'])
+def test_tools_that_are_no_list_of_objects_are_refused_with_their_place(tools):
+    with pytest.raises(UserError, match=r"^here: (a tool|tools) is .*; give a JSON (list|object)"):
+        conversation({"messages": [ASKED, SAID], "tools": tools}, "here")
+
+
+@pytest.mark.parametrize("content", ["{{ m.content }}", "{{ m.content | trim }}", "{{ 'x' ~ m.content }}"])
+def test_a_template_that_writes_the_content_null_as_a_word_is_refused(content):
+    """Where templates know null, as DeepSeek's, it reaches them."""
+    row = {"messages": [ASKED, CALLING, {"role": "tool", "content": "sun"}, SAID]}
+    writes = WITH_CALLS.replace("{{ m.content or '' }}", content)
+    with pytest.raises(UserError, match=r"^here: t writes the content null of a message as None; write \"\" there"):
+        text_of(row, writes)
+    asks = WITH_CALLS.replace("{{ m.content or '' }}", "{{ '' if m.content is none else m.content }}")
+    assert text_of(row, asks) == text_of(row)
+    assert "None" in text_of({"messages": [ASKED, SAID | {"content": "None"}]}, writes)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "",
+        "{{ messages[0].content }}",
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}|{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}|{% endfor %}",
+    ],
+    ids=["empty", "the first message", "users' messages", "nothing is marked"],
+)
+def test_a_template_that_writes_no_answer_is_refused(template):
+    with pytest.raises(UserError, match=r"^here: the chat template does not write the answer 1, so that nothing of it"):
+        text_of({"messages": [ASKED, SAID]}, template)
+
+
+def test_a_directory_with_a_template_for_tools_uses_it_where_there_are_tools(tmp_path):
+    """As transformers chooses; spaces and line breaks at their borders stay."""
+    named = {"default": "\n{{ messages | length }} \n", "tool_use": "  {{ tools | tojson }}\n"}
+    named = [{"name": name, "template": text} for name, text in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = chat_template_of(tmp_path)
+    assert template.render_marked([ASKED, SAID])[0] == "\n2 "
+    assert template.render_marked([ASKED, SAID], [WEATHER])[0] == f"  {json.dumps([WEATHER])}"

@@ -62,11 +62,16 @@ class Trainer:
         self.state: State = self.functions.init() if start is None else self.functions.init_from(start)
         """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
         finished(self.mesh, self.state)
-        self._compiled = self._compile(self.functions.tokens)
+        if config.train.dpo_beta is None:  # preference pairs are told apart by their segments
+            _ = self._compiled  # before the first step
 
     def _compile(self, *batch: jax.ShapeDtypeStruct) -> Any:
         options = compiler_options(self.mesh.devices.flat[0].device_kind, self.config)
         return compile_with(self.functions.step.lower(self.functions.shapes, *batch), options)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return self._compile(self.functions.tokens)
 
     @cached_property
     def _compiled_with_segments(self) -> Any:

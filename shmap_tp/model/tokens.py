@@ -143,8 +143,8 @@ def checked_tokens(tokens: Tokens, model: ModelConfig, *, longest: int, least: i
 
 
 def checked_segments(segments: Segments, tokens: Int[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T"]:
-    """`segments` on the host.  Raises UserError unless they are integers, one for each token, and the tokens of each
-    document stand together."""
+    """`segments` on the host, numbered 0, 1, 2, ... in each row, as documents of files are.  Raises UserError unless they
+    are integers, one for each token, and the tokens of each document stand together."""
     segments = rectangular(segments, "segments")
     if segments.shape != tokens.shape or not np.issubdtype(segments.dtype, np.integer):
         raise UserError(
@@ -159,7 +159,7 @@ def checked_segments(segments: Segments, tokens: Int[np.ndarray, "B T"]) -> Int3
                 f"segments[{row}] returns to a number that it left: the tokens of a document must stand together; "
                 f"number the documents of a row 0, 1, 2, ..."
             )
-    return np.cumsum(begins, axis=1, dtype=np.int32)
+    return np.cumsum(begins, axis=1, dtype=np.int32) - 1
 
 
 def marked_tokens(tokens: Tokens, counted: Counted | None, model: ModelConfig) -> Int32[np.ndarray, "B T"]:

@@ -144,10 +144,11 @@ def adapter_target(target: Target, model: ModelConfig, factors: Transformer, bas
 
 
 def _groups(family: Family) -> dict[str, list[str]]:
-    """The tensor of each matrix of the blocks, without .weight, with the paths of ours that it has."""
+    """The tensor of each matrix of the blocks that may have factors, which experts' have not, with the paths of ours
+    that it has."""
     groups: dict[str, list[str]] = {}
     for row in family.rows:
-        if row.ours.startswith("blocks.") and row.ours.endswith(".weight"):
+        if row.ours.startswith("blocks.") and row.ours.endswith(".weight") and "{expert}" not in row.theirs:
             groups.setdefault(row.theirs, []).append(row.ours)
     return groups
 

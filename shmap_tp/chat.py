@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shmap_tp.command_model import add_sampling_arguments, joined, model_parser, open_model, sampling_options
@@ -58,8 +57,6 @@ def _opened(arguments: argparse.Namespace) -> "Conversation":
     model = open_model(arguments)
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
     template = chat_template_of_model(model, arguments.template)
-    if tokenizer.end_of_text is not None:
-        options = replace(options, stop_tokens=(tokenizer.end_of_text,))
     return Conversation(model, tokenizer, template, options, arguments.system)
 
 

@@ -46,6 +46,8 @@ class Options:
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()
     """Ids that end a sequence; the stop token itself is left out of the result."""
+    vocabulary: int = 2**31 - 1
+    """Ids from it on have no token, and are never drawn: tables of weights are often longer than their tokenizer's."""
     samples: int = 1
     """Sequences of each prompt, with noise of their own."""
     decode_tokens: int = 16
@@ -72,6 +74,7 @@ class Options:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("repetition_penalty", SMALLEST <= self.repetition_penalty <= LARGEST, "in 1e-6 to 1e6 (1 is none)"),
             ("seed", 0 <= self.seed < 2**31, "in 0 to 2147483647"),
+            ("vocabulary", 1 <= self.vocabulary < 2**31, "in 1 to 2147483647"),
             ("samples", 1 <= self.samples <= MAX_SAMPLES, f"at least 1 and at most {MAX_SAMPLES}"),
             ("decode_tokens", self.decode_tokens >= 1, "at least 1"),
         ):
@@ -94,6 +97,7 @@ class Options:
             top_p=real(self.top_p),
             repetition_penalty=real(self.repetition_penalty),
             seed=whole(self.seed),
+            vocabulary=whole(self.vocabulary),
         )
 
 

@@ -97,11 +97,13 @@ class HarnessModel(TemplateLM):
         return self._tokenizer.encode(string, special_tokens=add_special_tokens)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, in nats; each token once, with as much context as fits."""
+        """The log-likelihood of each text, in nats; each token once, with as much context as fits.  The first token
+        that a tokenizer adds is the context of the text, and not part of it."""
         scored: list[Scored] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
+            ids = ids[1:] if ids[:1] == [self.prefix_token_id] else ids
             pairs = []
             for first in range(0, len(ids), self.max_length):
                 last = min(first + self.max_length, len(ids))

@@ -37,6 +37,8 @@ class Sampling(eqx.Module):
     """Logits of tokens that were seen are divided by it if positive, else multiplied; 1 is none.  Keskar et al. 2019,
     section 4.1, https://arxiv.org/abs/1909.05858"""
     seed: Int[Array | np.ndarray, ""]
+    vocabulary: Int[Array | np.ndarray, ""]
+    """Ids from it on are never chosen."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def next_token(
     """
     id_V = lax.axis_index(MP) * logits_BV.shape[1] + jnp.arange(logits_BV.shape[1])
     lowest = jnp.finfo(logits_BV.dtype).min
-    logits_BV = jnp.where((id_V < vocabulary)[None], logits_BV, lowest)
+    logits_BV = jnp.where((id_V < jnp.minimum(sampling.vocabulary, vocabulary))[None], logits_BV, lowest)
     if filters.penalty:
         penalty = sampling.repetition_penalty
         penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)

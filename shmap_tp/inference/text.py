@@ -37,7 +37,10 @@ def tokenizer_of_model(model: Any, file: str | None) -> Tokenizer:
     Raises UserError if there is none.
     """
     if file is not None:
-        return open_tokenizer_file(file)
+        found = open_tokenizer_file(file)
+        if model.source is not None:
+            found.stop_tokens = tuple(sorted({*found.stop_tokens, *ends_of_pretrained(model.source.directory)}))
+        return found
     if model.checkpoint is not None:
         return tokenizer_of_checkpoint(model.checkpoint, first_source(model.config.data).dir)
     if model.source is None:
@@ -73,22 +76,27 @@ def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> Tokenizer:
 
 
 def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory; text ends at the eos_token_id of generation_config.json or
-    config.json, and a prompt gets the special tokens that transformers adds.
+    """The tokenizer of a Hugging Face directory; text ends at each eos_token_id of generation_config.json and
+    config.json, and at the tokenizer's own; a prompt gets the special tokens that transformers adds.
 
     Raises UserError if there is no tokenizer.json, or one of the files is damaged.
     """
     file = directory / TOKENIZER
     if not file.is_file():
         raise UserError(f"{directory} has no {TOKENIZER}; copy it there, or name one with --tokenizer")
-    files = [directory / name for name in ("config.json", GENERATION)]
-    ids = {token for each in files if each.is_file() for token in stop_ids(each.read_bytes(), str(each))}
+    ids = ends_of_pretrained(directory)
     with reading(file):
         tokenizer = read_subwords(file.read_bytes(), str(file), special_tokens=True)
     tokenizer.end_of_text = tokenizer.id_of(special_token(directory, "eos_token"))
     tokenizer.begin_of_text = tokenizer.id_of(special_token(directory, "bos_token"))
-    tokenizer.stop_tokens = tuple(sorted(ids))
+    tokenizer.stop_tokens = tuple(sorted(ids | {tokenizer.end_of_text} - {None}))
     return tokenizer
+
+
+def ends_of_pretrained(directory: Path) -> set[int]:
+    """The ids that end a text by the files beside the weights of a Hugging Face directory."""
+    files = [directory / name for name in ("config.json", GENERATION)]
+    return {token for each in files if each.is_file() for token in stop_ids(each.read_bytes(), str(each))}
 
 
 def _meta(data_dir: str) -> dict[str, Any]:
@@ -125,7 +133,8 @@ def answers(
     """
     if "" in stop:
         raise UserError("a stop text is empty, so every answer would be; leave it out")
-    options = replace(options, stop_tokens=(*options.stop_tokens, *tokenizer.stop_tokens))
+    stop_tokens, vocabulary = (*options.stop_tokens, *tokenizer.stop_tokens), tokenizer.vocabulary
+    options = replace(options, stop_tokens=stop_tokens, vocabulary=min(vocabulary, options.vocabulary))
     ids = encode_prompts(tokenizer, prompts)
     found = [_Answer(tokenizer, stop) for _ in range(len(ids) * options.samples)]
     stopped: set[int] = set()

@@ -143,8 +143,9 @@ def checked_tokens(tokens: Tokens, model: ModelConfig, *, longest: int, least: i
 
 
 def checked_segments(segments: Segments, tokens: Int[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T"]:
-    """`segments` on the host, numbered 0, 1, 2, ... in each row, as documents of files are.  Raises UserError unless they
-    are integers, one for each token, and the tokens of each document stand together."""
+    """`segments` on the host, numbered 0, 1, 2, ... in each row, as the documents of files are.
+
+    Raises UserError unless they are integers, one for each token, and the tokens of each document stand together."""
     segments = rectangular(segments, "segments")
     if segments.shape != tokens.shape or not np.issubdtype(segments.dtype, np.integer):
         raise UserError(

@@ -70,6 +70,20 @@ def test_a_text_longer_than_the_context_is_scored_once_per_token(harness):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_first_token_of_a_tokenizer_is_the_context_of_a_text_and_not_graded(harness):
+    from shmap_tp.inference.harness import HarnessModel
+
+    class Begins(Bytes):
+        begin_of_text = 1
+
+        def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
+            return [1] * (special_tokens is not False) + super().encode(text)
+
+    begun = HarnessModel(harness._model, Begins(), batch=3)
+    (found,) = begun.loglikelihood_rolling(instances("loglikelihood_rolling", ("abc",)), disable_tqdm=True)
+    assert found == pytest.approx(nats(harness._model, [1, *b"abc"]).sum(), rel=1e-5)
+
+
 def test_answers_end_before_stop_texts_and_are_those_of_generate(harness):
     prompts = ["a", "bb" * 30, "c"]
     greedy = {"max_gen_toks": 6, "until": ["\n\n"]}

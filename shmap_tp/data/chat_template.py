@@ -94,7 +94,7 @@ class ChatTemplate:
         process, answer = self._process, ""
         try:
             with suppress(BrokenPipeError):
-                print(json.dumps(line), file=process.stdin, flush=True)
+                print(json.dumps(line, default=str), file=process.stdin, flush=True)  # dates of tables as texts
                 answer = process.stdout.readline()
         finally:
             if not answer:  # also after Ctrl-C: what it answers later would be taken for another answer

@@ -31,6 +31,8 @@ from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.files import parse_json
 
 ASSISTANT = "assistant"
+MOST_EQUAL = 0.1
+"""The share of preference pairs that may have equal answers."""
 SHAREGPT = {"human": "user", "gpt": ASSISTANT}
 """Speakers of ShareGPT's form that have another name in messages."""
 FORMS = '{"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or ShareGPT\'s form'
@@ -175,7 +177,7 @@ class Kind:
     """The name of their documents."""
     documents: Callable[[Any, str, ChatTemplate, re.Pattern[str]], list[list[Sample]]]
     """The documents of a record, each of one or more samples, from (record, place, template, ends) as of `conversation`
-    and `samples_of`."""
+    and `samples_of`; none if its answers are equal."""
 
 
 CONVERSATIONS = Kind(
@@ -214,6 +216,7 @@ class ChatSource:
         self._validation, self._row, self._cut = validation, row, cut
         self._long: list[tuple[str, int]] = []  # (where, tokens) of documents that are too long
         self._empty = 0  # of these, how many lack an answer once they are cut
+        self._equal = self._records = 0  # pairs with equal answers, of so many records
         self._end_tokens: set[int] = set()
 
     def tokenized(self, tokenizer: Bytes | Subwords) -> Iterator[tuple[str, Int32[np.ndarray, " _"]]]:
@@ -229,7 +232,9 @@ class ChatSource:
         ends = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         for place, row in tqdm(self._rows(), desc=self.name, unit=f" {self.kind.name}", disable=None):
             split = VALIDATION if _hash(row) < limit else TRAIN
-            for document in self.kind.documents(row, place, self._template, ends):
+            documents = self.kind.documents(row, place, self._template, ends)
+            self._equal, self._records = self._equal + (not documents), self._records + 1
+            for document in documents:
                 parts = [self._tokens(sample, tokenizer, [*special.values()], place) for sample in document]
                 parts = self._fitted(parts, place)
                 if all((part >= 0).any() for part in parts):
@@ -261,7 +266,14 @@ class ChatSource:
         return cut
 
     def _report(self) -> None:
-        """Refuse documents that are too long, or say how many were cut."""
+        """Refuse documents that are too long or many equal pairs, or say how many were cut or left out."""
+        if self._equal:
+            what = (
+                f"{self._equal} of {self._records} {self.kind.name} have equal answers"
+            )
+            if self._equal > MOST_EQUAL * self._records:
+                raise UserError(f"{what}: more than {MOST_EQUAL:.0%}; look at how they were made, and leave them out")
+            print(f"{what}: they are left out")
         if not self._long:
             return
         place, size = self._long[0]
@@ -303,4 +315,6 @@ def end_of_conversations(tokenizer: Bytes | Subwords, template: ChatTemplate) ->
 
 
 def _hash(row: Any) -> int:
-    return int.from_bytes(hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest()[:8], "big")
+    """Of a record, which in a table may have dates and the like."""
+    content = json.dumps(row, sort_keys=True, default=str).encode()
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")

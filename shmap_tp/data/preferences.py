@@ -21,10 +21,11 @@ FORMS = (
 )
 
 
-def pair(row: Any, place: str) -> tuple[Conversation, Conversation]:
+def pair(row: Any, place: str) -> tuple[Conversation, Conversation] | None:
     """The chosen and the rejected conversation of a record, in one of `FORMS`; `place` is where it was read.
 
-    Without a prompt, it is the longest common beginning.  Raises UserError.
+    None if they are equal, so that neither is preferred.  Without a prompt, it is the longest common beginning.  Raises
+    UserError.
     """
     if not isinstance(row, dict):
         raise UserError(f"{place}: an object is needed, in the form {FORMS}")
@@ -40,7 +41,7 @@ def pair(row: Any, place: str) -> tuple[Conversation, Conversation]:
         for name, messages in zip(("chosen", "rejected"), whole, strict=True)
     )
     if chosen.messages == rejected.messages:
-        raise UserError(f"{place}: chosen and rejected are equal, so that neither is preferred; leave the pair out")
+        return None
     both = [*zip(chosen.messages, rejected.messages, strict=False)]
     same = next((number for number, (a, b) in enumerate(both) if a != b), len(both))
     first = same if prompt is None else len(asked)
@@ -59,14 +60,14 @@ def _after(asked: list[Any], answer: list[Any]) -> list[Any]:
 
 
 def _documents(row: Any, place: str, template: ChatTemplate, ends: re.Pattern[str]) -> list[list[Sample]]:
-    """The pair of a record.  Raises UserError as `pair` and `samples_of` do."""
-    sides = [samples_of(each, template, ends) for each in pair(row, place)]
+    """The pair of a record, if it is one.  Raises UserError as `pair` and `samples_of` do."""
+    sides = [samples_of(each, template, ends) for each in pair(row, place) or ()]
     if any(len(samples) > 1 for samples in sides):
         raise UserError(
             f"{place}: an answer has several assistant turns, and the chat template ends turns with no special token, "
             f"or writes earlier ones in another way than the last;\nput those before the last one into the prompt"
         )
-    return [[sample for (sample,) in sides]]
+    return [[sample for (sample,) in sides]] if sides else []
 
 
 PAIRS = Kind("preference pairs", "pairs", _documents)

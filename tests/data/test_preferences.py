@@ -80,7 +80,6 @@ NO_PAIRS = [
     ({"prompt": "2?", "chosen": "yes"}, "a: no preference pair in the fields prompt, chosen; give"),
     ({"chosen": "2? yes", "rejected": "2? no"}, "a: no preference pair in the fields chosen, rejected; give"),
     ({"prompt": 2, "chosen": "yes", "rejected": "no"}, "a: no preference pair in the fields"),
-    ({"prompt": "2?", "chosen": "yes", "rejected": "yes"}, "a: chosen and rejected are equal"),
     ({"prompt": "2?", "chosen": [3], "rejected": "no"}, "a, chosen: message 1 is 3; give an object with a role"),
     ({"prompt": "2?", "chosen": "yes", "rejected": []}, "a, rejected: no assistant turn answers a message"),
     ({"chosen": [ASKED, YES], "rejected": [OTHER, NO]}, "a, chosen: no assistant turn follows the 0 messages with"),
@@ -114,3 +113,15 @@ def test_an_answer_of_several_turns_needs_a_template_that_ends_each(tmp_path, ca
     (document,) = PAIRS.documents(row, "a", ChatTemplate(ended, "t", {}), re.compile(re.escape("<|im_end|>")))
     counted = [[each.text[first:last] for first, last in each.answers] for each in document]
     assert counted == [["yes<|im_end|>", "yes<|im_end|>"], ["no<|im_end|>"]]
+
+
+@pytest.mark.parametrize("equal", [1, 3])
+def test_a_few_pairs_with_equal_answers_are_left_out_and_counted_and_many_are_refused(tmp_path, capsys, equal):
+    rows = [{"prompt": f"{i}?", "chosen": "y", "rejected": "y" if i < equal else "n"} for i in range(20)]
+    code, printed, error = prepared(rows, tmp_path, capsys, "--pack", "64", "--validation", "0.2")
+    counted = f"{equal} of 20 preference pairs have equal answers"
+    if equal == 1:
+        assert (code, error) == (0, "") and f"{counted}: they are left out" in printed
+        assert sum(read_meta(tmp_path / "data").pairs.values()) == 19
+    else:
+        assert code == 2 and f"{counted}: more than 10%" in error and not (tmp_path / "data").exists()

@@ -268,9 +268,7 @@ class ChatSource:
     def _report(self) -> None:
         """Refuse documents that are too long or many equal pairs, or say how many were cut or left out."""
         if self._equal:
-            what = (
-                f"{self._equal} of {self._records} {self.kind.name} have equal answers"
-            )
+            what = f"{self._equal} of {self._records} {self.kind.name} have equal answers"
             if self._equal > MOST_EQUAL * self._records:
                 raise UserError(f"{what}: more than {MOST_EQUAL:.0%}; look at how they were made, and leave them out")
             print(f"{what}: they are left out")

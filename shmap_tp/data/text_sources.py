@@ -38,6 +38,7 @@ STDLIB_VALIDATION = 0.02
 """Fraction of the standard library used for validation."""
 
 _SPLIT_NAMES = {TRAIN: "train(ing)?", VALIDATION: "(validation|valid|val|dev)", TEST: "(test(ing)?|eval(uation)?)"}
+_ENDINGS = r"(\.[a-z]\w*)+$"
 _EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = ("config-", "_sysconfigdata")  # written when Python was built, so different on every machine
 
@@ -213,10 +214,15 @@ def dataset_directory(given: str, field: str, validation: float) -> TextSource:
 
 
 def split_of_name(path: str) -> str | None:
-    """The split that the name of a file says, or the nearest of its directories that says one, in a data set."""
-    for part in reversed(path.split("/")):
-        for split, names in _SPLIT_NAMES.items():
-            if re.search(rf"(?<![a-z]){names}(?![a-z])", part.lower()):
+    """The split that the name of a file says, or the nearest of its directories that says one, in a data set.
+
+    It is the whole name, or the last word of a file's, before the number of the file: test, test-00000-of-00002,
+    c4-test.00000-of-00002, but not a-test-bed.
+    """
+    *directories, file = path.lower().split("/")
+    for name, begin in ((file, r"(.*[-_.])?"), *((name, "") for name in reversed(directories))):
+        for split, words in _SPLIT_NAMES.items():
+            if re.fullmatch(rf"{begin}{words}([-_.]?\d+([-_.]of[-_.]\d+)?)?", re.sub(_ENDINGS, "", name)):
                 return split
     return None
 

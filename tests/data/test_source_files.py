@@ -171,9 +171,9 @@ def test_a_missing_library_is_named_with_what_installs_it_and_a_url_without_file
 def test_the_name_of_a_file_says_its_split():
     splits = {
         "train": ["data/train-00000-of-00002.parquet", "c4-train.00001-of-01024.json.gz"],
-        "validation": ["/validation/data-00000-of-00001.arrow", "train/dev.jsonl.gz"],
+        "validation": ["/validation/data-00000-of-00001.arrow", "train/dev.jsonl.gz", "my_valid.jsonl.zst"],
         "test": ["test/data-00000-of-00001.arrow"],
-        None: ["trained/latest.jsonl"],
+        None: ["trained/latest.jsonl", "a-test-bed.parquet", "unit-test/data.parquet"],
     }
     assert {
         split: [path for path in paths if split_of_name(path) == split] for split, paths in splits.items()

@@ -102,6 +102,7 @@ REFUSED = [
     ("llama", {"logit_softcap": 30.0}, "logit_softcap=30.0 is not a key that shmap_tp knows for LlamaForCausalLM"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not a key"),
     ("llama", {"architectures": ["MambaForCausalLM"]}, "the architecture MambaForCausalLM is not supported; supported"),
+    ("llama", {"model_type": "mistral"}, "the architecture LlamaForCausalLM has model_type=llama, not mistral"),
     ("qwen2", {ROPE: {"rope_type": "yarn", "factor": 2}}, "the yarn scaling of the rotary encoding has no or"),
     ("qwen2", {ROPE: {**YARN, "mscale": 0.7}}, "mscale=0.7 of the rotary scaling is not supported"),
     ("qwen2", {ROPE: {**YARN, "attention_factor": 1.1}}, "attention_factor=1.1 of the rotary scaling is not"),

@@ -55,7 +55,8 @@ def test_logits_are_those_of_transformers_and_what_was_read_is_written_with_the_
 def test_fused_matrices_give_the_bits_of_those_that_are_not_fused(tmp_path):
     """Phi-3 as Mistral, its q, k and v apart, and its gate and up."""
     fused = write_directory(tmp_path / "fused", "phi3", changed={"rope_parameters": None})
-    config = json.loads((fused / "config.json").read_text()) | {"architectures": ["MistralForCausalLM"]}
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    config = json.loads((fused / "config.json").read_text()) | mistral
     del config["original_max_position_embeddings"]
     apart = tmp_path / "apart"
     apart.mkdir()

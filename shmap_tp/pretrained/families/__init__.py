@@ -22,14 +22,20 @@ FAMILIES = [
 
 
 def find_family(config: dict, where: str) -> Family:
-    """The family of a config.json, the content of `where`.  Raises UserError for one that is not in the list."""
-    architectures = config.get("architectures") or []
+    """The family of a config.json, the content of `where`.  Raises UserError for one that is not in the list, and where
+    model_type, by which transformers chooses, is that of another architecture."""
+    architectures, model_type = config.get("architectures") or [], config.get("model_type")
     if not isinstance(architectures, list):
         raise UserError(f"{where}: architectures={shown(architectures)} must be a list; copy the file again")
     for family in FAMILIES:
         is_named = family.architecture in architectures
-        if is_named or (not architectures and family.model_type == config.get("model_type")):
+        if is_named and model_type not in (None, family.model_type):
+            raise UserError(
+                f"{where}: the architecture {family.architecture} has model_type={family.model_type}, not "
+                f"{shown(model_type)}; correct the one that is wrong"
+            )
+        if is_named or (not architectures and family.model_type == model_type):
             return family
-    named = ", ".join(map(str, architectures)) or f"model_type={config.get('model_type')}"
+    named = ", ".join(map(str, architectures)) or f"model_type={model_type}"
     known = ", ".join(family.architecture for family in FAMILIES)
     raise UserError(f"{where}: the architecture {shown(named)} is not supported; supported are {known}")

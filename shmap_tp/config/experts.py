@@ -32,6 +32,10 @@ def check_experts(mesh: MeshConfig, model: ModelConfig) -> None:
             bool(model.shared_expert_ffn) and model.mlp_bias,
             "model.mlp_bias=false",
         ),
+        "model.experts_per_token=1 and model.router_normalize=true": (
+            model.experts_per_token == 1 and model.router_normalize,
+            "model.router_normalize=false: one weight divided by itself is 1, so that the router has no gradient",
+        ),
     }
     for given, (is_refused, instead) in refused.items():
         if is_refused:

@@ -27,7 +27,7 @@ from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import find_checkpoint, saved_config
 from shmap_tp.training.environment import compute_dtype, require_host_memory, resolve
-from shmap_tp.training.resume import without_base
+from shmap_tp.training.resume import require_same_model, without_base
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 
@@ -152,6 +152,7 @@ class Trainer:
         given = replace(self.config.checkpoint, dir=str(checkpoint.parent))
         with self._lock, Checkpoints(given, print, writes=False) as checkpoints:
             found, config, shapes = int(checkpoint.name), saved_config(checkpoint), self.functions.shapes
+            require_same_model(config.model, self.config.model, str(checkpoint))
             base = recorded_base(checkpoint)
             state = checkpoints.restore(found, shapes if base is None else without_base(shapes))
             if base is not None:

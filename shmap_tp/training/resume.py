@@ -18,7 +18,7 @@ import yaml
 from shmap_tp.config.compose import to_dict, to_yaml
 from shmap_tp.config.mesh_sizes import named_sizes
 from shmap_tp.config.run_directory import HEADER, saved_checkpoint_dir
-from shmap_tp.config.schema import Config, MomentumDtype, OptimizerName, Resume
+from shmap_tp.config.schema import Config, ModelConfig, MomentumDtype, OptimizerName, Resume
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError
@@ -281,8 +281,17 @@ def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[st
             )
 
 
-def _fixed_settings(model: dict[str, Any], identity: dict[str, Any], only_source: bool = True) -> dict[str, Any]:
-    """Everything that must not change within a run, by configuration key; the files only if data.dir has all of them.
+def require_same_model(saved: ModelConfig, now: ModelConfig, checkpoint: str) -> None:
+    """Raise `UserError` unless both compute the same of the same parameters."""
+    before, after = _model_settings(to_dict(saved)), _model_settings(to_dict(now))
+    keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    if keys:
+        changed = ", ".join(f"{key} was {before.get(key)}, is {after.get(key)}" for key in keys)
+        raise UserError(f"checkpoint {checkpoint} is of another model: {changed}; give the values of the checkpoint")
+
+
+def _model_settings(model: dict[str, Any]) -> dict[str, Any]:
+    """What of the section `model` must not change within a run, by key.
 
     Names may change, and settings that choose how the same result is computed.
     """
@@ -298,10 +307,14 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any], only_source
         "expert_capacity",
         "router_bias_rate",
     }
-    shape = {f"model.{key}": model[key] for key in model.keys() - may_change}
-    shape["model.router_bias_rate"] = None if model.get("router_bias_rate") is None else "a number"
+    settings = {f"model.{key}": model[key] for key in model.keys() - may_change}
+    settings["model.router_bias_rate"] = None if model.get("router_bias_rate") is None else "a number"
     adapter = model.get("adapter", {"rank": 0})  # a run from before there were adapters has none
-    shape |= {f"model.adapter.{key}": adapter[key] for key in (adapter if adapter["rank"] else ["rank"])}
+    return settings | {f"model.adapter.{key}": adapter[key] for key in (adapter if adapter["rank"] else ["rank"])}
+
+
+def _fixed_settings(model: dict[str, Any], identity: dict[str, Any], only_source: bool = True) -> dict[str, Any]:
+    """What must not change within a run, by configuration key; the files only if data.dir has all of them."""
     files = {
         f"data.dir ({split}.bin)": f"{identity[split]['tokens']} tokens of sha256 {identity[split]['sha256'][:12]}"
         for split in (SPLITS if only_source else ())
@@ -313,7 +326,7 @@ def _fixed_settings(model: dict[str, Any], identity: dict[str, Any], only_source
     documents = "joined" if end is None else f"isolated (id {end} ends them)"
     files[DATA_ORDER] = identity.get("order")
     data = {"run.seed": identity["seed"], "train.batch": identity["batch"], "data.documents": documents}
-    return shape | files | data
+    return _model_settings(model) | files | data
 
 
 def refuse_foreign_config(directory: str) -> None:

@@ -101,6 +101,8 @@ OF_EXPERTS = {
     "model.experts=6": "mesh.mp=4 does not divide experts=6 (model bytes); use mesh.mp in {1, 2}",
     "model.shared_expert_ffn=6": "mesh.mp=4 does not divide shared_expert_ffn=6 (model bytes); use mesh.mp in {1, 2}",
     "model.experts_per_token=9": "model.experts_per_token=9 is above model.experts=8 (model bytes); use at most 8",
+    "model.experts_per_token=1": "model.experts=8 cannot be combined with model.experts_per_token=1 and "
+    "model.router_normalize=true (model bytes); use model.router_normalize=false: one weight divided by itself is 1",
     "model.block=parallel": "model.experts=8 cannot be combined with model.block=parallel (model bytes); "
     "use model.block=sequential",
     "model.mlp=gelu": "model.experts=8 cannot be combined with model.mlp=gelu (model bytes); use one of swiglu, geglu",

@@ -60,7 +60,7 @@ def read(base: Path, adapter: Path, case: str, **mesh: Any) -> shmap_tp.Model:
     return shmap_tp.from_pretrained(base, adapter=adapter, context=CONTEXT.get(case, 32), **mesh)
 
 
-@pytest.mark.parametrize("case", ["llama_tied", "gpt2", "gptj", "phi3"])
+@pytest.mark.parametrize("case", ["llama_tied", "gpt2", "gptj", "phi3", "mixtral"])
 def test_an_adapter_is_written_and_read_with_the_same_bits_and_merged_into_the_same_model(tmp_path, case):
     base = write_directory(tmp_path / "base", case)
     model = adapted(base, case, "model.adapter.scale=sqrt_rank")

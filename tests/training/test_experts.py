@@ -90,17 +90,14 @@ def test_the_bias_moves_by_its_rate_towards_the_mean_load_and_not_for_a_skipped_
 
 
 def test_the_bias_balances_a_router_that_does_not_learn():
-    """The load of the most chosen expert of any layer, relative to the mean: of weights that stay as they were."""
-    one, loads = one_device(), []
-    weights = eqx.tree_at(lambda p: p.blocks.mlp.router.weight, one.initial.params, replace_fn=lambda w: 4 * w)
-    state = eqx.tree_at(lambda state: state.params, one.initial, weights)
-    for _ in range(60):
-        state, metrics = one.compiled(one.placed(state), *one.batch(0))
+    """The load of the most chosen expert of any layer, relative to the mean, of one batch."""
+    still = "optimizer.learning_rate=0 optimizer.final_learning_rate=0 model.init_std=0.3 train.microbatches=1"
+    one = program((2, 1), still, "router_bias_rate=0.003")
+    state, loads = one.placed(one.initial), []
+    for _ in range(150):
+        state, metrics = one.compiled(state, *one.batch(0))
         loads.append(float(metrics["expert_load"]))
-        bias = np.array(state.params.blocks.mlp.router.choice_bias)
-        kept = eqx.tree_at(lambda params: params.blocks.mlp.router.choice_bias, weights, bias)
-        state = eqx.tree_at(lambda state: state.params, state, kept)
-    assert loads[0] > 1.5 and max(loads[-2:]) < 1.2 and min(loads[-2:]) < 1.15
+    assert loads[0] > 1.5 and loads[-1] < 1.15
 
 
 def test_evaluation_reports_what_a_capacity_drops():

@@ -11,6 +11,7 @@ import pytest
 
 from shmap_tp.runtime import command_line
 from shmap_tp.runtime.exit_codes import INTERRUPTED
+from tests.helpers.fresh_process import ctrl_c_of_a_terminal
 from tests.helpers.paths import ROOT
 
 STARTING = """
@@ -125,6 +126,7 @@ def test_the_end_of_the_terminal_stops_a_search_as_ctrl_c_does_but_not_under_noh
     assert handlers == before
 
 
+@ctrl_c_of_a_terminal()
 def test_ctrl_c_at_any_moment_of_the_start_of_main_py_leaves_no_traceback():
     """From its first import on."""
     for seconds in (0, 0.02, 0.05, 0.1, 0.3):
@@ -159,5 +161,6 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
+@ctrl_c_of_a_terminal()
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)

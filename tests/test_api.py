@@ -3,6 +3,7 @@
 import inspect
 import re
 import textwrap
+from functools import cache
 from typing import Any
 
 import jax
@@ -10,28 +11,31 @@ import numpy as np
 import pytest
 
 import shmap_tp
+from shmap_tp.api import build
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
 from tests.helpers.fresh_process import python
 from tests.helpers.model_fixtures import sequences, small
 
-SEQUENCE = ["mesh.tensor_parallel=sequence"]
-COLLECTIVE_MATMUL = ["mesh.tensor_parallel=collective_matmul"]
-ZERO1 = ["mesh.zero=zero1"]
-FSDP = ["mesh.zero=fsdp", "mesh.tensor_parallel=sequence", "model.tie_embeddings=true", "model.positions=learned"]
-MODES = {"all-reduce": [], "sequence": SEQUENCE, "collective matmul": COLLECTIVE_MATMUL, "ZeRO-1": ZERO1, "FSDP": FSDP}
-every_mode = pytest.mark.parametrize("mode", MODES)
+OTHER_MODEL = "model.tie_embeddings=true", "model.positions=learned"
+MODES = {
+    "all-reduce": ((2, 4),),
+    "ZeRO-1": ((8, 1), "mesh.zero=zero1"),
+    "collective matmul": ((1, 4), "mesh.tensor_parallel=collective_matmul"),
+    "sequence and FSDP": ((4, 2), "mesh.tensor_parallel=sequence", "mesh.zero=fsdp", *OTHER_MODEL),
+}
 
 
-def in_float64(parameters: shmap_tp.Transformer) -> dict[str, np.ndarray]:
-    """The parameters as the dense reference takes them."""
-    return {path: array.astype(np.float64) for path, array in by_path(parameters).items()}
+@cache
+def model(mode: str = "all-reduce") -> shmap_tp.Model:
+    shape, *overrides = MODES[mode]
+    return shmap_tp.Model.initialize(small(*shape, *overrides))
 
 
 # The package
 
 
-def test_importing_shmap_tp_imports_no_jax_and_the_names_use_no_device():
+def test_importing_shmap_tp_imports_no_jax_and_too_few_devices_of_a_backend_in_use_are_explained(tmp_path):
     done = python(
         """
         import sys, time
@@ -42,58 +46,12 @@ def test_importing_shmap_tp_imports_no_jax_and_the_names_use_no_device():
         assert {*shmap_tp.__all__} <= {*dir(shmap_tp)}
         for name in shmap_tp.__all__:
             assert getattr(shmap_tp, name).__doc__, name
-        shmap_tp.load_config("mesh.dp=1", "mesh.mp=1")
+        config = shmap_tp.load_config("model=test", "mesh.dp=2", "mesh.mp=4", "data.source=null")
         from jax._src import xla_bridge
         assert not xla_bridge.backends_are_initialized()
-        """
-    )
-    assert done.returncode == 0, done.stderr
 
-
-def test_the_docstring_names_everything_public():
-    assert {*shmap_tp.__all__} == {*shmap_tp._MODULES, "__version__"}
-    for name in shmap_tp.__all__:
-        assert name in shmap_tp.__doc__.split("Contents")[1]
-    with pytest.raises(AttributeError, match="no attribute 'load_konfig'; it has load_config"):
-        shmap_tp.load_konfig  # noqa: B018
-
-
-def test_the_example_in_the_docstring_runs_on_emulated_devices():
-    example = shmap_tp.__doc__.split("on the CPU.\n\n")[1].split("\n\nContents")[0]
-    example = textwrap.dedent(example)
-    assert 10 <= len(example.splitlines()) <= 16
-    done = python(
-        example + "\nimport jax; print(len(jax.devices()), logits.shape, float(loss), gradients.norm.scale.shape)"
-    )
-    assert done.returncode == 0, done.stderr
-    *losses, last = done.stdout.splitlines()
-    assert len(losses) == 5 and float(losses[-1]) < float(losses[0])
-    assert last.startswith("8 (16, 32, 256) ")
-
-
-# Devices
-
-
-@pytest.mark.parametrize("shapes", [[(2, 8), (1, 2)], [(1, 2), (2, 4), (4, 1)]], ids=["sixteen devices", "eight"])
-def test_a_process_can_use_several_meshes_of_up_to_eight_devices_or_of_the_first_if_that_is_larger(shapes):
-    done = python(
-        f"""
-        import shmap_tp
-        for dp, mp in {shapes}:
-            config = shmap_tp.load_config("model=test", f"mesh.dp={{dp}}", f"mesh.mp={{mp}}")
-            print(tuple(shmap_tp.make_mesh(config).shape.values()))
-        """
-    )
-    assert done.stdout.splitlines() == [str(shape) for shape in shapes], done.stderr
-
-
-def test_too_few_devices_of_a_backend_in_use_are_explained(tmp_path):
-    done = python(
-        """
         import jax
-        import shmap_tp
         jax.devices()
-        config = shmap_tp.load_config("model=test", "mesh.dp=2", "mesh.mp=4", "data.source=null")
         for act in (shmap_tp.make_mesh, shmap_tp.Model.initialize, shmap_tp.Trainer, shmap_tp.run_training):
             try:
                 act(config)
@@ -110,10 +68,46 @@ def test_too_few_devices_of_a_backend_in_use_are_explained(tmp_path):
         assert "needs 8 " in line and "JAX already runs with 1" in line and "restart Python" in line
 
 
+def test_the_docstring_names_everything_public():
+    assert {*shmap_tp.__all__} == {*shmap_tp._MODULES, "__version__"}
+    for name in shmap_tp.__all__:
+        assert name in shmap_tp.__doc__.split("Contents")[1]
+    with pytest.raises(AttributeError, match="no attribute 'load_konfig'; it has load_config"):
+        shmap_tp.load_konfig  # noqa: B018
+
+
+def test_the_example_in_the_docstring_runs(capsys):
+    example = shmap_tp.__doc__.split("on the CPU.\n\n")[1].split("\n\nContents")[0]
+    example, names = textwrap.dedent(example), {}
+    assert 10 <= len(example.splitlines()) <= 16
+    exec(example, names)
+    losses = [float(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 5 and losses[-1] < losses[0] and float(names["loss"]) < losses[0]
+    assert names["logits"].shape == (16, 32, 256)
+    assert names["gradients"].norm.scale.shape == names["model"].parameters.norm.scale.shape
+
+
+# Devices
+
+
+@pytest.mark.parametrize("shapes", [[(2, 8), (1, 2)], [(1, 2), (2, 4), (4, 1)]], ids=["sixteen devices", "eight"])
+def test_a_process_can_use_several_meshes_of_up_to_eight_devices_or_of_the_first_if_that_is_larger(shapes):
+    done = python(
+        f"""
+        from shmap_tp.config.compose import CONF, load
+        from shmap_tp.training.environment import make_mesh
+        for dp, mp in {shapes}:
+            config = load(str(CONF / "config.yaml"), ["model=test", f"mesh.dp={{dp}}", f"mesh.mp={{mp}}"])
+            print(tuple(make_mesh(config).shape.values()))
+        """
+    )
+    assert done.stdout.splitlines() == [str(shape) for shape in shapes], done.stderr
+
+
 def test_dp_auto_takes_all_devices():
     config = shmap_tp.load_config("model=test", "mesh.dp=auto", "mesh.mp=2")
     assert dict(shmap_tp.make_mesh(config).shape) == {"dp": 4, "mp": 2}
-    assert shmap_tp.Model.initialize(config).config.mesh.dp == 4
+    assert build(config, shmap_tp.Components())[0].mesh.dp == 4
 
 
 def test_several_processes_are_refused():
@@ -123,67 +117,56 @@ def test_several_processes_are_refused():
 
 # Model
 
-
-@every_mode
-def test_logits_are_those_of_the_dense_reference(mode):
-    """Of a batch that dp does not divide and of sequences shorter than the context; padded columns are not returned."""
-    model = shmap_tp.Model.initialize(small(2, 4, *MODES[mode]))
-    tokens = sequences(3, 5)
-    logits = model.logits(tokens)
-    assert logits.shape == (3, 5, 50) and logits.dtype == np.float32
-    with jax.enable_x64(True):
-        expected = reference.transformer(in_float64(model.parameters), tokens, model.config.model)[..., :50]
-    assert_close(logits, expected, RELATIVE["float32"])
+TOKENS, COUNTED = sequences(3, 9), np.random.default_rng(1).random((3, 9)) < 0.5
+COUNTED[0, :6], COUNTED[2] = False, False  # a prompt, and a row of which nothing counts
+TOKENS[1, 6:], COUNTED[1, 6:] = -1, True  # the padding of a row never counts
 
 
-@every_mode
-def test_loss_and_gradients_are_those_of_the_dense_reference(mode):
-    """Of a batch that dp does not divide, in which some targets are not counted."""
-    model = shmap_tp.Model.initialize(small(2, 4, *MODES[mode]))
-    tokens = sequences(3, 9)
-    tokens[0, 6:] = -1
-    loss, gradients = model.loss_and_gradients(tokens)
+@cache
+def expected(*overrides: str) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """(logits, loss, gradients) of the dense reference, whose inputs and targets are separate arrays."""
+    config = small(1, 1, *overrides).model
+    inputs, targets = np.maximum(TOKENS[:, :-1], 0), np.where(COUNTED, TOKENS, -1)[:, 1:]
 
     def objective(p: dict) -> Any:
-        return reference.objective(p, tokens, model.config.model, z_loss=0.01)
-
-    with jax.enable_x64(True):
-        expected, expected_loss = jax.jit(jax.grad(objective, has_aux=True))(in_float64(model.parameters))
-    assert_close(loss, expected_loss, RELATIVE["float32"])
-    assert_close(model.loss(tokens), expected_loss, RELATIVE["float32"])
-    assert jax.tree.structure(gradients) == jax.tree.structure(model.parameters)
-    assert_close(by_path(gradients), expected, RELATIVE["float32"])
-
-
-@pytest.mark.parametrize(
-    "shape, mode", [((1, 1), "all-reduce"), ((8, 1), "ZeRO-1"), ((1, 4), "sequence"), ((4, 2), "FSDP")]
-)
-def test_targets_that_are_not_counted_are_still_inputs(shape, mode):
-    """Loss and gradients are those of the dense reference, whose inputs and targets are separate arrays."""
-    model = shmap_tp.Model.initialize(small(*shape, *MODES[mode]))
-    tokens, counted = sequences(4, 9), np.random.default_rng(1).random((4, 9)) < 0.5
-    counted[0, :6], counted[3] = False, False  # a prompt, and a row of which nothing counts
-    targets = np.where(counted, tokens, -1)[:, 1:]
-
-    def objective(p: dict) -> Any:
-        logits = reference.transformer(p, tokens[:, :-1], model.config.model)
+        logits = reference.transformer(p, inputs, config)
         nll, logz = reference.cross_entropy(logits, targets, 50)
         loss = nll.sum() / (targets >= 0).sum()
-        return loss + 0.01 * (logz**2).sum() / (targets >= 0).sum(), loss
+        return loss + 0.01 * (logz**2).sum() / (targets >= 0).sum(), (logits[..., :50], loss)
 
+    parameters = model("sequence and FSDP" if overrides else "all-reduce").parameters
     with jax.enable_x64(True):
-        expected, expected_loss = jax.jit(jax.grad(objective, has_aux=True))(in_float64(model.parameters))
-    loss, gradients = model.loss_and_gradients(tokens, counted)
-    assert_close(loss, expected_loss, RELATIVE["float32"])
-    assert_close(model.loss(tokens, counted.tolist()), expected_loss, RELATIVE["float32"])
-    assert_close(by_path(gradients), expected, RELATIVE["float32"])
+        in_float64 = {path: array.astype(np.float64) for path, array in by_path(parameters).items()}
+        gradients, (logits, loss) = jax.jit(jax.grad(objective, has_aux=True))(in_float64)
+        return np.asarray(logits), np.asarray(loss), by_path(gradients)
 
 
-def test_the_padding_of_a_row_never_counts():
-    model, tokens = shmap_tp.Model.initialize(small(2, 4)), sequences(3, 9)
-    tokens[0, 6:] = -1
-    for counted in (tokens >= 0, np.full((3, 9), True)):
-        assert float(model.loss(tokens, counted)) == float(model.loss(tokens))
+@pytest.mark.parametrize("mode", MODES)
+def test_logits_loss_and_gradients_are_those_of_the_dense_reference(mode):
+    """Of a batch that dp does not divide, and of sequences shorter than the context; targets that are not counted are
+    still inputs.  Padded columns are not returned."""
+    of_mode, wanted = model(mode), OTHER_MODEL if "FSDP" in mode else ()
+    wanted_logits, wanted_loss, wanted_gradients = expected(*wanted)
+    logits = of_mode.logits(TOKENS[:, :5])
+    assert logits.shape == (3, 5, 50) and logits.dtype == np.float32
+    assert_close(logits, wanted_logits[:, :5], RELATIVE["float32"])
+    loss, gradients = of_mode.loss_and_gradients(TOKENS, COUNTED)
+    assert_close(loss, wanted_loss, RELATIVE["float32"])
+    assert_close(of_mode.loss(TOKENS, COUNTED.tolist()), wanted_loss, RELATIVE["float32"])
+    assert jax.tree.structure(gradients) == jax.tree.structure(of_mode.parameters)
+    assert_close(by_path(gradients), wanted_gradients, RELATIVE["float32"])
+    if not wanted:
+        assert_same_bits(of_mode.parameters, model().parameters)
+
+
+def test_without_counted_all_but_the_padding_counts():
+    assert float(model().loss(TOKENS)) == float(model().loss(TOKENS, TOKENS >= 0))
+
+
+def test_an_update_of_ones_own_lowers_the_loss():
+    loss, gradients = model().loss_and_gradients(TOKENS)
+    updated = model().with_parameters(jax.tree.map(lambda w, dw: w - 0.1 * dw, model().parameters, gradients))
+    assert float(updated.loss(TOKENS)) < float(loss) == pytest.approx(float(model().loss(TOKENS)))
 
 
 BAD_COUNTED = {
@@ -197,27 +180,10 @@ BAD_COUNTED = {
 @pytest.mark.parametrize("case", BAD_COUNTED)
 def test_targets_that_cannot_be_used_are_explained(case):
     tokens, counted, expected = BAD_COUNTED[case]
-    model = shmap_tp.Model.initialize(small(2, 4))
-    for use in (model.loss, model.loss_and_gradients):
+    for use in (model().loss, model().loss_and_gradients):
         with pytest.raises(shmap_tp.UserError, match=re.escape(expected)) as raised:
             use(tokens, counted)
         assert str(raised.value).count("\n") <= 1
-
-
-def test_a_model_is_the_same_on_every_mesh():
-    tokens = sequences(4, 9)
-    first, *others = [shmap_tp.Model.initialize(small(*shape)) for shape in [(1, 1), (8, 1), (2, 2)]]
-    for other in others:
-        assert_same_bits(other.parameters, first.parameters)
-        assert_close(other.loss(tokens), first.loss(tokens), RELATIVE["float32"])
-        assert_close(other.logits(tokens[:, :-1]), first.logits(tokens[:, :-1]), RELATIVE["float32"])
-
-
-def test_an_update_of_ones_own_lowers_the_loss():
-    model, tokens = shmap_tp.Model.initialize(small(2, 4)), sequences(4, 9)
-    loss, gradients = model.loss_and_gradients(tokens)
-    updated = model.with_parameters(jax.tree.map(lambda w, dw: w - 0.1 * dw, model.parameters, gradients))
-    assert float(updated.loss(tokens)) < float(loss) == pytest.approx(float(model.loss(tokens)))
 
 
 BAD_TOKENS = {
@@ -235,8 +201,7 @@ BAD_TOKENS = {
 @pytest.mark.parametrize("case", BAD_TOKENS)
 def test_tokens_that_cannot_be_used_are_explained(case):
     tokens, expected = BAD_TOKENS[case]
-    model = shmap_tp.Model.initialize(small(2, 4))
-    for use in (model.logits, model.loss, model.loss_and_gradients):
+    for use in (model().logits, model().loss, model().loss_and_gradients):
         with pytest.raises(shmap_tp.UserError) as raised:
             use(tokens)
         assert expected in str(raised.value)
@@ -248,4 +213,4 @@ def test_a_list_given_to_load_config_is_explained():
 
 
 def test_a_model_is_shown_in_one_line():
-    assert repr(shmap_tp.Model.initialize(small(2, 4))).endswith(" parameters, mesh dp=2, mp=4)")
+    assert repr(model()).endswith(" parameters, mesh dp=2, mp=4)")

@@ -12,11 +12,14 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import shmap_tp
+from shmap_tp.api import build
 from shmap_tp.config.schema import Precision
 from shmap_tp.training.checkpoint_files import find_checkpoint, restore_parameters
 from tests.helpers.assertions import assert_same_bits, by_path
 from tests.helpers.fresh_process import python
-from tests.helpers.run_fixtures import CONTEXT, VOCABULARY, run_uninterrupted
+from tests.helpers.run_fixtures import CONTEXT, VOCABULARY, bits, run_uninterrupted, state_at
+
+TOKENS = np.arange(2 * CONTEXT).reshape(2, CONTEXT) % VOCABULARY
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +28,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_uninterrupted(tmp_path_factory) / "run"
 
 
+@pytest.fixture(scope="module")
+def masters(run: Path) -> shmap_tp.Model:
+    """The model of the newest checkpoint, in float32."""
+    return shmap_tp.Model.restore(run)
+
+
 @pytest.mark.parametrize("which", ["", "checkpoints", "checkpoints/8"], ids=["run.dir", "checkpoint.dir", "checkpoint"])
-def test_a_model_is_restored_bit_for_bit_on_any_mesh_without_the_optimizer_state(run, monkeypatch, which):
+def test_a_checkpoint_is_named_by_its_run_by_the_directory_of_checkpoints_or_by_itself(run, which):
+    assert find_checkpoint(str(run / which), None) == find_checkpoint(str(run), 8)
+
+
+def test_a_model_is_restored_bit_for_bit_on_any_mesh_without_the_optimizer_state(run, masters, monkeypatch):
     asked, load = [], ocp.load_checkpointables
 
     def spy(directory: Any, tree: dict, **options: Any) -> Any:
@@ -34,56 +47,61 @@ def test_a_model_is_restored_bit_for_bit_on_any_mesh_without_the_optimizer_state
         return load(directory, tree, **options)
 
     monkeypatch.setattr(ocp, "load_checkpointables", spy)
-    saved = shmap_tp.Model.restore(run / which)
-    assert dict(saved.mesh.shape) == {"dp": 2, "mp": 4}
+    assert dict(masters.mesh.shape) == {"dp": 2, "mp": 4}
+    model = shmap_tp.Model.restore(run, dp=8, mp=1)
+    assert dict(model.mesh.shape) == {"dp": 8, "mp": 1}
     for name in asked[0].keys() - {"params"}:
         assert {*jax.tree.leaves(asked[0][name])} == {ocp.PLACEHOLDER}, name
-    model = shmap_tp.Model.restore(run / which, dp=8, mp=1)
-    assert dict(model.mesh.shape) == {"dp": 8, "mp": 1}
-    assert_same_bits(model.parameters, saved.parameters)
-    initial = by_path(shmap_tp.Model.initialize(saved.config).parameters)
-    assert all((initial[path] != array).any() for path, array in by_path(model.parameters).items())
+    assert_same_bits(model.parameters, masters.parameters)
+    found = bits(model.parameters)
+    assert found == state_at(run.parent, 8)[: len(found)]
 
 
 def test_a_model_is_restored_in_a_process_that_has_used_no_device(run):
-    """Reading a checkpoint initialises JAX's backend: the devices are emulated before."""
-    done = python(f"import shmap_tp; print(shmap_tp.Model.restore({str(run)!r}, dp=8).logits([[1, 2]]).shape)")
-    assert "needs 32 devices" in done.stderr and "choose a smaller one (dp, mp)" in done.stderr
-    done = python(f"import shmap_tp; print(shmap_tp.Model.restore({str(run)!r}, dp=8, mp=1).logits([[1, 2]]).shape)")
-    assert done.stdout == "(1, 2, 64)\n", done.stderr
+    """Reading a checkpoint initialises JAX's backend: the devices are emulated before, but not a million."""
+    done = python(
+        f"""
+        import shmap_tp
+        for shape in {{"dp": 2**10, "mp": 2**10}}, {{"dp": 8}}, {{"dp": 8, "mp": 1}}:
+            try:
+                print(shmap_tp.Model.restore({str(run)!r}, **shape).logits([[1, 2]]).shape)
+            except shmap_tp.UserError as error:
+                print(str(error).replace(chr(10), " "))
+        """
+    )
+    million, too_many, shape = done.stdout.splitlines()
+    assert "does not divide" in million and shape == "(1, 2, 64)", done.stderr
+    assert "needs 32 devices" in too_many and "choose a smaller one (dp, mp)" in too_many
 
 
-def test_an_older_checkpoint_can_be_named(run):
-    newest, older = shmap_tp.Model.restore(run), shmap_tp.Model.restore(run, step=6)
+def test_an_older_checkpoint_can_be_named(run, masters):
+    older = shmap_tp.Model.restore(run, step=6)
     assert_same_bits(older.parameters, shmap_tp.Model.restore(run / "checkpoints" / "6").parameters)
-    tokens = np.zeros((2, CONTEXT), int)
-    assert (np.asarray(older.logits(tokens)) != np.asarray(newest.logits(tokens))).any()
-    assert newest.config.model.vocabulary == VOCABULARY
+    newest = by_path(masters.parameters)
+    assert all((newest[path] != array).any() for path, array in by_path(older.parameters).items())
 
 
-def test_matrices_are_held_in_the_dtype_asked_for_with_the_same_results(run):
+def test_matrices_are_held_in_the_dtype_asked_for_with_the_same_results(run, masters):
     """Those that are rounded when the checkpoint is read are what each use of a float32 matrix rounds to."""
-    held, masters = shmap_tp.Model.restore(run, dtype="bfloat16"), shmap_tp.Model.restore(run)
+    held = shmap_tp.Model.restore(run, dtype="bfloat16")
     train = dataclasses.replace(masters.config.train, precision=Precision.bfloat16)
-    in_bfloat16 = dataclasses.replace(masters.config, train=train)
-    masters = shmap_tp.Model.initialize(in_bfloat16).with_parameters(masters.parameters)
+    in_bfloat16 = build(dataclasses.replace(masters.config, train=train), shmap_tp.Components())
+    rounding = shmap_tp.Model(*in_bfloat16[:2], masters.parameters, in_bfloat16[2])
     dtypes = {array.dtype.name for array in jax.tree.leaves(held.parameters)}
     assert dtypes == {"float32", "bfloat16"}, "vectors, such as the scales of norms, stay float32"
-    tokens = np.arange(2 * CONTEXT).reshape(2, CONTEXT) % VOCABULARY
-    np.testing.assert_array_equal(held.logits(tokens), masters.logits(tokens))
+    np.testing.assert_array_equal(held.logits(TOKENS), rounding.logits(TOKENS))
     assert_same_bits(shmap_tp.Model.restore(run, dtype="auto").parameters, masters.parameters)
     with pytest.raises(shmap_tp.UserError, match="dtype=float8 must be one of auto, float32, bfloat16"):
         shmap_tp.Model.restore(run, dtype="float8")
 
 
-def test_a_checkpoint_can_be_held_in_int8(run):
-    held, masters = shmap_tp.Model.restore(run, dtype="int8"), shmap_tp.Model.restore(run)
+def test_a_checkpoint_can_be_held_in_int8(run, masters):
+    held = shmap_tp.Model.restore(run, dtype="int8")
     found, w = held.parameters.blocks.mlp.up.weight, np.asarray(masters.parameters.blocks.mlp.up.weight)
     assert found.values.dtype == np.int8 and held.parameters.embedding.weight.dtype == np.float32
     assert (np.abs(found.astype(np.float32) - w) <= 0.501 / 127 * np.abs(w).max(-1, keepdims=True)).all()
-    tokens = np.arange(2 * CONTEXT).reshape(2, CONTEXT) % VOCABULARY
-    difference = np.abs(held.logits(tokens) - masters.logits(tokens))
-    assert 0 < difference.max() < 0.05 * np.abs(masters.logits(tokens)).max()
+    logits = np.asarray(masters.logits(TOKENS))
+    assert 0 < np.abs(held.logits(TOKENS) - logits).max() < 0.05 * np.abs(logits).max()
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_refused_if_it_is_named(run, tmp_path):
@@ -124,17 +142,7 @@ def test_a_fifo_in_the_place_of_the_configuration_is_not_read(tmp_path):
         shmap_tp.Model.restore(tmp_path)
 
 
-def test_a_mesh_of_a_million_devices_is_refused_before_they_are_emulated(run):
-    done = python(
-        f"import shmap_tp\ntry: shmap_tp.Model.restore({str(run)!r}, dp=2**10, mp=2**10)\n"
-        "except shmap_tp.UserError as error: print(error)\n"
-        f"print(dict(shmap_tp.Model.restore({str(run)!r}, dp=8, mp=1).mesh.shape))"
-    )
-    assert "does not divide" in done.stdout and "'dp': 8" in done.stdout, done.stderr
-
-
 def test_a_checkpoint_with_other_parameters_is_explained(run):
-    config = shmap_tp.load_config("model=test", "mesh.dp=2", "mesh.mp=4")
-    other = shmap_tp.Model.initialize(config).functions.shapes
+    other = build(shmap_tp.load_config("model=test", "mesh.dp=2", "mesh.mp=4"), shmap_tp.Components())[2].shapes
     with pytest.raises(shmap_tp.UserError, match=r"holds params/.* as float32\[.*\], needed is float32\["):
         restore_parameters(find_checkpoint(str(run), None), other)

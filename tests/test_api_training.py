@@ -13,7 +13,9 @@ from shmap_tp.config.schema import Resume
 from shmap_tp.data.batches import Batches
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import sequences, small
-from tests.helpers.run_fixtures import BATCH, CONTEXT, lines, overrides
+from tests.helpers.run_fixtures import BATCH, CONTEXT, lines, make_runs_quick, overrides
+
+TOKENS = sequences(8, 9)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def run(tmp_path_factory) -> tuple[Path, shmap_tp.Config]:
     directory = tmp_path_factory.mktemp("run")
     config = shmap_tp.load_config(*overrides(directory, "mesh.mp=2", "train.microbatches=2", "train.steps=4"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
+        make_runs_quick(patch)
         assert shmap_tp.run_training(config)
     return directory, config
 
@@ -32,6 +34,12 @@ def run(tmp_path_factory) -> tuple[Path, shmap_tp.Config]:
 @pytest.fixture(scope="module")
 def trainer(run) -> shmap_tp.Trainer:
     return shmap_tp.Trainer(run[1])
+
+
+@pytest.fixture(scope="module")
+def small_trainer() -> shmap_tp.Trainer:
+    """With two microbatches; it is trained by several tests."""
+    return shmap_tp.Trainer(small(2, 4, "model.positions=learned", "train.microbatches=2", "optimizer.warmup_steps=0"))
 
 
 def steps(config: shmap_tp.Config, trainer: shmap_tp.Trainer, first: int, last: int) -> list[float]:
@@ -86,7 +94,7 @@ def test_a_trainer_continues_from_what_it_saved_on_any_mesh_and_a_run_does_not(r
         shmap_tp.run_training(resumed)
 
 
-def test_the_model_of_a_trainer_writes_texts_with_a_tokenizer_that_it_is_given(monkeypatch):
+def test_the_model_of_a_trainer_writes_texts_with_a_tokenizer_that_it_is_given():
     model = shmap_tp.Model.initialize(shmap_tp.load_config("model=test", "mesh.mp=1", "mesh.dp=1"))
     with pytest.raises(shmap_tp.UserError, match=r"model.with_tokenizer\('bytes'\)"):
         model.generate(["a"])
@@ -104,58 +112,50 @@ def test_two_threads_may_share_a_trainer(trainer):
     assert all(np.isfinite(float(call.result())) for call in calls[1::2]) and int(trainer.state.step) == before + 4
 
 
-def test_a_model_of_another_shape_is_refused_by_a_trainer():
-    model = shmap_tp.Model.initialize(small(2, 4))
-    wider = small(2, 4, "model.ffn=48")
+def test_a_model_of_another_shape_is_refused_by_a_trainer(small_trainer):
+    wider = small(2, 4, "model.positions=learned", "model.ffn=48")
     with pytest.raises(shmap_tp.UserError, match="shape than its configuration: blocks/mlp/down/weight is "):
-        shmap_tp.Trainer(wider, model)
+        shmap_tp.Trainer(wider, small_trainer.model())
 
 
-def test_the_model_of_a_trainer_stays_as_it_is_and_another_trainer_can_start_from_it():
-    config, tokens = small(2, 4, "optimizer.warmup_steps=0"), sequences(8, 9)
-    trainer = shmap_tp.Trainer(config)
-    trainer.step(tokens)
-    model = trainer.model()
-    loss = trainer.evaluate(tokens)
-    assert_close(model.loss(tokens), loss, RELATIVE["float32"])
-    kept = by_path(model.parameters)
-    trainer.step(tokens)
+def test_the_model_of_a_trainer_stays_as_it_is_and_another_trainer_can_start_from_it(small_trainer):
+    model = small_trainer.model()
+    loss, kept = small_trainer.evaluate(TOKENS), by_path(model.parameters)
+    assert_close(model.loss(TOKENS), loss, RELATIVE["float32"])
+    small_trainer.step(TOKENS)
     assert_same_bits(model.parameters, kept)
-    assert float(trainer.evaluate(tokens)) < float(loss)
+    assert float(small_trainer.evaluate(TOKENS)) < float(loss)
 
-    other = shmap_tp.Trainer(small(4, 2, "optimizer.warmup_steps=0"), model)
-    assert_close(other.evaluate(tokens), loss, RELATIVE["float32"])
-    other.step(tokens)
+    other = shmap_tp.Trainer(small(4, 2, "model.positions=learned", "optimizer.warmup_steps=0"), model)
+    assert_close(other.step(TOKENS)["loss"], loss, RELATIVE["float32"])
     assert_same_bits(model.parameters, kept)
 
 
-def test_a_step_counts_the_same_targets_as_the_model():
+def test_a_step_counts_the_same_targets_as_the_model(small_trainer):
     """Over two microbatches that count different numbers of targets."""
-    trainer = shmap_tp.Trainer(small(2, 4, "train.microbatches=2"))
-    tokens, counted = sequences(8, 9), np.random.default_rng(1).random((8, 9)) < 0.5
+    counted = np.random.default_rng(1).random((8, 9)) < 0.5
     counted[:3] = False
-    expected = trainer.model().loss(tokens, counted)
-    assert_close(trainer.evaluate(tokens, counted), expected, RELATIVE["float32"])
-    assert_close(trainer.step(tokens, counted)["loss"], expected, RELATIVE["float32"])
+    expected = small_trainer.model().loss(TOKENS, counted)
+    assert_close(small_trainer.evaluate(TOKENS, counted), expected, RELATIVE["float32"])
+    assert_close(small_trainer.step(TOKENS, counted)["loss"], expected, RELATIVE["float32"])
 
 
-def test_segments_are_computed_as_if_each_were_a_row():
+def test_segments_are_computed_as_if_each_were_a_row(small_trainer):
     """In a step, an evaluation, and by a model: logits, loss and scores."""
-    trainer = shmap_tp.Trainer(small(2, 4, "model.positions=learned"))
-    model, tokens = trainer.model(), sequences(8, 9)
+    model = small_trainer.model()
     segments = np.repeat([[0] * 5 + [1] * 4], 8, axis=0)
-    parts = [tokens[:, :5], tokens[:, 5:]]
+    parts = [TOKENS[:, :5], TOKENS[:, 5:]]
     expected = np.mean([float(model.loss(part)) * (part.shape[1] - 1) for part in parts]) * 2 / 7
-    assert_close(trainer.evaluate(tokens, None, segments), expected, RELATIVE["float32"])
-    assert_close(model.loss(tokens, segments=segments), expected, RELATIVE["float32"])
-    assert_same_bits(model.loss(tokens, segments=segments * 2**40), model.loss(tokens, segments=segments))
+    assert_close(small_trainer.evaluate(TOKENS, None, segments), expected, RELATIVE["float32"])
+    assert_close(model.loss(TOKENS, segments=segments), expected, RELATIVE["float32"])
+    assert_same_bits(model.loss(TOKENS, segments=segments * 2**40), model.loss(TOKENS, segments=segments))
     logits = np.concatenate([model.logits(part) for part in parts], axis=1)[:, :8]
-    assert_close(model.logits(tokens[:, :8], segments[:, :8]), logits, RELATIVE["float32"])
-    mask = np.zeros(tokens.shape, bool)
+    assert_close(model.logits(TOKENS[:, :8], segments[:, :8]), logits, RELATIVE["float32"])
+    mask = np.zeros(TOKENS.shape, bool)
     mask[:, 6:] = True
-    likelihood, _ = model.score(tokens, mask, segments)
+    likelihood, _ = model.score(TOKENS, mask, segments)
     assert_close(likelihood, model.score(parts[1], mask[:, 5:])[0], RELATIVE["float32"])
-    assert_close(trainer.step(tokens, segments=segments)["loss"], expected, RELATIVE["float32"])
+    assert_close(small_trainer.step(TOKENS, segments=segments)["loss"], expected, RELATIVE["float32"])
     for wrong, words in (
         (segments[:, :8], r"segments must be integers \[8, 9\], one for each token, not int64\[8, 8\]"),
         (segments * 1.0, "not float64"),
@@ -164,13 +164,12 @@ def test_segments_are_computed_as_if_each_were_a_row():
         (np.where(np.arange(9) == 2, 1, segments), r"segments\[0\] returns to a number that it left"),
     ):
         with pytest.raises(shmap_tp.UserError, match=words):
-            trainer.step(tokens, segments=wrong)
+            small_trainer.step(TOKENS, segments=wrong)
 
 
-def test_a_batch_of_another_shape_is_explained():
-    trainer = shmap_tp.Trainer(small(2, 4))
+def test_a_batch_of_another_shape_is_explained(small_trainer):
     with pytest.raises(shmap_tp.UserError, match="rows have different lengths"):
-        trainer.step([[1] * 9] * 7 + [[1]])
+        small_trainer.step([[1] * 9] * 7 + [[1]])
     for tokens in (sequences(7, 9), sequences(8, 8)):
         with pytest.raises(shmap_tp.UserError, match=r"a step takes \[8, 9\]: \[train.batch, model.context \+ 1\]"):
-            trainer.step(tokens)
+            small_trainer.step(tokens)

@@ -1,8 +1,6 @@
 """`python main.py`: bad input is explained in a line or two, and a killed run loses nothing that was saved."""
 
-import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import jax
@@ -16,9 +14,16 @@ from tests.helpers.commands import call_main
 from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import (
     FIRST,
-    ROOT,
+    checkpoint_steps,
+    killed_at_the_end,
+    lines,
+    make_runs_quick,
     overrides,
+    start,
+    state_at,
     tiny,
+    values,
+    wait_for_step,
     write_tokens,
 )
 
@@ -71,10 +76,18 @@ BAD = {
 }  # fmt: skip
 
 
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """The message, of one or two lines, with which main.py refuses `arguments`."""
+    monkeypatch.setattr(distributed, "emulate_cpu_devices", lambda count: None)  # the tests emulate eight already
+    assert call_main(monkeypatch, *arguments) == 2
+    message = capsys.readouterr().err
+    assert 1 <= len(message.splitlines()) <= 2 and "Traceback" not in message, message
+    return message
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_explained_in_one_or_two_lines(tmp_path, monkeypatch, capsys, case):
     given, expected = BAD[case]
-    monkeypatch.setattr(distributed, "emulate_cpu_devices", lambda count: None)  # the tests emulate eight already
     write_tokens(tmp_path / "data")
     (tmp_path / "file").write_text("")
     if callable(given):
@@ -82,10 +95,8 @@ def test_bad_input_is_explained_in_one_or_two_lines(tmp_path, monkeypatch, capsy
         given = [f"data.dir={tmp_path / 'data'}"]
     given = [text.replace("FILE", str(tmp_path / "file")) for text in given]
     arguments = overrides(tmp_path) if "model=nope" not in given else []
-    assert call_main(monkeypatch, "--cfg", FIRST, *arguments, *given) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and 1 <= len(message.splitlines()) <= 2, message
-    assert "Traceback" not in message
+    message = refused(monkeypatch, capsys, "--cfg", FIRST, *arguments, *given)
+    assert message.startswith("error: ")
     for part in expected:
         assert part in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -104,23 +115,21 @@ NOT_DIRECTORIES = {
 @pytest.mark.parametrize("case", NOT_DIRECTORIES)
 @pytest.mark.parametrize("key", DIRECTORIES)
 def test_a_directory_that_cannot_be_used_is_explained(tmp_path, monkeypatch, capsys, key, case):
-    monkeypatch.setattr(distributed, "emulate_cpu_devices", lambda count: None)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     path = NOT_DIRECTORIES[case].replace("FILE", str(tmp_path / "file"))
     given = [*overrides(tmp_path), "data.source=stdlib", f"{key}={path}"]
     before = jax.config.jax_compilation_cache_dir
-    assert call_main(monkeypatch, "--cfg", FIRST, *given) == 2
+    message = refused(monkeypatch, capsys, "--cfg", FIRST, *given)
     assert jax.config.jax_compilation_cache_dir == before
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and 1 <= len(message.splitlines()) <= 2, message
-    assert key in message and shown(path) in message
+    assert message.startswith("error: ") and key in message and shown(path) in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists() and (tmp_path / "file").read_text() == ""
 
 
 def test_a_run_whose_name_is_too_long_for_its_directory_is_explained(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert call_main(monkeypatch, "--cfg", FIRST, f"run.name={'ü' * 150!r}") == 2
-    assert "run.dir=runs/üü" in (message := capsys.readouterr().err) and "has a name of 300 bytes" in message
+    message = refused(monkeypatch, capsys, "--cfg", FIRST, f"run.name={'ü' * 150!r}")
+    assert "run.dir=runs/üü" in message and "has a name of 300 bytes" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -134,64 +143,92 @@ def test_a_run_whose_name_is_too_long_for_its_directory_is_explained(tmp_path, m
     ],
 )
 def test_a_bad_command_line_is_explained_in_one_or_two_lines(monkeypatch, capsys, arguments, expected):
-    assert call_main(monkeypatch, *arguments) == 2
-    message = capsys.readouterr().err
-    assert expected in message and len(message.splitlines()) <= 2, message
+    assert expected in refused(monkeypatch, capsys, *arguments)
 
 
 def test_overrides_can_stand_before_and_after_the_options(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(loop, "train", lambda config, *_: seen.append(config) or 0)
-    before, after = overrides(tmp_path, "run.seed=5", "train.steps=9"), []
-    for split in (0, 3, len(before)):
-        assert call_main(monkeypatch, *before[:split], "--cfg", FIRST, *before[split:], "--resume", *after) == 0
-    assert seen == [tiny(tmp_path, "run.seed=5", "train.steps=9", "checkpoint.resume=must")] * 3
-
-
-def test_without_cfg_the_packaged_configuration_is_used(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(loop, "train", lambda config, *_: seen.append(config) or 0)
-    assert call_main(monkeypatch, *overrides(tmp_path)) == 0
-    assert seen == [tiny(tmp_path)]
+    given = overrides(tmp_path, "run.seed=5", "train.steps=9")
+    for split in (0, 3, len(given)):
+        assert call_main(monkeypatch, *given[:split], "--cfg", FIRST, *given[split:], "--resume") == 0
+    assert call_main(monkeypatch, *given, "--resume") == 0  # without --cfg, the packaged configuration
+    assert seen == [tiny(tmp_path, "run.seed=5", "train.steps=9", "checkpoint.resume=must")] * 4
 
 
 def test_help_explains_the_command_without_importing_jax(tmp_path):
     """In a new process, where nothing has imported JAX before."""
-    script = (
-        "import sys, time; begin = time.perf_counter(); sys.argv = ['main.py', '--help']\n"
-        "from shmap_tp import train\n"
-        "try: train.main()\n"
-        "except SystemExit as done: assert done.code == 0\n"
-        "assert 'jax' not in sys.modules and 'matplotlib' not in sys.modules\n"
-        "print('SECONDS', time.perf_counter() - begin)"
+    done = python(
+        """
+        import sys, time; begin = time.perf_counter(); sys.argv = ['main.py', '--help']
+        from shmap_tp import train
+        try: train.main()
+        except SystemExit as done: assert done.code == 0
+        assert 'jax' not in sys.modules and 'matplotlib' not in sys.modules
+        print('SECONDS', time.perf_counter() - begin)
+        """
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert float(done.stdout.split("SECONDS")[1]) < 5
-    for topic in (
-        "--cfg conf/config.yaml",
-        "--resume",
-        "key=value",
-        "mesh.dp",
-        "6_9b",
-        "minipile",
-        "75",
-        "exit codes",
-    ):
+    for topic in ("--cfg conf/config.yaml", "--resume", "key=value", "mesh.dp", "6_9b", "minipile", "75", "exit codes"):
         assert topic in done.stdout
+
+
+# A kill
+
+
+def test_a_process_that_is_killed_then_resumed_then_stopped_trains_as_one_without_interruption(
+    tmp_path, monkeypatch, capsys
+):
+    """What SIGKILL loses are the steps after the newest complete checkpoint.  Nobody reads the output of the resumed
+    process any more when Ctrl-C stops it."""
+    quiet = ["evaluate.every=0", "checkpoint.keep=3", "checkpoint.every=3"]
+    given = ["--cfg", FIRST, *overrides(tmp_path, *quiet), "train.steps=100000"]
+    with killed_at_the_end([start(*given)]) as (killed,):
+        wait_for_step(killed, tmp_path, 8)
+        killed.kill()
+        killed.communicate(timeout=60)
+    reached = lines(tmp_path)[-1]["step"]
+    newest = max(int(path.parent.name) for path in (tmp_path / "run" / "checkpoints").glob("*/sha256.json"))
+    assert reached - 6 <= newest <= reached, (newest, reached)
+
+    with killed_at_the_end([start(*given, "--resume")]) as (stopped,):
+        while (line := stopped.stdout.readline()) and "resuming from step" not in line:
+            pass
+        assert f"resuming from step {newest} " in line, stopped.communicate()
+        stopped.stdout.close()
+        stopped.stderr.close()
+        wait_for_step(stopped, tmp_path, reached + 2)
+        stopped.send_signal(signal.SIGINT)
+        assert stopped.wait(60) == 75
+    last = lines(tmp_path)[-1]["step"]
+    assert checkpoint_steps(tmp_path)[-1] == last
+
+    make_runs_quick(monkeypatch)
+    more = f"train.steps={last + 1}"
+    assert call_main(monkeypatch, "--cfg", f"{tmp_path}/run/config.yaml", more, "--resume") == 0
+    assert f"resuming from step {last}" in capsys.readouterr().out
+    assert loop.train(tiny(straight := tmp_path / "straight", *quiet, more)) == 0
+    assert [line["step"] for line in lines(tmp_path)] == [*range(1, last + 2)]
+    assert values(tmp_path) == values(straight)
+    assert state_at(tmp_path, last + 1) == state_at(straight, last + 1)
 
 
 # --check
 
 
-@pytest.mark.parametrize("arguments", [["main.py"], ["-m", "shmap_tp", "train"]], ids=["main.py", "shmap-tp train"])
-def test_check_prints_a_summary_and_writes_nothing(tmp_path, arguments):
+def test_check_prints_a_summary_uses_no_device_and_writes_nothing(tmp_path):
     """In a new process, in a directory of its own."""
-    given = [str(ROOT / "main.py"), *arguments[1:]] if arguments == ["main.py"] else arguments
-    done = subprocess.run(
-        [sys.executable, *given, "--check", "model=6_9b", "mesh.dp=4", "mesh.mp=8", "run.name=big", "train.steps=10"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = python(
+        """
+        from shmap_tp import train
+        given = ['model=6_9b', 'mesh.dp=4', 'mesh.mp=8', 'run.name=big', 'train.steps=10']
+        assert train.main(['--check', *given]) == train.main(['--check', 'mesh.dp=auto']) == 0
+        from jax._src import xla_bridge
+        assert not xla_bridge.backends_are_initialized()
+        """,
+        cwd=tmp_path,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     for part in (
         "6_9b: 6,854,676,480 parameters, 32 layers of width 4096",
@@ -200,18 +237,10 @@ def test_check_prints_a_summary_and_writes_nothing(tmp_path, arguments):
         "10, together 327,680 tokens",
         "data/stdlib: not prepared; a run prepares it (data.source=stdlib)",
         "runs/big/checkpoints, checkpoint.resume=never",
+        "dp=auto (all devices / mp) x mp=4",
     ):
         assert part in done.stdout
     assert not list(tmp_path.iterdir())
-
-
-def test_check_uses_no_device():
-    script = (
-        "from shmap_tp import train\nassert train.main(['--check', 'mesh.dp=auto']) == 0\n"
-        "from jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized()"
-    )
-    done = python(script)
-    assert done.returncode == 0 and "dp=auto (all devices / mp) x mp=4" in done.stdout, done.stderr
 
 
 CHECKED = {

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from typing import NoReturn
 
 import pytest
 
@@ -13,10 +14,6 @@ from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import FIRST, ROOT
 
 COMMANDS = ["train", "prepare", "plan", "generate", "chat", "evaluate", "pretrained", "verify"]
-
-
-def called(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_the_installed_command_is_the_function_main_of_cli():
@@ -54,22 +51,27 @@ def test_an_unknown_command_is_explained_in_two_lines(capsys):
     assert said.err == f"error: shmap-tp has no command 'trian'\nuse one of {', '.join(COMMANDS)}\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "argument", "code"),
-    [
-        ("prepare", "--help", 0),
-        ("prepare", "--nonsense", 2),
-        ("plan", "--help", 0),
-        ("verify", "--nonsense", 2),
-        ("pretrained", "--help", 0),
-    ],
-)
-def test_a_command_is_its_module(name, argument, code):
+def called(*arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("argument, code", [("--help", 0), ("--nonsense", 2)])
+def test_a_command_is_its_module(argument, code):
     """The same help, the same answer to bad input, the same exit code."""
-    command, module = called("-m", "shmap_tp", name, argument), called("-m", f"shmap_tp.{name}", argument)
-    assert (command.returncode, command.stdout, command.stderr) == (module.returncode, module.stdout, module.stderr)
-    assert command.returncode == code, command.stderr
-    assert f"shmap_tp.{name}" in command.stdout + command.stderr
+    command = called("-m", "shmap_tp", "prepare", argument)
+    assert command == called("-m", "shmap_tp.prepare", argument) and command[0] == code
+
+
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_refuses_an_argument_that_it_does_not_know(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--nonsense"])
+    program = "shmap-tp train" if name == "train" else f"python -m shmap_tp.{name}"
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and message.startswith(f"usage: {program} [") and f"{program}: error: " in message
 
 
 def test_the_three_ways_to_train_have_the_same_help_but_for_their_names():
@@ -77,20 +79,27 @@ def test_the_three_ways_to_train_have_the_same_help_but_for_their_names():
     names = ["python main.py", "shmap-tp train", "python -m shmap_tp.train"]
     helps = []
     for arguments, name in zip(given, names, strict=True):
-        done = called(*arguments, "--help")
-        assert done.returncode == 0 and done.stdout.startswith(f"usage: {name} ["), done.stderr
-        helps.append([line for line in done.stdout.replace(name, "COMMAND").splitlines() if "COMMAND" not in line][3:])
+        code, out, err = called(*arguments, "--help")
+        assert code == 0 and out.startswith(f"usage: {name} ["), err
+        helps.append([line for line in out.replace(name, "COMMAND").splitlines() if "COMMAND" not in line][3:])
     assert helps[0] == helps[1] == helps[2]
 
 
-@pytest.mark.parametrize("code", [0, 2, 69])
+@pytest.mark.parametrize("code", [0, 2, 69, 75, 130])
 def test_the_command_exits_with_the_code_of_the_training(monkeypatch, code):
-    seen = []
+    """Once it is stopped, without the end of the interpreter: programs that still run on the devices could crash it."""
+    seen, ended_at_once = [], []
+
+    def end_at_once(code: int) -> NoReturn:
+        ended_at_once.append(code)
+        raise SystemExit(code)
+
     monkeypatch.setattr(train, "main", lambda argv, command: seen.append((argv, command)) or code)
     monkeypatch.setattr(train.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(train.os, "_exit", end_at_once)
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "--cfg", FIRST, "train.steps=3"])
-    assert ended.value.code == code
+    assert ended.value.code == code and ended_at_once == [code] * (code in (75, 130))
     assert seen == [(["--cfg", FIRST, "train.steps=3"], "shmap-tp train")]
 
 

@@ -2,10 +2,8 @@
 
 import re
 import sys
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import jax
 import pytest
@@ -23,45 +21,31 @@ def journey_of_a_batch() -> str:
     return DOCUMENT.read_text().split("### A batch")[1].split("### A weight")[0]
 
 
-def files_that_run(call: Callable[[], Any]) -> set[str]:
-    """Files of shmap_tp of which a function is called by `call`."""
-    found = set()
-
-    def record(frame: FrameType, event: str, _: Any) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(ROOT / "shmap_tp"):
-            found.add(str(file.relative_to(ROOT)))
-
-    before = sys.getprofile()
-    sys.setprofile(record)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return found
-
-
-def forward_pass(*overrides: str) -> Callable[[], Any]:
-    """The evaluation of one batch on a (2, 4) mesh, traced."""
-    config = step_config((2, 4), *overrides)
+@cache
+def files_that_run(*overrides: str) -> set[str]:
+    """Files of shmap_tp of which a function is called by the evaluation of a batch on a (2, 4) mesh, while it is
+    traced."""
+    config, found = step_config((2, 4), *overrides), set()
     functions = build_step_functions(config, mesh((2, 4)), jax.numpy.float32)
-    return lambda: jax.eval_shape(functions.evaluate, functions.shapes.params, functions.tokens)
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: found.add(frame.f_code.co_filename))
+    try:
+        jax.eval_shape(functions.evaluate, functions.shapes.params, functions.tokens)
+    finally:
+        sys.settrace(before)
+    return {str(Path(file).relative_to(ROOT)) for file in found if Path(file).is_relative_to(ROOT / "shmap_tp")}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("model.positions=rotary", "model.block=sequential", "model.mlp=swiglu"),
-        ("model.remat=full", "mesh.zero=fsdp", "model.norm=rmsnorm"),
-    ],
-)
+OTHERS = "model.positions=rotary model.block=sequential model.mlp=swiglu model.remat=full mesh.zero=fsdp"
+
+
+@pytest.mark.parametrize("overrides", ["", f"{OTHERS} model.norm=rmsnorm"])
 def test_every_file_between_a_batch_and_its_loss_is_named(overrides):
     named = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", journey_of_a_batch()))
-    assert not {file for file in files_that_run(forward_pass(*overrides)) if Path(file).name not in named}
+    assert not {file for file in files_that_run(*overrides.split()) if Path(file).name not in named}
 
 
 def test_a_batch_goes_through_at_most_nine_files():
     steps = re.findall(r"^\d+\..*?(?=^\d+\.|^$)", journey_of_a_batch(), re.MULTILINE | re.DOTALL)[1:]
     files = {file for step in steps for file in re.findall(r"`(shmap_tp/[\w/]+\.py)`", step)}
-    assert len(files) <= MAX_FILES and files - {"shmap_tp/data/batches.py"} <= files_that_run(forward_pass())
+    assert len(files) <= MAX_FILES and files - {"shmap_tp/data/batches.py"} <= files_that_run()

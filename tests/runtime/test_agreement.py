@@ -2,6 +2,7 @@
 
 import json
 import threading
+from hashlib import sha256
 
 import jax
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from shmap_tp.config.compose import load
 from shmap_tp.errors import LostProcessError, StorageError, UserError
 from shmap_tp.runtime import agreement
-from tests.helpers.run_fixtures import FIRST
+from shmap_tp.training import loop
+from tests.helpers.run_fixtures import FIRST, tiny
 
 
 class Store:
@@ -111,3 +113,15 @@ def test_only_values_that_may_differ_between_hosts_are_left_out_of_the_compariso
     assert agreement.launch_facts(load(FIRST, [*mixed, weights])) != facts_of_sources
     assert facts["the version of jax"] == jax.__version__
     assert len(facts["the source code of shmap_tp (sha256)"]) == 12
+
+
+def test_the_data_of_all_processes_are_compared_before_the_first_step(tmp_path, monkeypatch):
+    def compare(name: str, facts: dict[str, str]) -> None:
+        content = (tmp_path / "data" / "train.bin").read_bytes()
+        assert facts["train.bin"] == f"3000 tokens of sha256 {sha256(content).hexdigest()[:12]}"
+        raise UserError(f"other {name}")
+
+    monkeypatch.setattr("shmap_tp.training.run.require_agreement", compare)
+    with pytest.raises(UserError, match="other data"):
+        loop.train(tiny(tmp_path))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,45 +1,41 @@
 """Ctrl-C and SIGTERM while a command still starts end it without a traceback."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
 from shmap_tp.runtime import command_line
 from shmap_tp.runtime.exit_codes import INTERRUPTED
-from tests.helpers.fresh_process import ctrl_c_of_a_terminal
+from tests.helpers.fresh_process import ctrl_c_of_a_terminal, python
 from tests.helpers.paths import ROOT
 
-STARTING = """
-import builtins, signal, sys, os
+
+def at_import(module: str, number: int) -> str:
+    """The beginning of a program that gets the signal `number` when it first imports `module`."""
+    return f"""
+import builtins, os
 original = builtins.__import__
 def interrupted(name, *arguments, **more):
-    if name == sys.argv[1] and not os.environ.pop("SENT", None):
+    if name == {module!r} and not os.environ.pop("SENT", None):
         os.environ["SENT"] = "1"
-        os.kill(os.getpid(), int(sys.argv[2]))
+        os.kill(os.getpid(), {int(number)})
     return original(name, *arguments, **more)
 builtins.__import__ = interrupted
 """
-"""A program that gets a signal when it first imports a module."""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-@pytest.mark.parametrize("module", ["yaml", "jax", "optax"])
-def test_training_that_is_stopped_during_its_imports_exits_with_75(module, number):
-    script = STARTING + "del sys.argv[1:]\nfrom shmap_tp import train\ntrain.run([])"
-    script = script.replace("sys.argv[1]", repr(module)).replace("sys.argv[2]", str(int(number)))
-    done = run(sys.executable, "-c", script)
+@pytest.mark.parametrize(
+    ("module", "number"), [("yaml", signal.SIGINT), ("jax", signal.SIGTERM), ("optax", signal.SIGINT)]
+)
+@ctrl_c_of_a_terminal()
+def test_training_that_is_stopped_during_its_imports_exits_with_75(tmp_path, module, number):
+    done = python(at_import(module, number) + "from shmap_tp import train\ntrain.run([])", cwd=tmp_path)
     assert done.returncode == 75 and done.stderr == "stopped before the first training step; there is nothing to save\n"
-
-
-def test_ctrl_c_during_the_imports_of_verify_leaves_no_traceback():
-    script = STARTING.replace("sys.argv[1]", repr("jax")).replace("sys.argv[2]", str(int(signal.SIGINT)))
-    done = run(sys.executable, "-c", script + "from shmap_tp import verify\nverify.main(['checkpoint', 'nowhere'])")
-    assert done.returncode == -signal.SIGINT and done.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -51,14 +47,17 @@ def test_ctrl_c_during_the_imports_of_verify_leaves_no_traceback():
         ("generate --checkpoint nowhere --prompt a", "jax"),
         ("evaluate --checkpoint nowhere", "jax"),
         ("chat --checkpoint nowhere", "jax"),
+        ("verify checkpoint nowhere", "jax"),
     ],
 )
-def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(command, module):
+@ctrl_c_of_a_terminal()
+def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(tmp_path, command, module):
     """Its exception would be swallowed, or crash the interpreter, in places."""
     name, *arguments = command.split()
-    script = STARTING.replace("sys.argv[1]", repr(module)).replace("sys.argv[2]", str(int(signal.SIGINT)))
-    script += f"import runpy\nsys.argv = {[name, *arguments]}\nrunpy.run_module('shmap_tp.{name}', run_name='__main__')"
-    done = run(sys.executable, "-c", script)
+    run = (
+        f"import runpy, sys\nsys.argv = {[name, *arguments]}\nrunpy.run_module('shmap_tp.{name}', run_name='__main__')"
+    )
+    done = python(at_import(module, signal.SIGINT) + run, cwd=tmp_path)
     assert done.returncode == -signal.SIGINT and done.stderr == ""
 
 
@@ -70,48 +69,37 @@ def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(comm
     ],
     ids=["search", "one mesh"],
 )
-def test_ctrl_c_while_the_planner_estimates_or_compiles_ends_it_at_once(flags, where):
-    """A raised exception would wait for the end of a compilation, or be swallowed by a callback of the garbage
-    collector."""
-    script = f"""
-import os, runpy, signal, sys
-from unittest.mock import patch
-import shmap_tp.plan.search.command
+@ctrl_c_of_a_terminal()
+def test_ctrl_c_while_the_planner_estimates_or_compiles_ends_it_at_once(monkeypatch, flags, where):
+    """Without a handler: a raised exception would wait for the end of a compilation, or be swallowed by a callback of
+    the garbage collector."""
+    handlers = []
 
-def interrupted(*_, **__):
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-        sum(range(1000))
-    except KeyboardInterrupt:
-        print("goes on")
+    def reached(*_: object, **__: object) -> None:
+        handlers.append(signal.getsignal(signal.SIGINT))
+        raise SystemExit
 
-sys.argv = ["plan", "--model", "test", *{flags.split()}]
-with patch({where!r}, interrupted):
-    runpy.run_module("shmap_tp.plan", run_name="__main__")
-"""
-    done = run(sys.executable, "-c", script)
-    assert done.returncode == -signal.SIGINT and done.stderr == "" and "goes on" not in done.stdout
+    monkeypatch.setattr(where, reached)
+    monkeypatch.setattr(sys, "argv", ["plan", "--model", "test", *flags.split()])
+    monkeypatch.delitem(sys.modules, "shmap_tp.plan.__main__", raising=False)
+    with pytest.raises(SystemExit):
+        runpy.run_module("shmap_tp.plan", run_name="__main__")
+    assert handlers == [signal.SIG_DFL]
 
 
+@ctrl_c_of_a_terminal()
 def test_ctrl_c_during_a_callback_that_cannot_raise_still_ends_the_command():
-    script = """
-import os, signal, time
-from shmap_tp.runtime.command_line import run_command
+    class Freed:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            sum(range(1000))
 
-class Freed:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        sum(range(1000))
+    def command() -> None:
+        Freed()
+        for _ in range(100):
+            time.sleep(0.1)
 
-def command():
-    Freed()
-    for _ in range(100):
-        time.sleep(0.1)
-
-raise SystemExit(run_command(command))
-"""
-    done = run(sys.executable, "-c", script)
-    assert done.returncode == INTERRUPTED and done.stderr == ""
+    assert command_line.run_command(command) == INTERRUPTED
 
 
 @pytest.mark.parametrize("at_start", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "nohup"])
@@ -127,11 +115,11 @@ def test_the_end_of_the_terminal_stops_a_search_as_ctrl_c_does_but_not_under_noh
 
 
 @ctrl_c_of_a_terminal()
-def test_ctrl_c_at_any_moment_of_the_start_of_main_py_leaves_no_traceback():
+def test_ctrl_c_at_any_moment_of_the_start_of_main_py_leaves_no_traceback(tmp_path):
     """From its first import on."""
     for seconds in (0, 0.02, 0.05, 0.1, 0.3):
-        program = [sys.executable, "-X", "importtime", "main.py", "model=test"]
-        with subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, env=environment(), text=True) as process:
+        program = [sys.executable, "-X", "importtime", ROOT / "main.py", "model=test"]
+        with subprocess.Popen(program, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
             for line in process.stderr:
                 if line.split("|")[-1].strip() == "argparse":  # the first import of the command
                     break
@@ -142,25 +130,17 @@ def test_ctrl_c_at_any_moment_of_the_start_of_main_py_leaves_no_traceback():
 
 
 def test_a_second_ctrl_c_while_training_leaves_no_traceback():
-    script = """
-    import jax
-    from shmap_tp import train
+    done = python(
+        """
+        import jax
+        from shmap_tp import train
 
-    def main(argv, command):
-        raise KeyboardInterrupt
+        def main(argv, command):
+            raise KeyboardInterrupt
 
-    train.main = main
-    train.run([])
-    """
-    done = run(sys.executable, "-c", textwrap.dedent(script))
+        train.main = main
+        train.run([])
+        """
+    )
     assert done.returncode == 130
     assert done.stderr == "interrupted without saving: --resume continues from the newest checkpoint, if there is one\n"
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-
-
-@ctrl_c_of_a_terminal()
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,23 +23,21 @@ from shmap_tp.errors import UserError
 from shmap_tp.runtime import distributed
 from shmap_tp.runtime.exit_codes import LOST
 from shmap_tp.training import loop
-from shmap_tp.training.checkpoint_files import MANIFEST
 from tests.helpers.run_fixtures import (
     FIRST,
     free_port,
     killed_at_the_end,
     lines,
+    make_runs_quick,
     overrides,
     start,
     tiny,
     together,
     wait_for_step,
-    write_tokens,
 )
 
-TIMEOUT_SECONDS = 120
-"""Time limit of each process."""
-GIVEN = ["train.steps=6", "checkpoint.every=3", "evaluate.every=3", "train.check_replicas_every=2"]
+GIVEN = ["checkpoint.every=3", "evaluate.every=3", "train.check_replicas_every=2"]
+ENDLESS = "train.steps=100000"
 
 
 def free_job() -> int:
@@ -63,25 +60,27 @@ def slurm(*arguments: str) -> Iterator[list[subprocess.Popen]]:
         yield processes
 
 
-def wait_for_exit(processes: list[subprocess.Popen], code: int) -> str:
-    """Wait until all processes have exited with `code`, the others printing only where their logs are.  Returns what
-    process 0 has printed."""
-    output = [process.communicate(timeout=TIMEOUT_SECONDS) for process in processes]
+def ended(processes: list[subprocess.Popen], code: int) -> tuple[str, list[str]]:
+    """Wait until all have exited with `code`, without a traceback: (what process 0 has printed, the stderr of each)."""
+    output = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [code] * len(processes), output
     assert not any("Traceback" in err for _, err in output), output
-    for number, (out, err) in enumerate(output[1:], start=1):
-        assert out == "" and err.startswith(f"process {number} of {len(processes)} on "), (out, err)
-        assert err.splitlines()[0].endswith(f"/run/logs/process-{number}.log"), err
-    return output[0][0]
+    assert not any(out for out, _ in output[1:]), output
+    return output[0][0], [err for _, err in output]
+
+
+def train_alone(directory: Path, steps: int, resume: str = "never") -> None:
+    """Train in this process, on its eight devices, until `steps` are done."""
+    with pytest.MonkeyPatch.context() as patch:
+        make_runs_quick(patch)
+        assert loop.train(tiny(directory, *GIVEN, f"train.steps={steps}", f"checkpoint.resume={resume}")) == 0
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """Directory of a run of 9 steps by one process with eight devices."""
+    """Directory of a run of 3 steps by one process with eight devices."""
     directory = tmp_path_factory.mktemp("alone")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
-        assert loop.train(tiny(directory, *GIVEN, "train.steps=9")) == 0
+    train_alone(directory, 3)
     return directory
 
 
@@ -92,46 +91,52 @@ def assert_same_losses(directory: Path, expected: Path, steps: int) -> None:
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-6, abs=0)
 
 
-def test_two_processes_train_to_the_same_losses_as_one_which_continues_their_checkpoint(alone, tmp_path, monkeypatch):
-    with together(2, *overrides(tmp_path, *GIVEN)) as processes:
-        output = wait_for_exit(processes, 0)
-    assert output.count("step 6/6") == 1 and "done at step 6 of 6" in output
-    assert_same_losses(tmp_path, alone, 6)
-
-    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
-    one = ["mesh.dp=1", "mesh.mp=8", "train.steps=9", "checkpoint.resume=must"]
-    assert loop.train(tiny(tmp_path, *GIVEN, *one)) == 0
-    assert [line["mesh"] for line in lines(tmp_path)] == [[2, 4]] * 6 + [[1, 8]] * 3
-    assert_same_losses(tmp_path, alone, 9)
-
-
-def test_two_processes_continue_the_checkpoint_of_one_and_stop_together(alone, tmp_path):
-    """Only one of them receives SIGTERM."""
-    shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
-    for step in (6, 9):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
-    with slurm(*overrides(tmp_path, *GIVEN, "train.steps=100000", "checkpoint.resume=must")) as processes:
-        wait_for_step(processes[0], tmp_path, 10)
+def test_two_processes_continue_a_run_of_one_stop_together_and_are_continued_by_one(alone, tmp_path, capsys):
+    """On another mesh, with the losses of one process; only one of them receives SIGTERM."""
+    for name in ("straight", "several"):
+        shutil.copytree(alone, tmp_path / name)
+    several, mesh = tmp_path / "several", ["mesh.dp=4", "mesh.mp=2"]
+    with slurm(*overrides(several, *GIVEN, *mesh, ENDLESS, "checkpoint.resume=must")) as processes:
+        wait_for_step(processes[0], several, 6)
         processes[1].send_signal(signal.SIGTERM)
-        output = wait_for_exit(processes, 75)
-    stopped = lines(tmp_path)[-1]["step"]
-    assert "resuming from step 3" in output and f"stopped and saved at step {stopped} of 100000" in output
-    assert (tmp_path / "run" / "checkpoints" / str(stopped) / MANIFEST).exists()
-    assert_same_losses(tmp_path, alone, 9)
+        output, (_, said) = ended(processes, 75)
+    stopped = lines(several)[-1]["step"]
+    assert "resuming from step 3" in output and output.count("step 5/") == 1
+    assert f"stopped and saved at step {stopped} of 100000" in output
+    assert said.startswith("process 1 of 2 on ") and said.splitlines()[0].endswith("/run/logs/process-1.log")
+
+    train_alone(several, stopped + 2, "must")
+    assert f"resuming from step {stopped}" in capsys.readouterr().out
+    train_alone(tmp_path / "straight", stopped + 2, "must")
+    assert [line["mesh"] for line in lines(several)] == [[2, 4]] * 3 + [[4, 2]] * (stopped - 3) + [[2, 4]] * 2
+    assert_same_losses(several, tmp_path / "straight", stopped + 2)
+
+
+def test_two_processes_start_as_one_and_the_kill_of_one_is_reported_by_the_other_which_exits(alone, tmp_path):
+    with together(2, *overrides(tmp_path, *GIVEN, ENDLESS, "run.lost_timeout_seconds=10")) as (first, second):
+        wait_for_step(first, tmp_path, 3)
+        second.kill()
+        began = time.monotonic()
+        _, err = first.communicate(timeout=60)
+        assert time.monotonic() - began < 60
+    assert first.returncode == LOST and "Traceback" not in err
+    assert "error: process 1 is lost: no heartbeat for 10 s (run.lost_timeout_seconds)" in err
+    assert_same_losses(tmp_path, alone, 3)
 
 
 @pytest.mark.slow
-def test_four_processes_continue_the_run_of_two_and_one_of_four_and_two_of_one(alone, tmp_path):
+def test_four_processes_continue_the_run_of_two_and_one_of_four_and_two_of_one(tmp_path):
     """Nine steps: three by 2 processes with 4 devices each, three by 4 with 2, two by 1 with 8, and the last by 2."""
+    train_alone(tmp_path / "alone", 9)
     for processes, steps, mesh in [(2, 3, (2, 4)), (4, 6, (4, 2)), (1, 8, (1, 8)), (2, 9, (8, 1))]:
         on = [f"mesh.dp={mesh[0]}", f"mesh.mp={mesh[1]}", f"train.steps={steps}", "checkpoint.resume=if_present"]
         with together(processes, *overrides(tmp_path, *GIVEN, *on)) as started:
-            wait_for_exit(started, 0)
+            assert f"done at step {steps} of {steps}" in ended(started, 0)[0]
     assert [line["mesh"] for line in lines(tmp_path)] == [[2, 4]] * 3 + [[4, 2]] * 3 + [[1, 8]] * 2 + [[8, 1]]
-    assert_same_losses(tmp_path, alone, 9)
+    assert_same_losses(tmp_path, tmp_path / "alone", 9)
 
 
-# If one process differs, all exit
+# If one process differs or fails, all exit
 
 
 def test_processes_that_were_started_differently_name_the_keys_and_exit_before_a_device_is_used(tmp_path):
@@ -139,79 +144,61 @@ def test_processes_that_were_started_differently_name_the_keys_and_exit_before_a
     (tmp_path / "copy").symlink_to(tmp_path / "data")
     other = ["mesh.dp=4", "train.steps=9", "optimizer.learning_rate=1e-4", f"data.dir={tmp_path / 'copy'}"]
     with together(2, *overrides(tmp_path), last=other) as processes:
-        errors = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], errors
+        _, errors = ended(processes, 2)
     for text in errors:
         assert "mesh.dp is 2 on process 0, 4 on process 1; train.steps is 8 on process 0, 9 on process 1; " in text
         assert "optimizer.learning_rate is 0.003 on process 0, 0.0001 on process 1;\n" in text
-        assert "Traceback" not in text and len(text.splitlines()) <= 3
-
-
-def test_processes_with_different_data_name_the_files_and_exit(tmp_path):
-    write_tokens(tmp_path / "other", seed=1)
-    with together(2, *overrides(tmp_path), last=[f"data.dir={tmp_path / 'other'}"]) as processes:
-        errors = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], errors
-    for text in errors:
-        assert re.search(r"train.bin is 3000 tokens of sha256 \w{12} on process 0, 3000 tokens of sha256 ", text), text
-
-
-# If one process fails, all exit
-
-
-def test_a_killed_process_is_reported_by_the_others_which_exit(tmp_path):
-    endless = overrides(
-        tmp_path, "train.steps=100000", "evaluate.every=0", "checkpoint.every=0", "run.lost_timeout_seconds=10"
-    )
-    with together(2, *endless) as (first, second):
-        wait_for_step(first, tmp_path, 3)
-        second.kill()
-        began = time.monotonic()
-        _, err = first.communicate(timeout=60)
-        assert time.monotonic() - began < 60
-    assert first.returncode == LOST
-    assert (
-        "error: process 1 is lost: no heartbeat for 10 s (run.lost_timeout_seconds)" in err and "Traceback" not in err
-    )
+        assert len(text.splitlines()) <= 3
 
 
 def test_an_error_in_one_process_is_reported_by_all(tmp_path):
     """Only process 1 finds no data."""
     with together(2, *overrides(tmp_path), last=["data.dir=nowhere"]) as processes:
-        errors = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
+        _, errors = ended(processes, 2)
     assert errors[0].startswith("error: process 1 exited: nowhere/train.bin does not exist; prepare it with"), errors[0]
     for text in (errors[1], (tmp_path / "run" / "logs" / "process-1.log").read_text()):
         assert "error: nowhere/train.bin does not exist" in text and "Traceback" not in text, text
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_join_timeout_reports_the_address_and_the_likely_reason(tmp_path, number):
-    port = free_port()
-    place = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process-id", str(number)]
-    process = start("--cfg", FIRST, *overrides(tmp_path, "run.join_timeout_seconds=2"), *place, JAX_PLATFORMS="cpu")
-    _, err = process.communicate(timeout=60)
+# How they find each other
+
+
+def waiting(directory: Path, number: int, port: int, *given: str) -> subprocess.Popen:
+    """Process `number` of two, whose other one is not there."""
+    place = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id", str(number)]
+    return start("--cfg", FIRST, *overrides(directory, *given), *place, JAX_PLATFORMS="cpu")
+
+
+def test_a_join_timeout_ends_a_process_and_names_the_address_and_the_likely_reason(tmp_path, monkeypatch):
+    with killed_at_the_end([waiting(tmp_path, 1, port := free_port(), "run.join_timeout_seconds=2")]) as (process,):
+        _, err = process.communicate(timeout=60)
     assert process.returncode == LOST
-    message = err.splitlines()[number:]
-    assert message[0].startswith(f"error: process {number} of 2 waited 2 s (run.join_timeout_seconds) for the others: ")
-    assert f"localhost port {port}" in message[0] and len(message) <= 2, err
-    assert ("but not all 2 processes joined", "nothing listens at")[number] in message[0]
+    _, message = err.splitlines()[:2]
+    assert message.startswith("error: process 1 of 2 waited 2 s (run.join_timeout_seconds) for the others: nothing lis")
+    assert f"127.0.0.1 port {port}" in message and len(err.splitlines()) <= 3, err
+    with socket.create_server(("127.0.0.1", port)):
+        reason = distributed._why_not_joined(f"127.0.0.1:{port}", 0, 2)
+    assert f"127.0.0.1 port {port}, but not all 2 processes joined" in reason and reason.count("\n") == 1
 
 
-BAD_ARGUMENTS = {
-    ("--coordinator", "here:1234"): "must be given together; add --process-id I",
-    ("--process-id", "1"): "must be given together; add --coordinator HOST:PORT",
-    ("--coordinator", "here:1234", "--process-id", "0"): "mesh.processes=1; add --processes N",
-    (
-        "--coordinator",
-        "here:1",
-        "--process-id",
-        "2",
-        "--processes",
-        "2",
-    ): "--process-id 2 is out of range for --processes 2; use 0 to 1",
-    ("--processes", "0"): "mesh.processes=0 is too small",
-}
+def test_a_process_that_waits_for_the_others_stops_at_once_and_listens_only_at_its_address(tmp_path):
+    with killed_at_the_end([waiting(tmp_path, 0, port := free_port())]) as (process,):
+        assert not reaches_beyond(port, process), f"port {port} is open at another address than 127.0.0.1"
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 4
+    assert process.returncode == 75 and "stopped before the first training step" in err and "Traceback" not in err
+
+
+def reaches_beyond(port: int, process: subprocess.Popen) -> bool:
+    """Wait until `port` is open at 127.0.0.1; whether it is also open at 127.0.0.2."""
+    while process.poll() is None:
+        with socket.socket() as probe, socket.socket() as other:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return other.connect_ex(("127.0.0.2", port)) == 0
+        time.sleep(0.1)
+    raise AssertionError(process.communicate())
 
 
 BAD_ADDRESSES = [
@@ -220,17 +207,31 @@ BAD_ADDRESSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("address", BAD_ADDRESSES)
-def test_an_address_of_process_0_that_jax_would_not_understand_is_refused(capsys, address):
+def test_an_address_of_process_0_that_jax_would_not_understand_is_refused():
     """With some of them it crashes."""
-    assert command.main(["--cfg", FIRST, f"--coordinator={address}", "--process-id", "0", "--processes", "2"]) == 2
+    for address in BAD_ADDRESSES:
+        message = re.escape(f"--coordinator {address!r} is not HOST:PORT")
+        with pytest.raises(UserError, match=f"^{message}[^\n]*$"):
+            validate_process_arguments(address, 0, 2)
+    for address in ("here:1", "10.0.0.2:65535", "host-1.example.org:8476", "[::1]:8476", "a_b.c.:1"):
+        validate_process_arguments(address, 0, 2)
+
+
+BAD_ARGUMENTS = {
+    "--coordinator here:1234": "must be given together; add --process-id I",
+    "--process-id 1": "must be given together; add --coordinator HOST:PORT",
+    "--coordinator here:1234 --process-id 0": "mesh.processes=1; add --processes N",
+    "--coordinator here:1 --process-id 2 --processes 2": "--process-id 2 is out of range for --processes 2; use 0 to 1",
+    "--coordinator here --process-id 1 --processes 2": "--coordinator 'here' is not HOST:PORT",
+    "--processes 0": "mesh.processes=0 is too small",
+}
+
+
+@pytest.mark.parametrize("given", BAD_ARGUMENTS)
+def test_bad_process_arguments_are_explained(capsys, given):
+    assert command.main(["--cfg", FIRST, *given.split()]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"error: --coordinator {address!r} is not HOST:PORT") and len(message.splitlines()) == 1
-
-
-@pytest.mark.parametrize("address", ["here:1", "10.0.0.2:65535", "host-1.example.org:8476", "[::1]:8476", "a_b.c.:1"])
-def test_a_name_or_an_address_of_either_family_is_accepted(address):
-    validate_process_arguments(address, 0, 2)
+    assert message.startswith("error: ") and BAD_ARGUMENTS[given] in message and len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -259,38 +260,3 @@ def test_a_host_name_of_process_0_that_cannot_be_resolved_is_reported(monkeypatc
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     with pytest.raises(UserError, match=r"--coordinator nowhere:80: nowhere cannot be resolved"):
         distributed._bind_address("nowhere:80")
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_process_that_waits_for_the_others_stops_at_once_and_listens_only_at_its_address(tmp_path, number):
-    port = free_port()
-    place = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id", str(number)]
-    with killed_at_the_end([start("--cfg", FIRST, *overrides(tmp_path), *place, JAX_PLATFORMS="cpu")]) as (process,):
-        if number == 0:
-            assert not reaches_beyond(port, process), f"port {port} is open at another address than 127.0.0.1"
-        while number and not (tmp_path / "run" / "logs" / "process-1.log").exists():
-            time.sleep(0.1)
-        time.sleep(1)
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 4
-    assert process.returncode == 75 and "stopped before the first training step" in err and "Traceback" not in err
-
-
-def reaches_beyond(port: int, process: subprocess.Popen) -> bool:
-    """Wait until `port` is open at 127.0.0.1; whether it is also open at 127.0.0.2."""
-    while process.poll() is None:
-        with socket.socket() as probe, socket.socket() as other:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return other.connect_ex(("127.0.0.2", port)) == 0
-        time.sleep(0.1)
-    raise AssertionError(process.communicate())
-
-
-@pytest.mark.parametrize("given", BAD_ARGUMENTS, ids=" ".join)
-def test_bad_process_arguments_are_explained(monkeypatch, capsys, given):
-    monkeypatch.setattr(sys, "argv", ["main.py", "--cfg", FIRST, *given])
-    assert command.main() == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and BAD_ARGUMENTS[given] in message and len(message.splitlines()) == 1

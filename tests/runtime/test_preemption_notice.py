@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import watch_preemption
 from shmap_tp.training import loop, run
-from tests.helpers.run_fixtures import lines, tiny
+from tests.helpers.run_fixtures import lines, make_runs_quick, tiny
 
 
 @contextmanager
@@ -70,13 +71,11 @@ def test_the_metadata_server_is_not_polled_without_a_tpu(monkeypatch):
 
 
 def test_a_preempted_run_saves_and_exits_with_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr("shmap_tp.training.run.machine_peak", lambda devices: None)
+    make_runs_quick(monkeypatch)
     values = {"preempted": "FALSE", "maintenance-event": "NONE"}
     with metadata_server(values) as server:
         monkeypatch.setenv("GCE_METADATA_HOST", server)
-        monkeypatch.setattr(
-            run, "watch_preemption", lambda stop_event: watch_preemption(stop_event, interval_seconds=0.01)
-        )
+        monkeypatch.setattr(run, "watch_preemption", partial(watch_preemption, interval_seconds=0.01))
         due = loop._is_due
 
         def due_and_preempt(done: int, *rest: int) -> bool:
@@ -84,8 +83,6 @@ def test_a_preempted_run_saves_and_exits_with_stopped(tmp_path, monkeypatch):
             return due(done, *rest)
 
         monkeypatch.setattr(loop, "_is_due", due_and_preempt)
-        assert (
-            loop.train(tiny(tmp_path, "train.steps=5000", "evaluate.every=0", "optimizer.decay_steps=5000")) == STOPPED
-        )
+        assert loop.train(tiny(tmp_path, "train.steps=5000", "evaluate.every=0")) == STOPPED
     last = lines(tmp_path)[-1]["step"]
     assert 1 <= last < 5000 and (tmp_path / "run" / "checkpoints" / str(last)).exists()

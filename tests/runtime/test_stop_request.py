@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -12,16 +11,12 @@ from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training import loop, run
 from shmap_tp.training.checkpoint import Checkpoints
-from tests.helpers.run_fixtures import lines, make_runs_quick, run_uninterrupted, state_at, tiny, values
+from tests.helpers.run_fixtures import checkpoint_steps, make_runs_quick, state_at, tiny
 
 
 @pytest.fixture(autouse=True)
 def no_peak(monkeypatch):
     make_runs_quick(monkeypatch)
-
-
-def send_sigterm() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def sigterm_before(monkeypatch, where: object, name: str, *, time: int = 1) -> None:
@@ -31,25 +26,18 @@ def sigterm_before(monkeypatch, where: object, name: str, *, time: int = 1) -> N
     def wrapper(*args: object, **kwargs: object) -> object:
         calls.append(name)
         if len(calls) == time:
-            send_sigterm()
+            os.kill(os.getpid(), signal.SIGTERM)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(where, name, wrapper)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mesh_of_devices",
-        "prepare_environment",
-        "build_step_functions",
-        "Batches",
-        "restore_or_initialize",
-        "kernel_name",
-    ],
-)
+MOMENTS = "mesh_of_devices prepare_environment build_step_functions Batches restore_or_initialize kernel_name"
+
+
+@pytest.mark.parametrize("name", MOMENTS.split())
 def test_a_run_stopped_before_the_first_step_saves_nothing(tmp_path, monkeypatch, capsys, name):
-    """`named` is called just before the step is compiled."""
+    """`kernel_name` is called just before the step is compiled."""
     former = signal.getsignal(signal.SIGTERM)
     sigterm_before(monkeypatch, run, name)
     assert loop.train(tiny(tmp_path)) == STOPPED
@@ -90,37 +78,17 @@ def test_a_compilation_that_cannot_be_interrupted_is_not_waited_for(monkeypatch)
     with StopRequest() as request:
         monkeypatch.setattr(request, "_handle", None)
         signal.signal(signal.SIGTERM, lambda *_: None)
-        send_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
         assert exited.wait(30)
     assert [code for code, _ in exits] == [STOPPED]
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory) -> Path:
-    return run_uninterrupted(tmp_path_factory)
-
-
-@pytest.mark.parametrize("poll, step", [(6, 4), (12, 8)])
-def test_an_interrupted_evaluation_is_repeated_after_the_resume(straight, tmp_path, monkeypatch, capsys, poll, step):
-    """`requested` is called before each step and validation batch; call 6 is before the second batch of step 4."""
-    with monkeypatch.context() as patch:
-        sigterm_before(patch, StopRequest, "requested", time=poll)
-        assert loop.train(tiny(tmp_path)) == STOPPED
-    assert f"stopped and saved at step {step} of 8" in capsys.readouterr().out
-    assert [line["step"] for line in lines(tmp_path, "validation")] == [4][: step // 8]
-    assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
-    for split in ("train", "validation"):
-        assert values(tmp_path, split) == values(straight, split)
-    assert state_at(tmp_path, 8) == state_at(straight, 8)
-
-
-def test_a_second_sigterm_during_the_save_has_no_effect(straight, tmp_path, monkeypatch):
+def test_a_second_sigterm_during_the_save_has_no_effect(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         sigterm_before(patch, StopRequest, "requested", time=4)
         sigterm_before(patch, Checkpoints, "save", time=2)
         sigterm_before(patch, Checkpoints, "wait", time=3)
         assert loop.train(tiny(tmp_path)) == STOPPED
-    saved = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert saved == [2, 3]
-    assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
-    assert state_at(tmp_path, 8) == state_at(straight, 8) and values(tmp_path) == values(straight)
+    assert checkpoint_steps(tmp_path) == [2, 3] and state_at(tmp_path, 3)
+    said = capsys.readouterr().out
+    assert "stopped and saved at step 3 of 8" in said and f"--cfg {tmp_path}/run/config.yaml --resume" in said

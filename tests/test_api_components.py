@@ -46,9 +46,10 @@ components = shmap_tp.Components(mlp=ReGluMlp)
 
 
 @pytest.mark.parametrize("has_mfu", [True, False], ids=["in a file", "given to run_training"])
-def test_a_run_with_an_mlp_of_ones_own_has_an_mfu_or_says_why_not(tmp_path, capsys, has_mfu):
+def test_a_run_with_an_mlp_of_ones_own_has_an_mfu_or_says_why_not(tmp_path, monkeypatch, capsys, has_mfu):
     """Three matrices are counted; a matmul in a while loop is not, and the run goes on without MFU.  A run with
     `--components FILE:NAME` says how it is resumed with them."""
+    monkeypatch.setattr("shmap_tp.hardware.devices.matmul_rate", lambda: 1e12)  # measured in a second
     given = ["train.steps=2", "evaluate.every=0", "checkpoint.every=0"]
     if has_mfu:
         (tmp_path / "own.py").write_text(COMPONENTS)

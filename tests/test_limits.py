@@ -5,11 +5,13 @@ import re
 import shlex
 
 import pytest
+from omegaconf import OmegaConf
 
 import shmap_tp
 from shmap_tp import cli, generate, prepare
 from shmap_tp.command_model import mesh_sizes
 from shmap_tp.config.compose import load
+from shmap_tp.config.validate import validate
 from shmap_tp.errors import UserError
 from tests.helpers.config_errors import error_message
 from tests.helpers.paths import ROOT
@@ -23,6 +25,8 @@ ROWS = [
 ]
 """(what is not supported, what is refused, what to use instead)."""
 COMMAND = "shmap-tp "
+PACKAGED = OmegaConf.structured(load(FIRST, []))
+"""Composed once: Hydra takes some tenths of a second."""
 PARSERS = {"prepare": prepare.parser, "generate": generate.parser}
 
 
@@ -68,4 +72,4 @@ def test_every_row_is_tried():
 
 @pytest.mark.parametrize("given", settings(2))
 def test_what_is_recommended_instead_is_accepted(given):
-    load(FIRST, given.split())
+    validate(OmegaConf.to_object(OmegaConf.merge(PACKAGED, OmegaConf.from_dotlist(given.split()))))

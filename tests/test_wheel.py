@@ -46,17 +46,15 @@ def test_the_wheel_holds_every_module_and_the_configuration_and_nothing_else(whe
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == modules | configuration
     assert len(configuration) > 20
-    entry_points = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("entry_points.txt"))
-    assert b"shmap-tp = shmap_tp.cli:main" in zipfile.ZipFile(wheel).read(entry_points)
+    information = f"shmap_tp-{shmap_tp.__version__}.dist-info"
+    commands = zipfile.ZipFile(wheel).read(f"{information}/entry_points.txt").decode()
+    assert commands.split() == ["[console_scripts]", "shmap-tp", "=", "shmap_tp.cli:main"]
+    assert f"\nVersion: {shmap_tp.__version__}\n" in zipfile.ZipFile(wheel).read(f"{information}/METADATA").decode()
 
 
-def test_the_wheel_has_the_version_that_the_package_states(wheel):
-    """It is stated once, so that a clone and an archive without metadata have it, too."""
-    assert re.fullmatch(r"\d+\.\d+\.\d+", shmap_tp.__version__)
-    assert wheel.name.startswith(f"shmap_tp-{shmap_tp.__version__}-")
-    metadata = zipfile.ZipFile(wheel).read(f"shmap_tp-{shmap_tp.__version__}.dist-info/METADATA").decode()
-    assert f"\nVersion: {shmap_tp.__version__}\n" in metadata
-    assert "version" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def test_the_version_is_stated_once_in_the_package():
+    """So that a clone and an archive without metadata have it, too."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+", shmap_tp.__version__) and "version" not in PROJECT
 
 
 DISTRIBUTIONS = {"hydra": "hydra-core", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
@@ -65,14 +63,16 @@ WITH_JAX = {"ml_dtypes"}
 """Packages that JAX requires and defines its dtypes by."""
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def distributions(requirements: list[str]) -> list[str]:
     return [re.split(r"[\[<>=]", line)[0].replace("_", "-") for line in requirements]
 
 
 def test_every_imported_package_is_required_once():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = distributions(project["dependencies"])
-    optional = distributions([line for extra in project["optional-dependencies"].values() for line in extra])
+    required = distributions(PROJECT["dependencies"])
+    optional = distributions([line for extra in PROJECT["optional-dependencies"].values() for line in extra])
     imported = {name.split(".")[0] for file in (ROOT / "shmap_tp").rglob("*.py") for name in imported_modules(file)}
     foreign = imported - {*sys.stdlib_module_names, "shmap_tp"} - WITH_JAX
     assert sorted({*required}) == sorted(required)

@@ -208,10 +208,19 @@ def assert_same_run(directory: Path, expected: Path) -> None:
     assert state_at(directory, STEPS) == state_at(expected, STEPS)
 
 
+MAIN = """
+import runpy
+from shmap_tp.hardware import devices
+devices.matmul_rate = lambda: 1e12
+runpy.run_path("main.py", run_name="__main__")
+"""
+
+
 def start(*arguments: str, **environment: str) -> subprocess.Popen:
-    """Start main.py in another process, with the compilation cache of the tests."""
+    """Start main.py in another process, with the compilation cache of the tests; it does not measure the peak FLOP/s,
+    which takes seconds."""
     cache = jax.config.jax_compilation_cache_dir
-    return start_python("main.py", *arguments, *([f"run.compilation_cache={cache}"] if cache else []), **environment)
+    return start_python("-c", MAIN, *arguments, *([f"run.compilation_cache={cache}"] if cache else []), **environment)
 
 
 def start_python(*arguments: str, **environment: str) -> subprocess.Popen:

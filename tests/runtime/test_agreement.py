@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
 import jax
@@ -11,6 +12,7 @@ from shmap_tp.config.compose import load
 from shmap_tp.errors import LostProcessError, StorageError, UserError
 from shmap_tp.runtime import agreement
 from shmap_tp.training import loop
+from tests.helpers.model_fixtures import config
 from tests.helpers.run_fixtures import FIRST, tiny
 
 
@@ -49,11 +51,8 @@ def in_processes(monkeypatch, count: int, action) -> list[BaseException | None]:
         except Exception as error:
             raised[process] = error
 
-    threads = [threading.Thread(target=run, args=(process,)) for process in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(run, range(count), timeout=30))
     return raised
 
 
@@ -89,10 +88,8 @@ def test_a_process_that_does_not_report_is_named_in_the_others(monkeypatch):
 
 def test_an_action_of_process_0_is_done_once_and_its_error_is_raised_in_all(monkeypatch):
     done = []
-    assert in_processes(monkeypatch, 3, lambda each: agreement.on_process_0("name", lambda: done.append(each))) == 3 * [
-        None
-    ]
-    assert done == [0]
+    raised = in_processes(monkeypatch, 3, lambda each: agreement.on_process_0("name", lambda: done.append(each)))
+    assert raised == [None] * 3 and done == [0]
 
     def fail() -> None:
         raise StorageError("the disk is full")
@@ -102,10 +99,10 @@ def test_an_action_of_process_0_is_done_once_and_its_error_is_raised_in_all(monk
 
 
 def test_only_values_that_may_differ_between_hosts_are_left_out_of_the_comparison():
-    facts, paths = agreement.launch_facts(load(FIRST, [])), ["data.dir=a", "run.compilation_cache=b", "log.every=7"]
-    assert agreement.launch_facts(load(FIRST, paths)) == facts == json.loads(json.dumps(facts))
+    facts, paths = agreement.launch_facts(config()), ["data.dir=a", "run.compilation_cache=b", "log.every=7"]
+    assert agreement.launch_facts(config(*paths)) == facts == json.loads(json.dumps(facts))
     for changed in ("train.batch=64", "guard.window=64", "mesh.mp=2", "checkpoint.dir=a", "run.seed=1"):
-        assert agreement.launch_facts(load(FIRST, [changed])) != facts
+        assert agreement.launch_facts(config(changed)) != facts
     mixed = ["data.dir=null", "data.source=null", "data.sources={a:{dir:a,weight:0.5},b:{dir:b,weight:0.5}}"]
     facts_of_sources = agreement.launch_facts(load(FIRST, mixed))
     assert agreement.launch_facts(load(FIRST, [*mixed, "data.sources={a:{dir:c}}"])) == facts_of_sources

@@ -30,7 +30,7 @@ builtins.__import__ = interrupted
 
 
 @pytest.mark.parametrize(
-    ("module", "number"), [("yaml", signal.SIGINT), ("jax", signal.SIGTERM), ("optax", signal.SIGINT)]
+    ("module", "number"), [("yaml", signal.SIGINT), ("jax", signal.SIGTERM), ("equinox", signal.SIGINT)]
 )
 @ctrl_c_of_a_terminal()
 def test_training_that_is_stopped_during_its_imports_exits_with_75(tmp_path, module, number):

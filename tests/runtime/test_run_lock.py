@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,8 @@ from shmap_tp.runtime import run_lock
 from shmap_tp.runtime.exit_codes import before_exit
 from shmap_tp.runtime.run_lock import DirectoryLock, Owner, lock_directories
 from shmap_tp.training import loop
-from tests.helpers.paths import ROOT
+from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import file_contents, tiny
-
-ELSEWHERE = {"host": "elsewhere", "machine": "another kernel"}
 
 
 @pytest.fixture(params=["local", "bucket"])
@@ -51,9 +50,8 @@ def test_a_second_run_on_the_same_machine_is_refused_and_named_until_the_first_h
     first, second = lock_of(directory), lock_of(directory)
     assert first.try_to_acquire() and not second.try_to_acquire()
     clock[0] += run_lock.ENDING_SECONDS + 1
-    with pytest.raises(
-        UserError, match=rf"run.dir=.* is in use: process {os.getpid()} on .* since 20.* UTC writes there"
-    ):
+    in_use = rf"run.dir=.* is in use: process {os.getpid()} on .* since 20.* UTC writes there"
+    with pytest.raises(UserError, match=in_use):
         second.try_to_acquire()
     first.release()
     assert second.try_to_acquire()
@@ -61,9 +59,9 @@ def test_a_second_run_on_the_same_machine_is_refused_and_named_until_the_first_h
     assert second._numbers() == []
 
 
-@pytest.mark.parametrize("pid, start", [(2**22 + 1, 5), (os.getpid(), 5)], ids=["no such process", "its id was reused"])
-def test_the_lock_of_a_process_that_has_ended_on_this_machine_is_taken_over_at_once(directory, clock, pid, start):
-    assert lock_of(directory, pid=pid, start=start).try_to_acquire()
+@pytest.mark.parametrize("pid", [2**22 + 1, os.getpid()], ids=["no such process", "its id was reused"])
+def test_the_lock_of_a_process_that_has_ended_on_this_machine_is_taken_over_at_once(directory, clock, pid):
+    assert lock_of(directory, pid=pid, start=5).try_to_acquire()
     new = lock_of(directory)
     assert new.try_to_acquire() and new._numbers() == [2]
 
@@ -76,9 +74,16 @@ def test_a_zombie_does_not_hold_its_lock():
     assert run_lock._start_of_process(os.getpid()) is not None
 
 
-def test_a_lock_of_another_machine_is_taken_over_only_if_it_is_not_renewed_for_a_minute(directory, clock, capsys):
-    other, new = lock_of(directory, **ELSEWHERE), lock_of(directory)
+@pytest.fixture
+def elsewhere(directory, clock, capsys) -> tuple[DirectoryLock, DirectoryLock]:
+    """(the lock as a process of another machine has acquired it, as a process here tries to for the first time)."""
+    other, new = lock_of(directory, host="elsewhere", machine="another kernel"), lock_of(directory)
     assert other.try_to_acquire() and not new.try_to_acquire()
+    return other, new
+
+
+def test_a_lock_of_another_machine_is_taken_over_only_if_it_is_not_renewed_for_a_minute(elsewhere, clock, capsys):
+    other, new = elsewhere
     assert "on elsewhere since" in (said := capsys.readouterr().out) and "waiting up to 60 s" in said
     clock[0] += 59
     assert not new.try_to_acquire() and capsys.readouterr().out == ""
@@ -90,18 +95,16 @@ def test_a_lock_of_another_machine_is_taken_over_only_if_it_is_not_renewed_for_a
     assert new._numbers() == [2]  # what it does not own is not removed
 
 
-def test_a_lock_of_another_machine_that_is_renewed_is_respected(directory, clock):
-    other, new = lock_of(directory, **ELSEWHERE), lock_of(directory)
-    assert other.try_to_acquire() and not new.try_to_acquire()
+def test_a_lock_of_another_machine_that_is_renewed_is_respected(elsewhere, clock):
+    other, new = elsewhere
     other.renew()
     clock[0] += 10
     with pytest.raises(UserError, match=r"is in use: process .* on elsewhere"):
         new.try_to_acquire()
 
 
-def test_a_lock_that_is_being_rewritten_counts_neither_as_lost_nor_as_renewed(directory, clock):
-    other, new = lock_of(directory, **ELSEWHERE), lock_of(directory)
-    assert other.try_to_acquire() and not new.try_to_acquire()
+def test_a_lock_that_is_being_rewritten_counts_neither_as_lost_nor_as_renewed(elsewhere, clock):
+    other, new = elsewhere
     content = other._files.cat_file(other._file(1))
     other._files.pipe_file(other._file(1), b"")
     assert not new.try_to_acquire()
@@ -137,21 +140,14 @@ def test_a_renewal_restores_a_lock_file_that_somebody_removed_unless_it_is_late(
 def test_of_many_that_start_at_the_same_moment_exactly_one_acquires_the_lock(tmp_path, stale):
     if stale:
         assert lock_of(str(tmp_path), pid=2**22 + 1).try_to_acquire()
-    locks, barrier, acquired = [lock_of(str(tmp_path)) for _ in range(8)], threading.Barrier(8), []
+    locks, barrier = [lock_of(str(tmp_path)) for _ in range(8)], threading.Barrier(8)
 
-    def contend(lock: DirectoryLock) -> None:
+    def acquires(lock: DirectoryLock) -> bool:
         barrier.wait()
-        for _ in range(20):
-            if lock.try_to_acquire():
-                acquired.append(lock)
-                return
+        return any(lock.try_to_acquire() for _ in range(20))
 
-    threads = [threading.Thread(target=contend, args=(lock,)) for lock in locks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(acquired) == 1
+    with ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(acquires, locks)].count(True) == 1
 
 
 def test_a_late_claimant_yields_to_the_owner_that_came_before_it(directory):
@@ -200,15 +196,14 @@ def test_an_unknown_kind_of_storage_is_refused():
 
 
 def test_a_lock_is_released_by_a_process_that_ends_without_unwinding(tmp_path):
-    script = """
-import sys
-from shmap_tp.runtime.exit_codes import exit_now
-from shmap_tp.runtime.run_lock import lock_directories
-with lock_directories({"run.dir": sys.argv[1]}, None):
-    exit_now(75, "stopped")
-"""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, timeout=60)
+    done = python(
+        f"""
+        from shmap_tp.runtime.exit_codes import exit_now
+        from shmap_tp.runtime.run_lock import lock_directories
+        with lock_directories({{"run.dir": {str(tmp_path)!r}}}, None):
+            exit_now(75, "stopped")
+        """
+    )
     assert done.returncode == 75 and not list(tmp_path.iterdir())
 
 
@@ -217,15 +212,10 @@ def test_a_second_start_of_a_run_is_refused_and_changes_nothing(tmp_path, monkey
     monkeypatch.setattr(run_lock, "ENDING_SECONDS", 0.1)
     saving = tmp_path / "run" / "checkpoints" / "4.orbax-checkpoint-tmp"
     saving.mkdir(parents=True)
-    only_checkpoints = [f"run.dir={tmp_path / 'another'}", f"checkpoint.dir={saving.parent}"]
-    for config in (tiny(tmp_path), tiny(tmp_path, *only_checkpoints)):
+    only_checkpoints = tiny(tmp_path, f"run.dir={tmp_path / 'another'}", f"checkpoint.dir={saving.parent}")
+    for config in (tiny(tmp_path), only_checkpoints):
         with lock_directories({"run.dir": str(tmp_path / "run"), "checkpoint.dir": str(saving.parent)}, None):
             before = file_contents(tmp_path / "run")
             with pytest.raises(UserError, match=f"is in use: process {os.getpid()} on"):
                 loop.train(config)
             assert file_contents(tmp_path / "run") == before and saving.is_dir()
-
-
-def test_an_owner_is_written_and_read_back():
-    owner = Owner.this_process()
-    assert Owner(**json.loads(json.dumps(asdict(owner)))) == owner

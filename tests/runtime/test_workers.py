@@ -57,20 +57,20 @@ def test_one_process_is_this_one():
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):
-    script = tmp_path / "start.py"
-    script.write_text(
-        "from shmap_tp.runtime.workers import in_order\n"
-        "if __name__ == '__main__':\n"
-        "    for process in in_order(eval, iter(lambda: '__import__(\"os\").getpid()', None), 2):\n"
-        "        print(process, flush=True)\n"
+    (script := tmp_path / "start.py").write_text(
+        """
+from shmap_tp.runtime.workers import in_order
+if __name__ == "__main__":
+    for process in in_order(eval, iter(lambda: "__import__('os').getpid()", None), 2):
+        print(process, flush=True)
+"""
     )
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as process:
         workers = {int(process.stdout.readline()) for _ in range(50)}
         process.kill()
         process.stdout.close()
-    for _ in range(500):
-        if not any(Path(f"/proc/{worker}").exists() for worker in workers):
-            return
+    end = time.monotonic() + 10
+    while running := [worker for worker in workers if Path(f"/proc/{worker}").exists()]:
+        assert time.monotonic() < end, running
         time.sleep(0.02)
-    raise AssertionError(workers)

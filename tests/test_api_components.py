@@ -14,7 +14,7 @@ from tests.helpers.components import LoopMlp
 from tests.helpers.model_fixtures import sequences
 from tests.helpers.run_fixtures import FIRST, lines, overrides, tiny
 
-TINY = ["model=test", "mesh.dp=2", "mesh.mp=4", "train.batch=4", "train.microbatches=1", "model.context=8"]
+TINY = ["model=test", "mesh.dp=1", "mesh.mp=2", "train.batch=4", "train.microbatches=1", "model.context=8"]
 TOKENS = sequences(4, 9).astype(np.int32)
 
 
@@ -50,7 +50,7 @@ def test_a_run_with_an_mlp_of_ones_own_has_an_mfu_or_says_why_not(tmp_path, monk
     """Three matrices are counted; a matmul in a while loop is not, and the run goes on without MFU.  A run with
     `--components FILE:NAME` says how it is resumed with them."""
     monkeypatch.setattr("shmap_tp.hardware.devices.matmul_rate", lambda: 1e12)  # measured in a second
-    given = ["train.steps=2", "evaluate.every=0", "checkpoint.every=0"]
+    given = ["mesh.dp=1", "mesh.mp=1", "train.steps=2", "evaluate.every=0", "checkpoint.every=0"]
     if has_mfu:
         (tmp_path / "own.py").write_text(COMPONENTS)
         (tmp_path / "beside.py").write_text("NAME = 'a module of the user'")

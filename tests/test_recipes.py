@@ -19,16 +19,12 @@ from make_recipes import Recipe, recipes
 
 sys.path.pop(0)
 
-OWN_KEYS = {
-    "run": {"name"},
-    "mesh": {"dp", "mp", "tensor_parallel", "zero", "processes"},
-    "model": {"remat", "attention"},
-    "train": {"steps", "batch", "microbatches"},
-    "optimizer": {"learning_rate", "final_learning_rate", "warmup_steps", "decay_steps", "weight_decay", "clip_norm"},
-    "evaluate": {"every", "batches"},
-    "sample": {"every", "prompts"},
-    "checkpoint": {"every", "keep"},
-}
+OWN_KEYS = """
+run.name mesh.dp mesh.mp mesh.tensor_parallel mesh.zero mesh.processes model.remat model.attention
+train.steps train.batch train.microbatches optimizer.learning_rate optimizer.final_learning_rate optimizer.warmup_steps
+optimizer.decay_steps optimizer.weight_decay optimizer.clip_norm evaluate.every evaluate.batches sample.every
+sample.prompts checkpoint.every checkpoint.keep
+"""
 """What a recipe states itself, because the values of conf/config.yaml are those of a byte-level model."""
 
 RECIPES = recipes()
@@ -39,37 +35,29 @@ EVERY_PLANNED_RECIPE = pytest.mark.parametrize(
 
 
 @EVERY_RECIPE
-def test_a_recipe_states_its_own_schedule_and_mesh(recipe):
-    stated = yaml.safe_load(recipe.file.read_text())
-    missing = {f"{section}.{key}" for section, keys in OWN_KEYS.items() for key in keys - set(stated.get(section, {}))}
-    assert not missing
-    assert recipe.config.optimizer.decay_steps == recipe.config.train.steps
-    assert recipe.config.train.steps % recipe.config.checkpoint.every == 0
-    assert recipe.config.evaluate.every % recipe.config.checkpoint.every == 0
+def test_a_recipe_states_its_own_schedule_and_mesh_its_command_and_how_its_data_are_prepared(recipe):
+    text, config = recipe.file.read_text(), recipe.config
+    stated = {
+        f"{section}.{key}"
+        for section, keys in yaml.safe_load(text).items()
+        for key in (keys if isinstance(keys, dict) else ())
+    }
+    assert not {*OWN_KEYS.split()} - stated
+    assert config.optimizer.decay_steps == config.train.steps
+    assert config.train.steps % config.checkpoint.every == config.evaluate.every % config.checkpoint.every == 0
+    header = text.partition("defaults:")[0]
+    assert f"#   python main.py --cfg conf/recipes/{recipe.file.name}" in header
+    assert f"conf/recipes/{recipe.file.name}" in recipe.command
+    assert recipe.command[1] == f"benchmarks/benchmark_{'tpu' if recipe.plan else 'gpu'}.py"
+    assert f"conf/data/{config.data.name}.yaml" in text
+    prepare.parser().parse_args([*shlex.split(config.data.source), "--out", config.data.dir])
 
 
 @EVERY_RECIPE
 def test_main_py_accepts_a_recipe(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train.main(["--check", "--cfg", str(recipe.file)]) == 0
-    config = recipe.config
-    assert product_in_words(config.mesh) in capsys.readouterr().out and not list(tmp_path.iterdir())
-
-
-@EVERY_RECIPE
-def test_the_header_has_the_command_of_the_recipe(recipe):
-    header = recipe.file.read_text().partition("defaults:")[0]
-    assert f"#   python main.py --cfg conf/recipes/{recipe.file.name}" in header
-    assert f"conf/recipes/{recipe.file.name}" in recipe.command
-    assert recipe.command[1] == f"benchmarks/benchmark_{'tpu' if recipe.plan else 'gpu'}.py"
-
-
-@EVERY_RECIPE
-def test_the_data_of_a_recipe_says_how_it_is_prepared(recipe):
-    """By arguments of the command that prepares it."""
-    data = recipe.config.data
-    assert f"conf/data/{data.name}.yaml" in recipe.file.read_text()
-    prepare.parser().parse_args([*shlex.split(data.source), "--out", data.dir])
+    assert product_in_words(recipe.config.mesh) in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 @EVERY_PLANNED_RECIPE

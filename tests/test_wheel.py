@@ -10,10 +10,10 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import jax
 import pytest
 
 import shmap_tp
+from tests.helpers.compiling import quick_environment
 from tests.helpers.run_fixtures import ROOT, TINY, write_tokens
 
 pytest.importorskip("setuptools", minversion="70.1", reason="the first that builds wheels by itself")
@@ -33,10 +33,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pip(*arguments: str, cwd: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -90,12 +88,9 @@ def test_an_installed_wheel_trains_and_restores_from_another_directory(wheel, tm
     site, work = tmp_path / "site", tmp_path / "work"
     pip("install", "--no-deps", "--no-index", "--target", str(site), str(wheel), cwd=tmp_path)
     write_tokens(work / "data")
-    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    environment = inherited | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(site), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    if cache := jax.config.jax_compilation_cache_dir:
-        environment |= {"JAX_COMPILATION_CACHE_DIR": cache}
 
     def call(*arguments: str) -> str:
+        environment = os.environ | quick_environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(site)}
         done = subprocess.run(
             [sys.executable, *arguments], cwd=work, env=environment, capture_output=True, text=True, timeout=300
         )

@@ -38,36 +38,31 @@ def test_training_that_is_stopped_during_its_imports_exits_with_75(tmp_path, mod
     assert done.returncode == 75 and done.stderr == "stopped before the first training step; there is nothing to save\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "module"),
-    [
-        ("prepare --source stdlib --out nowhere", "numpy"),
-        ("plan --model test --dp 1 --mp 1 --ledger", "equinox"),
-        ("pretrained inspect nowhere", "jax"),
-        ("generate --checkpoint nowhere --prompt a", "jax"),
-        ("evaluate --checkpoint nowhere", "jax"),
-        ("chat --checkpoint nowhere", "jax"),
-        ("verify checkpoint nowhere", "jax"),
-    ],
-)
+COMMANDS = """
+prepare --source stdlib --out nowhere
+plan --model test --dp 1 --mp 1 --ledger
+pretrained inspect nowhere
+generate --checkpoint nowhere --prompt a
+evaluate --checkpoint nowhere
+chat --checkpoint nowhere
+verify checkpoint nowhere
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS.strip().splitlines())
 @ctrl_c_of_a_terminal()
-def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(tmp_path, command, module):
+def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(tmp_path, command):
     """Its exception would be swallowed, or crash the interpreter, in places."""
     name, *arguments = command.split()
     run = (
         f"import runpy, sys\nsys.argv = {[name, *arguments]}\nrunpy.run_module('shmap_tp.{name}', run_name='__main__')"
     )
-    done = python(at_import(module, signal.SIGINT) + run, cwd=tmp_path)
+    done = python(at_import("numpy", signal.SIGINT) + run, cwd=tmp_path)
     assert done.returncode == -signal.SIGINT and done.stderr == ""
 
 
 @pytest.mark.parametrize(
-    ("flags", "where"),
-    [
-        ("--version v5e --devices 4", "shmap_tp.plan.search.command.candidates"),
-        ("--version v5e --dp 2 --mp 2", "shmap_tp.plan.predict.predict"),
-    ],
-    ids=["search", "one mesh"],
+    ("flags", "where"), [("--devices 4", "search.command.candidates"), ("--dp 2 --mp 2", "predict.predict")]
 )
 @ctrl_c_of_a_terminal()
 def test_ctrl_c_while_the_planner_estimates_or_compiles_ends_it_at_once(monkeypatch, flags, where):
@@ -79,8 +74,8 @@ def test_ctrl_c_while_the_planner_estimates_or_compiles_ends_it_at_once(monkeypa
         handlers.append(signal.getsignal(signal.SIGINT))
         raise SystemExit
 
-    monkeypatch.setattr(where, reached)
-    monkeypatch.setattr(sys, "argv", ["plan", "--model", "test", *flags.split()])
+    monkeypatch.setattr(f"shmap_tp.plan.{where}", reached)
+    monkeypatch.setattr(sys, "argv", ["plan", "--model", "test", "--version", "v5e", *flags.split()])
     monkeypatch.delitem(sys.modules, "shmap_tp.plan.__main__", raising=False)
     with pytest.raises(SystemExit):
         runpy.run_module("shmap_tp.plan", run_name="__main__")

@@ -37,7 +37,8 @@ from tests.helpers.run_fixtures import (
 )
 
 GIVEN = ["checkpoint.every=3", "evaluate.every=3", "train.check_replicas_every=2"]
-ENDLESS = "train.steps=100000"
+ENDLESS = ["mesh.dp=4", "mesh.mp=2", "train.steps=100000"]
+"""On another mesh than a run of one process."""
 
 
 def free_job() -> int:
@@ -92,11 +93,11 @@ def assert_same_losses(directory: Path, expected: Path, steps: int) -> None:
 
 
 def test_two_processes_continue_a_run_of_one_stop_together_and_are_continued_by_one(alone, tmp_path, capsys):
-    """On another mesh, with the losses of one process; only one of them receives SIGTERM."""
+    """With the losses of one process; only one of them receives SIGTERM."""
     for name in ("straight", "several"):
         shutil.copytree(alone, tmp_path / name)
-    several, mesh = tmp_path / "several", ["mesh.dp=4", "mesh.mp=2"]
-    with slurm(*overrides(several, *GIVEN, *mesh, ENDLESS, "checkpoint.resume=must")) as processes:
+    several = tmp_path / "several"
+    with slurm(*overrides(several, *GIVEN, *ENDLESS, "checkpoint.resume=must")) as processes:
         wait_for_step(processes[0], several, 6)
         processes[1].send_signal(signal.SIGTERM)
         output, (_, said) = ended(processes, 75)
@@ -113,7 +114,8 @@ def test_two_processes_continue_a_run_of_one_stop_together_and_are_continued_by_
 
 
 def test_two_processes_start_as_one_and_the_kill_of_one_is_reported_by_the_other_which_exits(alone, tmp_path):
-    with together(2, *overrides(tmp_path, *GIVEN, ENDLESS, "run.lost_timeout_seconds=10")) as (first, second):
+    given = [*ENDLESS, "evaluate.every=0", "checkpoint.every=0", "run.lost_timeout_seconds=10"]
+    with together(2, *overrides(tmp_path, *given)) as (first, second):
         wait_for_step(first, tmp_path, 3)
         second.kill()
         began = time.monotonic()

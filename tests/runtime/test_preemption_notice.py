@@ -20,12 +20,11 @@ def metadata_server(values: dict[str, str]) -> Iterator[str]:
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            is_valid = self.headers["Metadata-Flavor"] == "Google" and self.path.startswith(
-                "/computeMetadata/v1/instance/"
-            )
+            place, _, key = self.path.rpartition("/")
+            is_valid = self.headers["Metadata-Flavor"] == "Google" and place == "/computeMetadata/v1/instance"
             self.send_response(200 if is_valid else 403)
             self.end_headers()
-            self.wfile.write(f"{values[self.path.rsplit('/', 1)[1]]}\n".encode())
+            self.wfile.write(f"{values[key]}\n".encode())
 
         def log_message(self, *_: object) -> None:
             pass

@@ -54,14 +54,10 @@ def rows(batch: jax.Array) -> tuple[np.ndarray, None, np.ndarray]:
     return tokens, None, np.cumsum(tokens == 0, axis=1) - (tokens == 0)
 
 
-def test_a_run_may_use_some_of_the_emulated_devices_that_there_are(run):
-    directory, _ = run
-    assert len(jax.devices()) == 8 and {tuple(line["mesh"]) for line in lines(directory)} == {(2, 2)}
-
-
-def test_a_trainer_trains_as_a_run_does(run, trainer):
+def test_a_trainer_trains_as_a_run_does_which_may_use_some_of_the_emulated_devices(run, trainer):
     """The same losses and the same evaluation, bit for bit, on the same batches; also from a checkpoint of the run."""
     directory, config = run
+    assert len(jax.devices()) == 8 and {tuple(line["mesh"]) for line in lines(directory)} == {(2, 2)}
     expected = [line["loss"] for line in lines(directory)]
     assert steps(config, trainer, 0, 4) == expected
     batches = Batches(config, trainer.functions.tokens)
@@ -79,9 +75,8 @@ def test_a_trainer_continues_from_what_it_saved_on_any_mesh_and_a_run_does_not(r
     trainer.restore(directory / "run", step=4)
     saved = trainer.save(tmp_path / "own")
     assert saved == f"{tmp_path}/own/4"
-    other = shmap_tp.Trainer(
-        replace(config, mesh=replace(config.mesh, dp=8, mp=1), train=replace(config.train, microbatches=1))
-    )
+    mesh, train = replace(config.mesh, dp=8, mp=1), replace(config.train, microbatches=1)
+    other = shmap_tp.Trainer(replace(config, mesh=mesh, train=train))
     assert other.restore(saved) == 4
     assert_same_bits(by_path(other.state), by_path(trainer.state))
     assert_same_bits(shmap_tp.Model.restore(tmp_path / "own").parameters, trainer.model().parameters)

@@ -48,8 +48,8 @@ def test_a_part_of_the_rows_is_a_sample_of_documents_of_all_lengths():
     """Validation reads the first rows of a file."""
     lengths = np.random.default_rng(0).exponential(922, 4000).astype(int)
     ends = np.count_nonzero(pack(documents(lengths), 4096, END) == END, axis=1)
-    rank = ends.argsort(kind="stable").argsort()
-    assert abs(np.corrcoef(rank, np.arange(len(rank)))[0, 1]) < 0.1
+    has_many = ends > np.median(ends)
+    assert abs(np.mean(has_many[: len(ends) // 5]) - np.mean(has_many)) < 0.1
 
 
 @pytest.mark.parametrize("window", [30, 10**6])

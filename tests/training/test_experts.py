@@ -3,7 +3,6 @@ microbatches, and the biases bit for bit."""
 
 from functools import cache
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -2,28 +2,30 @@
 
 import json
 
+import benchmark_generate
+import benchmark_gpu
 import pytest
 from calibration import TABLE, Published, as_counted_here, config_of
 
-from shmap_tp.config.compose import CONF, load
 from shmap_tp.plan import __main__ as planner
 from shmap_tp.plan.tpu import Slice, find_slice
 from shmap_tp.runtime.command_line import run_command
 from tests.helpers.commands import BENCHMARK_GPU, call
+from tests.helpers.model_fixtures import config
 
 PLAN = ["-m", "shmap_tp.plan", "--model", "test"]
 
 
-def test_the_plan_prints_the_analytic_communication_without_a_compiler():
-    done = call(*PLAN, "--dp", "2", "--mp", "4", "--ledger")
-    assert done.returncode == 0, done.stderr
-    assert "block enter" in done.stdout and "reduce-scatter" in done.stdout and "total" in done.stdout
+def test_the_plan_prints_the_analytic_communication_without_a_compiler(capsys):
+    planner.main(planner.make_parser().parse_args(["--model", "test", "--dp", "2", "--mp", "4", "--ledger"]))
+    printed = capsys.readouterr().out
+    assert "block enter" in printed and "reduce-scatter" in printed and "total" in printed
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_activations_are_communicated_in_the_precision_of_the_step(precision):
-    config = load(str(CONF / "config.yaml"), ["model=test", "mesh.dp=2", "mesh.mp=4", f"train.precision={precision}"])
-    communicated = [entry for entry in planner.planned_communication(config) if entry.what == "block enter"]
+    planned = planner.planned_communication(config("mesh.dp=2", "mesh.mp=4", f"train.precision={precision}"))
+    communicated = [entry for entry in planned if entry.what == "block enter"]
     assert communicated and {entry.dtype for entry in communicated} == {precision}
 
 
@@ -42,58 +44,37 @@ def test_the_plan_of_a_mesh_prints_step_time_memory_and_communication(tmp_path):
 
 
 def test_the_gpu_benchmark_runs_on_emulated_devices_with_the_gspmd_baseline():
-    done = call(*BENCHMARK_GPU, "--dp", "1", "--mp", "2", "--emulate", "--steps", "2", "--compare-gspmd")
+    flags = "--dp 1 --mp 2 --emulate --steps 2 --compare-gspmd model.layers=1 train.microbatches=1"
+    done = call(*BENCHMARK_GPU, *flags.split())
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("EMULATED  test") and "EMULATED  gspmd of test" in done.stdout
     assert "explicit : gspmd  time " in done.stdout
 
 
+GPU, GENERATE = (benchmark_gpu.run, benchmark_gpu.make_parser), (benchmark_generate.main, benchmark_generate.parser)
 MISTAKES = {
-    "no GPU": ([*BENCHMARK_GPU, "--dp", "1", "--mp", "1"], "JAX finds no GPU, only cpu;"),
-    "no token to time": (["benchmarks/benchmark_generate.py", "DIR", "--new", "1"], "--new must be at least 2"),
-    "no such model": (["benchmarks/benchmark_generate.py", "/nowhere"], "/nowhere is not a directory"),
-    "no mesh": (PLAN, "give --devices or --nodes to search the best configuration"),
-    "torch on two": (
-        [*BENCHMARK_GPU, "--dp", "1", "--mp", "2", "--emulate", "--torch"],
-        "--torch runs on one GPU only; use it with --dp 1",
-    ),
-}
-MISTAKES_OF_A_PLAN = {
-    "--dp 2": "give --dp and --mp for one mesh",
-    "--dp 2 --mp 2 --devices 4": "give --dp and --mp for one mesh",
-    "--devices 4 --ledger": "--ledger applies to one mesh",
-    "--dp 2 --mp 2 --ledger --json x": "--json writes predicted rows",
-    "--devices 4 --plot x.png": "--plot draws the step of one mesh",
-    "--dp 2 --mp 2 --plot nowhere/x.png": "--plot nowhere/x.png: cannot be",
-    "--devices 5 --version v5e": "there is no v5e slice of 5 devices;",
+    "--dp 1 --mp 1": (GPU, "JAX finds no GPU, only cpu;"),
+    "--dp 1 --mp 2 --emulate --torch": (GPU, "--torch runs on one GPU only; use it with --dp 1"),
+    "DIR --new 1": (GENERATE, "--new must be at least 2"),
+    "/nowhere": (GENERATE, "/nowhere is not a directory"),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_reported_in_one_line(mistake):
-    arguments, reason = MISTAKES[mistake]
-    done = call(*arguments)
-    assert_is_explained(done.returncode, done.stderr, reason)
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_a_mistake_is_reported_in_one_line(flags, capsys):
+    (program, parser), reason = MISTAKES[flags]
+    arguments = parser().parse_intermixed_args(flags.split())
+    assert run_command(lambda: program(arguments)) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and reason in printed and len(printed.splitlines()) <= 2, printed
 
 
-@pytest.mark.parametrize("flags", MISTAKES_OF_A_PLAN)
-def test_a_mistake_in_the_flags_of_a_plan_is_reported_in_one_line(flags, capsys):
-    arguments = planner.make_parser().parse_args(["--model", "test", *flags.split()])
-    code = run_command(lambda: planner.main(arguments))
-    assert_is_explained(code, capsys.readouterr().err, MISTAKES_OF_A_PLAN[flags])
-
-
-def assert_is_explained(code: int, printed: str, reason: str) -> None:
-    assert code == 2 and printed.startswith("error: ") and reason in printed, printed
-    assert len(printed.splitlines()) <= 2
-
-
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_the_mesh_of_every_published_row_covers_its_slice(row):
-    mesh = config_of(row).mesh
-    assert mesh.dp * mesh.mp == row.mesh[0] * row.mesh[1]
-    target = Slice(row.version, row.sides, row.slices)
-    assert target == find_slice(row.version, row.mesh[0] * row.mesh[1], target.topology, row.slices)
+def test_the_mesh_of_every_published_row_covers_its_slice_and_every_model_has_a_configuration():
+    for row in TABLE:
+        devices, target = row.mesh[0] * row.mesh[1], Slice(row.version, row.sides, row.slices)
+        assert target == find_slice(row.version, devices, target.topology, row.slices), row.name
+    for row in {row.model: row for row in TABLE}.values():
+        assert (config_of(row).mesh.dp, config_of(row).mesh.mp) == row.mesh, row.name
 
 
 def test_a_published_mfu_that_counts_attention_in_full_is_converted():

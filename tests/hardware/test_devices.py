@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GENERATIONS, GIB, GPU_LINK_RATE, NETWORK_RATE, generation, table_peak
 from shmap_tp.hardware.xla_options import (
@@ -15,6 +13,7 @@ from shmap_tp.hardware.xla_options import (
     compile_with,
     compiler_options,
 )
+from tests.helpers.model_fixtures import config
 
 # version: (bfloat16 TFLOP/s per chip, JAX devices per chip, GB/s of a link in one direction, dims of the torus)
 PUBLISHED = {
@@ -42,15 +41,9 @@ every_version = pytest.mark.parametrize("version", GENERATIONS)
 
 
 @every_version
-def test_a_generation_is_found_by_its_device_kind(version):
-    made = GENERATIONS[version]
-    assert made.kind in DEVICES
-    assert generation(made.kind) is made
-
-
-@every_version
-def test_peaks_and_links_equal_the_published_figures(version):
+def test_a_generation_is_found_by_its_device_kind_and_has_the_published_figures(version):
     made, (tflops, cores, link, dims) = GENERATIONS[version], PUBLISHED[version]
+    assert generation(made.kind) is made
     assert DEVICES[made.kind].flops * cores == pytest.approx(tflops * 1e12)
     assert (made.cores, made.dims) == (cores, dims)
     assert link is None or made.link_rate == pytest.approx(link * 1e9)
@@ -83,14 +76,11 @@ def test_tpus_have_a_generation_and_a_clock_and_gpus_have_neither():
         assert device.source
 
 
-def test_gpu_peaks_equal_the_published_figures_and_each_gpu_has_a_link_rate():
+def test_gpu_peaks_and_the_network_equal_the_published_figures_and_each_gpu_has_a_link_rate():
     for kind, tflops in {"NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989}.items():
         assert DEVICES[kind].flops == tflops * 1e12
     gpus = [kind for kind in DEVICES if kind.startswith("NVIDIA")]
     assert all(sum(kind.startswith(start) for start in GPU_LINK_RATE) == 1 for kind in gpus)
-
-
-def test_the_network_between_slices_equals_the_published_figure():
     assert NETWORK_RATE == 2.5e10
 
 
@@ -98,10 +88,6 @@ def test_a_peak_counts_all_devices_and_names_its_source():
     peak = table_peak("TPU v3", 32)
     assert peak.flops == pytest.approx(16 * 123e12) and peak.source.startswith("32 x TPU v3: ")
     assert table_peak("cpu", 8) is None
-
-
-def config(*more: str) -> Config:
-    return load(str(CONF / "config.yaml"), list(more))
 
 
 def test_only_devices_of_the_table_have_options():
@@ -119,40 +105,37 @@ def test_run_compiler_options_override_the_table():
     assert COMPILER_OPTIONS["TPU v4"][name] == value
 
 
-def test_host_offload_raises_the_scheduler_limit_on_tpus():
-    """Only where the configuration offloads; run.compiler_options override it."""
-    offloads = config("model.offload=[up]", "model.remat=attention_and_up")
-    for kind in DEVICES:
-        more = dict(compiler_options(kind, offloads).items() - compiler_options(kind, config()).items())
-        assert more == (HOST_OFFLOAD if kind.startswith("TPU") else {})
-    (name,) = HOST_OFFLOAD
-    overridden = config("model.offload=[up]", "model.remat=attention_and_up", f"run.compiler_options.{name}=90")
-    assert compiler_options("TPU v5 lite", overridden)[name] == "90"
-
-
-def test_collective_matmul_has_its_own_options_on_v4_and_v5e():
-    """run.compiler_options override them."""
-    rings = config("mesh.tensor_parallel=collective_matmul")
-    for kind in DEVICES:
-        more = dict(compiler_options(kind, rings).items() - compiler_options(kind, config()).items())
-        assert more == (SHORTER_FUSION_ESTIMATE if kind in ("TPU v4", "TPU v5 lite") else {})
-    (name,) = SHORTER_FUSION_ESTIMATE
-    overridden = config("mesh.tensor_parallel=collective_matmul", f"run.compiler_options.{name}=1")
-    assert compiler_options("TPU v4", overridden)[name] == "1"
+OFFLOADS, RINGS = "model.offload=[up] model.remat=attention_and_up", "mesh.tensor_parallel=collective_matmul"
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "options", "kinds"),
     [
-        ({"xla_typo": "1"}, "No such compile option: 'xla_typo'"),
-        (
-            {"xla_cpu_enable_fast_math": "maybe"},
-            "While setting option xla_cpu_enable_fast_math, 'maybe' is not a valid",
-        ),
+        (OFFLOADS, HOST_OFFLOAD, [kind for kind in DEVICES if kind.startswith("TPU")]),
+        (f"{RINGS} model.context=8", SHORTER_FUSION_ESTIMATE, ["TPU v4", "TPU v5 lite"]),
     ],
+    ids=["host offload raises the scheduler limit on TPUs", "collective matmul has its own on v4 and v5e"],
 )
-def test_an_option_that_xla_rejects_is_named(given, message):
+def test_a_setting_has_compiler_options_of_its_own_which_those_of_the_run_override(settings, options, kinds):
+    for kind in DEVICES:
+        more = dict(
+            compiler_options(kind, config(*settings.split())).items() - compiler_options(kind, config()).items()
+        )
+        assert more == (options if kind in kinds else {})
+    (name,) = options
+    overridden = config(*settings.split(), f"run.compiler_options.{name}=90")
+    assert compiler_options("TPU v5 lite", overridden)[name] == "90"
+
+
+REJECTED = {
+    "No such compile option: 'xla_typo'": {"xla_typo": "1"},
+    "While setting option xla_cpu_enable_fast_math, 'maybe' is not a valid": {"xla_cpu_enable_fast_math": "maybe"},
+}
+
+
+@pytest.mark.parametrize("message", REJECTED)
+def test_an_option_that_xla_rejects_is_named(message):
     lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
     with pytest.raises(UserError, match=f"^run.compiler_options, or .*xla_options.py: {message}"):
-        compile_with(lowered, given)
+        compile_with(lowered, REJECTED[message])
     assert compile_with(lowered, {"xla_cpu_enable_fast_math": "True"})(jnp.ones(3))[0] == 2

@@ -5,10 +5,8 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 
 import pytest
-from result_format import read_rows
 
-from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
+from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, Zero
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.candidates import (
     KEYS,
@@ -24,90 +22,66 @@ from shmap_tp.plan.search.candidates import (
 )
 from shmap_tp.plan.search.command import Space, finish, make_search
 from shmap_tp.plan.search.cost import Cost
-from shmap_tp.plan.search.formulas import Estimate
 from shmap_tp.plan.search.jobs import ended
 from shmap_tp.plan.search.loop import WORTH_TRYING, Search
 from shmap_tp.plan.search.output import Task, largest_share, limited_by, table
 from shmap_tp.plan.targets import find_target, machine_of
-
-FILE = str(CONF / "config.yaml")
-BASE = Candidate(4, 1, 1, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
-
-
-def config(*settings: str):
-    return load(FILE, ["model=test", "train.batch=16", "mesh.dp=1", "mesh.mp=1", "mesh.processes=1", *settings])
-
+from tests.helpers.searching import BASE, RECORDED, config, made
 
 # Candidates
 
 
+def searched(given: dict[str, str], *settings: str, version: str = "v5e", devices: int = 8) -> list[Candidate]:
+    return candidates(config(*settings), find_target(version, devices, None, 1), given)
+
+
 def test_every_candidate_is_valid_and_its_settings_make_the_same_configuration():
-    target, base = find_target("v5e", 8, None, 1), config()
-    found = candidates(base, target, {})
+    found = searched({})
     assert len(found) == len(set(found)) > 100
     assert {one.dp * one.mp for one in found} == {8} and {one.remat for one in found} >= {Remat.full, Remat.none}
     assert {one.fsdp_gradients for one in found if one.zero == Zero.fsdp} == set(FsdpGradients)
     for one in found[:: len(found) // 40]:
-        assert load(FILE, ["model=test", "train.batch=16", "mesh.processes=1", *one.settings()]) == one.apply(base)
+        assert config(*one.settings()) == one.apply(config())
 
 
 def test_experts_are_searched_over_mp_and_over_ranks_of_tokens():
     experts = ("model.block=sequential", "model.mlp=swiglu", "model.experts=4", "model.mlp_bias=false")
-    base = config(*experts)
-    found = candidates(base, find_target("v5e", 8, None, 1), {"model.remat": "full"})
+    found = searched({"model.remat": "full"}, *experts)
     assert {(one.mp, one.ep) for one in found} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
     for one in found[:: len(found) // 10]:
-        given = ["model=test", "train.batch=16", "mesh.processes=1", *experts, *one.settings()]
-        assert load(FILE, given) == one.apply(base)
-    given = candidates(base, find_target("v5e", 8, None, 1), {"model.remat": "full", "mesh.ep": "4"})
+        assert config(*experts, *one.settings()) == one.apply(config(*experts))
+    given = searched({"model.remat": "full", "mesh.ep": "4"}, *experts)
     assert given == [one for one in found if one.ep == 4]
 
 
 def test_keys_that_are_given_are_not_searched():
     given = {"mesh.mp": "2", "model.remat": "full", "model.offload": "[]", "mesh.zero": "fsdp"}
-    found = candidates(config(), find_target("v5e", 8, None, 1), given)
+    found = searched(given)
     assert found and {(one.mp, one.remat, one.offload, one.zero) for one in found} == {(2, Remat.full, (), Zero.fsdp)}
     assert given.keys() <= set(KEYS)
-    row_major = candidates(config(), find_target("v5e", 8, None, 1), given | {"model.row_major": "true"})
-    assert row_major == [replace(one, row_major=True) for one in found]
-    of_file = config("model.row_major=true")
-    assert candidates(of_file, find_target("v5e", 8, None, 1), given) == row_major
+    row_major = searched(given | {"model.row_major": "true"})
+    assert row_major == [replace(one, row_major=True) for one in found] == searched(given, "model.row_major=true")
     assert row_major[0].apply(config()).model.row_major and "model.row_major=true" in row_major[0].settings()
     assert "model.row_major=false" in found[0].settings(row_major=True)
-    reordered = candidates(
-        config(), find_target("v5e", 8, None, 1), given | {"model.offload": "[up, input]", "model.remat": "mlp"}
-    )
-    assert reordered and {one.offload for one in reordered} == {(SavedActivation.input, SavedActivation.up)}
+    for order in ("[input,up]", "[up, input]"):
+        found = searched(given | {"model.remat": "mlp", "model.offload": order})
+        assert found and {one.offload for one in found} == {(SavedActivation.input, SavedActivation.up)}
 
 
 @pytest.mark.parametrize("given", ["mesh.tensor_parallel=sequence", "mesh.zero=fsdp", "mesh.zero=zero1"])
 def test_a_choice_that_is_given_leaves_all_meshes(given):
     """Also those with one rank along the axis, where every choice does the same."""
-    found = candidates(config(), find_target("v5e", 4, None, 1), dict([given.split("=")]))
+    found = searched(dict([given.split("=")]) | {"model.remat": "full"}, devices=4)
     assert {(one.dp, one.mp) for one in found} == {(4, 1), (2, 2), (1, 4)}
 
 
-@pytest.mark.parametrize("given", ["[input,attention_output]", "[attention_output, input]"])
-def test_offloaded_activations_are_given_in_any_order(given):
-    found = candidates(config(), find_target("v5e", 8, None, 1), {"model.offload": given})
-    assert found and {frozenset(one.offload) for one in found} == {frozenset({"input", "attention_output"})}
-
-
-@pytest.mark.parametrize("version", ["v3", "h100"])
-def test_nothing_is_offloaded_where_no_step_with_offload_has_been_compiled(version):
-    found = candidates(config(), find_target(version, 8, None, 1), {})
-    assert found and not any(one.offload for one in found)
-    assert any(one.offload for one in candidates(config(), find_target("v5e", 8, None, 1), {}))
+def test_nothing_is_offloaded_where_no_step_with_offload_has_been_compiled():
+    for version, offloads in {"v3": False, "h100": False, "v5e": True}.items():
+        found = searched({"mesh.mp": "1"}, version=version)
+        assert found and any(one.offload for one in found) == offloads, version
 
 
 # Pruning
-
-
-def made(name: int, seconds: float, gigabytes: float, offload: tuple = (), host: float = 0.0) -> Result:
-    """A candidate with `name` microbatches."""
-    return Result(
-        replace(BASE, microbatches=name, offload=offload), Estimate(seconds, gigabytes * 1e9, host, {}, {"state": 1e9})
-    )
 
 
 def test_a_candidate_is_dropped_for_one_of_three_reasons():
@@ -179,9 +153,6 @@ class Compiler:
         )  # fmt: skip
 
 
-RECORDED = Row(**next(row for row in read_rows("tpu") if row["kind"] == "predicted"))
-
-
 def compiled(estimated: Result, row: Row | None, takes: float = 60.0) -> Result:
     return replace(estimated, row=row, error=None if row else "exit code 1: crash", compile_seconds=takes)
 
@@ -194,17 +165,59 @@ def row(seconds: float, gigabytes: float) -> Row:
     )  # fmt: skip
 
 
-def test_the_search_compiles_the_most_promising_first_and_stops_where_nothing_faster_is_expected():
-    compiler = Compiler({1: (1.0, 5), 2: (1.2, 5), 3: (2.0, 5), 4: (1.3, 5)})
-    search = compiler.search([made(3, 2.0, 5), made(2, WORTH_TRYING - 0.01, 5), made(4, 1.3, 5), made(1, 1.0, 5)])
+def name_of(result: Result | None) -> int | None:
+    return result and result.candidate.microbatches
+
+
+TRUTH, ALONE = {1: (1.0, 5), 2: (1.2, 5), 3: (2.0, 5), 4: (1.3, 5)}, {1: (1.0, 5)}
+STOPPED, NO_TIME = "nothing faster is expected", "too little time for another"
+ORDERS = {
+    "the most promising first, until nothing faster is expected": (
+        TRUTH, [(3, 2.0, 5), (2, WORTH_TRYING - 0.01, 5), (4, 1.3, 5), (1, 1.0, 5)], {}, [1, 2], 1, STOPPED,
+    ),
+    "what surely fits first, and what may not fit after it": (
+        {1: (1.0, 9.9), 2: (1.3, 5)}, [(1, 1.0, 9.7), (2, 1.3, 5), (3, 1.9, 2)], {}, [2, 1], 1, STOPPED,
+    ),
+    "where none surely fits, the smallest first": (
+        {1: (1.0, 9.9), 2: (1.3, 5)}, [(1, 1.0, 9.9), (2, 1.3, 9.6)], {}, [2, 1], 1, STOPPED,
+    ),
+    "others after what does not fit and what cannot be compiled": (
+        {1: (1.0, 12), 2: None, 3: (1.02, 5)}, [(1, 1.0, 9), (2, 1.01, 5), (3, 1.02, 5)], {}, [1, 2, 3], 3, STOPPED,
+    ),
+    "none that a peak which was estimated too low teaches not to fit": (
+        {1: (1.0, 20), 2: (1.01, 20), 3: (2.0, 4)}, [(1, 1.0, 9), (2, 1.01, 9), (3, 2.0, 2)], {}, [1, 3], 3, STOPPED,
+    ),
+    "none that would not end in time": (
+        ALONE | {2: (0.9, 5)}, [(1, 1.0, 5), (2, 1.0, 5)], {"seconds": 90.0}, [1], 1, NO_TIME,
+    ),
+    "none to its end after the time is up": (ALONE, [(1, 1.0, 5)], {"seconds": 50.0}, [1], None, "the time is up"),
+    "in a search of several, more than its share until one fits": (
+        {1: (1.0, 12), 2: (1.1, 5)}, [(1, 1.0, 8.9), (2, 1.1, 5), (3, 1.11, 5)], {"seconds": 30.0, "longest": 200.0},
+        [1, 2], 2, "the time is up",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_the_search_compiles(case):
+    truth, estimates, more, started, best, stopped = ORDERS[case]
+    compiler = Compiler(truth)
+    search = compiler.search([made(*one) for one in estimates], seconds=more.get("seconds", 3600.0))
+    search.longest = more.get("longest", search.longest)
     search.run()
-    assert compiler.started == [1, 2] and search.stopped == "nothing faster is expected"
-    assert search.best().seconds == 1.0 and len(compiler.saved) == 2
-    assert [line.split()[0] for line in compiler.lines] == ["compiling", "60", "compiling", "60"]
+    assert (compiler.started, name_of(search.best()), search.stopped) == (started, best, stopped)
+    assert [name_of(one) for one in compiler.ended] == ([] if best else [1])
+    assert best or [name_of(one) for one in search.remaining] == [1], "the formulas still rank it"
+
+
+def test_a_search_says_what_it_compiles_and_what_comes_of_it():
+    compiler = Compiler({1: (0.0012, 12), 2: None, 3: (1.02, 5)})
+    compiler.search([made(1, 0.0012, 9), made(2, 1.01, 5), made(3, 1.02, 5)]).run()
+    assert [line.split()[0] for line in compiler.lines] == ["compiling", "60"] * 3 and len(compiler.saved) == 3
+    assert compiler.lines[0].endswith("expected 0.0012 s a step")
+    assert "does not fit: needs 11.18 of 9.31 GiB" in compiler.lines[1]
+    assert "not compiled: exit code 1: crash" in compiler.lines[3]
     assert "1 compiling, 0 compiled, none fits yet, 60 min left" in compiler.states
-    short = Compiler({1: (0.0012, 5)})
-    short.search([made(1, 0.0012, 5)]).run()
-    assert short.lines[0].endswith("expected 0.0012 s a step")
 
 
 def test_what_the_formulas_cannot_tell_from_the_fastest_is_tried_beside_it_alone():
@@ -231,58 +244,12 @@ def test_a_search_tries_row_major_beside_the_fastest_unless_it_is_given_or_has_n
     assert tried("v5e") == []
 
 
-def test_what_surely_fits_is_compiled_first_and_what_may_not_fit_after_it():
-    compiler = Compiler({1: (1.0, 9.9), 2: (1.3, 5)})
-    search = compiler.search([made(1, 1.0, 9.7), made(2, 1.3, 5), made(3, 1.9, 2)])
-    search.run()
-    assert compiler.started == [2, 1] and search.best().seconds == 1.0
-    uncertain = Compiler({1: (1.0, 9.9), 2: (1.3, 5)})
-    uncertain.search([made(1, 1.0, 9.9), made(2, 1.3, 9.6)]).run()
-    assert uncertain.started == [2, 1], "where none surely fits, the smallest is first"
-
-
 def test_after_a_near_miss_the_answer_is_the_fastest_that_surely_fits_by_formulas():
     compiler = Compiler({1: (1.0, 10.1)})
     search = compiler.search([made(1, 1.0, 9.0), made(2, 1.2, 9.0), made(3, 1.5, 5), made(4, 2.0, 4)], seconds=90.0)
     search.run()
     assert compiler.started == [1] and search.best() is None and search.stopped == "too little time for another"
     assert search.answer().candidate.microbatches == 3, "the near miss teaches that 2 may not fit either"
-
-
-def test_what_does_not_fit_or_cannot_be_compiled_is_reported_and_others_are_tried():
-    compiler = Compiler({1: (1.0, 12), 2: None, 3: (1.02, 5)})
-    search = compiler.search([made(1, 1.0, 9), made(2, 1.01, 5), made(3, 1.02, 5)])
-    search.run()
-    reported = "\n".join(compiler.lines)
-    assert "does not fit: needs 11.18 of 9.31 GiB" in reported and "not compiled: exit code 1: crash" in reported
-    assert search.best().candidate.microbatches == 3
-
-
-def test_a_peak_that_was_estimated_too_low_teaches_that_others_do_not_fit_either():
-    compiler = Compiler({1: (1.0, 20), 2: (1.01, 20), 3: (2.0, 4)})
-    compiler.search([made(1, 1.0, 9), made(2, 1.01, 9), made(3, 2.0, 2)]).run()
-    assert compiler.started == [1, 3]
-
-
-def test_the_time_is_kept_and_what_runs_then_is_ended():
-    compiler = Compiler({1: (1.0, 5), 2: (0.9, 5)}, takes=60.0)
-    search = compiler.search([made(1, 1.0, 5), made(2, 1.0, 5)], seconds=90.0)
-    search.run()
-    assert compiler.started == [1], "a second one would not end in time"
-    assert search.stopped == "too little time for another"
-    late = Compiler({1: (1.0, 5)}, takes=100.0)
-    search = late.search([made(1, 1.0, 5)], seconds=90.0)
-    search.run()
-    assert search.stopped == "the time is up" and len(late.ended) == 1 and search.best() is None
-    assert [one.candidate.microbatches for one in search.remaining] == [1], "the formulas still rank it"
-
-
-def test_a_search_of_several_goes_on_after_its_share_until_a_candidate_fits():
-    compiler = Compiler({1: (1.0, 12), 2: (1.1, 5)}, takes=60.0)
-    search = compiler.search([made(1, 1.0, 8.9), made(2, 1.1, 5), made(3, 1.11, 5)], seconds=30.0)
-    search.longest = 200.0
-    search.run()
-    assert compiler.started == [1, 2] and search.best().candidate.microbatches == 2 and compiler.now < 130
 
 
 def test_a_stop_keeps_what_was_found():

@@ -9,8 +9,7 @@ import pytest
 from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
 from shmap_tp.plan.search.candidates import Candidate
 from shmap_tp.plan.search.loop import Correction, Errors, expected_improvement, rank_correlation
-
-BASE = Candidate(4, 1, 1, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1)
+from tests.helpers.searching import BASE
 
 
 def test_rank_correlation():

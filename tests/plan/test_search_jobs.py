@@ -5,27 +5,13 @@ import time
 from pathlib import Path
 
 import pytest
-from result_format import read_rows
 
-from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import Config, FsdpGradients, TensorParallelMode, Zero
-from shmap_tp.plan.report import Row
 from shmap_tp.plan.search import jobs
-from shmap_tp.plan.search.candidates import Candidate, Result
-from shmap_tp.plan.search.formulas import Estimate
 from shmap_tp.plan.search.jobs import answer, ended, request
 from shmap_tp.plan.targets import find_target
+from tests.helpers.searching import RECORDED, config, made
 
-ESTIMATED = Result(
-    Candidate(4, 1, 1, 1, TensorParallelMode.all_reduce, Zero.zero1, FsdpGradients.reduce_scatter, 1),
-    Estimate(1.0, 1e9, 0.0, {}, {}),
-)
-RECORDED = Row(**next(row for row in read_rows("tpu") if row["kind"] == "predicted"))
-
-
-def config(*settings: str) -> Config:
-    given = ["model=test", "train.batch=16", "mesh.dp=1", "mesh.mp=1", "mesh.processes=1", *settings]
-    return load(str(CONF / "config.yaml"), given)
+ESTIMATED = made(1, 1.0, 1)
 
 
 def test_the_end_of_a_child_process_is_explained():

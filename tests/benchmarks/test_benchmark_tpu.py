@@ -84,6 +84,7 @@ def test_an_emulated_row_is_consistent_and_the_program_is_written_with_its_metad
     assert older == {"kind": "older"}
     assert (row["kind"], row["device_kind"], row["devices"]) == ("emulated", "cpu", 4)
     assert (row["dp"], row["mp"], row["slices"], row["topology"]) == (2, 2, 1, None)
+    assert row["chips"] == 4 and row["tile"] is None
     assert (row["global_batch"], row["microbatches"], row["context"]) == (12, 3, 16)
     assert row["comm_seconds"] is row["exposed_comm_seconds"] is row["limit_bytes_per_device"] is None
     low, high = row["step_seconds_range"]

@@ -46,7 +46,6 @@ from tests.helpers.communication_rules import entering
 from tests.helpers.layer_cases import LAYERS
 from tests.helpers.model_fixtures import MESHES, config, mesh_config, mesh_of
 
-
 # Layers
 
 
@@ -86,40 +85,33 @@ def test_loss_communicates_as_its_docstring_says(chunks, shape):
 # Steps
 
 STEPS = """
-1x1 bfloat16 all_reduce none parallel all_matmuls 2 rotary gelu biases muon
-1x1 float32 all_reduce none parallel attention_output 1 learned gelu rmsnorm tied biases adapters
-1x1 float32 all_reduce none sequential none 2 rotary gelu biases adapters loss_chunks chunks
-1x8 float32 all_reduce none sequential attention_and_up 1 alibi swiglu rmsnorm muon loss_chunks small
-2x4 bfloat16 all_reduce none sequential mlp 8 alibi swiglu offload
-8x1 float32 all_reduce none parallel attention 1 alibi gelu rmsnorm tied adapters loss_chunks chunks
+1x8 float32 all_reduce none sequential mlp 1 alibi swiglu rmsnorm tied biases adapters offload chunks
+8x1 float32 all_reduce none sequential attention_and_up 8 rotary swiglu rmsnorm tied biases adapters offload
+1x1 float32 all_reduce none sequential full 2 rotary gelu rmsnorm tied loss_chunks
+1x8 bfloat16 all_reduce none sequential all_matmuls 8 learned swiglu rmsnorm tied biases muon loss_chunks chunks small
 2x4 bfloat16 all_reduce none parallel none 2 rotary swiglu rmsnorm
-4x2 float32 all_reduce zero1 parallel none 8 learned swiglu slices rmsnorm biases loss_chunks chunks
-1x1 float32 all_reduce fsdp parallel full 1 learned gelu rmsnorm loss_chunks chunks small
-4x2 float32 all_reduce fsdp parallel all_matmuls 2 alibi gelu rmsnorm
+2x4 bfloat16 all_reduce zero1 parallel attention 2 learned gelu muon loss_chunks
+8x1 float32 all_reduce zero1 sequential attention_output 8 learned gelu biases loss_chunks
 2x4 bfloat16 all_reduce fsdp parallel none 2 learned gelu
-4x2 float32 all_reduce ring parallel full 8 rotary swiglu slices tied biases muon small
-8x1 bfloat16 all_reduce ring sequential attention 2 rotary swiglu slices small
-1x8 bfloat16 sequence none sequential full 1 rotary swiglu biases muon
-2x4 float32 sequence none sequential attention 8 learned swiglu rmsnorm adapters small
-8x1 float32 sequence none parallel none 2 rotary swiglu rmsnorm muon chunks small
-2x4 bfloat16 sequence zero1 parallel attention_output 2 alibi swiglu rmsnorm tied adapters small
-2x4 float32 sequence zero1 parallel full 2 learned swiglu slices biases loss_chunks small
-2x4 bfloat16 sequence fsdp parallel mlp 1 learned gelu rmsnorm tied adapters loss_chunks
-4x2 float32 sequence fsdp parallel full 2 learned gelu slices tied
-1x1 float32 sequence ring sequential attention_and_up 8 learned swiglu tied offload
-2x4 bfloat16 sequence ring sequential none 1 alibi gelu slices rmsnorm biases muon loss_chunks chunks small
-2x4 float32 sequence ring parallel all_matmuls 8 rotary gelu slices tied offload loss_chunks small
-8x1 float32 sequence ring parallel full 8 learned gelu slices rmsnorm biases chunks
-1x8 bfloat16 collective_matmul none sequential all_matmuls 1 learned gelu rmsnorm tied offload chunks small
-4x2 bfloat16 collective_matmul none sequential full 1 alibi swiglu rmsnorm biases loss_chunks chunks small
-1x8 bfloat16 collective_matmul zero1 parallel none 2 rotary swiglu adapters
-4x2 float32 collective_matmul zero1 sequential mlp 8 rotary gelu biases adapters loss_chunks chunks small
-8x1 float32 collective_matmul zero1 sequential attention_output 8 learned gelu slices muon
-2x4 float32 collective_matmul fsdp sequential attention_and_up 1 alibi swiglu slices rmsnorm adapters loss_chunks chunks
-8x1 float32 collective_matmul fsdp sequential attention 2 learned gelu slices rmsnorm biases muon loss_chunks
+4x2 float32 all_reduce ring sequential none 2 rotary swiglu slices biases muon chunks small
+1x1 bfloat16 sequence none sequential attention_output 1 rotary gelu rmsnorm biases adapters loss_chunks
+2x4 float32 sequence none parallel attention 8 learned swiglu tied biases muon loss_chunks small
+4x2 bfloat16 sequence zero1 parallel all_matmuls 1 rotary swiglu slices tied biases adapters loss_chunks small
+1x8 bfloat16 sequence zero1 parallel mlp 8 alibi swiglu tied muon offload small
+8x1 bfloat16 sequence zero1 parallel none 1 rotary gelu slices rmsnorm tied muon
+8x1 float32 sequence ring sequential full 2 learned swiglu slices loss_chunks chunks
+2x4 bfloat16 sequence ring parallel attention_and_up 8 alibi gelu rmsnorm tied biases muon offload small
+4x2 bfloat16 collective_matmul none parallel none 8 learned gelu tied adapters loss_chunks
+8x1 float32 collective_matmul none sequential all_matmuls 8 rotary gelu slices rmsnorm biases muon offload chunks
+4x2 bfloat16 collective_matmul none parallel attention_output 8 rotary swiglu slices tied biases muon
+2x4 float32 collective_matmul zero1 parallel full 1 alibi swiglu slices biases adapters loss_chunks small
+1x4 bfloat16 collective_matmul fsdp sequential attention 2 learned swiglu rmsnorm biases adapters loss_chunks small
+2x4 bfloat16 collective_matmul fsdp sequential attention_and_up 2 alibi gelu rmsnorm muon offload small
+4x2 bfloat16 collective_matmul fsdp sequential full 8 rotary gelu tied biases muon loss_chunks chunks small
+8x1 float32 collective_matmul fsdp parallel mlp 1 rotary swiglu slices tied biases adapters loss_chunks
 """
-"""Mesh, precision, tensor-parallel mode, ZeRO stage, block, policy of rematerialisation, key/value heads, positions, MLP,
-and more: any two settings of these that make a configuration occur together."""
+"""Mesh, precision, tensor-parallel mode, ZeRO stage, block, rematerialisation, key/value heads, positions, MLP, more:
+two settings whose communication depends on each other occur together."""
 ZERO = {"none": "none", "zero1": "zero1", "fsdp": "fsdp", "ring": "fsdp mesh.fsdp_gradients=ring"}
 OFFLOADED = {"mlp": "[input,gate,up]", "attention_and_up": "[query_key_value,up]", "all_matmuls": "[input,up]"}
 MORE = {

@@ -4,74 +4,65 @@ fake clock."""
 import json
 import math
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import AttentionKernel, Block, Config, Remat, padded_vocabulary
 from shmap_tp.hardware.devices import GIB, Peak, table_peak
 from shmap_tp.model.flops import forward_terms, parameters, recomputed_terms
-from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.plan import benchmark
 from shmap_tp.plan.benchmark import WARM_UP, time_steps
 from shmap_tp.plan.report import Row, config_fields, format_row
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers.flops import matmul_flops
-from tests.helpers.model_fixtures import mesh_config
+from tests.helpers.model_fixtures import mesh_of
+
+
+@cache
+def of_test() -> DictConfig:
+    settings = ["model=test", "mesh.dp=2", "mesh.mp=4", "train.batch=8", "train.microbatches=2"]
+    return OmegaConf.structured(load(str(CONF / "config.yaml"), settings))
 
 
 def config(*overrides: str) -> Config:
-    return load(
-        str(CONF / "config.yaml"),
-        ["model=test", "mesh.dp=2", "mesh.mp=4", "train.batch=8", "train.microbatches=2", *overrides],
-    )
+    return OmegaConf.to_object(OmegaConf.merge(of_test(), OmegaConf.from_dotlist([*overrides])))
 
 
 def programs(config: Config) -> StepFunctions:
-    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.dp * config.mesh.mp])
-    return build_step_functions(config, mesh, jnp.dtype(jnp.float32))
+    return build_step_functions(config, mesh_of(config), jnp.dtype(jnp.float32))
 
 
 # FLOPs
 
 
-TRACED = {
-    "defaults": [],
-    "one device": ["mesh.dp=1", "mesh.mp=1"],
-    "one microbatch": ["train.microbatches=1"],
-    "sequential": ["model.block=sequential"],
-    "swiglu": ["model.mlp=swiglu"],
-    "4 kv heads": ["model.kv_heads=4"],
-    "tied": ["model.tie_embeddings=true"],
-    "chunks": ["model.attention_chunk=8"],
-    "padded": ["model.vocabulary=200"],
-    "loss in chunks": ["train.loss_chunk=16"],
-    "all_matmuls": ["model.remat=all_matmuls"],
-    "mlp": ["model.remat=mlp"],
-    "attention_and_up": ["model.remat=attention_and_up"],
-    "attention_and_up, swiglu": ["model.remat=attention_and_up", "model.mlp=swiglu", "model.attention_chunk=8"],
-    "mlp, sequential, in chunks": ["model.remat=mlp", "model.block=sequential", "model.attention_chunk=8"],
-    "offloaded": ["model.remat=all_matmuls", "model.offload=[input,attention_output,up]"],
-    "all_matmuls in chunks": ["model.remat=all_matmuls", "model.attention_chunk=8"],
-    "attention": ["model.remat=attention"],
-    "attention in chunks, swiglu, sequential": [
-        "model.remat=attention", "model.attention_chunk=8", "model.mlp=swiglu", "model.block=sequential",
-    ],
-    "full": ["model.remat=full"],
-    "full, sequential": ["model.remat=full", "model.block=sequential"],
-    "full in chunks": ["model.remat=full", "model.attention_chunk=8"],
-}  # fmt: skip
+TRACED = [
+    "remat=none block=parallel mlp=gelu attention_chunk=8 vocabulary=200 kv_heads=4 train.loss_chunk=16",
+    "remat=none block=sequential mlp=swiglu attention_chunk=32 tie_embeddings=true mesh.dp=1 mesh.mp=1",
+    "remat=full block=parallel mlp=swiglu attention_chunk=8 tie_embeddings=true train.microbatches=1",
+    "remat=full block=sequential mlp=gelu attention_chunk=32 kv_heads=4",
+    "remat=all_matmuls block=parallel mlp=gelu attention_chunk=8 offload=[input,attention_output,up] vocabulary=200",
+    "remat=mlp block=sequential mlp=gelu attention_chunk=8 tie_embeddings=true train.loss_chunk=16",
+    "remat=mlp block=parallel mlp=swiglu attention_chunk=32 vocabulary=200",
+    "remat=attention_and_up block=parallel mlp=swiglu attention_chunk=8 kv_heads=4",
+    "remat=attention block=sequential mlp=swiglu attention_chunk=8 mesh.dp=1 mesh.mp=1",
+    "remat=attention block=parallel mlp=gelu attention_chunk=32 tie_embeddings=true vocabulary=200",
+    "remat=attention_output block=sequential mlp=swiglu attention_chunk=8 vocabulary=200",
+]
 
 
-@pytest.mark.parametrize("overrides", TRACED.values(), ids=TRACED)
-def test_the_flops_of_a_row_are_those_of_the_traced_matmuls(overrides):
+@pytest.mark.parametrize("settings", TRACED)
+def test_the_flops_of_a_row_are_those_of_the_traced_matmuls(settings):
     """Exactly, after two corrections.  A row does not count masked keys and vocabulary padding; and its upper bound for
     full remat includes the last matmul of a block, which the backward pass does not need."""
-    conf = config("model.attention=chunked", *overrides)
+    names = (name if name.startswith(("mesh", "train")) else f"model.{name}" for name in settings.split())
+    conf = config("model.attention=chunked", *names)
     model, step, devices = conf.model, programs(conf), conf.mesh.dp * conf.mesh.mp
     with_masked = (model.context + model.attention_chunk) / model.context  # relative to the half that a row counts
     corrections = {"scores": with_masked, "values": with_masked, "head": padded_vocabulary(model) / model.vocabulary}
@@ -111,31 +102,23 @@ def row(config: Config, peak: Peak | None, **overrides: Any) -> Row:
 def test_mfu_and_throughput_are_those_computed_by_hand():
     """8 sequences of 32 tokens on 4 chips of a v3: 1,327,104 FLOPs per token by the formulas of test_flops."""
     predicted = row(config(), table_peak("TPU v3", 8))
-    assert (predicted.tokens_per_step, predicted.tokens_per_second, predicted.tokens_per_second_per_chip) == (
-        256,
-        512,
-        128,
-    )
+    tokens = predicted.tokens_per_step, predicted.tokens_per_second, predicted.tokens_per_second_per_chip
+    assert tokens == (256, 512, 128)
     assert predicted.model_flops_per_device == 256 * 1_327_104 / 8
     assert predicted.peak_flops_per_device == 61.5e12
     assert predicted.mfu == pytest.approx(256 * 1_327_104 / 0.5 / (4 * 123e12))
     assert predicted.tflops_per_chip == pytest.approx(predicted.mfu * 123)
     assert predicted.hfu == predicted.mfu, "nothing is recomputed"
     assert row(config("model.remat=full"), table_peak("TPU v3", 8)).hfu > predicted.hfu
-
-
-def test_throughput_and_utilisation_are_inversely_proportional_to_the_step_time():
-    one, two = (row(config(), table_peak("TPU v3", 8), step_seconds=seconds) for seconds in (1.0, 2.0))
+    slower = row(config(), table_peak("TPU v3", 8), step_seconds=1.0)
     for name in ("mfu", "hfu", "tokens_per_second", "tokens_per_second_per_chip", "tflops_per_chip"):
-        assert getattr(one, name) == pytest.approx(2 * getattr(two, name))
+        assert getattr(predicted, name) == pytest.approx(2 * getattr(slower, name))
 
 
 def test_figures_without_a_step_time_or_a_peak_are_none():
     unknown_peak = row(config(), None)
-    assert (
-        unknown_peak.mfu is unknown_peak.hfu is unknown_peak.peak_flops_per_device is None
-        and unknown_peak.tokens_per_second == 512
-    )
+    assert unknown_peak.mfu is unknown_peak.hfu is unknown_peak.peak_flops_per_device is None
+    assert unknown_peak.tokens_per_second == 512
     assert "MFU" not in format_row(unknown_peak)
     too_large = row(
         config(), table_peak("TPU v3", 8), step_seconds=None, fits=False, peak_bytes_per_device=16 * GIB, scopes={},
@@ -146,21 +129,18 @@ def test_figures_without_a_step_time_or_a_peak_are_none():
     assert "time" not in format_row(too_large)
 
 
-@pytest.mark.parametrize(
-    ("settings", "advice"),
-    [
-        ([], "mesh.zero=fsdp, a larger mp, more microbatches or model.remat=full"),
-        (["model.remat=full", "mesh.zero=fsdp"], "a larger mp or more microbatches"),
-        (["model.remat=full", "mesh.zero=fsdp", "train.microbatches=4"], "a larger mp"),
-        (["mesh.dp=1", "mesh.mp=8", "train.microbatches=8", "model.remat=full"], "more devices"),
-    ],
-)
-def test_advice_for_a_step_that_does_not_fit_names_only_what_it_does_not_do(settings, advice):
-    too_large = row(config(*settings), None, step_seconds=None, fits=False)
-    assert format_row(too_large).splitlines()[3].endswith(f": DOES NOT FIT; try {advice}")
+ADVICE = {
+    "": "mesh.zero=fsdp, a larger mp, more microbatches or model.remat=full",
+    "model.remat=full mesh.zero=fsdp": "a larger mp or more microbatches",
+    "model.remat=full mesh.zero=fsdp train.microbatches=4": "a larger mp",
+    "mesh.dp=1 mesh.mp=8 train.microbatches=8 model.remat=full": "more devices",
+}
 
 
-def test_a_state_that_all_devices_together_cannot_hold_needs_more_devices():
+def test_advice_for_a_step_that_does_not_fit_names_only_what_it_does_not_do():
+    for settings, advice in ADVICE.items():
+        too_large = row(config(*settings.split()), None, step_seconds=None, fits=False)
+        assert format_row(too_large).splitlines()[3].endswith(f": DOES NOT FIT; try {advice}")
     small = replace(row(config(), None, step_seconds=None, fits=False), params=10**9, limit_bytes_per_device=1.5e9)
     assert "DOES NOT FIT; try 11 devices or more: parameters, optimizer state and gradients alone are 14.9 GiB" in (
         format_row(small)
@@ -196,9 +176,10 @@ def test_a_compiled_step_takes_one_shard_of_parameters_optimizer_state_and_token
     replicated = 4 * 64 * (conf.model.layers + 1)  # norm scales
     assert shard == pytest.approx(masters / mesh[1], abs=3 * replicated + 64)
     tokens = math.prod(step.tokens.sharding.shard_shape(step.tokens.shape)) * 4
-    compiled = step.step.lower(step.shapes, step.tokens).compile().memory_analysis()
-    assert compiled.argument_size_in_bytes == shard + tokens
-    assert compiled.peak_memory_in_bytes > shard
+    if mesh == (2, 4):
+        compiled = step.step.lower(step.shapes, step.tokens).compile().memory_analysis()
+        assert compiled.argument_size_in_bytes == shard + tokens
+        assert compiled.peak_memory_in_bytes > shard
 
 
 def test_host_memory_is_not_counted_in_the_peak_of_a_measured_step():
@@ -256,32 +237,11 @@ def test_a_step_is_timed_from_completion_to_completion(monkeypatch, steps, dispa
     assert device.most_in_flight <= 2, "emulated devices deadlock with many steps in flight"
 
 
-def test_steps_shorter_than_their_dispatch_take_the_dispatch_time(monkeypatch):
-    device = FakeDevice([0.25] * 9, dispatch=1.0)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_shorter_than_their_dispatch_take_the_dispatch_time(monkeypatch, overlap):
+    """Without overlap each step is awaited before the next: where dispatching computes the step, two are otherwise done
+    before the first is awaited, and the second took no time."""
+    device = FakeDevice([0.25 if overlap else 0.0] * 9, dispatch=1.0)
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: device.now)
-    assert time_steps(device.dispatch_step, 4)[:-1] == pytest.approx([1.0] * 3)
-
-
-def test_without_overlap_each_step_is_awaited_before_the_next(monkeypatch):
-    """Where dispatching computes the step, two are done before the first is awaited, and the second took no time."""
-    device = FakeDevice([0.0] * 9, dispatch=1.0)
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: device.now)
-    assert time_steps(device.dispatch_step, 3, overlap=False) == pytest.approx([1.0] * 3)
-    assert device.most_in_flight <= 1
-
-
-def test_an_emulated_step_is_measured():
-    conf = config("mesh.mp=2")
-    mesh = make_mesh(mesh_config(2, 2), jax.devices()[:4])
-    found = benchmark.measure(conf, mesh, jnp.dtype(jnp.float32), 3)
-    row = found.row
-    assert (row.kind, row.device_kind, row.devices, row.chips, row.tile) == ("emulated", "cpu", 4, 4, None)
-    assert 0 < row.mfu <= row.hfu <= 1
-    low, high = row.step_seconds_range
-    assert low <= row.step_seconds <= high
-    assert row.fits and row.limit_bytes_per_device is None
-    assert found.meta == {
-        "device_kind": "cpu", "coords": None, "model_flops_per_device": row.model_flops_per_device,
-    }  # fmt: skip
-    assert "HloModule" in found.text
-    json.dumps(row.to_json())
+    assert time_steps(device.dispatch_step, 4, overlap=overlap)[:-1] == pytest.approx([1.0] * 3)
+    assert overlap or device.most_in_flight <= 1

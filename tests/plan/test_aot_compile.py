@@ -86,14 +86,12 @@ def test_the_second_compilation_is_read_from_the_cache(tmp_path):
     assert first.fits and len(lowered.options) == 1
     (entry,) = (tmp_path / "cache").iterdir()
     assert entry.name.endswith(".json.gz")
+    assert compile_ahead_of_time(FakeLowered(), mesh("v4"), None).limit_bytes == DEVICES["TPU v4"].memory
 
 
-def test_host_memory_is_not_counted_as_device_memory():
+def test_host_memory_is_not_counted_as_device_memory_which_needs_a_memory_report():
     found = compile_ahead_of_time(FakeLowered(host=100), mesh(), None)
     assert (found.peak_bytes, found.host_bytes) == (8, 100)
-
-
-def test_a_missing_memory_report_is_an_error_only_with_host_offload():
     assert compile_ahead_of_time(FakeLowered(reports=False), mesh(), None).peak_bytes == 7
     with pytest.raises(UserError, match=r"^libtpu 1 does not report .* model\.offload"):
         compile_ahead_of_time(FakeLowered(host=100, reports=False), mesh(), None)
@@ -107,26 +105,19 @@ def test_without_a_cache_directory_nothing_is_written(tmp_path, monkeypatch):
     assert len(lowered.options) == 2 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"lowered": FakeLowered("module @other")},
-        {"mesh": mesh("v6e")},
-        {"mesh": mesh("v5e", 2, 4)},
-        {"mesh": mesh(order=-1)},
-        {"mesh": mesh(slices=2)},
-        {"options": {"xla_flag": "1"}},
-        {"environment": "--xla_flag=1"},
-        {"version": "2"},
-    ],
-    ids=["program", "kind", "devices", "order", "slices", "options", "LIBTPU_INIT_ARGS", "version"],
-)
+OTHERS = {
+    "program": {"lowered": FakeLowered("module @other")}, "kind": {"mesh": mesh("v6e")},
+    "devices": {"mesh": mesh("v5e", 2, 4)}, "order": {"mesh": mesh(order=-1)}, "slices": {"mesh": mesh(slices=2)},
+    "options": {"options": {"xla_flag": "1"}}, "LIBTPU_INIT_ARGS": {"environment": "--xla_flag=1"},
+    "version": {"version": "2"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_a_change_of_any_input_is_a_cache_miss(tmp_path, monkeypatch, versions, other):
     compile_ahead_of_time(FakeLowered(), mesh(), tmp_path)
-    if "version" in other:
-        versions(other["version"])
-    if "environment" in other:
-        monkeypatch.setenv("LIBTPU_INIT_ARGS", other["environment"])
+    versions(other.get("version", "1"))
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", other.get("environment", ""))
     lowered = other.get("lowered", FakeLowered())
     compile_ahead_of_time(lowered, other.get("mesh", mesh()), tmp_path, other.get("options"))
     assert lowered.options == [other.get("options", {})]
@@ -150,19 +141,19 @@ def test_a_program_that_does_not_fit_is_cached_with_the_memory_it_needs(tmp_path
     assert len(lowered.options) == 1
 
 
-def test_any_other_compiler_error_is_explained_and_not_cached(tmp_path):
-    with pytest.raises(UserError, match=r"^libtpu cannot compile this step: INVALID_ARGUMENT: no such flag;\n"):
-        compile_ahead_of_time(FakeLowered(fails="INVALID_ARGUMENT: no such flag\nmore"), mesh(), tmp_path)
-    assert not list(tmp_path.iterdir())
+FAILURES = {
+    r"cannot compile this step: INVALID_ARGUMENT: no such flag;\n": {"fails": "INVALID_ARGUMENT: no such flag\nmore"},
+    # as libtpu 0.0.52 with modules of JAX 0.10.2 that send to several devices at once
+    r"compiled this step and cannot write its schedule: INTERNAL: RET_CHECK failure;\n.*'jax\[tpu\]==": {
+        "printable": False
+    },
+}
 
 
-def test_a_compiler_that_cannot_write_its_schedule_is_named_with_the_one_that_can(tmp_path):
-    """As libtpu 0.0.52 with modules of JAX 0.10.2 that send to several devices at once."""
-    message = (
-        r"^libtpu 1 compiled this step and cannot write its schedule: INTERNAL: RET_CHECK failure;\n.*'jax\[tpu\]=="
-    )
-    with pytest.raises(UserError, match=message):
-        compile_ahead_of_time(FakeLowered(printable=False), mesh(), tmp_path)
+@pytest.mark.parametrize("message", FAILURES)
+def test_any_other_compiler_error_is_explained_and_not_cached(tmp_path, message):
+    with pytest.raises(UserError, match=f"^libtpu 1 {message}".replace("1 cannot", "cannot")):
+        compile_ahead_of_time(FakeLowered(**FAILURES[message]), mesh(), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -198,7 +189,3 @@ def test_two_processes_may_write_the_same_cache_entry(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", replace_later)
     assert compile_ahead_of_time(FakeLowered(), mesh(), tmp_path).fits
     assert [path.suffix for path in tmp_path.iterdir()] == [".gz"]
-
-
-def test_the_memory_limit_is_that_of_the_device_table():
-    assert compile_ahead_of_time(FakeLowered(), mesh("v4"), None).limit_bytes == DEVICES["TPU v4"].memory

@@ -14,21 +14,7 @@ from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.from_hlo import CompiledCollective, communication_in_hlo
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
 from shmap_tp.plan.communication.reconcile import reconcile
-from shmap_tp.plan.gpu import (
-    ATTENTION_EFFICIENCY,
-    COMPILER,
-    GEMM_EFFICIENCY,
-    GPUS,
-    LATENCY,
-    MEMORY_EFFICIENCY,
-    NETWORK_LATENCY,
-    GpuCosts,
-    GpuLinks,
-    Nodes,
-    find_nodes,
-    is_installed,
-    node_devices,
-)
+from shmap_tp.plan.gpu import GPUS, GpuCosts, GpuLinks, Nodes, find_nodes, is_installed, node_devices
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.predict import predict
 from shmap_tp.plan.targets import compiler_missing, devices_of_nodes, find_target
@@ -69,37 +55,30 @@ def seconds(name: str) -> float:
     return GpuCosts(module, H100)(module.entry.instructions[name], module.entry)[0]
 
 
-def test_a_matmul_takes_its_flops_in_whole_waves_of_tiles():
-    """4096 cubed has 32 x 16 = 512 tiles, 4 waves of 132: 528 tiles' time."""
-    expected = 2 * 4096**3 * 528 / 512 / (GEMM_EFFICIENCY * 989e12)
-    assert seconds("gemm") == pytest.approx(expected)
-    assert seconds("fused") == pytest.approx(expected)
+def test_matmuls_take_their_flops_in_whole_waves_of_tiles_attention_those_of_the_causal_half_and_others_their_bytes():
+    """4096 cubed has 32 x 16 = 512 tiles, 4 waves of 132: 528 tiles' time.  No attention takes less than its bytes."""
+    expected = 2 * 4096**3 * 528 / 512 / (gpu.GEMM_EFFICIENCY * 989e12)
+    assert seconds("gemm") == seconds("fused") == pytest.approx(expected)
     assert seconds("wide") == pytest.approx(2 * expected)
-
-
-def test_other_instructions_take_their_bytes():
-    assert seconds("add") == pytest.approx(3 * 2 * 4096**2 / (MEMORY_EFFICIENCY * 3350e9))
-
-
-def test_attention_takes_the_flops_of_the_causal_half_and_not_less_than_its_bytes():
-    flops = 2 * (2 * 2 * 4 * 128 * 128 * 64) / 2
-    size = 4 * 2 * 2 * 128 * 4 * 64
-    by_flops, by_bytes = flops / (ATTENTION_EFFICIENCY["forward"] * 989e12), size / (MEMORY_EFFICIENCY * 3350e9)
-    assert seconds("fmha") == pytest.approx(max(by_flops, by_bytes))
+    rate = gpu.MEMORY_EFFICIENCY * 3350e9
+    assert seconds("add") == pytest.approx(3 * 2 * 4096**2 / rate)
+    flops, size = 2 * (2 * 2 * 4 * 128 * 128 * 64) / 2, 4 * 2 * 2 * 128 * 4 * 64
+    by_flops = flops / (gpu.ATTENTION_EFFICIENCY["forward"] * 989e12)
+    assert seconds("fmha") == pytest.approx(max(by_flops, size / rate))
 
 
 def test_collectives_within_a_node_are_bound_by_nvlink_and_across_nodes_by_the_network():
-    links, size = GpuLinks(Nodes("h100", 2)), 1e9
+    links, size, hop = GpuLinks(Nodes("h100", 2)), 1e9, gpu.LATENCY
     inside, across = list(range(8)), list(range(16))
-    assert links.collective_seconds("all-gather", size, inside) == pytest.approx(size * 7 / 8 / NVLINK + 7 * LATENCY)
+    assert links.collective_seconds("all-gather", size, inside) == pytest.approx(size * 7 / 8 / NVLINK + 7 * hop)
     whole = links.collective_seconds("all-gather", size, across)
-    assert whole == pytest.approx(size * 15 / 16 / NVLINK + 15 * LATENCY + NETWORK_LATENCY)  # 8 cards: 400 GB/s
+    assert whole == pytest.approx(size * 15 / 16 / NVLINK + 15 * hop + gpu.NETWORK_LATENCY)  # 8 cards: 400 GB/s
     pair = links.collective_seconds("reduce-scatter", size, [0, 8])
-    assert pair == pytest.approx(size / 2 / 50e9 + LATENCY + NETWORK_LATENCY)
+    assert pair == pytest.approx(size / 2 / 50e9 + hop + gpu.NETWORK_LATENCY)
     assert links.collective_seconds("all-reduce", size, [0, 8]) == pytest.approx(2 * pair)
     assert links.collective_seconds("all-reduce", size, [3]) == 0
-    assert links.permute_seconds(size, [(0, 1), (1, 0)]) == pytest.approx(size / NVLINK + LATENCY)
-    assert links.permute_seconds(size, [(0, 1), (7, 8)]) == pytest.approx(size / 50e9 + NETWORK_LATENCY)
+    assert links.permute_seconds(size, [(0, 1), (1, 0)]) == pytest.approx(size / NVLINK + hop)
+    assert links.permute_seconds(size, [(0, 1), (7, 8)]) == pytest.approx(size / 50e9 + gpu.NETWORK_LATENCY)
 
 
 def test_a_program_may_use_jax_s_memory_pool_but_not_what_cuda_and_nccl_need(monkeypatch):
@@ -107,6 +86,9 @@ def test_a_program_may_use_jax_s_memory_pool_but_not_what_cuda_and_nccl_need(mon
     assert gpu.usable_bytes(H100) == 0.75 * 80e9
     monkeypatch.setenv(gpu.POOL, "0.99")
     assert gpu.usable_bytes(H100) == 80e9 - 3 * GIB
+    monkeypatch.setenv(gpu.POOL, "most")
+    with pytest.raises(UserError, match=r"^XLA_PYTHON_CLIENT_MEM_FRACTION=most is no number; give a fraction"):
+        gpu.usable_bytes(H100)
 
 
 def test_small_arrays_that_are_sent_as_one_are_no_fault():
@@ -146,7 +128,7 @@ def test_a_search_compiles_where_the_package_of_the_compiler_is_installed(monkey
     """The package jax-cuda12-pjrt has no module of that name."""
     asked = []
     monkeypatch.setattr(importlib.metadata, "version", lambda name: asked.append(name) or "1")
-    assert compiler_missing(find_nodes("h100", 8)) is None and asked == [COMPILER]
+    assert compiler_missing(find_nodes("h100", 8)) is None and asked == [gpu.COMPILER]
 
 
 def test_every_gpu_is_of_a_kind_whose_figures_are_known():
@@ -176,9 +158,3 @@ def test_a_program_that_does_not_fit_is_said_not_to_fit(monkeypatch):
     config = load(CONF / "config.yaml", ["model=test", "train.batch=16", "mesh.dp=8", "mesh.mp=1"])
     row = predict(config, find_nodes("h100", 8)).row
     assert not row.fits and row.step_seconds is None and row.peak_bytes_per_device > row.limit_bytes_per_device
-
-
-def test_a_memory_pool_that_is_no_fraction_is_explained(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
-    with pytest.raises(UserError, match=r"^XLA_PYTHON_CLIENT_MEM_FRACTION=most is no number; give a fraction"):
-        gpu.usable_bytes(GPUS["h100"])

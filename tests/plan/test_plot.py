@@ -17,7 +17,7 @@ from tests.helpers.hlo_text import (
     gather_start,
     loop,
     module_text,
-)
+)  # fmt: skip
 
 SIZES = {DP: 4, MP: 4}
 LAYERS = 8

@@ -16,7 +16,7 @@ from tests.helpers.hlo_text import (
     gather_start,
     loop,
     run,
-)
+)  # fmt: skip
 
 SCOPES = {
     "jit(step)/shard_map/while/body/closed_call/jvp(blocks)/while/body/closed_call/attention/dot_general": "attention",
@@ -58,16 +58,13 @@ def test_a_loop_takes_its_body_times_its_trip_count(bounds):
     assert found.unestimated_bytes == trips * 2 * BYTES
 
 
-def test_a_trip_count_stated_by_the_compiler_is_used():
-    computations, entry = loop("a", fusion("f", US), limit=5, step="7")
-    entry = entry.rstrip() + ', backend_config={"known_trip_count":{"n":"3"}}'
-    assert run(entry, computations).seconds == about(3 * US)
-
-
-def test_trip_counts_of_nested_loops_multiply():
+def test_trip_counts_of_nested_loops_multiply_and_one_that_the_compiler_states_is_used():
     inner, run_inner = loop("inner", fusion("f", US), limit=4)
     outer, run_outer = loop("outer", f"{run_inner}\n  {fusion('g', 10 * US)}", limit=3)
     assert run(run_outer, inner + outer).seconds == about(3 * (4 * US + 10 * US))
+    computations, entry = loop("a", fusion("f", US), limit=5, step="7")
+    entry = entry.rstrip() + ', backend_config={"known_trip_count":{"n":"3"}}'
+    assert run(entry, computations).seconds == about(3 * US)
 
 
 def test_a_loop_with_an_unknown_trip_count_is_rejected():
@@ -97,14 +94,10 @@ BRANCHES = "".join(
 )
 
 
-@pytest.mark.parametrize(
-    "attributes",
-    ["branch_computations={%short, %long, %short}", "true_computation=%long, false_computation=%short"],
-)
-def test_a_conditional_takes_its_longest_branch(attributes):
-    assert run(f"%i = {X} conditional(%n, %x, %x, %x), {attributes}", BRANCHES).seconds == about(5 * US)
-
-
-def test_a_call_takes_the_time_of_the_called_computation():
+def test_a_conditional_takes_its_longest_branch_and_a_call_the_time_of_what_it_calls():
+    for branches in (
+        "branch_computations={%short, %long, %short}", "true_computation=%long, false_computation=%short",
+    ):  # fmt: skip
+        assert run(f"%i = {X} conditional(%n, %x, %x, %x), {branches}", BRANCHES).seconds == about(5 * US)
     found = run(f"%c = {X} call(%x), to_apply=%collective\n%d = {X} call(%x), to_apply=%short", BRANCHES)
     assert found.seconds == about(ALL_REDUCE + US) and found.comm_seconds == pytest.approx(ALL_REDUCE)

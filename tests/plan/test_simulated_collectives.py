@@ -19,7 +19,7 @@ from tests.helpers.hlo_text import (
     fusion,
     gather_start,
     run,
-)
+)  # fmt: skip
 
 
 def test_a_synchronous_collective_is_fully_exposed():
@@ -37,29 +37,29 @@ def test_compute_between_start_and_done_overlaps_a_collective(compute):
     assert found.seconds == about(max(1, compute) * ALL_GATHER)
 
 
-def test_compute_before_start_and_after_done_overlaps_nothing():
-    found = run(f"{fusion('f', 9 * ALL_GATHER)}\n{gather_start('s')}\n{done('s')}\n{fusion('g', 9 * ALL_GATHER)}")
-    assert found.exposed_comm_seconds == about(ALL_GATHER)
+F = {part: fusion("f", part * ALL_GATHER) for part in (0.25, 0.5, 2, 9)}
+SCHEDULES = {
+    "compute before start and after done overlaps nothing": (
+        [F[9], gather_start("s"), done("s"), fusion("g", 9 * ALL_GATHER)], 19 * ALL_GATHER, ALL_GATHER,
+    ),
+    "two in flight run one after the other": (
+        [gather_start("s"), gather_start("t"), F[0.5], done("s"), done("t")], 2 * ALL_GATHER, 1.5 * ALL_GATHER,
+    ),
+    "a synchronous one waits for those in flight": (
+        [gather_start("s"), F[0.25], all_reduce("r", "f"), done("s")], ALL_GATHER + ALL_REDUCE,
+        0.75 * ALL_GATHER + ALL_REDUCE,
+    ),
+    "idle links start one at once": (
+        [gather_start("s"), F[2], done("s"), gather_start("t"), done("t")], 3 * ALL_GATHER, ALL_GATHER,
+    ),
+}  # fmt: skip
 
 
-def test_two_collectives_in_flight_run_one_after_the_other():
-    entry = f"{gather_start('s')}\n{gather_start('t')}\n{fusion('f', 0.5 * ALL_GATHER)}\n{done('s')}\n{done('t')}"
-    found = run(entry)
-    assert found.comm_seconds == pytest.approx(2 * ALL_GATHER)
-    assert found.seconds == about(2 * ALL_GATHER)
-    assert found.exposed_comm_seconds == about(1.5 * ALL_GATHER)
-
-
-def test_a_synchronous_collective_waits_for_those_in_flight():
-    found = run(f"{gather_start('s')}\n{fusion('f', 0.25 * ALL_GATHER)}\n{all_reduce('r', 'f')}\n{done('s')}")
-    assert found.seconds == about(ALL_GATHER + ALL_REDUCE)
-    assert found.exposed_comm_seconds == about(0.75 * ALL_GATHER + ALL_REDUCE)
-
-
-def test_idle_links_start_a_collective_at_once():
-    first = f"{gather_start('s')}\n{fusion('f', 2 * ALL_GATHER)}\n{done('s')}"
-    found = run(f"{first}\n{gather_start('t')}\n{done('t')}")
-    assert found.seconds == about(3 * ALL_GATHER)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_collectives_occupy_the_links_in_order(schedule):
+    lines, seconds, exposed = SCHEDULES[schedule]
+    found = run("\n".join(lines))
+    assert (found.seconds, found.exposed_comm_seconds) == (about(seconds), about(exposed))
 
 
 def test_only_the_results_of_a_start_are_counted():
@@ -81,12 +81,6 @@ def test_only_the_results_of_a_start_are_counted():
 def test_the_full_array_is_the_result_or_for_a_reduce_scatter_all_shards(opcode, full):
     found = run(f"%r = {X} {opcode}(%x), {ROWS}, dimensions={{0}}, to_apply=%add")
     assert found.seconds == pytest.approx(LINK_MODEL.collective_seconds(opcode, full * BYTES, ROW))
-
-
-def test_replica_groups_may_be_a_numbered_grid():
-    for groups, group in {"[4,4]<=[16]": ROW, "[4,4]<=[4,4]T(1,0)": COLUMN, "[1,16]<=[16]": range(16)}.items():
-        found = run(f"%r = {X} all-gather(%x), replica_groups={groups}, dimensions={{0}}")
-        assert found.seconds == pytest.approx(LINK_MODEL.collective_seconds("all-gather", BYTES, list(group)))
 
 
 SCATTER = f"""
@@ -191,15 +185,13 @@ def test_a_collective_executed_by_the_sparse_cores_uses_the_links(kind, rows):
     assert with_gather.seconds == about(seconds + ALL_GATHER), "they share the links"
 
 
-def test_a_call_with_two_collectives_is_rejected():
+def test_a_call_with_two_collectives_and_an_unknown_asynchronous_operation_are_rejected():
     each = f"all-gather(%a), {COLUMNS}, dimensions={{0}}"
     start, called = sparse_core_call("s", f"%b = {X} {each}", f"ROOT %c = {X} {each}")
-    with pytest.raises(ValueError, match="s: more than one collective in a call"):
-        run(start, called)
-
-
-def test_an_unknown_asynchronous_operation_is_rejected():
-    with pytest.raises(ValueError, match="s: ragged-all-to-all-start is an unknown kind of asynchronous operation"):
-        run(f"%s = ({X}, {X}) ragged-all-to-all-start(%x), {ROWS}")
-    with pytest.raises(ValueError, match="s: async-start is an unknown kind of asynchronous operation"):
-        run(f"%s = (({X}), {X}) async-start(%x), calls=%add")
+    for line, message in {
+        start: "more than one collective in a call",
+        f"%s = ({X}, {X}) ragged-all-to-all-start(%x), {ROWS}": "ragged-all-to-all-start is an unknown kind of async",
+        f"%s = (({X}), {X}) async-start(%x), calls=%add": "async-start is an unknown kind of asynchronous operation",
+    }.items():
+        with pytest.raises(ValueError, match=f"s: {message}"):
+            run(line, called)

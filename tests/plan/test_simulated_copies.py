@@ -17,7 +17,7 @@ from tests.helpers.hlo_text import (
     fusion,
     gather_start,
     run,
-)
+)  # fmt: skip
 
 HOST_RATE = GENERATIONS["v5e"].host_rate
 

@@ -53,24 +53,13 @@ def test_every_slice_is_found_by_size_and_by_topology(version, slices):
 
 
 PUBLISHED = {
-    ("v2", 32): "4x4",
-    ("v3", 32): "4x4",
-    ("v3", 256): "8x16",
-    ("v4", 64): "4x4x4",
-    ("v4", 256): "4x8x8",
-    ("v5e", 256): "16x16",
-    ("v5p", 128): "4x4x8",
-    ("v6e", 256): "16x16",
-    ("tpu7x", 128): "4x4x4",
-}
+    ("v2", 32): "4x4", ("v3", 32): "4x4", ("v3", 256): "8x16", ("v4", 64): "4x4x4", ("v4", 256): "4x8x8",
+    ("v5e", 256): "16x16", ("v5p", 128): "4x4x8", ("v6e", 256): "16x16", ("tpu7x", 128): "4x4x4",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("version", "devices"), PUBLISHED)
-def test_published_sizes_have_the_published_shape(version, devices):
-    assert find_slice(version, devices, None, 1).topology == PUBLISHED[version, devices]
-
-
-def test_a_slice_prints_its_shape_chips_and_devices():
+def test_published_sizes_have_the_published_shape_and_print_it():
+    assert {key: find_slice(*key, None, 1).topology for key in PUBLISHED} == PUBLISHED
     assert str(find_slice("v3", 32, None, 1)) == "v3 4x4 (16 chips, 32 devices)"
     assert str(find_slice("v5e", 512, None, 2)) == "2 x v5e 16x16 (256 chips, 256 devices)"
 
@@ -84,12 +73,8 @@ INVALID = {
     ("v5e", 12, None, 2): f"12 devices: there is no v5e slice of 6 devices; {SIZES}",
     ("v5e", 2, None, 1): f"2 devices: there is no v5e slice of 2 devices; {SIZES}",
     ("v5e", 512, None, 1): f"512 devices: there is no v5e slice of 512 devices; {SIZES}",
-    (
-        "v3",
-        4,
-        None,
-        1,
-    ): "4 devices: there is no v3 slice of 4 devices; slices have 2, 8, 16, 32, 64, 128, 256, 512, 1024, 2048",
+    ("v3", 4, None, 1): "4 devices: there is no v3 slice of 4 devices; slices have 2, 8, 16, 32, 64, 128, 256, 512, "
+    "1024, 2048",
     ("v5e", 32, None, 3): "--slices 3 does not divide 32 devices; choose a divisor",
     ("v5e", 32, None, 0): "--slices 0 does not divide 32 devices; choose a divisor",
     ("v5e", 32, "4x4", 1): "32 devices differ from the 16 of v5e 4x4 (16 chips, 16 devices); "
@@ -120,32 +105,19 @@ def test_only_the_smaller_ones_of_many_choices_are_listed():
 
 def test_a_missing_compiler_is_reported_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError, match=r"^predicting needs .* libtpu, which is not installed: pip install -e '.\[tpu"):
         topology_devices(Slice("v5e", (2, 2)))
-    assert str(found.value) == (
-        "predicting needs the TPU compiler, libtpu, which is not installed: pip install -e '.[tpu]'"
-    )
 
 
 # Agreement with the compiler
 
 COMPILED = {
-    Slice("v2", (4, 4)): (4, 4, 1, 2),
-    Slice("v3", (2, 4)): (2, 4, 1, 2),
-    Slice("v3", (1, 1)): (1, 1, 1, 2),
-    Slice("v4", (1, 1, 1)): (1, 1, 1, 1),
-    Slice("v4", (2, 2, 1)): (2, 2, 1, 1),
-    Slice("v4", (2, 2, 4)): (2, 2, 4, 1),
-    Slice("v4", (4, 8, 8)): (4, 8, 8, 1),
-    Slice("v5e", (4, 8)): (4, 8, 1, 1),
-    Slice("v5e", (8, 4)): (8, 4, 1, 1),
-    Slice("v5p", (1, 1, 1)): (1, 1, 1, 1),
-    Slice("v5p", (2, 2, 2)): (2, 2, 2, 1),
-    Slice("v6e", (16, 16)): (16, 16, 1, 1),
-    Slice("tpu7x", (4, 4, 4)): (4, 4, 4, 2),
-    Slice("v5e", (4, 4), 2): (4, 4, 1, 1),
-    Slice("v4", (2, 2, 2), 3): (2, 2, 2, 1),
-}
+    Slice("v2", (4, 4)): (4, 4, 1, 2), Slice("v3", (2, 4)): (2, 4, 1, 2), Slice("v3", (1, 1)): (1, 1, 1, 2),
+    Slice("v4", (1, 1, 1)): (1, 1, 1, 1), Slice("v4", (2, 2, 4)): (2, 2, 4, 1), Slice("v4", (4, 8, 8)): (4, 8, 8, 1),
+    Slice("v5e", (4, 8)): (4, 8, 1, 1), Slice("v5e", (8, 4)): (8, 4, 1, 1), Slice("v5p", (2, 2, 2)): (2, 2, 2, 1),
+    Slice("v6e", (16, 16)): (16, 16, 1, 1), Slice("tpu7x", (4, 4, 4)): (4, 4, 4, 2),
+    Slice("v5e", (4, 4), 2): (4, 4, 1, 1), Slice("v4", (2, 2, 2), 3): (2, 2, 2, 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("target", COMPILED, ids=str)

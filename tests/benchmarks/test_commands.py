@@ -61,7 +61,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("flags", MISTAKES)
-def test_a_mistake_is_reported_in_one_line(flags, capsys):
+def test_a_mistake_is_reported_in_one_line(flags, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_gpu, "initialize_distributed", lambda config: None)  # it sets the number of devices
     (program, parser), reason = MISTAKES[flags]
     arguments = parser().parse_intermixed_args(flags.split())
     assert run_command(lambda: program(arguments)) == 2

@@ -80,26 +80,6 @@ ENTRY %main.0_spmd (param.6: bf16[4096,16384], param.5: bf16[4096,16384]) -> bf1
   %param.6 = bf16[4096,16384] parameter(0)
   %param.5 = bf16[4096,16384] parameter(1)
 """
-GATHERS = """\
-  %all-gather-start.1 = (bf16[4096,16384], bf16[16384,16384]) all-gather-start(%param.6), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, use_global_device_ids=true
-  %fusion.88 = bf16[4096,16384] fusion(%param.6, %param.5), kind=kOutput, backend_config={"window_config":{"estimated_cycles":"1000000"}}
-"""  # noqa: E501
-DONE = "  ROOT %all-gather-done.1 = bf16[16384,16384] all-gather-done(%all-gather-start.1)\n}\n"
-SYNC = """\
-  %all-gather = bf16[16384,16384] all-gather(%param.5), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}, use_global_device_ids=true
-"""  # noqa: E501
-
-
-def test_an_asynchronous_all_gather_overlaps_a_matmul():
-    found = simulate(parse_hlo(START + GATHERS + DONE), LINK_MODEL)
-    assert found.seconds == pytest.approx(GATHER)
-    assert found.exposed_comm_seconds == pytest.approx(GATHER - seconds(1e6))
-
-
-def test_a_synchronous_collective_waits_for_busy_links():
-    found = simulate(parse_hlo(START + GATHERS + SYNC + DONE), LINK_MODEL)
-    assert found.seconds == pytest.approx(2 * GATHER)
-    assert found.exposed_comm_seconds == pytest.approx(2 * GATHER - seconds(1e6))
 
 
 def permutes(pairs: str) -> str:

@@ -4,13 +4,14 @@ import json
 
 import benchmark_generate
 import benchmark_gpu
+import jax
 import pytest
 from calibration import TABLE, Published, as_counted_here, config_of
 
 from shmap_tp.plan import __main__ as planner
 from shmap_tp.plan.tpu import Slice, find_slice
 from shmap_tp.runtime.command_line import run_command
-from tests.helpers.commands import BENCHMARK_GPU, call
+from tests.helpers.commands import call
 from tests.helpers.model_fixtures import config
 
 PLAN = ["-m", "shmap_tp.plan", "--model", "test"]
@@ -43,12 +44,13 @@ def test_the_plan_of_a_mesh_prints_step_time_memory_and_communication(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-def test_the_gpu_benchmark_runs_on_emulated_devices_with_the_gspmd_baseline():
+def test_the_gpu_benchmark_runs_on_emulated_devices_with_the_gspmd_baseline(capsys):
+    assert len(jax.devices()) == 8, "in use, so that no other number is set"
     flags = "--dp 1 --mp 2 --emulate --steps 2 --compare-gspmd model.layers=1 train.microbatches=1"
-    done = call(*BENCHMARK_GPU, *flags.split())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("EMULATED  test") and "EMULATED  gspmd of test" in done.stdout
-    assert "explicit : gspmd  time " in done.stdout
+    benchmark_gpu.run(benchmark_gpu.make_parser().parse_intermixed_args(flags.split()))
+    printed = capsys.readouterr().out
+    assert printed.startswith("EMULATED  test") and "EMULATED  gspmd of test" in printed
+    assert "explicit : gspmd  time " in printed
 
 
 GPU, GENERATE = (benchmark_gpu.run, benchmark_gpu.make_parser), (benchmark_generate.main, benchmark_generate.parser)

@@ -67,7 +67,8 @@ def test_the_compiled_programs_communicate_as_planned():
 def test_the_slots_are_those_of_a_real_call(monkeypatch):
     """The prefill is called with them; nothing need be computed for that."""
     config = configuration(1, 1)
-    programs = GenerationPrograms(config.model, build_model_functions(config, mesh_of(config), jnp.float32).model)
+    functions = build_model_functions(config, mesh_of(config), jnp.float32)
+    programs = GenerationPrograms(config.model, functions.model)
     for prompt, new in [(1, 1), (20, 4), (33, 17), (32, 18)]:
         slots = []
 
@@ -77,7 +78,7 @@ def test_the_slots_are_those_of_a_real_call(monkeypatch):
 
         monkeypatch.setattr(programs, "prefill", prefill)
         with pytest.raises(InterruptedError):
-            list(stream(programs, None, [[1] * prompt], Options(new)))
+            list(stream(programs, functions.shapes, [[1] * prompt], Options(new)))
         assert slots == [Requests(1, prompt, new).slots]
 
 

@@ -190,10 +190,9 @@ def reconciled(conf: Config, precision: str, planned: list[Entry] | None = None)
     ("program", "shape", "precision", "merges"),
     [
         ("parallel", (2, 4), "float32", 1),  # everything that is reduced over dp
-        ("1 kv head, sequential, remat full", (2, 4), "bfloat16", 2),  # also a layer's key, value and input gradients
         ("2 kv heads", (8, 1), "bfloat16", 1),  # mp is 1: no communication over mp
         ("1 kv head, sequential, remat full; sequence", (1, 8), "float32", 1),  # gradients reduced over mp; dp is 1
-        ("1 kv head, sequential, remat full; collective_matmul", (4, 2), "float32", 2),
+        ("1 kv head, sequential, remat full; collective_matmul", (4, 2), "float32", 2),  # also those over mp
     ],
     ids=str,
 )

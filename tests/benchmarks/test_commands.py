@@ -46,7 +46,7 @@ def test_the_plan_of_a_mesh_prints_step_time_memory_and_communication(tmp_path):
 
 def test_the_gpu_benchmark_runs_on_emulated_devices_with_the_gspmd_baseline(capsys):
     assert len(jax.devices()) == 8, "in use, so that no other number is set"
-    flags = "--dp 1 --mp 2 --emulate --steps 2 --compare-gspmd model.layers=1 train.microbatches=1"
+    flags = "--dp 4 --mp 2 --emulate --steps 2 --compare-gspmd model.layers=1 train.microbatches=1"
     benchmark_gpu.run(benchmark_gpu.make_parser().parse_intermixed_args(flags.split()))
     printed = capsys.readouterr().out
     assert printed.startswith("EMULATED  test") and "EMULATED  gspmd of test" in printed

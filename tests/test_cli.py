@@ -10,7 +10,7 @@ from shmap_tp.errors import shown
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
 from tests.helpers.commands import call_main
-from tests.helpers.fresh_process import python
+from tests.helpers.fresh_process import ctrl_c_of_a_terminal, python
 from tests.helpers.run_fixtures import (
     FIRST,
     checkpoint_steps,
@@ -147,6 +147,7 @@ def test_help_explains_the_command_without_importing_jax(tmp_path):
 # A kill
 
 
+@ctrl_c_of_a_terminal()
 def test_a_process_that_is_killed_then_resumed_then_stopped_trains_as_one_without_interruption(
     tmp_path, monkeypatch, capsys
 ):

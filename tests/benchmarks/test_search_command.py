@@ -23,6 +23,7 @@ from shmap_tp.plan.search import command
 from shmap_tp.plan.search.candidates import Result
 from shmap_tp.runtime.command_line import run_command
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED
+from tests.helpers.fresh_process import ctrl_c_of_a_terminal
 from tests.helpers.paths import ROOT
 
 SEARCH = "--version v5e --devices 4 --model test --batch 16"
@@ -304,13 +305,14 @@ def test_ctrl_c_before_anything_is_compiled_has_no_traceback(monkeypatch, capsys
     assert capsys.readouterr().err == ""
 
 
+@ctrl_c_of_a_terminal()
 def test_the_search_compiles_and_keeps_what_was_found_when_it_is_stopped(tmp_path):
     pytest.importorskip("libtpu")
     rows = tmp_path / "rows.jsonl"
     flags = f"-m shmap_tp.plan {SEARCH} mesh.mp=1 model.remat=full --json {rows} --jobs 1"
     process = subprocess.Popen(
         [sys.executable, *flags.split()], env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     end = time.monotonic() + 120
     while not rows.exists() and process.poll() is None and time.monotonic() < end:

@@ -15,10 +15,12 @@ from shmap_tp.data import prepare as preparation
 from shmap_tp.data import text_sources, tokenizing
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
+from tests.helpers.fresh_process import ctrl_c_of_a_terminal
 from tests.helpers.preparation import WORDS, jsonl, run, texts
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@ctrl_c_of_a_terminal()
 def test_an_interrupted_preparation_leaves_nothing(tmp_path, capsys, monkeypatch, number):
     def some(*_):
         yield from (("train", word) for word in WORDS)
@@ -26,11 +28,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path, capsys, monkeypatch
 
     monkeypatch.setattr(tokenizing, "_GROUP", 100)
     monkeypatch.setattr(text_sources, "stdlib", lambda: text_sources.TextSource("cut", some(), None))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
-    try:
-        code, _, err = run(capsys, "--source", "stdlib", "--out", tmp_path / "out")
-    finally:
-        signal.signal(signal.SIGINT, before)
+    code, _, err = run(capsys, "--source", "stdlib", "--out", tmp_path / "out")
     assert code == 130 and "nothing was written" in err
     assert list(tmp_path.iterdir()) == []
 

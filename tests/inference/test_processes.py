@@ -6,7 +6,6 @@ tests/runtime/test_peers.py has how they notice errors and losses of one another
 import json
 import re
 import signal
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from subprocess import Popen
 
@@ -14,6 +13,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp import evaluate, generate
+from tests.helpers.fresh_process import ctrl_c_of_a_terminal
 from tests.helpers.harness_task import write_task
 from tests.helpers.run_fixtures import free_port, killed_at_the_end, start_python
 
@@ -51,17 +51,8 @@ def without_gloo(out: str) -> str:
     return "".join(kept)
 
 
-@pytest.fixture
-def children_can_be_interrupted() -> Iterator[None]:
-    """Where SIGINT is ignored, as in the background of a shell, it would be ignored by the processes of a test, too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_two_processes_print_the_answers_of_one_and_an_interrupt_of_one_ends_both(
-    run, capsys, children_can_be_interrupted
-):
+@ctrl_c_of_a_terminal()
+def test_two_processes_print_the_answers_of_one_and_an_interrupt_of_one_ends_both(run, capsys):
     """The first answers are whole; then there is another prompt, for which they compile without a cache."""
     given = ["--checkpoint", str(run), *SAMPLED, *MESH]
     assert generate.main(given) == 0

@@ -20,6 +20,7 @@ from shmap_tp.training import checkpoint_files
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import MANIFEST, checkpoint_steps, find_faults, read_facts
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, files, random_state
+from tests.helpers.fresh_process import ctrl_c_of_a_terminal
 from tests.helpers.run_fixtures import file_contents
 
 
@@ -66,6 +67,7 @@ def test_the_way_out_of_a_failed_save_depends_on_its_cause(error, advice):
     assert advice in str(raised.value)
 
 
+@ctrl_c_of_a_terminal()
 def test_ctrl_c_while_metadata_are_read_is_not_swallowed(pair_copy, monkeypatch):
     """As Orbax swallows it (v1 `_get_checkpointables_metadata`): any exception means that there are none."""
 

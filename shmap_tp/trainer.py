@@ -62,7 +62,7 @@ class Trainer:
         self.state: State = self.functions.init() if start is None else self.functions.init_from(start)
         """Parameters, optimizer state and number of steps.  A step consumes it: its arrays are reused for the next."""
         finished(self.mesh, self.state)
-        if config.train.dpo_beta is None:  # preference pairs are told apart by their segments
+        if config.train.dpo_beta is None:  # only segments say what a pair is
             _ = self._compiled  # before the first step
 
     def _compile(self, *batch: jax.ShapeDtypeStruct) -> Any:

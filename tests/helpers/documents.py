@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tests.helpers.paths import ROOT
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")]
+DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 
 
 def name_of(file: Path) -> str:

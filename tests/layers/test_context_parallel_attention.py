@@ -76,7 +76,7 @@ def compare(attend, ranks: int, time: int, documents: int, options) -> None:
     (8, 3, OPTIONS), (4, 1, {"window": 27}), (4, 30, {"window": 28}),
 ])  # fmt: skip
 def test_chunked_attention_of_cut_rows_equals_that_of_whole_rows(ranks, documents, options):
-    """A rank's parts have 26 positions on four ranks: windows that end at the border of the next, and one beyond it."""
+    """A rank has parts of 26 positions on four ranks: one window ends at the border of the next, and one beyond it."""
     compare(Chunked(5), ranks, 208, documents, options)
 
 

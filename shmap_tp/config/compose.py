@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,7 @@ def _to_config(values: Any, file: str) -> Config:
     """As `from_values`, but raises also the errors of OmegaConf."""
     check_sections(OmegaConf.to_container(values), file)
     named = [section for section in ("model", "data", "optimizer") if section in values]
-    defaults = {section: OmegaConf.load(CONF / f"{section}_defaults.yaml") for section in named}
-    merged = OmegaConf.merge(OmegaConf.structured(Config), defaults, values)
+    merged = OmegaConf.merge(_schema(*named), values)
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
         raise UserError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")
@@ -149,6 +148,13 @@ def _to_config(values: Any, file: str) -> Config:
     if isinstance(dp, str) and dp.isascii() and dp.isdecimal() and len(dp) < 20:  # a number in quotes, or of oc.env
         config.mesh.dp = int(dp)
     return config
+
+
+@cache
+def _schema(*named: str) -> Any:
+    """The types of all keys, and the default values of the sections `named`; not to be changed."""
+    defaults = {section: OmegaConf.load(CONF / f"{section}_defaults.yaml") for section in named}
+    return OmegaConf.merge(OmegaConf.structured(Config), defaults)
 
 
 def _resolved(file: str) -> Path:

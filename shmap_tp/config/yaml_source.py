@@ -8,6 +8,7 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def read_text(file: Path, name: str) -> str:
         raise UserError(f"{name}: not UTF-8 text ({error.reason}); save it as UTF-8") from error
 
 
+@lru_cache(maxsize=256)  # the files of conf/ are read again for each configuration
 def check_yaml(text: str, name: str) -> None:
     """Raise UserError unless `text`, of the file `name`, is YAML of plain values within the limits of this module.
 
@@ -127,11 +129,16 @@ def check_files(main: Path, directories: Sequence[Path], chosen: Mapping[str, st
         text = read_text(file, name)
         check_yaml(text, name)
         with _yaml_errors(name):
-            content = OmegaConf.load(io.StringIO(text))
+            content = _content(text)
         for option, group_of_option in _defaults(content, group, chosen, name):
             option = option if option.endswith(".yaml") else f"{option}.yaml"
             found = (directory / option for directory in directories if (directory / option).is_file())
             unchecked += [(path, group_of_option) for path in found][:1]  # Hydra explains that there is none
+
+
+@lru_cache(maxsize=256)
+def _content(text: str) -> Any:
+    return OmegaConf.load(io.StringIO(text))
 
 
 def _defaults(content: Any, group: str, chosen: Mapping[str, str], file: str) -> Iterator[tuple[str, str]]:

@@ -180,8 +180,8 @@ def generator(request, monkeypatch) -> ModuleType:
     return import_module(request.param)
 
 
-GENERATORS = ["make_communication_table", "make_configuration", "make_performance_notes", "make_planning_report"]
-GENERATORS += ["make_library", "make_recipes"]
+GENERATORS = ["make_configuration", "make_performance_notes", "make_planning_report", "make_library", "make_recipes"]
+GENERATORS += [pytest.param("make_communication_table", marks=pytest.mark.slow)]  # it traces 49 models
 
 
 @pytest.mark.parametrize("generator", GENERATORS, indirect=True)

@@ -23,6 +23,7 @@ def test_the_notebook_is_saved_with_the_outputs_of_its_cells():
     check_printed("".join("".join(output.get("text", "")) for output in outputs))
 
 
+@pytest.mark.slow
 def test_the_notebook_trains_and_prints_the_same_loss_on_two_meshes(tmp_path):
     """The code cells, executed in one namespace in a process of their own."""
     sources = ["".join(cell["source"]) for cell in CELLS]

@@ -8,6 +8,7 @@ from shmap_tp.plan.search.candidates import candidates
 DONE = recorded()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_fastest_of_the_whole_space_is_kept(case):
     every = {" ".join(one.settings()) for one in candidates(case.config, case.target, case.fixed)}

@@ -77,7 +77,7 @@ def test_a_trainer_has_float32_weights_also_where_it_starts_from_a_model_in_bflo
     assert_same_bits(shmap_tp.from_pretrained(tmp_path / "out", dp=8).parameters, other.model().parameters)
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("case", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_matrices_of_blocks_in_int8_are_the_same_on_every_mesh_and_multiply_as_what_they_stand_for(tmp_path, case):
     directory = write_directory(tmp_path / "m", case)
     model = shmap_tp.from_pretrained(directory, dp=2, mp=4, tensor_parallel="sequence", dtype="int8")

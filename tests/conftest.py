@@ -15,7 +15,6 @@ little more than one core busy.  A file or a test that is named runs in one, as 
 
 import gc
 import os
-import resource
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +32,8 @@ WITH_ARRAYS = ["api", "data", "inference", "layers", "model", "parallel", "pretr
 """Modules and packages whose annotations have shapes.  Every call of a function is checked, which takes time: the
 planner's functions, called for each equation of a program, have none."""
 
-PROGRAMS_FILL = 1 << 20
-"""Memory of a process, in KiB, above which it drops what it has compiled."""
+PROGRAMS_FILL = 1 << 30
+"""Memory of a process above which it drops what it has compiled."""
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}"  # read with the first backend
 
@@ -105,8 +104,14 @@ def nothing_is_left_in_the_working_directory() -> Iterator[None]:
 def programs_are_dropped_before_they_fill_the_memory() -> Iterator[None]:
     """At the end of a file.  Programs that a later one shares are in the cache on disk."""
     yield
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > PROGRAMS_FILL:
+    if resident_bytes() > PROGRAMS_FILL:
         jax.clear_caches()
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds; 0 where the system does not say it as Linux does."""
+    sizes = Path("/proc/self/statm")
+    return int(sizes.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if sizes.exists() else 0
 
 
 def visible_files() -> set[str]:

@@ -26,7 +26,7 @@ QUICK = {
     "tests": ["test_architecture", "test_console_command", "test_quick", "test_recipes", "test_vocabulary"],
     "training": ["test_goodput", "test_optimizer", "test_weights_and_biases"],
 }
-"""Directory of tests -> its files with the marker `quick`, the cheapest ones; together about 70 seconds of processor time."""
+"""Directory of tests -> its files with the marker `quick`, the cheapest ones; together 70 processor seconds."""
 
 
 def is_quick(file: Path) -> bool:

@@ -67,7 +67,7 @@ def _decoded(value: Any, kind: Callable[..., Any], what: str) -> Any:
     if isinstance(value, str):
         try:
             found = json.loads(value) if value.strip() else kind()
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
     if not isinstance(found, kind):
         name = {list: "list", dict: "object"}[kind]

@@ -86,7 +86,7 @@ def test_another_content_or_call_is_refused_with_its_place(changed, message):
         pair({"prompt": [ASKED], "chosen": [SAID | changed], "rejected": [SAID]}, "here")
 
 
-@pytest.mark.parametrize("tools", ["weather", 3, [3], '{"type": "function"}'])
+@pytest.mark.parametrize("tools", ["weather", 3, [3], '{"type": "function"}', "[" * 100_000], ids=lambda x: str(x)[:9])
 def test_tools_that_are_no_list_of_objects_are_refused_with_their_place(tools):
     with pytest.raises(UserError, match=r"^here: (a tool|tools) is .*; give a JSON (list|object)"):
         conversation({"messages": [ASKED, SAID], "tools": tools}, "here")

@@ -30,7 +30,7 @@ OF_EXPERTS = "model.block=sequential", "model.mlp=swiglu", "model.experts=8", "m
 
 @pytest.mark.parametrize(("places", "model"), [(DENSE, ()), (EXPERTS, OF_EXPERTS)], ids=["dense", "with experts"])
 def test_a_state_is_restored_bit_for_bit_on_every_mesh_with_every_zero_setting(tmp_path, places, model):
-    """Saved at each place, and restored at the next, and at the one after the next but one."""
+    """Saved at each place, and restored at every one."""
 
     def made(place: str) -> StepFunctions:
         config = tiny(tmp_path, *(f"mesh.{size}" for size in place.split()), *model)
@@ -43,13 +43,12 @@ def test_a_state_is_restored_bit_for_bit_on_every_mesh_with_every_zero_setting(t
             checkpoints.save(step, state, FACTS)
             checkpoints.wait()
             assert checkpoints.facts(step) == FACTS
-            for after in (1, 3):
-                target = (step + after) % len(places)
-                shapes = functions[target].shapes
+            for place, other in zip(places, functions, strict=True):
+                shapes = other.shapes
                 restored = checkpoints.restore(step, shapes)
-                assert bits(restored) == bits(state), (places[step], places[target])
+                assert bits(restored) == bits(state), (places[step], place)
                 laid_out = jax.tree.map(lambda leaf, shape: leaf.sharding == shape.sharding, restored, shapes)
-                assert all(jax.tree.leaves(laid_out)), (places[step], places[target])
+                assert all(jax.tree.leaves(laid_out)), (places[step], place)
 
 
 def test_a_state_can_be_donated_while_it_is_being_saved(functions, tmp_path):

@@ -189,13 +189,15 @@ class Model:
         prompts: Sequence[str | Sequence[int]],
         max_new_tokens: int = 64,
         temperature: float = 0.0,
+        special_tokens_in_text: bool = False,
         **options: Any,
     ) -> list[list[int]]:
         """The ids that continue each prompt, a text or a list of ids; prompts, padding and stop tokens are left out.
 
         temperature=0 takes the most likely token each time.  `options` are the other fields of
         `shmap_tp.inference.generator.Options`: top_k, top_p, repetition_penalty, seed, stop_tokens, vocabulary and
-        samples.  With texts, `tokenizer` encodes them, and its stop tokens and its vocabulary are the defaults.
+        samples.  With texts, `tokenizer` encodes them, and its stop tokens and its vocabulary are the defaults; names
+        of special tokens in them are ordinary text, or with `special_tokens_in_text` these tokens.
         A sampled token is a function of (seed, prompt number, sample number, position), on every mesh, in every batch.
         An answer ends early where prompt and answer fill model.context.
         Raises UserError for an option out of range, and for a prompt that is empty, has an id that is not below
@@ -204,7 +206,7 @@ class Model:
         if isinstance(prompts, str):
             raise UserError(f"prompts must be a list of texts or of lists of ids; give [{prompts[:20]!r}]")
         if any(isinstance(prompt, str) for prompt in prompts):
-            prompts = encode_prompts(self.tokenizer, prompts)
+            prompts = encode_prompts(self.tokenizer, prompts, special_tokens_in_text=special_tokens_in_text)
             own = {"stop_tokens": self.tokenizer.stop_tokens, "vocabulary": self.tokenizer.vocabulary}
             options = own | options
         settings = Options(max_new_tokens=max_new_tokens, temperature=temperature, **options)

@@ -31,6 +31,13 @@ def parser() -> argparse.ArgumentParser:
     parser = model_parser("chat", __doc__, EPILOG, several=False)
     parser.add_argument("--template", metavar="FILE", help="a chat template in Jinja (default: that of the model)")
     parser.add_argument("--system", metavar="TEXT", help="the system's message (default: that of the template)")
+    parser.add_argument(
+        "--template-argument",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="the value of a variable of the template (default: as the data was prepared)",
+    )
     add_sampling_arguments(parser, max_new_tokens=512)
     return parser
 
@@ -49,15 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _opened(arguments: argparse.Namespace) -> "Conversation":
     """The conversation that the arguments describe.  Raises UserError."""
     with importing():
-        from shmap_tp.data.chat_template import chat_template_of_model
+        from shmap_tp.data.chat_template import chat_template_of_model, template_arguments
         from shmap_tp.inference.conversation import Conversation
         from shmap_tp.inference.text import tokenizer_of_model
 
     options = sampling_options(arguments, decode_tokens=4)
     model = open_model(arguments)
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
-    template = chat_template_of_model(model, arguments.template)
-    return Conversation(model, tokenizer, template, options, arguments.system)
+    template = chat_template_of_model(model, arguments.template, template_arguments(arguments.template_argument))
+    given = arguments.system, arguments.special_tokens_in_text
+    return Conversation(model, tokenizer, template, options, *given)
 
 
 def _chat(conversation: "Conversation") -> None:

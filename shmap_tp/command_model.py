@@ -73,6 +73,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int)
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest, of this sum")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    parser.add_argument(
+        "--special-tokens-in-text",
+        action="store_true",
+        help="names of special tokens in what you write are these tokens (default: ordinary text)",
+    )
 
 
 def sampling_options(arguments: argparse.Namespace, **others: int) -> "Options":

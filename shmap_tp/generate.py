@@ -75,17 +75,16 @@ def _generate(arguments: argparse.Namespace) -> None:
     with importing():
         from tqdm import tqdm
 
-        from shmap_tp.inference.text import answers, tokenizer_of_model
+        from shmap_tp.inference.text import answers, encode_prompts, tokenizer_of_model
 
     options = sampling_options(arguments, samples=arguments.samples, decode_tokens=8)
     with joined(arguments, prompts=prompts), ExitStack() as stack:
         out = _open_out(arguments, stack) if arguments.out and is_first_process() else None
         model = open_model(arguments)
         tokenizer = tokenizer_of_model(model, arguments.tokenizer)
+        ids = encode_prompts(tokenizer, prompts, special_tokens_in_text=arguments.special_tokens_in_text)
         if is_first_process():
-            _say_if_short(
-                model.config.model.context, max(map(len, map(tokenizer.encode, prompts))), options.max_new_tokens
-            )
+            _say_if_short(model.config.model.context, max(map(len, ids)), options.max_new_tokens)
         answer = partial(
             answers, model.generation_programs, model.parameters, tokenizer, options=options, stop=arguments.stop
         )
@@ -93,7 +92,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         for first in tqdm(range(0, len(prompts), arguments.batch), unit=" batches", disable=hidden):
             part = prompts[first : first + arguments.batch]
             show = _printer(part, arguments.samples, first) if arguments.out is None else None
-            found = answer(part, requests=range(first, first + len(part)), show=show)
+            found = answer(ids[first : first + arguments.batch], requests=range(first, first + len(part)), show=show)
             if out is not None:
                 _write(out, part, found)
 

@@ -7,6 +7,7 @@ python -m shmap_tp.prepare --preferences FILES --tokenizer DIR --out data/pairs
 
 import argparse
 import sys
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,24 @@ def parser() -> argparse.ArgumentParser:
         "--template",
         metavar="FILE",
         help="for conversations: a chat template in Jinja (default: that of --tokenizer DIR)",
+    )
+    parser.add_argument(
+        "--template-argument",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="for conversations: the value of a variable of the template, such as enable_thinking=false",
+    )
+    parser.add_argument(
+        "--date",
+        type=date.fromisoformat,
+        metavar="YYYY-MM-DD",
+        help="for conversations: what the clock of the template says (default: today)",
+    )
+    parser.add_argument(
+        "--special-tokens-in-text",
+        action="store_true",
+        help="for conversations: names of special tokens in contents are these tokens (default: ordinary text)",
     )
     parser.add_argument(
         "--cut", action="store_true", help="for conversations: cut the ends of those that are longer than --pack"
@@ -127,7 +146,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
     if not arguments.tokenizer:
         raise UserError("--tokenizer has no name; give bytes, a JSON file, a model's directory or a name on the hub")
     of_chat = bool(arguments.chat or arguments.preferences) or arguments.source == "conversations"
-    for name in ("endings", "field", "train_tokenizer", "workers") if of_chat else ("template", "cut"):
+    of_template = "template", "template_argument", "date", "special_tokens_in_text", "cut"
+    for name in ("endings", "field", "train_tokenizer", "workers") if of_chat else of_template:
         if getattr(arguments, name):
             rule = "does not apply to conversations; leave it out" if of_chat else "needs --chat or --preferences"
             raise UserError(f"--{name.replace('_', '-')} {rule}")
@@ -190,7 +210,7 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
     """As `_texts`, of conversations or preference pairs.  Raises UserError."""
     with importing():
         from shmap_tp.data import conversations, example_conversations, preferences
-        from shmap_tp.data.chat_template import chat_template_of
+        from shmap_tp.data.chat_template import chat_template_of, template_arguments
         from shmap_tp.data.source_files import CHATS, files_at, records_of
         from shmap_tp.data.text_sources import check_fraction
         from shmap_tp.data.tokenizer import open_tokenizer
@@ -203,7 +223,10 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
     if name != "bytes" and not Path(name).is_file():
         model = open_source(name)
         name, row = str(model.directory), default_context(model)
-    template = chat_template_of(Path(name), arguments.template)
+    given, day = template_arguments(arguments.template_argument), arguments.date or date.today()
+    template = chat_template_of(Path(name), arguments.template, given, day)
+    if arguments.date and not template.has_clock:
+        raise UserError(f"--date {day} has no effect: the chat template does not ask for the time; leave it out")
     tokenizer = open_tokenizer(name, arguments.end_of_text)
     if arguments.end_of_text is None:
         tokenizer.end_of_text = conversations.end_of_conversations(tokenizer, template)
@@ -215,6 +238,7 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
         label, rows = ", ".join(Path(path).name for path in paths), partial(records_of, files)
     row = arguments.pack or row
     limits = {"validation": arguments.validation, "row": row, "cut": arguments.cut}
+    limits["special_tokens_in_text"] = arguments.special_tokens_in_text
     limits["kind"] = preferences.PAIRS if arguments.preferences else conversations.CONVERSATIONS
     return conversations.ChatSource(label, rows, template, Path(name), **limits), tokenizer, row
 

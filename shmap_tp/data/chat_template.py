@@ -5,12 +5,14 @@ https://huggingface.co/docs/transformers/chat_templating
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from shmap_tp.data.metadata import CONFIG, TEMPLATE
 from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.files import file_size, parse_json, reading
 
+CLOCK = "strftime_now"
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", CLOCK, "raise_exception"}
+"""Variables that every template is given."""
 SPECIAL_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 
 PROGRAM = str(Path(__file__).with_name("template_process.py"))
@@ -34,13 +39,35 @@ Span = tuple[int, int]
 class ChatTemplate:
     """The template of a model, and the special tokens that it may name; rendered in a process of its own."""
 
-    def __init__(self, text: str, place: str, tokens: dict[str, str]):
-        """`place` names the template in messages.  Raises UserError if it is no template."""
+    def __init__(
+        self,
+        text: str,
+        place: str,
+        tokens: dict[str, str],
+        arguments: Mapping[str, Any] | None = None,
+        day: date | None = None,
+    ):
+        """`place` names the template in messages.  Variables have the values of `arguments` where nothing else is
+        given, here and wherever `text` is used.  The clock says `day`, or the time of each rendering.
+
+        Raises UserError if it is no template, or has no such variable, or no clock for a `day`.
+        """
         if find_spec("jinja2") is None:
             raise UserError(f"{place} needs `jinja2`: pip install -e '.[pretrained]'")
-        self.text, self._place, self._tokens = text, place, tokens
+        self.arguments, self.day = dict(arguments or {}), day
+        for name in self.arguments:
+            if name in RESERVED or not re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text):
+                raise UserError(f"--template-argument {name}: {place} has no variable of this name; leave it out")
+        given = self.arguments.items()
+        values = "".join(f"{{%+ set {name} = {name} | default({_in_jinja(value)}) +%}}" for name, value in given)
+        self.text, self._place, self._tokens = values + text, place, tokens
         self._process: subprocess.Popen[str] | None = None
         self._start()
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether it asks for the time."""
+        return CLOCK in self.text
 
     def render(self, messages: Sequence[Message], *, continued: bool = False) -> str:
         """The prompt to which the model's answer to `messages` is the continuation; with `continued` the rest of the
@@ -87,6 +114,7 @@ class ChatTemplate:
         )
         self._end = weakref.finalize(self, _end, self._process)
         limits = {"seconds": SECONDS, "characters": CHARACTERS, "bytes": BYTES}
+        limits["date"] = None if self.day is None else self.day.isoformat()
         self._ask({"template": self.text, **limits}, "is not a chat template")
 
     def _ask(self, line: dict[str, Any], refusal: str) -> dict[str, Any]:
@@ -126,25 +154,47 @@ def _end(process: subprocess.Popen[str]) -> None:
             stream.close()
 
 
-def chat_template_of_model(model: Any, file: str | None) -> ChatTemplate:
+def template_arguments(given: Sequence[str]) -> dict[str, Any]:
+    """The values of NAME=VALUE by name; a value is JSON, or else a text.  Raises UserError."""
+    found = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals or not name.isidentifier():
+            raise UserError(f"--template-argument {shown(each)} is not NAME=VALUE, such as enable_thinking=false")
+        try:
+            found[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            found[name] = value
+    return found
+
+
+def _in_jinja(value: Any) -> str:
+    """A value of JSON as Jinja writes it."""
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def chat_template_of_model(model: Any, file: str | None, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
     """That in `file`, or of the conversations that an `api.Model` was trained on, or of the Hugging Face directory that
-    it was read from.  Raises UserError if there is none."""
+    it was read from, with these `arguments`.  Raises UserError if there is none."""
     runs = [] if model.checkpoint is None else [Path(model.checkpoint).parents[1], Path(model.config.run.dir)]
     for run in runs if file is None else ():  # checkpoints may be in a bucket
         if file_size(run / TEMPLATE) is not None:
-            return chat_template_of(run)
-    return chat_template_of(Path(model.checkpoint) if model.source is None else model.source.directory, file)
+            return chat_template_of(run, None, arguments)
+    directory = Path(model.checkpoint) if model.source is None else model.source.directory
+    return chat_template_of(directory, file, arguments)
 
 
-def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
+def chat_template_of(
+    directory: Path, file: str | None = None, arguments: Mapping[str, Any] | None = None, day: date | None = None
+) -> ChatTemplate:
     """The template in `file`, or in chat_template.jinja or tokenizer_config.json of a Hugging Face directory.
 
-    Raises UserError if there is none.
+    Raises UserError if there is none, and as `ChatTemplate` does.
     """
     path, config = directory / TEMPLATE if file is None else Path(file), _config(directory)
     if file_size(path) is not None:
         with reading(path):
-            return chat_template_of_files(path.read_bytes(), config, str(path))
+            return chat_template_of_files(path.read_bytes(), config, str(path), arguments, day)
     if file is not None:
         raise UserError(f"--template {file}: no such file; give a chat template in Jinja")
     text = config.get("chat_template")
@@ -156,16 +206,22 @@ def chat_template_of(directory: Path, file: str | None = None) -> ChatTemplate:
             f"{directory} has no chat template: the model was not trained to chat; use shmap_tp.generate, or chat with "
             f"--template FILE,\nand evaluate without --apply-chat-template"
         )
-    return chat_template_of_files(text.encode(), config, str(directory / CONFIG))
+    return chat_template_of_files(text.encode(), config, str(directory / CONFIG), arguments, day)
 
 
-def chat_template_of_files(content: bytes, config: dict[str, Any], place: str) -> ChatTemplate:
+def chat_template_of_files(
+    content: bytes,
+    config: dict[str, Any],
+    place: str,
+    arguments: Mapping[str, Any] | None = None,
+    day: date | None = None,
+) -> ChatTemplate:
     """The template with this content, which `place` names in messages, and the special tokens of tokenizer_config.json.
 
-    Raises UserError if it is no template.
+    Raises UserError as `ChatTemplate` does.
     """
     tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
-    return ChatTemplate(content.decode(errors="replace"), place, tokens)
+    return ChatTemplate(content.decode(errors="replace"), place, tokens, arguments, day)
 
 
 def _default_or_for_tools(default: Any, with_tools: Any) -> Any:

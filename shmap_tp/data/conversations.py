@@ -8,12 +8,16 @@ turn adds to the prompt that generation would have had.  A token that does not c
 Some templates write earlier turns in another way than the last one: those of thinking models leave out what was thought
 before.  Then the whole conversation holds turns that the model never writes, so each of its assistant turns becomes a
 sample of its own, as it is written when it is the last one.
+
+Each answer follows the prompt that generation would have, character by character and token by token.  Where that prompt
+ends with more than the template writes before an answer later, such as an empty part of thinking, the answer is put
+behind it.  Where a token would span the end of the prompt, the text is tokenized apart there.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from tqdm import tqdm
 from shmap_tp.data.chat_template import CONFIG, TEMPLATE, ChatTemplate, Message, Span
 from shmap_tp.data.messages import read_message, read_tools
 from shmap_tp.data.metadata import GENERATION, TOKENIZER
+from shmap_tp.data.quoting import quoted
 from shmap_tp.data.text_sources import TRAIN, VALIDATION
 from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, Subwords, check_text
 from shmap_tp.errors import UserError, shown
@@ -33,6 +38,8 @@ from shmap_tp.runtime.files import parse_json
 ASSISTANT = "assistant"
 MOST_EQUAL = 0.1
 """The share of preference pairs that may have equal answers."""
+EMPTY_PARTS = re.compile(r"(?:<(\w+)>\s*</\1>\s*)+$")
+"""What templates end the prompt with where a model is not to think."""
 SHAREGPT = {"human": "user", "gpt": ASSISTANT}
 """Speakers of ShareGPT's form that have another name in messages."""
 FORMS = '{"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or ShareGPT\'s form'
@@ -121,16 +128,10 @@ def _answer(given: Conversation, turn: int, template: ChatTemplate, ends: re.Pat
     """The conversation up to an assistant turn, which alone counts."""
     asked, _ = template.render_marked(given.messages[:turn], given.tools, asks=True)
     text, marked = template.render_marked(given.messages[: turn + 1], given.tools)
-    pairs = enumerate(zip(asked, text, strict=False))
-    same = next((place for place, (a, b) in pairs if a != b), min(len(asked), len(text)))
-    spans = [span for span in marked if span[0] >= same]
-    if not spans and same < len(asked):
-        raise UserError(
-            f"the chat template writes the answer {turn} after another text than generation would have: "
-            f"{shown(text[same : same + 40])} instead of {shown(asked[same : same + 40])};\ngive a template whose "
-            f"answers follow its generation prompt, or that marks them with {{% generation %}}: --template FILE"
-        )
-    *before, (first, last) = spans or [(same, len(text))]
+    if not text.startswith(asked):
+        text, marked = _behind(asked, text, marked, turn)
+    spans = [span for span in marked if span[0] >= len(asked)]
+    *before, (first, last) = spans or [(len(asked), len(text))]
     stop = _end_token(text, first, last, ends)
     if not any(text[a:b].strip() for a, b in [*before, (first, last)]) and _says_something(given.messages[turn]):
         raise UserError(
@@ -138,6 +139,23 @@ def _answer(given: Conversation, turn: int, template: ChatTemplate, ends: re.Pat
             f"give another: --template FILE"
         )
     return Sample(text, [*before, (first, stop or last)], stop is not None)
+
+
+def _behind(asked: str, text: str, marked: list[Span], turn: int) -> tuple[str, list[Span]]:
+    """The answer of `text` and its marks, put behind the prompt `asked`, which ends with empty parts of thinking that
+    the template does not write before an answer.  Raises UserError if that is not how both differ."""
+    empty = EMPTY_PARTS.search(asked)
+    begin = empty.start() if empty else len(asked)
+    if empty and text.startswith(asked[:begin]) and not text.startswith(f"<{empty[1]}>", begin):
+        more = len(asked) - begin
+        return asked + text[begin:], [(first + more, last + more) for first, last in marked if first >= begin]
+    pairs = enumerate(zip(asked, text, strict=False))
+    same = next((place for place, (a, b) in pairs if a != b), min(len(asked), len(text)))
+    raise UserError(
+        f"the chat template writes the answer {turn} after another text than generation would have: "
+        f"{shown(text[same : same + 40])} instead of {shown(asked[same : same + 40])};\ngive another template, or "
+        f"other values of its variables, such as --template-argument enable_thinking=false"
+    )
 
 
 def _says_something(message: Message) -> bool:
@@ -205,17 +223,20 @@ class ChatSource:
         row: int,
         cut: bool,
         kind: Kind = CONVERSATIONS,
+        special_tokens_in_text: bool = False,
     ):
         """`rows` yields (place, record) of each conversation; `directory` has the other files of the template's model.
 
         Documents of more than `row` tokens are refused; with `cut`, each of their samples loses what exceeds its equal
-        share of `row`.
+        share of `row`.  With `special_tokens_in_text` names of special tokens in contents are these tokens.
         """
+        self._special_tokens_in_text = special_tokens_in_text
         self.kind = kind
         self.name, self._rows, self._template, self._directory = name, rows, template, directory
         self._validation, self._row, self._cut = validation, row, cut
         self._long: list[tuple[str, int]] = []  # (where, tokens) of documents that are too long
         self._empty = 0  # of these, how many lack an answer once they are cut
+        self._apart = 0  # samples that are tokenized apart before an answer
         self._equal = self._records = 0  # pairs with equal answers, of so many records
         self._end_tokens: set[int] = set()
 
@@ -232,28 +253,58 @@ class ChatSource:
         ends = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         for place, row in tqdm(self._rows(), desc=self.name, unit=f" {self.kind.name}", disable=None):
             split = VALIDATION if _hash(row) < limit else TRAIN
+            row = row if self._special_tokens_in_text else _quoted(row, special, place)
             documents = self.kind.documents(row, place, self._template, ends)
             self._equal, self._records = self._equal + (not documents), self._records + 1
             for document in documents:
-                parts = [self._tokens(sample, tokenizer, [*special.values()], place) for sample in document]
+                parts = [self._tokens(sample, tokenizer, ends, place) for sample in document]
                 parts = self._fitted(parts, place)
                 if all((part >= 0).any() for part in parts):
                     yield split, np.concatenate(parts)
         self._report()
 
     def _tokens(
-        self, sample: Sample, tokenizer: Bytes | Subwords, special: list[int], place: str
+        self, sample: Sample, tokenizer: Bytes | Subwords, ends: re.Pattern[str], place: str
     ) -> Int32[np.ndarray, " _"]:
         check_text(sample.text, place)
-        ids, places = tokenizer.encode_with_places(sample.text)
+        ids, places = self._encoded(sample.text, sample.answers, tokenizer, ends)
         if (ids == tokenizer.end_of_text).any():
             raise UserError(
                 f"{place}: {tokenizer.decode([tokenizer.end_of_text])!r} is to end a conversation in the data, but it "
                 f"is within this one; name a token that is in none with --end-of-text"
             )
         ends_answer = np.isin(places[1], [last for _, last in sample.answers])
+        special = [*tokenizer.special_tokens().values()]
         self._end_tokens |= {*ids[ends_answer & np.isin(ids, special)].tolist()}
         return marked_tokens(sample, ids, places, tokenizer.end_of_text)
+
+    def _encoded(
+        self, text: str, answers: list[Span], tokenizer: Bytes | Subwords, ends: re.Pattern[str]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text and their places (`encode_with_places`), in which each answer begins a token, and those
+        before it are the ids of its prompt alone.
+
+        Special tokens divide a text, so it is enough to compare what follows the last one before an answer.
+        """
+        ids, places = tokenizer.encode_with_places(text)
+        cuts = [0]
+        for first, _ in answers:
+            start = max((found.start() for found in ends.finditer(text, cuts[-1], first)), default=cuts[-1])
+            prompt, _ = tokenizer.encode_with_places(text[start:first])
+            before = (places[0] >= start) & (places[0] < first)
+            if first > cuts[-1] and not np.array_equal(ids[before], prompt):
+                cuts.append(first)
+        if len(cuts) == 1:
+            return ids, places
+        self._apart += 1
+        lead = next(iter(tokenizer.special_tokens()), "")  # so that no part but the first begins a text
+        parts = []
+        for first, last in zip(cuts, [*cuts[1:], len(text)], strict=True):
+            before = lead if first else ""
+            ids, places = tokenizer.encode_with_places(before + text[first:last])
+            parts.append(np.stack([ids, *(places + first - len(before))])[:, bool(before) :])
+        whole = np.concatenate(parts, axis=1)
+        return whole[0], whole[1:]
 
     def _fitted(self, parts: list[np.ndarray], place: str) -> list[np.ndarray]:
         """The samples of a document, without their ends if it is too long."""
@@ -272,6 +323,8 @@ class ChatSource:
             if self._equal > MOST_EQUAL * self._records:
                 raise UserError(f"{what}: more than {MOST_EQUAL:.0%}; look at how they were made, and leave them out")
             print(f"{what}: they are left out")
+        if self._apart:
+            print(f"{self._apart} samples are tokenized apart where a token would span a prompt and its answer")
         if not self._long:
             return
         place, size = self._long[0]
@@ -280,6 +333,16 @@ class ChatSource:
         if not self._cut:
             raise UserError(f"{what};\nuse a larger --pack, shorten them, or cut their ends: --cut")
         print(f"{what}: their ends are cut, and {self._empty} that have no answer then are left out")
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """How records became texts, for meta.json."""
+        template = self._template
+        return {
+            "template_arguments": template.arguments,
+            "date": template.day.isoformat() if template.has_clock and template.day else None,
+            "special_tokens_in_text": self._special_tokens_in_text,
+        }
 
     def companions(self, tokenizer: Bytes | Subwords) -> dict[str, bytes]:
         """The tokenizer, the template, and what generation stops at, in the files of a Hugging Face directory."""
@@ -310,6 +373,13 @@ def end_of_conversations(tokenizer: Bytes | Subwords, template: ChatTemplate) ->
         f"--tokenizer {tokenizer.name} has no special token that can separate conversations; name a token that is in "
         f"none with --end-of-text"
     )
+
+
+def _quoted(row: Any, special: Collection[str], place: str) -> Any:
+    try:
+        return quoted(row, special)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 def _hash(row: Any) -> int:

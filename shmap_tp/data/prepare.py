@@ -220,8 +220,10 @@ def _write_splits(
     if source.marked:
         more["counted"] = {split: writer.bits.sha256() for split, writer in writers.items()}
         more["counted_tokens"] = {split: writer.counted for split, writer in writers.items()}
-    if isinstance(source, ChatSource) and source.kind is PAIRS:
-        more["pairs"] = {split: writer.documents for split, writer in writers.items()}
+    if isinstance(source, ChatSource):
+        more |= source.rendering
+        if source.kind is PAIRS:
+            more["pairs"] = {split: writer.documents for split, writer in writers.items()}
     return {
         "vocabulary": tokenizer.vocabulary,
         "tokenizer": tokenizer.name,

@@ -36,12 +36,13 @@ class Generation(Extension):
         return [begin, *body, end]
 
 
-def environment() -> jinja2.Environment:
-    """What transformers offers to templates."""
+def environment(date: str | None) -> jinja2.Environment:
+    """What transformers offers to templates; `date` is what the clock says, None for now."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    now = datetime.now if date is None else lambda: datetime.fromisoformat(date)
+    made.globals["strftime_now"] = lambda form: now().strftime(form)
     return made
 
 
@@ -93,7 +94,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limits["bytes"], limits["bytes"]))
 
     def compile_template() -> dict[str, Any]:
-        compiled.append(environment().from_string(limits["template"]))
+        compiled.append(environment(limits["date"]).from_string(limits["template"]))
         return {}
 
     print(json.dumps(answer(compile_template, limits["seconds"])), flush=True)

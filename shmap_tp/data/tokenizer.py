@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from shmap_tp.data.metadata import GENERATION, TOKENIZER, Meta
+from shmap_tp.data.quoting import QUOTE, renamed_text, renamed_tokenizer
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.files import file_size, parse_json, read_json_file, reading
 
@@ -44,7 +46,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
-        """The ids of a prompt.  Names of special tokens in it are these tokens.
+        """The ids of a prompt.  Names of special tokens in it are these tokens, unless they are quoted (`quoting.py`).
 
         `special_tokens` adds what the file of a subword tokenizer adds to every text, such as a first token; None: as
         the model was trained.
@@ -53,6 +55,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included.  What is not UTF-8 becomes replacement characters."""
+        ...
+
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of special tokens by their text, the lowest first."""
         ...
 
     def token_bytes(self) -> np.ndarray:
@@ -119,17 +125,31 @@ class Subwords:
             return [np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(texts, False)]
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
-        self._tokenizer.encode_special_tokens = False
         added = self._special_tokens if special_tokens is None else special_tokens
-        with self._messages():
-            return self._tokenizer.encode(text, add_special_tokens=added).ids
+        return self._encoded(text, added)[0]
 
     def encode_with_places(self, text: str) -> tuple[Int[np.ndarray, " _"], Int[np.ndarray, "2 _"]]:
         """(the ids of `encode` without added tokens, the first character of each and the one after its last)."""
+        ids, places = self._encoded(text, added=False)
+        return np.array(ids, np.int64), np.array(places, np.int64).reshape(-1, 2).T
+
+    def _encoded(self, text: str, added: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """(the ids of a text with names of special tokens, the characters of each)."""
         self._tokenizer.encode_special_tokens = False
         with self._messages():
-            found = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2).T
+            if QUOTE not in text:
+                found = self._tokenizer.encode(text, add_special_tokens=added)
+                return found.ids, found.offsets
+            tokenizer, names = self._renamed
+            text, places = renamed_text(text, names)
+            found = tokenizer.encode(text, add_special_tokens=added)
+            return found.ids, [(places[first], places[last]) for first, last in found.offsets]
+
+    @cached_property
+    def _renamed(self) -> tuple[Any, dict[str, str]]:
+        """(the tokenizer with other names of its special tokens, these names)."""
+        content, names = renamed_tokenizer(self.json)
+        return type(self._tokenizer).from_str(content), names
 
     def special_tokens(self) -> dict[str, int]:
         """The ids of special tokens by their text, the lowest first."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmap_tp.data.chat_template import ChatTemplate, Message
+from shmap_tp.data.quoting import quoted
 from shmap_tp.data.tokenizer import Tokenizer, check_text
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options
@@ -16,9 +17,19 @@ LEAST_ROOM = 16
 class Conversation:
     """Messages, and the answers to them.  Every turn reads the whole prompt again; nothing is cached between turns."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, template: ChatTemplate, options: Options, system: str | None):
-        """With an `api.Model`; `system` is the first message, which is never left out."""
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        options: Options,
+        system: str | None,
+        special_tokens_in_text: bool = False,
+    ):
+        """With an `api.Model`; `system` is the first message, which is never left out.  With `special_tokens_in_text`
+        names of special tokens in messages are these tokens."""
         self._model, self._tokenizer, self._template, self._options = model, tokenizer, template, options
+        self._ordinary = () if special_tokens_in_text else tokenizer.special_tokens()
         self._first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._turns = 0
         self.messages: list[Message] = []
@@ -57,7 +68,7 @@ class Conversation:
         """(the ids of the prompt, how many of the oldest messages it leaves out)."""
         context = self._model.config.model.context
         for first in range(0, len(messages), 2):  # a question and its answer are left out together
-            text = self._template.render([*self._first, *messages[first:]])
+            text = self._template.render(quoted([*self._first, *messages[first:]], self._ordinary))
             check_text(text)
             ids = self._tokenizer.encode(text, special_tokens=False)
             if len(ids) + LEAST_ROOM <= context:

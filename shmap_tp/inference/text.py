@@ -10,6 +10,7 @@ from etils import epath
 
 from shmap_tp.config.sources import first_source
 from shmap_tp.data.metadata import GENERATION, META, TOKENIZER, read_meta
+from shmap_tp.data.quoting import quoted
 from shmap_tp.data.tokenizer import (
     REPLACEMENT,
     Bytes,
@@ -104,12 +105,16 @@ def _meta(data_dir: str) -> dict[str, Any]:
     return vars(read_meta(Path(data_dir))) if (Path(data_dir) / META).is_file() else {}
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
-    """The ids of each prompt, text or ids already.  Raises UserError if a text is not Unicode."""
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]], *, special_tokens_in_text: bool = False
+) -> list[Sequence[int]]:
+    """The ids of each prompt, text or ids already.  With `special_tokens_in_text` names of special tokens in a text are
+    these tokens.  Raises UserError if a text is not Unicode."""
+    ordinary = () if special_tokens_in_text else tokenizer.special_tokens()
     for prompt in prompts:
         if isinstance(prompt, str):
             check_text(prompt)
-    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return [tokenizer.encode(quoted(each, ordinary)) if isinstance(each, str) else each for each in prompts]
 
 
 def answers(

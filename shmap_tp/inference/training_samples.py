@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from shmap_tp.config.schema import Config
 from shmap_tp.data.chat_template import ChatTemplate
+from shmap_tp.data.quoting import quoted
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, check_prompts
@@ -34,7 +35,8 @@ def make_training_sampler(
         return None
     prompts = {text: encode_prompts(tokenizer, [text])[0] for text in config.sample.prompts}
     if template is not None:
-        asked = {text: template.render([{"role": "user", "content": text}]) for text in prompts}
+        ordinary = tokenizer.special_tokens()
+        asked = {text: template.render([{"role": "user", "content": quoted(text, ordinary)}]) for text in prompts}
         prompts = {f"{text}\n": tokenizer.encode(asked[text], special_tokens=False) for text in prompts}
     return TrainingSampler(config, programs, tokenizer, prompts)
 

@@ -155,7 +155,7 @@ def test_a_file_of_answers_is_only_replaced_if_that_is_asked_for(run, capsys, tm
 
 def test_answers_before_an_interrupt_stay_beside_the_file(run, capsys, tmp_path, monkeypatch):
     def answers(programs, parameters, tokenizer, prompts, *_, **__):
-        if prompts == ["2"]:
+        if prompts == [list(b"2")]:
             raise KeyboardInterrupt
         return [["x"]]
 

@@ -20,6 +20,7 @@ from shmap_tp.config import compose
 from shmap_tp.config.schema import Config, HeldIn, Precision
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SCHEMES, check_path
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import Tokenizer, open_tokenizer_file
 from shmap_tp.errors import UserError, shown
 from shmap_tp.inference.generator import Options, generate
@@ -41,7 +42,7 @@ from shmap_tp.pretrained.start import (
     restored_parameters,
     with_pretrained,
 )
-from shmap_tp.pretrained.writing import save_model
+from shmap_tp.pretrained.writing import save_model, text_for_export
 from shmap_tp.training.checkpoint_files import find_checkpoint, saved_config
 from shmap_tp.training.environment import (
     USE,
@@ -244,15 +245,20 @@ class Model:
         model with adapters one that `PeftModel.from_pretrained` of PEFT reads, or with `merge` the whole model.
 
         The weights are of `dtype`, float32, bfloat16 or float16.  The tokenizer is copied from what the model was read
-        from.  Raises UserError if `directory` is not empty, no supported architecture can express the model, or it is
-        held in int8, StorageError if the disk is full; then nothing is left there.
+        from, or is that of the checkpoint or of `with_tokenizer`.  Raises UserError if `directory` is not empty, no
+        supported architecture can express the model, or it is held in int8, StorageError if the disk is full; then
+        nothing is left there.
         """
         require_unquantized(self.parameters, "written")
         base = None
         if self.config.model.adapter.rank and not merge:
             known = self.config.model.from_pretrained is not None
             base = recorded_base(self.checkpoint) if self.checkpoint else identify(self.config) if known else None
-        save_model(Path(directory), self.config, self.parameters, self.source, dtype, base=base, merge=merge)
+        text = text_for_export(self.checkpoint, self.config) if self.checkpoint and not self.source else None
+        if self.given_tokenizer is not None and self.source is None:
+            text = TextDirectory({}, directory).for_export(self.given_tokenizer, self.config.model.context)
+        given = {"base": base, "merge": merge, "text": text}
+        save_model(Path(directory), self.config, self.parameters, self.source, dtype, **given)
 
     def logits(self, tokens: Tokens, segments: Segments | None = None) -> Float[Array, "B T V"]:
         """Logits of the next token at every position: tokens[B, T] -> float32[B, T, vocabulary].

@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _opened(arguments: argparse.Namespace) -> "Conversation":
     """The conversation that the arguments describe.  Raises UserError."""
     with importing():
-        from shmap_tp.data.chat_template import chat_template_of_model, template_arguments
+        from shmap_tp.data.chat_template import template_arguments
         from shmap_tp.inference.conversation import Conversation
-        from shmap_tp.inference.text import tokenizer_of_model
+        from shmap_tp.inference.text import chat_template_of_model, tokenizer_of_model
 
     options = sampling_options(arguments, decode_tokens=4)
     model = open_model(arguments)

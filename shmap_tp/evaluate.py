@@ -117,14 +117,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
     """What lm_eval found, without what it says of each document.  Raises UserError."""
-    from shmap_tp.data.chat_template import chat_template_of_model
 
     try:
         with importing():
             from shmap_tp.inference.harness import HarnessModel, evaluate_tasks
     except ImportError as error:
         raise UserError(f"--tasks needs lm-evaluation-harness: pip install -e '.[evaluate]'\n{error}") from error
-    from shmap_tp.inference.text import tokenizer_of_model
+    from shmap_tp.inference.text import chat_template_of_model, tokenizer_of_model
 
     model = open_model(arguments)
     template = chat_template_of_model(model, None) if arguments.apply_chat_template else None

@@ -47,32 +47,7 @@ def parser() -> argparse.ArgumentParser:
         help="which files are read in a directory of --text (those above, and .txt)",
     )
     parser.add_argument("--field", metavar="NAME", help="the field or column with the text (text)")
-    parser.add_argument(
-        "--template",
-        metavar="FILE",
-        help="for conversations: a chat template in Jinja (default: that of --tokenizer DIR)",
-    )
-    parser.add_argument(
-        "--template-argument",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="for conversations: the value of a variable of the template, such as enable_thinking=false",
-    )
-    parser.add_argument(
-        "--date",
-        type=date.fromisoformat,
-        metavar="YYYY-MM-DD",
-        help="for conversations: what the clock of the template says (default: today)",
-    )
-    parser.add_argument(
-        "--special-tokens-in-text",
-        action="store_true",
-        help="for conversations: names of special tokens in contents are these tokens (default: ordinary text)",
-    )
-    parser.add_argument(
-        "--cut", action="store_true", help="for conversations: cut the ends of those that are longer than --pack"
-    )
+    _add_rendering(parser)
     parser.add_argument(
         "--validation",
         type=float,
@@ -123,6 +98,35 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--dataset", metavar="NAME", help="a Hugging Face data set: its name on the hub, or its directory"
     )
+
+
+def _add_rendering(parser: argparse.ArgumentParser) -> None:
+    """The options of conversations and preference pairs."""
+    group = parser.add_argument_group("conversations and preference pairs")
+    group.add_argument(
+        "--template",
+        metavar="FILE",
+        help="a chat template in Jinja (default: that of --tokenizer DIR)",
+    )
+    group.add_argument(
+        "--template-argument",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="the value of a variable of the template, such as enable_thinking=false",
+    )
+    group.add_argument(
+        "--date",
+        type=date.fromisoformat,
+        metavar="YYYY-MM-DD",
+        help="what the clock of the template says (default: today)",
+    )
+    group.add_argument(
+        "--special-tokens-in-text",
+        action="store_true",
+        help="names of special tokens in contents are these tokens (default: ordinary text)",
+    )
+    group.add_argument("--cut", action="store_true", help="cut the ends of those that are longer than --pack")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -182,7 +186,7 @@ def _texts(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords",
     with importing():
         from shmap_tp.data import text_sources
         from shmap_tp.data.prepare import check_out
-        from shmap_tp.data.tokenizer import open_tokenizer
+        from shmap_tp.data.text_directory import open_tokenizer
         from shmap_tp.data.train_tokenizer import train_tokenizer
 
     def source() -> text_sources.TextSource:
@@ -210,10 +214,10 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
     """As `_texts`, of conversations or preference pairs.  Raises UserError."""
     with importing():
         from shmap_tp.data import conversations, example_conversations, preferences
-        from shmap_tp.data.chat_template import chat_template_of, template_arguments
+        from shmap_tp.data.chat_template import template_arguments
         from shmap_tp.data.source_files import CHATS, files_at, records_of
+        from shmap_tp.data.text_directory import TextDirectory, open_tokenizer
         from shmap_tp.data.text_sources import check_fraction
-        from shmap_tp.data.tokenizer import open_tokenizer
         from shmap_tp.pretrained.configuration import default_context
         from shmap_tp.pretrained.family import DEFAULT_CONTEXT
         from shmap_tp.pretrained.source import open_source
@@ -223,8 +227,9 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
     if name != "bytes" and not Path(name).is_file():
         model = open_source(name)
         name, row = str(model.directory), default_context(model)
+    text = TextDirectory.read(name) if Path(name).is_dir() else TextDirectory({}, name)
     given, day = template_arguments(arguments.template_argument), arguments.date or date.today()
-    template = chat_template_of(Path(name), arguments.template, given, day)
+    template = text.template(arguments.template, given, day)
     if arguments.date and not template.has_clock:
         raise UserError(f"--date {day} has no effect: the chat template does not ask for the time; leave it out")
     tokenizer = open_tokenizer(name, arguments.end_of_text)
@@ -240,7 +245,7 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
     limits = {"validation": arguments.validation, "row": row, "cut": arguments.cut}
     limits["special_tokens_in_text"] = arguments.special_tokens_in_text
     limits["kind"] = preferences.PAIRS if arguments.preferences else conversations.CONVERSATIONS
-    return conversations.ChatSource(label, rows, template, Path(name), **limits), tokenizer, row
+    return conversations.ChatSource(label, rows, template, text, **limits), tokenizer, row
 
 
 if __name__ == "__main__":

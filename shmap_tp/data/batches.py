@@ -20,12 +20,11 @@ from jaxtyping import Int32
 
 from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig, TrainConfig
 from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
-from shmap_tp.data.chat_template import ChatTemplate, chat_template_of_files
+from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.device_batch import device_batch, host_shards, on_devices
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import (
     COMPANIONS,
-    CONFIG,
     META,
     SPLITS,
     TEMPLATE,
@@ -37,13 +36,14 @@ from shmap_tp.data.metadata import (
 from shmap_tp.data.mixture import DataOrder
 from shmap_tp.data.order import ORDER, source_key
 from shmap_tp.data.read_ahead import ReadAhead
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
-from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256, tokenizer_of_data
+from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256
 from shmap_tp.errors import UserError
 from shmap_tp.model.tokens import IGNORE
 from shmap_tp.runtime.background import in_background
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import file_size, parse_json, reading
+from shmap_tp.runtime.files import file_size, reading
 
 
 def training_rows(
@@ -290,15 +290,11 @@ class Batches:
 
     def text_tokenizer(self) -> Tokenizer:
         """Text to ids of this data and back.  Raises UserError if its tokenizer is not known."""
-        return tokenizer_of_data(self._meta, self.companions, self._directory)
+        return TextDirectory(self.companions, self._directory).tokenizer_of_data(self._meta)
 
     def chat_template(self) -> ChatTemplate | None:
         """The template of the conversations, if the data is some.  Raises UserError if it cannot be used."""
-        if TEMPLATE not in self.companions:
-            return None
-        place = f"{self._directory}/{CONFIG}"
-        config = parse_json(self.companions.get(CONFIG, b"{}"), place)
-        return chat_template_of_files(self.companions[TEMPLATE], config, f"{self._directory}/{TEMPLATE}")
+        return TextDirectory(self.companions, self._directory).template() if TEMPLATE in self.companions else None
 
     def validation_bytes(self, tokenizer: Tokenizer) -> dict[str, int]:
         """UTF-8 bytes of the text of all targets of an evaluation that count, by source."""

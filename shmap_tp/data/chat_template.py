@@ -17,14 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shmap_tp.data.metadata import CONFIG, TEMPLATE
 from shmap_tp.errors import UserError, shown
-from shmap_tp.runtime.files import file_size, parse_json, reading
 
 CLOCK = "strftime_now"
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", CLOCK, "raise_exception"}
 """Variables that every template is given."""
-SPECIAL_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 
 PROGRAM = str(Path(__file__).with_name("template_process.py"))
 SECONDS, CHARACTERS, BYTES = 5, 1 << 24, 1 << 29
@@ -171,82 +168,3 @@ def template_arguments(given: Sequence[str]) -> dict[str, Any]:
 def _in_jinja(value: Any) -> str:
     """A value of JSON as Jinja writes it."""
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def chat_template_of_model(model: Any, file: str | None, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """That in `file`, or of the conversations that an `api.Model` was trained on, or of the Hugging Face directory that
-    it was read from, with these `arguments`.  Raises UserError if there is none."""
-    runs = [] if model.checkpoint is None else [Path(model.checkpoint).parents[1], Path(model.config.run.dir)]
-    for run in runs if file is None else ():  # checkpoints may be in a bucket
-        if file_size(run / TEMPLATE) is not None:
-            return chat_template_of(run, None, arguments)
-    directory = Path(model.checkpoint) if model.source is None else model.source.directory
-    return chat_template_of(directory, file, arguments)
-
-
-def chat_template_of(
-    directory: Path, file: str | None = None, arguments: Mapping[str, Any] | None = None, day: date | None = None
-) -> ChatTemplate:
-    """The template in `file`, or in chat_template.jinja or tokenizer_config.json of a Hugging Face directory.
-
-    Raises UserError if there is none, and as `ChatTemplate` does.
-    """
-    path, config = directory / TEMPLATE if file is None else Path(file), _config(directory)
-    if file_size(path) is not None:
-        with reading(path):
-            return chat_template_of_files(path.read_bytes(), config, str(path), arguments, day)
-    if file is not None:
-        raise UserError(f"--template {file}: no such file; give a chat template in Jinja")
-    text = config.get("chat_template")
-    if isinstance(text, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in text if _is_named(each)}
-        text = _default_or_for_tools(named.get("default"), named.get("tool_use"))
-    if not isinstance(text, str):
-        raise UserError(
-            f"{directory} has no chat template: the model was not trained to chat; use shmap_tp.generate, or chat with "
-            f"--template FILE,\nand evaluate without --apply-chat-template"
-        )
-    return chat_template_of_files(text.encode(), config, str(directory / CONFIG), arguments, day)
-
-
-def chat_template_of_files(
-    content: bytes,
-    config: dict[str, Any],
-    place: str,
-    arguments: Mapping[str, Any] | None = None,
-    day: date | None = None,
-) -> ChatTemplate:
-    """The template with this content, which `place` names in messages, and the special tokens of tokenizer_config.json.
-
-    Raises UserError as `ChatTemplate` does.
-    """
-    tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
-    return ChatTemplate(content.decode(errors="replace"), place, tokens, arguments, day)
-
-
-def _default_or_for_tools(default: Any, with_tools: Any) -> Any:
-    """One template that is `with_tools` where tools are given, as transformers chooses, else `default`.  The signs +
-    keep the spaces around the tags, and a template's last line break is none of its text."""
-    if not isinstance(default, str) or not isinstance(with_tools, str):
-        return default
-    default, with_tools = (text.removesuffix("\n") for text in (default, with_tools))
-    return f"{{%+ if tools +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif +%}}"
-
-
-def _is_named(template: Any) -> bool:
-    """Whether one of several templates has a name, as it should."""
-    return isinstance(template, dict) and isinstance(template.get("name"), str)
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG
-    if file_size(path) is None:
-        return {}
-    with reading(path):
-        found = parse_json(path.read_bytes(), path)
-    return found if isinstance(found, dict) else {}
-
-
-def _content(token: Any) -> str:
-    """The text of a special token of tokenizer_config.json."""
-    return str(token.get("content", "") if isinstance(token, dict) else token)

@@ -19,21 +19,20 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 from tqdm import tqdm
 
-from shmap_tp.data.chat_template import CONFIG, TEMPLATE, ChatTemplate, Message, Span
+from shmap_tp.data.chat_template import ChatTemplate, Message, Span
 from shmap_tp.data.messages import read_message, read_tools
-from shmap_tp.data.metadata import GENERATION, TOKENIZER
+from shmap_tp.data.metadata import CONFIG, GENERATION, TEMPLATE, TOKENIZER
 from shmap_tp.data.quoting import quoted
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.text_sources import TRAIN, VALIDATION
 from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, Subwords, check_text
 from shmap_tp.errors import UserError, shown
-from shmap_tp.runtime.files import parse_json
 
 ASSISTANT = "assistant"
 MOST_EQUAL = 0.1
@@ -218,21 +217,21 @@ class ChatSource:
         name: str,
         rows: Callable[[], Iterator[tuple[str, Any]]],
         template: ChatTemplate,
-        directory: Path,
+        text: TextDirectory,
         validation: float,
         row: int,
         cut: bool,
         kind: Kind = CONVERSATIONS,
         special_tokens_in_text: bool = False,
     ):
-        """`rows` yields (place, record) of each conversation; `directory` has the other files of the template's model.
+        """`rows` yields (place, record) of each conversation; `text` has the other files of the template's model.
 
         Documents of more than `row` tokens are refused; with `cut`, each of their samples loses what exceeds its equal
         share of `row`.  With `special_tokens_in_text` names of special tokens in contents are these tokens.
         """
         self._special_tokens_in_text = special_tokens_in_text
         self.kind = kind
-        self.name, self._rows, self._template, self._directory = name, rows, template, directory
+        self.name, self._rows, self._template, self._text = name, rows, template, text
         self._validation, self._row, self._cut = validation, row, cut
         self._long: list[tuple[str, int]] = []  # (where, tokens) of documents that are too long
         self._empty = 0  # of these, how many lack an answer once they are cut
@@ -346,12 +345,10 @@ class ChatSource:
 
     def companions(self, tokenizer: Bytes | Subwords) -> dict[str, bytes]:
         """The tokenizer, the template, and what generation stops at, in the files of a Hugging Face directory."""
-        found = {name: file.read_bytes() for name in (CONFIG, GENERATION) if (file := self._directory / name).is_file()}
+        found = {name: self._text.files[name] for name in (CONFIG, GENERATION) if name in self._text.files}
         if self._end_tokens:
-            generation = parse_json(found.get(GENERATION, b"{}"), self._directory / GENERATION)
-            known = generation.get("eos_token_id") or []
-            known = known if isinstance(known, list) else [known]
-            generation["eos_token_id"] = sorted({*known} | self._end_tokens)
+            generation = self._text.values(GENERATION)
+            generation["eos_token_id"] = sorted(self._text.ends(GENERATION) | self._end_tokens)
             found[GENERATION] = json.dumps(generation, indent=2).encode() + b"\n"
         own = {} if tokenizer.json is None else {TOKENIZER: tokenizer.json}
         return found | {TEMPLATE: self._template.text.encode()} | own

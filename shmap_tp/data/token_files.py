@@ -205,7 +205,7 @@ def data_identity(
         split: {"sha256": file.sha256, "tokens": file.tokens} | ({"counted": file.counted} if file.counted else {})
         for split, file in zip(SPLITS, (train, validation), strict=True)
     }
-    tokenizer = {"name": meta.tokenizer, "sha256": meta.tokenizer_sha256}
+    tokenizer = {"name": meta.tokenizer, "sha256": meta.tokenizer_sha256, "end_of_text": meta.end_of_text}
     return {
         **files,
         "tokenizer": tokenizer,

@@ -1,8 +1,9 @@
 """Tokenizers: text to token ids and back, by bytes or by a subword tokenizer of the `tokenizers` library."""
 
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from shmap_tp.data.metadata import GENERATION, TOKENIZER, Meta
+from shmap_tp.data.metadata import Meta
 from shmap_tp.data.quoting import QUOTE, renamed_text, renamed_tokenizer
 from shmap_tp.errors import UserError, first_line, shown
-from shmap_tp.runtime.files import file_size, parse_json, read_json_file, reading
+from shmap_tp.runtime.files import file_size, reading
 
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -61,6 +62,18 @@ class Tokenizer(Protocol):
         """The ids of special tokens by their text, the lowest first."""
         ...
 
+    def id_of(self, token: str | None) -> int | None:
+        """The id of a token; None if there is none."""
+        ...
+
+    def name_of(self, number: int) -> str:
+        """The token with this id."""
+        ...
+
+    def file_for_export(self) -> bytes:
+        """A tokenizer.json that adds nothing to a text, as nothing was added in the data."""
+        ...
+
     def token_bytes(self) -> np.ndarray:
         """UTF-8 bytes of the text of each id, int[2, vocabulary]: within a document, and at its beginning."""
         ...
@@ -95,6 +108,28 @@ class Bytes:
     def special_tokens(self) -> dict[str, int]:
         """The ids of special tokens by their text: none."""
         return {}
+
+    def id_of(self, token: str | None) -> int | None:
+        return self.end_of_text if token == END_OF_TEXT else None
+
+    def name_of(self, number: int) -> str:
+        return END_OF_TEXT if number == self.end_of_text else bytes([number]).decode("latin-1")
+
+    def file_for_export(self) -> bytes:
+        """A byte-level tokenizer without merges, whose id of a byte is its value; byte 0 is the end of text."""
+        shown_as = [*range(33, 127), *range(161, 173), *range(174, 256)]  # other bytes are named by later characters
+        hidden = {byte: 256 + number for number, byte in enumerate(b for b in range(256) if b not in shown_as)}
+        names = {chr(hidden.get(byte, byte)): byte for byte in range(1, 256)}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        special = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+        described = {
+            "version": "1.0",
+            "added_tokens": [{"id": 0, "content": END_OF_TEXT} | special],
+            "pre_tokenizer": level,
+            "decoder": level,
+            "model": {"type": "BPE", "vocab": {END_OF_TEXT: 0} | names, "merges": []},
+        }
+        return json.dumps(described, ensure_ascii=False).encode()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes that are not UTF-8, and ids that are not bytes, become replacement characters."""
@@ -192,6 +227,14 @@ class Subwords:
         """The id of a token; None if there is none."""
         return None if token is None else self._tokenizer.token_to_id(token)
 
+    def name_of(self, number: int) -> str:
+        return self._tokenizer.id_to_token(number)
+
+    def file_for_export(self) -> bytes:
+        if self.encode("a", special_tokens=True) == self.encode("a", special_tokens=False):
+            return self.json
+        return json.dumps(json.loads(self.json) | {"post_processor": None}, ensure_ascii=False).encode()
+
     @contextmanager
     def _messages(self) -> Iterator[None]:
         """Context that uses the library, whose errors (bare Exception, and a panic that is none) become a UserError."""
@@ -206,31 +249,6 @@ class Subwords:
             ) from error
 
 
-def open_tokenizer(name: str, end_of_text: str | None) -> Bytes | Subwords:
-    """The tokenizer `name` for documents: "bytes", a JSON file, a Hugging Face directory, or a name on the hub.
-
-    Without `end_of_text` a directory's own end-of-sequence token is used, for others END_OF_TEXT.
-    Raises UserError if it cannot be opened, lacks that token, or has ids that the directory's model does not have.
-    """
-    if name == Bytes.name:
-        if end_of_text is not None:
-            raise UserError(
-                f"--end-of-text {end_of_text} does not apply to --tokenizer bytes, which uses byte 0; omit it"
-            )
-        return Bytes()
-    if not Path(name).is_dir():
-        return _with_end_of_text(name, end_of_text or END_OF_TEXT)
-    own = special_token(Path(name), "eos_token")
-    found = _with_end_of_text(str(Path(name) / "tokenizer.json"), end_of_text or own or END_OF_TEXT)
-    vocabulary = _keys_of(Path(name) / "config.json").get("vocab_size")
-    if isinstance(vocabulary, int) and found.vocabulary > vocabulary:
-        raise UserError(
-            f"--tokenizer {name} has ids up to {found.vocabulary - 1}, but the model's vocab_size is {vocabulary}; "
-            f"name the tokenizer that belongs to the model"
-        )
-    return found
-
-
 def read_subwords(
     content: bytes, place: str, *, end_of_text: int | None = None, special_tokens: bool = False
 ) -> Subwords:
@@ -243,9 +261,7 @@ def read_subwords(
         tokenizer = library.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{place} cannot be opened as a tokenizer: {first_line(error)}") from None
-    found = Subwords(tokenizer, Path(place).name, content, end_of_text, special_tokens)
-    found.stop_tokens = () if end_of_text is None else (end_of_text,)
-    return found
+    return Subwords(tokenizer, Path(place).name, content, end_of_text, special_tokens)
 
 
 def open_tokenizer_file(name: str) -> Tokenizer:
@@ -256,31 +272,6 @@ def open_tokenizer_file(name: str) -> Tokenizer:
         if not Path(name).is_file():
             raise UserError(f"--tokenizer {shown(name)}: no such file; give a tokenizer.json, or bytes")
         return read_subwords(Path(name).read_bytes(), name)
-
-
-def tokenizer_of_data(meta: Meta, companions: Mapping[str, bytes], directory: str) -> Tokenizer:
-    """The tokenizer of prepared data: `meta` is its meta.json, `companions` are the files beside it.
-
-    Raises UserError if it is not known, or cannot be used.
-    """
-    if meta.tokenizer == Bytes.name:
-        return Bytes()
-    if TOKENIZER not in companions:
-        raise UserError(f"{directory} has no tokenizer.json of its data")
-    found = read_subwords(companions[TOKENIZER], f"{directory}/{TOKENIZER}", end_of_text=meta.end_of_text)
-    if GENERATION in companions:
-        found.stop_tokens += tuple(stop_ids(companions[GENERATION], f"{directory}/{GENERATION}"))
-    return found
-
-
-def stop_ids(content: bytes, place: str) -> list[int]:
-    """eos_token_id of a config.json or generation_config.json, which may be several.  Raises UserError."""
-    values = parse_json(content, place)
-    found = values.get("eos_token_id") if isinstance(values, dict) else None
-    found = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(token) is int for token in found):
-        raise UserError(f"{place}: eos_token_id={shown(found)} must be ids; copy the file again")
-    return found
 
 
 def has_tokenized(tokenizer: Tokenizer, meta: Meta) -> bool:
@@ -339,17 +330,7 @@ def check_text(text: str, name: str = "the text") -> None:
         ) from error
 
 
-def special_token(directory: Path, key: str) -> str | None:
-    """The token that tokenizer_config.json of a Hugging Face directory names, such as eos_token.  Raises UserError."""
-    file = directory / "tokenizer_config.json"
-    token = _keys_of(file).get(key)
-    token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str | None):
-        raise UserError(f"{file}: {key}={shown(token)} must be the text of a token; copy the file again")
-    return token
-
-
-def _with_end_of_text(name: str, end_of_text: str) -> Subwords:
+def open_subwords(name: str, end_of_text: str) -> Subwords:
     """The tokenizer in the file `name`, or of that name on the hub.  Raises UserError."""
     library = tokenizers_library(f"--tokenizer {name}")
     local = name.endswith(".json") or Path(name).is_file()
@@ -375,13 +356,3 @@ def tokenizers_library(place: str) -> Any:
     except ImportError:
         raise UserError(f"{place} needs `tokenizers`: pip install -e '.[data]'") from None
     return tokenizers
-
-
-def _keys_of(file: Path) -> dict:
-    """The content of a JSON file, or nothing if there is none.  Raises UserError if it is not an object."""
-    if file_size(file) is None:
-        return {}
-    content = read_json_file(file)
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is not a JSON object; copy it again")
-    return content

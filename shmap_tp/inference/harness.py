@@ -46,7 +46,7 @@ class HarnessModel(TemplateLM):
     ):
         """For an `api.Model`; `tokenizer` is by default that of its checkpoint or Hugging Face directory.
 
-        `template` is what `simple_evaluate(apply_chat_template=True)` needs (`chat_template.chat_template_of`).
+        `template` is what `simple_evaluate(apply_chat_template=True)` needs (`TextDirectory.template`).
         Raises UserError if the tokenizer is not found.
         """
         super().__init__()

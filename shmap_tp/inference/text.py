@@ -1,7 +1,7 @@
 """Text into a model and out of it: its tokenizer, prompts as token ids, and answers as they come."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,23 +9,15 @@ from typing import Any
 from etils import epath
 
 from shmap_tp.config.sources import first_source
-from shmap_tp.data.metadata import GENERATION, META, TOKENIZER, read_meta
+from shmap_tp.data.chat_template import ChatTemplate
+from shmap_tp.data.metadata import META, TEMPLATE, TOKENIZER, Meta, read_meta
 from shmap_tp.data.quoting import quoted
-from shmap_tp.data.tokenizer import (
-    REPLACEMENT,
-    Bytes,
-    Tokenizer,
-    check_text,
-    open_tokenizer_file,
-    read_subwords,
-    special_token,
-    stop_ids,
-)
+from shmap_tp.data.text_directory import TextDirectory
+from shmap_tp.data.tokenizer import REPLACEMENT, Bytes, Tokenizer, check_text, open_tokenizer_file
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.runtime.files import reading
 from shmap_tp.training.checkpoint_files import read_facts
 
 Show = Callable[[int, int, str, str | None], None]
@@ -40,69 +32,50 @@ def tokenizer_of_model(model: Any, file: str | None) -> Tokenizer:
     if file is not None:
         found = open_tokenizer_file(file)
         if model.source is not None:
-            found.stop_tokens = tuple(sorted({*found.stop_tokens, *ends_of_pretrained(model.source.directory)}))
+            found.stop_tokens = tuple(sorted({*found.stop_tokens, *TextDirectory.read(model.source.directory).ends()}))
         return found
     if model.checkpoint is not None:
-        return tokenizer_of_checkpoint(model.checkpoint, first_source(model.config.data).dir)
+        return tokenizer_of_checkpoint(model.checkpoint, first_source(model.config.data).dir)[0]
     if model.source is None:
         raise UserError(
             "a model that was neither restored nor read from a Hugging Face directory has no tokenizer;\n"
             "give it one: model.with_tokenizer('bytes'), or the name of a tokenizer.json"
         )
-    return tokenizer_of_pretrained(model.source.directory)
+    return TextDirectory.read(model.source.directory).tokenizer_of_model()
 
 
-def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> Tokenizer:
-    """The tokenizer of the data that the run of `checkpoint` was trained on; `data_dir` is its data.dir.
+def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> tuple[Tokenizer, TextDirectory]:
+    """(the tokenizer of the data that the run of `checkpoint` was trained on, the files beside it); `data_dir` is its
+    data.dir.
 
     Its file is looked for in the run's directory, then in `data_dir`; where the checkpoint has its hash, only that file
     is taken.  Raises UserError if it is not found.
     """
     facts = read_facts(epath.Path(checkpoint)).get("data", {}).get("tokenizer") or {}
-    name, sha256 = facts.get("name"), facts.get("sha256")
-    meta = _meta(data_dir)
-    if (name or meta.get("tokenizer")) == "bytes":
-        return Bytes()
+    meta = read_meta(Path(data_dir)) if (Path(data_dir) / META).is_file() else Meta(dtype="")
+    name, end_of_text = facts.get("name") or meta.tokenizer, facts.get("end_of_text", meta.end_of_text)
+    meta = replace(meta, tokenizer=name, end_of_text=end_of_text)
     for directory in (epath.Path(checkpoint).parent.parent, epath.Path(data_dir)):
-        file = directory / TOKENIZER
-        if file.exists() and sha256 in (None, hashlib.sha256(file.read_bytes()).hexdigest()):
-            found = read_subwords(file.read_bytes(), str(file), end_of_text=meta.get("end_of_text"))
-            if (stops := directory / GENERATION).exists():
-                found.stop_tokens += tuple(stop_ids(stops.read_bytes(), str(stops)))
-            return found
+        text, sha256 = TextDirectory.read(directory), facts.get("sha256")
+        content = text.files.get(TOKENIZER)
+        is_there = content is not None and sha256 in (None, hashlib.sha256(content).hexdigest())
+        if is_there or name == Bytes.name:
+            return text.tokenizer_of_data(meta), text
     raise UserError(
         f"the tokenizer of {checkpoint} ({name or 'its name was not recorded'}) is not in its run directory, nor in "
         f"data.dir={data_dir};\nname its file with --tokenizer"
     )
 
 
-def tokenizer_of_pretrained(directory: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory; text ends at each eos_token_id of generation_config.json and
-    config.json, and at the tokenizer's own; a prompt gets the special tokens that transformers adds.
-
-    Raises UserError if there is no tokenizer.json, or one of the files is damaged.
-    """
-    file = directory / TOKENIZER
-    if not file.is_file():
-        raise UserError(f"{directory} has no {TOKENIZER}; copy it there, or name one with --tokenizer")
-    ids = ends_of_pretrained(directory)
-    with reading(file):
-        tokenizer = read_subwords(file.read_bytes(), str(file), special_tokens=True)
-    tokenizer.end_of_text = tokenizer.id_of(special_token(directory, "eos_token"))
-    tokenizer.begin_of_text = tokenizer.id_of(special_token(directory, "bos_token"))
-    tokenizer.stop_tokens = tuple(sorted(ids | {tokenizer.end_of_text} - {None}))
-    return tokenizer
-
-
-def ends_of_pretrained(directory: Path) -> set[int]:
-    """The ids that end a text by the files beside the weights of a Hugging Face directory."""
-    files = [directory / name for name in ("config.json", GENERATION)]
-    return {token for each in files if each.is_file() for token in stop_ids(each.read_bytes(), str(each))}
-
-
-def _meta(data_dir: str) -> dict[str, Any]:
-    """What meta.json of the data says; {} if it is not on this machine."""
-    return vars(read_meta(Path(data_dir))) if (Path(data_dir) / META).is_file() else {}
+def chat_template_of_model(model: Any, file: str | None, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """That in `file`, or of the conversations that an `api.Model` was trained on, or of the Hugging Face directory that
+    it was read from, with these `arguments`.  Raises UserError if there is none."""
+    runs = [] if model.checkpoint is None else [Path(model.checkpoint).parents[1], model.config.run.dir]
+    for text in map(TextDirectory.read, runs if file is None else ()):
+        if TEMPLATE in text.files:
+            return text.template(None, arguments)
+    directory = model.checkpoint if model.source is None else model.source.directory
+    return TextDirectory.read(directory).template(file, arguments)
 
 
 def encode_prompts(

@@ -1,11 +1,11 @@
 """What a model becomes in a Hugging Face directory: its architecture and its config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
+from shmap_tp.data.text_directory import MODEL, TextDirectory
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.families import FAMILIES
 from shmap_tp.pretrained.family import Family
@@ -21,16 +21,17 @@ class Target:
 
     family: Family
     config: Mapping[str, Any]
-    companions: tuple[Path, ...] = ()
-    """Files that are copied: those of the tokenizer, and generation_config.json."""
+    companions: Mapping[str, bytes] = field(default_factory=dict)
+    """The files of the tokenizer, and generation_config.json, by name."""
     weights: str = SINGLE
     """The file of the weights, where they are not divided."""
     documents: Mapping[str, Any] | None = None
     """Of an adapter, the JSON files by their names, in place of config.json and what belongs to it."""
 
 
-def target_of(model: ModelConfig, source: Source | None) -> Target:
-    """The family and config.json of `model`: those of `source`, if it was read from one.
+def target_of(model: ModelConfig, source: Source | None, text: TextDirectory | None = None) -> Target:
+    """The family and config.json of `model`: those of `source`, if it was read from one.  For a model from nothing
+    `text` has the files of its tokenizer (`for_export`), and the ids that begin and end a text.
 
     Raises UserError if no family can express the model.
     """
@@ -40,18 +41,27 @@ def target_of(model: ModelConfig, source: Source | None) -> Target:
             config[source.family.context_key] = model.context
         differences = source.family.differences(model, config)
         if not differences:
-            return Target(source.family, config, tuple(source.companions()))
+            return Target(source.family, config, _contents(source))
     candidates = [(family, family.config_of(model)) for family in FAMILIES]
     differing = [(family, config, family.differences(model, config)) for family, config in candidates]
     for family, config, differences in differing:
         if not differences:
-            return Target(family, config, tuple(source.companions()) if source else ())
+            if source is not None:
+                return Target(family, config, _contents(source))
+            ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+            files = {} if text is None else text.files
+            given = {} if text is None else text.values(MODEL)
+            return Target(family, config | ids | given, {name: files[name] for name in files if name != MODEL})
     family, _, differences = min(differing, key=lambda one: ("config" in one[2], len(one[2])))
     listed = ", ".join(f"model.{key}={mine} (there {theirs})" for key, (mine, theirs) in differences.items())
     raise UserError(
         f"no supported architecture can express model {model.name}; the closest, {family.architecture}, differs in "
         f"{listed};\ntrain one that can be exported, such as model={', '.join(EXPORTABLE)}"
     )
+
+
+def _contents(source: Source) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in source.companions()}
 
 
 def describe_target(model: ModelConfig) -> str:

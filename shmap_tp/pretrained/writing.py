@@ -25,8 +25,11 @@ from jax.experimental import multihost_utils
 from jaxtyping import Float
 
 from shmap_tp.config.schema import Config, ModelConfig, Zero
+from shmap_tp.config.sources import first_source
 from shmap_tp.data.metadata import GENERATION
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.errors import StorageError, UserError, shown
+from shmap_tp.inference.text import tokenizer_of_checkpoint
 from shmap_tp.model.adapters import merged, split_factors
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import make_mesh
@@ -39,6 +42,7 @@ from shmap_tp.pretrained.source import INDEX, Source
 from shmap_tp.pretrained.start import recorded_base, recorded_source, restored_parameters
 from shmap_tp.pretrained.target import Target, target_of
 from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, place_tensors, reserve, write_header
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.run_lock import LOCK, lock_directories
 from shmap_tp.training.checkpoint_files import find_checkpoint, read_chunks, restore_parameters, saved_config
 from shmap_tp.training.environment import compute_dtype
@@ -63,13 +67,15 @@ def save_model(
     *,
     base: Mapping[str, str] | None = None,
     merge: bool = False,
+    text: TextDirectory | None = None,
 ) -> None:
-    """Write `parameters` to the new directory `out`; `source` is what they were read from, if they were.
+    """Write `parameters` to the new directory `out`; `source` is what they were read from, if they were, and `text` has
+    else the files of the tokenizer (`target_of`).
 
     Of a model with adapters these alone are written, beside which `base` they were trained; to `merge` them, the whole
     model.  Every process of a mesh calls it and writes what it has, to a file system that all share.
     """
-    target = target_of(config.model, source)
+    target = target_of(config.model, source, text)
     if config.model.adapter.rank and merge:
         parameters = merged(parameters)
     elif config.model.adapter.rank:
@@ -96,7 +102,8 @@ def export_checkpoint(
         config, make_mesh(config.mesh, jax.devices()[:1]), compute_dtype(config.train.precision)
     ).shapes
     source = recorded_source(checkpoint, config)
-    target, has_adapter = target_of(config.model, source), config.model.adapter.rank > 0
+    text = None if source else text_for_export(str(checkpoint), config)
+    target, has_adapter = target_of(config.model, source, text), config.model.adapter.rank > 0
     if merge and not has_adapter:
         raise UserError(f"--merge is for a run with adapters, and {checkpoint} is of one without; leave it out")
     if has_adapter:
@@ -107,12 +114,22 @@ def export_checkpoint(
             if is_whole
             else restore_parameters(checkpoint, split_factors(shapes)[0])
         )
-        save_model(out, config, parameters, source, dtype, base=base, merge=merge)
+        save_model(out, config, parameters, source, dtype, base=base, merge=merge, text=text)
     else:
         stacked, chunks = paths_of(is_stacked(shapes)), read_chunks(checkpoint, shapes)
         save_parameters(out, target, config.model, stacked, chunks, dtype, shard_bytes=MAX_SHARD_BYTES)
     kind = "an adapter of " if has_adapter and not merge else ""
     return Path(str(checkpoint)), kind + target.family.architecture
+
+
+def text_for_export(checkpoint: str, config: Config) -> TextDirectory | None:
+    """The files of the tokenizer of a run from nothing; None, and a line that says so, if it is not found."""
+    try:
+        tokenizer, text = tokenizer_of_checkpoint(checkpoint, first_source(config.data).dir)
+        return text.for_export(tokenizer, config.model.context)
+    except UserError as error:
+        print_on_process_0(f"without the files of a tokenizer: {error}")
+        return None
 
 
 def save_parameters(
@@ -220,9 +237,9 @@ def _write_companions(
     if target.documents is not None:
         for name, document in target.documents.items():
             (directory / name).write_text(json.dumps(document, indent=2) + "\n")
-        for file in target.companions:
-            if file.name != GENERATION:
-                shutil.copyfile(file, directory / file.name)
+        for name, content in target.companions.items():
+            if name != GENERATION:
+                (directory / name).write_bytes(content)
         return
     config = dict(target.config)
     for key in ("dtype", "torch_dtype"):
@@ -233,8 +250,8 @@ def _write_companions(
         total = sum(tensor.size for tensor in places.values())
         index = {"metadata": {"total_size": total}, "weight_map": {n: places[n].file.name for n in sorted(places)}}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    for file in target.companions:
-        shutil.copyfile(file, directory / file.name)
+    for name, content in target.companions.items():
+        (directory / name).write_bytes(content)
     if not (directory / GENERATION).exists():
         tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         (directory / GENERATION).write_text(json.dumps({"_from_model_config": True} | tokens) + "\n")

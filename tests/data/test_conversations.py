@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from shmap_tp.data.batches import open_data
-from shmap_tp.data.chat_template import ChatTemplate, chat_template_of
+from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.conversations import Conversation, conversation, end_of_conversations, marked_tokens, samples_of
 from shmap_tp.data.metadata import read_meta
-from shmap_tp.data.tokenizer import Bytes, open_tokenizer
+from shmap_tp.data.text_directory import TextDirectory, open_tokenizer
+from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 from tests.helpers.chat_templates import CHATML, FAMILIES, write_chat_model
 from tests.helpers.preparation import run
@@ -34,7 +35,7 @@ END = re.compile(re.escape("<|im_end|>"))
 def prepared(directory: Path, messages: list, template: str | None = None) -> tuple[list[np.ndarray], object]:
     """(the marked tokens of each sample, the tokenizer)."""
     tokenizer = open_tokenizer(str(directory), None)
-    chat = chat_template_of(directory, template)
+    chat = TextDirectory.read(directory).template(template)
     tokenizer.end_of_text = end_of_conversations(tokenizer, chat)
     ends = re.compile("|".join(map(re.escape, tokenizer.special_tokens())))
     samples = samples_of(Conversation("here", messages), chat, ends)
@@ -57,7 +58,7 @@ def test_the_answers_and_their_end_tokens_count_and_nothing_else(name, tmp_path)
     for tokens in found:
         whole = np.where(tokens < 0, ~tokens, tokens)
         assert whole[-1] == tokenizer.end_of_text and tokens[-1] < 0
-    assert tokenizer.decode(whole[:-1].tolist()) == chat_template_of(directory).render_marked(said)[0]
+    assert tokenizer.decode(whole[:-1].tolist()) == TextDirectory.read(directory).template().render_marked(said)[0]
 
 
 def test_what_a_template_marks_counts_with_its_end_token_as_by_transformers(tmp_path):

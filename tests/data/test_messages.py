@@ -8,9 +8,10 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from shmap_tp.data.chat_template import ChatTemplate, chat_template_of
+from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.conversations import ChatSource, conversation, samples_of
 from shmap_tp.data.preferences import pair
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 
@@ -124,7 +125,7 @@ def test_a_directory_with_a_template_for_tools_uses_it_where_there_are_tools(tmp
     named = {"default": "\n{{ messages | length }} \n", "tool_use": "  {{ tools | tojson }}\n"}
     named = [{"name": name, "template": text} for name, text in named.items()]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    template = chat_template_of(tmp_path)
+    template = TextDirectory.read(tmp_path).template()
     assert template.render_marked([ASKED, SAID])[0] == "\n2 "
     assert template.render_marked([ASKED, SAID], [WEATHER])[0] == f"  {json.dumps([WEATHER])}"
 
@@ -134,6 +135,6 @@ def test_values_of_tables_that_json_lacks_are_texts(tmp_path):
     others = {"created_at": datetime(2026, 1, 2), "cost": Decimal("0.1"), "audio": b"\0"}
     rows = [("here", {"messages": [ASKED | others, SAID | {"content": f"{i}"}]} | others) for i in range(2)]
     template = ChatTemplate(WITH_CALLS.replace("{{ m.content", "{{ m.created_at }} {{ m.content"), "t", {})
-    source = ChatSource("a", lambda: iter(rows), template, tmp_path, validation=0.5, row=128, cut=False)
+    source = ChatSource("a", lambda: iter(rows), template, TextDirectory({}, ""), validation=0.5, row=128, cut=False)
     found = [bytes(np.where(ids < 0, ~ids, ids).astype("u1")).decode() for _, ids in source.tokenized(Bytes())]
     assert len(found) == 2 and all("2026-01-02 00:00:00" in text for text in found)

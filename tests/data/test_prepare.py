@@ -14,8 +14,9 @@ from shmap_tp import prepare as command
 from shmap_tp.data import prepare as preparation
 from shmap_tp.data import text_sources
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER, Meta, read_companions, read_meta
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.token_files import open_token_file
-from shmap_tp.data.tokenizer import Bytes, tokenizer_of_data
+from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 from tests.helpers.preparation import WORDS, documents, jsonl, run, texts
 
@@ -95,7 +96,7 @@ def test_a_tokenizer_is_trained_on_the_training_text(tmp_path, capsys):
         code, printed, _ = run(capsys, *given, "--out", tmp_path / name)
         assert code == 0 and "(tokenizer.json, vocabulary 300, uint16)" in printed
     meta = read_meta(tmp_path / "a")
-    tokenizer = tokenizer_of_data(meta, read_companions(tmp_path / "a", meta), "a")
+    tokenizer = TextDirectory(read_companions(tmp_path / "a", meta), "a").tokenizer_of_data(meta)
     found = [tokenizer.decode(ids[:-1]) for split in SPLITS for ids in documents(tmp_path / "a", split)]
     assert sorted(found) == sorted(WORDS)
     assert sum(meta.tokens.values()) < 0.5 * sum(len(text.encode()) for text in WORDS)

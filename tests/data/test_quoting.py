@@ -10,7 +10,7 @@ import pytest
 from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.conversations import ChatSource, Conversation, samples_of
 from shmap_tp.data.quoting import quoted
-from shmap_tp.data.tokenizer import open_tokenizer
+from shmap_tp.data.text_directory import TextDirectory, open_tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.text import encode_prompts
 from tests.helpers.chat_templates import CHATML, FAMILIES, write_chat_model
@@ -90,7 +90,7 @@ def test_a_token_that_would_span_a_prompt_and_its_answer_is_not_made(tmp_path, c
         "{% for m in messages %}<s>a:{{ m.content }}</s>{% endfor %}{{ '<s>a:' if add_generation_prompt }}", "t", {}
     )
     rows = [("1", {"prompt": "b", "completion": each}) for each in (" b", " bb")]
-    source = ChatSource("chats", lambda: iter(rows), template, tmp_path, 0.5, 64, cut=False)
+    source = ChatSource("chats", lambda: iter(rows), template, TextDirectory({}, ""), 0.5, 64, cut=False)
     prompt = tokenizer.encode(template.render([{"role": "user", "content": "b"}]))
     for _, ids in source.tokenized(tokenizer):
         whole, count = np.where(ids < 0, ~ids, ids).tolist(), len(prompt)

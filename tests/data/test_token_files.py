@@ -78,9 +78,9 @@ def test_ids_above_16_bits_are_read_as_uint32(tmp_path):
 
 def test_data_identity_contains_everything_that_determines_the_data_order(tmp_path):
     opened = [open_token_file(write_prepared(tmp_path, range(50)), split, context=4, vocabulary=50) for split in SPLITS]
-    meta = Meta(dtype="uint16", tokenizer="words.json", tokenizer_sha256="12ab")
+    meta = Meta(dtype="uint16", tokenizer="words.json", tokenizer_sha256="12ab", end_of_text=9)
     file = {"sha256": hashlib.sha256((tmp_path / "train.bin").read_bytes()).hexdigest(), "tokens": 50}
-    tokenizer = {"name": "words.json", "sha256": "12ab"}
+    tokenizer = {"name": "words.json", "sha256": "12ab", "end_of_text": 9}
     expected = {"train": file, "validation": file, "tokenizer": tokenizer, "seed": 3, "batch": 2, "context": 4}
     answer = data_identity(*opened, meta, seed=3, batch=2, isolated=7)
     assert json.loads(json.dumps(answer)) == expected | {"isolated": 7}

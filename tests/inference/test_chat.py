@@ -6,7 +6,8 @@ import pytest
 
 from shmap_tp import chat
 from shmap_tp.data import chat_template
-from shmap_tp.data.chat_template import ChatTemplate, chat_template_of
+from shmap_tp.data.chat_template import ChatTemplate
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 from shmap_tp.inference.conversation import LEAST_ROOM, Conversation
@@ -47,21 +48,21 @@ def test_a_template_is_rendered_as_by_transformers(name, continued, tmp_path):
     (expected,), _ = render_jinja_template([messages], chat_template=TEMPLATES[name], **asked, **tokens)
     templates = {"chat_template": [{"name": "default", "template": TEMPLATES[name]}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens | {"eos_token": {"content": "</s>"}} | templates))
-    assert chat_template_of(tmp_path).render(messages, continued=continued) == expected
+    assert TextDirectory.read(tmp_path).template().render(messages, continued=continued) == expected
 
 
 def test_a_template_that_is_damaged_missing_or_refuses_is_named(tmp_path):
     with pytest.raises(UserError, match="has no chat template"):
-        chat_template_of(tmp_path)
+        TextDirectory.read(tmp_path).template()
     for nonsense in (3, [3, {"name": []}, {"name": "default", "template": 5}], {"default": "x"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": nonsense}))
         with pytest.raises(UserError, match="has no chat template"):
-            chat_template_of(tmp_path)
+            TextDirectory.read(tmp_path).template()
     with pytest.raises(UserError, match=r"none\.jinja: no such file"):
-        chat_template_of(tmp_path, str(tmp_path / "none.jinja"))
+        TextDirectory.read(tmp_path).template(str(tmp_path / "none.jinja"))
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match=r"chat_template\.jinja is not a chat template: "):
-        chat_template_of(tmp_path)
+        TextDirectory.read(tmp_path).template()
     with pytest.raises(UserError, match="refuses the messages: roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", "t", {}).render(MESSAGES)
 

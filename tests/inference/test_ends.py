@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 import shmap_tp
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.inference.generator import Options
-from shmap_tp.inference.text import answers, tokenizer_of_model, tokenizer_of_pretrained
+from shmap_tp.inference.text import answers, tokenizer_of_model
 
 WORDS = ["<unk>", "<end>", "a", "<turn>", "<stop>"]
 
@@ -27,7 +28,7 @@ def directory(tmp_path) -> Path:
 
 
 def test_an_answer_ends_at_each_end_that_one_of_the_files_names(directory):
-    assert tokenizer_of_pretrained(directory).stop_tokens == (1, 3, 4)
+    assert TextDirectory.read(directory).tokenizer_of_model().stop_tokens == (1, 3, 4)
     model = SimpleNamespace(checkpoint=None, source=SimpleNamespace(directory=directory))
     assert tokenizer_of_model(model, str(directory / "tokenizer.json")).stop_tokens == (3, 4)  # a file says none
 

@@ -5,10 +5,11 @@ import random
 
 import pytest
 
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import Bytes, open_tokenizer_file
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options
-from shmap_tp.inference.text import _Answer, answers, tokenizer_of_pretrained
+from shmap_tp.inference.text import _Answer, answers
 
 
 def test_bytes_of_a_text_are_its_utf8_and_other_ids_are_replaced():
@@ -19,11 +20,11 @@ def test_bytes_of_a_text_are_its_utf8_and_other_ids_are_replaced():
 
 def test_a_directory_without_a_tokenizer_or_with_a_damaged_file_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no tokenizer\.json; copy it there"):
-        tokenizer_of_pretrained(tmp_path)
+        TextDirectory.read(tmp_path).tokenizer_of_model()
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "generation_config.json").write_bytes(b"{\xff")
     with pytest.raises(UserError, match=r"generation_config\.json"):
-        tokenizer_of_pretrained(tmp_path)
+        TextDirectory.read(tmp_path).tokenizer_of_model()
 
 
 def test_a_tokenizer_file_that_is_not_there_is_refused(tmp_path):

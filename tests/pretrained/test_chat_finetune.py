@@ -13,10 +13,10 @@ import shmap_tp
 from shmap_tp import prepare
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.data.batches import Batches
-from shmap_tp.data.chat_template import chat_template_of, chat_template_of_model
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.errors import UserError
 from shmap_tp.evaluate import main as evaluate
-from shmap_tp.inference.text import tokenizer_of_model
+from shmap_tp.inference.text import chat_template_of_model, tokenizer_of_model
 from shmap_tp.pretrained.__main__ import main
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.chat_templates import CHATML, FAMILIES, write_chat_model
@@ -86,7 +86,7 @@ def test_chat_and_export_have_the_template_of_the_conversations_and_stop_at_its_
     in_a_bucket = replace(model, checkpoint="gs://bucket/run/checkpoints/20")  # then it is found in run.dir
     assert chat_template_of_model(in_a_bucket, None).text == TEMPLATE
     assert main(["export", str(work / "run"), "--out", str(work / "out")]) == 0
-    assert chat_template_of(work / "out").text == TEMPLATE
+    assert TextDirectory.read(work / "out").template().text == TEMPLATE
     assert json.loads((work / "out" / "generation_config.json").read_text())["eos_token_id"] == [end]
     assert (work / "out" / "tokenizer.json").read_bytes() == (work / "model" / "tokenizer.json").read_bytes()
 

@@ -7,9 +7,8 @@ import struct
 import pytest
 
 import shmap_tp
-from shmap_tp.data.chat_template import chat_template_of
+from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.errors import UserError
-from shmap_tp.inference.text import tokenizer_of_pretrained
 from shmap_tp.pretrained.configuration import model_options
 from shmap_tp.pretrained.source import INDEX, open_source
 from shmap_tp.runtime.run_lock import lock_directories
@@ -75,6 +74,14 @@ def test_a_name_that_no_directory_has_is_refused(name):
     assert refusal(open_source, name)
 
 
+def _tokenizer(directory):
+    return TextDirectory.read(directory).tokenizer_of_model()
+
+
+def _template(directory):
+    return TextDirectory.read(directory).template()
+
+
 @pytest.mark.parametrize("value", ODD, ids=lambda value: repr(value)[:9])
 def test_special_tokens_may_have_any_value(tmp_path, value):
     directory = write_directory(tmp_path / "model", "llama")
@@ -85,8 +92,8 @@ def test_special_tokens_may_have_any_value(tmp_path, value):
         ("tokenizer_config.json", value),
     ):
         (directory / name).write_text(json.dumps(content))
-        assert refusal(tokenizer_of_pretrained, directory)  # at the latest by the tokenizer that is none
-        refusal(chat_template_of, directory)
+        assert refusal(_tokenizer, directory)  # at the latest by the tokenizer that is none
+        refusal(_template, directory)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,7 @@ def test_special_tokens_may_have_any_value(tmp_path, value):
 def test_a_template_that_fails_is_named(tmp_path, text):
     pytest.importorskip("jinja2")
     (tmp_path / "chat.jinja").write_text(text)
-    template = chat_template_of(tmp_path, str(tmp_path / "chat.jinja"))
+    template = TextDirectory.read(tmp_path).template(str(tmp_path / "chat.jinja"))
     assert "chat.jinja refuses the messages" in refusal(template.render, [{"role": "user", "content": "a"}])
 
 

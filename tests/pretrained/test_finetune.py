@@ -11,7 +11,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp.data.batches import Batches, open_data
-from shmap_tp.data.tokenizer import open_tokenizer
+from shmap_tp.data.text_directory import open_tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.__main__ import main
 from shmap_tp.training.check import check

@@ -74,11 +74,10 @@ def test_greedy_answers_are_those_of_transformers(smollm2, mp):
 
 
 def test_a_chat_is_rendered_and_tokenized_as_by_transformers(smollm2):
-    from shmap_tp.data.chat_template import chat_template_of
-    from shmap_tp.inference.text import tokenizer_of_pretrained
+    from shmap_tp.data.text_directory import TextDirectory
 
     theirs = transformers.AutoTokenizer.from_pretrained(smollm2)
-    ours, template = tokenizer_of_pretrained(smollm2), chat_template_of(smollm2)
+    ours, template = TextDirectory.read(smollm2).tokenizer_of_model(), TextDirectory.read(smollm2).template()
     messages = [{"role": role, "content": text} for role, text in (("user", "Hi, é!"), ("assistant", "Yes?"))]
     for said in (messages[:1], [*messages, {"role": "user", "content": "A\nB"}], [{"role": "system", "content": "S"}]):
         text = template.render(said)
@@ -92,8 +91,8 @@ def test_the_harness_gives_the_log_likelihoods_of_lm_evals_own_adaptor(smollm2):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from shmap_tp.data.chat_template import chat_template_of_model
     from shmap_tp.inference.harness import HarnessModel
+    from shmap_tp.inference.text import chat_template_of_model
 
     pairs = [(" ".join(text.split()[:-3]), " " + " ".join(text.split()[-3:])) for text in prompts()[1:]]
     pairs += [("", "Hello world"), ("The capital of France is", " Paris")]

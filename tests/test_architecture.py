@@ -59,7 +59,6 @@ CUSTOM_GRADIENTS = {
     "layers/xla_workarounds.py",
     "model/host_offload.py",
     "model/loss.py",
-    "model/offloaded_scan.py",
 }
 """Files and sub-packages that may define gradients by hand."""
 

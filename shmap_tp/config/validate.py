@@ -207,7 +207,7 @@ def _validate_model(mesh: MeshConfig, model: ModelConfig) -> None:
     _check_heads(mesh, model)
     _check_rotary(model)
     _check_options(model)
-    _check_layer_pattern(mesh, model)
+    _check_layer_pattern(model)
     check_experts(mesh, model)
     _check_offload(model)
     _check_adapter(model.adapter)
@@ -331,7 +331,7 @@ def _check_options(model: ModelConfig) -> None:
             raise UserError(f"model.{key}=0 must be above 0")
 
 
-def _check_layer_pattern(mesh: MeshConfig, model: ModelConfig) -> None:
+def _check_layer_pattern(model: ModelConfig) -> None:
     pattern = model.layer_pattern
     shown_pattern = f"model.layer_pattern=[{','.join(pattern)}]"
     if len(pattern) > model.layers:
@@ -344,11 +344,6 @@ def _check_layer_pattern(mesh: MeshConfig, model: ModelConfig) -> None:
         raise UserError(
             f"{shown_pattern} {reason}, but model.window={'null' if model.window is None else model.window} "
             f"(model {model.name}); change one of them, or use model.layer_pattern=[]"
-        )
-    if len(set(pattern)) > 1 and model.offload and mesh.fsdp_gradients == FsdpGradients.ring:
-        raise UserError(
-            f"{shown_pattern} cannot be combined with model.offload where gradients are reduced in rings;\n"
-            f"use mesh.fsdp_gradients=reduce_scatter, or model.offload=[]"
         )
 
 

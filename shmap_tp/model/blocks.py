@@ -61,11 +61,6 @@ class ParallelBlock(eqx.Module):
         y_BTD, extras = _mix_and_project(self, (q, k, v), hidden, context)
         return x_BTD + y_BTD, extras
 
-    @property
-    def last_weight(self) -> Any:
-        """The last weight of the forward pass: the first that the backward pass reads."""
-        return self.mlp.down.weight
-
 
 class ParallelBlockTwoNorms(eqx.Module):
     """y = x + attention(norm_a(x)) + mlp(norm_m(x)).  Black et al. 2022, GPT-NeoX-20B, section 2.1,
@@ -97,11 +92,6 @@ class ParallelBlockTwoNorms(eqx.Module):
         )
         y_BTD, extras = _mix_and_project(self, qkv, hidden, context)
         return x_BTD + y_BTD, extras
-
-    @property
-    def last_weight(self) -> Any:
-        """The last weight of the forward pass: the first that the backward pass reads."""
-        return self.mlp.down.weight
 
 
 class SequentialBlock(eqx.Module):
@@ -146,11 +136,6 @@ class SequentialBlock(eqx.Module):
                 y_BTD = self.mlp(h_BTD, context.tp)
             x_BTD = x_BTD + _output_normed(self.mlp_output_norm, context.stored(y_BTD))
         return x_BTD, Extras(loss, extras.cache, extras.residuals, statistics)
-
-    @property
-    def last_weight(self) -> Any:
-        """The last weight of the forward pass: the first that the backward pass reads."""
-        return self.mlp.down.weight
 
 
 BLOCKS = {

@@ -14,8 +14,6 @@ the residuals, the saved copies themselves; they reach the backward pass of `att
 must be passed to `save_at_block_end`, once, and used nowhere else.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,28 +24,25 @@ from shmap_tp.config.activation_names import QUERY_KEY_VALUE
 from shmap_tp.layers.context import DeferredResiduals
 
 
-def save_at_block_end(
-    y_BTD: Float[Array, "B T D"], residuals: DeferredResiduals, *, copy: bool = True
-) -> Float[Array, "B T D"]:
-    """y.  Its backward pass saves `residuals` under the name QUERY_KEY_VALUE: as copies made when y is available, or
-    without `copy`, for residuals that stay on the device, as they are.  Communication: none."""
-    return _save(copy, y_BTD, residuals) if residuals else y_BTD
+def save_at_block_end(y_BTD: Float[Array, "B T D"], residuals: DeferredResiduals) -> Float[Array, "B T D"]:
+    """y.  Its backward pass saves `residuals` under the name QUERY_KEY_VALUE, as copies made when y is available.
+    Communication: none."""
+    return _save(y_BTD, residuals) if residuals else y_BTD
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _save(copy: bool, y: Array, residuals: DeferredResiduals) -> Array:
+@jax.custom_vjp
+def _save(y: Array, residuals: DeferredResiduals) -> Array:
     return y
 
 
-def _forward(copy: bool, y: Array, residuals: DeferredResiduals) -> tuple[Array, DeferredResiduals]:
-    saved = [_copy_after(y, x) for x in residuals] if copy else residuals
-    return y, tuple(checkpoint_name(x, QUERY_KEY_VALUE) for x in saved)
+def _forward(y: Array, residuals: DeferredResiduals) -> tuple[Array, DeferredResiduals]:
+    return y, tuple(checkpoint_name(_copy_after(y, x), QUERY_KEY_VALUE) for x in residuals)
 
 
-def _backward(copy: bool, saved: DeferredResiduals, dy: Array) -> tuple[Array, DeferredResiduals]:
+def _backward(saved: DeferredResiduals, dy: Array) -> tuple[Array, DeferredResiduals]:
     """k and v are copied when dy is available, which frees the buffers they were read into for the block before."""
     q, *rest = saved
-    return dy, (q, *([_copy_after(dy, x) for x in rest] if copy else rest))
+    return dy, (q, *(_copy_after(dy, x) for x in rest))
 
 
 _save.defvjp(_forward, _backward)

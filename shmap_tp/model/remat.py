@@ -18,8 +18,7 @@
 
 No policy saves a gathered FSDP weight: it is gathered again.  What `offload` names is saved in host memory instead:
 written during the forward pass, and read back before its block's backward pass.  q, k and v of a kernel are then saved
-in the kernel's layout, as copies made at the end of the block (`host_offload.py`).  With gradients reduced in rings the
-last block saves everything on the device (`offloaded_scan.py`).
+in the kernel's layout, as copies made at the end of the block (`host_offload.py`).
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
 """

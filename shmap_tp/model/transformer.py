@@ -34,10 +34,9 @@ from shmap_tp.model.adapters import with_adapters
 from shmap_tp.model.blocks import BLOCKS, MakeMlp
 from shmap_tp.model.host_offload import save_at_block_end
 from shmap_tp.model.layer_pattern import LayerOptions, layer_options, scan_layers
-from shmap_tp.model.offloaded_scan import OffloadedLayers, PrefetchSpec, scan_with_offload
-from shmap_tp.model.remat import Layer, checkpointed
+from shmap_tp.model.remat import checkpointed
 from shmap_tp.model.tokens import positions_within
-from shmap_tp.parallel.fsdp import gather, has_gathered, is_ring_reduced, reduces_gradient, without_ring
+from shmap_tp.parallel.fsdp import gather, has_gathered, reduces_gradient
 from shmap_tp.parallel.partitioning import stacked
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 
@@ -207,18 +206,9 @@ class Transformer(eqx.Module):
         """All blocks, one after the other."""
         placements = execution.placements.blocks
 
-        def layer(
-            options: LayerOptions, x_BTD: Array, block: Any, *, placements: Any = placements, copy: bool = True
-        ) -> tuple[Array, Any]:
-            gathered = gather(placements, block, execution.dtype)
-            x_BTD, extras = gathered(x_BTD, options.within(context))
-            outputs = extras.auxiliary_loss, extras.statistics
-            if extras.auxiliary_loss is not None and self._has_offloaded_scan(placements):
-                raise UserError(
-                    f"{type(block).__name__} has an auxiliary loss, which model.offload cannot be combined with where "
-                    f"gradients are reduced in rings; use mesh.fsdp_gradients=reduce_scatter, or model.offload=[]"
-                )
-            return save_at_block_end(x_BTD, extras.residuals, copy=copy), outputs
+        def layer(options: LayerOptions, x_BTD: Array, block: Any) -> tuple[Array, Any]:
+            x_BTD, extras = gather(placements, block, execution.dtype)(x_BTD, options.within(context))
+            return save_at_block_end(x_BTD, extras.residuals), (extras.auxiliary_loss, extras.statistics)
 
         period = outside = [partial(layer, options) for options in self.period]
         if self.remat != Remat.none or has_gathered(placements):
@@ -226,23 +216,5 @@ class Transformer(eqx.Module):
                 [checkpointed(each, self.remat, self.offload, in_loop=in_loop) for each in period]
                 for in_loop in (True, False)
             )
-        if self._has_offloaded_scan(placements):
-            (rematerialised,) = period  # validate.py refuses layers that differ
-            last = partial(layer, self.period[0], placements=without_ring(placements), copy=False)
-            layers = self._offloaded_layers(rematerialised, last, placements.last_weight, execution.dtype)
-            return scan_with_offload(layers, x_BTD, self.blocks), Extras()
         x_BTD, (losses, statistics) = scan_layers(period, x_BTD, self.blocks, outside=outside)
         return x_BTD, Extras(None if losses is None else jnp.sum(losses), statistics=statistics)
-
-    def _has_offloaded_scan(self, placements: Any) -> bool:
-        """Whether the backward pass of the scan is the hand-written one: with offload and gradients reduced in
-        rings."""
-        more_than_one = len(jax.tree.leaves(self.blocks)[0]) > 1
-        return bool(self.offload) and is_ring_reduced(getattr(placements, "last_weight", None)) and more_than_one
-
-    def _offloaded_layers(self, layer: Layer, last: Layer, placement: Any, dtype: DTypeLike) -> OffloadedLayers:
-        """`last` is the layer for the last block, which saves nothing on the host."""
-        prefetch = PrefetchSpec(
-            lambda block: block.last_weight, lambda shard: placement.gather_without_gradient(shard, dtype)
-        )
-        return OffloadedLayers(layer, checkpointed(last, self.remat, ()), prefetch)

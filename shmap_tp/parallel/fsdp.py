@@ -34,7 +34,7 @@ The sharded dim is derived: of a matrix the first dim whose local size dp divide
 along.  Anything else is Replicated.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -61,13 +61,6 @@ from shmap_tp.parallel.partitioning import (
     sharded_dim,
 )
 from shmap_tp.parallel.quantized import Weight, dequantized, ready_to_multiply
-
-
-class PrefetchedWeight(eqx.Module):
-    """An FSDP weight that was gathered before the layer that uses it runs (`model/offloaded_scan.py`)."""
-
-    shard: Float[Array, "..."]
-    full: Float[Array, "..."]
 
 
 @dataclass(frozen=True)
@@ -157,12 +150,9 @@ class Fsdp:
         """A linear layer with what this device holds of its weight -> the layer to call, its gradient reduced in a
         ring."""
         w = layer.weight
-        shard, full = (
-            (w.shard, w.full) if isinstance(w, PrefetchedWeight) else (w, self.gather_without_gradient(w, dtype))
-        )
-        gathered = eqx.tree_at(lambda layer: layer.weight, layer, full, is_leaf=lambda x: x is w)
+        gathered = eqx.tree_at(lambda layer: layer.weight, layer, self.gather_without_gradient(w, dtype))
         outputs_first = declaration(layer, (GetAttrKey("weight"),)).outputs_first
-        return OverlappedLinear(gathered, shard.astype(dtype), WeightLayout(outputs_first, self.ring))
+        return OverlappedLinear(gathered, w.astype(dtype), WeightLayout(outputs_first, self.ring))
 
     def reduce_gradient(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
         return _reduce_between_slices(dw, self)
@@ -222,14 +212,6 @@ def reduces_gradient(placements: Any) -> bool:
 def is_ring_reduced(placement: Any) -> bool:
     """Whether this is the placement of an FSDP weight whose gradient is reduced in a ring."""
     return isinstance(placement, Fsdp) and placement.ring is not None
-
-
-def without_ring(placements: Any) -> Any:
-    """The same placements, every gradient reduced by one reduce-scatter."""
-    return jax.tree.map(
-        lambda placement: replace(placement, ring=None) if is_ring_reduced(placement) else placement,
-        placements,
-    )
 
 
 class PlacedParameters(NamedTuple):

@@ -120,7 +120,7 @@ def loss_and_gradients(
         (gradients,) = pull(jnp.ones_like(value))
     else:
         # The transpose of the layer scan adds each layer's gradient to its total in place, without a stack of gradients
-        # beside the totals (except in `offloaded_scan`).
+        # beside the totals.
         totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), local)
 
         def accumulate(_: None, batch: Batch) -> tuple[None, Parts]:

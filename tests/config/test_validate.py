@@ -77,7 +77,7 @@ RULES = {
     " (model bytes)",
     "model.window=8 model.layer_pattern=[local,global] model.remat=full model.offload=[input]": "accepted",
     "model.window=8 model.layer_pattern=[local,global] mesh.zero=fsdp model.remat=full model.offload=[input] "
-    "mesh.fsdp_gradients=ring": "=[local,global] cannot be combined with model.offload where gradients are",
+    "mesh.fsdp_gradients=ring": "accepted",
     # norms and heads
     "model.qk_norm_across_heads=true": "model.qk_norm_across_heads=true needs model.qk_norm=true and a norm without",
     "model.norm_placement=after": "model.norm_placement=after needs model.block=sequential, but model.block=parallel",

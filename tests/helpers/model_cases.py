@@ -64,8 +64,8 @@ MODELS = {
         "head_bias=true positions=rotary head_dim=6 rotary_dim=4 attention_chunk=3 remat=attention_output layers=1"),
 }  # fmt: skip
 """Every mode of tensor parallelism, with FSDP and without, on meshes with and without mp; every kind of data
-parallelism and every policy of rematerialisation; offload in the scan of JAX and in our own; and the options of every
-family of pretrained models once or more, those of weights with FSDP.  Few heads: of the ring's 8 devices some have
+parallelism and every policy of rematerialisation; and the options of every family of pretrained models once or more,
+those of weights with FSDP.  Few heads: of the ring's 8 devices some have
 none, and 8 divides only the columns of an MLP's weights.  llama3 scaling: of four rates one stays, two are interpolated
 and one is divided.  In float64 where norms, or a factor of the embedding, amplify rounding errors."""
 

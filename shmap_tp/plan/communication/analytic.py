@@ -26,8 +26,6 @@ the blocks of model/blocks.py this comes to:
     zero: zero1        a matrix's gradient is reduce-scattered instead, its update all-gathered        once
     zero: fsdp         a matrix is all-gathered, in a block again in the backward pass, and its        A times a layer
                        gradient reduce-scattered, both in the dtype of the activations
-    offload            with gradient rings the last weight of a block is prefetched in the backward pass, and not
-                       gathered where that recomputes
     fsdp_gradients:    the gradient of a block's matrix is reduced in a ring of dp, and                A times a layer
       ring             reduce-scattered between rings
     optimizer: muon    over each axis the shards of all matrices' momenta, exchanged for whole ones,       once

@@ -43,8 +43,6 @@ class Parameter:
     placement: Placement
     shards: int
     """Over how many ranks its placement shards the update, and the optimizer state."""
-    prefetched: bool
-    """Whether its gather in the backward pass is prefetched (`model/offloaded_scan.py`)."""
     uses: int
     """How often a microbatch uses it: 2 for an embedding that is also the head."""
     trained: bool
@@ -87,7 +85,7 @@ def parameters(
     """Every parameter of the model on a mesh, in the order of its tree; `dtype` is that of the activations."""
     shapes, declared, placements = placed_shapes(model, mesh, components, dtype)
     trained = components.trained(model, shapes)
-    prefetched, sizes = _prefetched(model, placements), axis_sizes(mesh)
+    sizes = axis_sizes(mesh)
 
     def describe(path: tuple, leaf: jax.ShapeDtypeStruct, spec: Any, placement: Placement, *is_: bool) -> Parameter:
         stacked, trained = is_
@@ -102,7 +100,6 @@ def parameters(
             declared=axes_in(spec),
             placement=placement,
             shards=1 if isinstance(placement, Replicated) else math.prod(sizes[axis] for axis in placement.axes),
-            prefetched=placement is prefetched,
             uses=1 + is_head_too,
             trained=trained,
             dtype=str(leaf.dtype),
@@ -112,30 +109,16 @@ def parameters(
     return jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, Parameter))
 
 
-def _prefetched(model: ModelConfig, placements: Transformer) -> Placement | None:
-    """The placement of the weight that `offloaded_scan` prefetches, where it is used."""
-    if not model.offload or model.layers == 1:
-        return None
-    last = getattr(placements.blocks, "last_weight", None)
-    return last if is_ring_reduced(last) else None
-
-
 def fsdp_uses(config: Config, every: list[Parameter], dtype: str) -> list[Entry]:
     """FSDP weights gathered within a slice for each use, in a block once more in the backward pass; a tied embedding
     also as the head; and the reduction of their gradients."""
     entries, sizes = [], axis_sizes(config.mesh)
-    offloaded_scan = any(parameter.prefetched for parameter in every)
     for parameter in [each for each in every for _ in range(each.uses)]:
         if not isinstance(parameter.placement, Fsdp):
             continue
-        ring = is_ring_reduced(parameter.placement)
-        split = [(parameter.layers, ring)]
-        if ring and offloaded_scan:  # its last layer reduces gradients by reduce-scatters
-            split = [(parameter.layers - 1, True), (1, False)]
-        for layers, in_ring in split:
-            full = replace(parameter.traffic(dtype, stacked=False), count=layers * config.train.microbatches)
-            entries += _gathers(config, parameter, full, sizes, prefetched=parameter.prefetched and in_ring)
-            entries += _reduction(full, parameter, sizes, in_ring=in_ring) if parameter.trained else []
+        full = replace(parameter.traffic(dtype, stacked=False), count=parameter.layers * config.train.microbatches)
+        entries += _gathers(parameter, full, sizes)
+        entries += _reduction(full, parameter, sizes) if parameter.trained else []
     return entries
 
 
@@ -144,27 +127,18 @@ def _part(x: ArrayTraffic, axes: Iterable[str], sizes: Mapping[str, int]) -> Arr
     return replace(x, values=x.values // math.prod(sizes[axis] for axis in axes))
 
 
-def _gathers(
-    config: Config, parameter: Parameter, full: ArrayTraffic, sizes: Mapping[str, int], *, prefetched: bool
-) -> list[Entry]:
+def _gathers(parameter: Parameter, full: ArrayTraffic, sizes: Mapping[str, int]) -> list[Entry]:
     within = within_slice(parameter.placement.axes)
     shard, axis = _part(full, within, sizes), " ".join(within)
-    if not prefetched:
-        directions = [Direction.forward, Direction.recompute] if parameter.in_block else [Direction.forward]
-        return [shard.over(axis, parameter.name, Operation.all_gather, direction) for direction in directions]
-    # prefetched: once before the backward scan and once in each of its iterations, the last of which is unused
-    ahead = replace(shard, count=parameter.layers * config.train.microbatches)
-    return [
-        shard.over(axis, parameter.name, Operation.all_gather, Direction.forward),
-        ahead.over(axis, parameter.name, Operation.all_gather, Direction.backward),
-    ]
+    directions = [Direction.forward, Direction.recompute] if parameter.in_block else [Direction.forward]
+    return [shard.over(axis, parameter.name, Operation.all_gather, direction) for direction in directions]
 
 
-def _reduction(full: ArrayTraffic, parameter: Parameter, sizes: Mapping[str, int], *, in_ring: bool) -> list[Entry]:
+def _reduction(full: ArrayTraffic, parameter: Parameter, sizes: Mapping[str, int]) -> list[Entry]:
     """One reduce-scatter within the slice; or ring - 1 ppermutes of a piece, then one reduce-scatter of it between
     rings."""
     what, within = f"gradient of {parameter.name}", within_slice(parameter.placement.axes)
-    if not in_ring:
+    if not is_ring_reduced(parameter.placement):
         return [full.over(" ".join(within), what, Operation.reduce_scatter, Direction.backward)]
     piece = _part(full, [DP], sizes)
     hops = replace(piece, count=piece.count * (sizes[DP] - 1))

@@ -26,9 +26,9 @@ from model_options import refuse_options
 
 from shmap_tp.config.activation_names import QUERY_KEY_VALUE, SUBLAYER_OUTPUT
 from shmap_tp.config.schema import Config, Remat
-from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads, checkpoint_per_head
+from shmap_tp.layers.attention import Attention, Chunked, checkpoint_per_head
 from shmap_tp.layers.causal_attention import Pattern
-from shmap_tp.layers.linear import matmul
+from shmap_tp.layers.linear import Linear, matmul
 from shmap_tp.layers.mlp import GatedMlp, GeluMlp
 from shmap_tp.layers.positions import Alibi, PositionEncoding, alibi_slopes
 from shmap_tp.layers.xla_workarounds import recompute_from
@@ -100,9 +100,9 @@ def attend(layer: Attention, pattern: Pattern, constrain: Constraint) -> Callabl
     )
 
 
-def key_value_weight(layer: KeyValueHeads, constrain: Constraint) -> Float[Array, "D N K"]:
+def key_value_weight(layer: Linear, constrain: Constraint) -> Float[Array, "D N K"]:
     """The weight; where mp > N each head is repeated, so that every device has the head that it needs."""
-    repeats = max(1, constrain.mesh.shape[MP] // layer.heads)
+    repeats = max(1, constrain.mesh.shape[MP] // layer.outputs[0])
     return constrain(jnp.repeat(layer.weight, repeats, axis=1), None, MP, None)
 
 

@@ -28,9 +28,10 @@ from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.inference.text import encode_prompts, tokenizer_of_model
 from shmap_tp.inference.training_samples import make_training_sampler
-from shmap_tp.model.held import held_in, quantized_as, require_unquantized
+from shmap_tp.model.components import held_in
 from shmap_tp.model.tokens import IGNORE, Counted, Segments, Tokens, checked_segments, checked_tokens, marked_tokens
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.int8 import quantized_as, require_unquantized
 from shmap_tp.pretrained import configuration
 from shmap_tp.pretrained.peft import SavedAdapter, open_adapter
 from shmap_tp.pretrained.source import Source, open_source

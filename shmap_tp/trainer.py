@@ -17,9 +17,9 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
-from shmap_tp.model.held import require_unquantized
 from shmap_tp.model.tokens import Counted, Segments, Tokens, checked_segments, marked_tokens, rectangular
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.int8 import require_unquantized
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.start import base_of, pretrained_parameters, recorded_base, recorded_source

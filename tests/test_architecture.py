@@ -55,7 +55,7 @@ CUSTOM_GRADIENTS = {
     "parallel",
     "layers/flash_attention.py",
     "layers/grouped_matmul.py",
-    "layers/products.py",
+    "layers/linear.py",
     "layers/xla_workarounds.py",
     "model/host_offload.py",
     "model/loss.py",

@@ -20,12 +20,12 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-from shmap_tp.layers import attention, embedding, positions
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers import embedding, linear, positions
+from shmap_tp.layers.linear import Kind, Linear
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.model import loss
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel import collective_matmul, fsdp, fsdp_overlap, tensor_parallel
+from shmap_tp.parallel import collective_matmul, fsdp, ring, tensor_parallel
 from shmap_tp.parallel.fsdp import Fsdp, Zero1
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.ring import RingStep
@@ -44,6 +44,7 @@ from tests.helpers.mutations import (
     declare,
     is_wasteful,
     mutate,
+    of_kind,
     refused_by_shape,
     refused_by_type,
     trace_step,
@@ -111,9 +112,9 @@ MISTAKES = {
     "an fsdp weight is gathered in another order": (
         fsdp, "all_gather", gather_flipped, wrong, partial(compare_model, FSDP, gradients=False)),
     "a gradient ring returns only the local term": (
-        fsdp_overlap, "ring_reduce_scatter", local_term, wrong, partial(compare_model, SLICES)),
+        ring, "ring_reduce_scatter", local_term, wrong, partial(compare_model, SLICES)),
     "a gradient ring over many tokens, whose terms wait for no received sums, which is right": (
-        fsdp_overlap, "MIN_TOKENS_TO_OVERLAP", 0, nullcontext(), partial(compare_model, SLICES)),
+        ring, "MIN_TOKENS_TO_OVERLAP", 0, nullcontext(), partial(compare_model, SLICES)),
     "no fsdp gather between slices": (Fsdp, "gather_between_slices", kept, refused_by_shape, TRACE_SLICES),
     "no reduction of fsdp gradients between slices": (Fsdp, "reduce_gradient", kept, refused_by_shape, TRACE_SLICES),
     "an fsdp gradient is reduce-scattered again after the transpose of the all-gather": (
@@ -145,15 +146,15 @@ def test_parameters_that_are_not_marked_as_varying_over_dp_waste_communication(m
 @pytest.mark.parametrize(
     ("declared", "axes", "layer"),
     [
-        (RowParallelLinear, (None, None), "row"),
-        (RowParallelLinear, (None, MP), "gelu"),
-        (ColumnParallelLinear, (None, MP), "column"),
-        (ColumnParallelLinear, (None, None), "swiglu"),
+        (Kind.row, (None, None), "row"),
+        (Kind.row, (None, MP), "gelu"),
+        (Kind.column, (None, MP), "column"),
+        (Kind.column, (None, None), "swiglu"),
         (embedding.VocabParallelEmbedding, (None, MP), "embedding"),
         (LayerNorm, (MP,), "layernorm"),
         (RMSNorm, (MP,), "rmsnorm"),
-        (attention.KeyValueHeads, (MP, None, None), "attention_alibi"),
-        (attention.KeyValueHeads, (None, MP, None), "parallel_block_2_of_8"),  # without replicate_if_fewer
+        (Kind.heads, (MP, None, None), "attention_alibi"),
+        (Kind.heads, (None, MP, None), "parallel_block_2_of_8"),  # without replicate_if_fewer
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -165,7 +166,7 @@ def test_a_wrong_sharding_declaration_has_the_wrong_shape(monkeypatch, declared,
 
 def test_key_value_heads_declared_as_replicated_give_wrong_values(monkeypatch):
     """All shapes fit: every device has enough heads for its queries, but not its own heads."""
-    declare(monkeypatch, attention.KeyValueHeads, None, None, None)
+    declare(monkeypatch, Kind.heads, None, None, None)
     with wrong:
         compare_layer("parallel_block_2_of_8", (4, 2))
 
@@ -189,7 +190,7 @@ def test_an_undeclared_parameter_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "layer"),
     [
-        (attention, "key_value_2_of_8"),
+        (linear, "key_value_2_of_8"),
         (embedding, "embedding"),
         (positions, "attention_alibi"),
         (tensor_parallel, "learned, sequence"),
@@ -216,11 +217,10 @@ def test_using_the_columns_of_the_next_device_gives_wrong_values(monkeypatch, la
     def with_weight_of_next_device(call: Any) -> Any:
         return lambda self, x: call(eqx.tree_at(lambda it: it.weight, self, from_next_device(self.weight)), x)
 
-    mutate(monkeypatch, ColumnParallelLinear, "__call__", with_weight_of_next_device)
+    mutate(monkeypatch, Linear, "__call__", of_kind(Kind.column, with_weight_of_next_device))
     # its result and not its weight, which is the same on every device where mp exceeds the number of heads
-    mutate(
-        monkeypatch, attention.KeyValueHeads, "__call__", lambda heads: lambda self, x: from_next_device(heads(self, x))
-    )
+    of_next_device = of_kind(Kind.heads, lambda heads: lambda self, x: from_next_device(heads(self, x)))
+    mutate(monkeypatch, Linear, "__call__", of_next_device)
     with wrong:
         compare_layer(layer, gradients=False)
 

@@ -14,20 +14,19 @@ import pytest
 from jax import lax
 
 from shmap_tp.layers import attention
-from shmap_tp.layers.attention import Attention, KeyValueHeads
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.attention import Attention
+from shmap_tp.layers.linear import Kind, Linear
 from shmap_tp.layers.mlp import GatedMlp, GeluMlp, swiglu
-from shmap_tp.layers.norm import LayerNorm, RMSNorm
+from shmap_tp.layers.norm import AfterNorm, LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Rotary
 from shmap_tp.layers.rotation import Llama3Scaling, Rotation
 from shmap_tp.model import loss
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.linear_protocol import AfterNorm
 from shmap_tp.parallel.mesh import MP
 from tests.helpers.layer_cases import BIASES, HEAD_NORMS, KV_HEADS, TWO_NORMS, UNIT_OFFSET
 from tests.helpers.loss_cases import LOSS_WITH_BIAS
 from tests.helpers.model_cases import GEMMA, compare_model
-from tests.helpers.mutations import compare_layer, compare_loss, mutate, wrong
+from tests.helpers.mutations import compare_layer, compare_loss, mutate, of_kind, wrong
 
 
 def without(_: Any) -> Any:
@@ -71,13 +70,13 @@ def one_norm_for_both(_: Any) -> Any:
 def first_bias(of_this_device: Any) -> Any:
     """Where mp exceeds the number of key/value heads, several devices share one."""
     first = lambda w: lax.pcast(w[:1], MP, to="varying")  # noqa: E731
-    return lambda self, w, dim: of_this_device(self, w, dim) if dim else first(w)
+    return lambda self, w: of_this_device(self, w) if w.ndim > 2 else first(w)
 
 
 IN_BLOCKS = {
-    "a column without its bias": (ColumnParallelLinear, "add_bias", without, BIASES),
-    "key/value heads without their biases": (KeyValueHeads, "add_bias", without, KV_HEADS),
-    "a row without its bias": (RowParallelLinear, "add_bias", without, TWO_NORMS),
+    "a column without its bias": (Linear, "add_bias", of_kind(Kind.column, without), BIASES),
+    "key/value heads without their biases": (Linear, "add_bias", of_kind(Kind.heads, without), KV_HEADS),
+    "a row without its bias": (Linear, "add_bias", of_kind(Kind.row, without), TWO_NORMS),
     "halves in place of neighbouring pairs": (Rotation, "pairs", swapped, BIASES),
     "neighbouring pairs in place of halves": (Rotation, "pairs", swapped, TWO_NORMS),
     "rotation of the whole head": (Rotation, "size", lambda _: lambda self, head_dim: head_dim, TWO_NORMS),
@@ -95,7 +94,7 @@ IN_BLOCKS = {
     "keys that are not normalised": (Attention, "mix", with_ones_for("key_norm"), HEAD_NORMS),
     "the approximate gelu": (GeluMlp, "activate", with_other(exact=False), TWO_NORMS),
     "swiglu in place of geglu": (GatedMlp, "activate", with_other(gated=lambda _: swiglu), UNIT_OFFSET),
-    "key/value biases of another head": (KeyValueHeads, "_of_this_device", first_bias, KV_HEADS),
+    "key/value biases of another head": (Linear, "of_this_device", of_kind(Kind.heads, first_bias), KV_HEADS),
 }  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -28,7 +27,7 @@ from shmap_tp.config.activation_names import ATTENTION_OUTPUT, QUERY_KEY_VALUE
 from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend_from, causal_attention
 from shmap_tp.layers.context import Context, DeferredResiduals, Extras
 from shmap_tp.layers.flash_attention import Cudnn, Splash
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear, adapted
+from shmap_tp.layers.linear import Linear
 from shmap_tp.layers.norm import JointRMSNorm, RMSNorm
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.context_parallel import (
@@ -40,9 +39,8 @@ from shmap_tp.parallel.context_parallel import (
     whole_rows,
     with_chunks_before,
 )
-from shmap_tp.parallel.linear_protocol import Adapter, Linear
 from shmap_tp.parallel.mesh import MP, Role, axes_of, ranks
-from shmap_tp.parallel.partitioning import ParameterKind, param
+from shmap_tp.parallel.partitioning import param
 from shmap_tp.parallel.tensor_parallel import Activation
 
 
@@ -96,47 +94,6 @@ def checkpoint_per_head(
     return checkpoint_name(stored(x_BTHK.transpose(0, 2, 1, 3)), name).transpose(0, 2, 1, 3)
 
 
-class KeyValueHeads(eqx.Module):
-    """k (or v) = h @ w + b for the key/value heads that this device's query heads attend to.
-
-    Shapes         h[B T D], varying over mp -> k[B T N/mp K]; where mp > N, w and b are replicated, and k is the one
-                   head [B T 1 K] that all query heads here share.
-    Communication  none where mp <= N.  Where mp > N, backward: one all-reduce of dw (D N K values) over mp, and of db
-                   (N K values), unless the tensor-parallel mode marked them as varying before: then they are reduced
-                   once per step.
-    """
-
-    weight: Float[Array, "D N K"] = param(None, MP, None, outputs=(1, 2), replicate_if_fewer=True)
-    bias: Float[Array, "N K"] | None = param(MP, None, kind=ParameterKind.vector, replicate_if_fewer=True)
-    adapter: Adapter | None
-    heads: int = eqx.field(static=True)
-
-    def __init__(self, width: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray, bias: bool = False):
-        self.weight = std * jax.random.normal(key, (width, heads, head_dim))
-        self.bias = jnp.zeros((heads, head_dim)) if bias else None
-        self.adapter = None
-        self.heads = heads
-
-    def __call__(self, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T N K"]:
-        weight_DNK = self._of_this_device(self.weight, 1).astype(h_BTD.dtype)
-        return adapted(jnp.einsum("btd,dhk->bthk", h_BTD, weight_DNK), self.adapter, h_BTD)
-
-    def add_bias(self, y_BTNK: Float[Array, "B T N K"]) -> Float[Array, "B T N K"]:
-        if self.bias is None:
-            return y_BTNK
-        return y_BTNK + self.of_features(self.bias, y_BTNK).astype(y_BTNK.dtype)
-
-    def of_features(self, v: Float[Array, "N K"], y: Float[Array, "B T n K"]) -> Float[Array, "1 1 n K"]:
-        return self._of_this_device(v, 0)[None, None]
-
-    def _of_this_device(self, w: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
-        """This device's shard w; where mp > N, w has all heads along `dim`, of which the result is this device's."""
-        if lax.axis_size(MP) <= self.heads:
-            return w
-        shared = lax.axis_index(MP) * self.heads // lax.axis_size(MP)
-        return lax.dynamic_slice_in_dim(mark_varying(w, MP), shared, 1, axis=dim)
-
-
 class Attention(eqx.Module):
     """y = softmax(q k' / sqrt(K) + bias, s <= t) v @ out, with q, k, v = x @ query, x @ key, x @ value.
 
@@ -147,16 +104,16 @@ class Attention(eqx.Module):
     A parallel block shares one `column_parallel` and one `row_parallel` with the MLP, and so uses `inputs`, `mix` and
     `out` apart; a sequential block calls the attention.
 
-    Communication  what `tp` does for one column-parallel and one row-parallel product; KeyValueHeads' own where mp > N;
-                   JointRMSNorm's own; of norms of each head, whose scale [K] is applied to the heads of every device,
+    Communication  what `tp` does for one column-parallel and one row-parallel product; that of k and v where mp > N,
+                   and of JointRMSNorm; of norms of each head, whose scale [K] is applied to the heads of every device,
                    backward an all-reduce of its gradient over mp, unless the tensor-parallel mode marked it as varying
                    before.
     """
 
-    query: ColumnParallelLinear
-    key: KeyValueHeads
-    value: KeyValueHeads
-    out: RowParallelLinear
+    query: Linear
+    key: Linear
+    value: Linear
+    out: Linear
     query_norm: RMSNorm | JointRMSNorm | None
     key_norm: RMSNorm | JointRMSNorm | None
     sinks: Float[Array, " H"] | None = param(MP)
@@ -180,10 +137,10 @@ class Attention(eqx.Module):
         key_q, key_k, key_v, key_out = jax.random.split(key, 4)
         in_bias, out_bias = biases
         features = heads[0] * head_dim
-        self.query = ColumnParallelLinear(width, features, std=std, key=key_q, bias=in_bias, head_dim=head_dim)
-        self.key = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_k, bias=in_bias)
-        self.value = KeyValueHeads(width, heads[1], head_dim, std=std, key=key_v, bias=in_bias)
-        self.out = RowParallelLinear(features, width, std=std_out, key=key_out, bias=out_bias)
+        self.query = Linear.column(width, features, std=std, key=key_q, bias=in_bias, head_dim=head_dim)
+        self.key = Linear.heads(width, heads[1], head_dim, std=std, key=key_k, bias=in_bias)
+        self.value = Linear.heads(width, heads[1], head_dim, std=std, key=key_v, bias=in_bias)
+        self.out = Linear.row(features, width, std=std_out, key=key_out, bias=out_bias)
         self.query_norm, self.key_norm = head_norms or (None, None)
         self.sinks = None
         self.attend = attend

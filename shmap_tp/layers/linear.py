@@ -1,58 +1,96 @@
-"""Linear layers whose matrix product is shared by the devices of mp.
+"""The linear layer, whose matrix product is shared by the devices of mp as its kind says.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3, https://arxiv.org/abs/1909.08053
 
-B batch, T time, D features in, F features out, H heads, K head dim.  F/mp: dim F sharded over mp.  {+mp}: a partial
-sum, not yet reduced.
+B batch, T time, D features in, F features out, H heads, N key/value heads, K head dim, r rank of an adapter.  F/mp: dim
+F sharded over mp.  {+mp}: a partial sum, not yet reduced.
 
-    column-parallel   x[B T D]     @ w[F/mp D]'  ->  y[B T F/mp]     + b[F/mp]
-    row-parallel      x[B T D/mp]  @ w[D/mp F]   ->  y[B T F] {+mp}  reduced, then + b[F]
+    column       x[B T D]     @ w[F/mp D]'   ->  y[B T F/mp]      + b[F/mp]
+    row          x[B T D/mp]  @ w[D/mp F]    ->  y[B T F] {+mp}   reduced, then + b[F]
+    heads        x[B T D]     @ w[D N/mp K]  ->  y[B T N/mp K]    + b[N/mp K]
+    replicated   x[B T D]     @ w[D F]       ->  y[B T F]         x differs between devices; a factor of an adapter
 
-Neither communicates: a tensor-parallel mode calls them together with its collectives (`parallel/tensor_parallel.py`).
-T is all of time there, or a chunk of it.  A call is the product alone; `add_bias` is called by the mode, which knows
-when the sum over mp is complete (`parallel/linear_protocol.py`).  Biases start at zero.
-
-Each may have an `Adapter`, a product of low rank that is added to its own (`with_adapter`).
+None communicates: a tensor-parallel mode calls layers together with its collectives (`parallel/tensor_parallel.py`).
+T is all of time there, or a chunk of it.  A call is the product alone.  The mode adds the bias, because of where that
+must happen: a row-parallel bias once, after the reduction; before it the bias would count mp times.
 
 The dim that mp shards is stored first, and FSDP shards it further if it can.  Of an MLP it is the longer dim, so a
-piece of a weight gradient that is reduced in a ring (`parallel/fsdp_overlap.py`) reads only the smaller operand in
-full.
+piece of a weight gradient that is reduced in a ring (`parallel/ring.py`) reads only the smaller operand in full.
 """
 
-import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.tree_util import GetAttrKey
+from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from shmap_tp.layers.products import heads_product, matmul, outputs_first, product_with_adapter
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.linear_protocol import Adapter
+from shmap_tp.parallel.fsdp import Weight
+from shmap_tp.parallel.int8 import Int8
 from shmap_tp.parallel.mesh import MP
-from shmap_tp.parallel.partitioning import declaration, param
+from shmap_tp.parallel.partitioning import Declaration, ParameterKind, declare, param_of
+from shmap_tp.parallel.ring import Ring
 
 
-class ColumnParallelLinear(eqx.Module):
-    """y = x @ w' + b, each device computing its own columns of y; with `head_dim`, as heads of so many columns.
+class Kind(Enum):
+    """What mp shards of a linear layer."""
 
-    The weight is reshaped to heads and not the result, so that a compiler can write the result head by head, as
-    attention reads it (docs/performance-notes.md).
+    column = auto()
+    """Its outputs; the weight is stored as [outputs, inputs]."""
+    row = auto()
+    """Its inputs, which may be heads."""
+    heads = auto()
+    """Its outputs, whole key/value heads.  Where mp exceeds their number, every device holds all of them."""
+    replicated = auto()
+    """Nothing."""
 
-    Shapes         x[B T D], varying over mp -> y[B T F/mp] or y[B T H/mp K], in x's dtype; w and b are cast to it.
-    Communication  none.
+
+declare_weight = partial(declare, by_linear=True)
+DECLARED: dict[Kind, tuple[Declaration, Declaration]] = {
+    Kind.column: (declare_weight(MP, None, outputs=(0,)), declare(MP)),
+    Kind.row: (declare_weight(MP, None), declare(None)),
+    Kind.heads: (
+        declare_weight(None, MP, None, outputs=(1, 2), replicate_if_fewer=True),
+        declare(MP, None, kind=ParameterKind.vector, replicate_if_fewer=True),
+    ),
+    Kind.replicated: (declare_weight(None, None), declare(None)),
+}
+"""The declarations of the weight and of the bias."""
+
+
+class Linear(eqx.Module):
+    """y = x @ w + b, each device computing its part; with an adapter, y = x @ w + scale (x @ a) @ b'.
+
+    Outputs may be heads: the weight is then reshaped to heads and not the result, so that a compiler can write the
+    result head by head, as attention reads it (docs/performance-notes.md).
+
+    Shapes         those above, in x's dtype, to which the weight and the bias are cast.  x varies over mp.
+    Communication  none forward.  Backward, of a weight and a bias that mp does not shard and whose use differs between
+                   its devices (`replicated`; `heads` where mp > N), one all-reduce of their gradients over mp, unless
+                   the tensor-parallel mode marked them as varying before: then they are reduced once per step.
     """
 
-    weight: Float[Array, "F D"] = param(MP, None, outputs=(0,))
-    bias: Float[Array, " F"] | None = param(MP)
-    adapter: Adapter | None
-    head_dim: int | None = eqx.field(static=True)
+    weight: Weight = param_of(lambda layer: DECLARED[layer.kind][0])
+    """float32 in training; a `Ring` or an `Int8` multiplies in its own way."""
+    bias: Float[Array, "..."] | None = param_of(lambda layer: DECLARED[layer.kind][1])
+    """Initially zero."""
+    adapter: "Adapter | None"
+    kind: Kind = eqx.field(static=True)
+    outputs: tuple[int, ...] = eqx.field(static=True)
+    """(F,) or (heads, K), of all devices together."""
+    scope: str | None = eqx.field(static=True, default=None)
+    """A name that its operations carry in profiles and in the planner: that of the sublayer, where the block has none
+    around them."""
 
-    def __init__(
-        self,
+    @staticmethod
+    def column(
         features_in: int,
         features_out: int,
         *,
@@ -60,99 +98,192 @@ class ColumnParallelLinear(eqx.Module):
         key: PRNGKeyArray,
         bias: bool = False,
         head_dim: int | None = None,
-    ):
-        self.weight = std * jax.random.normal(key, (features_out, features_in))
-        self.bias = jnp.zeros(features_out) if bias else None
-        self.adapter = None
-        self.head_dim = head_dim
+    ) -> "Linear":
+        """A column-parallel layer; with `head_dim` its outputs are heads of so many features."""
+        weight = std * jax.random.normal(key, (features_out, features_in))
+        outputs = (features_out,) if head_dim is None else (features_out // head_dim, head_dim)
+        return Linear(weight, jnp.zeros(features_out) if bias else None, None, Kind.column, outputs)
 
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T *F"]:
-        product = outputs_first if self.head_dim is None else partial(heads_product, self.head_dim)
-        if self.adapter is None:
-            return product(x_BTD, self.weight)
-        a_Dr, b_Fr = self.adapter.scale * mark_varying(self.adapter.a.weight, MP), self.adapter.b.weight
-        return product_with_adapter(product, 1, x_BTD, self.weight, a_Dr, b_Fr)
+    @staticmethod
+    def row(features_in: int, features_out: int, *, std: float, key: PRNGKeyArray, bias: bool = False) -> "Linear":
+        """A row-parallel layer."""
+        weight = std * jax.random.normal(key, (features_in, features_out))
+        return Linear(weight, jnp.zeros(features_out) if bias else None, None, Kind.row, (features_out,))
 
-    def add_bias(self, y: Float[Array, "B T *F"]) -> Float[Array, "B T *F"]:
-        return y if self.bias is None else y + self.of_features(self.bias.astype(y.dtype), y)
+    @staticmethod
+    def heads(
+        features_in: int, heads: int, head_dim: int, *, std: float, key: PRNGKeyArray, bias: bool = False
+    ) -> "Linear":
+        """A layer for k or v: each device computes the heads that its query heads attend to."""
+        weight = std * jax.random.normal(key, (features_in, heads, head_dim))
+        return Linear(weight, jnp.zeros((heads, head_dim)) if bias else None, None, Kind.heads, (heads, head_dim))
 
-    def of_features(self, v: Float[Array, " F"], y: Float[Array, "B T *F"]) -> Float[Array, "1 1 *F"]:
-        return v.reshape(1, 1, *y.shape[2:])
+    @property
+    def is_linear(self) -> bool:
+        """Whether a call is linear in all parameters together."""
+        return self.adapter is None
+
+    def __call__(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T *F"]:
+        with self._named():
+            product, weight = partial(linear_product, self.kind, self.outputs), self.of_this_device(self.weight)
+            if self.adapter is None:
+                return _multiply(product, x, weight)
+            if isinstance(weight, Int8) or x.ndim > 3 or self.kind == Kind.heads:
+                return _multiply(product, x, weight) + self.adapter(x)
+            a, b = self.adapter.a, self.adapter.b
+            factors = self.adapter.scale * a.of_this_device(a.weight), b.of_this_device(b.weight)
+            return product_with_adapter(product, int(self.kind == Kind.column), x, weight, *factors)
+
+    def add_bias(self, y: Float[Array, "B _ *F"]) -> Float[Array, "B _ *F"]:
+        """y + b, or y where there is none.  Communication: none."""
+        if self.bias is None:
+            return y
+        with self._named():
+            return y + self.of_this_device(self.bias).astype(y.dtype).reshape(1, 1, *y.shape[2:])
+
+    def of_this_device(self, w: Any) -> Any:
+        """The weight or bias that this device's part of the product needs.  Where mp > N, that is the one head which
+        all its query heads share, of the N that every device holds."""
+        if self.kind == Kind.replicated:
+            return mark_varying(w, MP)
+        if self.kind != Kind.heads or lax.axis_size(MP) <= self.outputs[0]:
+            return w
+        shared = lax.axis_index(MP) * self.outputs[0] // lax.axis_size(MP)
+        return jax.tree.map(lambda w: lax.dynamic_slice_in_dim(mark_varying(w, MP), shared, 1, axis=-2), w)
+
+    def _named(self) -> Any:
+        return nullcontext() if self.scope is None else jax.named_scope(self.scope)
 
 
-class RowParallelLinear(eqx.Module):
-    """y = x @ w + b, each device multiplying its own rows of w; b is replicated, and added to the reduced y.
+class Adapter(eqx.Module):
+    """scale (x @ a) @ b, which a layer with frozen weights adds to its product.  Hu et al. 2021, "LoRA", section 4.1,
+    https://arxiv.org/abs/2106.09685
 
-    The rows may be heads, D = H K: the counterpart of `head_dim` of ColumnParallelLinear.
+    The factors are sharded as the weight is, and so share the communication of the layer's own product:
 
-    Shapes         x[B T D/mp] or x[B T H/mp K] -> y[B T F] {+mp}, in x's dtype; w and b are cast to it.
-    Communication  none; y is reduced once, together with other partial sums.
+        column-parallel   x[B T D]     @ a[D r]     @ b[r F/mp]  ->  [B T F/mp]       x has entered already
+        row-parallel      x[B T D/mp]  @ a[D/mp r]  @ b[r F]     ->  [B T F] {+mp}    reduced with the layer's product
+
+    Where it is part of the matmul with the weight (`product_with_adapter`), it is not called.
+
+    Communication  none of activations.  Backward: one all-reduce over mp of the gradient of the factor that mp does not
+                   shard.
     """
 
-    weight: Float[Array, "D F"] = param(MP, None)
-    bias: Float[Array, " F"] | None = param(None)
-    adapter: Adapter | None
+    a: Linear
+    b: Linear
+    scale: float = eqx.field(static=True)
 
-    def __init__(self, features_in: int, features_out: int, *, std: float, key: PRNGKeyArray, bias: bool = False):
-        self.weight = std * jax.random.normal(key, (features_in, features_out))
-        self.bias = jnp.zeros(features_out) if bias else None
-        self.adapter = None
-
-    def __call__(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T F"]:
-        if x.ndim == 3 and self.adapter is None:
-            return matmul(x, self.weight)
-        if x.ndim == 3:
-            a_Dr, b_rF = self.adapter.scale * self.adapter.a.weight, mark_varying(self.adapter.b.weight, MP)
-            return product_with_adapter(matmul, 0, x, self.weight, a_Dr, b_rF)
-        weight_HKF = self.weight.astype(x.dtype).reshape(*x.shape[2:], self.weight.shape[1])
-        return adapted(jnp.einsum("bthk,hkf->btf", x, weight_HKF), self.adapter, x)
-
-    def add_bias(self, y_BTF: Float[Array, "B _ F"]) -> Float[Array, "B _ F"]:
-        """y is reduced: T/mp positions of it, or all."""
-        return y_BTF if self.bias is None else y_BTF + self.of_features(self.bias.astype(y_BTF.dtype), y_BTF)
-
-    def of_features(self, v: Float[Array, " F"], y: Float[Array, "B _ F"]) -> Float[Array, "1 1 F"]:
-        return v[None, None]
+    def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        with jax.named_scope("adapter"):
+            return self.b(self.scale * self.a(x))
 
 
-class ReplicatedLinear(eqx.Module):
-    """y = x @ w, for an x that differs between the devices of mp, all of which hold w: a factor of an adapter.
-
-    Shapes         x[B T D], varying over mp -> y[B T F], in x's dtype.
-    Communication  backward: one all-reduce of dw (D F values) over mp, unless the tensor-parallel mode marked w as
-                   varying before: then it is reduced once per step.
-    """
-
-    weight: Float[Array, "D F"] = param(None, None)
-
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        return matmul(x_BTD, mark_varying(self.weight, MP))
-
-
-def adapted(y: Float[Array, "B T *F"], adapter: Adapter | None, x: Float[Array, "B T *D"]) -> Float[Array, "B T *F"]:
-    """y = x @ w, and what the adapter of w adds to it."""
-    return y if adapter is None else y + adapter(x)
-
-
-def with_adapter(layer: Any, rank: int, scale: float, *, key: PRNGKeyArray) -> Any:
-    """`layer`, a linear layer, with an adapter of this rank.  The factor on the side that mp shards is a layer of the
-    same class.
+def with_adapter(layer: Linear, rank: int, scale: float, *, key: PRNGKeyArray) -> Linear:
+    """`layer` with an adapter of this rank, whose factor on the side that mp shards is of the layer's own kind.
 
     Initially a is uniform within +-1 / sqrt(features in), as in PEFT (He et al. 2015, with a slope of sqrt(5)), and b
     is zero: the layer's product is what it was.
     """
-    declared = declaration(layer, (GetAttrKey("weight"),))
-    shape = dict(enumerate(layer.weight.shape, -layer.weight.ndim))
-    features_in = math.prod(shape[dim] for dim in declared.inputs)
-    features_out = math.prod(shape[dim] for dim in declared.outputs)
+    declared, shape = DECLARED[layer.kind][0], layer.weight.shape
+    (inputs,) = (dim % len(shape) for dim in declared.inputs)
+    features_in, features_out = shape[inputs], layer.weight.size // shape[inputs]
     a = jax.random.uniform(key, (features_in, rank), minval=-1.0, maxval=1.0) * features_in**-0.5
 
-    def alike(weight: Array) -> Any:
-        return eqx.tree_at(lambda layer: (layer.weight, layer.bias), layer, (weight, None), is_leaf=lambda x: x is None)
+    def replicated(weight: Array) -> Linear:
+        return Linear(weight, None, None, Kind.replicated, weight.shape[1:])
 
-    if any(declared.axes[dim] for dim in declared.inputs):
-        adapter = Adapter(alike(a), ReplicatedLinear(jnp.zeros((rank, features_out))), scale)
+    if layer.kind == Kind.row:
+        factors = Linear(a, None, None, Kind.row, (rank,)), replicated(jnp.zeros((rank, features_out)))
     else:
-        sizes = [rank if dim in declared.inputs else size for dim, size in shape.items()]
-        adapter = Adapter(ReplicatedLinear(a), alike(jnp.zeros(sizes)), scale)
-    return eqx.tree_at(lambda layer: layer.adapter, layer, adapter, is_leaf=lambda x: x is None)
+        b = jnp.zeros([rank if dim == inputs else size for dim, size in enumerate(shape)])
+        factors = replicated(a), replace(layer, weight=b, bias=None)
+    return replace(layer, adapter=Adapter(*factors, scale))
+
+
+# The products on one device
+
+Product = Callable[[Array, Array], Array]
+"""(x, w) -> x @ w, linear in both."""
+
+
+def _multiply(product: Product, x: Array, weight: Weight) -> Array:
+    return weight.multiply(product, x) if isinstance(weight, Ring | Int8) else product(x, weight)
+
+
+def linear_product(kind: Kind, outputs: tuple[int, ...], x: Float[Array, "B T *D"], w: Array) -> Float[Array, "B T *F"]:
+    """x @ w in x's dtype, as `Linear` with these fields stores w."""
+    if kind == Kind.column and len(outputs) == 1:
+        return matmul(x, w.T)
+    if kind == Kind.column:
+        return jnp.einsum("btd,hkd->bthk", x, w.astype(x.dtype).reshape(-1, outputs[1], x.shape[2]))
+    if kind == Kind.heads:
+        return jnp.einsum("btd,dhk->bthk", x, w.astype(x.dtype))
+    if x.ndim > 3:
+        return jnp.einsum("bthk,hkf->btf", x, w.astype(x.dtype).reshape(*x.shape[2:], w.shape[1]))
+    return matmul(x, w)
+
+
+def matmul(x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"]) -> Float[Array, "B T F"]:
+    """x @ w in x's dtype, as one product of two matrices.
+
+    Batch and time are flattened because XLA for CPU copies a three-dimensional operand, transposed, for the weight's
+    gradient (docs/performance-notes.md).
+    """
+    batch, time, width = x_BTD.shape
+    y = x_BTD.reshape(batch * time, width) @ weight_DF.astype(x_BTD.dtype)
+    return y.reshape(batch, time, weight_DF.shape[1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def product_with_adapter(
+    product: Product,
+    inputs: int,
+    x_BTD: Float[Array, "B T D"],
+    w: Float[Array, "..."],
+    a_Dr: Float[Array, "D r"],
+    b: Float[Array, "..."],
+) -> Float[Array, "B T *F"]:
+    """x @ w + (x @ a) @ b, where `product` multiplies with w and with b, whose dim `inputs` is that of x and of x @ a.
+    w is frozen: its gradient is not computed, and given as zero.
+
+    The result and the gradient of x are [B T F] and [B T D].  To add a product of low rank to the wider of them would
+    take about as long as to compute it, so it is that of one matmul instead:
+
+        F >= D   y   =  [x  x a]    @ [w]         F < D   dx  =  [dy  dy b'] @ [w  a]'
+                                      [b]
+
+    The plain version is the formula above and its gradient by JAX.
+
+    Communication  none.
+    """
+    return _forward(product, inputs, x_BTD, w, a_Dr, b)[0]
+
+
+def _forward(product: Product, inputs: int, x: Array, w: Array, a: Array, b: Array) -> tuple[Array, tuple]:
+    u, is_wide = matmul(x, a), w.shape[1 - inputs] >= w.shape[inputs]
+    y = product(_joined(x, u, -1), _joined(w, b, inputs)) if is_wide else product(x, w) + product(u, b)
+    return y, (x, u, w, a, b)
+
+
+def _backward(product: Product, inputs: int, saved: tuple, dy: Array) -> tuple:
+    x, u, w, a, b = saved
+
+    def transpose(function: Callable[[Array], Array], at: Array, dy: Array) -> Array:
+        return jax.linear_transpose(function, at)(dy)[0]
+
+    du = transpose(lambda u: product(u, b), u, dy)
+    db = transpose(lambda b: product(u, b), b, dy)
+    da = transpose(lambda a: matmul(x, a), a, du)
+    if inputs == 0 and w.shape[0] > w.shape[1]:
+        dx = matmul(_joined(dy, du, -1), _joined(w, a, 1).T)
+    else:
+        dx = transpose(lambda x: product(x, w), x, dy) + transpose(lambda x: matmul(x, a), x, du)
+    return dx, jnp.zeros_like(w), da, db
+
+
+product_with_adapter.defvjp(_forward, _backward)
+
+
+def _joined(first: Array, second: Array, axis: int) -> Array:
+    return jnp.concatenate([first, second.astype(first.dtype)], axis)

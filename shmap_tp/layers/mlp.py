@@ -21,9 +21,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.config.activation_names import GATE, UP
 from shmap_tp.config.schema import Mlp
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.linear import Linear
 from shmap_tp.layers.xla_workarounds import exact_gelu
-from shmap_tp.parallel.linear_protocol import Linear
 from shmap_tp.parallel.tensor_parallel import Activation, TensorParallel
 
 
@@ -33,8 +32,8 @@ class GeluMlp(eqx.Module):
     Communication  what `tp` does for one column-parallel and one row-parallel product.
     """
 
-    up: ColumnParallelLinear
-    down: RowParallelLinear
+    up: Linear
+    down: Linear
     exact: bool = eqx.field(static=True)
     """Whether GELU is computed by the error function; else in its tanh form."""
 
@@ -50,8 +49,8 @@ class GeluMlp(eqx.Module):
         exact: bool = False,
     ):
         key_up, key_down = jax.random.split(key)
-        self.up = ColumnParallelLinear(width, hidden, std=std, key=key_up, bias=bias)
-        self.down = RowParallelLinear(hidden, width, std=std_out, key=key_down, bias=bias)
+        self.up = Linear.column(width, hidden, std=std, key=key_up, bias=bias)
+        self.down = Linear.row(hidden, width, std=std_out, key=key_down, bias=bias)
         self.exact = exact
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel) -> Float[Array, "B _ D"]:
@@ -98,9 +97,9 @@ class GatedMlp(eqx.Module):
     Communication  what `tp` does for one column-parallel and one row-parallel product.
     """
 
-    gate: ColumnParallelLinear
-    up: ColumnParallelLinear
-    down: RowParallelLinear
+    gate: Linear
+    up: Linear
+    down: Linear
     gated: Gate = eqx.field(static=True)
 
     def __init__(
@@ -115,9 +114,9 @@ class GatedMlp(eqx.Module):
         gated: Gate = swiglu,
     ):
         key_gate, key_up, key_down = jax.random.split(key, 3)
-        self.gate = ColumnParallelLinear(width, hidden, std=std, key=key_gate, bias=bias)
-        self.up = ColumnParallelLinear(width, hidden, std=std, key=key_up, bias=bias)
-        self.down = RowParallelLinear(hidden, width, std=std_out, key=key_down, bias=bias)
+        self.gate = Linear.column(width, hidden, std=std, key=key_gate, bias=bias)
+        self.up = Linear.column(width, hidden, std=std, key=key_up, bias=bias)
+        self.down = Linear.row(hidden, width, std=std_out, key=key_down, bias=bias)
         self.gated = gated
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel) -> Float[Array, "B _ D"]:

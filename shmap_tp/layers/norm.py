@@ -7,7 +7,7 @@ B batch, T time, D model width; for a head D is the head dim, and there is a dim
 
 Positions are normalised one by one.  Where x is replicated over mp, every device computes the same y, and the scale's
 gradient is complete.  Where a device holds T/mp positions, the gradient is a partial sum over mp: the scale was marked
-as varying before (`TensorParallel.mark_varying`), so that it is reduced once per step and not once per layer.
+as varying before (`TensorParallel.time_axes`), so that it is reduced once per step and not once per layer.
 
 `normalize` and `affine` are the two halves of a call, for blocks in which several norms read the same x.
 
@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 
 from shmap_tp.config.activation_names import NORM_STATISTICS
 from shmap_tp.config.schema import ModelConfig, Norm
+from shmap_tp.parallel.collective_matmul import Product
 from shmap_tp.parallel.collectives import all_reduce, mark_varying
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import ParameterKind, param
@@ -94,6 +95,29 @@ class RMSNorm(eqx.Module):
     def _scaled(self, n: Float[Array, "B T *heads D"]) -> Float[Array, "B T *heads D"]:
         scale = 1 + self.scale if self.unit_offset else self.scale
         return n * scale[(None,) * (n.ndim - 1)]
+
+
+class AfterNorm(eqx.Module):
+    """The column-parallel layers of a sublayer, behind the scale and bias of its norm: n -> layer(n * scale + bias).
+
+    Several of them share one `enter` of the normalised n, which has no scale yet.  What they return is a tuple, one
+    product for each layer.
+
+    Communication  backward: where the residual stream is replicated over mp, one all-reduce over mp of the gradient of
+                   each parameter of the norm, because every device has that of its own columns alone; else it stays a
+                   partial sum, which is reduced once per step.
+    """
+
+    norm: LayerNorm | RMSNorm
+    layers: tuple[Product, ...]
+    is_linear = False
+
+    def __call__(self, n_BTD: Float[Array, "B _ D"]) -> tuple[Array, ...]:
+        h_BTD = mark_varying(self.norm, MP).affine(n_BTD)
+        return tuple(layer(h_BTD) for layer in self.layers)
+
+    def add_bias(self, products: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(layer.add_bias(y) for layer, y in zip(self.layers, products, strict=True))
 
 
 class JointRMSNorm(eqx.Module):

@@ -3,51 +3,42 @@
 Hu et al. 2021, "LoRA", https://arxiv.org/abs/2106.09685
 Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", https://arxiv.org/abs/2312.03732
 
-The product itself is `parallel/linear_protocol.Adapter`, and how its factors are cut `layers/linear.with_adapter`.
+The product itself is `layers/linear.Adapter`, and how its factors are sharded `with_adapter` there.
 """
 
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.tree_util import GetAttrKey
 from jaxtyping import PRNGKeyArray
 
 from shmap_tp.config.schema import AdapterConfig, AdapterScale
 from shmap_tp.errors import UserError
-from shmap_tp.layers.linear import with_adapter
-from shmap_tp.parallel.key_paths import path_name
-from shmap_tp.parallel.partitioning import declaration
-from shmap_tp.parallel.quantized import is_quantized
+from shmap_tp.layers.linear import DECLARED, Linear, with_adapter
+from shmap_tp.parallel.int8 import is_int8
+from shmap_tp.parallel.key_paths import is_factor, path_name
 
-ADAPTER = GetAttrKey("adapter")
-"""The field of a linear layer that has its adapter."""
 ALL = "all"
 
 
-def is_factor(path: tuple) -> bool:
-    """Whether this is the path of a factor of an adapter."""
-    return ADAPTER in path
+def is_linear(node: Any) -> bool:
+    return isinstance(node, Linear)
 
 
 def split_factors(tree: Any) -> tuple[Any, Any]:
     """(the factors of a tree like the parameters, the rest of it); what belongs to the other is None."""
-    of_which = jax.tree_util.tree_map_with_path(lambda path, _: is_factor(path), tree, is_leaf=is_quantized)
-    return eqx.partition(tree, of_which, is_leaf=is_quantized)
+    of_which = jax.tree_util.tree_map_with_path(lambda path, _: is_factor(path), tree, is_leaf=is_int8)
+    return eqx.partition(tree, of_which, is_leaf=is_int8)
 
 
 def without_adapters(tree: Any) -> Any:
     """A tree like the parameters, with no adapter beside any matrix."""
 
-    def without(node: Any) -> Any:
-        if getattr(node, "adapter", None) is None:
-            return node
-        return eqx.tree_at(lambda node: node.adapter, node, None)
-
-    return jax.tree.map(without, tree, is_leaf=lambda node: hasattr(node, "adapter"))
+    return jax.tree.map(lambda node: replace(node, adapter=None) if is_linear(node) else node, tree, is_leaf=is_linear)
 
 
 def adapter_scale(config: AdapterConfig) -> float:
@@ -61,9 +52,6 @@ def with_adapters(block: Any, config: AdapterConfig, *, key: PRNGKeyArray) -> An
     The initial values of a factor depend on `key` and on the path of its matrix in the block alone.
     Raises UserError if a name is that of no matrix, or the rank is above the sizes of one.
     """
-
-    def is_linear(node: Any) -> bool:
-        return hasattr(node, "adapter")
 
     named, known = set(), set()
 
@@ -96,14 +84,14 @@ def merged(params: Any) -> Any:
     """The same model without adapters: each is added to its matrix, in float32."""
 
     def merge(node: Any) -> Any:
-        if getattr(node, "adapter", None) is None:
+        if not is_linear(node) or node.adapter is None:
             return node
-        declared = declaration(node, (GetAttrKey("weight"),))
+        declared, _ = DECLARED[node.kind]
         stack, dims = "l" * (node.weight.ndim - len(declared.axes)), "def"[: len(declared.axes)]
         (inside,) = (dims[dim] for dim in declared.inputs)
         product = f"{stack}{inside}r,{stack}{dims.replace(inside, 'r')}->{stack}{dims}"
         added = jnp.einsum(product, node.adapter.a.weight, node.adapter.b.weight, precision=lax.Precision.HIGHEST)
         weight = node.weight.astype(added.dtype) + node.adapter.scale * added
-        return eqx.tree_at(lambda node: (node.weight, node.adapter), node, (weight, None))
+        return replace(node, weight=weight, adapter=None)
 
-    return jax.tree.map(merge, params, is_leaf=lambda node: hasattr(node, "adapter"))
+    return jax.tree.map(merge, params, is_leaf=is_linear)

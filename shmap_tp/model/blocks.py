@@ -16,6 +16,7 @@ layers/context.py.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -26,10 +27,10 @@ from shmap_tp.config.schema import Block, ModelConfig, NormPlacement
 from shmap_tp.layers.attention import AnyAttention, Attention, with_sinks
 from shmap_tp.layers.context import Context, Extras
 from shmap_tp.layers.experts import Experts
+from shmap_tp.layers.linear import Linear
 from shmap_tp.layers.mlp import MLPS
-from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_head_norm, make_norm
+from shmap_tp.layers.norm import AfterNorm, LayerNorm, RMSNorm, make_head_norm, make_norm
 from shmap_tp.layers.xla_workarounds import join_gradients
-from shmap_tp.parallel.linear_protocol import AfterNorm, InScope, Linear
 from shmap_tp.parallel.tensor_parallel import Activation
 
 MakeMlp = Callable[..., Any]
@@ -193,5 +194,5 @@ def _init_std(config: ModelConfig) -> dict[str, float]:
     return {"std": config.init_std, "std_out": config.init_std * (2 * config.layers) ** -0.5}
 
 
-def _in_scope(name: str, layers: Sequence[Linear]) -> list[InScope]:
-    return [InScope(name, layer) for layer in layers]
+def _in_scope(name: str, layers: Sequence[Linear]) -> list[Linear]:
+    return [replace(layer, scope=name) for layer in layers]

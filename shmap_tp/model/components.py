@@ -13,10 +13,10 @@ from jaxtyping import Array, PRNGKeyArray
 
 from shmap_tp.config.schema import ModelConfig, Precision
 from shmap_tp.layers.attention import AnyAttention, Chunked
-from shmap_tp.model.adapters import is_factor
 from shmap_tp.model.blocks import MakeMlp
 from shmap_tp.model.transformer import MakeBlock, Transformer
-from shmap_tp.parallel.key_paths import path_name
+from shmap_tp.parallel.int8 import quantized_shape
+from shmap_tp.parallel.key_paths import is_factor, path_name
 from shmap_tp.parallel.partitioning import ParameterKind, declaration
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 
@@ -86,3 +86,24 @@ def parameter_shapes(
     attend = attend or Chunked(model.attention_chunk)
     make = partial(components.make, model, attend)
     return eqx.filter_eval_shape(lambda: components.held(model, make(jax.random.key(0)), dtype))
+
+
+def held_in(shapes: Transformer, dtype: DTypeLike, *, int8: bool = False) -> Transformer:
+    """`shapes`, which have shardings, of a model that is used and not trained: its matrices are of `dtype`.  Vectors,
+    which norms compute with, stay as they are.
+
+    A model that computes in `dtype` gives the same bits: every use of a matrix casts it to that first.  With `int8`
+    those matrices of the blocks are `Int8` that mp shards and that a linear layer or experts multiply with; embedding,
+    head, routers and factors of adapters are not.
+    """
+
+    def held(path: tuple, leaf: jax.ShapeDtypeStruct) -> Any:
+        declared = declaration(shapes, path)
+        if declared.kind == ParameterKind.vector:
+            return leaf
+        whole = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+        can_be_int8 = declared.by_linear or declared.kind == ParameterKind.experts
+        can_be_int8 = can_be_int8 and declared.stacked and any(declared.axes) and not is_factor(path)
+        return quantized_shape(whole, declared.inputs) if int8 and can_be_int8 else whole
+
+    return jax.tree_util.tree_map_with_path(held, shapes)

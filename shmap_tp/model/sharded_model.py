@@ -20,10 +20,10 @@ from shmap_tp.layers.grouped_matmul import select_grouped_matmul
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.fsdp import PlacedParameters, gather_between_slices, place_parameters
+from shmap_tp.parallel.int8 import is_int8, quantized_specs
 from shmap_tp.parallel.key_paths import leaves_by_path, path_name
 from shmap_tp.parallel.mesh import axis_sizes
 from shmap_tp.parallel.partitioning import named_shardings
-from shmap_tp.parallel.quantized import is_quantized, quantized_specs
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 
 
@@ -62,7 +62,7 @@ class ShardedModel:
 
     def with_initial(self, params: Transformer) -> Transformer:
         """`params`, with initial values in place of those that are None."""
-        given = leaves_by_path(params, is_leaf=is_quantized)
+        given = leaves_by_path(params, is_leaf=is_int8)
         is_missing = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in given, self.shapes)
         missing = eqx.filter(self.shapes, is_missing)
         if not jax.tree.leaves(missing):

@@ -28,14 +28,13 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.linear_protocol import Adapter, AfterNorm, Linear
 from shmap_tp.parallel.mesh import MP, ring_permutation
 from shmap_tp.parallel.ring import RingStep, ring_offsets, ring_reduce_scatter, to_float32
 
@@ -43,7 +42,24 @@ TimeChunks = tuple[PyTree[Float[Array, "B chunk ..."]], ...]
 """One array per chunk of time, in the order of `ring_offsets`; of `AfterNorm` one tuple of arrays."""
 
 
-def all_gather_matmul(x_BTD: Float[Array, "B chunk D"], layers: Sequence[Linear]) -> tuple[TimeChunks, ...]:
+@runtime_checkable
+class Product(Protocol):
+    """What a tensor-parallel mode multiplies with, a pytree of its parameters: a `Linear`, or several of them behind
+    the scale and bias of a norm (`layers/norm.AfterNorm`)."""
+
+    is_linear: bool
+    """Whether a call is linear in x, and in all parameters together."""
+
+    def __call__(self, x: Array) -> Any:
+        """x[B any ...] -> x @ w.  Communication: none."""
+        ...
+
+    def add_bias(self, y: Any) -> Any:
+        """y + b, or y where there is no bias.  Communication: none."""
+        ...
+
+
+def all_gather_matmul(x_BTD: Float[Array, "B chunk D"], layers: Sequence[Product]) -> tuple[TimeChunks, ...]:
     """x[B T/mp D] -> for each layer its product with every chunk of time.
 
     Communication  forward n - 1 ppermutes of x; backward n - 1 ppermutes of dx.
@@ -51,7 +67,7 @@ def all_gather_matmul(x_BTD: Float[Array, "B chunk D"], layers: Sequence[Linear]
     return tuple(_all_gather_matmul(x_BTD, list(layers)))
 
 
-def matmul_reduce_scatter(products: Sequence[tuple[TimeChunks, Linear]]) -> Float[Array, "B chunk D"]:
+def matmul_reduce_scatter(products: Sequence[tuple[TimeChunks, Product]]) -> Float[Array, "B chunk D"]:
     """(chunks y, layer) pairs -> this device's chunk of the sum over pairs and over mp of y @ w.
 
     Communication  forward n - 1 ppermutes of a chunk of the sum; backward n - 1 ppermutes of a chunk of its gradient.
@@ -74,26 +90,20 @@ def _all_gather_chunks(x_BTD: Float[Array, "B chunk D"]) -> TimeChunks:
     return tuple(chunks.values())
 
 
-def _input_gradient(layer: Linear, x: Array, dy: Any) -> Array:
+def _input_gradient(layer: Product, x: Array, dy: Any) -> Array:
     return _transpose(layer, layer, x, dy)
 
 
-def _transpose(layer: Linear, function: Callable[[Any], Any], at: Any, dy: Any) -> Any:
+def _transpose(layer: Product, function: Callable[[Any], Any], at: Any, dy: Any) -> Any:
     """The gradient of `at` for dy = d function(at), where `function` is one of `layer`: its transpose if it is linear.
 
-    `AfterNorm` is not, nor is an adapter in its factors.  The gradient of the norm reads that of the norm's output, and
-    that of a factor the product with the other, which are computed here once more.
+    Else the gradient of a norm reads that of the norm's output, and that of an adapter's factor the product with the
+    other, which are computed here once more.
     """
-
-    def is_product(node: Any) -> bool:
-        return isinstance(node, AfterNorm | Adapter)
-
-    if any(map(is_product, jax.tree.leaves(layer, is_leaf=is_product))):
-        return jax.vjp(function, at)[1](dy)[0]
-    return jax.linear_transpose(function, at)(dy)[0]
+    return (jax.linear_transpose(function, at)(dy) if layer.is_linear else jax.vjp(function, at)[1](dy))[0]
 
 
-def _weight_gradient(layer: Linear, chunks: TimeChunks, d_chunks: TimeChunks) -> Linear:
+def _weight_gradient(layer: Product, chunks: TimeChunks, d_chunks: TimeChunks) -> Product:
     """dw, as a pytree like the layer, summed over the chunks."""
     terms = [_transpose(layer, lambda layer, x=x: layer(x), layer, dy) for x, dy in zip(chunks, d_chunks, strict=True)]
     return jax.tree.map(lambda *dw: functools.reduce(operator.add, dw), *terms)
@@ -104,17 +114,17 @@ def _weight_gradient(layer: Linear, chunks: TimeChunks, d_chunks: TimeChunks) ->
 
 
 @jax.custom_vjp
-def _all_gather_matmul(x_BTD: Array, layers: list[Linear]) -> list[TimeChunks]:
+def _all_gather_matmul(x_BTD: Array, layers: list[Product]) -> list[TimeChunks]:
     return _all_gather_matmul_forward(x_BTD, layers)[0]
 
 
-def _all_gather_matmul_forward(x_BTD: Array, layers: list[Linear]) -> tuple[list[TimeChunks], tuple]:
+def _all_gather_matmul_forward(x_BTD: Array, layers: list[Product]) -> tuple[list[TimeChunks], tuple]:
     chunks = _all_gather_chunks(x_BTD)
     products = [[layer(chunk) for layer in layers] for chunk in chunks]
     return list(zip(*products, strict=True)), (chunks, layers)
 
 
-def _all_gather_matmul_backward(saved: tuple, dy: list[TimeChunks]) -> tuple[Array, list[Linear]]:
+def _all_gather_matmul_backward(saved: tuple, dy: list[TimeChunks]) -> tuple[Array, list[Product]]:
     chunks, layers = saved
     to_dx = [[partial(_input_gradient, layer, chunk) for layer in layers] for chunk in chunks]
     dw = [_weight_gradient(layer, chunks, d_chunks) for layer, d_chunks in zip(layers, dy, strict=True)]
@@ -125,17 +135,17 @@ _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backwar
 
 
 @jax.custom_vjp
-def _matmul_reduce_scatter(operands: list[TimeChunks], layers: list[Linear]) -> Array:
+def _matmul_reduce_scatter(operands: list[TimeChunks], layers: list[Product]) -> Array:
     return _matmul_reduce_scatter_forward(operands, layers)[0]
 
 
-def _matmul_reduce_scatter_forward(operands: list[TimeChunks], layers: list[Linear]) -> tuple[Array, tuple]:
+def _matmul_reduce_scatter_forward(operands: list[TimeChunks], layers: list[Product]) -> tuple[Array, tuple]:
     # available together: an MLP's activations are ready before attention's, and would be multiplied before the ring
     together = lax.optimization_barrier(operands)
     return _reduce_scatter_products([layers] * len(operands[0]), together), (operands, layers)
 
 
-def _matmul_reduce_scatter_backward(saved: tuple, dy: Array) -> tuple[list[TimeChunks], list[Linear]]:
+def _matmul_reduce_scatter_backward(saved: tuple, dy: Array) -> tuple[list[TimeChunks], list[Product]]:
     operands, layers = saved
     # the ring of dy starts after rematerialisation: of two rings at a time XLA overlaps too little
     dy, operands = lax.optimization_barrier((dy, operands))

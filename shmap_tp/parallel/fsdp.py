@@ -37,35 +37,36 @@ along.  Anything else is Replicated.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shmap_tp.config.schema import MeshConfig, Zero
 from shmap_tp.parallel.collectives import all_gather, all_gather_invariant, all_reduce, local_shard, reduce_scatter
-from shmap_tp.parallel.fsdp_overlap import OverlappedLinear, RingSide, WeightLayout
+from shmap_tp.parallel.int8 import Int8, is_int8
 from shmap_tp.parallel.mesh import DP_SLICE, Role, axes_of, axis_sizes, has_rings, token_axes
 from shmap_tp.parallel.partitioning import (
     Declaration,
     ParameterKind,
     axes_in,
-    declaration,
     declarations,
     partition_specs,
     shard_over,
     sharded_dim,
 )
-from shmap_tp.parallel.quantized import Weight, dequantized, ready_to_multiply
+from shmap_tp.parallel.ring import Ring, RingSide, WeightLayout
+
+Weight = Float[Array, "..."] | Int8 | Ring
+"""What a layer multiplies with.  An array and an `Int8` are stored; `gather` makes a `Ring`."""
 
 
 @dataclass(frozen=True)
-class Replicated:
-    """Every rank of dp stores and updates the whole parameter."""
+class Placement:
+    """How a parameter is placed over the token axes.  What a placement does not define changes nothing, and
+    communicates nothing."""
 
     axes: tuple[str, ...]
     """dp."""
@@ -78,10 +79,6 @@ class Replicated:
         """What this device holds -> the weight that the layer multiplies with."""
         return w
 
-    def reduce_gradient(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The gradient {+dp} of what this device holds -> of what it updates, summed over dp."""
-        return all_reduce(dw, self.axes)
-
     def local_shard(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """The weight as stored -> what this device updates.  Communication: none."""
         return w
@@ -92,19 +89,20 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class Zero1:
-    """Every rank of dp stores the whole parameter, and updates its shard along `dim`.  Methods as of Replicated."""
+class Replicated(Placement):
+    """Every rank of dp stores and updates the whole parameter."""
 
-    axes: tuple[str, ...]
-    """dp."""
+    def reduce_gradient(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The gradient {+dp} of what this device holds -> of what it updates, summed over dp."""
+        return all_reduce(dw, self.axes)
+
+
+@dataclass(frozen=True)
+class Zero1(Placement):
+    """Every rank of dp stores the whole parameter, and updates its shard along `dim`."""
+
     dim: int
     """The sharded dim, counted from the last, so that it is the same for one layer and for a stack of layers."""
-
-    def gather_between_slices(self, w: Weight) -> Weight:
-        return w
-
-    def gather(self, w: Weight, dtype: DTypeLike) -> Weight:
-        return w
 
     def reduce_gradient(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
         within = within_slice(self.axes)
@@ -118,53 +116,32 @@ class Zero1:
 
 
 @dataclass(frozen=True)
-class Fsdp:
+class Fsdp(Placement):
     """Every rank of dp stores and updates its shard along `dim`, and gathers the rest for each use, in the dtype of the
-    activations.  Methods as of Replicated."""
+    activations."""
 
-    axes: tuple[str, ...]
-    """dp."""
     dim: int
     """The sharded dim, counted from the last."""
-    ring: RingSide | None
-    """None: the gradient is reduced by one reduce-scatter.  Else in a ring (`fsdp_overlap`), and which features of the
-    weight dp shards."""
+    ring: WeightLayout | None
+    """None: the gradient is reduced by one reduce-scatter.  Else in a ring (`Ring`), of a weight that lies so."""
     trained: bool = True
     """Whether there is a gradient."""
 
     def gather_between_slices(self, w: Weight) -> Weight:
-        return all_gather(dequantized(w, jnp.float32), DP_SLICE, self.dim) if DP_SLICE in self.axes else w
+        if DP_SLICE not in self.axes:
+            return w
+        return all_gather(w.astype(jnp.float32) if is_int8(w) else w, DP_SLICE, self.dim)
 
     def gather(self, w: Weight, dtype: DTypeLike) -> Weight:
-        """Backward: one reduce-scatter of the gradient, in `dtype`."""
-        return self._gather_within_slice(w.astype(dtype)) if self.trained else self.gather_without_gradient(w, dtype)
-
-    def gather_without_gradient(self, w: Weight, dtype: DTypeLike) -> Float[Array, "..."]:
-        return self._gather_within_slice(lax.stop_gradient(w.astype(dtype)))
-
-    def _gather_within_slice(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        within = within_slice(self.axes)
-        return all_gather(w, within, self.dim) if within else w
-
-    def overlap(self, layer: Any, dtype: DTypeLike) -> OverlappedLinear:
-        """A linear layer with what this device holds of its weight -> the layer to call, its gradient reduced in a
-        ring."""
-        w = layer.weight
-        gathered = eqx.tree_at(lambda layer: layer.weight, layer, self.gather_without_gradient(w, dtype))
-        outputs_first = declaration(layer, (GetAttrKey("weight"),)).outputs_first
-        return OverlappedLinear(gathered, w.astype(dtype), WeightLayout(outputs_first, self.ring))
+        """Backward: one reduce-scatter of the gradient, in `dtype`; of a `Ring`, when it is multiplied with."""
+        shard, within = w.astype(dtype), within_slice(self.axes)
+        has_gradient = self.trained and self.ring is None
+        full = shard if has_gradient else lax.stop_gradient(shard)
+        full = all_gather(full, within, self.dim) if within else full
+        return full if self.ring is None else Ring(full, shard, self.ring)
 
     def reduce_gradient(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
         return _reduce_between_slices(dw, self)
-
-    def local_shard(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        return w
-
-    def all_gather_updated(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
-        return w
-
-
-Placement = Replicated | Zero1 | Fsdp
 
 
 def within_slice(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -182,21 +159,8 @@ def gather_between_slices(placements: Any, params: Any) -> Any:
 
 
 def gather(placements: Any, module: Any, dtype: DTypeLike) -> Any:
-    """`module`, a part of the model or one layer of a stack, ready to be called: FSDP weights gathered, in `dtype`.
-
-    Linear layers whose weight gradient is reduced in a ring become `OverlappedLinear`, those with a weight of int8
-    `ScaledLinear`, which are called alike.
-    """
-
-    def gathered(placement: Any, part: Any) -> Any:
-        if isinstance(placement, eqx.Module):
-            return placement.weight.overlap(part, dtype)
-        return placement.gather(part, dtype)
-
-    found = jax.tree.map(
-        gathered, placements, module, is_leaf=lambda node: is_ring_reduced(getattr(node, "weight", None))
-    )
-    return ready_to_multiply(found, dtype)
+    """`module`, a part of the model or one layer of a stack, ready to be called: FSDP weights gathered, in `dtype`."""
+    return jax.tree.map(lambda placement, w: placement.gather(w, dtype), placements, module)
 
 
 def has_gathered(placements: Any) -> bool:
@@ -248,16 +212,16 @@ def place_parameters(config: MeshConfig, model: Any, trained: Any = None) -> Pla
         dim = sharded_dim(spec, axes[0])
         if config.zero == Zero.zero1:
             return Zero1(axes, dim)
-        is_linear = about.stacked and not set(axes_of(Role.features, sizes)).isdisjoint(axes_in(before))
-        is_linear = is_linear and about.kind != ParameterKind.experts  # the row of a ring would be an expert
-        in_ring = is_linear and is_trained and has_rings(config)
-        return Fsdp(axes, dim, _ring_side(spec, dim) if in_ring else None, is_trained)
+        in_ring = about.by_linear and about.stacked and is_trained and has_rings(config)
+        in_ring = in_ring and not set(axes_of(Role.features, sizes)).isdisjoint(axes_in(before))
+        return Fsdp(axes, dim, _ring_layout(about, spec, dim) if in_ring else None, is_trained)
 
     placements = jax.tree.map(place, updated, declared, described, trained)
     return PlacedParameters(updated if config.zero == Zero.fsdp else declared, updated, placements)
 
 
-def _ring_side(spec: P, dim: int) -> RingSide | None:
-    """Which features of a linear layer's weight [L rows columns ...] dp shards, where its gradient can be reduced in a
-    ring; the columns of [rows, heads, head] are the heads."""
-    return {1: RingSide.rows, 2: RingSide.columns}.get(len(spec) + dim)
+def _ring_layout(about: Declaration, spec: P, dim: int) -> WeightLayout | None:
+    """How a linear layer's weight [L rows columns ...] lies, where its gradient can be reduced in a ring; the columns
+    of [rows, heads, head] are the heads."""
+    side = {1: RingSide.rows, 2: RingSide.columns}.get(len(spec) + dim)
+    return None if side is None else WeightLayout(about.outputs_first, side)

@@ -4,11 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.tree_util import GetAttrKey
 
 
 def path_name(path: tuple, separator: str = "/") -> str:
     """The name of a path of jax.tree_util, its keys joined by `separator`."""
     return jax.tree_util.keystr(path, simple=True, separator=separator)
+
+
+def is_factor(path: tuple) -> bool:
+    """Whether this is the path of a factor of an adapter, the field `adapter` of a linear layer."""
+    return GetAttrKey("adapter") in path
 
 
 def leaves_by_path(tree: Any, separator: str = "/", is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ shards them (`fsdp.py`), and the partitioning of the optimizer's state.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -20,9 +20,9 @@ from jax import tree_util
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shmap_tp.parallel.int8 import is_int8
 from shmap_tp.parallel.key_paths import path_name
 from shmap_tp.parallel.mesh import AXES
-from shmap_tp.parallel.quantized import is_quantized
 
 
 class ParameterKind(Enum):
@@ -53,6 +53,8 @@ class Declaration:
     trained: bool = True
     """Whether it has a gradient; else it is state of a layer, which the step changes by a rule of its own or not at
     all."""
+    by_linear: bool = False
+    """Whether `layers/linear.Linear` multiplies with it, so that a `Ring` or an `Int8` may stand in its place."""
     stacked: bool = False
     """Whether the array has a leading dim of layers."""
 
@@ -69,20 +71,27 @@ class Declaration:
         return -len(self.axes) in self.outputs
 
 
-def param(
+def declare(
     *axes: str | tuple[str, ...] | None,
     outputs: tuple[int, ...] = (-1,),
     kind: ParameterKind | None = None,
-    replicate_if_fewer: bool = False,
-    trained: bool = True,
-) -> Any:
-    """Declare an array field; the arguments are the fields of `Declaration`.
-
-    Without `kind` an array of two or more dims is a matrix, any other a vector.
-    """
+    **others: bool,
+) -> Declaration:
+    """The arguments are the fields of `Declaration`; without `kind` an array of two or more dims is a matrix, any other
+    a vector."""
     kind = kind or (ParameterKind.matrix if len(axes) > 1 else ParameterKind.vector)
-    dims = tuple(dim if dim < 0 else dim - len(axes) for dim in outputs)
-    return eqx.field(metadata={"declaration": Declaration(axes, kind, dims, replicate_if_fewer, trained)})
+    return Declaration(axes, kind, tuple(dim if dim < 0 else dim - len(axes) for dim in outputs), **others)
+
+
+def param(*axes: str | tuple[str, ...] | None, **others: Any) -> Any:
+    """Declare an array field; the arguments are those of `declare`."""
+    declared = declare(*axes, **others)
+    return param_of(lambda module: declared)
+
+
+def param_of(declared: Callable[[Any], Declaration]) -> Any:
+    """Declare an array field whose declaration depends on other fields of its module."""
+    return eqx.field(metadata={"declaration": declared})
 
 
 def stacked() -> Any:
@@ -92,23 +101,23 @@ def stacked() -> Any:
 
 def declaration(model: eqx.Module, path: tuple) -> Declaration:
     """Follow a leaf's path down the modules to the line that declares it.  Raises TypeError if there is none."""
-    node, in_stack = model, False
-    metadata: Mapping[str, Any] = {}
+    node, in_stack, declared = model, False, None
     for key in path:
         if isinstance(key, tree_util.SequenceKey):  # a list of modules
             node = node[key.idx]
             continue
         metadata = type(node).__dataclass_fields__[key.name].metadata
         in_stack = in_stack or metadata.get("stacked", False)
+        declared = metadata["declaration"](node) if "declaration" in metadata else None
         node = getattr(node, key.name)
-    if "declaration" not in metadata:
+    if declared is None:
         raise TypeError(f"{path_name(path, '.')} is an array that was not declared with param(...)")
-    return replace(metadata["declaration"], stacked=in_stack)
+    return replace(declared, stacked=in_stack)
 
 
 def declarations(model: Any) -> Any:
     """`model` (arrays or shapes) with every array replaced by its `Declaration`."""
-    return tree_util.tree_map_with_path(lambda path, _: declaration(model, path), model, is_leaf=is_quantized)
+    return tree_util.tree_map_with_path(lambda path, _: declaration(model, path), model, is_leaf=is_int8)
 
 
 def partition_specs(model: eqx.Module, axis_sizes: Mapping[str, int]) -> Any:

@@ -44,7 +44,7 @@ from jaxtyping import Array, Float, PyTree
 from shmap_tp.config.activation_names import SUBLAYER_OUTPUT
 from shmap_tp.config.schema import TensorParallelMode
 from shmap_tp.parallel import collective_matmul
-from shmap_tp.parallel.linear_protocol import Linear
+from shmap_tp.parallel.collective_matmul import Product
 from shmap_tp.parallel.mesh import MP
 
 Activation = PyTree[Float[Array, "B _ ..."]]
@@ -54,23 +54,13 @@ apply to either with `jax.tree.map`; what mixes positions needs `concat_time` be
 
 @runtime_checkable
 class TensorParallel(Protocol):
-    """The interface of tensor-parallel modes.  The residual stream is x[B T D] or x[B T/mp D], as the mode says."""
+    """The interface of tensor-parallel modes, and the products of a mode whose collectives are apart from its matmuls:
+    after `enter`, and before `reduce`.  The residual stream is x[B T D] or x[B T/mp D], as the mode says."""
 
-    def column_parallel(self, x_BTD: Float[Array, "B _ D"], *layers: Linear) -> tuple[Activation, ...]:
-        """x of the residual stream -> x @ w + b for each layer, whose outputs are sharded over mp."""
-        ...
-
-    def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B _ D"]:
-        """(y, layer) pairs -> the sum over pairs and over mp of y @ w, plus every b, as it is added to the residual
-        stream."""
-        ...
-
-    def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
-        """An activation -> y[B T ...], all positions in order.  Communication: none."""
-        ...
-
-    def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
-        """The inverse of `concat_time`.  Communication: none."""
+    @property
+    def time_axes(self) -> tuple[str, ...]:
+        """The axes over which the time of the residual stream is sharded.  The gradients of parameters that are
+        replicated over them are partial sums, which the step reduces once."""
         ...
 
     def enter(self, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B T D"]:
@@ -85,24 +75,35 @@ class TensorParallel(Protocol):
         """The rows of w, one per position, that belong to this device's `time` positions of the residual stream."""
         ...
 
-    @property
-    def time_axes(self) -> tuple[str, ...]:
-        """The axes over which the time of the residual stream is sharded.  The gradients of parameters that are
-        replicated over them are partial sums, which the step reduces once."""
-        ...
+    def column_parallel(self, x_BTD: Float[Array, "B _ D"], *layers: Product) -> tuple[Activation, ...]:
+        """x of the residual stream -> x @ w + b for each layer, whose outputs are sharded over mp."""
+        x_BTD = self.enter(x_BTD)
+        return tuple(layer.add_bias(layer(x_BTD)) for layer in layers)
+
+    def row_parallel(self, *products: tuple[Activation, Product]) -> Float[Array, "B _ D"]:
+        """(y, layer) pairs -> the sum over pairs and over mp of y @ w, plus every b, as it is added to the residual
+        stream."""
+        y_BTD = self.reduce(functools.reduce(operator.add, [layer(y) for y, layer in products]))
+        return _add_biases(y_BTD, products)
+
+    def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
+        """An activation -> y[B T ...], all positions in order.  Communication: none."""
+        return y
+
+    def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
+        """The inverse of `concat_time`.  Communication: none."""
+        return y
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """The residual stream x[B T D] is replicated over mp.  Shoeybi et al. 2019"""
+class AllReduce(TensorParallel):
+    """The residual stream x[B T D] is replicated over mp.  Shoeybi et al. 2019
 
-    def column_parallel(self, x_BTD: Float[Array, "B T D"], *layers: Linear) -> tuple[Activation, ...]:
-        """Backward: one all-reduce of dx over mp."""
-        return _multiply_each(self.enter(x_BTD), layers)
+    `column_parallel`: backward one all-reduce of dx over mp.  `row_parallel`: forward one all-reduce.  Gradients of
+    replicated parameters are complete on each device of mp.
+    """
 
-    def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B T D"]:
-        """Forward: one all-reduce over mp."""
-        return _add_biases(self.reduce(_partial_sum(products)), products)
+    time_axes = ()
 
     def enter(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Megatron's f.  Backward: one all-reduce of dx over mp, in x's dtype."""
@@ -112,37 +113,22 @@ class AllReduce:
         """Megatron's g.  Forward: one all-reduce over mp, in y's dtype.  Backward: nothing."""
         return checkpoint_name(lax.psum(y_BTD, MP), SUBLAYER_OUTPUT)
 
-    def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
-        return y
-
-    def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
-        return y
-
     def local_positions(self, w_BTD: Float[Array, "B T D"], time: int) -> Float[Array, "B time D"]:
         return w_BTD[:, :time]
 
-    @property
-    def time_axes(self) -> tuple[str, ...]:
-        """None: every gradient of a replicated parameter is complete on each device of mp."""
-        return ()
-
 
 @dataclass(frozen=True)
-class SequenceParallel:
+class SequenceParallel(TensorParallel):
     """Each device of mp holds T/mp positions of the residual stream x[B T/mp D].  Korthikanti et al. 2022, section 4.2
+
+    `column_parallel`: forward one all-gather over mp, backward one reduce-scatter.  `row_parallel`: the reverse.
 
     Parameters that are replicated over mp and applied to the residual stream (norms, row-parallel biases, learned
     positions) see other positions on every device: their gradients are partial sums over mp, reduced once per step.  So
     are those of key/value heads where mp exceeds their number, and of norms of q and k.
     """
 
-    def column_parallel(self, x_BTD: Float[Array, "B part D"], *layers: Linear) -> tuple[Activation, ...]:
-        """Forward: one all-gather over mp.  Backward: one reduce-scatter."""
-        return _multiply_each(self.enter(x_BTD), layers)
-
-    def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B part D"]:
-        """Forward: one reduce-scatter over mp.  Backward: one all-gather."""
-        return _add_biases(self.reduce(_partial_sum(products)), products)
+    time_axes = (MP,)
 
     def enter(self, x_BTD: Float[Array, "B part D"]) -> Float[Array, "B T D"]:
         """x[B T/mp D] -> x[B T D]: one all-gather over mp.  Backward: one reduce-scatter of dx[B T D], in x's dtype."""
@@ -153,55 +139,32 @@ class SequenceParallel:
         part_BTD = _along_time(lambda y, dim: lax.psum_scatter(y, MP, scatter_dimension=dim, tiled=True), y_BTD)
         return checkpoint_name(part_BTD, SUBLAYER_OUTPUT)
 
-    def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
-        return y
-
-    def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
-        return y
-
     def local_positions(self, w_BTD: Float[Array, "B T D"], time: int) -> Float[Array, "B time D"]:
         return lax.dynamic_slice_in_dim(w_BTD, lax.axis_index(MP) * time, time, axis=1)
 
-    @property
-    def time_axes(self) -> tuple[str, ...]:
-        return (MP,)
-
 
 @dataclass(frozen=True)
-class CollectiveMatmul:
+class CollectiveMatmul(SequenceParallel):
     """SequenceParallel with both collectives decomposed into chunks of T/mp positions, overlapped with the matmuls.
 
     The embedding's reduction and the head's `enter` stay single collectives: no matmul stands there to overlap them.
     """
 
-    def column_parallel(self, x_BTD: Float[Array, "B part D"], *layers: Linear) -> tuple[Activation, ...]:
+    def column_parallel(self, x_BTD: Float[Array, "B part D"], *layers: Product) -> tuple[Activation, ...]:
         """Forward: mp - 1 ppermutes of x[B T/mp D].  Backward: mp - 1 ppermutes of dx."""
         products = collective_matmul.all_gather_matmul(x_BTD, layers)
         return tuple(_add_bias_to_chunks(layer, chunks) for layer, chunks in zip(layers, products, strict=True))
 
-    def row_parallel(self, *products: tuple[Activation, Linear]) -> Float[Array, "B part D"]:
+    def row_parallel(self, *products: tuple[Activation, Product]) -> Float[Array, "B part D"]:
         """Forward: mp - 1 ppermutes of a partial sum of y[B T/mp D].  Backward: mp - 1 ppermutes of dy."""
         y_BTD = checkpoint_name(collective_matmul.matmul_reduce_scatter(products), SUBLAYER_OUTPUT)
         return _add_biases(y_BTD, products)
-
-    def enter(self, x_BTD: Float[Array, "B part D"]) -> Float[Array, "B T D"]:
-        return SequenceParallel().enter(x_BTD)
-
-    def reduce(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B part D"]:
-        return SequenceParallel().reduce(y_BTD)
 
     def concat_time(self, y: Activation) -> Float[Array, "B T ..."]:
         return collective_matmul.concat_time(y)
 
     def split_time(self, y: Float[Array, "B T ..."]) -> Activation:
         return collective_matmul.split_time(y)
-
-    def local_positions(self, w_BTD: Float[Array, "B T D"], time: int) -> Float[Array, "B time D"]:
-        return SequenceParallel().local_positions(w_BTD, time)
-
-    @property
-    def time_axes(self) -> tuple[str, ...]:
-        return (MP,)
 
 
 TENSOR_PARALLEL: dict[TensorParallelMode, TensorParallel] = {
@@ -218,21 +181,12 @@ def prompt_tensor_parallel(time: int, mp: int) -> TensorParallel:
     return AllReduce() if time % mp else SequenceParallel()
 
 
-def _multiply_each(x_BTD: Float[Array, "B T D"], layers: Sequence[Linear]) -> tuple[Activation, ...]:
-    return tuple(layer.add_bias(layer(x_BTD)) for layer in layers)
-
-
-def _partial_sum(products: Sequence[tuple[Array, Linear]]) -> Float[Array, "B T D"]:
-    """The sum {+mp} of all y @ w."""
-    return functools.reduce(operator.add, [layer(y) for y, layer in products])
-
-
-def _add_biases(y_BTD: Float[Array, "B _ D"], products: Sequence[tuple[Activation, Linear]]) -> Float[Array, "B _ D"]:
+def _add_biases(y_BTD: Float[Array, "B _ D"], products: Sequence[tuple[Activation, Product]]) -> Float[Array, "B _ D"]:
     """The reduced y, plus the bias of every layer."""
     return functools.reduce(lambda y, product: product[1].add_bias(y), products, y_BTD)
 
 
-def _add_bias_to_chunks(layer: Linear, chunks: Sequence[Any]) -> Any:
+def _add_bias_to_chunks(layer: Product, chunks: Sequence[Any]) -> Any:
     """The chunks of a layer's product, plus its bias; of `AfterNorm` a tuple, for each of its layers the chunks."""
     return jax.tree.map(lambda *chunks: chunks, *[layer.add_bias(y) for y in chunks])
 

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.parallel.int8 import Int8, is_int8, quantize
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.partitioning import is_stacked
-from shmap_tp.parallel.quantized import Quantized, is_quantized, quantize
 from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, pieces_of_array, tensors_within
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.tensor_files import StoredTensor
@@ -36,7 +36,7 @@ Tensors = Mapping[tuple[int, ...], StoredTensor]
 
 def paths_of(parameters: Transformer) -> dict[str, Any]:
     """The leaves of a tree of parameters by their paths, such as blocks.attention.query.weight."""
-    return leaves_by_path(parameters, ".", is_quantized)
+    return leaves_by_path(parameters, ".", is_int8)
 
 
 def load_parameters(source: Source, model: ModelConfig, shapes: Transformer) -> Transformer:
@@ -53,12 +53,12 @@ def load_parameters(source: Source, model: ModelConfig, shapes: Transformer) -> 
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"reading {source.directory.name}", disable=quiet) as bar:
         arrays = []
         for path, leaf in described.items():
-            if is_quantized(leaf):
+            if is_int8(leaf):
                 arrays.append(_read_quantized(leaf, _reader(*places[path], np.dtype(np.float32))))
             else:
                 arrays.append(_read_parameter(leaf, _reader(*places[path], leaf.dtype)))
             bar.update(_bytes(leaf))
-    return jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_quantized), arrays)
+    return jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_int8), arrays)
 
 
 def find_tensors(source: Source, model: ModelConfig, stacked: dict[str, bool]) -> dict[str, tuple[Layout, Tensors]]:
@@ -152,7 +152,7 @@ def _read_parameter(leaf: jax.ShapeDtypeStruct, read: Reader) -> Array:
     return whole
 
 
-def _read_quantized(leaf: Quantized, read: Reader) -> Quantized:
+def _read_quantized(leaf: Int8, read: Reader) -> Int8:
     """The whole parameter, of which one layer after the other is read and quantized, so that a device never has more
     than one of them as it was read."""
     sharding = leaf.values.sharding
@@ -160,7 +160,7 @@ def _read_quantized(leaf: Quantized, read: Reader) -> Quantized:
     shardings = jax.tree.map(lambda part: part.sharding, leaf)
 
     @partial(jax.jit, donate_argnums=0, out_shardings=shardings)
-    def insert(whole: Quantized, w: Array, layer: Array) -> Quantized:
+    def insert(whole: Int8, w: Array, layer: Array) -> Int8:
         place = partial(lax.dynamic_update_slice_in_dim, start_index=layer, axis=0)
         return jax.tree.map(place, whole, quantize(w, leaf.inputs))
 

@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shmap_tp.config.activation_names import GATE, UP
 from shmap_tp.layers.attention import Attention
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.linear import Linear
 from shmap_tp.layers.mlp import MLPS
 from shmap_tp.layers.norm import RMSNorm
 from shmap_tp.training.step import Components
@@ -16,15 +16,15 @@ from shmap_tp.training.step import Components
 class ReGluMlp(eqx.Module):
     """y = (relu(x @ gate) * (x @ up)) @ down: three matrices.  Shazeer 2020, https://arxiv.org/abs/2002.05202"""
 
-    gate: ColumnParallelLinear
-    up: ColumnParallelLinear
-    down: RowParallelLinear
+    gate: Linear
+    up: Linear
+    down: Linear
 
     def __init__(self, width, hidden, *, std, std_out, key):
         keys = jax.random.split(key, 3)
-        self.gate = ColumnParallelLinear(width, hidden, std=std, key=keys[0])
-        self.up = ColumnParallelLinear(width, hidden, std=std, key=keys[1])
-        self.down = RowParallelLinear(hidden, width, std=std_out, key=keys[2])
+        self.gate = Linear.column(width, hidden, std=std, key=keys[0])
+        self.up = Linear.column(width, hidden, std=std, key=keys[1])
+        self.down = Linear.row(hidden, width, std=std_out, key=keys[2])
 
     def __call__(self, x_BTD, tp):
         return tp.row_parallel((self.activate(*tp.column_parallel(x_BTD, *self.inputs)), self.down))
@@ -61,8 +61,8 @@ class AdapterBlock(eqx.Module):
     norms: list[RMSNorm]
     attention: Attention
     mlp: eqx.Module
-    adapter_in: ColumnParallelLinear
-    adapter_out: RowParallelLinear
+    adapter_in: Linear
+    adapter_out: Linear
 
     def __init__(self, config, attend, *, key, mlp=None):
         keys, std = jax.random.split(key, 4), {"std": config.init_std, "std_out": config.init_std}
@@ -70,8 +70,8 @@ class AdapterBlock(eqx.Module):
         heads = (config.heads, config.kv_heads)
         self.attention = Attention(config.width, heads, config.head_dim, attend, **std, key=keys[0])
         self.mlp = (mlp or MLPS[config.mlp])(config.width, config.ffn, **std, key=keys[1])
-        self.adapter_in = ColumnParallelLinear(config.width, ADAPTER, std=config.init_std, key=keys[2])
-        self.adapter_out = RowParallelLinear(ADAPTER, config.width, std=config.init_std, key=keys[3])
+        self.adapter_in = Linear.column(config.width, ADAPTER, std=config.init_std, key=keys[2])
+        self.adapter_out = Linear.row(ADAPTER, config.width, std=config.init_std, key=keys[3])
 
     def __call__(self, x_BTD, context):
         before_attention, after_attention, before_mlp, after_mlp = self.norms

@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.layers.attention import Attention, Chunked, KeyValueHeads
+from shmap_tp.layers.attention import Attention, Chunked
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, VocabParallelHead, score
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers.linear import Linear
 from shmap_tp.layers.mlp import GatedMlp, GeluMlp
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, Learned, Rotary, make_position_encoding
@@ -72,7 +72,7 @@ def mlp(make, dense, tp: TensorParallel = ALL_REDUCE) -> Case:
 
 
 def key_value_heads(kv_heads: int) -> Case:
-    """KeyValueHeads, its heads repeated so that there is one for each query head of the device."""
+    """Key/value heads, repeated so that there is one for each query head of the device."""
 
     def call(layer, x):
         k_BTNK = layer(ALL_REDUCE.enter(x))
@@ -81,7 +81,7 @@ def key_value_heads(kv_heads: int) -> Case:
     def dense(p, x):
         return jnp.repeat(jnp.einsum("btd,dnk->btnk", x, p["weight"]), H // kv_heads, axis=2)
 
-    return on_residual_stream(partial(KeyValueHeads, D, kv_heads, K, std=1.0), call, dense, out=HEADS_SHARDED)
+    return on_residual_stream(partial(Linear.heads, D, kv_heads, K, std=1.0), call, dense, out=HEADS_SHARDED)
 
 
 def block(options: str, tp: TensorParallel) -> Case:
@@ -149,13 +149,13 @@ def norm(make, dense) -> Case:
 BLOCK = "kv_heads=2 norm=rmsnorm mlp=swiglu positions=rotary"
 LAYERS = {
     "column": on_residual_stream(
-        partial(ColumnParallelLinear, D, F, std=1.0),
+        partial(Linear.column, D, F, std=1.0),
         lambda layer, x: layer(ALL_REDUCE.enter(x)),
         reference_head,
         out=FEATURES_SHARDED,
     ),
     "row": Case(
-        partial(RowParallelLinear, F, D, std=1.0),
+        partial(Linear.row, F, D, std=1.0),
         lambda layer, x: ALL_REDUCE.reduce(layer(x)),
         lambda p, x: x @ p["weight"],
         (((B, T, F), FEATURES_SHARDED),),

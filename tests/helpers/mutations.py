@@ -7,6 +7,7 @@ wasteful  its values are right, and the check of its collectives fails
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from shmap_tp.layers.linear import DECLARED, Kind
 from shmap_tp.parallel.mesh import MP, make_mesh
 from shmap_tp.training.step import build_step_functions
 from tests.helpers import sharded_harness
@@ -74,8 +76,23 @@ def with_lax(monkeypatch: pytest.MonkeyPatch, module: Any, **replacements: Any) 
     monkeypatch.setattr(module, "lax", SimpleNamespace(**{**vars(lax), **replacements}))
 
 
-def declare(monkeypatch: pytest.MonkeyPatch, layer: type, *axes: str | None) -> None:
-    """Let `layer` declare its first parameter with these axes."""
+def declare(monkeypatch: pytest.MonkeyPatch, layer: type | Kind, *axes: str | None) -> None:
+    """Let `layer`, or linear layers of a kind, declare their first parameter with these axes."""
+    changed = partial(replace, axes=axes, replicate_if_fewer=False)
+    if isinstance(layer, Kind):
+        weight, bias = DECLARED[layer]
+        monkeypatch.setitem(DECLARED, layer, (changed(weight), bias))
+        return
     field = next(field for field in layer.__dataclass_fields__.values() if "declaration" in field.metadata)
-    declared = replace(field.metadata["declaration"], axes=axes, replicate_if_fewer=False)
-    monkeypatch.setattr(field, "metadata", {**field.metadata, "declaration": declared})
+    declared = field.metadata["declaration"]
+    monkeypatch.setattr(field, "metadata", {**field.metadata, "declaration": lambda module: changed(declared(module))})
+
+
+def of_kind(kind: Kind, instead: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`instead` for `mutate`, of a method of `Linear`, in layers of this kind alone."""
+
+    def of(method: Any) -> Any:
+        mutated = instead(method)
+        return lambda self, *arguments: (mutated if self.kind == kind else method)(self, *arguments)
+
+    return of

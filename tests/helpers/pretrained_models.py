@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 import shmap_tp
 from shmap_tp.config.schema import Config, Precision
-from shmap_tp.parallel.quantized import is_quantized
+from shmap_tp.parallel.int8 import is_int8
 from shmap_tp.pretrained.tensor_files import DTYPES
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.step import CONFIGURED, Components
@@ -193,9 +193,7 @@ def write_tensors(file: Path, tensors: dict[str, np.ndarray], dtype: str = "F32"
 
 def dequantized(model: shmap_tp.Model) -> shmap_tp.Model:
     """The model with an array of float32 in the place of each weight of int8."""
-    whole = jax.tree.map(
-        lambda w: w.astype(jnp.float32) if is_quantized(w) else w, model.parameters, is_leaf=is_quantized
-    )
+    whole = jax.tree.map(lambda w: w.astype(jnp.float32) if is_int8(w) else w, model.parameters, is_leaf=is_int8)
     return model.with_parameters(whole)
 
 

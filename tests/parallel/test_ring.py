@@ -69,6 +69,7 @@ class Product(eqx.Module):
     """`linear` as a layer without a bias."""
 
     weight: jax.Array
+    is_linear = True
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return linear(self.weight, x)

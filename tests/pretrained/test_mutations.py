@@ -6,19 +6,20 @@ Errors with dense references are in tests/test_option_mutations.py.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import pytest
 
 from shmap_tp import api
-from shmap_tp.layers.linear import RowParallelLinear
+from shmap_tp.layers.linear import Kind, Linear
 from shmap_tp.layers.mlp import GATES
 from shmap_tp.layers.rotation import YarnScaling
 from shmap_tp.pretrained.families.olmo import OLMO2
 from tests.helpers.pretrained_models import logit_error, write_directory
 
 pytestmark = pytest.mark.slow
-CALL, ADD_BIAS = RowParallelLinear.__call__, RowParallelLinear.add_bias
+CALL, ADD_BIAS = Linear.__call__, Linear.add_bias
 AT_LEAST = 5e-5
 
 
@@ -32,6 +33,12 @@ def norms_before(row):
 
 NORM = "shmap_tp.layers.norm.all_reduce"
 SOFTMAX = "shmap_tp.layers.causal_attention._softmax"
+
+
+def with_bias(self: Linear, x: Any) -> Any:
+    return ADD_BIAS(self, CALL(self, x)) if self.kind == Kind.row else CALL(self, x)
+
+
 REPLACED = {
     "no amplitude of yarn": ("qwen2", (YarnScaling, "amplitude", 1.0)),
     "no sinks of gpt-oss": ("gpt_oss", (SOFTMAX, lambda x, sinks_H: jax.nn.softmax(x, axis=-1))),
@@ -44,8 +51,8 @@ REPLACED = {
     ),
     "a bias added before the reduction, so mp times": (
         "gpt2",
-        (RowParallelLinear, "__call__", lambda self, x: ADD_BIAS(self, CALL(self, x))),
-        (RowParallelLinear, "add_bias", lambda self, y: y),
+        (Linear, "__call__", with_bias),
+        (Linear, "add_bias", lambda self, y: y if self.kind == Kind.row else ADD_BIAS(self, y)),
     ),
 }
 

@@ -6,9 +6,8 @@ import pytest
 
 import shmap_tp.layers.linear
 import shmap_tp.training.step
-from shmap_tp.layers.linear import ReplicatedLinear
+from shmap_tp.layers.linear import Adapter, Kind
 from shmap_tp.model.components import ModelComponents
-from shmap_tp.parallel.linear_protocol import Adapter
 from shmap_tp.parallel.mesh import MP
 from tests.helpers.adapter_cases import assert_base_keeps_its_bits, compare_with_merged, trained_on
 from tests.helpers.mutations import declare, keep_partial, mutate, refused_by_shape, refused_by_type, trace_step, wrong
@@ -29,7 +28,7 @@ def test_a_factor_keeps_the_gradient_of_the_positions_of_one_rank(monkeypatch):
 
 
 def test_the_first_factor_is_cut_in_place_of_the_second(monkeypatch):
-    declare(monkeypatch, ReplicatedLinear, MP, None)
+    declare(monkeypatch, Kind.replicated, MP, None)
     with refused_by_shape:
         trace_step("model.adapter.matrices=[query]", RANK)
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shmap_tp.training.optimizer
-from shmap_tp.layers.linear import RowParallelLinear
+from shmap_tp.layers.linear import Linear
 from shmap_tp.parallel.fsdp import Zero1
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.partitioning import partition_specs
@@ -25,7 +25,7 @@ from tests.helpers.model_fixtures import mesh, random_like, shapes_of
 from tests.helpers.mutations import refused_by_type, trace_step, wrong
 
 IN, OUT = 40, 24
-SHAPES = shapes_of(partial(RowParallelLinear, IN, OUT, std=1.0, bias=True))
+SHAPES = shapes_of(partial(Linear.row, IN, OUT, std=1.0, bias=True))
 SPECS = partition_specs(SHAPES, {MP: 4})
 """The weight is sharded over mp, the bias replicated."""
 PARAMS = random_like(SHAPES, "float64")
@@ -61,10 +61,10 @@ def test_a_norm_counts_sharded_parameters_on_one_device_alone(monkeypatch):
 def test_the_spread_of_initial_weights_is_that_of_a_shard():
     """Each device draws its own rows, with the spread that their number gives: here twice that of all rows."""
 
-    def draw(rows: int, key: jax.Array) -> RowParallelLinear:
-        return RowParallelLinear(rows, OUT, std=rows**-0.5, bias=True, key=key)
+    def draw(rows: int, key: jax.Array) -> Linear:
+        return Linear.row(rows, OUT, std=rows**-0.5, bias=True, key=key)
 
-    def init(key: jax.Array) -> RowParallelLinear:
+    def init(key: jax.Array) -> Linear:
         own = draw(IN // lax.axis_size(MP), jax.random.fold_in(key, lax.axis_index(MP)))
         return eqx.tree_at(lambda layer: layer.bias, own, jnp.zeros(OUT))
 

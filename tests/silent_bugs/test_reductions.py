@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from shmap_tp.layers import attention
-from shmap_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shmap_tp.layers import attention, linear
+from shmap_tp.layers.linear import Kind, Linear
 from shmap_tp.model import loss
 from shmap_tp.parallel import fsdp
 from shmap_tp.parallel.collectives import mark_varying
@@ -21,6 +21,7 @@ from tests.helpers.mutations import (
     declare,
     keep_partial,
     mutate,
+    of_kind,
     refused_by_shape,
     refused_by_type,
     trace_step,
@@ -48,7 +49,8 @@ def test_a_partial_gradient_is_labelled_as_complete_where_sharded_layers_begin(m
 @pytest.mark.parametrize("case", ["key_value_2_of_8", f"{HEAD_NORMS}; all_reduce"])
 def test_weights_that_all_heads_share_keep_the_gradient_of_the_heads_of_one_device(monkeypatch, case):
     """Key/value heads that several devices hold, and norms of q and k."""
-    mutate(monkeypatch, attention, "mark_varying", keep_partial)
+    for module in (linear, attention):
+        mutate(monkeypatch, module, "mark_varying", keep_partial)
     with refused_by_type:
         compare_layer(case)
 
@@ -90,8 +92,8 @@ def test_a_gradient_is_reduced_twice(monkeypatch):
 
 
 def test_an_mlp_that_every_device_computes_in_full_is_summed(monkeypatch):
-    for layer in (ColumnParallelLinear, RowParallelLinear):
-        declare(monkeypatch, layer, None, None)
+    for kind in (Kind.column, Kind.row):
+        declare(monkeypatch, kind, None, None)
     with wrong:
         compare_layer("gelu", gradients=False)
 
@@ -99,17 +101,18 @@ def test_an_mlp_that_every_device_computes_in_full_is_summed(monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bias_is_added_before_the_reduction(monkeypatch, mode):
     """Every device of mp adds it, so that it counts mp times."""
-    add_bias = RowParallelLinear.add_bias
-    mutate(monkeypatch, RowParallelLinear, "__call__", lambda call: lambda self, x: add_bias(self, call(self, x)))
-    monkeypatch.setattr(RowParallelLinear, "add_bias", lambda self, y: y)
+    add_bias = Linear.add_bias
+    before = of_kind(Kind.row, lambda call: lambda self, x: add_bias(self, call(self, x)))
+    mutate(monkeypatch, Linear, "__call__", before)
+    mutate(monkeypatch, Linear, "add_bias", of_kind(Kind.row, lambda _: lambda self, y: y))
     with wrong:
         compare_layer(f"{BIASES}; {mode}", gradients=False)
 
 
 def test_a_bias_divided_by_mp_and_added_before_the_reduction_is_right_here(monkeypatch):
     """Not an error: its gradient is summed over mp, because its use on every device says so."""
-    add_bias = RowParallelLinear.add_bias
+    add_bias = Linear.add_bias
     part = lambda self, y: y + add_bias(self, jnp.zeros_like(y)) / lax.axis_size(MP)  # noqa: E731
-    mutate(monkeypatch, RowParallelLinear, "__call__", lambda call: lambda self, x: part(self, call(self, x)))
-    monkeypatch.setattr(RowParallelLinear, "add_bias", lambda self, y: y)
+    mutate(monkeypatch, Linear, "__call__", of_kind(Kind.row, lambda call: lambda self, x: part(self, call(self, x))))
+    mutate(monkeypatch, Linear, "add_bias", of_kind(Kind.row, lambda _: lambda self, y: y))
     compare_layer(f"{BIASES}; all_reduce")

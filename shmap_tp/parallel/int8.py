@@ -10,6 +10,7 @@ gathered.  Symmetric and by the largest value, as the weights of Dettmers et al.
 https://arxiv.org/abs/2208.07339
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,15 +20,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float
+from jaxtyping import Int8 as Int8Array
+
+from shmap_tp.errors import UserError
 
 LARGEST = 127
 
 
-class Quantized(eqx.Module):
+class Int8(eqx.Module):
     """A weight of int8, in the place of the array; or its shapes, or its PartitionSpecs."""
 
-    values: Int8[Array, "..."]
+    values: Int8Array[Array, "..."]
     scale: Float[Array, "..."]
     """float32; without the dims of the inputs."""
     inputs: tuple[int, ...] = eqx.field(static=True)
@@ -37,55 +41,31 @@ class Quantized(eqx.Module):
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
+    def multiply(self, product: Callable[[Array, Array], Array], x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        """product(x, w), in x's dtype.  Communication: none."""
+        y = product(x, self.values.astype(x.dtype))
+        return (y * self.scale.reshape(1, 1, *y.shape[2:])).astype(y.dtype)
+
     def astype(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """The weight, rounded once to `dtype`."""
         return (self.values * jnp.expand_dims(self.scale, self.inputs)).astype(dtype)
 
 
-Weight = Float[Array, "..."] | Quantized
+def is_int8(node: Any) -> bool:
+    return isinstance(node, Int8)
 
 
-class ScaledLinear(eqx.Module):
-    """A linear layer with a weight of int8; called like the layer.  `fsdp.gather` puts it in the layer's place.
-
-    Communication  none.
-    """
-
-    layer: Any
-    """With the values as its weight, and without an adapter."""
-    scale: Float[Array, "..."]
-    adapter: Any
-    """An `Adapter`, or None."""
-
-    def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-        y = self.layer(x)
-        y = (y * self.layer.of_features(self.scale, y)).astype(y.dtype)
-        return y if self.adapter is None else y + self.adapter(x)
-
-    def add_bias(self, y: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-        return self.layer.add_bias(y)
-
-
-def is_quantized(node: Any) -> bool:
-    return isinstance(node, Quantized)
-
-
-def dequantized(w: Weight, dtype: DTypeLike) -> Float[Array, "..."]:
-    """A weight of int8 as an array of `dtype`, any other as it is."""
-    return w.astype(dtype) if is_quantized(w) else w
-
-
-def quantize(w: Float[Array, "..."], inputs: tuple[int, ...]) -> Quantized:
+def quantize(w: Float[Array, "..."], inputs: tuple[int, ...]) -> Int8:
     """The weight in int8.  An output feature whose weights are all 0 stays so.
 
     Communication  under jit, where the inputs are sharded, one all-reduce of the largest values.
     """
     largest = jnp.max(jnp.abs(w), axis=inputs).astype(jnp.float32)
     scale = jnp.where(largest > 0, largest, 1) / LARGEST
-    return Quantized(jnp.round(w / jnp.expand_dims(scale, inputs)).astype(jnp.int8), scale, inputs)
+    return Int8(jnp.round(w / jnp.expand_dims(scale, inputs)).astype(jnp.int8), scale, inputs)
 
 
-def quantized_shape(w: jax.ShapeDtypeStruct, inputs: tuple[int, ...]) -> Quantized:
+def quantized_shape(w: jax.ShapeDtypeStruct, inputs: tuple[int, ...]) -> Int8:
     """ShapeDtypeStructs of a weight in int8, sharded as `w` is."""
     shapes = jax.eval_shape(partial(quantize, inputs=inputs), w)
     shardings = jax.tree.map(partial(NamedSharding, w.sharding.mesh), quantized_specs(w.sharding.spec, shapes))
@@ -96,7 +76,7 @@ def quantized_specs(specs: Any, params: Any) -> Any:
     """The PartitionSpecs of parameters, each of a whole weight, for `params`, of which some may be of int8."""
 
     def spec_of(spec: P, w: Any) -> Any:
-        if not is_quantized(w):
+        if not is_int8(w):
             return spec
         of_scale = [axes for dim, axes in enumerate(spec, -len(spec)) if dim not in w.inputs]
         return eqx.tree_at(lambda w: (w.values, w.scale), w, (spec, P(*of_scale)))
@@ -104,20 +84,21 @@ def quantized_specs(specs: Any, params: Any) -> Any:
     return jax.tree.map(spec_of, specs, params)
 
 
-def ready_to_multiply(module: Any, dtype: DTypeLike) -> Any:
-    """`module`, a part of the model, with every linear layer of int8 as a `ScaledLinear` that multiplies in `dtype`,
-    and every other weight of int8 as an array of it."""
+def quantized_as(held: Any, parameters: Any) -> Any:
+    """`parameters`, with those in int8 that are so in `held`.  One array after the other is converted, and freed if the
+    caller does not keep it.  Communication: as `quantize`."""
+    leaves, structure = jax.tree.flatten(held, is_leaf=is_int8)
+    arrays = jax.tree.leaves(parameters)
+    del parameters
+    for number, leaf in enumerate(leaves):
+        if is_int8(leaf):
+            shardings = jax.tree.map(lambda part: part.sharding, leaf)
+            convert = jax.jit(partial(quantize, inputs=leaf.inputs), out_shardings=shardings)
+            arrays[number] = jax.block_until_ready(convert(arrays[number]))
+    return jax.tree.unflatten(structure, arrays)
 
-    def ready(node: Any) -> Any:
-        w = getattr(node, "weight", None)
-        if not is_quantized(w):
-            return dequantized(node, dtype)
-        if not hasattr(node, "of_features"):
-            return eqx.tree_at(lambda node: node.weight, node, w.astype(dtype), is_leaf=is_quantized)
-        parts = w.values.astype(dtype), None
-        layer = eqx.tree_at(
-            lambda node: (node.weight, node.adapter), node, parts, is_leaf=lambda x: x is None or x is w
-        )
-        return ScaledLinear(layer, w.scale, node.adapter)
 
-    return jax.tree.map(ready, module, is_leaf=lambda node: is_quantized(getattr(node, "weight", node)))
+def require_unquantized(parameters: Any, use: str) -> None:
+    """Raise UserError if any parameter is in int8; `use` says what is to be done with them, as a participle."""
+    if any(map(is_int8, jax.tree.leaves(parameters, is_leaf=is_int8))):
+        raise UserError(f'a model held in int8 cannot be {use}: read it with dtype="float32" or "bfloat16"')

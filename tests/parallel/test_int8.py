@@ -6,8 +6,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shmap_tp.config.compose import load
+from shmap_tp.parallel.int8 import quantize, quantized_shape, quantized_specs
 from shmap_tp.parallel.mesh import MP, make_mesh
-from shmap_tp.parallel.quantized import quantize, quantized_shape, quantized_specs
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.run_fixtures import FIRST
 

@@ -56,8 +56,9 @@ CUSTOM_GRADIENTS = {
     "layers/flash_attention.py",
     "layers/grouped_matmul.py",
     "layers/linear.py",
+    "layers/rotation.py",
     "layers/xla_workarounds.py",
-    "model/host_offload.py",
+    "model/remat.py",
     "model/loss.py",
 }
 """Files and sub-packages that may define gradients by hand."""

@@ -13,7 +13,7 @@ The kernels' operations know no varying types, so they run inside `without_vma_c
 through it: `_attend` states forward and backward, and both only call kernels.
 
 Where q, k and v are offloaded to host memory, a kernel returns them as deferred residuals, and its backward pass
-receives them from `model/host_offload.py`.
+receives them from `model/remat.py`.
 """
 
 from collections.abc import Callable
@@ -252,7 +252,7 @@ def _backward(
     kernel: "Splash | Cudnn", options: Pattern, saved: Any, cotangents: tuple[Array, DeferredResiduals]
 ) -> tuple[Array | None, ...]:
     """`cotangents` are those of the output and, where q, k and v are deferred, q, k and v themselves
-    (`host_offload`)."""
+    (`model/remat.py`)."""
     pull, mixed, qkv = saved
     d_mixed, deferred = cotangents
 

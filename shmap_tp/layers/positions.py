@@ -14,7 +14,6 @@ residual stream a device holds is known to the tensor-parallel mode.
 """
 
 import math
-from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -24,18 +23,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from shmap_tp.config.schema import ModelConfig, PositionKind
-from shmap_tp.layers.rotation import Rotation, make_rotation
-from shmap_tp.layers.xla_workarounds import rotate_pairs, rotate_pairs_at
+from shmap_tp.layers.rotation import Rotation, make_rotation, rotate_pairs, rotate_pairs_at
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import ParameterKind, param
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 
 
-@runtime_checkable
-class PositionEncoding(Protocol):
-    """What a model needs of its position encoding."""
+class PositionEncoding(eqx.Module):
+    """What a model asks of its position encoding; what an encoding does not define changes nothing."""
 
-    is_absolute: bool
+    is_absolute = False
     """Whether it depends on the positions themselves.  One that depends on distances alone is the same in a document
     of a row, whether or not its positions begin at 0."""
 
@@ -43,20 +40,20 @@ class PositionEncoding(Protocol):
         self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B _ D"]:
         """x of the residual stream before the first block."""
-        ...
+        return x_BTD
 
     def rotate(
         self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T H K"]:
         """Queries or keys."""
-        ...
+        return x_BTHK
 
     def slopes(self) -> Float[Array, " H"] | None:
         """The slope of each head of this device: attention adds slope * (s - t) to the score of query t and key s."""
-        ...
+        return None
 
 
-class Alibi(eqx.Module):
+class Alibi(PositionEncoding):
     """A penalty on distance, steeper in some heads.  Press et al. 2022, section 3, https://arxiv.org/abs/2108.12409
 
     Attention adds slope * (s - t) to the score of query t and key s, counted by their places in its inputs: `positions`
@@ -64,17 +61,6 @@ class Alibi(eqx.Module):
     """
 
     heads: int = eqx.field(static=True)
-    is_absolute = False
-
-    def add_to_input(
-        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B _ D"]:
-        return x_BTD
-
-    def rotate(
-        self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B T H K"]:
-        return x_BTHK
 
     def slopes(self) -> Float[Array, " H"]:
         local = self.heads // lax.axis_size(MP)
@@ -91,7 +77,7 @@ def alibi_slopes(heads: int) -> Float[np.ndarray, " H"]:
     return np.array(geometric(below) + geometric(2 * below)[0::2][: heads - below])
 
 
-class Rotary(eqx.Module):
+class Rotary(PositionEncoding):
     """Pairs of elements of a head, rotated by position * a rate of their own.  Su et al. 2021,
     https://arxiv.org/abs/2104.09864
 
@@ -99,12 +85,6 @@ class Rotary(eqx.Module):
     """
 
     rotation: Rotation = eqx.field(static=True)
-    is_absolute = False
-
-    def add_to_input(
-        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B _ D"]:
-        return x_BTD
 
     def rotate(
         self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None
@@ -113,11 +93,8 @@ class Rotary(eqx.Module):
             return rotate_pairs(self.rotation, 1, x_BTHK)
         return rotate_pairs_at(self.rotation, positions, x_BTHK)
 
-    def slopes(self) -> None:
-        return None
 
-
-class Learned(eqx.Module):
+class Learned(PositionEncoding):
     """A vector per position, added to the embedding; replicated.  Radford et al. 2018, GPT, section 3.1"""
 
     weight: Float[Array, "T D"] = param(None, None, kind=ParameterKind.embedding)
@@ -132,33 +109,10 @@ class Learned(eqx.Module):
         weight_BTD = self.weight[None] if positions is None else self.weight[positions]
         return x_BTD + tp.local_positions(weight_BTD, x_BTD.shape[1]).astype(x_BTD.dtype)
 
-    def rotate(
-        self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B T H K"]:
-        return x_BTHK
 
-    def slopes(self) -> None:
-        return None
-
-
-class NoPositions(eqx.Module):
+class NoPositions(PositionEncoding):
     """None: a causal layer of a model whose other layers have one.  Kazemnejad et al. 2023, NoPE,
     https://arxiv.org/abs/2305.19466"""
-
-    is_absolute = False
-
-    def add_to_input(
-        self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel, positions: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B _ D"]:
-        return x_BTD
-
-    def rotate(
-        self, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B T H K"]:
-        return x_BTHK
-
-    def slopes(self) -> None:
-        return None
 
 
 def make_position_encoding(config: ModelConfig, key: PRNGKeyArray) -> Alibi | Rotary | Learned:

@@ -17,9 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
-
-from shmap_tp.layers.rotation import Rotation
+from jaxtyping import Array, Float
 
 LANES = 128
 """Elements in the rows that a TPU's memory is made of: the last dim of an array is padded to a multiple of it."""
@@ -68,70 +66,6 @@ def _with_additions(jaxpr: Any) -> Any:
 def _sum(x: Array, axis: int, dtype: DTypeLike) -> Array:
     slices = [lax.index_in_dim(x, i, axis, keepdims=False).astype(dtype) for i in range(x.shape[axis])]
     return functools.reduce(operator.add, slices)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def rotate_pairs(rotation: Rotation, sign: int, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
-    """Rotate each pair of the head at position t by sign * t * its rate, in float32 or wider, times the amplitude.
-
-    The plain version is `rotate_pairs_at`.  Here the other element of each pair comes from a matmul with a signed
-    permutation, exactly, because half a head fills half a row of a TPU's vector unit; and the gradient, a rotation the
-    other way, is stated, because JAX's own transpose of that matmul would round.  Elements that are not rotated have an
-    angle of 0.
-    """
-    time, head_dim = x_BTHK.shape[1], x_BTHK.shape[3]
-    wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-    first, second = rotation.pairs(head_dim)
-    angle, swap = np.zeros((time, head_dim)), np.zeros((head_dim, head_dim), int)
-    angle[:, first] = angle[:, second] = np.arange(time)[:, None] * rotation.rates(head_dim)
-    swap[second, first], swap[first, second] = -sign, sign
-    size = np.ones(head_dim)
-    size[first] = size[second] = rotation.amplitude
-    cos, sin = (jnp.asarray((size * f(angle))[None, :, None, :], wide) for f in (np.cos, np.sin))
-    swap = jnp.asarray(swap, x_BTHK.dtype)
-    other = jnp.matmul(x_BTHK, swap, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
-    return (x_BTHK.astype(wide) * cos + other * sin).astype(x_BTHK.dtype)
-
-
-rotate_pairs.defvjp(
-    lambda rotation, sign, x: (rotate_pairs(rotation, sign, x), None),
-    lambda rotation, sign, _, dy: (rotate_pairs(rotation, -sign, dy),),
-)
-
-
-def rotate_pairs_at(
-    rotation: Rotation, positions_BT: Int[Array, "B T"], x_BTHK: Float[Array, "B T H K"]
-) -> Float[Array, "B T H K"]:
-    """The same at the positions given, by its definition: a pair a, b becomes a cos - b sin, b cos + a sin."""
-    head_dim = x_BTHK.shape[3]
-    wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-    angle_BTHP = _angles(rotation.rates(head_dim), positions_BT, wide)[:, :, None]
-    x, rest = jnp.split(x_BTHK.astype(wide), [rotation.size(head_dim)], axis=-1)
-    a, b = (x[..., ::2], x[..., 1::2]) if rotation.neighbouring else jnp.split(x, 2, axis=-1)
-    cos, sin = (rotation.amplitude * f(angle_BTHP) for f in (jnp.cos, jnp.sin))
-    turned = [a * cos - b * sin, b * cos + a * sin]
-    y = jnp.stack(turned, axis=-1).reshape(x.shape) if rotation.neighbouring else jnp.concatenate(turned, axis=-1)
-    return jnp.concatenate([y, rest], axis=-1).astype(x_BTHK.dtype)
-
-
-NEAR = 1024
-"""`_angles` takes positions as multiples of it and remainders."""
-
-
-def _angles(rates: Float[np.ndarray, " P"], positions_BT: Int[Array, "B T"], wide: DTypeLike) -> Float[Array, "B T P"]:
-    """position * rate, in float32 less whole turns.
-
-    The plain version is the product, whose rounded rate is wrong by 0.008 radians at position 131,072 in float32.  Here
-    turns are integers of 1/2^32, whose sums and products lose whole turns and nothing else: at most 2e-6 radians are
-    lost up to position 2^20, by the rounding of the two factors.
-    """
-    if jnp.dtype(wide).itemsize > 4:
-        return positions_BT.astype(wide)[..., None] * jnp.asarray(rates, wide)[None, None]
-    turns = np.stack([rates, NEAR * rates]) / (2 * np.pi)
-    near_P, far_P = jnp.asarray(np.round((turns % 1) * 2.0**32).astype(np.uint64).astype(np.uint32))
-    position_BTP = positions_BT.astype(jnp.uint32)[..., None]
-    phase_BTP = position_BTP % NEAR * near_P[None, None] + position_BTP // NEAR * far_P[None, None]
-    return lax.bitcast_convert_type(phase_BTP, jnp.int32).astype(wide) * (2 * np.pi / 2**32)
 
 
 @jax.custom_vjp

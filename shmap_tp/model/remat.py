@@ -18,7 +18,15 @@
 
 No policy saves a gathered FSDP weight: it is gathered again.  What `offload` names is saved in host memory instead:
 written during the forward pass, and read back before its block's backward pass.  q, k and v of a kernel are then saved
-in the kernel's layout, as copies made at the end of the block (`host_offload.py`).
+in the kernel's layout, as copies made at the end of the block:
+
+    mixed, residuals = attend(q, k, v)          early in a block; residuals = q, k, v, three dims each
+    y = save_at_block_end(y, residuals)         at its end: y
+
+The plain version is `checkpoint_name` on q, k and v where they are computed, which `Attention` uses without offload.
+XLA for TPU starts all writes to the host of one block together, at the beginning of the next block, which then waits
+before it overwrites q, k and v (docs/performance-notes.md).  A copy made at the end of a block is not overwritten
+before the end of the next one, so its write has the time of a whole block.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
 """
@@ -27,11 +35,20 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from shmap_tp.config.activation_names import ALWAYS_ON_DEVICE, BLOCK_INPUT, CHECKPOINT_NAMES, SAVED_BY_REMAT
+from shmap_tp.config.activation_names import (
+    ALWAYS_ON_DEVICE,
+    BLOCK_INPUT,
+    CHECKPOINT_NAMES,
+    QUERY_KEY_VALUE,
+    SAVED_BY_REMAT,
+)
 from shmap_tp.config.schema import Remat, SavedActivation
+from shmap_tp.layers.context import DeferredResiduals
 from shmap_tp.parallel.mesh import token_axes
 from shmap_tp.parallel.partitioning import spec_axes
 
@@ -78,3 +95,40 @@ def _policy(remat: Remat, offload: Collection[SavedActivation]) -> Callable[...,
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+
+# q, k and v on the host
+
+
+def save_at_block_end(y_BTD: Float[Array, "B T D"], residuals: DeferredResiduals) -> Float[Array, "B T D"]:
+    """y.  Its backward pass saves `residuals` under the name QUERY_KEY_VALUE, as copies made when y is available.
+    Communication: none.
+
+    It returns, in the place of gradients of the residuals, the saved copies themselves; they reach the backward pass of
+    `attend`, which reads them.  So residuals must be passed here, once, and used nowhere else.
+    """
+    return _save(y_BTD, residuals) if residuals else y_BTD
+
+
+@jax.custom_vjp
+def _save(y: Array, residuals: DeferredResiduals) -> Array:
+    return y
+
+
+def _save_forward(y: Array, residuals: DeferredResiduals) -> tuple[Array, DeferredResiduals]:
+    return y, tuple(checkpoint_name(_copy_after(y, x), QUERY_KEY_VALUE) for x in residuals)
+
+
+def _save_backward(saved: DeferredResiduals, dy: Array) -> tuple[Array, DeferredResiduals]:
+    """k and v are copied when dy is available, which frees the buffers they were read into for the block before."""
+    q, *rest = saved
+    return dy, (q, *(_copy_after(dy, x) for x in rest))
+
+
+_save.defvjp(_save_forward, _save_backward)
+
+
+def _copy_after(y: Array, x: Array) -> Array:
+    """A copy of x, made when y is available: selected by a condition whose value is hidden from the compiler."""
+    y, x, true = lax.optimization_barrier((y, x, jnp.array(True)))
+    return jnp.where(true, x, 0)

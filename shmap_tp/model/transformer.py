@@ -32,9 +32,8 @@ from shmap_tp.layers.positions import Alibi, Learned, Rotary, make_position_enco
 from shmap_tp.layers.xla_workarounds import isolate_gradient, join_gradients
 from shmap_tp.model.adapters import with_adapters
 from shmap_tp.model.blocks import BLOCKS, MakeMlp
-from shmap_tp.model.host_offload import save_at_block_end
 from shmap_tp.model.layer_pattern import LayerOptions, layer_options, scan_layers
-from shmap_tp.model.remat import checkpointed
+from shmap_tp.model.remat import checkpointed, save_at_block_end
 from shmap_tp.model.tokens import positions_within
 from shmap_tp.parallel.fsdp import gather, has_gathered, reduces_gradient
 from shmap_tp.parallel.partitioning import stacked

@@ -26,7 +26,7 @@ from shmap_tp.config.schema import MomentumDtype, OptimizerConfig, OptimizerName
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import mesh_order
 from shmap_tp.parallel.partitioning import decayed, declarations, optimizer_specs
-from shmap_tp.parallel.whole_layers import Layout, is_matrix, on_whole_matrices
+from shmap_tp.parallel.whole_matrices import UpdateSharding, is_matrix, on_whole_matrices
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Optimizer:
         """PartitionSpecs of the state, from those of what each device updates of the parameters (arrays or shapes)."""
         return optimizer_specs(self.transformation, params, updated)
 
-    def update(self, gradients: Any, state: optax.OptState, params: Any, layout: Layout) -> tuple[Any, optax.OptState]:
+    def update(self, gradients: Any, state: optax.OptState, params: Any, layout: UpdateSharding) -> tuple[Any, optax.OptState]:
         """(updates, new state) of this device's shards.
 
         Communication  that of `on_whole_matrices`; else none.

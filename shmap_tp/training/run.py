@@ -23,8 +23,7 @@ from shmap_tp.errors import DivergedError, UserError
 from shmap_tp.hardware.devices import machine_peak
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
-from shmap_tp.model.flops import flops_per_token, frozen_parameters, parameters
-from shmap_tp.model.matmul_count import UncountedError
+from shmap_tp.model.flops import UncountedError, flops_per_token, frozen_parameters, parameters
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.runtime.agreement import data_facts, on_process_0, require_agreement
 from shmap_tp.runtime.console import print_on_process_0

@@ -35,7 +35,7 @@ from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_parti
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import Role, axes_of, mesh_order, token_axes
 from shmap_tp.parallel.partitioning import named_shardings
-from shmap_tp.parallel.whole_layers import Layout
+from shmap_tp.parallel.whole_matrices import UpdateSharding
 from shmap_tp.training.bad_steps import BadStepState, StepOutcome, initial_bad_step_state, select_tree
 from shmap_tp.training.objective import Objective, Parts, all_tokens
 from shmap_tp.training.optimizer import Optimizer, clip_by_global_norm, make_optimizer, update_norms
@@ -198,7 +198,7 @@ def build_step_functions(
     )
     objective = make_objective(config, model.execution)
     axes = mesh.axis_names
-    local_step = _make_step(config, objective, optimizer, model, Layout(updated, axes, dtype))
+    local_step = _make_step(config, objective, optimizer, model, UpdateSharding(updated, axes, dtype))
 
     def step(
         state: State, tokens_ABT: Array, segments_ABT: Array | None = None, sources_AB1: Array | None = None
@@ -251,7 +251,7 @@ def _evaluate(objective: Objective, params: Transformer, batch: Batch) -> tuple[
 
 
 def _make_step(
-    config: Config, objective: Objective, optimizer: Optimizer, model: ShardedModel, layout: Layout
+    config: Config, objective: Objective, optimizer: Optimizer, model: ShardedModel, layout: UpdateSharding
 ) -> Callable[..., Any]:
     """The step of one device; `layout` is that of what each device updates."""
     placements, _ = model.split(model.placed.placements)

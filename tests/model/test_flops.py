@@ -20,6 +20,7 @@ from shmap_tp.config.schema import (
 )
 from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.flops import (
+    UncountedError,
     flops_per_token,
     forward_terms,
     hardware_flops_per_token,
@@ -27,7 +28,6 @@ from shmap_tp.model.flops import (
     parameters,
     recomputed_terms,
 )
-from shmap_tp.model.matmul_count import UncountedError
 from tests.helpers.components import ADAPTER, AdapterBlock, LoopMlp, ReGluMlp
 from tests.helpers.named_models import DEFAULTS, TINY, ZOO, load
 

@@ -13,8 +13,7 @@ import shmap_tp.model.loss
 import shmap_tp.model.transformer
 from shmap_tp.layers import causal_attention
 from shmap_tp.layers.positions import NoPositions
-from shmap_tp.layers.rotation import Rotation
-from shmap_tp.layers.xla_workarounds import rotate_pairs
+from shmap_tp.layers.rotation import Rotation, rotate_pairs
 from shmap_tp.model.blocks import SequentialBlock
 from shmap_tp.model.layer_pattern import LayerOptions, layer_options
 from tests.helpers.layer_cases import JOINT_NORMS

@@ -18,7 +18,7 @@ from shmap_tp.layers.linear import Linear
 from shmap_tp.parallel.fsdp import Zero1
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.parallel.whole_layers import Layout, on_whole_matrices
+from shmap_tp.parallel.whole_matrices import UpdateSharding, on_whole_matrices
 from shmap_tp.training.optimizer import global_norm, orthogonalized
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits
 from tests.helpers.model_fixtures import mesh, random_like, shapes_of
@@ -106,7 +106,7 @@ def test_muon_orthogonalises_the_shards_of_a_matrix(whole):
 
     def update(gradients: Any) -> Any:
         if whole:
-            layout = Layout(SPECS, (DP, MP), jnp.float64)
+            layout = UpdateSharding(SPECS, (DP, MP), jnp.float64)
             return on_whole_matrices(orthogonalised).update(gradients, (), layout=layout)[0]
         return by_matrix(gradients)
 

@@ -15,7 +15,7 @@ from shmap_tp.config.schema import OptimizerConfig
 from shmap_tp.model.sharded_model import shard_model
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.parallel.whole_layers import Layout
+from shmap_tp.parallel.whole_matrices import UpdateSharding
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.optimizer import Optimizer, describe_schedule, learning_rate_schedule, make_optimizer
 from shmap_tp.training.step import CONFIGURED, Components
@@ -164,7 +164,7 @@ def test_updates_of_muon_are_those_of_plain_numpy_on_every_mesh(settings):
     def second_update(params: Any, *gradients: Any) -> Any:
         state = muon.init(params)
         for g in gradients:
-            updates, state = muon.update(g, state, params, Layout(specs, on.axis_names, jnp.float32))
+            updates, state = muon.update(g, state, params, UpdateSharding(specs, on.axis_names, jnp.float32))
         return updates
 
     run = jax.jit(jax.shard_map(second_update, mesh=on, in_specs=(specs,) * 3, out_specs=specs))

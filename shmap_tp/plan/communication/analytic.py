@@ -29,7 +29,7 @@ the blocks of model/blocks.py this comes to:
     fsdp_gradients:    the gradient of a block's matrix is reduced in a ring of dp, and                A times a layer
       ring             reduce-scattered between rings
     optimizer: muon    over each axis the shards of all matrices' momenta, exchanged for whole ones,       once
-                       and the updates back, in the dtype of the activations (`whole_layers.py`)
+                       and the updates back, in the dtype of the activations (`whole_matrices.py`)
     slices             all of that within a slice; between slices, float32, FSDP weights are           once
                        all-gathered and sharded gradients reduce-scattered
 
@@ -72,7 +72,7 @@ from shmap_tp.parallel.mesh import (
     token_axes,
 )
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, AllReduce, TensorParallel, prompt_tensor_parallel
-from shmap_tp.parallel.whole_layers import Layout
+from shmap_tp.parallel.whole_matrices import UpdateSharding
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr, model_communication
 from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
 from shmap_tp.plan.communication.parameters import (
@@ -141,7 +141,7 @@ def whole_matrices(config: Config, dtype: DTypeLike, components: Components = CO
     trained, specs = eqx.filter(shapes, is_trained), eqx.filter(updated, is_trained)
 
     def first_update(params: Transformer) -> Transformer:
-        return optimizer.update(params, optimizer.init(params), params, Layout(specs, tuple(sizes), dtype))[0]
+        return optimizer.update(params, optimizer.init(params), params, UpdateSharding(specs, tuple(sizes), dtype))[0]
 
     program = jax.shard_map(first_update, mesh=abstract_mesh(sizes), in_specs=(specs,), out_specs=specs)
     found = communication_in_jaxpr(jax.make_jaxpr(program)(trained).jaxpr)

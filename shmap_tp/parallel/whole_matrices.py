@@ -37,7 +37,7 @@ MatrixFunction = Callable[[Float[Array, "N R C"]], Float[Array, "N R C"]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class UpdateSharding:
     """How the updates of an optimizer are on the mesh."""
 
     specs: Any
@@ -64,7 +64,7 @@ def on_whole_matrices(function: MatrixFunction) -> optax.GradientTransformationE
                    that shards nothing of it; all in the dtype of the layout.  None inside `function`.
     """
 
-    def update(updates: Any, state: Any, params: Any = None, *, layout: Layout, **_: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, *, layout: UpdateSharding, **_: Any) -> tuple[Any, Any]:
         leaves, tree = jax.tree.flatten(updates)
         specs, described = tree.flatten_up_to(layout.specs), tree.flatten_up_to(declarations(updates))
         alike = defaultdict(list)
@@ -83,7 +83,7 @@ def on_whole_matrices(function: MatrixFunction) -> optax.GradientTransformationE
 
 
 def _on_stack(
-    function: MatrixFunction, shards: list[Array], spec: P, dims: Sequence[int], layout: Layout
+    function: MatrixFunction, shards: list[Array], spec: P, dims: Sequence[int], layout: UpdateSharding
 ) -> list[Array]:
     """`function` of arrays that have the same shape and PartitionSpec, each given and returned as this device's shard.
     `dims`: how many lead (layers, experts), and how many of the last are columns."""

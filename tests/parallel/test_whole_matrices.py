@@ -9,7 +9,7 @@ from shmap_tp.config.schema import FsdpGradients, Zero
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, make_mesh
 from shmap_tp.parallel.partitioning import axes_in
-from shmap_tp.parallel.whole_layers import from_whole, to_whole
+from shmap_tp.parallel.whole_matrices import from_whole, to_whole
 from tests.helpers.model_fixtures import mesh_config
 
 MESHES = {

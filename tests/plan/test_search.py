@@ -23,10 +23,10 @@ from shmap_tp.plan.search.candidates import (
 from shmap_tp.plan.search.command import Space, finish, make_search
 from shmap_tp.plan.search.cost import Cost
 from shmap_tp.plan.search.jobs import ended
-from shmap_tp.plan.search.loop import WORTH_TRYING, Search
+from shmap_tp.plan.search.loop import WORTH_TRYING, Search, rank_correlation
 from shmap_tp.plan.search.output import Task, largest_share, limited_by, table
 from shmap_tp.plan.targets import find_target, machine_of
-from tests.helpers.searching import BASE, RECORDED, config, made
+from tests.helpers.searching import RECORDED, config, made
 
 # Candidates
 
@@ -172,7 +172,7 @@ def name_of(result: Result | None) -> int | None:
 TRUTH, ALONE = {1: (1.0, 5), 2: (1.2, 5), 3: (2.0, 5), 4: (1.3, 5)}, {1: (1.0, 5)}
 STOPPED, NO_TIME = "nothing faster is expected", "too little time for another"
 ORDERS = {
-    "the most promising first, until nothing faster is expected": (
+    "the fastest by formulas first, until nothing faster is expected": (
         TRUTH, [(3, 2.0, 5), (2, WORTH_TRYING - 0.01, 5), (4, 1.3, 5), (1, 1.0, 5)], {}, [1, 2], 1, STOPPED,
     ),
     "what surely fits first, and what may not fit after it": (
@@ -186,6 +186,10 @@ ORDERS = {
     ),
     "none that a peak which was estimated too low teaches not to fit": (
         {1: (1.0, 20), 2: (1.01, 20), 3: (2.0, 4)}, [(1, 1.0, 9), (2, 1.01, 9), (3, 2.0, 2)], {}, [1, 3], 3, STOPPED,
+    ),
+    "others by the formulas times the ratio of the fastest": (
+        {1: (0.5, 5), 2: (0.6, 5), 3: (0.4, 5)}, [(1, 1.0, 5), (2, 1.05, 5), (3, 1.09, 5), (4, 1.3, 5)], {}, [1, 2, 3],
+        3, STOPPED,
     ),
     "none that would not end in time": (
         ALONE | {2: (0.9, 5)}, [(1, 1.0, 5), (2, 1.0, 5)], {"seconds": 90.0}, [1], 1, NO_TIME,
@@ -273,18 +277,6 @@ def test_several_are_compiled_at_a_time():
     assert compiler.now == pytest.approx(121, abs=2), "four of 60 s, two at a time"
 
 
-def test_a_candidate_that_is_like_one_being_compiled_waits_for_what_it_teaches():
-    """Also where a step took more than WHILE_RUNNING times what the formulas say."""
-    found, running, alike = (
-        made(1, 1.0, 5, offload) for offload in ((), (SavedActivation.up,), (SavedActivation.input,))
-    )
-    other = Result(replace(BASE, dp=1, mp=4, zero=Zero.none, microbatches=2), made(2, 1.05, 5).estimate)
-    search = Compiler({}).search([alike, other])
-    search.found = [compiled(found, row(1.3, 5))]
-    search.running = {running.candidate: (running, Ended(search.found[0]))}
-    assert search.next() is other
-
-
 def test_a_compilation_that_lacked_memory_is_repeated_with_fewer_at_a_time():
     compiler = Compiler({1: (1.0, 5), 2: (1.01, 5)})
     search = compiler.search([made(1, 1.0, 5), made(2, 1.01, 5)], jobs=2)
@@ -294,6 +286,14 @@ def test_a_compilation_that_lacked_memory_is_repeated_with_fewer_at_a_time():
     search.run()
     assert search.jobs == 1 and compiler.started == [2, 1] and search.best().seconds == 1.0
     assert "from here on 1 at a time; this one is compiled again" in compiler.lines
+
+
+def test_rank_correlation():
+    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]) == pytest.approx(1)
+    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]) == pytest.approx(-1)
+    assert rank_correlation([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]) == pytest.approx(0.5)
+    assert rank_correlation([1.0, 1.0, 2.0], [1.0, 1.0, 2.0]) == pytest.approx(1), "ties share their mean rank"
+    assert math.isnan(rank_correlation([1.0], [1.0])) and math.isnan(rank_correlation([1.0, 1.0], [1.0, 2.0]))
 
 
 # Output

@@ -1,9 +1,14 @@
-"""The formulas never drop the candidate that would have won: three small searches whose every candidate is compiled."""
+"""The search finds the candidate that would have won: three small searches whose every candidate is compiled."""
+
+from dataclasses import dataclass, replace
 
 import pytest
 from whole_space import CASES, ranks, recorded
 
-from shmap_tp.plan.search.candidates import candidates
+from shmap_tp.plan.search.candidates import Result, candidates
+from shmap_tp.plan.search.loop import Search
+from shmap_tp.plan.targets import machine_of
+from tests.helpers.searching import RECORDED
 
 DONE = recorded()
 
@@ -15,3 +20,28 @@ def test_the_fastest_of_the_whole_space_is_kept(case):
     assert {words for name, words in DONE if name == case.name} == every, "run benchmarks/whole_space.py"
     found = ranks(case, DONE)
     assert found.place is not None and found.compiled > found.kept
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A compilation whose result is recorded."""
+
+    estimated: Result
+    seconds: float
+
+    def poll(self) -> Result:
+        fits = self.seconds < float("inf")
+        row = replace(RECORDED, fits=fits, step_seconds=self.seconds if fits else None, peak_bytes_per_device=1e9)
+        return replace(self.estimated, row=row, compile_seconds=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "most"), [*zip(CASES, (5, 10, 3), strict=True)], ids=("meshes", "remat", "offload"))
+def test_a_search_in_the_order_of_the_formulas_finds_the_fastest_of_the_whole_space(case, most):
+    def start(one: Result) -> Recorded:
+        return Recorded(one, DONE[case.name, " ".join(one.candidate.settings())])
+
+    search = Search(case.kept(), machine_of(case.target).memory, start, lambda _: None, 1, 1e9, sleep=lambda _: None)
+    search.run()
+    assert search.best().seconds == min(seconds for (name, _), seconds in DONE.items() if name == case.name)
+    assert len(search.found) <= most

@@ -1,24 +1,16 @@
-"""The search: compile the most promising candidate, learn from it, and go on until time is up.
+"""The search: compile candidates in the order of their formulas until time is up or nothing faster is expected.
 
-Most promising is the candidate with the largest expected improvement on the fastest that was found, times the
-probability that it fits (Gardner et al. 2014, "Bayesian optimization with inequality constraints", section 3.1,
-https://proceedings.mlr.press/v32/gardner14.html).  As long as nothing that was compiled fits, only candidates that
-surely fit are compiled: a search that is cut short then has an answer.
+Compiled steps correct the formulas of the others: the fastest one their time, the last one their memory, each by its
+ratio compiled / formulas.  As long as nothing that was compiled fits, only candidates that surely fit are compiled: a
+search that is cut short then has an answer.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from statistics import NormalDist
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from shmap_tp.parallel.mesh import CP, EP, MP
-from shmap_tp.plan.search.candidates import Candidate, Result
+from shmap_tp.plan.search.candidates import SURE, Candidate, Result
 from shmap_tp.plan.search.jobs import Job
-
-# What compiled candidates teach about the formulas' errors for others
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -37,69 +29,13 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
 
-@dataclass(frozen=True)
-class Errors:
-    """How far formulas are off, as standard deviations of the logarithm of (compiled / formulas).
-
-    The error of a candidate is a Gaussian process (Rasmussen and Williams 2006, equations 2.25 and 2.26,
-    https://gaussianprocess.org/gpml), a sum of independent parts (section 4.2.4): one is common to all candidates of a
-    search, as that of the model and the device; one belongs to each choice, and is shared by the candidates that make
-    it; and one is the candidate's own.
-    """
-
-    common: float
-    choice: float
-    own: float
-
-    @property
-    def total(self) -> float:
-        return math.sqrt(self.common**2 + len(CHOICES) * self.choice**2 + self.own**2)
-
-    def covariance(self, a: Candidate, b: Candidate) -> float:
-        shared = sum(getattr(a, name) == getattr(b, name) for name in CHOICES)
-        return self.common**2 + shared * self.choice**2 + (self.own**2 if a == b else 0.0)
-
-
-CHOICES = tuple(field.name for field in fields(Candidate) if field.name not in (CP, EP, MP, "row_major"))
-"""Of a candidate, each with an error of its own; dp, cp and mp are one.  What row_major changes is not the same for all
-candidates, and belongs to each one's own error."""
-NOISE = 0.01
-"""Standard deviation of what two compilations of the same step may differ by."""
-
-
-class Correction:
-    """What compiled candidates teach about the errors of others."""
-
-    def __init__(self, errors: Errors, compiled: Sequence[tuple[Candidate, float]]):
-        """`compiled`: candidates, and compiled / formulas of each."""
-        self._errors, self._known = errors, [candidate for candidate, _ in compiled]
-        matrix = np.array([[errors.covariance(a, b) for b in self._known] for a in self._known])
-        matrix = matrix.reshape(len(compiled), len(compiled)) + NOISE**2 * np.eye(len(compiled))
-        self._inverse = np.linalg.inv(matrix)
-        self._weights = self._inverse @ np.log([ratio for _, ratio in compiled])
-
-    def of(self, candidate: Candidate) -> tuple[float, float]:
-        """The expected logarithm of (compiled / formulas) of a candidate, and its standard deviation."""
-        shared = np.array([self._errors.covariance(candidate, known) for known in self._known])
-        variance = self._errors.total**2 - shared @ self._inverse @ shared
-        return float(shared @ self._weights), math.sqrt(max(float(variance), 0.0))
-
-
 # The search
 
 WORTH_TRYING = 1.1
-"""A candidate is compiled while it is expected to take less than this times the fastest that was found: after what the
-compiled ones teach, the formulas are still several percent off."""
+"""A candidate is compiled while it is expected to take less than this times the fastest that was found: the formulas
+are several percent off."""
 FITS = 1.03
 """A candidate is compiled if it is expected to need less than this times the memory."""
-SURELY = 0.99
-"""Probability of a candidate that surely fits: before anything is compiled, `candidates.SURE` of the memory or less."""
-TIME_ERRORS, MEMORY_ERRORS = Errors(common=0.03, choice=0.025, own=0.03), Errors(common=0.03, choice=0.01, own=0.02)
-"""Of the formulas: in all 7.9 % and 4.5 %, about what they are off on models that were left out of their fit."""
-SMALLEST_DEVIATION = 0.01
-WHILE_RUNNING = 1.1
-"""While a candidate is compiled it is assumed to take this times what is expected of it, so that candidates that are
-alike wait for what it teaches."""
 POLL_SECONDS = 0.2
 
 Start = Callable[[Result], Job]
@@ -171,59 +107,39 @@ class Search:
         """The fastest that fits."""
         return min(self._fitting(), key=lambda one: one.seconds, default=None)
 
-    def _time_correction(self, *more: tuple[Candidate, float]) -> Correction:
-        ratios = [(each.candidate, each.seconds / each.estimate.seconds) for each in self._fitting()]
-        return Correction(TIME_ERRORS, [*ratios, *more])
+    def _time_ratio(self) -> float:
+        """Compiled / formulas of the fastest step; 1 without one."""
+        best = self.best()
+        return best.seconds / best.estimate.seconds if best else 1.0
 
-    def _memory_correction(self) -> Correction:
-        """By those that do not fit, too."""
-        compiled = [each for each in self.found if each.row is not None]
-        ratios = [(each.candidate, each.peak_bytes / each.estimate.peak_bytes) for each in compiled]
-        return Correction(MEMORY_ERRORS, ratios)
+    def _memory_ratio(self) -> float:
+        """The same of the peak of the last compiled step, whether it fits or not."""
+        last = [one for one in self.found if one.row is not None][-1:]
+        return last[0].peak_bytes / last[0].estimate.peak_bytes if last else 1.0
 
     def expected_seconds(self, one: Result) -> float:
-        """Of a step: the formulas, corrected by the compiled candidates."""
-        return one.seconds * math.exp(self._time_correction().of(one.candidate)[0])
+        """Seconds of a step by the formulas, corrected by the fastest compiled one."""
+        return one.seconds * self._time_ratio()
+
+    def _within(self, part: float) -> list[Result]:
+        """Those not compiled yet that are expected to need at most this part of the memory."""
+        ratio = self._memory_ratio()
+        return [one for one in self.remaining if one.peak_bytes * ratio <= part * self.limit_bytes]
 
     def answer(self) -> Result | None:
         """The fastest compiled one that fits; without one, the fastest by formulas of those that surely fit."""
-        fits = self._may_fit()
-        surely = [
-            one for one in self.remaining if one.fits_in(self.limit_bytes) and fits.get(one.candidate, 0) >= SURELY
-        ]
-        return self.best() or min(surely, key=lambda one: (one.seconds, one.peak_bytes), default=None)
-
-    def _may_fit(self) -> dict[Candidate, float]:
-        """Those that are expected to fit, or nearly, with the probability that each does."""
-        taught, fits = self._memory_correction(), {}
-        for one in self.remaining:
-            log, deviation = taught.of(one.candidate)
-            room = math.log(self.limit_bytes / one.peak_bytes) - log
-            if room >= -math.log(FITS):
-                fits[one.candidate] = NormalDist().cdf(room / max(deviation, SMALLEST_DEVIATION))
-        return fits
+        surely = [one for one in self._within(SURE) if one.fits_in(self.limit_bytes)]
+        return self.best() or min(surely, key=_order, default=None)
 
     def next(self) -> Result | None:
-        """The most promising candidate of those that may fit and are worth trying; while nothing that was compiled
-        fits, of those that surely fit, or else the one that most probably does."""
-        time_taught, fits = self._time_correction(), self._may_fit()
-        fitting = [one for one in self.remaining if one.candidate in fits]
-        if not self._fitting():
-            surely = [one for one in fitting if fits[one.candidate] >= SURELY]
-            fitting = surely or sorted(fitting, key=lambda one: fits[one.candidate])[-1:]
-        seconds = {one.candidate: one.seconds * math.exp(time_taught.of(one.candidate)[0]) for one in fitting}
+        """The fastest by formulas of those that may fit, if it is worth trying; while nothing that was compiled fits,
+        of those that surely fit, or else the smallest."""
         best = self.best()
-        fastest = best.seconds if best else min(seconds.values(), default=0.0)
-        running = [(one, WHILE_RUNNING * math.exp(time_taught.of(one)[0])) for one in self.running]
-        with_running = self._time_correction(*running)
-
-        def promise(one: Result) -> float:
-            log, deviation = with_running.of(one.candidate)
-            improvement = math.log(fastest / one.seconds) - log
-            return fits[one.candidate] * expected_improvement(improvement, max(deviation, SMALLEST_DEVIATION))
-
-        worth = [one for one in fitting if seconds[one.candidate] <= WORTH_TRYING * fastest]
-        return max(worth, key=promise, default=None)
+        if best is None:
+            smallest = min(self._within(FITS), key=lambda one: one.peak_bytes, default=None)
+            return min(self._within(SURE), key=_order, default=smallest)
+        first = min(self._within(FITS), key=_order, default=None)
+        return first if first and self.expected_seconds(first) <= WORTH_TRYING * best.seconds else None
 
     def correlation(self) -> float:
         """Rank correlation of the formulas' time with the compiled time."""
@@ -272,10 +188,9 @@ class Search:
         return f"{max(0.0, self.deadline - self.clock()) / 60:.0f} min left"
 
 
-def expected_improvement(mean: float, deviation: float) -> float:
-    """The mean of max(0, x) of a normal x (Jones et al. 1998, https://doi.org/10.1023/A:1008306431147, equation 15)."""
-    standard, ratio = NormalDist(), mean / deviation
-    return mean * standard.cdf(ratio) + deviation * standard.pdf(ratio)
+def _order(one: Result) -> tuple[float, float]:
+    """Fastest by formulas first, of equally fast ones the smallest."""
+    return one.seconds, one.peak_bytes
 
 
 def verdict(one: Result) -> str:

@@ -29,7 +29,16 @@ from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.inference.text import encode_prompts, tokenizer_of_model
 from shmap_tp.inference.training_samples import make_training_sampler
 from shmap_tp.model.components import held_in
-from shmap_tp.model.tokens import IGNORE, Counted, Segments, Tokens, checked_segments, checked_tokens, marked_tokens
+from shmap_tp.model.tokens import (
+    IGNORE,
+    Counted,
+    Segments,
+    Tokens,
+    checked_segments,
+    checked_tokens,
+    marked_tokens,
+    with_free_space,
+)
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.int8 import quantized_as, require_unquantized
 from shmap_tp.pretrained import configuration
@@ -300,8 +309,10 @@ class Model:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """(tokens[B, T+1] -> int32[1, B', context+1], filled up with targets that are not counted; the segments)."""
         tokens, length = marked_tokens(tokens, counted, self.config.model), self.config.model.context + 1
-        segments = None if segments is None else self._padded(checked_segments(segments, tokens), length)[None]
-        return self._padded(tokens, length, filling=IGNORE)[None], segments
+        segments = None if segments is None else self._padded(checked_segments(segments, tokens), length)
+        tokens = self._padded(tokens, length, filling=IGNORE)
+        segments = with_free_space(segments, tokens, self.config.model)
+        return tokens[None], None if segments is None else segments[None]
 
     def _padded(self, tokens: np.ndarray | None, length: int, filling: int = 0) -> np.ndarray | None:
         if tokens is None:

@@ -17,7 +17,15 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
-from shmap_tp.model.tokens import Counted, Segments, Tokens, checked_segments, marked_tokens, rectangular
+from shmap_tp.model.tokens import (
+    Counted,
+    Segments,
+    Tokens,
+    checked_segments,
+    marked_tokens,
+    rectangular,
+    with_free_space,
+)
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.int8 import require_unquantized
 from shmap_tp.parallel.key_paths import leaves_by_path
@@ -100,7 +108,7 @@ class Trainer:
         """
         batch = self._batch(tokens, counted, segments)
         with self._lock:
-            compiled = self._compiled if segments is None else self._compiled_with_segments
+            compiled = self._compiled if len(batch) == 1 else self._compiled_with_segments
             self.state, metrics = compiled(self.state, *batch)
             return finished(self.mesh, metrics)
 
@@ -170,10 +178,11 @@ class Trainer:
             raise UserError(
                 f"tokens have the shape {list(shape)}, a step takes {list(expected)}: [train.batch, model.context + 1]"
             )
-        rows = [marked_tokens(tokens, counted, self.config.model)]
-        rows += [] if segments is None else [checked_segments(segments, rows[0])]
-        to = self.functions.tokens
-        return [jax.device_put(each.reshape(to.shape), to.sharding) for each in rows]
+        rows = marked_tokens(tokens, counted, self.config.model)
+        segments = None if segments is None else checked_segments(segments, rows)
+        segments, to = with_free_space(segments, rows, self.config.model), self.functions.tokens
+        given = [rows] if segments is None else [rows, segments]
+        return [jax.device_put(each.reshape(to.shape), to.sharding) for each in given]
 
 
 def _require_same_shapes(model: Model, shapes: Transformer) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from shmap_tp.layers.causal_attention import PLAIN, Pattern
 from shmap_tp.layers.grouped_matmul import GroupedMatmul, ragged_dot
@@ -51,6 +51,8 @@ class Context:
     segments: Int[Array, "B row"] | None = None
     """The document of each token: a token attends to earlier ones of its own.  Of whole rows, in order, also where
     the rest is split along time.  None: every row is one document."""
+    is_token: Bool[Array, "B T"] | None = None
+    """Whether each slot has a token, or is free space of its row, which experts leave out.  None: every slot has."""
     cache: Cache | None = None
     """Only in generation."""
     pattern: Pattern = PLAIN
@@ -69,7 +71,7 @@ class Context:
 class Statistics(Protocol):
     """A pytree of arrays without gradients, which the step sums over devices and microbatches."""
 
-    def metrics(self, tokens: int) -> dict[str, Float[Array, ""]]:
+    def metrics(self, tokens: int | Int[Array, ""]) -> dict[str, Float[Array, ""]]:
         """By name, of the sums over a step of so many tokens; the arrays are stacked over layers."""
         ...
 

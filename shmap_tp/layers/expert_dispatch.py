@@ -22,7 +22,8 @@ With mp, each of its ranks sends the rows of its own experts alone: of the E/mp 
 ranks of ep.  No row is sent twice.
 
 All shapes are fixed.  Without a capacity there is room for every choice; with one, rows beyond S are dropped, those of
-the last experts and tokens of a rank first, and counted.  Lepikhin et al. 2020, "GShard", section 2.2,
+the last experts and tokens of a rank first, and counted.  Slots without a token have no rows, and no share in the
+capacity.  Lepikhin et al. 2020, "GShard", section 2.2,
 https://arxiv.org/abs/2006.16668
 """
 
@@ -56,7 +57,7 @@ class Dispatch(Protocol):
         compute: Compute,
     ) -> tuple[Float[Array, "N D"], Int[Array, ""]]:
         """(for each token the sum {+mp} over its experts, how many rows of this device were dropped); a device has
-        `count` experts."""
+        `count` experts, and what chose an expert with a number beyond the last is in no row."""
         ...
 
 
@@ -94,6 +95,8 @@ class OverTokens:
 
     capacity: float | None
     """S, relative to what it is where all experts are chosen equally often; None: S has room for any choice."""
+    tokens: Int[Array, ""] | None = None
+    """How many tokens of this device choose experts; None: all N."""
 
     def __call__(
         self,
@@ -109,8 +112,9 @@ class OverTokens:
         rows = sort_by_expert(jnp.where(is_mine_NC, rank_NC // mp * count + expert_NC, -1), over * count)
         sizes_r = jnp.sum(rows.sizes.reshape(over, count), axis=1)
         places = places_for_a_rank(tokens, chosen, count, over * mp, self.capacity)
+        limit = places if self.tokens is None else self._limit(places, chosen, over * mp)
         place_rS = jnp.broadcast_to(jnp.arange(places)[None], (over, places))
-        is_row_S = (place_rS < sizes_r[:, None]).ravel()
+        is_row_S = (place_rS < (sizes_r if limit is places else jnp.minimum(sizes_r, limit))[:, None]).ravel()
         row_S = ((jnp.cumsum(sizes_r) - sizes_r)[:, None] + place_rS).ravel()
         pair_S = rows.pair.at[row_S].get(mode="clip")
         token_S = pair_S // chosen
@@ -126,12 +130,19 @@ class OverTokens:
             y_SD = _all_to_all(y_SD[jnp.argsort(order_S)])
         y_SD = jnp.where(is_row_S[:, None], y_SD, 0)
         y_ND = jnp.zeros_like(x_ND).at[token_S].add(y_SD)
-        return y_ND, jnp.sum(jnp.maximum(sizes_r - places, 0))
+        return y_ND, jnp.sum(jnp.maximum(sizes_r - limit, 0))
+
+    def _limit(self, places: int, chosen: int, devices: int) -> Int[Array, ""] | int:
+        """How many of S `places` may be taken: what S were with those `tokens` alone."""
+        if self.capacity is None:
+            return places
+        rows = self.capacity * (chosen * self.tokens).astype(jnp.float32) / devices
+        return jnp.minimum(places, jnp.ceil(rows).astype(jnp.int32))
 
 
-def dispatch_of_mesh(capacity: float | None) -> Dispatch:
-    """That of the mesh which is being mapped over; `capacity` as of `OverTokens`, which other ways do not need."""
-    return OverTokens(capacity) if EP in axes_of(Role.experts) else OverMp()
+def dispatch_of_mesh(capacity: float | None, tokens: Int[Array, ""] | None) -> Dispatch:
+    """That of the mesh which is being mapped over; the arguments are of `OverTokens`, other ways do not need them."""
+    return OverTokens(capacity, tokens) if EP in axes_of(Role.experts) else OverMp()
 
 
 def places_for_a_rank(tokens: int, chosen: int, experts: int, devices: int, capacity: float | None) -> int:

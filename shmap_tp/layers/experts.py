@@ -21,6 +21,7 @@ device alone: the gradient of the router is a partial sum over mp, as that of x 
 so.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -28,16 +29,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from shmap_tp.config.activation_names import GATE, UP
-from shmap_tp.config.schema import MeshConfig, ModelConfig, RouterScores
+from shmap_tp.config.schema import Config, MeshConfig, ModelConfig, RouterScores
 from shmap_tp.errors import UserError
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.expert_dispatch import dispatch_of_mesh
 from shmap_tp.layers.grouped_matmul import GroupedMatmul
 from shmap_tp.layers.mlp import GATES, MLPS, Gate, GatedMlp
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, varying_axes
+from shmap_tp.parallel.context_parallel import own_chunks
 from shmap_tp.parallel.mesh import EP, MP, Role, axes_of, ranks
 from shmap_tp.parallel.partitioning import ParameterKind, param
 
@@ -52,6 +54,21 @@ class Routing(NamedTuple):
     """Of all experts; float32."""
     logits_NE: Float[Array, "N E"]
     """float32."""
+    is_token_N: Bool[Array, " N"] | None = None
+    """None: all are."""
+
+    def among(self, is_token_N: Bool[Array, " N"] | None) -> "Routing":
+        """The same, where only these are tokens: the others choose expert number E, which no device has."""
+        if is_token_N is None:
+            return self
+        experts_NC = jnp.where(is_token_N[:, None], self.experts_NC, self.scores_NE.shape[1])
+        return self._replace(experts_NC=experts_NC, is_token_N=is_token_N)
+
+    def of_tokens(self, x: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
+        """x, and 0 for what is no token."""
+        if self.is_token_N is None:
+            return x
+        return jnp.where(self.is_token_N.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
 class RouterStatistics(NamedTuple):
@@ -64,7 +81,7 @@ class RouterStatistics(NamedTuple):
     dropped: Float[Array, ""]
     """How many pairs of a token and an expert were not computed, for want of capacity."""
 
-    def metrics(self, tokens: int) -> dict[str, Float[Array, ""]]:
+    def metrics(self, tokens: int | Int[Array, ""]) -> dict[str, Float[Array, ""]]:
         """Of the sums over a step of so many tokens, stacked over layers: the load of the expert that most tokens of a
         layer chose, relative to the mean; the mean entropy; the share of pairs that were dropped."""
         layers, experts = self.load_E.shape
@@ -72,7 +89,7 @@ class RouterStatistics(NamedTuple):
         pairs = jnp.sum(load_LE)
         return {
             "expert_load": jnp.max(load_LE) * (layers * experts) / pairs,
-            "router_entropy": jnp.sum(self.entropy) / (layers * tokens),
+            "router_entropy": jnp.sum(self.entropy) / jnp.asarray(layers * tokens, self.entropy.dtype),
             "experts_dropped": jnp.sum(self.dropped) / pairs,
         }
 
@@ -128,7 +145,7 @@ class Router(eqx.Module):
             weights_NC = weights_NC / jnp.sum(weights_NC, axis=-1, keepdims=True)
         return Routing(experts_NC, weights_NC, scores_NE, logits_NE)
 
-    def balanced(self, load_LE: Int[Array, "L E"], tokens: int, good: Bool[Array, ""]) -> "Router":
+    def balanced(self, load_LE: Int[Array, "L E"], tokens: int | Int[Array, ""], good: Bool[Array, ""]) -> "Router":
         """Of all layers, after a step of so many tokens: the bias of each expert + rate where fewer tokens chose it
         than the mean, - rate where more did.  Not `good`: unchanged.  Communication: none."""
         less, more = -(-tokens * self.per_token // load_LE.shape[1]), tokens * self.per_token // load_LE.shape[1]
@@ -220,14 +237,15 @@ class Experts(eqx.Module):
         h_BTD = context.tp.enter(x_BTD)
         h_ND = h_BTD.reshape(-1, h_BTD.shape[2])
         with jax.named_scope("router"):
-            routing = self.router(h_ND)
+            is_token = context.is_token
+            routing = self.router(h_ND).among(None if is_token is None else is_token.ravel())
         y_ND, dropped = self._chosen(h_ND, routing, context.grouped_matmul)
         y_BTD = y_ND.reshape(h_BTD.shape)
         if self.shared is not None:
             with jax.named_scope("shared_expert"):
                 hidden_BTF = self.shared.activate(*(layer(h_BTD) for layer in self.shared.inputs))
                 y_BTD = y_BTD + self.shared.down(hidden_BTF)
-        loss = self._auxiliary_loss(routing, h_BTD.shape[0])
+        loss = self._auxiliary_loss(routing, h_BTD.shape[0], context.segments)
         return context.tp.reduce(y_BTD), loss, router_statistics(routing, dropped)
 
     def _chosen(
@@ -245,15 +263,19 @@ class Experts(eqx.Module):
             y_RD = self.down(self.gated(gate_RF, up_RF) * weights_R1, sizes_E, multiply)
             return self.down.add_bias(y_RD, rows, weights_R1)
 
-        dispatch = dispatch_of_mesh(self.capacity)
+        tokens = None if routing.is_token_N is None else jnp.sum(routing.is_token_N, dtype=jnp.int32)
+        dispatch = dispatch_of_mesh(self.capacity, tokens)
         return dispatch(h_ND, routing.experts_NC, routing.weights_NC, self.gate.weight.shape[0], compute)
 
-    def _auxiliary_loss(self, routing: Routing, batch: int) -> Float[Array, ""] | None:
+    def _auxiliary_loss(
+        self, routing: Routing, batch: int, segments_BT: Int[Array, "B row"] | None
+    ) -> Float[Array, ""] | None:
         """The router's losses, summed over tokens; None where neither has a weight.  Communication: one all-reduce of
         a scalar over mp, whose devices all have the same loss: each contributes 1/mp of it and of its gradient."""
         if not self.balance_loss and not self.z_loss:
             return None
-        loss = self.balance_loss * balance_loss(routing, batch) + self.z_loss * router_z_loss(routing.logits_NE)
+        balance = balance_loss(routing, batch, segments_BT)
+        loss = self.balance_loss * balance + self.z_loss * router_z_loss(routing)
         return lax.pmean(loss, MP)
 
 
@@ -271,40 +293,61 @@ def even_share(config: ModelConfig, mesh: MeshConfig) -> float:
     return config.experts_per_token / mesh.mp / rows_of_a_token(config, mesh) if config.experts else 1.0
 
 
-def balance_loss(routing: Routing, batch: int) -> Float[Array, ""]:
-    """T sum_e f_e P_e of each sequence, summed over sequences: f_e is E / C times the fraction of the pairs of the
-    sequence that chose expert e, and P_e the mean of its share of the scores; 1 per token where both are uniform.  Of
-    sequences that are split along time, the part of one of R devices, which is the same for all: 1 / R of it.
+def drops_tokens(config: Config) -> bool:
+    """Whether the experts of `config` may leave out rows for want of capacity."""
+    return bool(config.model.experts) and config.model.expert_capacity is not None and config.mesh.ep > 1
 
-    Fedus et al. 2021, "Switch Transformers", section 2.2, https://arxiv.org/abs/2101.03961; of each sequence by itself
+
+def balance_loss(routing: Routing, batch: int, segments_BT: Int[Array, "B row"] | None = None) -> Float[Array, ""]:
+    """T sum_e f_e P_e of each document, of T tokens, summed over documents: f_e is E / C times the fraction of the
+    pairs of the document that chose expert e, and P_e the mean of its share of the scores; 1 per token where both are
+    uniform.  Without segments each row is a document.  Of rows that are split along time, the part of one of R
+    devices, which is the same for all: 1 / R of it.
+
+    Fedus et al. 2021, "Switch Transformers", section 2.2, https://arxiv.org/abs/2101.03961; of each document by itself
     as in DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2, https://arxiv.org/abs/2412.19437.  A product of two means over
-    a microbatch, or over the tokens of a device, would depend on how the batch is divided.
+    a microbatch, a packed row or the tokens of a device would depend on how the documents are divided.
 
-    Communication  none; over the axes that shard time one all-reduce of two arrays of B E values.
+    Communication  none; over the axes that shard time one all-reduce of two arrays of B E values, or with segments of
+                   two of B row E values and one of B row.
     """
     tokens, experts = routing.scores_NE.shape
     time, chosen = tokens // batch, routing.experts_NC.shape[1]
     one_hot_NE = jnp.sum(routing.experts_NC[:, :, None] == jnp.arange(experts)[None, None], axis=1)
-    counts_BE = jnp.sum(one_hot_NE.reshape(batch, time, experts), axis=1)
+    sums, over = partial(_by_document, batch=batch, segments_BT=segments_BT), axes_of(Role.time)
+    counts_SE = sums(one_hot_NE)
     shares_NE = routing.scores_NE / jnp.sum(routing.scores_NE, axis=-1, keepdims=True)
-    mean_BE = jnp.mean(shares_NE.reshape(batch, time, experts), axis=1)
-    over = axes_of(Role.time)
-    counts_BE, mean_BE = all_reduce((counts_BE, mean_BE), over)  # R times the mean
-    return jnp.sum(counts_BE.astype(mean_BE.dtype) * mean_BE) * (experts / chosen / ranks(over) ** 2)
+    size = time
+    if segments_BT is not None or routing.is_token_N is not None:
+        ones_N1 = jnp.ones_like(shares_NE[:, :1])
+        size = jnp.maximum(all_reduce(sums(routing.of_tokens(ones_N1)), over), 1) / ranks(over)
+    mean_SE = sums(routing.of_tokens(shares_NE)) / size
+    counts_SE, mean_SE = all_reduce((counts_SE, mean_SE), over)  # R times the mean
+    return jnp.sum(counts_SE.astype(mean_SE.dtype) * mean_SE) * (experts / chosen / ranks(over) ** 2)
+
+
+def _by_document(x_NE: Shaped[Array, "N E"], batch: int, segments_BT: Int[Array, "B row"] | None) -> Array:
+    """The sums of x over the tokens of each document, [S E]: S documents that the rows may have, without segments B."""
+    if segments_BT is None:
+        return jnp.sum(x_NE.reshape(batch, -1, x_NE.shape[1]), axis=1)
+    rows, row = segments_BT.shape
+    document_N = (jnp.arange(rows)[:, None] * row + own_chunks(segments_BT)).ravel()
+    zeros_SE, document_N, x_NE = _varying_alike(jnp.zeros((rows * row, x_NE.shape[1]), x_NE.dtype), document_N, x_NE)
+    return zeros_SE.at[document_N].add(x_NE)
 
 
 def router_statistics(routing: Routing, dropped: Int[Array, ""]) -> RouterStatistics:
     """Without gradients.  Communication: none."""
     scores_NE, wide = lax.stop_gradient(routing.scores_NE), routing.scores_NE.dtype
     shares_NE = scores_NE / jnp.sum(scores_NE, axis=-1, keepdims=True)
-    entropy = -jnp.sum(jax.scipy.special.xlogy(shares_NE, shares_NE))
+    entropy = -jnp.sum(routing.of_tokens(jax.scipy.special.xlogy(shares_NE, shares_NE)))
     is_of_NCE = routing.experts_NC[:, :, None] == jnp.arange(scores_NE.shape[1])[None, None]
     load_E = jnp.sum(is_of_NCE, axis=(0, 1), dtype=jnp.int32)
     load_E = jnp.where(lax.axis_index(MP) == 0, load_E, 0)
     return RouterStatistics(load_E, entropy / ranks((MP,)), dropped.astype(wide))
 
 
-def balanced_routers(params: Any, statistics: Any, tokens: int, good: Bool[Array, ""]) -> Any:
+def balanced_routers(params: Any, statistics: Any, tokens: int | Int[Array, ""], good: Bool[Array, ""]) -> Any:
     """`params` after a step: the biases of its routers are `Router.balanced`, everything else is as it was.
 
     `statistics` are those of the blocks, summed over the step.  Raises UserError where they are of no router.
@@ -323,10 +366,10 @@ def balanced_routers(params: Any, statistics: Any, tokens: int, good: Bool[Array
     return jax.tree.map(balance, params, is_leaf=lambda node: isinstance(node, Router))
 
 
-def router_z_loss(logits_NE: Float[Array, "N E"]) -> Float[Array, ""]:
+def router_z_loss(routing: Routing) -> Float[Array, ""]:
     """The squared log of the softmax's denominator, summed over tokens.  Zoph et al. 2022, "ST-MoE", section 3.2,
     https://arxiv.org/abs/2202.08906"""
-    return jnp.sum(jnp.square(jax.nn.logsumexp(logits_NE, axis=-1)))
+    return jnp.sum(routing.of_tokens(jnp.square(jax.nn.logsumexp(routing.logits_NE, axis=-1))))
 
 
 def _varying_alike(*arrays: Array) -> tuple[Array, ...]:

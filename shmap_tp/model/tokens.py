@@ -41,6 +41,8 @@ class Batch(NamedTuple):
     """None, where every device has whole rows: 0 to T - 1, or from the segments, where the encoding needs them."""
     segments: Int[Array, "*A B T"] | None = None
     """Of whole rows, also where the rest is split along time.  None: each row is one document."""
+    is_token: Bool[Array, "*A B T"] | None = None
+    """Whether a slot has a token, or is free space of its row (`has_token`).  None: every slot has one."""
     sources: Int[Array, "*A B T"] | None = None
     """The number of the source of each row; None where losses are not wanted by source."""
 
@@ -51,8 +53,11 @@ def next_token_batch(
     segments_ABT: Int[Array, "*A B T"] | None = None,
     end_of_text: int | None = None,
     sources_AB1: Int[Array, "*A B 1"] | None = None,
+    *,
+    free_space: bool = False,
 ) -> Batch:
-    """tokens[A B T+1] -> the batch whose target at each position is the next token, on a mesh with these axes.
+    """tokens[A B T+1] -> the batch whose target at each position is the next token, on a mesh with these axes; with
+    `free_space` it says which slots have a token.
 
     With segments[A B T+1], or with `end_of_text` those of `document_segments`, a target of another document than its
     input does not count: nothing that the model may see says what the next document is.
@@ -65,8 +70,22 @@ def next_token_batch(
     if segments_ABT is not None:
         same = segments_ABT[..., 1:] == segments_ABT[..., :-1]
         targets, segments_ABT = jnp.where(same | (targets < 0), targets, ~targets), segments_ABT[..., :-1]
+    is_token = has_token(tokens_ABT, targets, segments_ABT) if free_space else None
     sources = None if sources_AB1 is None else jnp.broadcast_to(sources_AB1, inputs.shape)
-    return Batch(inputs, targets, positions_of(inputs, axes, segments_ABT), segments_ABT, sources)
+    return Batch(inputs, targets, positions_of(inputs, axes, segments_ABT), segments_ABT, is_token, sources)
+
+
+def has_token(
+    tokens_ABT: Int[Array, "*A B row"], targets_ABT: Int[Array, "*A B T"], segments_ABT: Int[Array, "*A B T"] | None
+) -> Bool[Array, "*A B T"]:
+    """Whether each input of tokens[A B T+1] is a token of a document: not of the padding that ends a row, nor of a
+    document without a target that counts, as those are that fill a packed row.  The segments ascend in each row."""
+    last, counts = tokens_ABT.ndim - 1, targets_ABT >= 0
+    is_padding = lax.cummin((tokens_ABT == IGNORE).astype(jnp.int32), last, reverse=True)[..., :-1] > 0
+    segments_ABT = jnp.zeros_like(targets_ABT) if segments_ABT is None else segments_ABT
+    before = lax.cummax(jnp.where(counts, segments_ABT, -1), last)
+    after = lax.cummin(jnp.where(counts, segments_ABT, jnp.iinfo(jnp.int32).max), last, reverse=True)
+    return ~is_padding & ((segments_ABT == before) | (segments_ABT == after))
 
 
 def of_this_device(batch: Batch) -> Batch:
@@ -161,6 +180,15 @@ def checked_segments(segments: Segments, tokens: Int[np.ndarray, "B T"]) -> Int3
                 f"number the documents of a row 0, 1, 2, ..."
             )
     return np.cumsum(begins, axis=1, dtype=np.int32) - 1
+
+
+def with_free_space(
+    segments: Int32[np.ndarray, "B T"] | None, marked: Int32[np.ndarray, "B T"], model: ModelConfig
+) -> Int32[np.ndarray, "B T"] | None:
+    """`segments`, or where there are none and experts are to leave out padding, of which a program without segments
+    knows nothing, those of rows that are one document each.  `marked` are tokens of `marked_tokens`."""
+    is_padded = bool(model.experts) and bool((marked[:, -1] == IGNORE).any())
+    return np.zeros_like(marked) if segments is None and is_padded else segments
 
 
 def marked_tokens(tokens: Tokens, counted: Counted | None, model: ModelConfig) -> Int32[np.ndarray, "B T"]:

@@ -19,7 +19,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from shmap_tp.config.schema import ModelConfig, Remat, SavedActivation, padded_vocabulary
 from shmap_tp.errors import UserError
@@ -77,6 +77,7 @@ class Carried(eqx.Module):
     positions: Int[Array, "B T"] | None = None
     """None: from the segments, where the encoding needs them."""
     segments: Int[Array, "B row"] | None = None
+    is_token: Bool[Array, "B T"] | None = None
     cache: ModelCache | None = None
 
 
@@ -154,7 +155,7 @@ class Transformer(eqx.Module):
             x_BTD = self._scaled(tp.reduce(embedding(ids_BT, dtype)))
             x_BTD = encoding.add_to_input(x_BTD, tp, positions)
         context = Context(
-            tp, encoding, positions, carried.segments, grouped_matmul=execution.grouped_matmul,
+            tp, encoding, positions, carried.segments, carried.is_token, grouped_matmul=execution.grouped_matmul,
             row_major=self.row_major and carried.cache is None,
         )  # fmt: skip
         with jax.named_scope("blocks"):

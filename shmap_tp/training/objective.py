@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import Config
 from shmap_tp.config.sources import each_source
@@ -41,11 +41,11 @@ class Objective:
     """The names of the sources of rows that have one."""
 
     def __call__(
-        self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int
+        self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int | Int[Array, ""]
     ) -> tuple[Float[Array, ""], Parts]:
         """This device's share of (the objective, its parts), for a microbatch[B T].  Only the first is differentiated.
 
-        `counted` is what `counted` says of the whole step, and `tokens` the number of all its tokens.
+        `counted` is what `counted` says of the whole step, and `tokens` what `all_tokens` does.
         """
         h_BTD, projection, extras = self.hidden(params, batch)
         objective, loss = self.loss(h_BTD, projection, batch.targets, counted, batch.sources)
@@ -53,16 +53,19 @@ class Objective:
 
     def hidden(self, params: Transformer, batch: Batch) -> tuple[Float[Array, "B T D"], OutputProjection, Extras]:
         """(h and the projection to logits, which the loss reads; the extras of the blocks)."""
-        h_BTD, extras = params(batch.inputs, self.execution, Carried(batch.positions, batch.segments))
+        h_BTD, extras = params(batch.inputs, self.execution, Carried(batch.positions, batch.segments, batch.is_token))
         return *params.output_projection(h_BTD, self.execution), extras
 
-    def with_auxiliary(self, objective: Float[Array, ""], extras: Extras, tokens: int) -> Float[Array, ""]:
+    def with_auxiliary(
+        self, objective: Float[Array, ""], extras: Extras, tokens: int | Int[Array, ""]
+    ) -> Float[Array, ""]:
         """`objective` plus this device's share of the auxiliary losses."""
         if extras.auxiliary_loss is None or not self.auxiliary:
             return objective
         # in a mode that shards time, each device of mp has a sum over its positions
         over = tuple(axis for axis in self.execution.tp.time_axes if axis in varying_axes(extras.auxiliary_loss))
-        return objective + mark_varying(all_reduce(extras.auxiliary_loss, over), token_axes()) / tokens
+        share = mark_varying(all_reduce(extras.auxiliary_loss, over), token_axes())
+        return objective + share / jnp.asarray(tokens, share.dtype)
 
     def counted(self, batch: Batch) -> Float[Array, ""]:
         """How many things of the whole step the loss is the mean of: targets that count, at least 1.  Communication:
@@ -89,9 +92,12 @@ class Objective:
         return replace(self, loss=replace(self.loss, z_loss=0.0), auxiliary=False)
 
 
-def all_tokens(batch: Batch) -> int:
-    """The number of inputs of the whole step, on all devices."""
-    return batch.inputs.size * ranks(token_axes())
+def all_tokens(batch: Batch) -> int | Int[Array, ""]:
+    """The number of inputs of the whole step that are tokens, on all devices; at least 1.  Communication: where the
+    batch has free space, one all-reduce of a scalar over the token axes."""
+    if batch.is_token is None:
+        return batch.inputs.size * ranks(token_axes())
+    return jnp.maximum(1, all_reduce(jnp.sum(batch.is_token, dtype=jnp.int32), token_axes()))
 
 
 def next_token_objective(config: Config, execution: Execution) -> Objective:

@@ -51,7 +51,9 @@ class Optimizer:
         """PartitionSpecs of the state, from those of what each device updates of the parameters (arrays or shapes)."""
         return optimizer_specs(self.transformation, params, updated)
 
-    def update(self, gradients: Any, state: optax.OptState, params: Any, layout: UpdateSharding) -> tuple[Any, optax.OptState]:
+    def update(
+        self, gradients: Any, state: optax.OptState, params: Any, layout: UpdateSharding
+    ) -> tuple[Any, optax.OptState]:
         """(updates, new state) of this device's shards.
 
         Communication  that of `on_whole_matrices`; else none.

@@ -51,7 +51,7 @@ class PreferenceObjective(Objective):
     label_smoothing: float = 0.0
 
     def __call__(
-        self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int
+        self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int | Int[Array, ""]
     ) -> tuple[Float[Array, ""], Parts]:
         """This device's share of (the objective, its parts), for a microbatch[B T] that has segments.
 

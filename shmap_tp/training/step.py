@@ -25,7 +25,7 @@ from jaxtyping import Array, Int
 
 from shmap_tp.config.schema import Config
 from shmap_tp.layers.attention import AnyAttention
-from shmap_tp.layers.experts import balanced_routers
+from shmap_tp.layers.experts import balanced_routers, drops_tokens
 from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.sharded_model import ShardedModel, shard_model
@@ -203,14 +203,15 @@ def build_step_functions(
     def step(
         state: State, tokens_ABT: Array, segments_ABT: Array | None = None, sources_AB1: Array | None = None
     ) -> tuple[State, dict[str, Array]]:
-        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, sources_AB1)
+        free_space = bool(config.model.experts) and (segments_ABT is not None or end_of_text is not None)
+        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, sources_AB1, free_space=free_space)
         in_specs = specs, tokens_spec(axes)
         return jax.shard_map(local_step, mesh=mesh, in_specs=in_specs, out_specs=(specs, P()))(state, batch)
 
     def evaluate(
         params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None
     ) -> tuple[Array, Array, Array | None]:
-        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text)
+        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, free_space=drops_tokens(config))
         local_evaluate = partial(_evaluate, objective.alone())
         return model.mapped(local_evaluate, (tokens_spec(axes),), P())(params, batch)
 

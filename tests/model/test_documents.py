@@ -75,3 +75,20 @@ def test_documents_end_with_their_end_of_text_token_and_no_target_is_across_a_bo
     assert positions_within(segments).tolist() == [[[0, 1, 0, 1, 2, 0, 1], [0, 0, 1, 2, 3, 4, 5]]]
     batch = next_token_batch(tokens, ("dp", "mp"), segments)
     assert batch.targets.tolist() == [[[7, ~4, 5, -8, ~6, 7], [~1, 2, 3, -1, -1, -1]]]
+
+
+def test_a_slot_is_a_token_if_a_target_of_its_document_counts_and_it_is_no_padding():
+    """7 is the end of text: it fills a row; -1 - id is an input that is no target."""
+    rows = [
+        [3, -5, 7, 7, 7, 7, 7],
+        [7, 1, 2, 3, -1, -1, -1],
+        [-1] * 7,
+        [-3, -8, -4, 5, -6, -8, 1],
+        [1, 2, 3, 4, 5, 6, 8],
+    ]
+    tokens = jnp.array([rows])
+    expected = [[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0], [0] * 6, [0, 0, 1, 1, 1, 1], [1] * 6]
+    found = next_token_batch(tokens, ("dp", "mp"), end_of_text=7, free_space=True).is_token
+    assert found.astype(int).tolist() == [expected]
+    joined = next_token_batch(tokens, ("dp", "mp"), free_space=True).is_token.astype(int).tolist()
+    assert joined == [[[1] * 6, [1] * 4 + [0] * 2, [0] * 6, [1] * 6, [1] * 6]]

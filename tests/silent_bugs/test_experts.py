@@ -65,7 +65,7 @@ def test_tokens_go_to_the_expert_beside_the_chosen_one(monkeypatch):
 
 def test_the_balance_loss_depends_on_how_the_batch_is_divided(monkeypatch):
     """The product of two means over the tokens of a rank, instead of over those of each sequence."""
-    over_a_rank = lambda balance: lambda routing, batch: balance(routing, 1)  # noqa: E731
+    over_a_rank = lambda balance: lambda routing, *_: balance(routing, 1)  # noqa: E731
     mutate(monkeypatch, shmap_tp.layers.experts, "balance_loss", over_a_rank)
     with wrong:
         comparison()

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 from shmap_tp.layers.experts import Router
-from tests.helpers.assertions import assert_same_bits, by_path
+from shmap_tp.model.tokens import document_segments
+from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import config
-from tests.helpers.step_fixtures import RELATIVE, STEPS, Curve, Program, largest_difference, step_config
+from tests.helpers.step_fixtures import (
+    RELATIVE,
+    STEPS,
+    Curve,
+    Program,
+    largest_difference,
+    learnable_batch,
+    step_config,
+)
 
 EXPERTS = (
     "block=sequential norm=rmsnorm mlp=swiglu positions=rotary context=8 attention_chunk=8 ffn=16 experts=8 window=3"
@@ -116,6 +125,63 @@ def test_evaluation_reports_what_a_capacity_drops():
     one = program((4, 1), "ep=4 train.microbatches=1", f"{LOSSES} expert_capacity=1.0")
     share = float(one.made.evaluate(one.placed(one_device().initial).params, *one.batch(0))[2])
     assert share == one.train(1, one_device().initial).metrics["experts_dropped"] > 0
+
+
+END = 49
+
+
+def rows_of(documents: list[list[np.ndarray]], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, segments) [1 rows length]: the documents of each row, then ends of text as in a packed file; a row
+    without any is padding."""
+    rows = [np.concatenate([*row, np.full(length, END)])[:length] if row else np.full(length, -1) for row in documents]
+    tokens = np.array(rows, np.int32)[None]
+    return tokens, np.asarray(document_segments(jnp.asarray(tokens), END))
+
+
+def first_step(shape: tuple[int, int], settings: str, context: int, documents: list[list[np.ndarray]]) -> Curve:
+    """Of rows of `context` tokens, each with these documents; the state has the gradients as momenta."""
+    given = f"{settings} train.microbatches=1 train.batch={len(documents)} model.context={context}"
+    one = program(shape, f"{given} model.attention_chunk={context}", LOSSES)
+    one.documents = True
+    batch = jax.device_put(rows_of(documents, context + 1), one.made.tokens.sharding)
+    state, metrics = jax.device_get(one.compiled(one.placed(one_device().initial), *batch))
+    return Curve(metrics, state)
+
+
+@pytest.mark.parametrize(("settings", "elsewhere"), [
+    ("ep=2 model.expert_capacity=1.0 tensor_parallel=sequence", ((2, 2), "")), ("", ((1, 1), "cp=2")),
+], ids=["a capacity over ep", "rows split along time"])  # fmt: skip
+def test_the_free_space_of_rows_takes_part_in_nothing(settings, elsewhere):
+    """The same documents, one in each short row, and four in each long row beside rows of filling and of padding: the
+    same gradients, loads, drops and biases."""
+    shape, more = elsewhere
+    rng = np.random.default_rng(0)
+    documents = [np.append(rng.integers(0, END, rng.integers(2, 8)), END) for _ in range(16)]
+    short = first_step(shape, settings, 8, [[document] for document in documents])
+    four = [documents[i : i + 4] for i in range(0, 16, 4)]
+    long = first_step(shape, f"{settings} {more}", 64, [*four[:2], [], [documents[0][-1:]], *four[2:], [], []])
+    assert short.metrics.keys() == long.metrics.keys()
+    for name, value in short.metrics.items():
+        assert long.metrics[name] == pytest.approx(value, rel=1e-6), name
+    assert (short.metrics["experts_dropped"] > 0) == ("capacity" in settings)
+    assert np.array_equal(short.params[BIAS], long.params[BIAS])
+    assert_close(by_path(long.state.optimizer), by_path(short.state.optimizer), 1e-6)
+
+
+def test_rows_of_padding_take_no_capacity_in_an_evaluation():
+    """Each rank has two rows, and in the larger batch two of padding behind them."""
+
+    def evaluate(batch: int, tokens: np.ndarray) -> list[float]:
+        settings = f"ep=4 train.microbatches=1 train.batch={batch}"
+        one = program((4, 1), settings, f"{LOSSES} expert_capacity=1.0")
+        params = one.placed(one_device().initial).params
+        found = one.made.evaluate(params, jax.device_put(tokens[None], one.made.tokens.sharding))
+        return [float(x) for x in found]
+
+    rows = learnable_batch(0, (8, 9))
+    padded = np.concatenate([rows.reshape(4, 2, 9), np.full((4, 2, 9), -1, np.int32)], axis=1).reshape(16, 9)
+    alone = evaluate(8, rows)
+    assert alone[2] > 0 and evaluate(16, padded) == pytest.approx(alone, rel=1e-6)
 
 
 def test_adapters_of_attention_train_beside_frozen_experts_alike_on_every_mesh():

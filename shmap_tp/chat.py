@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shmap_tp.command_model import add_sampling_arguments, joined, model_parser, open_model, sampling_options
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
-from shmap_tp.runtime.wrapping import wrapped
+from shmap_tp.runtime.console import print_error, write_text
 
 if TYPE_CHECKING:
     from shmap_tp.inference.conversation import Conversation
@@ -99,14 +99,14 @@ def _answer(conversation: "Conversation", text: str) -> None:
     try:
         conversation.answer(
             text,
-            show=lambda piece: print(piece, end="", flush=True),
+            show=write_text,
             notify=lambda note: print(f"({note})", flush=True),
         )
         print(flush=True)
     except KeyboardInterrupt:
         print("\n(ended)", flush=True)
     except UserError as error:
-        print(wrapped(f"error: {error}", sys.stdout), flush=True)
+        print_error(error, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 A message is one or two plain lines: the rule, the place, both numbers, the way out.  A command catches `ShmapTpError`,
 prints "error: " and the message to stderr, and exits with the error's `exit_code`.  Anything else that is raised is a
-defect of this program, and keeps its traceback.  `shown` and `first_line` are for what a message quotes.
+defect of this program, and keeps its traceback.  Messages quote what other people's files hold, and every line that is
+printed is `printable`, whatever it quotes.  `shown` and `first_line` make one line of a quoted value or error.
 """
 
 import unicodedata
 
 LONGEST_SHOWN = 200
+"""Characters of a value in a message."""
+LONGEST_LINE = 1000
+"""Characters of a printed line."""
 
 
 class ShmapTpError(Exception):
@@ -44,8 +48,27 @@ def shown(value: object) -> str:
     """`value` for a message: without control characters, and shortened where it is long."""
     if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print it in digits
         return f"an integer of {value.bit_length()} bits"
-    text = "".join(f"\\x{ord(c):02x}" if has_control_characters(c) else c for c in str(value))
+    text = escaped(str(value), kept="")
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 20]}... ({len(text)} characters)"
+
+
+def escaped(text: str, kept: str = "\n\t") -> str:
+    """`text` with its control characters, which a terminal would obey, as escapes such as \\x1b; but `kept`."""
+    return "".join(f"\\x{ord(c):02x}" if c not in kept and has_control_characters(c) else c for c in text)
+
+
+def printable(text: str) -> str:
+    """`text` as a command prints it: `escaped`, and without the middle of a line that is longer than LONGEST_LINE.
+
+    A message quotes names and texts of files that others have written.  Each of its lines still has its beginning, and
+    its end, which says what to do.
+    """
+    return "\n".join(
+        line
+        if len(line) <= LONGEST_LINE
+        else f"{line[: LONGEST_LINE - 240]} ... ({len(line):,} characters) ... {line[-200:]}"
+        for line in escaped(text).split("\n")
+    )
 
 
 def has_control_characters(text: str) -> bool:

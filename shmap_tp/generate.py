@@ -18,8 +18,9 @@ from shmap_tp.command_model import (
     open_model,
     sampling_options,
 )
-from shmap_tp.errors import StorageError, UserError, shown
+from shmap_tp.errors import StorageError, UserError
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
+from shmap_tp.runtime.console import write_text
 
 EPILOG = """\
 examples
@@ -70,7 +71,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         raise UserError(f"--batch {arguments.batch} must be at least 1")
 
     if arguments.prompts and arguments.out and os.path.realpath(arguments.prompts) == os.path.realpath(arguments.out):
-        raise UserError(f"--out {shown(arguments.out)} is the file of --prompts, which it would replace; name another")
+        raise UserError(f"--out {arguments.out} is the file of --prompts, which it would replace; name another")
 
     with importing():
         from tqdm import tqdm
@@ -114,11 +115,11 @@ def _open_out(arguments: argparse.Namespace, stack: ExitStack) -> IO[str]:
     from shmap_tp.runtime.files import file_size, replacing
 
     if not arguments.overwrite and file_size(Path(arguments.out)):
-        raise UserError(f"--out {shown(arguments.out)} exists; choose another file, or replace it with --overwrite")
+        raise UserError(f"--out {arguments.out} exists; choose another file, or replace it with --overwrite")
     try:
         return stack.enter_context(replacing(Path(arguments.out), keep=True))
     except OSError as error:
-        raise UserError(f"--out {shown(arguments.out)} cannot be written: {error.strerror}") from error
+        raise UserError(f"--out {arguments.out} cannot be written: {error.strerror}") from error
 
 
 def _write(file: IO[str], prompts: list[str], found: list[list[str]]) -> None:
@@ -132,20 +133,20 @@ def _write(file: IO[str], prompts: list[str], found: list[list[str]]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
         file.flush()
     except OSError as error:
-        raise StorageError(f"{shown(file.name)} could not be written: {error.strerror}") from error
+        raise StorageError(f"{file.name} could not be written: {error.strerror}") from error
 
 
 def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int, str, str | None], None]:
     """Prints the pieces of an only answer as they come; of several answers, each when it has ended."""
     alone = len(prompts) == samples == 1
     if alone:
-        print(prompts[0], end="", flush=True)
+        write_text(prompts[0])
 
     def show(number: int, sample: int, piece: str, ended: str | None) -> None:
         if alone:
-            print(piece, end="" if ended is None else "\n", flush=True)
+            write_text(piece, end="" if ended is None else "\n")
         elif ended is not None:
-            print(f"--- prompt {first + number}, sample {sample}\n{prompts[number]}{ended}", flush=True)
+            write_text(f"--- prompt {first + number}, sample {sample}\n{prompts[number]}{ended}\n")
 
     return show
 
@@ -157,12 +158,12 @@ def _read_prompts(name: str) -> list[str]:
 
     try:
         if name != "-" and file_size(Path(name)) is None:
-            raise UserError(f"--prompts {shown(name)} does not exist; name another file, or - for stdin")
+            raise UserError(f"--prompts {name} does not exist; name another file, or - for stdin")
         content = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
     except OSError as error:
-        raise UserError(f"--prompts {shown(name)} cannot be read: {error.strerror}; name another") from error
+        raise UserError(f"--prompts {name} cannot be read: {error.strerror}; name another") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompts {shown(name)} is not UTF-8 at byte {error.start}; convert it") from error
+        raise UserError(f"--prompts {name} is not UTF-8 at byte {error.start}; convert it") from error
     lines = content.replace("\r\n", "\n").removesuffix("\n").split("\n") if content else []
     prompts = []
     for number, line in enumerate(lines, 1):
@@ -170,9 +171,9 @@ def _read_prompts(name: str) -> list[str]:
             prompt = json.loads(line)["prompt"] if name.endswith(".jsonl") else line
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             rule = 'must be an object such as {"prompt": "..."}'
-            raise UserError(f"--prompts {shown(name)}, line {number} {rule}") from error
+            raise UserError(f"--prompts {name}, line {number} {rule}") from error
         if not isinstance(prompt, str) or not prompt:
-            raise UserError(f"--prompts {shown(name)}, line {number}: the prompt is empty or not text")
+            raise UserError(f"--prompts {name}, line {number}: the prompt is empty or not text")
         prompts.append(prompt)
     return prompts
 

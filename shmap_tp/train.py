@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shmap_tp.config.packaged import as_installed
 from shmap_tp.runtime.command_line import outlive_readers
+from shmap_tp.runtime.console import print_error
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
-from shmap_tp.runtime.wrapping import wrapped
 
 if TYPE_CHECKING:
     from shmap_tp.training.step import Components
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
         coordinator = Coordinator(arguments.coordinator, arguments.process_id) if arguments.coordinator else None
         return loop.train(config, coordinator, with_pretrained(config, components), make_training_sampler)
     except ShmapTpError as error:
-        print(wrapped(f"error: {error}", sys.stderr), file=sys.stderr)
+        print_error(error)
         return error.exit_code
 
 

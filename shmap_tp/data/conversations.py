@@ -33,6 +33,7 @@ from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.text_sources import TRAIN, VALIDATION
 from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, Subwords, check_text
 from shmap_tp.errors import UserError, shown
+from shmap_tp.runtime.console import write_line
 
 ASSISTANT = "assistant"
 MOST_EQUAL = 0.1
@@ -321,9 +322,9 @@ class ChatSource:
             what = f"{self._equal} of {self._records} {self.kind.name} have equal answers"
             if self._equal > MOST_EQUAL * self._records:
                 raise UserError(f"{what}: more than {MOST_EQUAL:.0%}; look at how they were made, and leave them out")
-            print(f"{what}: they are left out")
+            write_line(f"{what}: they are left out")
         if self._apart:
-            print(f"{self._apart} samples are tokenized apart where a token would span a prompt and its answer")
+            write_line(f"{self._apart} samples are tokenized apart where a token would span a prompt and its answer")
         if not self._long:
             return
         place, size = self._long[0]
@@ -331,7 +332,7 @@ class ChatSource:
         what = f"{what}; the first, {place}, has {size}"
         if not self._cut:
             raise UserError(f"{what};\nuse a larger --pack, shorten them, or cut their ends: --cut")
-        print(f"{what}: their ends are cut, and {self._empty} that have no answer then are left out")
+        write_line(f"{what}: their ends are cut, and {self._empty} that have no answer then are left out")
 
     @property
     def rendering(self) -> dict[str, Any]:

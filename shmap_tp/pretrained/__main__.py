@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
+from shmap_tp.runtime.console import write_line
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +50,7 @@ def _pretrained(arguments: argparse.Namespace) -> None:
         from shmap_tp.pretrained.writing import export_checkpoint
 
     if arguments.command == "inspect":
-        print(inspect(arguments.directory))
+        write_line(inspect(arguments.directory))
     else:
         given = arguments.directory, arguments.out, arguments.step, arguments.dtype
         checkpoint, family = export_checkpoint(*given, merge=arguments.merge)

@@ -26,8 +26,8 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from shmap_tp.errors import ShmapTpError, StorageError
+from shmap_tp.runtime.console import print_error
 from shmap_tp.runtime.exit_codes import INTERRUPTED, end_process
-from shmap_tp.runtime.wrapping import wrapped
 
 CLOSED = 141
 """Exit code of a command whose output is no longer read: 128 + SIGPIPE, as in a shell."""
@@ -40,7 +40,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         with _interrupting_again():
             return command() or 0
     except ShmapTpError as error:
-        print(wrapped(f"error: {error}", sys.stderr), file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED

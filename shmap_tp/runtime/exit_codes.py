@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from shmap_tp.errors import LostProcessError, ShmapTpError
+from shmap_tp.errors import LostProcessError, ShmapTpError, printable
+from shmap_tp.runtime.console import error_text
 
 LOST = LostProcessError.exit_code
 """69: another process did not start in time, or was lost (EX_UNAVAILABLE of sysexits.h)."""
@@ -67,7 +68,7 @@ def exit_with_error(error: ShmapTpError) -> NoReturn:
 
 def print_final_message(code: int, message: str) -> None:
     """Flush Python's streams, then write `message` to stderr and, if that was redirected, to the original stderr."""
-    line = f"{message}\n" if code == STOPPED else f"error: {message}\n"
+    line = printable(message if code == STOPPED else error_text(message)) + "\n"
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody may read it any more
             stream.flush()

@@ -14,7 +14,7 @@ from shmap_tp.data.batches import check_alike, check_pairs, check_rows, data_war
 from shmap_tp.data.location import STDLIB, prepare_command
 from shmap_tp.data.metadata import SPLITS, Meta, read_meta
 from shmap_tp.data.tokenizer import Bytes
-from shmap_tp.errors import UserError, shown
+from shmap_tp.errors import UserError
 from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import axis_sizes
@@ -82,9 +82,9 @@ def _check_directories(config: Config) -> None:
             continue
         there = next(part for part in (Path(path).absolute(), *Path(path).absolute().parents) if part.exists())
         if not there.is_dir():
-            raise UserError(f"{key}={shown(path)} cannot be written: {shown(there)} is a file; choose another")
+            raise UserError(f"{key}={path} cannot be written: {there} is a file; choose another")
         if not os.access(there, os.W_OK):
-            raise UserError(f"{key}={shown(path)} cannot be written: no permission for {shown(there)}; choose another")
+            raise UserError(f"{key}={path} cannot be written: no permission for {there}; choose another")
 
 
 def _mesh(config: Config) -> str:

@@ -16,7 +16,7 @@ from shmap_tp.data.batches import check_alike, check_pairs, data_warning, isolat
 from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy
 from shmap_tp.data.metadata import DTYPES, SPLITS, TOKENIZER, Meta
 from shmap_tp.data.tokenizer import Bytes
-from shmap_tp.errors import UserError, shown
+from shmap_tp.errors import UserError
 from shmap_tp.hardware.slice_types import RentedSlices, find_slices
 from shmap_tp.model.components import ModelComponents
 from shmap_tp.runtime.files import first_contact
@@ -71,18 +71,18 @@ def check_places(config: Config, slices: RentedSlices) -> None:
         bucket = checkpoints.split("/")[2] if checkpoints.startswith("gs://") else "BUCKET"
         url, key = f"gs://{bucket}/{data.name}", f"data.sources.{name}.dir" if name else "data.dir"
         raise UserError(
-            f"{key}={shown(data.dir)} is on the disks of the hosts, which have no data; use {key}={url}, after\n"
+            f"{key}={data.dir} is on the disks of the hosts, which have no data; use {key}={url}, after\n"
             f"{prepare_and_copy(data, config.model.from_pretrained, url)}"
         )
     weights = config.model.from_pretrained
     if weights is not None and _is_on_host(weights):
         raise UserError(
-            f"model.from_pretrained={shown(weights)} is on this machine, but not on the hosts; give the absolute path "
+            f"model.from_pretrained={weights} is on this machine, but not on the hosts; give the absolute path "
             "of a directory that is here and on every host, such as a mounted bucket"
         )
     if slices.hosts > 1 and _is_on_host(checkpoints):
         raise UserError(
-            f"checkpoint.dir={shown(checkpoints)} is on the disk of each of {slices.hosts} hosts, which save "
+            f"checkpoint.dir={checkpoints} is on the disk of each of {slices.hosts} hosts, which save "
             f"a checkpoint together; use checkpoint.dir=gs://BUCKET/{config.run.name}"
         )
 
@@ -112,7 +112,7 @@ def _data(config: Config, data: DataConfig) -> tuple[str, str | None, Meta | Non
     if data.cache is not None and _is_on_host(data.cache) and size > BOOT_DISK:
         raise UserError(
             f"{data.dir} has {size / 1e9:,.0f} GB, and the disk of a host {BOOT_DISK / 1e9:.0f} GB for its copy in "
-            f"data.cache={shown(data.cache)}; use data.cache=null, which reads rows from the bucket"
+            f"data.cache={data.cache}; use data.cache=null, which reads rows from the bucket"
         )
     what = f"{meta.tokens['train']:,} tokens, tokenizer {meta.tokenizer}, vocabulary {meta.vocabulary}"
     warning = data_warning(data, config.model, meta)
@@ -137,7 +137,7 @@ def _check_checkpoints(config: Config) -> None:
     with bucket_messages("checkpoint.dir", url):
         if (found := first_contact(found_there)) is None:
             raise UserError(
-                f"checkpoint.dir={shown(url)}: there is no {bucket}; create it in the region of the slices:\n"
+                f"checkpoint.dir={url}: there is no {bucket}; create it in the region of the slices:\n"
                 f"gcloud storage buckets create {bucket} --location=REGION"
             )
     steps = [each for each in found if PurePath(each).name.isdecimal()]

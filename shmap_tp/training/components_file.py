@@ -19,23 +19,23 @@ def load_components(given: str) -> Components:
     """
     name, _, attribute = given.rpartition(":")
     if not (name.endswith(".py") and attribute.isidentifier()):
-        raise UserError(f"--components {shown(given)} must be FILE.py:NAME, for example my_file.py:components")
+        raise UserError(f"--components {given} must be FILE.py:NAME, for example my_file.py:components")
     file = Path(name)
     if file_size(file) is None:
-        raise UserError(f"--components {shown(given)}: there is no file {shown(name)}; correct its path")
+        raise UserError(f"--components {given}: there is no file {name}; correct its path")
     found = getattr(_executed(file, given), attribute, None)
     if not isinstance(found, Components):
         what = "nothing" if found is None else f"of type {type(found).__name__}"
         raise UserError(
-            f"--components {shown(given)}: {attribute} in {shown(name)} is {what}; write\n"
+            f"--components {given}: {attribute} in {name} is {what}; write\n"
             f"{attribute} = shmap_tp.Components(...) there, as docs/extending.md shows"
         )
     for part in ("block", "mlp", "make_optimizer", "load_parameters"):
         if (value := getattr(found, part)) is not None and not callable(value):
-            raise UserError(f"--components {shown(given)}: {part}={shown(value)} must be a function or a class")
+            raise UserError(f"--components {given}: {part}={shown(value)} must be a function or a class")
     if found.tensor_parallel is not None and not isinstance(found.tensor_parallel, TensorParallel):
         raise UserError(
-            f"--components {shown(given)}: tensor_parallel={shown(found.tensor_parallel)} must be a mode, as those of "
+            f"--components {given}: tensor_parallel={shown(found.tensor_parallel)} must be a mode, as those of "
             f"shmap_tp/parallel/tensor_parallel.py"
         )
     return replace(found, given_as=given)
@@ -54,7 +54,7 @@ def _executed(file: Path, given: str) -> object:
         lines = [frame.lineno for frame in frames if frame.filename == specification.origin]
         line = getattr(error, "lineno", None) or (lines[-1] if lines else "?")
         raise UserError(
-            f"--components {shown(given)}: {shown(file)}, line {line}: {type(error).__name__}: {first_line(error)};\n"
-            f"correct the file: `python {shown(file)}` shows where it fails"
+            f"--components {given}: {file}, line {line}: {type(error).__name__}: {first_line(error)};\n"
+            f"correct the file: `python {file}` shows where it fails"
         ) from error
     return module

@@ -212,13 +212,8 @@ def is_sample(line: dict[str, Any]) -> bool:
 
 def format_samples(step: int, texts: dict[str, str]) -> str:
     """The samples of a step, for the terminal: each prompt and what the model wrote after it, indented."""
-    shown = (textwrap.indent(prompt + _printable(text), "    ", lambda _: True) for prompt, text in texts.items())
+    shown = (textwrap.indent(prompt + text, "    ", lambda _: True) for prompt, text in texts.items())
     return "\n".join([f"step {step}  the model writes:", *shown])
-
-
-def _printable(text: str) -> str:
-    """`text` without the control characters that would disturb a terminal."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
 
 
 def _is_json_value(value: Any) -> bool:

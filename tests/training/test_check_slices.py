@@ -98,11 +98,11 @@ def test_a_run_that_would_train_is_accepted_with_what_it_reads_and_with_warnings
 REFUSED = {
     "no data": (
         [*SAVED, *V3],
-        "use data.dir=gs://bucket/fineweb_edu_neox, after\npython -m shmap_tp.prepare --dataset",
+        "use data.dir=gs://bucket/fineweb_edu_neox, after\n  python -m shmap_tp.prepare --dataset",
     ),
     "an empty bucket": (
         [*SAVED, "data.dir=gs://bucket/none", *V3],
-        "gs://bucket/none/train.bin does not exist; prepare it and copy it there:\npython -m shmap_tp.prepare",
+        "gs://bucket/none/train.bin does not exist; prepare it and copy it there:\n  python -m shmap_tp.prepare",
     ),
     "data that the disk cannot hold": ([*SAVED, DATA[0], *V3], "use data.cache=null"),
     "tokens that the model does not have": (
@@ -116,11 +116,11 @@ REFUSED = {
     ),
     "a source on the disks of the hosts": (
         [*SAVED, "data.dir=null", "data.source=null", "data.sources={a:{dir:data/a,weight:1}}", *V3],
-        "use data.sources.a.dir=gs://bucket/a, after\npython -m shmap_tp.prepare",
+        "use data.sources.a.dir=gs://bucket/a, after\n  python -m shmap_tp.prepare",
     ),
     "no bucket": (
         [*DATA, "checkpoint.dir=gs://BUCKET/run", *V3],
-        "there is no gs://BUCKET; create it in the region of the slices:\ngcloud storage buckets create gs://BUCKET",
+        "there is no gs://BUCKET; create it in the region of the slices:\n  gcloud storage buckets create gs://BUCKET",
     ),
     "checkpoints on the hosts": ([*DATA, *V3], "use checkpoint.dir=gs://BUCKET/6_9b"),
     "checkpoints of an earlier run": ([*DATA, "checkpoint.dir=gs://bucket/saved", *V3], "continue with --resume"),

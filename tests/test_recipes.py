@@ -22,7 +22,7 @@ sys.path.pop(0)
 OWN_KEYS = """
 run.name mesh.dp mesh.mp mesh.tensor_parallel mesh.zero mesh.processes model.remat model.attention
 train.steps train.batch train.microbatches optimizer.learning_rate optimizer.final_learning_rate optimizer.warmup_steps
-optimizer.decay_steps optimizer.weight_decay optimizer.clip_norm evaluate.every evaluate.batches sample.every
+optimizer.weight_decay optimizer.clip_norm evaluate.every evaluate.batches sample.every
 sample.prompts checkpoint.every checkpoint.keep
 """
 """What a recipe states itself, because the values of conf/config.yaml are those of a byte-level model."""

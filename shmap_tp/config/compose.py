@@ -26,6 +26,7 @@ from omegaconf.errors import (
     ConfigKeyError,
     GrammarParseError,
     InterpolationResolutionError,
+    InterpolationToMissingValueError,
     OmegaConfBaseException,
     ValidationError,
 )
@@ -253,6 +254,8 @@ def _explain_key(error: OmegaConfBaseException) -> str:
         return f"unknown key {key}; {_suggest(key)}"
     if isinstance(error, ValidationError) and "." in key:
         return f"{key}={shown(error.value)} must be {expected_type(key)}"
+    if isinstance(error, InterpolationToMissingValueError):
+        return f"no value for {first_line(error).rpartition(': ')[2]}; give it in the file or as key=value"
     way_out = "; correct its ${...}" if isinstance(error, InterpolationResolutionError | GrammarParseError) else ""
     return f"{key}: {shown(first_line(error))}{way_out}"
 

@@ -293,7 +293,7 @@ class OptimizerConfig:
     warmup_steps: int
     """Steps over which the learning rate rises linearly; step n of them has n / warmup_steps of the peak."""
     decay_steps: int
-    """Step at which the decay ends; separate from train.steps, so that extending a run keeps its schedule."""
+    """Step at which the decay ends: train.steps unless it is set.  The config.yaml of a run has it as a number."""
     decay_fraction: float
     """For schedule=wsd: the fraction of decay_steps, counted from its end, in which the learning rate decays."""
     weight_decay: float
@@ -369,7 +369,8 @@ class CheckpointConfig:
 @dataclass
 class LogConfig:
     every: int
-    """Steps between printed lines where stderr is not a terminal, which shows a progress bar instead."""
+    """Steps between printed lines where stderr is not a terminal, which shows a progress bar instead.  The first step
+    has a line, too, and no silence is longer than 30 seconds."""
     tensorboard: bool
     """Whether to write TensorBoard events to the run directory."""
     wandb: bool

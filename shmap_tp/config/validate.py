@@ -50,7 +50,7 @@ def validate(config: Config) -> None:
     _check_source(config.data)
     check_sources(config.data)
     check_bounds(config)
-    _check_optimizer(config.optimizer)
+    _check_optimizer(config.optimizer, config.train.steps)
     _check_prompts(config.sample)
     _check_profile(config.train)
     _check_mp_divides_model(mesh, model)
@@ -95,19 +95,19 @@ def _check_source(data: DataConfig) -> None:
         )
 
 
-def _check_optimizer(optimizer: OptimizerConfig) -> None:
-    _check_schedule(optimizer)
+def _check_optimizer(optimizer: OptimizerConfig, steps: int) -> None:
+    _check_schedule(optimizer, steps)
     if not 0 < optimizer.epsilon < math.inf:
         raise UserError(f"optimizer.epsilon={optimizer.epsilon} must be above 0 and finite; 1.0e-8 is usual")
     if not optimizer.clip_norm > 0:
         raise UserError(f"optimizer.clip_norm={optimizer.clip_norm} must be above 0; 1.0 is usual")
 
 
-def _check_schedule(optimizer: OptimizerConfig) -> None:
+def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
     fraction, end, warmup = optimizer.decay_fraction, optimizer.decay_steps, optimizer.warmup_steps
     if not 0 < fraction <= 1:
         raise UserError(f"optimizer.decay_fraction={fraction} must be above 0 and at most 1; 0.1 is usual")
-    if optimizer.schedule == Schedule.constant:
+    if optimizer.schedule == Schedule.constant or (end <= warmup and steps <= warmup):  # the run has no decay
         return
     if end <= warmup:
         raise UserError(

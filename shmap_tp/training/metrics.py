@@ -28,6 +28,8 @@ from shmap_tp.runtime.files import replacing, write_atomically, writing
 from shmap_tp.training.evaluation import Evaluation, describe
 from shmap_tp.training.json_lines import drop_lost, read_lines
 
+LONGEST_SILENCE = 30.0
+"""Seconds without a line, as far as steps end within them."""
 LOG_IN = "log in with `wandb login`, log locally with WANDB_MODE=offline"
 
 
@@ -53,6 +55,8 @@ class Recorder:
         self._enabled = enabled
         self._every = config.log.every
         self._steps = config.train.steps
+        self._printed = -math.inf
+        """When the last line was printed: the first step has one."""
         self._writers: list[Any] = []
         self.has_validation = False
         """Whether metrics.jsonl has the validation loss of `first_step`."""
@@ -92,7 +96,10 @@ class Recorder:
         text += f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
-        if self._bar.disable and (line["step"] % self._every == 0 or line["step"] == self._steps):
+        silent = time.monotonic() - self._printed + line["seconds_per_step"]
+        due = line["step"] % self._every == 0 or line["step"] == self._steps or silent > LONGEST_SILENCE
+        if self._bar.disable and due:
+            self._printed = time.monotonic()
             left = (self._steps - line["step"]) * line["seconds_per_step"]
             write_line(f"step {line['step']}/{self._steps}  {text}  {left:,.0f} s left")
 

@@ -91,8 +91,10 @@ def describe_schedule(config: OptimizerConfig, steps: int) -> str:
     """The learning rate over a run of `steps` steps, as a sentence for users."""
     rise, last, end = config.warmup_steps, _stable_until(config), config.decay_steps
     warmup = f"up to {config.learning_rate:g} at step {rise:,}" if rise else f"{config.learning_rate:g}"
+    if steps <= rise:
+        return warmup + (f" (optimizer.warmup_steps), after the last step {steps:,}" if steps < rise else "")
     if config.schedule == Schedule.constant:
-        return f"{warmup}, then constant" + (" (optimizer.warmup_steps is above train.steps)" if steps < rise else "")
+        return f"{warmup}, then constant"
     if config.schedule == Schedule.wsd:
         if steps <= last:
             unreached = f"the decay after step {last:,} (optimizer.decay_steps={end}) begins after train.steps"

@@ -240,6 +240,8 @@ def _report(run: Run, step: int, finished: bool) -> None:
     given = run.components.given_as
     own = f"--components {shlex.quote(given)} " if given else ""
     more_steps = f"train.steps={2 * config.train.steps} " if finished else ""
+    if finished and config.optimizer.decay_steps <= config.optimizer.warmup_steps:  # the decay has not begun
+        more_steps += f"optimizer.decay_steps={2 * config.train.steps} "
     lines = [
         run.clock.breakdown.table(),
         f"{'done' if finished else 'stopped and saved'} at step {step} of {config.train.steps}",

@@ -65,6 +65,17 @@ def test_steps_can_be_given_as_tokens():
     assert "train.steps=1M words must be of type int" in error_message(FIRST, "train.steps=1M words")
 
 
+def test_the_decay_ends_at_the_last_step_unless_it_is_set(tmp_path):
+    for given, end in {"train.steps=40": 40, "train.steps=1M tokens": 245, "optimizer.decay_steps=50": 50}.items():
+        config = load(FIRST, [given])
+        assert config.optimizer.decay_steps == end
+    (tmp_path / "config.yaml").write_text(to_yaml(load(FIRST, ["train.steps=40"])))
+    assert load(tmp_path / "config.yaml", ["train.steps=60"]).optimizer.decay_steps == 40
+    warm = load(FIRST, ["train.steps=20"])
+    assert warm.optimizer.decay_steps == 20 < warm.optimizer.warmup_steps
+    assert "optimizer.decay_steps=20 must be above" in error_message(FIRST, "optimizer.decay_steps=20")
+
+
 def test_a_file_outside_conf_has_groups_of_its_own_beside_those_of_conf(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text((CONF / "model" / "bytes.yaml").read_text() + "\n")

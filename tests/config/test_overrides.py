@@ -64,7 +64,7 @@ OVERRIDES = {
     "model=${data}": NO_MODEL,
     f"model={'a' * 300}": NO_MODEL,
     # one of what is refused by the schema
-    "train.steps=???": "no value for train.steps; give each in the file or as key=value",
+    "train.steps=???": "no value for train.steps; give it in the file or as key=value",
     "train.profile.0=3": "a list cannot be merged with keys; give the whole list, for example train.profile=[10,12]",
     "train.steps=": "train.steps= must be of type int",
     "run.name=": "run.name= must have 1 to 200 characters; choose a name",

@@ -136,11 +136,12 @@ def check_training(words: list[str]) -> Config:
     """The configuration that the arguments of `main.py` describe, validated."""
     arguments = train._parser("python main.py").parse_intermixed_args(words)
     models = [word for word in words if re.match("model.from_pretrained=(runs/|DIR$)", word)]
-    if (arguments.cfg or FIRST).startswith(("runs/", "conf/finetune_")) or models:
+    cfg = FIRST if arguments.cfg in (None, "runs/first/config.yaml") else arguments.cfg
+    if cfg.startswith(("runs/", "conf/finetune_")) or models:
         raise NotChecked("it needs what an earlier command writes, a directory of the user's, or a model of the hub")
     overrides = ["checkpoint.resume=must"] if arguments.resume else []
     overrides += [f"mesh.processes={arguments.processes}"] if arguments.processes else []
-    config = load(str(ROOT / (arguments.cfg or FIRST)), [*arguments.overrides, *overrides])
+    config = load(str(ROOT / cfg), [*arguments.overrides, *overrides])
     is_byte_model = config.model.vocabulary == Bytes.vocabulary
     assert is_byte_model or config.data.source != "stdlib", f"{config.model.name} would train on bytes"
     return config

@@ -127,6 +127,22 @@ def test_a_step_that_is_read_late_does_not_distort_the_rate(tmp_path, monkeypatc
     assert [line["tokens_per_second"] for line in recorded] == pytest.approx([10 / s for s in seconds])
 
 
+def test_the_first_step_has_a_line_and_no_silence_is_longer_than_thirty_seconds(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run").mkdir()
+    now = [1000.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    step = {"loss": 0.5, "learning_rate": 1e-3, "tokens_per_second": 10.0, "mfu": None, "seconds_per_step": 20.0}
+    with Recorder(tiny(tmp_path, "log.every=100", "train.steps=200"), 7, enabled=True) as recorder:
+        for number in range(8, 12):
+            now[0] += 20
+            recorder.train(step | {"step": number, "seconds_per_step": 20.0})
+        for number in range(12, 52):
+            now[0] += 2
+            recorder.train(step | {"step": number, "seconds_per_step": 2.0})
+    printed = [int(line.split()[1].partition("/")[0]) for line in capsys.readouterr().out.splitlines()]
+    assert printed == [8, 9, 10, 11, 26, 41]
+
+
 def test_lines_of_lost_steps_and_a_partial_line_are_removed_from_metrics(tmp_path):
     config = tiny(tmp_path)
     file = tmp_path / "run" / "metrics.jsonl"

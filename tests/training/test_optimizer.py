@@ -28,26 +28,36 @@ LINEAR, APART = "then a linear decay", "(optimizer.decay_steps=300 is apart from
 CUT_SHORT = f"{LINEAR} that would end at step 300 (optimizer.decay_steps), after train.steps"
 WHOLE = f"{LINEAR} down to 0.0003 at step 300"
 UNREACHED = "then constant; the decay after step 270 (optimizer.decay_steps=300) begins after train.steps"
-COSINE = "then a cosine"
+COSINE, END = "then a cosine", "decay_steps=300"
 
 
 def test_every_schedule_says_where_it_and_the_run_end_apart():
     for settings, steps, rest in [
-        ("schedule=cosine", 300, f"{COSINE} down to 0.0003 at step 300"),
-        ("schedule=cosine", 20000, f"{COSINE} down to 0.0003 at step 300, constant until step 20,000 {APART}"),
-        ("schedule=cosine", 40, f"{COSINE} that would end at step 300 (optimizer.decay_steps), after train.steps"),
-        ("schedule=linear", 299, CUT_SHORT),
-        ("schedule=linear", 300, WHOLE),
-        ("schedule=linear", 301, f"{WHOLE}, constant until step 301 {APART}"),
-        ("schedule=wsd", 270, UNREACHED),
-        ("schedule=wsd", 271, f"constant until step 270, {CUT_SHORT}"),
-        ("schedule=wsd", 300, f"constant until step 270, {WHOLE}"),
-        ("schedule=wsd", 301, f"constant until step 270, {WHOLE}, constant until step 301 {APART}"),
-        ("schedule=constant decay_steps=1", 30, "then constant"),
-        ("schedule=constant", 29, "then constant (optimizer.warmup_steps is above train.steps)"),
+        (f"schedule=cosine {END}", 300, f", {COSINE} down to 0.0003 at step 300"),
+        (
+            f"schedule=cosine {END}",
+            20000,
+            f", {COSINE} down to 0.0003 at step 300, constant until step 20,000 {APART}",
+        ),
+        (
+            f"schedule=cosine {END}",
+            40,
+            f", {COSINE} that would end at step 300 (optimizer.decay_steps), after train.steps",
+        ),
+        (f"schedule=linear {END}", 299, f", {CUT_SHORT}"),
+        (f"schedule=linear {END}", 300, f", {WHOLE}"),
+        (f"schedule=linear {END}", 301, f", {WHOLE}, constant until step 301 {APART}"),
+        (f"schedule=wsd {END}", 270, f", {UNREACHED}"),
+        (f"schedule=wsd {END}", 271, f", constant until step 270, {CUT_SHORT}"),
+        (f"schedule=wsd {END}", 300, f", constant until step 270, {WHOLE}"),
+        (f"schedule=wsd {END}", 301, f", constant until step 270, {WHOLE}, constant until step 301 {APART}"),
+        ("schedule=constant decay_steps=1", 31, ", then constant"),
+        ("schedule=cosine decay_steps=30", 30, ""),
+        ("schedule=cosine decay_steps=29", 29, " (optimizer.warmup_steps), after the last step 29"),
     ]:
-        section = config(*(f"optimizer.{setting}" for setting in settings.split())).optimizer
-        assert describe_schedule(section, steps) == f"up to 0.003 at step 30, {rest}", (settings, steps)
+        given = f"train.steps={steps}", *(f"optimizer.{setting}" for setting in settings.split())
+        section = config(*given).optimizer
+        assert describe_schedule(section, steps) == f"up to 0.003 at step 30{rest}", (settings, steps)
 
 
 @pytest.mark.parametrize(("warmup", "decay"), [(4, 10), (1, 3), (0, 3), (0, 1)], ids=str)

@@ -50,10 +50,11 @@ from shmap_tp.pretrained.start import (
     recorded_base,
     recorded_source,
     restored_parameters,
+    with_base_on_disk,
     with_pretrained,
 )
 from shmap_tp.pretrained.writing import save_model, text_for_export
-from shmap_tp.training.checkpoint_files import find_checkpoint, saved_config
+from shmap_tp.training.checkpoint_files import absolute, find_checkpoint, saved_config
 from shmap_tp.training.environment import (
     USE,
     compute_dtype,
@@ -252,7 +253,8 @@ class Model:
 
     def save_pretrained(self, directory: str | PathLike, *, dtype: str = "float32", merge: bool = False) -> None:
         """Write a new Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` of transformers reads; of a
-        model with adapters one that `PeftModel.from_pretrained` of PEFT reads, or with `merge` the whole model.
+        model with adapters one that `PeftModel.from_pretrained` of PEFT reads, or with `merge` the whole model, whose
+        matrices without an adapter have the bits of the base on disk.
 
         The weights are of `dtype`, float32, bfloat16 or float16.  The tokenizer is copied from what the model was read
         from, or is that of the checkpoint or of `with_tokenizer`.  Raises UserError if `directory` is not empty, no
@@ -260,15 +262,19 @@ class Model:
         nothing is left there.
         """
         require_unquantized(self.parameters, "written")
-        base = None
-        if self.config.model.adapter.rank and not merge:
-            known = self.config.model.from_pretrained is not None
-            base = recorded_base(self.checkpoint) if self.checkpoint else identify(self.config) if known else None
+        base, parameters = None, self.parameters
+        if self.config.model.adapter.rank:
+            if self.checkpoint is not None:
+                base = recorded_base(absolute(self.checkpoint))
+            elif self.config.model.from_pretrained is not None and not merge:
+                base = identify(self.config)
+            if merge:
+                parameters = with_base_on_disk(parameters, self.config, base, self.functions.shapes)
         text = text_for_export(self.checkpoint, self.config) if self.checkpoint and not self.source else None
         if self.given_tokenizer is not None and self.source is None:
             text = TextDirectory({}, directory).for_export(self.given_tokenizer, self.config.model.context)
         given = {"base": base, "merge": merge, "text": text}
-        save_model(Path(directory), self.config, self.parameters, self.source, dtype, **given)
+        save_model(Path(directory), self.config, parameters, self.source, dtype, **given)
 
     def logits(self, tokens: Tokens, segments: Segments | None = None) -> Float[Array, "B T V"]:
         """Logits of the next token at every position: tokens[B, T] -> float32[B, T, vocabulary].

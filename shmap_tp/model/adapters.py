@@ -90,7 +90,9 @@ def merged(params: Any) -> Any:
         stack, dims = "l" * (node.weight.ndim - len(declared.axes)), "def"[: len(declared.axes)]
         (inside,) = (dims[dim] for dim in declared.inputs)
         product = f"{stack}{inside}r,{stack}{dims.replace(inside, 'r')}->{stack}{dims}"
-        added = jnp.einsum(product, node.adapter.a.weight, node.adapter.b.weight, precision=lax.Precision.HIGHEST)
+        factors = (node.adapter.a.weight, node.adapter.b.weight)
+        wide = jnp.promote_types(jnp.float32, factors[0].dtype)
+        added = jnp.einsum(product, *(factor.astype(wide) for factor in factors), precision=lax.Precision.HIGHEST)
         weight = node.weight.astype(added.dtype) + node.adapter.scale * added
         return replace(node, weight=weight, adapter=None)
 

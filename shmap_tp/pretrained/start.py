@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from shmap_tp.config.schema import Config, HeldIn, ModelConfig
 from shmap_tp.errors import UserError
@@ -114,6 +116,31 @@ def restored_parameters(checkpoint: PathLike, shapes: Transformer, held: Transfo
         return restore_parameters(checkpoint, shapes, held)
     factors = restore_parameters(checkpoint, split_factors(shapes)[0], split_factors(held)[0])
     return eqx.combine(factors, base_of(checkpoint, base, saved_config(checkpoint).model, held))
+
+
+def with_base_on_disk(
+    parameters: Transformer, config: Config, base: Mapping[str, str] | None, shapes: Transformer
+) -> Transformer:
+    """`parameters` of a model with adapters, the frozen ones in float32 as they are on disk, if what is held of them is
+    their rounding to another dtype.
+
+    They are read from `base`, or without it from model.from_pretrained.  Raises UserError if they cannot be.
+    """
+    factors, held = split_factors(parameters)
+    directory = config.model.from_pretrained if base is None else base["path"]
+    if directory is None or all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(held)):
+        return parameters
+    try:
+        source = open_source(directory)
+    except UserError as error:
+        raise UserError(
+            f"the model cannot be merged: it has its base rounded, and the base cannot be read: {error}.\n"
+            f"Put it back there; or write the adapter alone, which needs no base"
+        ) from error
+    exact = load_parameters(source, config.model, split_factors(held_in(shapes, jnp.float32))[1])
+    is_rounding = jax.jit(lambda w, of: jnp.all(w == of.astype(w.dtype)))
+    found = jax.tree.map(lambda w, of: of if is_rounding(w, of) else w, held, exact)
+    return eqx.combine(factors, found)
 
 
 def recorded_base(checkpoint: PathLike) -> dict[str, str] | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
@@ -31,6 +32,7 @@ from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.errors import StorageError, UserError, shown
 from shmap_tp.inference.text import tokenizer_of_checkpoint
 from shmap_tp.model.adapters import merged, split_factors
+from shmap_tp.model.components import held_in
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked
@@ -39,7 +41,7 @@ from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, Ranges, pieces_of_ar
 from shmap_tp.pretrained.peft import adapter_target
 from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import INDEX, Source
-from shmap_tp.pretrained.start import recorded_base, recorded_source, restored_parameters
+from shmap_tp.pretrained.start import recorded_base, recorded_source, restored_parameters, with_base_on_disk
 from shmap_tp.pretrained.target import Target, target_of
 from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, place_tensors, reserve, write_header
 from shmap_tp.runtime.console import print_on_process_0
@@ -89,7 +91,7 @@ def export_checkpoint(
     directory: str, out: Path, step: int | None, dtype: str, *, merge: bool = False
 ) -> tuple[Path, str]:
     """Write a checkpoint of a run to the new directory `out`, one chunk of its files at a time; of a run with adapters
-    these alone, or to `merge` them the whole model, which is then in memory.
+    these alone, or to `merge` them in float32 with the base on disk the whole model, which is then in memory.
 
     Returns (the checkpoint, what was written).
     Raises UserError if there is no such checkpoint or its model cannot be expressed, StorageError if the disk is full.
@@ -108,12 +110,11 @@ def export_checkpoint(
         raise UserError(f"--merge is for a run with adapters, and {checkpoint} is of one without; leave it out")
     if has_adapter:
         base = recorded_base(checkpoint)
-        is_whole = merge or base is None
-        parameters = (
-            restored_parameters(checkpoint, shapes)
-            if is_whole
-            else restore_parameters(checkpoint, split_factors(shapes)[0])
-        )
+        if merge:
+            held = shapes if base is None else held_in(shapes, jnp.float32)
+            parameters = with_base_on_disk(restored_parameters(checkpoint, shapes, held), config, base, shapes)
+        else:
+            parameters = restore_parameters(checkpoint, shapes if base is None else split_factors(shapes)[0])
         save_model(out, config, parameters, source, dtype, base=base, merge=merge, text=text)
     else:
         stacked, chunks = paths_of(is_stacked(shapes)), read_chunks(checkpoint, shapes)

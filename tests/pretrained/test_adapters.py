@@ -17,7 +17,7 @@ from shmap_tp.training.checkpoint_files import absolute, saved_state
 from tests.helpers.adapter_cases import merged
 from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.paths import ROOT
-from tests.helpers.pretrained_models import write_directory
+from tests.helpers.pretrained_models import read_tensors, write_directory
 from tests.helpers.run_fixtures import make_runs_quick, write_tokens
 
 FINETUNE = ROOT / "conf" / "finetune.yaml"
@@ -122,7 +122,28 @@ def test_a_run_is_exported_as_an_adapter_or_merged_and_the_commands_read_it(work
         opened("--checkpoint", str(work / "run"), *adapter)
 
 
-def test_a_trainer_holds_the_base_in_the_dtype_of_the_activations_and_restores_the_factors(work):
+def test_a_merged_export_of_a_run_in_bfloat16_has_the_base_on_disk_and_the_products_in_float32(work, tmp_path):
+    given = [f"model.from_pretrained={work / 'model'}", f"run.dir={tmp_path / 'run'}", f"data.dir={work / 'data'}"]
+    given += [*RUN.split(), "train.precision=bfloat16", "train.steps=1", "mesh.dp=1", "model.adapter.matrices=[query]"]
+    assert shmap_tp.run_training(shmap_tp.load_config(*given, file=FINETUNE))
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "adapter")]) == 0
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "merged"), "--merge"]) == 0
+    expected, factors = read_tensors(work / "model"), read_tensors(tmp_path / "adapter")
+    touched = {name: w for name, w in expected.items() if "q_proj" in name}
+    for name, w in touched.items():
+        a, b = (factors[f"base_model.model.{name.replace('weight', f'lora_{x}.weight')}"] for x in "AB")
+        touched[name] = w + 16 / 4 * b.astype(np.float64) @ a
+    found = read_tensors(tmp_path / "merged")
+    of_matrices = {name: found[name] for name in touched}
+    assert_same_bits(found | touched, expected | touched)
+    assert_close(of_matrices, touched, 1e-6)
+    shmap_tp.Model.restore(tmp_path / "run", dtype="bfloat16").save_pretrained(tmp_path / "of_model", merge=True)
+    of_rounded_factors = read_tensors(tmp_path / "of_model")
+    assert_close({name: of_rounded_factors[name] for name in touched}, touched, 2e-4)
+    assert_same_bits(of_rounded_factors | touched, expected | touched)
+
+
+def test_a_trainer_holds_the_base_in_the_dtype_of_the_activations_and_restores_the_factors(work, tmp_path):
     given = [f"model.from_pretrained={work / 'model'}", *RUN.split(), "train.precision=bfloat16"]
     trainer = shmap_tp.Trainer(shmap_tp.load_config(*given, file=FINETUNE))
     before = by_path(trainer.state.params)
@@ -135,3 +156,6 @@ def test_a_trainer_holds_the_base_in_the_dtype_of_the_activations_and_restores_t
     assert trainer.restore(work / "run") == 4
     restored = shmap_tp.Model.restore(work / "run")
     assert_same_bits(*(split_factors(each.parameters)[0] for each in (trainer.model(), restored)))
+    assert main(["export", trainer.save(tmp_path / "saved"), "--out", str(tmp_path / "out"), "--merge"]) == 0
+    found, base = (read_tensors(directory)["lm_head.weight"] for directory in (tmp_path / "out", work / "model"))
+    assert_same_bits(found, base)

@@ -251,11 +251,15 @@ class Model:
         """
         return replace(self, given_tokenizer=open_tokenizer_file(str(name)))
 
-    def save_pretrained(self, directory: str | PathLike, *, dtype: str = "float32", merge: bool = False) -> None:
+    def save_pretrained(
+        self, directory: str | PathLike, *, dtype: str = "float32", merge: bool = False, rslora: bool = False
+    ) -> None:
         """Write a new Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` of transformers reads; of a
         model with adapters one that `PeftModel.from_pretrained` of PEFT reads, or with `merge` the whole model, whose
         matrices without an adapter have the bits of the base on disk.
 
+        Adapters of scale=sqrt_rank (rsLoRA) are written as plain LoRA with a larger alpha, which all engines read, or
+        with `rslora` as they are.
         The weights are of `dtype`, float32, bfloat16 or float16.  The tokenizer is copied from what the model was read
         from, or is that of the checkpoint or of `with_tokenizer`.  Raises UserError if `directory` is not empty, no
         supported architecture can express the model, or it is held in int8, StorageError if the disk is full; then
@@ -273,7 +277,7 @@ class Model:
         text = text_for_export(self.checkpoint, self.config) if self.checkpoint and not self.source else None
         if self.given_tokenizer is not None and self.source is None:
             text = TextDirectory({}, directory).for_export(self.given_tokenizer, self.config.model.context)
-        given = {"base": base, "merge": merge, "text": text}
+        given = {"base": base, "merge": merge, "rslora": rslora, "text": text}
         save_model(Path(directory), self.config, parameters, self.source, dtype, **given)
 
     def logits(self, tokens: Tokens, segments: Segments | None = None) -> Float[Array, "B T V"]:

@@ -2,7 +2,7 @@
 
     python -m shmap_tp.pretrained inspect DIR
         the model's shape, parameters and meshes, and whether its weights are complete
-    python -m shmap_tp.pretrained export RUN_OR_CHECKPOINT --out OUT [--step N] [--dtype bfloat16] [--merge]
+    python -m shmap_tp.pretrained export RUN_OR_CHECKPOINT --out OUT [--step N] [--dtype bfloat16] [--merge | --rslora]
         a directory that AutoModelForCausalLM.from_pretrained of transformers reads, from any checkpoint of any mesh; of
         a run with adapters one that PeftModel.from_pretrained of PEFT reads, or with --merge the whole model
 
@@ -34,7 +34,10 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--out", type=Path, required=True, help="the directory to write; it must not exist")
     export.add_argument("--step", type=int, help="the checkpoint (default: the newest intact one)")
     export.add_argument("--dtype", default="float32", choices=list(OUTPUT_DTYPES), help="of the weights written")
-    export.add_argument("--merge", action="store_true", help="add the adapters of a run to its base")
+    adapter = export.add_mutually_exclusive_group()
+    adapter.add_argument("--merge", action="store_true", help="add the adapters of a run to its base")
+    rslora = "write use_rslora=true, which some engines ignore, in place of a larger alpha"
+    adapter.add_argument("--rslora", action="store_true", help=rslora)
     return top
 
 
@@ -53,7 +56,7 @@ def _pretrained(arguments: argparse.Namespace) -> None:
         write_line(inspect(arguments.directory))
     else:
         given = arguments.directory, arguments.out, arguments.step, arguments.dtype
-        checkpoint, family = export_checkpoint(*given, merge=arguments.merge)
+        checkpoint, family = export_checkpoint(*given, merge=arguments.merge, rslora=arguments.rslora)
         print(f"{arguments.out}: {checkpoint} as {family}, {arguments.dtype}")
 
 

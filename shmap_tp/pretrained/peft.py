@@ -113,9 +113,15 @@ def load_factors(adapter: SavedAdapter, model: ModelConfig, shapes: Transformer)
     return parameters
 
 
-def adapter_target(target: Target, model: ModelConfig, factors: Transformer, base: Mapping[str, str] | None) -> Target:
+def adapter_target(
+    target: Target, model: ModelConfig, factors: Transformer, base: Mapping[str, str] | None, *, rslora: bool = False
+) -> Target:
     """What a directory will contain of the `factors` of a model that `target` describes; `base` is what they were
-    trained beside."""
+    trained beside.
+
+    rsLoRA is written as plain LoRA with alpha times sqrt(r), the same product, since some engines ignore use_rslora
+    (https://github.com/vllm-project/vllm/issues/10798); or with `rslora` as it is.  Raises UserError if it is not that.
+    """
     arrays, groups = paths_of(factors), _groups(target.family)
     modules = {module: [path for path in paths if _factor(path) in arrays] for module, paths in groups.items()}
     modules = {module: [arrays[_factor(path)] for path in paths] for module, paths in modules.items() if paths}
@@ -124,6 +130,10 @@ def adapter_target(target: Target, model: ModelConfig, factors: Transformer, bas
     blocks = [module for module in modules if module not in shared]
     first = next(row for row in target.family.rows if row.theirs in modules)
     adapter = model.adapter
+    if rslora and adapter.scale != AdapterScale.sqrt_rank:
+        raise UserError(f"rslora is for adapters of model.adapter.scale=sqrt_rank, not {adapter.scale}; leave it out")
+    if adapter.scale == AdapterScale.sqrt_rank and not rslora:
+        adapter = replace(adapter, scale=AdapterScale.rank, alpha=adapter.alpha * adapter.rank**0.5)
     document = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -70,28 +70,33 @@ def save_model(
     base: Mapping[str, str] | None = None,
     merge: bool = False,
     text: TextDirectory | None = None,
+    rslora: bool = False,
 ) -> None:
     """Write `parameters` to the new directory `out`; `source` is what they were read from, if they were, and `text` has
     else the files of the tokenizer (`target_of`).
 
     Of a model with adapters these alone are written, beside which `base` they were trained; to `merge` them, the whole
-    model.  Every process of a mesh calls it and writes what it has, to a file system that all share.
+    model.  `rslora` as in `adapter_target`.  Every process of a mesh calls it and writes what it has, to a file system
+    that all share.
     """
     target = target_of(config.model, source, text)
+    if rslora and (merge or not config.model.adapter.rank):
+        raise UserError("rslora says how an adapter is written, and none is; leave it out")
     if config.model.adapter.rank and merge:
         parameters = merged(parameters)
     elif config.model.adapter.rank:
         parameters, _ = split_factors(parameters)
-        target = adapter_target(target, config.model, parameters, base)
+        target = adapter_target(target, config.model, parameters, base, rslora=rslora)
     stacked = paths_of(is_stacked(parameters))
     save_parameters(out, target, config.model, stacked, pieces_of(parameters), dtype, shard_bytes=shard_bytes)
 
 
 def export_checkpoint(
-    directory: str, out: Path, step: int | None, dtype: str, *, merge: bool = False
+    directory: str, out: Path, step: int | None, dtype: str, *, merge: bool = False, rslora: bool = False
 ) -> tuple[Path, str]:
     """Write a checkpoint of a run to the new directory `out`, one chunk of its files at a time; of a run with adapters
-    these alone, or to `merge` them in float32 with the base on disk the whole model, which is then in memory.
+    these alone, or to `merge` them in float32 with the base on disk the whole model, which is then in memory; `rslora`
+    as in `adapter_target`.
 
     Returns (the checkpoint, what was written).
     Raises UserError if there is no such checkpoint or its model cannot be expressed, StorageError if the disk is full.
@@ -106,8 +111,9 @@ def export_checkpoint(
     source = recorded_source(checkpoint, config)
     text = None if source else text_for_export(str(checkpoint), config)
     target, has_adapter = target_of(config.model, source, text), config.model.adapter.rank > 0
-    if merge and not has_adapter:
-        raise UserError(f"--merge is for a run with adapters, and {checkpoint} is of one without; leave it out")
+    if (merge or rslora) and not has_adapter:
+        given = "--merge" if merge else "--rslora"
+        raise UserError(f"{given} is for a run with adapters, and {checkpoint} is of one without; leave it out")
     if has_adapter:
         base = recorded_base(checkpoint)
         if merge:
@@ -115,7 +121,7 @@ def export_checkpoint(
             parameters = with_base_on_disk(restored_parameters(checkpoint, shapes, held), config, base, shapes)
         else:
             parameters = restore_parameters(checkpoint, shapes if base is None else split_factors(shapes)[0])
-        save_model(out, config, parameters, source, dtype, base=base, merge=merge, text=text)
+        save_model(out, config, parameters, source, dtype, base=base, merge=merge, rslora=rslora, text=text)
     else:
         stacked, chunks = paths_of(is_stacked(shapes)), read_chunks(checkpoint, shapes)
         save_parameters(out, target, config.model, stacked, chunks, dtype, shard_bytes=MAX_SHARD_BYTES)

@@ -73,11 +73,16 @@ def test_an_adapter_of_peft_has_its_logits_here_and_is_written_as_it_was_read(tm
     assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_neox"])
-def test_an_adapter_of_this_project_has_its_logits_in_peft_merged_or_not(tmp_path, case):
+@pytest.mark.parametrize(("case", "scale", "rslora"), [
+    ("llama", "rank", False),
+    ("gpt2", "sqrt_rank", False),
+    ("gpt_neox", "sqrt_rank", True),
+])  # fmt: skip
+def test_an_adapter_of_this_project_has_its_logits_in_peft_merged_or_not(tmp_path, case, scale, rslora):
     """Its factors of q, k and v differ, so that they are block-diagonal where those are fused."""
     base = base_of(tmp_path / "base", case)
     given = [f"model.from_pretrained={tmp_path / 'base'}", f"model.adapter.rank={RANK}", "mesh.dp=2", "mesh.mp=4"]
+    given.append(f"model.adapter.scale={scale}")
     config = shmap_tp.load_config(*given, file=str(ROOT / "conf" / "finetune.yaml"))
     model, random = shmap_tp.Model.initialize(config), np.random.default_rng(5)
     factors, frozen = split_factors(model.parameters)
@@ -85,7 +90,8 @@ def test_an_adapter_of_this_project_has_its_logits_in_peft_merged_or_not(tmp_pat
         lambda w: jax.device_put(random.normal(0, 0.1, w.shape).astype(np.float32), w.sharding), factors
     )
     model = replace(model, parameters=eqx.combine(factors, frozen))
-    model.save_pretrained(tmp_path / "out")
+    model.save_pretrained(tmp_path / "out", rslora=rslora)
+    assert peft.LoraConfig.from_pretrained(tmp_path / "out").use_rslora == rslora
     expected = logits_of(peft.PeftModel.from_pretrained(base, tmp_path / "out").eval())
     assert difference(model.logits(tokens()[:, :LENGTH]), expected) < TOLERANCE
     model.save_pretrained(tmp_path / "merged", merge=True)

@@ -71,6 +71,16 @@ def test_an_adapter_is_written_and_read_with_the_same_bits_and_merged_into_the_s
     assert_same_bits(found.parameters, model.parameters)
     found.save_pretrained(tmp_path / "again")
     assert all((tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in FILES)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["use_rslora"], config["lora_alpha"]) == (False, 16 * RANK**0.5)
+    if case == "gpt2":
+        model.save_pretrained(tmp_path / "rslora", rslora=True)
+        config = json.loads((tmp_path / "rslora" / "adapter_config.json").read_text())
+        assert (config["use_rslora"], config["lora_alpha"]) == (True, 16)
+        with pytest.raises(UserError, match=r"rslora is for adapters of model.adapter.scale=sqrt_rank, not rank"):
+            found.save_pretrained(tmp_path / "refused", rslora=True)
+        with pytest.raises(UserError, match="rslora says how an adapter is written, and none is"):
+            model.save_pretrained(tmp_path / "refused", rslora=True, merge=True)
     if case == "llama_tied":  # matrices are merged in our arrays, which are written as those without an adapter
         model.save_pretrained(tmp_path / "merged", merge=True)
         whole = shmap_tp.from_pretrained(tmp_path / "merged", context=32)

@@ -273,6 +273,9 @@ class TrainConfig:
     log-probabilities become rewards; 0.1 is usual.  null: the next token is trained on."""
     dpo_label_smoothing: float
     """For dpo_beta: the share of pairs whose preference is taken to be wrong; 0 is plain DPO."""
+    dpo_length_normalized: bool
+    """For dpo_beta: whether log-probabilities are means over the tokens of an answer instead of sums; beta is then
+    larger, such as 5."""
     profile: list[int] | None
     """[first, last]: the steps, counted from 1, that are traced for XProf or TensorBoard; null: none."""
     check_replicas_every: int

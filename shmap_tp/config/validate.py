@@ -224,9 +224,11 @@ def _check_adapter(adapter: AdapterConfig) -> None:
 
 def _check_preferences(train: TrainConfig, adapter: AdapterConfig) -> None:
     beta, smoothing = train.dpo_beta, train.dpo_label_smoothing
-    if beta is None and smoothing:
-        raise UserError(f"train.dpo_label_smoothing={smoothing} has no effect with train.dpo_beta=null; leave it out")
     if beta is None:
+        without_effect = {"label_smoothing": smoothing, "length_normalized": train.dpo_length_normalized}
+        for key in [key for key, value in without_effect.items() if value]:
+            given = str(without_effect[key]).lower()
+            raise UserError(f"train.dpo_{key}={given} has no effect with train.dpo_beta=null; leave it out")
         return
     if not 0 < beta < math.inf:
         raise UserError(f"train.dpo_beta={beta} must be above 0 and finite; 0.1 is usual, and null for no preferences")

@@ -16,6 +16,11 @@ reference, which is the same model without its adapters:
 The last line makes the gradient that of a cross entropy with a weight for each target, which `LinearCrossEntropy`
 computes a chunk of positions at a time.  So a step has one forward and one backward pass of the model, a forward pass
 of the reference, and the head's product twice more.
+
+`length_normalized`: log p and log r are divided by the number of counted targets of their document, as the option
+average_log_prob of the authors' program does, so that an answer has no larger margin because it is longer.
+Lambert et al. 2024, "Tulu 3", section 5, https://arxiv.org/abs/2411.15124; without a reference it is the reward of
+Meng et al. 2024, "SimPO", https://arxiv.org/abs/2405.14734
 """
 
 from dataclasses import dataclass, replace
@@ -35,8 +40,12 @@ from shmap_tp.parallel.collectives import all_reduce, mark_varying
 from shmap_tp.parallel.mesh import token_axes
 from shmap_tp.training.objective import Objective, Parts, next_token_objective
 
-METRICS = ("reward_accuracy", "reward_margin", "chosen_log_probability", "rejected_log_probability")
-"""Means over the pairs of a step: how often the margin is above 0, the margin, and log p of both documents."""
+METRICS = (
+    *("reward_accuracy", "reward_margin", "chosen_log_probability", "rejected_log_probability"),
+    *("chosen_log_probability_per_token", "rejected_log_probability_per_token"),
+)
+"""Means over the pairs of a step: how often the margin is above 0, the margin, log p of both documents, and the same
+divided by their counted targets."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class PreferenceObjective(Objective):
 
     beta: float = 0.1
     label_smoothing: float = 0.0
+    length_normalized: bool = False
 
     def __call__(
         self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int | Int[Array, ""]
@@ -60,14 +70,17 @@ class PreferenceObjective(Objective):
         h_BTD, projection, extras = self.hidden(params, batch)
         log_p_BP2 = by_document(self._log_probabilities(h_BTD, projection, batch), batch)
         log_r_BP2 = by_document(self._reference(params, batch), batch)
-        margin_BP = self.beta * -jnp.diff(log_p_BP2 - log_r_BP2)[..., 0]
+        lengths_BP2 = jnp.maximum(1, counted_targets(batch)).astype(log_p_BP2.dtype)
+        divisors_BP2 = lengths_BP2 if self.length_normalized else jnp.ones_like(lengths_BP2)
+        margin_BP = self.beta * -jnp.diff((log_p_BP2 - log_r_BP2) / divisors_BP2)[..., 0]
         smoothing, is_pair_BP = self.label_smoothing, pairs(batch)
         share_BP = jnp.where(is_pair_BP, 1 / counted, 0.0)
         loss_BP = -(1 - smoothing) * jax.nn.log_sigmoid(margin_BP) - smoothing * jax.nn.log_sigmoid(-margin_BP)
         slope_BP = share_BP * self.beta * (jax.nn.sigmoid(-margin_BP) - smoothing)
-        weights_BT = of_targets(jnp.stack([slope_BP, -slope_BP], axis=-1), batch)
+        weights_BT = of_targets(jnp.stack([slope_BP, -slope_BP], axis=-1) / divisors_BP2, batch)
         weighted, _ = self.loss(h_BTD, projection, batch.targets, counted, weights_BT=weights_BT)
-        values = loss_BP, margin_BP > 0, margin_BP, log_p_BP2[..., 0], log_p_BP2[..., 1]
+        of_documents = (x_BP2[..., i] for x_BP2 in (log_p_BP2, log_p_BP2 / lengths_BP2) for i in range(2))
+        values = loss_BP, margin_BP > 0, margin_BP, *of_documents
         parts = jnp.stack([jnp.sum(jnp.where(is_pair_BP, share_BP * value, 0.0)) for value in values])
         objective = weighted + lax.stop_gradient(parts[0] - weighted)  # the loss, with the gradient of `weighted`
         return self.with_auxiliary(objective, extras, tokens), Parts(parts, extras.statistics)
@@ -100,8 +113,8 @@ def make_objective(config: Config, execution: Execution) -> Objective:
     objective, train = next_token_objective(config, execution), config.train
     if train.dpo_beta is None:
         return objective
-    how = {"beta": train.dpo_beta, "label_smoothing": train.dpo_label_smoothing}
-    return PreferenceObjective(objective.loss, execution, **how)
+    how = {"label_smoothing": train.dpo_label_smoothing, "length_normalized": train.dpo_length_normalized}
+    return PreferenceObjective(objective.loss, execution, beta=train.dpo_beta, **how)
 
 
 def _document(batch: Batch) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"]]:
@@ -122,6 +135,11 @@ def by_document(x_BT: Float[Array, "B T"], batch: Batch) -> Float[Array, "B P 2"
     return zeros.at[_document(batch)].add(x_BT)
 
 
+def counted_targets(batch: Batch) -> Float[Array, "B P 2"]:
+    """How many targets of each document count."""
+    return by_document((batch.targets >= 0).astype(jnp.float32), batch)
+
+
 def of_targets(x_BP2: Float[Array, "B P 2"], batch: Batch) -> Float[Array, "B T"]:
     """For each target that counts what x has for its document, else 0."""
     return jnp.where(batch.targets >= 0, x_BP2[_document(batch)], 0.0)
@@ -129,5 +147,4 @@ def of_targets(x_BP2: Float[Array, "B P 2"], batch: Batch) -> Float[Array, "B T"
 
 def pairs(batch: Batch) -> Bool[Array, "B P"]:
     """Whether both documents of a pair have targets that count; the filling of a row has none."""
-    counted_BP2 = by_document((batch.targets >= 0).astype(jnp.float32), batch)
-    return jnp.all(counted_BP2 > 0, axis=-1)
+    return jnp.all(counted_targets(batch) > 0, axis=-1)

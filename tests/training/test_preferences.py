@@ -43,8 +43,9 @@ def rows(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return np.array(tokens, np.int32), np.array(segments, np.int32)
 
 
-def published(params, without, logits) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Equation 7 of Rafailov et al., with label smoothing, from all logits, pair by pair."""
+def published(params, without, logits, normalized: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Equation 7 of Rafailov et al., with label smoothing, from all logits, pair by pair; `normalized`: with means over
+    the tokens of each answer."""
     tokens, segments = rows()
     ids, targets = np.where(tokens < 0, ~tokens, tokens)[:, :-1], tokens[:, 1:]
     log_p, log_r = (
@@ -54,49 +55,59 @@ def published(params, without, logits) -> tuple[jax.Array, dict[str, jax.Array]]
     def of(log, row: int, document: int) -> jax.Array:
         inside = (segments[row, :-1] == document) & (segments[row, 1:] == document) & (targets[row] >= 0)
         places = np.flatnonzero(inside)
-        return log[row, places, targets[row, places]].sum()
+        return log[row, places, targets[row, places]]
 
-    losses, margins = [], []
+    losses, margins, of_tokens = [], [], []
     for row, lengths in enumerate(LENGTHS):
         for chosen in range(0, len(lengths), 2):
-            ratio = [of(log_p, row, each) - of(log_r, row, each) for each in (chosen, chosen + 1)]
+            of_tokens.append([of(log_p, row, each) for each in (chosen, chosen + 1)])
+            ratios = [tokens - of(log_r, row, chosen + i) for i, tokens in enumerate(of_tokens[-1])]
+            ratio = [jnp.mean(each) if normalized else jnp.sum(each) for each in ratios]
             margins.append(BETA * (ratio[0] - ratio[1]))
             smooth = (1 - SMOOTHING) * jnp.log(jax.nn.sigmoid(margins[-1]))
             losses.append(-smooth - SMOOTHING * jnp.log(jax.nn.sigmoid(-margins[-1])))
     margin = jnp.stack(margins)
-    return jnp.mean(jnp.stack(losses)), {
-        "reward_accuracy": jnp.mean(margin > 0, dtype=float),
-        "reward_margin": jnp.mean(margin),
-    }
+    metrics = {"reward_accuracy": jnp.mean(margin > 0, dtype=float), "reward_margin": jnp.mean(margin)}
+    for name, answers in zip(("chosen", "rejected"), zip(*of_tokens, strict=True), strict=True):
+        metrics[f"{name}_log_probability"] = sum(map(jnp.sum, answers)) / len(answers)
+        metrics[f"{name}_log_probability_per_token"] = sum(map(jnp.mean, answers)) / len(answers)
+    return jnp.mean(jnp.stack(losses)), metrics
 
 
 @cache
-def expected() -> tuple[dict, dict]:
+def expected(normalized: bool) -> tuple[dict, dict]:
     """(random parameters, {loss, gradients, metrics} by the published formula), in float64."""
     conf = settings_of("mesh.dp=1", "mesh.mp=1")
     with jax.enable_x64(True):
-        return _expected(conf)
+        return _expected(conf, normalized)
 
 
-def _expected(conf: Config) -> tuple[dict, dict]:
+def _expected(conf: Config, normalized: bool) -> tuple[dict, dict]:
     functions = build_model_functions(conf, mesh_of(conf), jnp.float64)
     params = random_like(functions.shapes, "float64", spread=0.25)
     without = jax.tree_util.tree_map_with_path(lambda path, w: np.zeros_like(w) if is_factor(path) else w, params)
-    formula = partial(published, without=without, logits=functions.logits)
+    formula = partial(published, without=without, logits=functions.logits, normalized=normalized)
     (loss, metrics), gradients = jax.jit(jax.value_and_grad(formula, has_aux=True))(params)
     return params, {"loss": loss, "gradients": gradients, **metrics}
 
 
-def compare(shape: tuple[int, int], mode: str = "all_reduce", zero: str = "none", microbatches: int = 1) -> None:
+def compare(
+    shape: tuple[int, int],
+    mode: str = "all_reduce",
+    zero: str = "none",
+    microbatches: int = 1,
+    normalized: bool = False,
+) -> None:
     """Asserts that loss, metrics and gradients of the factors on a mesh are those of the formula."""
-    params, wanted = expected()
-    conf = settings_of(f"mesh.tensor_parallel={mode}", f"mesh.zero={zero}")
+    params, wanted = expected(normalized)
+    how = f"train.dpo_length_normalized={str(normalized).lower()}"
+    conf = settings_of(f"mesh.tensor_parallel={mode}", f"mesh.zero={zero}", how)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         run = model_on_mesh(conf, shape, "float64", logits=False)
         found = run(params, *(x.reshape(microbatches, -1, T + 1) for x in rows()))
     names = ("loss", *preferences.METRICS)
     values = dict(zip(names, found["loss"], strict=True))
-    for name in ("loss", "reward_accuracy", "reward_margin"):
+    for name in names:
         assert_close(values[name], wanted[name], 1e-9)
     gradients = by_path(found["gradients"])
     for path, gradient in by_path(wanted["gradients"]).items():
@@ -105,16 +116,16 @@ def compare(shape: tuple[int, int], mode: str = "all_reduce", zero: str = "none"
 
 
 PLACES = [
-    ((1, 1), "all_reduce", "none", 1), ((2, 2), "sequence", "fsdp", 2),
+    ((1, 1), "all_reduce", "none", 1, True), ((2, 2), "sequence", "fsdp", 2, False),
     *[pytest.param(*place, marks=pytest.mark.slow) for place in [
-        ((1, 4), "collective_matmul", "none", 1), ((4, 1), "all_reduce", "zero1", 2),
+        ((1, 4), "collective_matmul", "none", 1, True), ((4, 1), "all_reduce", "zero1", 2, False),
     ]],
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "mode", "zero", "microbatches"), PLACES, ids=str)
-def test_loss_and_gradients_are_those_of_the_published_formula(shape, mode, zero, microbatches):
-    compare(shape, mode, zero, microbatches)
+@pytest.mark.parametrize(("shape", "mode", "zero", "microbatches", "normalized"), PLACES, ids=str)
+def test_loss_and_gradients_are_those_of_the_published_formula(shape, mode, zero, microbatches, normalized):
+    compare(shape, mode, zero, microbatches, normalized)
 
 
 def rejected_is_preferred(monkeypatch):

@@ -71,7 +71,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int)
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (0)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the k likeliest tokens")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest, of this sum")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="of seen tokens; 1 is none")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
     parser.add_argument(
         "--special-tokens-in-text",

@@ -42,7 +42,7 @@ class Options:
     top_p: float = 1.0
     """Sample from the most likely tokens that together have this probability."""
     repetition_penalty: float = 1.0
-    """Makes tokens that occur in prompt or answer less likely; 1 is none."""
+    """Makes tokens that occur in prompt or answer less likely, but for stop tokens; 1 is none."""
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()
     """Ids that end a sequence; the stop token itself is left out of the result."""
@@ -91,11 +91,13 @@ class Options:
     def sampling(self) -> Sampling:
         """The values that the compiled programs take."""
         real, whole = partial(np.array, dtype=np.float32), partial(np.array, dtype=np.int32)
+        exempt = [token for token in self.stop_tokens if 0 <= token < 2**31] if self.filters.penalty else []
         return Sampling(
             temperature=real(self.temperature),
             top_k=whole(self.top_k),
             top_p=real(self.top_p),
             repetition_penalty=real(self.repetition_penalty),
+            exempt=whole(exempt),
             seed=whole(self.seed),
             vocabulary=whole(self.vocabulary),
         )

@@ -36,6 +36,8 @@ class Sampling(eqx.Module):
     repetition_penalty: Float[Array | np.ndarray, ""]
     """Logits of tokens that were seen are divided by it if positive, else multiplied; 1 is none.  Keskar et al. 2019,
     section 4.1, https://arxiv.org/abs/1909.05858"""
+    exempt: Int[Array | np.ndarray, " _"]
+    """Ids to which the penalty does not apply: those that end an answer, which prompts of several turns have seen."""
     seed: Int[Array | np.ndarray, ""]
     vocabulary: Int[Array | np.ndarray, ""]
     """Ids from it on are never chosen."""
@@ -86,7 +88,8 @@ def next_token(
     if filters.penalty:
         penalty = sampling.repetition_penalty
         penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-        logits_BV = jnp.where(sequences.seen_BV, penalised_BV, logits_BV)
+        is_exempt_V = jnp.any(id_V[:, None] == sampling.exempt[None], axis=-1)
+        logits_BV = jnp.where(sequences.seen_BV & ~is_exempt_V[None], penalised_BV, logits_BV)
     if filters.noise:
         logits_BV = logits_BV / sampling.temperature
         if filters.candidates:

@@ -64,7 +64,7 @@ def test_sampled_frequencies_are_the_filtered_softmax(shape, top_k, top_p):
     assert (np.abs(frequency - p) <= 4 * np.sqrt(p * (1 - p) / draws) + 1e-9).all()
 
 
-def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_but_of_stop_tokens():
     row = np.full((2, ROWS), -9, np.float32)
     row[0, [4, 30]] = 3.0, 2.0  # 3 / 2 < 2
     row[1, :VOCABULARY] = -5
@@ -73,6 +73,8 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     seen[0, 4] = seen[1, 9] = True
     np.testing.assert_array_equal(choose(row, Options(repetition_penalty=2.0), (1, 4), seen), [30, 45])
     np.testing.assert_array_equal(choose(row, Options(), (1, 4)), [4, 9])
+    exempt = Options(repetition_penalty=2.0, stop_tokens=(50, 4, -1, 2**40))  # as ends that earlier turns have
+    np.testing.assert_array_equal(choose(row, exempt, (1, 4), seen), [4, 45])
 
 
 PROCESSED = [

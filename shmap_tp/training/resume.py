@@ -33,6 +33,11 @@ from shmap_tp.training.step import LoadParameters, State, StepFunctions
 
 NOT_OF_THE_RUN = {"checkpoint.resume"}
 """Keys that say how to start, not what to train; a change of them alone is not reported."""
+MAY_CHANGE = {
+    *("name", "from_pretrained", "remat", "offload", "row_major", "attention", "attention_chunk"),
+    *("expert_capacity", "router_bias_rate"),
+}
+"""Keys of the section `model` that may change within a run: names, and how the same result is computed."""
 MAX_LISTED = 10
 
 STREAK_LIMITS = 3
@@ -291,23 +296,8 @@ def require_same_model(saved: ModelConfig, now: ModelConfig, checkpoint: str) ->
 
 
 def _model_settings(model: dict[str, Any]) -> dict[str, Any]:
-    """What of the section `model` must not change within a run, by key.
-
-    Names may change, and settings that choose how the same result is computed.
-    """
-    may_change = {
-        "name",
-        "from_pretrained",
-        "remat",
-        "offload",
-        "row_major",
-        "attention",
-        "attention_chunk",
-        "adapter",
-        "expert_capacity",
-        "router_bias_rate",
-    }
-    settings = {f"model.{key}": model[key] for key in model.keys() - may_change}
+    """What of the section `model` must not change within a run, by key."""
+    settings = {f"model.{key}": model[key] for key in model.keys() - MAY_CHANGE - {"adapter"}}
     settings["model.router_bias_rate"] = None if model.get("router_bias_rate") is None else "a number"
     adapter = model.get("adapter", {"rank": 0})  # a run from before there were adapters has none
     return settings | {f"model.adapter.{key}": adapter[key] for key in (adapter if adapter["rank"] else ["rank"])}

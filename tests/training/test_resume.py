@@ -2,21 +2,35 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from shmap_tp.config.run_directory import HEADER
 from shmap_tp.data.metadata import META, TOKENIZER
 from shmap_tp.errors import ShmapTpError, UserError
+from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import loop
+from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import MANIFEST, ORBAX_METADATA
-from shmap_tp.training.optimizer import learning_rate_schedule
-from shmap_tp.training.resume import _fixed_settings
-from tests.helpers.run_fixtures import STEPS, assert_same_run, file_contents, lines, tiny, write_tokens
+from shmap_tp.training.resume import MAY_CHANGE, _fixed_settings
+from shmap_tp.training.step import State
+from tests.helpers.assertions import assert_close, by_path
+from tests.helpers.paths import ROOT
+from tests.helpers.run_fixtures import (
+    STEPS,
+    assert_same_run,
+    file_contents,
+    lines,
+    shared_step_functions,
+    tiny,
+    write_tokens,
+)
 
 
 def refused(directory: Path, *overrides: str) -> str:
@@ -152,15 +166,40 @@ def test_another_tokenizer_of_the_same_name_is_refused(copied):
     assert (copied / "run" / TOKENIZER).read_bytes() == b"{}"
 
 
-def test_settings_that_do_not_change_the_steps_before_may_change_on_resume(copied, capsys):
+def test_settings_that_do_not_change_the_steps_before_may_change_and_the_next_update_has_them(copied):
     """So may data that states no hash of its tokenizer, which was prepared before the hash was recorded."""
     (copied / "data" / META).write_text('{"dtype": "uint16", "end_of_text": 0}')
     free = ["model.name=other", "model.remat=full", "model.offload=[input]", "model.attention_chunk=8"]
-    free += ["train.microbatches=2", "train.steps=9", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.5"]
-    config = tiny(copied, "checkpoint.resume=must", *free)
+    free += ["train.microbatches=2", "train.steps=10", "checkpoint.every=1", "guard.max_norm_change=3"]
+    free += ["optimizer.schedule=linear", "optimizer.warmup_steps=9", "optimizer.learning_rate=3e-2"]
+    free += ["optimizer.final_learning_rate=1e-2", "optimizer.weight_decay=0.5", "optimizer.epsilon=1e-4"]
+    config = tiny(copied, "checkpoint.resume=must", *free, "optimizer.beta1=0.8", "optimizer.beta2=0.9")
     assert loop.train(config) == 0
-    assert "then constant; the decay after step 10 (optimizer.decay_steps=20) begins" in capsys.readouterr().out
-    assert lines(copied)[-1]["learning_rate"] == float(learning_rate_schedule(config.optimizer)(8))
+    rates = {9: 3e-2, 10: 3e-2 - 2e-2 / 11}  # the last step of the warm-up, and the first of a decay until step 20
+    assert [line["learning_rate"] for line in lines(copied)[8:]] == pytest.approx([*rates.values()], rel=1e-6)
+    with Checkpoints(config.checkpoint, print) as checkpoints:
+        shapes = shared_step_functions(config, make_mesh(config.mesh), jnp.float32).shapes
+        before, *after = (checkpoints.restore(step, shapes) for step in (8, 9, 10))
+    for state, (step, rate) in zip(after, rates.items(), strict=True):
+        assert_update_of_adamw(before, state, step, rate)
+        before = state
+
+
+def assert_update_of_adamw(before: State, after: State, step: int, rate: float) -> None:
+    """Asserts that the parameters are those of algorithm 2 of Loshchilov and Hutter, with beta1 0.8, beta2 0.9, epsilon
+    1e-4 and weight decay 0.5, from the moments in both states, which say the gradient."""
+    old, new = ([by_path(tree) for tree in (s.params, s.optimizer[0].mu, s.optimizer[0].nu)] for s in (before, after))
+    for path, w in old[0].items():
+        gradient = (new[1][path] - 0.8 * old[1][path]) / 0.2
+        assert_close(new[2][path], 0.9 * old[2][path] + 0.1 * gradient**2, 1e-5)
+        mean, square = new[1][path] / (1 - 0.8**step), new[2][path] / (1 - 0.9**step)
+        decay = 0.0 if "norm" in path else 0.5
+        assert_close(new[0][path], w - rate * (mean / (square**0.5 + 1e-4) + decay * w), 1e-6)
+
+
+def test_the_table_of_the_documents_names_what_of_a_model_may_change():
+    (row,) = re.findall(r"^\| `model` .*$", (ROOT / "docs" / "checkpoints.md").read_text(), re.M)
+    assert set(re.findall(r"`model\.(\w+)", row)) == MAY_CHANGE
 
 
 def test_a_renamed_checkpoint_is_refused(copied):

@@ -18,6 +18,8 @@ from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.files import file_size, reading
 
 END_OF_TEXT = "<|endoftext|>"
+LONG, OVERLAP = 1 << 18, 1 << 12
+"""Characters of a long text that are tokenized at a time, and how many of these two pieces have in common."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a part of a character is decoded to."""
 
@@ -154,10 +156,33 @@ class Subwords:
         self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
 
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, uint32."""
+        """The ids of each text, uint32.  A text of any length takes memory for LONG characters at a time."""
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is ordinary text
+        short = [text for text in texts if len(text) <= LONG]
         with self._messages():
-            return [np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(texts, False)]
+            found = (np.array(one.ids, np.uint32) for one in self._tokenizer.encode_batch_fast(short, False))
+            return [next(found) if len(text) <= LONG else self._encode_long(text) for text in texts]
+
+    def _encode_long(self, text: str) -> np.ndarray:
+        """The ids of a text, from pieces of LONG characters that overlap.  Two pieces are joined where a token begins
+        in both, near the middle of their overlap, so that neither the end nor the beginning of a piece shows.  Where
+        there is no such place the second piece is tokenized anew from a token of the first."""
+
+        def piece(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+            found = self._tokenizer.encode(text[first:last], add_special_tokens=False)
+            return np.array(found.ids, np.uint32), np.array([place for place, _ in found.offsets], np.int64) + first
+
+        (ids, places), join, done = piece(0, LONG), 0, []
+        for start in range(LONG - OVERLAP, len(text) - OVERLAP, LONG - OVERLAP):
+            before, places_before, joined = ids, places, join
+            ids, places = piece(start, start + LONG)
+            common = np.intersect1d(places_before, places)
+            among = common if len(common) else places_before
+            join = int(among[np.abs(among - start - OVERLAP // 2).argmin()])
+            if not len(common):
+                ids, places = piece(join, start + LONG)
+            done.append(before[(places_before >= joined) & (places_before < join)])
+        return np.concatenate([*done, ids[places >= join]])
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
         added = self._special_tokens if special_tokens is None else special_tokens

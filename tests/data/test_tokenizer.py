@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
+from shmap_tp.data import tokenizer as tokenizer_module
 from shmap_tp.data.metadata import Meta
 from shmap_tp.data.tokenizer import Bytes, TextBytes, has_tokenized, read_subwords
 from shmap_tp.errors import UserError
@@ -83,3 +84,34 @@ def test_a_tokenizer_that_the_library_has_written_again_is_the_same():
 
 def test_each_byte_but_the_end_of_text_counts_one():
     assert TextBytes(Bytes(), None)(np.array([[65, 66, 0, 67]])) == 2
+
+
+@pytest.mark.parametrize("pre_tokenizer", ["ByteLevel", "Metaspace"])
+@pytest.mark.parametrize("spaces", [True, False])
+def test_a_long_text_has_the_ids_of_the_whole_in_memory_for_a_part(pre_tokenizer, spaces, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice([*"abcé☃"], size)) for size in random.integers(1, 7, 900)]
+    text = (" " if spaces else "").join(words)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = getattr(tokenizers.pre_tokenizers, pre_tokenizer)()
+    trained = tokenizers.trainers.BpeTrainer(vocab_size=400, show_progress=False, max_token_length=8)
+    made.train_from_iterator([" ".join(words)], trained)
+    found = read_subwords(made.to_str().encode(), "t")
+    (whole,) = found.encode_documents([text])
+    sizes = []
+    piece = type(found._tokenizer).encode
+    monkeypatch.setattr(tokenizer_module, "LONG", 256)
+    monkeypatch.setattr(tokenizer_module, "OVERLAP", 64)
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(made, name)
+
+        def encode(self, text, **given):
+            sizes.append(len(text))
+            return piece(made, text, **given)
+
+    found._tokenizer = Counting()
+    short, long = found.encode_documents(["a", text])
+    assert (long == whole).all() and len(short) == 1 and max(sizes) == 256 and len(sizes) > 9

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -20,7 +19,6 @@ from shmap_tp.config import compose
 from shmap_tp.config.schema import Config, HeldIn, Precision
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SCHEMES, check_path
-from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import Tokenizer, open_tokenizer_file
 from shmap_tp.errors import UserError, shown
 from shmap_tp.inference.generator import Options, generate
@@ -274,11 +272,9 @@ class Model:
                 base = identify(self.config)
             if merge:
                 parameters = with_base_on_disk(parameters, self.config, base, self.functions.shapes)
-        text = text_for_export(self.checkpoint, self.config) if self.checkpoint and not self.source else None
-        if self.given_tokenizer is not None and self.source is None:
-            text = TextDirectory({}, directory).for_export(self.given_tokenizer, self.config.model.context)
-        given = {"base": base, "merge": merge, "rslora": rslora, "text": text}
-        save_model(Path(directory), self.config, parameters, self.source, dtype, **given)
+        how = {"base": base, "merge": merge, "rslora": rslora}
+        how["text"] = None if self.source else text_for_export(self.checkpoint, self.config, self.given_tokenizer)
+        save_model(Path(directory), self.config, parameters, self.source, dtype, **how)
 
     def logits(self, tokens: Tokens, segments: Segments | None = None) -> Float[Array, "B T V"]:
         """Logits of the next token at every position: tokens[B, T] -> float32[B, T, vocabulary].
@@ -393,11 +389,6 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
 
     components = with_pretrained(config, components)
     return loop.train(config, components=components, make_sampler=make_training_sampler) == 0
-
-
-def copies(parameters: Transformer, shapes: Transformer) -> Transformer:
-    """A copy of the parameters with the dtypes and the shardings of `shapes`."""
-    return jax.tree.map(lambda w, to: jax.device_put(jnp.array(w, to.dtype), to.sharding), parameters, shapes)
 
 
 def build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from shmap_tp.api import Model, build, copies, finished
+from shmap_tp.api import Model, build, finished
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.mesh_sizes import mesh_shape
 from shmap_tp.config.schema import Config
@@ -195,3 +196,8 @@ def _require_same_shapes(model: Model, shapes: Transformer) -> None:
                 f"the model given to Trainer is of another shape than its configuration: {name} is {has}, needed is "
                 f"{needs};\ngive both the same model=... and model.* settings"
             )
+
+
+def copies(parameters: Transformer, shapes: Transformer) -> Transformer:
+    """A copy of the parameters with the dtypes and the shardings of `shapes`."""
+    return jax.tree.map(lambda w, to: jax.device_put(jnp.array(w, to.dtype), to.sharding), parameters, shapes)

@@ -29,6 +29,7 @@ from shmap_tp.config.schema import Config, ModelConfig, Zero
 from shmap_tp.config.sources import first_source
 from shmap_tp.data.metadata import GENERATION
 from shmap_tp.data.text_directory import TextDirectory
+from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import StorageError, UserError, shown
 from shmap_tp.inference.text import tokenizer_of_checkpoint
 from shmap_tp.model.adapters import merged, split_factors
@@ -129,10 +130,14 @@ def export_checkpoint(
     return Path(str(checkpoint)), kind + target.family.architecture
 
 
-def text_for_export(checkpoint: str, config: Config) -> TextDirectory | None:
-    """The files of the tokenizer of a run from nothing; None, and a line that says so, if it is not found."""
+def text_for_export(checkpoint: str | None, config: Config, given: Tokenizer | None = None) -> TextDirectory | None:
+    """The files of the `given` tokenizer of a model from nothing, or of that of its run; None, and of a run a line that
+    says so, if there is none."""
     try:
-        tokenizer, text = tokenizer_of_checkpoint(checkpoint, first_source(config.data).dir)
+        if given is None and checkpoint is None:
+            return None
+        run = None if given else tokenizer_of_checkpoint(checkpoint, first_source(config.data).dir)
+        tokenizer, text = run or (given, TextDirectory({}, ""))
         return text.for_export(tokenizer, config.model.context)
     except UserError as error:
         print_on_process_0(f"without the files of a tokenizer: {error}")

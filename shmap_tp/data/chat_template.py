@@ -4,17 +4,13 @@ https://huggingface.co/docs/transformers/chat_templating
 """
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from datetime import date
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date, datetime, time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from shmap_tp.errors import UserError, shown
@@ -23,9 +19,8 @@ CLOCK = "strftime_now"
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", CLOCK, "raise_exception"}
 """Variables that every template is given."""
 
-PROGRAM = str(Path(__file__).with_name("template_process.py"))
-SECONDS, CHARACTERS, BYTES = 5, 1 << 24, 1 << 29
-"""The processor time and the text of a rendering, and the memory of the process, at most."""
+SECONDS, CHARACTERS = 5.0, 1 << 24
+"""The time and the text of a rendering, at most."""
 
 Message = dict[str, Any]
 """{"role": "system", "user", "assistant" or another that the template knows, "content": text}."""
@@ -34,7 +29,7 @@ Span = tuple[int, int]
 
 
 class ChatTemplate:
-    """The template of a model, and the special tokens that it may name; rendered in a process of its own."""
+    """The template of a model, and the special tokens that it may name."""
 
     def __init__(
         self,
@@ -58,8 +53,11 @@ class ChatTemplate:
         given = self.arguments.items()
         values = "".join(f"{{%+ set {name} = {name} | default({_in_jinja(value)}) +%}}" for name, value in given)
         self.text, self._place, self._tokens = values + text, place, tokens
-        self._process: subprocess.Popen[str] | None = None
-        self._start()
+        from shmap_tp.data.template_environment import compiled
+
+        now = datetime.now if day is None else lambda: datetime.combine(day, time())
+        with self._refusals("is not a chat template"):
+            self._template = compiled(self.text, now)
 
     @property
     def has_clock(self) -> bool:
@@ -80,58 +78,56 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """(the text of `messages`, the parts of it that {% generation %} marks as the model's own words); with `asks`
         the beginning of an answer follows.  Errors as of `render`."""
-        if self._process is None:
-            self._start()
-        given = {"messages": [*messages], "tools": tools, "documents": None, "add_generation_prompt": asks}
-        found = self._ask(given | self._tokens, "refuses the messages")
-        if any(message.get("content", "") is None for message in messages):
-            self._check_null(given, messages, found["text"])
-        return found["text"], [tuple(span) for span in found["marked"]]
+        from shmap_tp.data.template_environment import BEGIN, END
 
-    def _check_null(self, given: dict[str, Any], messages: Sequence[Message], text: str) -> None:
+        messages = json.loads(json.dumps([*messages], default=str))  # dates of tables as texts
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": asks}
+        if any(mark in json.dumps([messages, tools], ensure_ascii=False, default=str) for mark in (BEGIN, END)):
+            raise UserError("the messages have a noncharacter of Unicode, U+FDD0 or U+FDD1; remove it")
+        rendered = self._rendered(given)
+        if any(message.get("content", "") is None for message in messages):
+            self._check_null(given, rendered)
+        text, marked = "", []
+        for part in rendered.split(BEGIN):
+            inside, end, outside = part.partition(END)
+            if end:
+                marked.append((len(text), len(text) + len(inside)))
+            text += inside + outside
+        return text, marked
+
+    def _rendered(self, given: dict[str, Any]) -> str:
+        """The text, with the marks of {% generation %}.  Raises UserError."""
+        pieces, length = [], 0
+        with self._refusals("refuses the messages"):
+            for piece in self._template.generate(given | self._tokens):
+                pieces.append(piece)
+                length += len(piece)
+                if length > CHARACTERS:
+                    raise ValueError(f"its text has more than {CHARACTERS:,} characters")
+        return "".join(pieces)
+
+    @contextmanager
+    def _refusals(self, refusal: str) -> Iterator[None]:
+        """Context of the template's own code, which may raise anything.  Raises UserError."""
+        try:
+            with _time_limit(SECONDS):
+                yield
+        except MemoryError:
+            raise UserError(f"{self._place} {refusal}: it needs too much memory") from None
+        except Exception as error:  # Jinja leaves those of Python as they are
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{self._place} {refusal}: {shown(reason)}") from None
+
+    def _check_null(self, given: dict[str, Any], text: str) -> None:
         """Refuse a template that writes the content null of a message as the word None."""
         name = "content-of-a-message-without-one"
+        messages = given["messages"]
         named = [each if each.get("content", "") is not None else each | {"content": name} for each in messages]
-        other = self._ask(given | self._tokens | {"messages": named}, "refuses the messages")["text"]
+        other = self._rendered(given | {"messages": named})
         if name in other and other.replace(name, "None") == text:
             raise UserError(
                 f'{self._place} writes the content null of a message as None; write "" there, or use another template'
             )
-
-    def _start(self) -> None:
-        """Start the process, which compiles the template."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # Ctrl-C is not for it
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        self._end = weakref.finalize(self, _end, self._process)
-        limits = {"seconds": SECONDS, "characters": CHARACTERS, "bytes": BYTES}
-        limits["date"] = None if self.day is None else self.day.isoformat()
-        self._ask({"template": self.text, **limits}, "is not a chat template")
-
-    def _ask(self, line: dict[str, Any], refusal: str) -> dict[str, Any]:
-        """The process's answer to a line.  Raises UserError if it is an error, or the process has ended."""
-        process, answer = self._process, ""
-        try:
-            with suppress(BrokenPipeError):
-                print(json.dumps(line, default=str), file=process.stdin, flush=True)  # dates of tables as texts
-                answer = process.stdout.readline()
-        finally:
-            if not answer:  # also after Ctrl-C: what it answers later would be taken for another answer
-                self._end()
-                self._process = None
-        if not answer:
-            reason = f"it takes more than {SECONDS} s" if process.returncode == -signal.SIGPROF else "its process ended"
-            raise UserError(f"{self._place} {refusal}: {reason}; correct it, or use another template")
-        found = json.loads(answer)
-        if "error" in found:
-            raise UserError(f"{self._place} {refusal}: {shown(found['error'])}")
-        return found
 
     def _up_to(self, message: str, text: str) -> str:
         """`text` up to the end of its last message, whose outer spaces the template may have removed."""
@@ -142,13 +138,23 @@ class ChatTemplate:
         return text[: start + len(message.lstrip() if whole else message.strip())]
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End the process, if it has not ended, and close its pipes."""
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        with suppress(BrokenPipeError):
-            stream.close()
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Context that raises TimeoutError after `seconds`; in the main thread alone, which has the signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {seconds} s; correct it, or use another template")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def template_arguments(given: Sequence[str]) -> dict[str, Any]:

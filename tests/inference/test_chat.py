@@ -69,29 +69,16 @@ def test_a_template_that_is_damaged_missing_or_refuses_is_named(tmp_path):
 
 ENDLESS = [
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "refuses .* more than 0.3 s"),
-    ("{{ 10**100000000 }}", "is not a chat template: it takes more than 0.3 s"),  # computed when it is compiled
     ("{% for i in range(9) %}{{ 'x' * 20 }}{% endfor %}", "its text has more than 100 characters"),
-    ("{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "much memory"),
 ]
 
 
 @pytest.mark.parametrize(("text", "reason"), ENDLESS)
 def test_a_template_without_end_is_ended(monkeypatch, text, reason):
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3 if "0.3" in reason else 5)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
     monkeypatch.setattr(chat_template, "CHARACTERS", 100)
-    monkeypatch.setattr(chat_template, "BYTES", 1 << 27)
     with pytest.raises(UserError, match=reason):
         ChatTemplate(text, "t", {}).render(MESSAGES)
-
-
-def test_a_template_is_ended_where_a_profiler_has_left_its_signal_ignored(tmp_path, monkeypatch):
-    """Processes inherit it, as from a run of JAX's profiler."""
-    ignoring = "import runpy, signal\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
-    (tmp_path / "program.py").write_text(f"{ignoring}runpy.run_path({chat_template.PROGRAM!r}, run_name='__main__')\n")
-    monkeypatch.setattr(chat_template, "PROGRAM", str(tmp_path / "program.py"))
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
-    with pytest.raises(UserError, match=r"takes more than 0\.3 s"):
-        ChatTemplate("{{ 10**100000000 }}", "t", {})
 
 
 def test_a_template_that_was_ended_renders_the_next_messages(monkeypatch):

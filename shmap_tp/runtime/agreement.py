@@ -1,18 +1,19 @@
 """Agreement of the processes of a run before they use a device, by JAX's key-value store instead of collectives.
 
 A collective between processes that were started differently hangs or dies without an explanation.  The store works as
-soon as the processes have joined, whatever their devices.  Both functions must be called by all processes, each with a
-`name` that is used once.
+soon as the processes have joined, whatever their devices, and in every thread.  All processes must call these functions
+with the same names, and the calls of one name in the same order.
 """
 
 import importlib.metadata
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -25,6 +26,9 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import LostProcessError, ShmapTpError, UserError
 
 PREFIX = "shmap_tp/agreement/"
+T = TypeVar("T")
+_calls: Counter[tuple[int, str]] = Counter()
+"""How often each process has called with each name."""
 READ_SECONDS = 5.0
 """How long process 0 waits, before it ends with an error, until the others have read that error."""
 PER_HOST = {"run.dir", "run.compilation_cache", "data.dir", "data.cache", "data.name", "data.source"}
@@ -34,29 +38,36 @@ PER_HOST_SECTIONS = {"log"}
 """Sections that may differ: only process 0 logs."""
 
 
-def on_process_0(name: str, action: Callable[[], object]) -> None:
-    """Call `action` in process 0 only, while the others wait.  A ShmapTpError that it raises is raised in all."""
-    client = global_state.client
-    if client is None:
-        action()
-    elif global_state.process_id:
-        verdict = json.loads(_wait_for(f"{PREFIX}{name}/verdict"))
-        client.key_value_set(f"{PREFIX}{name}/read/{global_state.process_id}", "")
-        if verdict:
-            code, message = verdict
-            raise LostProcessError(message) if code == LostProcessError.exit_code else UserError(message)
-    else:
-        try:
-            action()
-        except ShmapTpError as error:
-            client.key_value_set(f"{PREFIX}{name}/verdict", json.dumps([error.exit_code, str(error)]))
-            with suppress(TimeoutError):
-                deadline = time.monotonic() + READ_SECONDS
-                for process in range(1, global_state.num_processes):
-                    _wait_for(f"{PREFIX}{name}/read/{process}", deadline)
-                time.sleep(1)  # the store ends with this process, and then JAX aborts those that have not ended yet
-            raise
-        client.key_value_set(f"{PREFIX}{name}/verdict", "null")
+def on_process_0(name: str, action: Callable[[], T]) -> T:
+    """What `action`, called in process 0 only, returns, a JSON value: in all processes, which wait for it.
+
+    A ShmapTpError that it raises is raised in all.
+    """
+    return action() if global_state.client is None else _from_process_0(_key(name), action)
+
+
+def divided(name: str, plan: Callable[[], list[Any]], work: Callable[[Any], Any]) -> list[Any]:
+    """`work` of each item of `plan()`, which process 0 calls: item I is done by process I.  All get all results.
+
+    Items and results are JSON values.  A ShmapTpError of any process is raised in all.
+    """
+    if global_state.client is None:
+        return [work(item) for item in plan()]
+    key = _key(name)
+    items = _from_process_0(f"{key}/plan", plan)
+    try:
+        done = {"value": work(items[global_state.process_id])}
+    except ShmapTpError as error:
+        done = {"error": [error.exit_code, str(error)]}
+    global_state.client.key_value_set(f"{key}/{global_state.process_id}", json.dumps(done))
+
+    def results() -> list[Any]:
+        found = [_value(_wait_for(f"{key}/{process}")) for process in range(global_state.num_processes)]
+        base, _, number = key.rpartition("/")
+        global_state.client.key_value_delete(f"{base}/{int(number) - 1}/")  # all processes have read it
+        return found
+
+    return _from_process_0(key, results)
 
 
 def require_agreement(name: str, facts: dict[str, Any], seconds: int | None = None) -> None:
@@ -67,13 +78,14 @@ def require_agreement(name: str, facts: dict[str, Any], seconds: int | None = No
     """
     if global_state.client is None:
         return
-    global_state.client.key_value_set(f"{PREFIX}{name}/facts/{global_state.process_id}", json.dumps(facts))
+    key = _key(name)
+    global_state.client.key_value_set(f"{key}/{global_state.process_id}", json.dumps(facts))
 
     def compare() -> None:
         deadline, found = None if seconds is None else time.monotonic() + seconds, []
         for process in range(global_state.num_processes):
             try:
-                found.append(json.loads(_wait_for(f"{PREFIX}{name}/facts/{process}", deadline)))
+                found.append(json.loads(_wait_for(f"{key}/{process}", deadline)))
             except TimeoutError as error:
                 raise LostProcessError(
                     f"process {process} joined, but did not report its {name} within {seconds} s "
@@ -86,7 +98,7 @@ def require_agreement(name: str, facts: dict[str, Any], seconds: int | None = No
                 f"start all of them with the same command, configuration, data and versions"
             )
 
-    on_process_0(name, compare)
+    _from_process_0(key, compare)
 
 
 def launch_facts(config: Config) -> dict[str, Any]:
@@ -142,6 +154,42 @@ def _process_names(numbers: list[int]) -> str:
     if len(numbers) > 3:
         return f"processes {', '.join(map(str, numbers[:3]))}, ... ({len(numbers)} in all)"
     return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _key(name: str) -> str:
+    """The key of this call, of which none has the same: a name may be used again."""
+    _calls[global_state.process_id, name] += 1
+    return f"{PREFIX}{name}/{_calls[global_state.process_id, name]}"
+
+
+def _from_process_0(key: str, action: Callable[[], Any]) -> Any:
+    """`on_process_0`, by the verdict at `key`."""
+    client = global_state.client
+    if global_state.process_id:
+        verdict = _wait_for(f"{key}/verdict")
+        client.key_value_set(f"{key}/read/{global_state.process_id}", "")
+        return _value(verdict)
+    try:
+        value = action()
+    except ShmapTpError as error:
+        client.key_value_set(f"{key}/verdict", json.dumps({"error": [error.exit_code, str(error)]}))
+        with suppress(TimeoutError):
+            deadline = time.monotonic() + READ_SECONDS
+            for process in range(1, global_state.num_processes):
+                _wait_for(f"{key}/read/{process}", deadline)
+            time.sleep(1)  # the store ends with this process, and then JAX aborts those that have not ended yet
+        raise
+    client.key_value_set(f"{key}/verdict", json.dumps({"value": value}))
+    return value
+
+
+def _value(answer: str) -> Any:
+    """The value in an answer; raises the error in one."""
+    answer = json.loads(answer)
+    if "error" in answer:
+        code, message = answer["error"]
+        raise LostProcessError(message) if code == LostProcessError.exit_code else UserError(message)
+    return answer["value"]
 
 
 def _wait_for(key: str, deadline: float | None = None) -> str:

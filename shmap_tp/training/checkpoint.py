@@ -21,28 +21,25 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.parallel.key_paths import types_by_path
+from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.files import make_directory, write_atomically, writing
 from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.checkpoint_files import (
-    MANIFEST,
     SKIPPED,
     absolute,
     checkpoint_steps,
-    find_faults,
-    first_line,
-    hashes,
     interruptible,
     is_in_progress,
     names_of_steps,
     read_facts,
     saved_state,
 )
+from shmap_tp.training.integrity import MANIFEST, find_faults, first_line, hashes
 from shmap_tp.training.step import State
 
 CHUNK_BYTES = 128 * 2**20
@@ -110,15 +107,12 @@ class Checkpoints:
 
     def newest_intact(self) -> int | None:
         """Step of the newest checkpoint whose files all match their hashes, the same on all processes; None if none."""
-        found = -1
-        for step in self.steps() if jax.process_index() == 0 else ():
+        for step in on_process_0("steps", self.steps):
             if (fault := self._fault(step)) is None:
-                found = step
-                break
+                return step
             if self._writes or not is_in_progress(self._dir / str(step)):
                 self._report(f"checkpoint {self._dir / str(step)} is skipped: {fault}")
-        found = broadcast_from_process_0(found)
-        return None if found < 0 else found
+        return None
 
     def first_save_unfinished(self) -> bool:
         """Whether the only checkpoint has no hashes: the state of a directory after a kill during the first save."""
@@ -173,11 +167,12 @@ class Checkpoints:
         """Wait for Orbax, write the hashes, and only then delete the checkpoints that are not kept."""
         with self._writing(step):
             written.result()
-            if jax.process_index() == 0:
-                directory = self._dir / str(step)
-                if skipped_in_a_row:
-                    (directory / SKIPPED).write_text(f"{skipped_in_a_row}\n")
-                write_atomically(directory / MANIFEST, json.dumps(hashes(directory), indent=1))
+            directory, is_main = self._dir / str(step), jax.process_index() == 0
+            if is_main and skipped_in_a_row:
+                (directory / SKIPPED).write_text(f"{skipped_in_a_row}\n")
+            found = hashes(directory)
+            if is_main:
+                write_atomically(directory / MANIFEST, json.dumps(found, indent=1))
                 self._delete_replaced()
 
     def _delete_replaced(self) -> None:
@@ -211,8 +206,3 @@ def _saving_options() -> ocp.Context:
     context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     context.asynchronous.create_directories_asynchronously = False
     return context
-
-
-def broadcast_from_process_0(value: int) -> int:
-    """The value of process 0, on every process."""
-    return int(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value

@@ -1,17 +1,11 @@
-"""What is in checkpoints, for every reader: which there are, whether one is as it was saved, its configuration and its
-parameters without the optimizer state.
+"""What is in checkpoints, for every reader: which there are, their configuration, and their parameters without the
+optimizer state.
 
-Only reads, so the run may be under way.  A read error says nothing about a checkpoint, and is raised; only a proven
-difference is a fault.
+Only reads, so the run may be under way.
 """
 
-import errno
-import hashlib
 import itertools
-import json
 import logging
-import os
-import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,22 +25,18 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import types_by_path
+from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.files import first_contact
 from shmap_tp.runtime.run_lock import is_in_use
+from shmap_tp.training.integrity import MANIFEST, find_faults, first_line, unreadable
 
 SAID_ELSEWHERE = "_SignalingThread.run() raised", "Failed to get metadata for checkpointable"
 logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in SAID_ELSEWHERE))
 """What Orbax logs about failures whose error is also raised here."""
 
-MANIFEST = "sha256.json"
-"""The hash of every other file of a checkpoint, by path; written last."""
 SKIPPED = "skipped_in_a_row"
 """File of a checkpoint that was saved within a streak of skipped steps: their number."""
 ORBAX_METADATA = "_CHECKPOINT_METADATA"
-
-NO_FILE = "not a file: "
-"""What `hashes` has in place of a hash for something that cannot be read to an end, followed by what it is."""
-KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 INTERRUPTED_SECONDS = 5.0
 """How long an interrupt waits for a read to end: a process that ends while files are read may crash."""
@@ -83,44 +73,13 @@ def _names(directory: epath.Path) -> set[str]:
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
         return set()
     except OSError as error:
-        raise StorageError(_unreadable(directory, error)) from error
+        raise StorageError(unreadable(directory, error)) from error
 
 
 def is_in_progress(directory: epath.Path) -> bool:
     """Whether a run that is under way has not finished to save the checkpoint in `directory`, or is deleting it: that
     it is not intact is no fault then."""
     return not (directory / MANIFEST).exists() and is_in_use(str(directory.parent))
-
-
-def find_faults(directory: epath.Path) -> list[str]:
-    """One line for each damaged, missing or added file of the checkpoint in `directory`; [] if it is intact.
-
-    Raises `StorageError` if a file cannot be read: that says nothing about the checkpoint.
-    """
-    try:
-        if kind := _special(directory / MANIFEST):
-            return [f"{MANIFEST} is {kind}, not a file"]
-        expected = json.loads((directory / MANIFEST).read_text())
-        actual = hashes(directory)
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing, so its save was not finished"]
-    except (ValueError, RecursionError) as error:
-        return [f"{MANIFEST} is damaged ({error})"]
-    except Exception as error:  # buckets raise errors of many types
-        raise StorageError(_unreadable(directory, error)) from error
-    if not isinstance(expected, dict):
-        return [f"{MANIFEST} is damaged (it lists no files)"]
-    faults = []
-    for name in sorted(expected.keys() | actual.keys()):
-        if actual.get(name, "").startswith(NO_FILE):
-            faults.append(f"{name} is {actual[name].removeprefix(NO_FILE)}, not a file")
-        elif name not in actual:
-            faults.append(f"file {name} is missing")
-        elif name not in expected:
-            faults.append(f"file {name} was added after the save: it is not in {MANIFEST}")
-        elif expected[name] != actual[name]:
-            faults.append(f"file {name} is damaged: its sha256 differs from the one in {MANIFEST}")
-    return faults
 
 
 def read_facts(directory: epath.Path) -> Any:
@@ -171,81 +130,11 @@ def interruptible(read: Callable[[], Any]) -> Any:
     return outcome.result()
 
 
-def _unreadable(directory: epath.Path, error: Exception) -> str:
-    reason = getattr(error, "strerror", None) or first_line(error)
-    return (
-        f"checkpoint {directory} cannot be read: {reason}; nothing was changed.\n"
-        f"Make it readable and start again, or name another checkpoint.dir"
-    )
-
-
 def _unusable(directory: epath.Path, why: str) -> str:
     return (
         f"the metadata of checkpoint {directory} cannot be used ({why}); nothing was changed.\n"
         f"Move the checkpoint elsewhere to resume from the one before it"
     )
-
-
-def first_line(error: BaseException) -> str:
-    """The beginning of the first line of an error's message."""
-    return (str(error).strip().splitlines() or [""])[0].partition(" See full TensorStore details")[0][:200]
-
-
-def hashes(directory: epath.Path) -> dict[str, str]:
-    """sha256 of every file under `directory` except the manifest, by path relative to `directory`.
-
-    What cannot be read to an end, such as a FIFO or a directory that contains itself, has NO_FILE and its kind instead.
-    """
-
-    def files(at: epath.Path, prefix: str, above: list[Any]) -> list[tuple[str, epath.Path, str | None]]:
-        found, above = [], [*above, _identity(at)]
-        for child in sorted(at.iterdir()):
-            name, kind = prefix + child.name, _special(child)
-            if kind is None and child.is_dir():
-                if _identity(child) not in above:
-                    found += files(child, f"{name}/", above)
-                    continue
-                kind = "a link to a directory that contains it"
-            found.append((name, child, kind))
-        return found
-
-    return {
-        name: NO_FILE + kind if kind else _sha256(file)
-        for name, file, kind in files(directory, "", [])
-        if name not in (MANIFEST, f"{MANIFEST}.tmp")
-    }
-
-
-def _special(path: epath.Path) -> str | None:
-    """What `path` is if it is neither a file nor a directory.  In a bucket there is nothing else."""
-    if "://" in str(path):
-        return None
-    try:
-        return KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
-    except FileNotFoundError:
-        if os.path.islink(path):
-            return "a link to nothing"
-        raise
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return "a loop of links"
-        raise
-
-
-def _identity(directory: epath.Path) -> Any:
-    """Equal for two names of one directory."""
-    if "://" in str(directory):
-        return str(directory)
-    status = os.stat(directory)
-    return status.st_dev, status.st_ino
-
-
-def _sha256(file: epath.Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def find_checkpoint(directory: str, step: int | None) -> epath.Path:
@@ -265,7 +154,7 @@ def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
     if step is None and root.name.isdecimal() and root.is_dir():
         root, step = root.parent, int(root.name)
     root = directory_of_checkpoints(root)
-    steps = sorted(checkpoint_steps(root)) if root.is_dir() else []
+    steps = on_process_0("steps", lambda: sorted(checkpoint_steps(root)) if root.is_dir() else [])
     if not steps:
         raise UserError(
             f"{directory} holds no checkpoint; name the run.dir or the checkpoint.dir of a run that has saved one"

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from shmap_tp.config.schema import Config
+from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.distributed import Coordinator
 from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
 from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training.bad_steps import BadStepMonitor
-from shmap_tp.training.checkpoint import broadcast_from_process_0
 from shmap_tp.training.evaluation import Evaluation, mixed
 from shmap_tp.training.goodput import TimeCategory
 from shmap_tp.training.metrics import Recorder
@@ -69,7 +69,11 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
 
         evaluated = True  # unless a stop request interrupts the newest evaluation
         has_learned = step or run.components.load_parameters  # else there is nothing to compare later losses with
-        if has_learned and due(config.evaluate.every) and not broadcast_from_process_0(recorder.has_validation):
+        if (
+            has_learned
+            and due(config.evaluate.every)
+            and not on_process_0("evaluated", lambda: recorder.has_validation)
+        ):
             with pause(TimeCategory.evaluation):
                 evaluated = _evaluate(run, step, state, recorder)
         clock.switch_to(TimeCategory.steps)

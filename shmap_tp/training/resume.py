@@ -23,9 +23,10 @@ from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError
 from shmap_tp.model.adapters import split_factors
+from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
-from shmap_tp.training.checkpoint import Checkpoints, broadcast_from_process_0
+from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.json_lines import read_lines_backwards, reading
 from shmap_tp.training.metrics import is_metric
 from shmap_tp.training.past_sources import refuse_another_past
@@ -251,16 +252,21 @@ def _refuse_to_overwrite_metrics(config: Config) -> None:
     With if_present, a run that was killed before its first checkpoint starts again: its metrics are of lost steps.
     """
     file, directory = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
-    newest = next(read_lines_backwards(file, is_metric), None) if jax.process_index() == 0 else None
-    last = newest["step"] if newest else -1
-    if last >= 0 and config.checkpoint.resume == Resume.if_present:
-        last = -1 if saved_checkpoint_dir(file.with_name("config.yaml")) == directory else last
-    if (last := broadcast_from_process_0(last)) >= 0:
+
+    def refuse() -> None:
+        last = next((line["step"] for line in read_lines_backwards(file, is_metric)), None)
+        if last is None or (
+            config.checkpoint.resume == Resume.if_present
+            and saved_checkpoint_dir(file.with_name("config.yaml")) == directory
+        ):
+            return
         raise UserError(
             f"{file} has the metrics of a run up to step {last}, which a new run would delete: {directory} has no "
             f"checkpoint;\n"
             f"name its own checkpoint.dir=... with --resume, start another run with run.dir=..., or remove the file"
         )
+
+    on_process_0("metrics", refuse)
 
 
 def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[str, Any], step: int) -> None:

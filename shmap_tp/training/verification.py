@@ -26,8 +26,9 @@ from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import reading
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import checkpoint_steps, directory_of_checkpoints, find_faults, is_in_progress
+from shmap_tp.training.checkpoint_files import checkpoint_steps, directory_of_checkpoints, is_in_progress
 from shmap_tp.training.environment import compute_dtype
+from shmap_tp.training.integrity import find_faults
 from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.step import State, StepFunctions, build_step_functions
 

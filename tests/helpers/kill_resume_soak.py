@@ -26,7 +26,7 @@ from shmap_tp.data.token_files import open_token_file
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.exit_codes import LOST, STOPPED
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import MANIFEST
+from shmap_tp.training.integrity import MANIFEST
 from shmap_tp.training.step import State, build_step_functions
 from tests.helpers.data_orders import order_of
 from tests.helpers.run_fixtures import ROOT, bits, lines, overrides, tiny, together, write_tokens

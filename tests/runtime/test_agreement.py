@@ -1,8 +1,6 @@
 """Processes that differ are named with the key and both values, whoever of them it is."""
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
 import jax
@@ -12,48 +10,9 @@ from shmap_tp.config.compose import load
 from shmap_tp.errors import LostProcessError, StorageError, UserError
 from shmap_tp.runtime import agreement
 from shmap_tp.training import loop
+from tests.helpers.in_processes import in_processes
 from tests.helpers.model_fixtures import config
 from tests.helpers.run_fixtures import FIRST, tiny
-
-
-class Store:
-    """A stand-in for the key-value store of JAX's coordination service, and for what a process knows of the others."""
-
-    def __init__(self, num_processes: int):
-        self.num_processes, self.client = num_processes, self
-        self.values: dict[str, str] = {}
-        self.here = threading.local()
-
-    @property
-    def process_id(self) -> int:
-        return self.here.process
-
-    def key_value_set(self, key: str, value: str) -> None:
-        assert self.values.setdefault(key, value) is value, key
-
-    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
-        if key not in self.values:
-            threading.Event().wait(0.01)
-            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
-        return self.values[key]
-
-
-def in_processes(monkeypatch, count: int, action) -> list[BaseException | None]:
-    """Call `action(process)` in `count` threads that are processes to the store; return what each raised."""
-    store, raised = Store(count), [None] * count
-    monkeypatch.setattr(agreement, "global_state", store)
-    monkeypatch.setattr(agreement.time, "sleep", lambda seconds: None)
-
-    def run(process: int) -> None:
-        store.here.process = process
-        try:
-            action(process)
-        except Exception as error:
-            raised[process] = error
-
-    with ThreadPoolExecutor(count) as threads:
-        list(threads.map(run, range(count), timeout=30))
-    return raised
 
 
 def test_equal_processes_agree(monkeypatch):

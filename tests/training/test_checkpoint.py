@@ -13,7 +13,7 @@ from shmap_tp.errors import StorageError, UserError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import checkpoint
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import MANIFEST
+from shmap_tp.training.integrity import MANIFEST
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, files, random_state
 from tests.helpers.run_fixtures import bits, tiny

@@ -1,13 +1,25 @@
 """A damaged or incomplete checkpoint is found, and the newest intact one is chosen."""
 
+import errno
+import json
+import os
 import shutil
+from functools import cache
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+from etils import epath
 
+from shmap_tp.runtime import agreement
+from shmap_tp.runtime.agreement import divided
+from shmap_tp.training import integrity
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import MANIFEST
+from shmap_tp.training.integrity import MANIFEST, find_faults, hashes, shares
 from tests.helpers.checkpoint_fixtures import checkpoint_config, files
+from tests.helpers.in_processes import in_processes
 from tests.helpers.run_fixtures import bits
 
 
@@ -44,8 +56,9 @@ def test_a_flipped_bit_in_any_file_is_found_and_the_previous_checkpoint_is_chose
         assert bits(checkpoints.restore(1, functions(2, 4).shapes)) == bits(pair[1][0])
 
 
-def test_any_flipped_bit_of_the_hashes_and_truncated_ones_are_found(pair_copy, messages):
+def test_any_flipped_bit_of_the_hashes_and_truncated_ones_are_found(pair_copy, messages, monkeypatch):
     """The hashes have no hash of their own: they are intact if they parse and match the files."""
+    monkeypatch.setattr(integrity, "hashes", cache(hashes))  # the files stay as they are
     manifest = pair_copy / "2" / MANIFEST
     original = manifest.read_bytes()
     flipped = [
@@ -112,3 +125,65 @@ def test_no_checkpoint_is_chosen_if_all_are_damaged_and_each_is_reported(pair_co
         (pair_copy / step / "_CHECKPOINT_METADATA").unlink()
     assert newest(pair_copy, messages) is None
     assert [str(pair_copy / step) in line for step, line in zip("21", messages, strict=True)] == [True, True]
+
+
+@pytest.fixture
+def of_eight(tmp_path) -> Path:
+    """A checkpoint as eight processes write it: a large file of each, one more of the first, and small ones of all."""
+    sizes = {f"state/ocdbt.process_{process}/d/{process}": 10_000 + process for process in range(8)}
+    sizes |= {"state/ocdbt.process_0/d/more": 8_000, "state/d/index": 3_000, "_CHECKPOINT_METADATA": 70}
+    for name, size in sizes.items():
+        (file := tmp_path / "7" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(np.random.default_rng(size).bytes(size))
+    (tmp_path / "7" / MANIFEST).write_text(json.dumps(hashes(epath.Path(tmp_path / "7"))))
+    return tmp_path / "7"
+
+
+def test_each_of_eight_processes_hashes_its_share_of_the_files_and_all_find_what_one_of_them_finds(
+    of_eight, monkeypatch
+):
+    hashed, found = dict[int, dict[str, bool]](), dict[int, list[str]]()
+
+    def watched(name: str, plan: Any, work: Any) -> list[Any]:
+        def recorded(names: dict[str, bool]) -> Any:
+            return hashed.update({agreement.global_state.process_id: names}) or work(names)
+
+        return divided(name, plan, recorded)
+
+    def check(process: int) -> None:
+        found[process] = find_faults(epath.Path(of_eight))
+
+    monkeypatch.setattr(integrity, "divided", watched)
+    assert in_processes(monkeypatch, 8, check) == [None] * 8 and [*found.values()] == [[]] * 8
+    sizes = [sum((of_eight / name).stat().st_size for name in hashed[process]) for process in range(8)]
+    assert sorted(chain(*hashed.values())) == sorted(json.loads((of_eight / MANIFEST).read_text()))
+    assert max(sizes) <= sum(sizes) / 8 + 10_007
+    assert all(f"state/ocdbt.process_{process}/d/{process}" in hashed[process] for process in range(8)), "its own"
+
+    (victim := of_eight / "state/ocdbt.process_5/d/5").write_bytes(b"x" + victim.read_bytes()[1:])
+    assert in_processes(monkeypatch, 8, check) == [None] * 8
+    assert {fault for (fault,) in found.values()} == {
+        f"file {victim.relative_to(of_eight)} is damaged: its sha256 differs from the one in {MANIFEST}"
+    }
+
+
+def test_a_file_that_one_of_several_processes_cannot_read_is_an_error_of_all(of_eight, monkeypatch):
+    def unreadable(file: epath.Path) -> str:
+        if "process_3" in str(file):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return ""
+
+    monkeypatch.setattr(integrity, "_sha256", unreadable)
+    raised = in_processes(monkeypatch, 4, lambda process: find_faults(epath.Path(of_eight)))
+    assert [str(error) for error in raised] == [str(raised[0])] * 4
+    assert "/7 cannot be read: Permission denied; nothing was changed" in str(raised[0])
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8, 64])
+def test_no_process_hashes_more_than_its_share_and_one_file_whatever_processes_saved(processes):
+    for writers in (1, 2, 8, 64):
+        sizes = {f"ocdbt.process_{i % writers}/d/{i}": 1 + i * i % 97 for i in range(200)} | {"a FIFO": None}
+        found = shares(sizes, processes)
+        assert sorted(chain(*found)) == sorted(sizes)
+        loads = [sum(sizes[name] or 0 for name in names) for names in found]
+        assert max(loads) <= sum(loads) / processes + 97

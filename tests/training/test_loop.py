@@ -13,7 +13,7 @@ from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import MANIFEST
+from shmap_tp.training.integrity import MANIFEST
 from tests.helpers.run_fixtures import (
     STEPS,
     assert_same_run,

@@ -6,6 +6,9 @@
         restore the newest checkpoint, or start a new run; train, and compare all replicas of every array at each step
     python -m shmap_tp.verify checkpoint DIRECTORY
         list the damaged, missing and added files of every checkpoint in it
+    python -m shmap_tp.verify data DIRECTORY
+        read the token files of a data.dir, and compare their hashes with those of meta.json; a start trusts a file that
+        an earlier one has read, as long as its size and modification time stay
 
 `resume` and `replicas` train with the model, data and devices of the configuration; with several processes, start them
 on every host.  Nothing of the run is changed: `resume` saves to a temporary directory beside the checkpoints.
@@ -45,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
                 "--onto", type=_mesh, required=True, metavar="DP,[CP,]MP", help="the other mesh, as in 8,1"
             )
     commands.add_parser("checkpoint").add_argument("directory", help="a run, or its checkpoint.dir")
+    commands.add_parser("data").add_argument("directory", help="prepared data, on a disk or in a bucket")
     return top
 
 
@@ -62,10 +66,12 @@ def _verify(arguments: argparse.Namespace) -> bool:
         from shmap_tp.pretrained.configuration import load
         from shmap_tp.runtime.distributed import initialize_distributed
         from shmap_tp.training.environment import prepare_environment
-        from shmap_tp.training.verification import verify_checkpoints, verify_replicas, verify_resume
+        from shmap_tp.training.verification import verify_checkpoints, verify_data, verify_replicas, verify_resume
 
     if arguments.command == "checkpoint":
         return verify_checkpoints(arguments.directory)
+    if arguments.command == "data":
+        return verify_data(arguments.directory)
     config = load(arguments.cfg, arguments.overrides)
     initialize_distributed(config)
     config = resolve_auto(config, len(jax.devices()))

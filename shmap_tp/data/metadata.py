@@ -63,7 +63,11 @@ def read_meta(directory: Path) -> Meta:
             "(little-endian uint16 as of nanoGPT, or uint32; the id that ends each document, here that of GPT-2)"
         )
     with reading(path):
-        content = path.read_bytes()
+        return parse_meta(path.read_bytes(), path)
+
+
+def parse_meta(content: bytes, path: object) -> Meta:
+    """meta.json, read at `path`.  Raises UserError if it cannot be used."""
     value = parse_json(content, path)
     if not isinstance(value, dict):
         raise UserError(f"{path}: an object is needed, not {type(value).__name__}; prepare the data again")

@@ -7,10 +7,18 @@ if the vocabulary needs it), the format of nanoGPT.  `meta.json` beside them sta
 file.  Of conversations `train.counted` and `validation.counted` have a bit for each token, the lowest of a byte first:
 whether it counts as a target.  Sequence s consists of tokens s T to s T + T inclusive: T inputs and their T targets.
 Neighbouring sequences share one token, and n = (tokens - 1) // T.
+
+`train.bin.scan` has what a scan of train.bin has found, with its size and modification time.  As long as these stay, a
+start does not read the whole file again; `python -m shmap_tp.verify data` does.
 """
 
 import hashlib
+import json
+import time
+import uuid
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int32, UInt8
@@ -22,12 +30,57 @@ from shmap_tp.runtime.files import file_size, reading
 
 _CHUNK = 1 << 24  # bytes that the scan reads at a time
 _FIRST = 1 << 20  # tokens at which a guess at another dtype looks
+_RECENT = 2.0  # seconds within which a file may change again without another modification time
+
+
+class Scan(NamedTuple):
+    """What reading a whole file finds."""
+
+    largest: int
+    """Largest id; -1 if there is none."""
+    position: int
+    """The first token that is it."""
+    sha256: str
+
+
+def scan(stream: BinaryIO, dtype: np.dtype) -> Scan:
+    """Read all ids of `stream`."""
+    digest, largest, position, start = hashlib.sha256(), -1, -1, 0
+    while chunk := stream.read(_CHUNK):
+        digest.update(chunk)
+        ids = np.frombuffer(chunk[: len(chunk) - len(chunk) % dtype.itemsize], dtype)
+        if len(ids) and (chunk_largest := int(ids.max())) > largest:
+            largest, position = chunk_largest, start + int(ids.argmax())
+        start += len(ids)
+    return Scan(largest, position, digest.hexdigest())
+
+
+def scan_once(path: Path, dtype: np.dtype) -> Scan:
+    """The `scan` of a file: that of an earlier start, if the file has the same size and modification time.
+
+    Written beside the file, unless the directory is read-only or the file is so new that it may still change.
+    """
+    status, remembered = path.stat(), path.with_name(f"{path.name}.scan")
+    key = [dtype.str, status.st_size, status.st_mtime_ns]
+    with suppress(OSError, ValueError, TypeError):
+        found = json.loads(remembered.read_bytes())
+        if found["of"] == key:
+            return Scan(**found["scan"])
+    is_old = time.time() - status.st_mtime > _RECENT
+    with path.open("rb") as stream:
+        result = scan(stream, dtype)
+    if is_old:
+        new = path.with_name(f".{remembered.name}.{uuid.uuid4().hex}")
+        with suppress(OSError):
+            new.write_text(json.dumps({"of": key, "scan": result._asdict()}))
+            new.replace(remembered)
+    return result
 
 
 class TokenFile:
     """One token file as n sequences of T + 1 tokens; only the sequences that are asked for are read from disk.
 
-    Opening reads the whole file once, to find its largest id and its sha256.
+    Opening it for the first time reads the whole file, to find its largest id and its sha256 (`scan_once`).
     Raises `UserError` if the file is missing, unreadable, truncated within a token, shorter than one sequence, contains
     an id outside `vocabulary`, or does not have the given `sha256`.
     """
@@ -61,7 +114,7 @@ class TokenFile:
                 "prepare more text or shorten model.context"
             )
         with reading(path):
-            self.largest, position, self.sha256 = _scan(path, DTYPES[dtype])
+            self.largest, position, self.sha256 = scan_once(path, DTYPES[dtype])
             self._ids = np.memmap(path, dtype=DTYPES[dtype], mode="r")
         if sha256 not in (None, self.sha256):
             raise UserError(
@@ -82,8 +135,8 @@ class TokenFile:
     def _open_bits(self, path: Path, sha256: str) -> np.ndarray:
         """The bits of what counts.  Raises UserError if they are not those of meta.json."""
         size = _existing_size(path)
-        with reading(path), path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        with reading(path):
+            found = scan_once(path, np.dtype(np.uint8)).sha256
         if found != sha256 or size != -(-self.tokens // 8):
             raise UserError(
                 f"{path}: {size} bytes of sha256 {found[:12]}..., but {META} says {sha256[:12]}... for {self.tokens} "
@@ -241,19 +294,6 @@ def _count_tokens(path: Path, itemsize: int) -> int:
             "copy or prepare it again"
         )
     return size // itemsize
-
-
-def _scan(path: Path, dtype: np.dtype) -> tuple[int, int, str]:
-    """(largest id, its first position, sha256 of the bytes), in one pass over the file."""
-    digest, largest, position, start = hashlib.sha256(), -1, -1, 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            ids = np.frombuffer(chunk, dtype)
-            if (chunk_largest := int(ids.max())) > largest:
-                largest, position = chunk_largest, start + int(ids.argmax())
-            start += len(ids)
-    return largest, position, digest.hexdigest()
 
 
 def _other_reading(ids: np.ndarray, vocabulary: int) -> str | None:

@@ -19,6 +19,9 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.data.batches import Batches, isolating_token
+from shmap_tp.data.location import bucket_messages, open_file_system
+from shmap_tp.data.metadata import DTYPES, META, SPLITS, parse_meta
+from shmap_tp.data.token_files import scan
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import make_mesh
@@ -138,6 +141,31 @@ def verify_checkpoints(directory: str) -> bool:
         for fault in faults:
             print_on_process_0(f"  {fault}")
         all_well = all_well and not faults
+    return all_well
+
+
+def verify_data(directory: str) -> bool:
+    """Whether the token files in `directory`, local or a bucket, have the hashes and ids that meta.json states.
+
+    Reads all of them; a start reads only files that it does not know (`token_files.scan_once`).
+    """
+    check_path("DIRECTORY", directory, SCHEMES["data.dir"])
+    system, root = open_file_system("DIRECTORY", directory)
+    all_well = True
+    with bucket_messages("DIRECTORY", directory):
+        meta = parse_meta(system.cat_file(f"{root}/{META}"), f"{directory}/{META}")
+        files = [(split, "bin", DTYPES[meta.dtype], meta.sha256) for split in SPLITS]
+        files += [(split, "counted", np.dtype(np.uint8), meta.counted) for split in SPLITS if meta.counted]
+        for split, ending, dtype, stated in files:
+            with system.open(f"{root}/{split}.{ending}", "rb") as stream:
+                found = scan(stream, dtype)
+            is_known = ending == "counted" or meta.vocabulary is None or found.largest < meta.vocabulary
+            well = is_known and stated.get(split) in (None, found.sha256)
+            verdict = "as meta.json says" if well and stated else "meta.json has no hash" if well else "DAMAGED"
+            print_on_process_0(
+                f"{split}.{ending}: sha256 {found.sha256[:12]}, largest value {found.largest}: {verdict}"
+            )
+            all_well = all_well and well
     return all_well
 
 

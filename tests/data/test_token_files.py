@@ -123,3 +123,30 @@ def test_errors_of_a_bad_directory_name_the_file_and_the_fix(tmp_path):
         with pytest.raises(UserError, match=words) as error:
             open_token_file(tmp_path, "train", context=4, vocabulary=50)
         assert str(error.value).count("\n") <= 1
+
+
+def test_a_file_is_scanned_once_and_again_only_when_its_size_or_modification_time_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "scan", lambda *given, real=token_files.scan: scans.append(given) or real(*given))
+    for where in ("uint16", "uint32"):
+        (directory := tmp_path / where).mkdir()
+        path, scans = write_prepared(directory, range(50), where) / "train.bin", []
+
+        def opened(where: str = where, path: Path = path) -> TokenFile:
+            return open_token_file(path.parent, "train", context=4, vocabulary=50)
+
+        opened(), opened()
+        assert len(scans) == 2 and not path.with_suffix(".bin.scan").exists(), "a file may still change in this moment"
+        os.utime(path, (1e9, 1e9))
+        found = [(file.largest, file.sha256) for file in (opened(), opened(), opened())]
+        assert len(scans) == 3 and found == [(49, hashlib.sha256(path.read_bytes()).hexdigest())] * 3
+        with pytest.raises(UserError, match=r"token 49 is id 49, but model\.vocabulary=49"):
+            open_token_file(directory, "train", context=4, vocabulary=49)
+        path.with_suffix(".bin.scan").write_bytes(b"{")
+        opened()
+        assert len(scans) == 4, "a damaged one is made again"
+        write_ids(path, range(1, 51), DTYPES[where])
+        with pytest.raises(UserError, match="sha256 is"):
+            opened()
+        os.utime(path, (1e9, 1e9 + 1))
+        with pytest.raises(UserError, match="sha256 is"):
+            opened()

@@ -99,7 +99,7 @@ def check(words: tuple[str, ...]) -> None:
             check_training(rest)
         case ["python", "-m", "shmap_tp.verify", *rest]:
             arguments = verify.parser().parse_args(rest)
-            if arguments.command != "checkpoint":
+            if arguments.command in ("resume", "replicas"):
                 load(str(ROOT / arguments.cfg), arguments.overrides)
         case ["python", "-m", "shmap_tp.prepare", *rest]:
             prepare.parser().parse_args(rest)

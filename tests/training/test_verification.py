@@ -1,5 +1,6 @@
 """`python -m shmap_tp.verify` confirms what is intact, and names every difference and damaged file."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,17 +8,20 @@ import jax
 import pytest
 
 from shmap_tp import verify
+from shmap_tp.data.token_files import open_token_file
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
 from tests.helpers.run_fixtures import (
     FIRST,
+    complete_meta,
     file_contents,
     flip_bit,
     make_runs_quick,
     overrides,
     shared_step_functions,
     tiny,
+    write_tokens,
 )
 
 
@@ -49,7 +53,7 @@ def resume(directory: Path) -> list[object]:
 
 
 def test_a_resumed_run_is_bitwise_equal_on_its_mesh_and_close_on_another(trained, capsys):
-    before = file_contents(trained)
+    before = file_contents(trained / "run")
     code, printed = call(capsys, *resume(trained))
     assert code == 0
     assert printed[0] == "on dp=2, mp=4: the restored state is bitwise equal to the saved state"
@@ -57,7 +61,7 @@ def test_a_resumed_run_is_bitwise_equal_on_its_mesh_and_close_on_another(trained
     assert printed[2].startswith("  losses differ by at most 0.0e+00")
     assert printed[3] == "on dp=8, mp=1: the restored state is bitwise equal to the saved state"
     assert all(float(line.split()[0]) < 1e-5 for line in printed if "of its largest value" in line)
-    assert file_contents(trained) == before
+    assert file_contents(trained / "run") == before
 
 
 restore = Checkpoints.restore
@@ -144,3 +148,22 @@ def test_bad_input_is_reported_in_one_line(trained, tmp_path, capsys):
     assert verify.parser().parse_args(["resume", "--cfg", FIRST, "--onto", "2,4,1"]).onto == (2, 4, 1)
     assert "'8' is not a mesh; write it as in 8,1" in capsys.readouterr().err
     assert len(jax.devices()) == 8
+
+
+def test_verify_data_reads_files_that_a_start_trusts(tmp_path, capsys):
+    directory = write_tokens(tmp_path / "data")
+    for name in ("train.bin", "validation.bin"):
+        os.utime(directory / name, (1e9, 1e9))
+        open_token_file(directory, name.split(".")[0], context=4, vocabulary=64)
+    assert call(capsys, "data", directory)[0] == 0
+    complete_meta(directory)
+    code, said = call(capsys, "data", directory)
+    assert code == 0 and all("as meta.json says" in line for line in said)
+    (file := directory / "train.bin").write_bytes(b"\1" + file.read_bytes()[1:])
+    os.utime(file, (1e9, 1e9))  # as a bit that has flipped on the disk
+    open_token_file(directory, "train", context=4, vocabulary=64)
+    code, said = call(capsys, "data", directory)
+    assert code == 1 and "train.bin: sha256" in said[0] and "DAMAGED" in said[0] and "as meta.json says" in said[1]
+    complete_meta(directory, vocabulary=32)
+    assert call(capsys, "data", directory)[0] == 1, "an id beyond the vocabulary"
+    assert verify.main(["data", str(tmp_path / "nowhere")]) == 2

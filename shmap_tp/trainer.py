@@ -140,7 +140,11 @@ class Trainer:
         check_path("directory", name := str(directory), SCHEMES["checkpoint.dir"])
         given = replace(self.config.checkpoint, dir=name)
         facts = {"config": to_dict(self.config), "mesh": mesh_shape(self.config.mesh)}
-        with self._lock, lock_directories({"directory": name}, None), Checkpoints(given, print) as checkpoints:
+        with (
+            self._lock,
+            lock_directories({"directory": name}) as require_owner,
+            Checkpoints(given, print, require_owner) as checkpoints,
+        ):
             step, there = int(self.state.step), checkpoints.steps()
             if there and "data" in (checkpoints.facts(there[0]) or {}):
                 raise UserError(f"{name} has the checkpoints of a run; save in another directory")

@@ -180,7 +180,7 @@ def save_parameters(
 
     in_process_0 = partial(_in_process_0, out)
     in_process_0(lambda: _check_directories(out, temporary))
-    with lock_directories({"--out": str(temporary)}, None, in_process_0):
+    with lock_directories({"--out": str(temporary)}, in_process_0) as require_owner:
         try:
             in_process_0(lambda: _remove_files(temporary))
             in_process_0(reserve_all)
@@ -190,6 +190,7 @@ def save_parameters(
                     divided = len(ranges) - len(layout.our_shape)
                     for place, index in tensors_within(ranges[:divided]):
                         layout.write(places[row.name(index)], ranges[divided:], values[place])
+            in_process_0(require_owner)
             in_process_0(finish)
         except BaseException:
             if jax.process_index() == 0:

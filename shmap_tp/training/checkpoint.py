@@ -15,9 +15,9 @@ often a diverging run is stopped and resumed, all checkpoints from before the st
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -53,15 +53,23 @@ class Checkpoints:
     deletes an old checkpoint before the hashes of the new one are written.
     """
 
-    def __init__(self, config: CheckpointConfig, report: Callable[[str], None], writes: bool = True):
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        report: Callable[[str], None],
+        require_owner: Callable[[], None] = lambda: None,
+        *,
+        writes: bool = True,
+    ):
         """`report` receives one line for each checkpoint that is skipped or deleted, with the reason.
 
-        With `writes`, which needs the lock on the directory (`runtime/run_lock.py`), unfinished saves are removed.
-        Without it nothing is changed, so a run may write there meanwhile.
+        With `writes` unfinished saves are removed, and `require_owner`, of the lock on the directory
+        (`runtime/run_lock.py`), is called in process 0 before anything else is changed: it raises an error once another
+        run writes there.  Without `writes` nothing is changed, so a run may write there meanwhile.
         """
         self._dir = absolute(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
-        self._report, self._writes = report, writes
+        self._report, self._writes, self._require_owner = report, writes, require_owner
         self._saving: Future | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
         if writes:
@@ -95,6 +103,10 @@ class Checkpoints:
         Raises the error of the previous save if that failed.
         """
         self.wait()
+        if jax.process_index() == 0:
+            self._require_owner()
+            if step in self.steps():  # the owner before this one has finished a save meanwhile
+                self._set_aside(step)
         with self._writing(step), _saving_options():
             written = ocp.save_checkpointables_async(self._dir / str(step), {"state": state}, custom_metadata=facts)
         self._saving = self._background.submit(self._complete, step, written, skipped_in_a_row)
@@ -123,12 +135,15 @@ class Checkpoints:
         """Rename the checkpoints after `step`, which are damaged or unfinished: the run will save those steps again."""
         for newer in self.steps() if jax.process_index() == 0 else []:
             if newer > step:
-                source = self._dir / str(newer)
-                number = next(n for n in itertools.count(1) if not (self._dir / f"{newer}.damaged-{n}").exists())
-                target = self._dir / f"{newer}.damaged-{number}"
-                with writing(target):
-                    source.rename(target)
-                self._report(f"checkpoint {source} is renamed to {target.name}; the run will save that step again")
+                self._set_aside(newer)
+
+    def _set_aside(self, step: int) -> None:
+        source = self._dir / str(step)
+        number = next(n for n in itertools.count(1) if not (self._dir / f"{step}.damaged-{n}").exists())
+        target = self._dir / f"{step}.damaged-{number}"
+        with writing(target):
+            source.rename(target)
+        self._report(f"checkpoint {source} is renamed to {target.name}; the run will save that step again")
 
     def facts(self, step: int) -> Any:
         """The `facts` that were saved with the state, unless someone edited them.  Raises `StorageError`."""
@@ -172,7 +187,9 @@ class Checkpoints:
                 (directory / SKIPPED).write_text(f"{skipped_in_a_row}\n")
             found = hashes(directory)
             if is_main:
+                self._require_owner()
                 write_atomically(directory / MANIFEST, json.dumps(found, indent=1))
+                self._require_owner()
                 self._delete_replaced()
 
     def _delete_replaced(self) -> None:
@@ -183,8 +200,14 @@ class Checkpoints:
             if old not in counted[: self._keep] and (not self._keep_every or old % self._keep_every):
                 self._delete(old)
 
-    def _writing(self, step: int) -> AbstractContextManager[None]:
-        return writing(f"checkpoint {self._dir / str(step)}")
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        with writing(f"checkpoint {self._dir / str(step)}"):
+            try:
+                yield
+            except Exception:
+                self._require_owner()  # another run has removed what this one was writing
+                raise
 
     def _delete(self, step: int) -> None:
         """Delete a checkpoint: its hashes first, so that a partly deleted one counts as incomplete.  A link to a

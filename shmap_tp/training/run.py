@@ -176,7 +176,8 @@ def open_run(
         config = resolve_auto(requested, len(jax.devices()))
         mesh = mesh_of_devices(config)
         warn_of_many_emulated_devices()
-        with lock_directories({"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}, stop.peers):
+        written = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}
+        with lock_directories(written) as require_owner:
             on_process_0("log.wandb", lambda: check_weights_and_biases(config))
             on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))
             prepare_environment(config)
@@ -185,7 +186,8 @@ def open_run(
             require_host_memory(functions.shapes)
             batches = Batches(config, functions.tokens)
             require_agreement("data", data_facts(batches.identity))
-            with watch_preemption(stop.stop_event), Checkpoints(config.checkpoint, print_on_process_0) as checkpoints:
+            saved = Checkpoints(config.checkpoint, print_on_process_0, require_owner)
+            with watch_preemption(stop.stop_event), saved as checkpoints:
                 text = _text_tools(config, mesh, batches, components, make_sampler)
                 replicas = ReplicaCheck(functions.shapes)
                 yield Run(requested, config, functions, batches, checkpoints, replicas, stop, clock, components, *text)

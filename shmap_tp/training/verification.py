@@ -216,7 +216,7 @@ def _temporary_checkpoints(config: Config) -> Iterator[Checkpoints]:
     """An empty directory of checkpoints beside that of the run, deleted on exit."""
     name = config.checkpoint.dir.rstrip("/") + "-verify"
     given = replace(config.checkpoint, dir=name)
-    with lock_directories({"checkpoint.dir": name}, peers=None), Checkpoints(given, print_on_process_0) as checkpoints:
+    with lock_directories({"checkpoint.dir": name}), Checkpoints(given, print_on_process_0) as checkpoints:
         if checkpoints.steps():
             raise UserError(f"{name} exists already, from a `verify` that was killed: remove it, then run this again")
         try:

@@ -118,7 +118,7 @@ def test_an_export_needs_a_name_and_replaces_no_directory_of_the_user_and_none_o
     (tmp_path / "mine.incomplete" / "thesis.tex").write_text("five years")
     assert "no export that was interrupted left it" in refusal(model.save_pretrained, tmp_path / "mine")
     assert (tmp_path / "mine.incomplete" / "thesis.tex").read_text() == "five years"
-    with lock_directories({"--out": str(tmp_path / "out.incomplete")}, None):
+    with lock_directories({"--out": str(tmp_path / "out.incomplete")}):
         (tmp_path / "out.incomplete" / "model.safetensors").write_text("of the first")
         assert "out.incomplete is in use" in refusal(model.save_pretrained, tmp_path / "out")
         assert (tmp_path / "out.incomplete" / "model.safetensors").read_text() == "of the first"

@@ -14,9 +14,9 @@ import pytest
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from shmap_tp.errors import StorageError
+from shmap_tp.errors import StorageError, UserError
 from shmap_tp.runtime.files import writing
-from shmap_tp.training import integrity
+from shmap_tp.training import checkpoint, integrity
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import checkpoint_steps, read_facts
 from shmap_tp.training.integrity import MANIFEST, find_faults
@@ -165,3 +165,52 @@ def test_a_save_that_cannot_create_its_directories_leaves_no_thread_waiting(func
         thread.join(0 if thread.name.startswith("asyncio") else 5)
     left = [thread.name for thread in waiting if thread.is_alive() and not thread.name.startswith("asyncio")]
     assert not left
+
+
+@pytest.mark.parametrize("when", range(4))
+def test_a_save_that_another_run_overtakes_saves_and_deletes_nothing(pair_copy, messages, functions, when):
+    """Between any two things that it does; the other run can then save the same step."""
+    state, asked = random_state(functions(2, 4), 3), []
+
+    def require_owner() -> None:
+        asked.append(sorted(path.parent.name for path in pair_copy.glob(f"*/{MANIFEST}")))
+        if len(asked) > when:
+            raise UserError("taken over")
+
+    def save() -> None:
+        with Checkpoints(checkpoint_config(pair_copy, keep=1), messages.append, require_owner) as checkpoints:
+            checkpoints.save(3, state, FACTS)
+
+    if when == 3:
+        save()
+        assert asked == [["1", "2"], ["1", "2"], ["1", "2", "3"]] and checkpoint_steps(epath.Path(pair_copy)) == [3]
+        return
+    with pytest.raises(UserError, match="taken over"):
+        save()
+    found = sorted(path.parent.name for path in pair_copy.glob(f"*/{MANIFEST}"))
+    assert found == (["1", "2", "3"] if when == 2 else ["1", "2"])
+    with Checkpoints(checkpoint_config(pair_copy), messages.append) as other:
+        other.save(3, random_state(functions(2, 4), 4), FACTS)
+        other.wait()
+        assert other.newest_intact() == 3
+    assert (pair_copy / "3.damaged-1").is_dir() == (when > 0), "what the first one has written is kept"
+
+
+def test_a_run_whose_unfinished_save_another_start_has_removed_says_that_it_was_taken_over(
+    pair_copy, messages, functions, monkeypatch
+):
+    def require_owner() -> None:
+        if not list(pair_copy.glob("3*")):
+            raise UserError("taken over")
+
+    def removed(directory: epath.Path) -> None:
+        shutil.rmtree(directory)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(checkpoint, "hashes", removed)
+    with Checkpoints(checkpoint_config(pair_copy), messages.append, require_owner) as checkpoints:
+        checkpoints._require_owner = lambda: None
+        checkpoints.save(3, random_state(functions(2, 4), 3), FACTS)
+        checkpoints._require_owner = require_owner
+        with pytest.raises(UserError, match="taken over"):
+            checkpoints.wait()

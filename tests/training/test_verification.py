@@ -96,7 +96,7 @@ def test_replicas_are_compared_without_touching_a_run_that_is_under_way(trained,
         """Without the locks, which their owner renews."""
         return {name: content for name, content in file_contents(tmp_path).items() if not name.endswith(".lock")}
 
-    with lock_directories({"run.dir": str(tmp_path / "run"), "checkpoint.dir": str(checkpoints)}, None):
+    with lock_directories({"run.dir": str(tmp_path / "run"), "checkpoint.dir": str(checkpoints)}):
         before = contents()
         equal = [f"step {i}: all replicas of every array are equal" for i in (2, 3)]
         assert call(capsys, *given, *overrides(tmp_path)) == (0, equal)

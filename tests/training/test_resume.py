@@ -17,7 +17,7 @@ from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import MANIFEST, ORBAX_METADATA
+from shmap_tp.training.checkpoint_files import ORBAX_METADATA
 from shmap_tp.training.integrity import MANIFEST
 from shmap_tp.training.resume import MAY_CHANGE, _fixed_settings
 from shmap_tp.training.step import State

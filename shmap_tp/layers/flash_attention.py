@@ -81,14 +81,14 @@ class Splash:
         arrays = [q, k, v]
         if pattern.sinks_H is not None:  # in q's dtype, which the kernel returns their gradient in
             arrays.append(jnp.tile(pattern.sinks_H.astype(q.dtype).reshape(groups, shared), (batch, 1)))
-        mixed, residuals = _call_kernel(self, tuple(arrays), pattern, Places.of(pattern, time, keys))
+        mixed, residuals = _call_kernel(self, tuple(arrays), pattern, MaskArrays.of(pattern, time, keys))
         mixed = mixed.reshape(batch, groups, shared, time, head_dim)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim), residuals
 
     def run(
         self,
         options: Pattern,
-        places: "Places",
+        mask: "MaskArrays",
         q_CGTK: Float[Array, "C G T K"],
         k_CSK: Float[Array, "C S K"],
         v_CSK: Float[Array, "C S K"],
@@ -99,12 +99,12 @@ class Splash:
         The two cores of a v4 or v5p chip share a mapped dim; none of the backward kernel's own dims can be shared so.
         """
         most_keys = self.most_keys * 128 // max(q_CGTK.shape[3], 128)
-        kernel = make_splash((*q_CGTK.shape[1:3], k_CSK.shape[1]), options, places.rank, self.interpret, most_keys)
+        kernel = make_splash((*q_CGTK.shape[1:3], k_CSK.shape[1]), options, mask.rank, self.interpret, most_keys)
         segments = None
-        if places.query_segments is not None:
+        if mask.query_segments is not None:
             of_pairs = [
                 jnp.repeat(segments_BT, q_CGTK.shape[0] // segments_BT.shape[0], axis=0)
-                for segments_BT in (places.query_segments, places.key_segments)
+                for segments_BT in (mask.query_segments, mask.key_segments)
             ]
             segments = splash_kernel.SegmentIds(*of_pairs)
         return jax.vmap(kernel)(q_CGTK, k_CSK, v_CSK, segments, sinks_CG)
@@ -139,12 +139,12 @@ class Cudnn:
                 "model.attention=cudnn computes whole rows, which mesh.cp splits; use model.attention=chunked"
             )
         _refuse(self, pattern)
-        return _call_kernel(self, (q_BTHK, k_BSNK, v_BSNK), pattern, Places(None, None, None))
+        return _call_kernel(self, (q_BTHK, k_BSNK, v_BSNK), pattern, MaskArrays(None, None, None))
 
     def run(
         self,
         options: Pattern,
-        places: "Places",
+        mask: "MaskArrays",
         q_BTHK: Float[Array, "B T H K"],
         k_BTNK: Float[Array, "B T N K"],
         v_BTNK: Float[Array, "B T N K"],
@@ -166,9 +166,9 @@ def _refuse(kernel: "Splash | Cudnn", pattern: Pattern) -> None:
 
 
 def _call_kernel(
-    kernel: "Splash | Cudnn", arrays: tuple[Array, ...], pattern: Pattern, places: "Places"
+    kernel: "Splash | Cudnn", arrays: tuple[Array, ...], pattern: Pattern, mask: "MaskArrays"
 ) -> tuple[Array, DeferredResiduals]:
-    """kernel.run(the options of the pattern, places, q, k, v, and sinks if there are any).
+    """kernel.run(the options of the pattern, mask, q, k, v, and sinks if there are any).
 
     These are marked as varying over the same axes before: JAX then adds what the gradient of one that did not vary
     needs, and the gradients returned here have the types of the arguments.  The planner reads the scope.
@@ -177,11 +177,11 @@ def _call_kernel(
     options = replace(pattern, slopes_H=None, segments_BT=None, sinks_H=None)
     window = "" if pattern.window is None else f"_window_{pattern.window}"
     with jax.named_scope(f"attend{window}" + ("" if pattern.earlier is None else "_of_chunks")):
-        return _attend(kernel, options, places, *arrays)
+        return _attend(kernel, options, mask, *arrays)
 
 
-class Places(NamedTuple):
-    """Where the queries of a kernel are among the keys."""
+class MaskArrays(NamedTuple):
+    """What the mask of a kernel depends on, beside the pattern: where the queries are among the keys."""
 
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
@@ -189,8 +189,8 @@ class Places(NamedTuple):
     """This device's, of those over which rows are split; None: every device has whole rows."""
 
     @classmethod
-    def of(cls, pattern: Pattern, queries: int, keys: int) -> "Places":
-        """Those of so many queries and keys of this device, inside shard_map."""
+    def of(cls, pattern: Pattern, queries: int, keys: int) -> "MaskArrays":
+        """Of so many queries and keys of this device, inside shard_map."""
         if pattern.earlier is not None:
             return cls(pattern.segments_BT[:, pattern.earlier :], pattern.segments_BT, None)
         if queries == keys:
@@ -200,9 +200,9 @@ class Places(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    kernel: "Splash | Cudnn", options: Pattern, places: Places, *arrays: Array
+    kernel: "Splash | Cudnn", options: Pattern, mask: MaskArrays, *arrays: Array
 ) -> tuple[Array, DeferredResiduals]:
-    return without_vma_check(partial(kernel.run, options), places, *arrays), _residuals(kernel, arrays[:3])
+    return without_vma_check(partial(kernel.run, options), mask, *arrays), _residuals(kernel, arrays[:3])
 
 
 class Placeholder(eqx.Module):
@@ -213,13 +213,13 @@ class Placeholder(eqx.Module):
 
 
 def _forward(
-    kernel: "Splash | Cudnn", options: Pattern, places: Places, *arrays: Array
+    kernel: "Splash | Cudnn", options: Pattern, mask: MaskArrays, *arrays: Array
 ) -> tuple[tuple[Array, DeferredResiduals], Any]:
     """((output, deferred residuals), residuals of the backward kernel).  The output, q, k and v are placeholders in
     there: an array that leaves `without_vma_check` twice would be saved twice by a rematerialisation policy."""
 
-    def run(places: Places, *arrays: Array) -> tuple[Array, Any]:
-        mixed, pull = jax.vjp(partial(kernel.run, options, places), *arrays)
+    def run(mask: MaskArrays, *arrays: Array) -> tuple[Array, Any]:
+        mixed, pull = jax.vjp(partial(kernel.run, options, mask), *arrays)
         known: dict[int, Any] = {id(x): Placeholder(of, x.shape) for of, x in enumerate((mixed, *arrays[:3]))}
 
         def named(x: Array) -> Any:
@@ -230,7 +230,7 @@ def _forward(
 
         return _checkpoint_as_bits(mixed, ATTENTION_OUTPUT), jax.tree.map(named, pull)
 
-    mixed, pull = without_vma_check(run, places, *arrays)
+    mixed, pull = without_vma_check(run, mask, *arrays)
     qkv = arrays[:3]
     residuals = _residuals(kernel, qkv)
     return (mixed, residuals), (pull, mixed, None if residuals else qkv)

@@ -29,7 +29,7 @@ from shmap_tp.config.schema import Config, Remat
 from shmap_tp.layers.attention import Attention, Chunked, checkpoint_per_head
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.linear import Linear, matmul
-from shmap_tp.layers.mlp import GatedMlp, GeluMlp
+from shmap_tp.layers.mlp import MlpLayer
 from shmap_tp.layers.positions import Alibi, PositionEncoding, alibi_slopes
 from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
@@ -106,7 +106,7 @@ def key_value_weight(layer: Linear, constrain: Constraint) -> Float[Array, "D N 
     return constrain(jnp.repeat(layer.weight, repeats, axis=1), None, MP, None)
 
 
-def mlp(layer: GeluMlp | GatedMlp, h_BTD: Float[Array, "B T D"], constrain: Constraint) -> Float[Array, "B T D"]:
+def mlp(layer: MlpLayer, h_BTD: Float[Array, "B T D"], constrain: Constraint) -> Float[Array, "B T D"]:
     return layer.down(layer.activate(*(constrain(column(h_BTD), DP, None, MP) for column in layer.inputs)))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import shmap_tp
 from shmap_tp import Components, train
-from shmap_tp.layers.mlp import GatedMlp
+from shmap_tp.layers.mlp import MlpLayer
 from shmap_tp.model.flops import parameters
 from shmap_tp.training.components_file import load_components
 from tests.helpers.assertions import assert_close, assert_same_bits
@@ -24,7 +24,7 @@ def model() -> shmap_tp.Model:
 
 
 def test_an_mlp_given_as_a_component_is_the_one_that_the_configuration_would_name(model):
-    given, components = shmap_tp.load_config(*TINY, "model.mlp=gelu"), Components(mlp=GatedMlp)
+    given, components = shmap_tp.load_config(*TINY, "model.mlp=gelu"), Components(mlp=MlpLayer)
     trainer = shmap_tp.Trainer(given, components=components)
     assert_same_bits(trainer.model().parameters, model.parameters)
     assert_close(trainer.step(TOKENS)["loss"], model.loss(TOKENS), 1e-6)

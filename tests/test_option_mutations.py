@@ -16,7 +16,7 @@ from jax import lax
 from shmap_tp.layers import attention
 from shmap_tp.layers.attention import Attention
 from shmap_tp.layers.linear import Kind, Linear
-from shmap_tp.layers.mlp import GatedMlp, GeluMlp, swiglu
+from shmap_tp.layers.mlp import MlpLayer, swiglu
 from shmap_tp.layers.norm import AfterNorm, LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Rotary
 from shmap_tp.layers.rotation import Llama3Scaling, Rotation
@@ -92,8 +92,8 @@ IN_BLOCKS = {
     "one rmsnorm for both sublayers": (AfterNorm, "__call__", one_norm_for_both, UNIT_OFFSET),
     "queries that are not normalised": (Attention, "mix", with_ones_for("query_norm"), HEAD_NORMS),
     "keys that are not normalised": (Attention, "mix", with_ones_for("key_norm"), HEAD_NORMS),
-    "the approximate gelu": (GeluMlp, "activate", with_other(exact=False), TWO_NORMS),
-    "swiglu in place of geglu": (GatedMlp, "activate", with_other(gated=lambda _: swiglu), UNIT_OFFSET),
+    "the approximate gelu": (MlpLayer, "activate", with_other(activation=lambda _: jax.nn.gelu), TWO_NORMS),
+    "swiglu in place of geglu": (MlpLayer, "activate", with_other(activation=lambda _: swiglu), UNIT_OFFSET),
     "key/value biases of another head": (Linear, "of_this_device", of_kind(Kind.heads, first_bias), KV_HEADS),
 }  # fmt: skip
 

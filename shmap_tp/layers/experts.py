@@ -37,7 +37,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.expert_dispatch import dispatch_of_mesh
 from shmap_tp.layers.grouped_matmul import GroupedMatmul
-from shmap_tp.layers.mlp import GATES, MLPS, Gate, GatedMlp
+from shmap_tp.layers.mlp import GATES, MLPS, Gate, MlpLayer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, varying_axes
 from shmap_tp.parallel.context_parallel import own_chunks
 from shmap_tp.parallel.mesh import EP, MP, Role, axes_of, ranks
@@ -209,7 +209,7 @@ class Experts(eqx.Module):
     gate: ExpertMatrices
     up: ExpertMatrices
     down: ExpertMatrices
-    shared: GatedMlp | None
+    shared: MlpLayer | None
     """The shared expert."""
     gated: Gate = eqx.field(static=True)
     balance_loss: float = eqx.field(static=True)

@@ -25,47 +25,6 @@ from shmap_tp.layers.linear import Linear
 from shmap_tp.layers.xla_workarounds import exact_gelu
 from shmap_tp.parallel.tensor_parallel import Activation, TensorParallel
 
-
-class GeluMlp(eqx.Module):
-    """y = gelu(x @ up + b) @ down + b.  Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
-
-    Communication  what `tp` does for one column-parallel and one row-parallel product.
-    """
-
-    up: Linear
-    down: Linear
-    exact: bool = eqx.field(static=True)
-    """Whether GELU is computed by the error function; else in its tanh form."""
-
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        *,
-        std: float,
-        std_out: float,
-        key: PRNGKeyArray,
-        bias: bool = False,
-        exact: bool = False,
-    ):
-        key_up, key_down = jax.random.split(key)
-        self.up = Linear.column(width, hidden, std=std, key=key_up, bias=bias)
-        self.down = Linear.row(hidden, width, std=std_out, key=key_down, bias=bias)
-        self.exact = exact
-
-    def __call__(self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel) -> Float[Array, "B _ D"]:
-        (up_BTF,) = tp.column_parallel(x_BTD, self.up)
-        return tp.row_parallel((self.activate(up_BTF), self.down))
-
-    @property
-    def inputs(self) -> tuple[Linear, ...]:
-        return (self.up,)
-
-    def activate(self, up_BTF: Activation) -> Activation:
-        gelu = exact_gelu if self.exact else jax.nn.gelu
-        return jax.tree.map(lambda up: gelu(checkpoint_name(up, UP)), up_BTF)
-
-
 Gate = Callable[[Array, Array], Array]
 """(gate, up) -> hidden, element by element."""
 
@@ -88,19 +47,19 @@ def clamped_swiglu(gate: Array, up: Array) -> Array:
 
 
 GATES: dict[Mlp, Gate] = {Mlp.swiglu: swiglu, Mlp.geglu: geglu, Mlp.clamped_swiglu: clamped_swiglu}
-"""Of gated MLPs and of experts, by the name of `model.mlp`."""
+"""The activations of gated MLPs and of experts, by the name of `model.mlp`."""
 
 
-class GatedMlp(eqx.Module):
-    """y = gated(x @ gate + b, x @ up + b) @ down + b.
+class MlpLayer(eqx.Module):
+    """y = activation(x @ up + b) @ down + b, or gated, y = activation(x @ gate + b, x @ up + b) @ down + b.
 
     Communication  what `tp` does for one column-parallel and one row-parallel product.
     """
 
-    gate: Linear
+    gate: Linear | None
     up: Linear
     down: Linear
-    gated: Gate = eqx.field(static=True)
+    activation: Callable[..., Array] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -111,32 +70,33 @@ class GatedMlp(eqx.Module):
         std_out: float,
         key: PRNGKeyArray,
         bias: bool = False,
-        gated: Gate = swiglu,
+        activation: Callable[..., Array] = swiglu,
+        gated: bool = True,
     ):
-        key_gate, key_up, key_down = jax.random.split(key, 3)
-        self.gate = Linear.column(width, hidden, std=std, key=key_gate, bias=bias)
+        """`activation` is given the gate and up if the MLP is `gated`, else up."""
+        *key_gate, key_up, key_down = jax.random.split(key, 2 + gated)
+        self.gate = Linear.column(width, hidden, std=std, key=key_gate[0], bias=bias) if gated else None
         self.up = Linear.column(width, hidden, std=std, key=key_up, bias=bias)
         self.down = Linear.row(hidden, width, std=std_out, key=key_down, bias=bias)
-        self.gated = gated
+        self.activation = activation
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel) -> Float[Array, "B _ D"]:
-        gate_BTF, up_BTF = tp.column_parallel(x_BTD, self.gate, self.up)
-        return tp.row_parallel((self.activate(gate_BTF, up_BTF), self.down))
+        return tp.row_parallel((self.activate(*tp.column_parallel(x_BTD, *self.inputs)), self.down))
 
     @property
     def inputs(self) -> tuple[Linear, ...]:
-        return self.gate, self.up
+        return (self.up,) if self.gate is None else (self.gate, self.up)
 
-    def activate(self, gate_BTF: Activation, up_BTF: Activation) -> Activation:
-        def hidden(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-            return self.gated(checkpoint_name(gate, GATE), checkpoint_name(up, UP))
-
-        return jax.tree.map(hidden, gate_BTF, up_BTF)
+    def activate(self, *products_BTF: Activation) -> Activation:
+        """The hidden units, from the products of `inputs`."""
+        names = (GATE, UP)[-len(products_BTF) :]
+        return jax.tree.map(lambda *each: self.activation(*map(checkpoint_name, each, names)), *products_BTF)
 
 
 MLPS = {
-    Mlp.gelu: GeluMlp,
-    Mlp.gelu_erf: partial(GeluMlp, exact=True),
-    **{mlp: partial(GatedMlp, gated=gated) for mlp, gated in GATES.items()},
+    Mlp.gelu: partial(MlpLayer, activation=jax.nn.gelu, gated=False),
+    Mlp.gelu_erf: partial(MlpLayer, activation=exact_gelu, gated=False),
+    **{mlp: partial(MlpLayer, activation=gate) for mlp, gate in GATES.items()},
 }
-"""The MLPs that `model.mlp` names; GELU is in its tanh form unless it is exact."""
+"""The MLPs that `model.mlp` names.  GELU, in its tanh form or exact: Hendrycks and Gimpel 2016,
+https://arxiv.org/abs/1606.08415"""

@@ -12,11 +12,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shmap_tp.config.schema import Mlp
 from shmap_tp.layers.attention import Attention, Chunked
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, VocabParallelHead, score
 from shmap_tp.layers.linear import Linear
-from shmap_tp.layers.mlp import GatedMlp, GeluMlp
+from shmap_tp.layers.mlp import MLPS
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.layers.positions import Alibi, Learned, Rotary, make_position_encoding
 from shmap_tp.layers.rotation import Llama3Scaling, Rotation, YarnScaling
@@ -161,9 +162,9 @@ LAYERS = {
         (((B, T, F), FEATURES_SHARDED),),
         BATCH_SHARDED,
     ),
-    "gelu": mlp(GeluMlp, reference.gelu_mlp),
-    "gelu, collective_matmul": mlp(GeluMlp, reference.gelu_mlp, COLLECTIVE_MATMUL),
-    "swiglu": mlp(GatedMlp, reference.swiglu_mlp),
+    "gelu": mlp(MLPS[Mlp.gelu], reference.gelu_mlp),
+    "gelu, collective_matmul": mlp(MLPS[Mlp.gelu], reference.gelu_mlp, COLLECTIVE_MATMUL),
+    "swiglu": mlp(MLPS[Mlp.swiglu], reference.swiglu_mlp),
     "layernorm": norm(LayerNorm, reference.layernorm),
     "rmsnorm": norm(RMSNorm, reference.rmsnorm),
     "embedding": embedding(ALL_REDUCE),

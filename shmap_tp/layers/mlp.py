@@ -81,7 +81,8 @@ class MlpLayer(eqx.Module):
         self.activation = activation
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], tp: TensorParallel) -> Float[Array, "B _ D"]:
-        return tp.row_parallel((self.activate(*tp.column_parallel(x_BTD, *self.inputs)), self.down))
+        products_BTF = tp.column_parallel(x_BTD, *self.inputs)
+        return tp.row_parallel((self.activate(*products_BTF), self.down))
 
     @property
     def inputs(self) -> tuple[Linear, ...]:

@@ -110,7 +110,8 @@ def test_the_bias_of_a_router_follows_the_load_of_one_rank(monkeypatch):
 def test_the_bias_of_a_router_has_a_gradient(monkeypatch):
     """It is declared as a weight: it would be decayed, and have moments; its gradient is zero."""
     field = Router.__dataclass_fields__["choice_bias"]
-    declared = replace(field.metadata["declaration"], trained=True)
-    monkeypatch.setattr(field, "metadata", {**field.metadata, "declaration": declared})
+    declared = field.metadata["declaration"]
+    trained = lambda router: replace(declared(router), trained=True)  # noqa: E731
+    monkeypatch.setattr(field, "metadata", {**field.metadata, "declaration": trained})
     with pytest.raises(TypeError, match="NoneType"):
         trace_step(*BIASED)

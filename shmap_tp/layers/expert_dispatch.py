@@ -30,7 +30,7 @@ https://arxiv.org/abs/2006.16668
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,21 +44,10 @@ Compute = Callable[[Array, Array, Array], Array]
 beyond the sum of the sizes is not specified."""
 
 
-@runtime_checkable
-class Dispatch(Protocol):
-    """A way to bring tokens and experts together."""
-
-    def __call__(
-        self,
-        x_ND: Float[Array, "N D"],
-        experts_NC: Int[Array, "N C"],
-        weights_NC: Float[Array, "N C"],
-        count: int,
-        compute: Compute,
-    ) -> tuple[Float[Array, "N D"], Int[Array, ""]]:
-        """(for each token the sum {+mp} over its experts, how many rows of this device were dropped); a device has
-        `count` experts, and what chose an expert with a number beyond the last is in no row."""
-        ...
+Dispatch = Callable[[Array, Array, Array, int, Compute], tuple[Array, Array]]
+"""A way to bring tokens and experts together: (x[N D], experts[N C], weights[N C], count, compute) -> (for each token
+the sum [N D] {+mp} over its experts, how many rows of this device were dropped).  A device has `count` experts, and
+what chose an expert with a number beyond the last is in no row."""
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from shmap_tp.model.tokens import (
     Counted,
     Segments,
     Tokens,
+    batch_tokens,
     checked_segments,
     checked_tokens,
-    marked_tokens,
     with_free_space,
 )
 from shmap_tp.model.transformer import Transformer
@@ -314,7 +314,7 @@ class Model:
         self, tokens: Tokens, counted: Counted | None, segments: Segments | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """(tokens[B, T+1] -> int32[1, B', context+1], filled up with targets that are not counted; the segments)."""
-        tokens, length = marked_tokens(tokens, counted, self.config.model), self.config.model.context + 1
+        tokens, length = batch_tokens(tokens, counted, self.config.model), self.config.model.context + 1
         segments = None if segments is None else self._padded(checked_segments(segments, tokens), length)
         tokens = self._padded(tokens, length, filling=IGNORE)
         segments = with_free_space(segments, tokens, self.config.model)

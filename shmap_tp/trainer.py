@@ -22,8 +22,8 @@ from shmap_tp.model.tokens import (
     Counted,
     Segments,
     Tokens,
+    batch_tokens,
     checked_segments,
-    marked_tokens,
     rectangular,
     with_free_space,
 )
@@ -183,7 +183,7 @@ class Trainer:
             raise UserError(
                 f"tokens have the shape {list(shape)}, a step takes {list(expected)}: [train.batch, model.context + 1]"
             )
-        rows = marked_tokens(tokens, counted, self.config.model)
+        rows = batch_tokens(tokens, counted, self.config.model)
         segments = None if segments is None else checked_segments(segments, rows)
         segments, to = with_free_space(segments, rows, self.config.model), self.functions.tokens
         given = [rows] if segments is None else [rows, segments]

@@ -172,7 +172,6 @@ def test_an_update_of_ones_own_lowers_the_loss():
 BAD_COUNTED = {
     "an id after -1": ([[1, -1, 2], [3, 4, -1]], None, "tokens[0, 1] is -1, but an id follows"),
     "another shape": ([[1, 2, 3]], [[True, True]], "counted must be bool[1, 3], one for each token, not bool[1, 2]"),
-    "a mask": ([[1, 2]], np.ma.array([[True, True]], mask=[[False, True]]), "counted is a masked array"),
     "numbers": ([[1, 2, 3]], np.array([[1, 1, 0]]), "counted must be bool[1, 3], one for each token, not int64[1, 3]"),
 }
 
@@ -193,7 +192,6 @@ BAD_TOKENS = {
     "too long": (np.zeros((2, 10), int), "tokens have 10 positions, and with model.context=8"),
     "an id of the padding": (np.full((2, 5), 50), "token id 50 is not in"),
     "a negative id": (np.full((2, 5), -2), "token id -2 is not in"),
-    "a masked array": (np.ma.array([[1, 2]], mask=[[False, True]]), "are a masked array, whose mask has no effect"),
     "rows of different lengths": ([[1, 2], [3]], "must be integers [batch, time], but their rows have different len"),
 }
 

@@ -154,7 +154,6 @@ def test_segments_are_computed_as_if_each_were_a_row(small_trainer):
     for wrong, words in (
         (segments[:, :8], r"segments must be integers \[8, 9\], one for each token, not int64\[8, 8\]"),
         (segments * 1.0, "not float64"),
-        (np.ma.masked_array(segments), "segments are a masked array"),
         ([[0] * 9] * 7 + [[0]], "segments must be integers .* different lengths"),
         (np.where(np.arange(9) == 2, 1, segments), r"segments\[0\] returns to a number that it left"),
     ):

@@ -134,10 +134,7 @@ def uncounted(tokens: Int[np.ndarray, "B T"], where: Bool[np.ndarray, "B T"]) ->
 
 
 def rectangular(tokens: Tokens | Segments, name: str = "tokens") -> np.ndarray:
-    """`tokens`, called `name` in messages, on the host.  Raises UserError if they are lists of different lengths, or a
-    masked array."""
-    if isinstance(tokens, np.ma.MaskedArray):
-        raise UserError(f"{name} are a masked array, whose mask has no effect; give the array, and counted=...")
+    """`tokens`, called `name` in messages, on the host.  Raises UserError if they are lists of different lengths."""
     try:
         return np.asarray(tokens)
     except ValueError:
@@ -186,12 +183,12 @@ def with_free_space(
     segments: Int32[np.ndarray, "B T"] | None, marked: Int32[np.ndarray, "B T"], model: ModelConfig
 ) -> Int32[np.ndarray, "B T"] | None:
     """`segments`, or where there are none and experts are to leave out padding, of which a program without segments
-    knows nothing, those of rows that are one document each.  `marked` are tokens of `marked_tokens`."""
+    knows nothing, those of rows that are one document each.  `marked` are tokens of `batch_tokens`."""
     is_padded = bool(model.experts) and bool((marked[:, -1] == IGNORE).any())
     return np.zeros_like(marked) if segments is None and is_padded else segments
 
 
-def marked_tokens(tokens: Tokens, counted: Counted | None, model: ModelConfig) -> Int32[np.ndarray, "B T"]:
+def batch_tokens(tokens: Tokens, counted: Counted | None, model: ModelConfig) -> Int32[np.ndarray, "B T"]:
     """Sequences of at most T + 1 tokens as they stand in a batch: those that are not `counted` below zero.
 
     Raises UserError as `checked_tokens` does, if an id follows a -1, or if `counted` is not a bool for each token.
@@ -206,8 +203,6 @@ def marked_tokens(tokens: Tokens, counted: Counted | None, model: ModelConfig) -
         )
     if counted is None:
         return tokens
-    if isinstance(counted, np.ma.MaskedArray):
-        raise UserError("counted is a masked array, whose mask has no effect; give it as bool without a mask")
     counted = np.asarray(counted)
     if counted.shape != tokens.shape or counted.dtype != bool:
         raise UserError(

@@ -10,9 +10,12 @@ F sharded over mp.  {+mp}: a partial sum, not yet reduced.
     heads        x[B T D]     @ w[D N/mp K]  ->  y[B T N/mp K]    + b[N/mp K]
     replicated   x[B T D]     @ w[D F]       ->  y[B T F]         x differs between devices; a factor of an adapter
 
-None communicates: a tensor-parallel mode calls layers together with its collectives (`parallel/tensor_parallel.py`).
+No kind communicates: a tensor-parallel mode calls layers together with its collectives (`parallel/tensor_parallel.py`).
 T is all of time there, or a chunk of it.  A call is the product alone.  The mode adds the bias, because of where that
 must happen: a row-parallel bias once, after the reduction; before it the bias would count mp times.
+
+A weight is an array, or multiplies in a way of its own: a `Ring` is an FSDP weight whose gradient is reduced in a ring,
+and an `Int8` scales the product.  Which one a layer has is decided by `fsdp.gather`, and by the dtype of the model.
 
 The dim that mp shards is stored first, and FSDP shards it further if it can.  Of an MLP it is the longer dim, so a
 piece of a weight gradient that is reduced in a ring (`parallel/ring.py`) reads only the smaller operand in full.
@@ -78,7 +81,7 @@ class Linear(eqx.Module):
     """
 
     weight: Weight = param_of(lambda layer: DECLARED[layer.kind][0])
-    """float32 in training; a `Ring` or an `Int8` multiplies in its own way."""
+    """An array is float32 in training."""
     bias: Float[Array, "..."] | None = param_of(lambda layer: DECLARED[layer.kind][1])
     """Initially zero."""
     adapter: "Adapter | None"

@@ -117,9 +117,7 @@ def print_rates(rows: dict[tuple[int, int], Row], matmul: Timer, config: Config)
 
 def collectives(step: Compiled, mesh: tuple[int, int]) -> tuple[str, str]:
     """Count and bytes of the collectives of one device: (in loops, outside loops)."""
-    entries = [
-        entry for found in communication_in_hlo(step.as_text(), {DP: mesh[0], MP: mesh[1]}) for entry in found.entries
-    ]
+    entries = communication_in_hlo(step.as_text(), {DP: mesh[0], MP: mesh[1]})
     loops, outside = ([e for e in entries if (e.count > 1) == in_loop] for in_loop in (True, False))
     return tuple(
         f"{sum(e.count for e in each)}, {sum(e.total for e in each) / 2**20:.1f} MiB" for each in (loops, outside)

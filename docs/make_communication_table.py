@@ -1,9 +1,9 @@
-"""Writes the communication table of docs/parallelism.md, from the planner's ledger.
+"""Writes the communication table of docs/parallelism.md, from what the planner's search traces and its rules.
 
 python docs/make_communication_table.py            rewrites the part between the markers
 python docs/make_communication_table.py --check    exit code 1 if it is not current
 
-tests/plan/test_communication.py checks that the ledger is what the programs do.
+tests/plan/test_communication.py checks that both are what a step does.
 """
 
 import sys
@@ -16,11 +16,10 @@ from generated_part import DOCS, GeneratedPart
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Block, Config, FsdpGradients, Remat, TensorParallelMode, Zero
-from shmap_tp.parallel.mesh import MP
-from shmap_tp.plan.communication import parameters
+from shmap_tp.parallel.mesh import axis_sizes
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
-from shmap_tp.plan.search.collectives import activation_entries
-from shmap_tp.training.step import CONFIGURED
+from shmap_tp.plan.search.collective_seconds import activation_entries
+from shmap_tp.plan.search.weights import weight_communication, weights
 
 DP_SIZE, MP_SIZE = 8, 3
 TIME, WIDTH, FFN = 33, 16, 24
@@ -111,8 +110,7 @@ def communicated(mode: TensorParallelMode, block: Block, remat: Remat) -> dict[s
     chosen = config(mesh={"tensor_parallel": mode, "mp": MP_SIZE}, model={"block": block, "remat": remat})
     parts: dict[str, list[Entry]] = {"embedding": [], "block": [], "head": []}
     for entry in activation_entries(chosen):
-        name = entry.what.split()[0]
-        parts[name if name in parts else "block"].append(entry)
+        parts[entry.what if entry.what in parts else "block"].append(entry)
     return parts
 
 
@@ -138,21 +136,16 @@ def data_parallel_rows() -> list[list[str]]:
     rows = []
     for name, mesh in DATA_PARALLEL.items():
         chosen = config(mesh=mesh)
-        every = parameters.parameters(chosen.model, chosen.mesh, "bfloat16", CONFIGURED)
-        entries = [
-            *parameters.gathers_between_slices(chosen, every),
-            *parameters.fsdp_uses(chosen, every, "bfloat16"),
-            *parameters.update(chosen, every, partial_over=()),
-        ]
-        own = [entry for entry in entries if WEIGHT in entry.what and MP not in entry.axis]
+        weight = next(one for one in weights(chosen.model, chosen.mesh, "bfloat16") if one.name == WEIGHT)
+        own = weight_communication(weight, axis_sizes(chosen.mesh), 1, "bfloat16", ())
         forward = [entry for entry in own if entry.direction == Direction.forward]
         backward = [entry for entry in own if entry.direction in (Direction.recompute, Direction.backward)]
         once = [entry for entry in own if entry.direction == Direction.once]
-        rows.append([name, *(weights(part) for part in (forward, backward, once))])
+        rows.append([name, *(in_words(part) for part in (forward, backward, once))])
     return rows
 
 
-def weights(entries: list[Entry]) -> str:
+def in_words(entries: list[Entry]) -> str:
     """Sizes are fractions of one weight w."""
     found = []
     for entry in entries:

@@ -29,15 +29,12 @@ from shmap_tp.config.schema import Config, HeldIn
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, axis_sizes
 from shmap_tp.plan.benchmark import Parser, append_json, command_line, config_from_flags
-from shmap_tp.plan.communication.analytic import analytic_communication
-from shmap_tp.plan.communication.from_hlo import communication_in_hlo
-from shmap_tp.plan.communication.inter_slice import compare_dcn, inter_slice_communication
-from shmap_tp.plan.communication.ledger import table, without_trivial_axes
-from shmap_tp.plan.communication.reconcile import reconcile
+from shmap_tp.plan.communication.from_hlo import communication_in_hlo, inter_slice_communication
+from shmap_tp.plan.communication.ledger import Entry, Operation, comparison, format_bytes, table
 from shmap_tp.plan.generation import generation_command
 from shmap_tp.plan.layout import ROW_INDENT, wrapped
 from shmap_tp.plan.plot import PlannedMemory, plot_step
-from shmap_tp.plan.predict import Prediction, format_memory, memory_by_kind, predict, step_dtype
+from shmap_tp.plan.predict import Prediction, format_memory, memory_by_kind, predict, step_communication, step_dtype
 from shmap_tp.plan.report import FORMULA, PREDICTED, Row, format_row
 from shmap_tp.plan.search.command import search_command
 from shmap_tp.plan.search.cost import token_count
@@ -150,9 +147,9 @@ def plan_one_mesh(arguments: argparse.Namespace) -> None:
     print(wrapped(FORMULA))
     print("\nMEMORY per device")
     print(format_memory(memory_by_kind(prediction.programs, prediction.compiled), prediction.compiled))
-    print_communication(config)
+    traced = print_communication(config)
     if prediction.text is not None:
-        print_compiled_collectives(config, prediction)
+        print_compiled_collectives(config, prediction, traced)
     if arguments.plot:
         write_plot(config, prediction, Path(arguments.plot))
 
@@ -175,30 +172,29 @@ def write_plot(config: Config, prediction: Prediction, file: Path) -> None:
     print(f"\nwritten: {file}")
 
 
-def print_communication(config: Config) -> None:
-    print(f"\nCOMMUNICATION per step (analytic), {config.model.name}")
-    print(table(planned_communication(config)))
+def print_communication(config: Config) -> list[Entry]:
+    """Print and return what the traced step communicates."""
+    traced = step_communication(config, step_dtype(config))
+    print(f"\nCOMMUNICATION of the traced step, {config.model.name}\n{table(traced)}")
+    return traced
 
 
-def planned_communication(config: Config) -> list:
-    sizes = axis_sizes(config.mesh)
-    return without_trivial_axes(analytic_communication(config, step_dtype(config)), sizes)
-
-
-def print_compiled_collectives(config: Config, prediction: Prediction) -> None:
-    """Compare the compiled module with the plan.
+def print_compiled_collectives(config: Config, prediction: Prediction, traced: list[Entry]) -> None:
+    """Compare the compiled module with the traced step.
 
     With several slices the module numbers only the devices of its own slice; then only communication between slices is
-    compared.
+    compared, without all-reduces over all of dp, which the compiler splits freely.
     """
-    planned, sizes = planned_communication(config), axis_sizes(config.mesh)
-    if config.mesh.slices > 1 and prediction.row.kind == PREDICTED:
-        found = inter_slice_communication(prediction.text)
-        print(wrapped(f"\nCOMPILED COLLECTIVES between slices: {compare_dcn(planned, found)}"))
-        print(table(found))
+    if config.mesh.slices == 1 or prediction.row.kind != PREDICTED:
+        found = communication_in_hlo(prediction.text, axis_sizes(config.mesh))
+        print(wrapped(f"\nCOMPILED COLLECTIVES: {comparison(traced, found)}"))
         return
-    found = reconcile(planned, communication_in_hlo(prediction.text, sizes), sizes)
-    print(wrapped(f"\nCOMPILED COLLECTIVES: {found.report}"))
+    found = inter_slice_communication(prediction.text)
+    others = [entry for entry in found if entry.operation != Operation.all_reduce]
+    print("\nCOMPILED COLLECTIVES between slices: ", end="")
+    print(wrapped(comparison([entry for entry in traced if entry.axis == DP_SLICE], others)))
+    sums = sum(entry.total for entry in found if entry.operation == Operation.all_reduce)
+    print(f"all-reduces over all of dp: {format_bytes(sums)}")
 
 
 def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:

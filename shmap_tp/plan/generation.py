@@ -34,10 +34,9 @@ from shmap_tp.parallel.mesh import MP, axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import named_shardings, shard_bytes, sharded_dim
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
 from shmap_tp.plan.benchmark import append_json, command_line, config_from_flags
-from shmap_tp.plan.communication.analytic import decode_communication, prefill_communication
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
-from shmap_tp.plan.communication.ledger import Entry, format_bytes, table, without_trivial_axes
-from shmap_tp.plan.communication.reconcile import reconcile
+from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
+from shmap_tp.plan.communication.ledger import Entry, comparison, format_bytes, table, without_trivial_axes
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.layout import ROW_INDENT, wrapped
 from shmap_tp.plan.predict import CACHE
@@ -128,11 +127,12 @@ class GenerationRow:
 
 @dataclass(frozen=True)
 class GenerationPrediction:
-    """A predicted row and its two programs."""
+    """A predicted row, its two programs, and what they communicate as they are traced, by "prefill" and "decode"."""
 
     row: GenerationRow
     prefill: Compiled
     decode: Compiled
+    communication: dict[str, list[Entry]]
 
 
 def predict_generation(
@@ -189,7 +189,9 @@ def predict_generation(
         **{name: fields[name] for name in ("device_kind", "chips", "topology")},
         **_times(*schedules),
     )
-    return GenerationPrediction(row, prefill, decode)
+    sizes, jaxprs = axis_sizes(config.mesh), [program.jaxpr.jaxpr for program in traced]
+    communication = [without_trivial_axes(communication_in_jaxpr(jaxpr), sizes) for jaxpr in jaxprs]
+    return GenerationPrediction(row, prefill, decode, dict(zip(("prefill", "decode"), communication, strict=True)))
 
 
 def trace(
@@ -327,20 +329,15 @@ def generation_command(arguments: argparse.Namespace) -> None:
     if arguments.json:
         append_json(prediction.row.to_json(), Path(arguments.json))
     print(wrapped(format_generation(prediction.row), ROW_INDENT))
-    print_communication(config, requests, prediction)
+    print_communication(config, prediction)
 
 
-def print_communication(config: Config, requests: Requests, prediction: GenerationPrediction) -> None:
+def print_communication(config: Config, prediction: GenerationPrediction) -> None:
+    """What decoding communicates, and whether both compiled programs communicate as they are traced."""
     sizes = axis_sizes(config.mesh)
-
-    def compare(name: str, planned: list[Entry], text: str | None) -> None:
-        if text is not None:
-            found = reconcile(planned, communication_in_hlo(text, sizes), sizes)
-            print(wrapped(f"\nCOMPILED COLLECTIVES of {name}: {found.report}"))
-
-    decode = decode_communication(config, requests.batch, GREEDY.decode_tokens, DTYPE)
-    print(f"\nCOMMUNICATION of decoding {GREEDY.decode_tokens} tokens of each sequence (analytic)")
-    print(table(without_trivial_axes(decode, sizes), total="together"))
-    prefill = prefill_communication(config, requests.batch, requests.padded_prompt, DTYPE)
-    compare("prefill", prefill, prediction.prefill.text)
-    compare("decode", decode, prediction.decode.text)
+    print(f"\nCOMMUNICATION of decoding {GREEDY.decode_tokens} tokens of each sequence, as traced")
+    print(table(prediction.communication["decode"], total="together"))
+    for name, program in (("prefill", prediction.prefill), ("decode", prediction.decode)):
+        if program.text is not None:
+            compared = comparison(prediction.communication[name], communication_in_hlo(program.text, sizes))
+            print(wrapped(f"\nCOMPILED COLLECTIVES of {name}: {compared}"))

@@ -7,7 +7,7 @@ and the time is an estimate, not calibrated: no GPU has confirmed it.
 import importlib.metadata
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import equinox as eqx
@@ -15,22 +15,23 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import Config, Documents, Precision
+from shmap_tp.config.schema import AttentionKernel, Config, Documents, Precision
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.layers.experts import even_share
-from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.parallel.mesh import axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import shard_bytes
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, compile_for_gpu, coordinates
-from shmap_tp.plan.communication.ledger import format_bytes
+from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
+from shmap_tp.plan.communication.ledger import Entry, format_bytes, without_trivial_axes
 from shmap_tp.plan.cudnn_questions import answered_for
 from shmap_tp.plan.gpu import COMPILER, Nodes, node_devices, usable_bytes
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.report import ESTIMATED, EXPLICIT, GSPMD, PREDICTED, Row, config_fields, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
-from shmap_tp.plan.targets import Target, link_model
+from shmap_tp.plan.targets import PlannedDevice, Target, link_model
 from shmap_tp.plan.tpu import topology_devices
 from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
 
@@ -75,6 +76,22 @@ def facts_beside_text(row: Row, mesh: Mesh) -> dict:
         "coords": coordinates(mesh) if hasattr(mesh.devices.flat[0], "coords") else None,
         "model_flops_per_device": row.model_flops_per_device,
     }
+
+
+def step_communication(config: Config, dtype: DTypeLike, components: Components = CONFIGURED) -> list[Entry]:
+    """What one optimizer step of `config` communicates, computing in `dtype`, as it is traced; no device is needed.
+
+    Raises ValueError where it is unknown how often something runs.
+    """
+    chosen = replace(config, model=replace(config.model, attention=AttentionKernel.chunked))  # no kernel communicates
+    mesh = make_mesh(config.mesh, [PlannedDevice("cpu") for _ in range(config.mesh.devices)])
+    return _traced_communication(build_programs(build_step_functions, chosen, mesh, dtype, components), config)
+
+
+def _traced_communication(programs: StepFunctions, config: Config) -> list[Entry]:
+    """Without axes of size 1, whose collectives do nothing."""
+    jaxpr = programs.step.trace(programs.shapes, programs.tokens).jaxpr.jaxpr
+    return without_trivial_axes(communication_in_jaxpr(jaxpr), axis_sizes(config.mesh))
 
 
 @dataclass(frozen=True)

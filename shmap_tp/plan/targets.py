@@ -62,6 +62,17 @@ CHIPS_OF_ONE_HOST = {"v5e": 8, "v6e": 8}
 
 
 @dataclass(frozen=True, eq=False)
+class PlannedDevice:
+    """A `Device` that is not attached, on which programs can be traced."""
+
+    device_kind: str
+    compute_capability: str = "0"
+    """Of a GPU."""
+
+    platform = "cpu"
+
+
+@dataclass(frozen=True, eq=False)
 class PlannedTpu:
     """A `Device`: a TPU device that is not attached."""
 
@@ -69,14 +80,6 @@ class PlannedTpu:
     coords: tuple[int, int, int]
     core_on_chip: int
     slice_index: int
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedGpu:
-    """A `Device`: a GPU that is not attached."""
-
-    device_kind: str
-    compute_capability: str
 
 
 @dataclass(frozen=True)
@@ -126,11 +129,11 @@ def machine_of(target: Target) -> Machine:
 
 
 @cache
-def devices_of(target: Target) -> list[PlannedTpu] | list[PlannedGpu]:
+def devices_of(target: Target) -> list[PlannedTpu] | list[PlannedDevice]:
     """Every device of a target, in order."""
     if isinstance(target, Nodes):
         capability = ".".join(map(str, target.gpu.capability))
-        return [PlannedGpu(target.gpu.kind, capability) for _ in range(target.devices)]
+        return [PlannedDevice(target.gpu.kind, capability) for _ in range(target.devices)]
     sides, generation = (*target.sides, 1)[:3], target.generation
     places = itertools.product(range(target.slices), *map(range, sides), range(generation.cores))
     return [PlannedTpu(generation.kind, (x, y, z), core, number) for number, x, y, z, core in places]

@@ -1,20 +1,43 @@
-"""What tensor-parallel modes, blocks and their parts communicate over mp, written down by hand: a reference for what
-`plan/communication` finds by tracing the modules.
+"""What a step communicates, written down by hand: the reference for what `plan/communication` reads from traced and
+compiled programs.  The rules for the placements of parameters are those of the search's formulas (`search/weights.py`).
 
 x[B T D] is the residual stream with all of its positions, N the number of key/value heads, K a head's dim.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import Block, Config, MeshConfig, ModelConfig, Remat, TensorParallelMode, Zero
-from shmap_tp.parallel.mesh import MP
-from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Entry, Operation
+from shmap_tp.parallel.fsdp import Replicated
+from shmap_tp.parallel.mesh import MP, axis_sizes, mesh_order, token_axes
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
+from shmap_tp.plan.search.weights import weight_communication, weights
+from shmap_tp.training.step import CONFIGURED, Components
 
 FORWARD, RECOMPUTE, BACKWARD = Direction.forward, Direction.recompute, Direction.backward
+
+
+@dataclass(frozen=True)
+class ArrayTraffic:
+    """The local size of an array, and how often it is communicated per step."""
+
+    values: int
+    dtype: str
+    count: int
+
+    def over(self, axis: str, what: str, operation: Operation, direction: Direction) -> Entry:
+        """The ledger entry of communicating this array over `axis`."""
+        size = self.values * jnp.dtype(self.dtype).itemsize
+        return Entry(what, operation, axis, self.dtype, size, self.count, direction)
+
+
+def all_reduce_once(axis: str, what: str, x: ArrayTraffic) -> Entry:
+    """One all-reduce of x over `axis` (as in `Entry.axis`), after the last microbatch."""
+    return x.over(axis, what, Operation.all_reduce, Direction.once)
 
 
 # Tensor-parallel modes: what a call communicates in one pass, x[B T D] being all positions
@@ -112,8 +135,10 @@ def key_value(model: ModelConfig, mesh: MeshConfig, count: int, dtype: DTypeLike
     time."""
     if mesh.mp <= model.kv_heads or mesh.tensor_parallel != TensorParallelMode.all_reduce:
         return []
-    weight = ArrayTraffic(model.width * model.kv_heads * model.head_dim, jnp.dtype(dtype).name, count)
-    return [weight.over(MP, "key/value weight", Operation.all_reduce, BACKWARD)]
+    values = model.kv_heads * model.head_dim
+    weight = ArrayTraffic(model.width * values, jnp.dtype(dtype).name, count)
+    bias = [ArrayTraffic(values, "float32", count)] if model.qkv_bias else []
+    return [x.over(MP, "key/value weight", Operation.all_reduce, BACKWARD) for x in (weight, *bias)]
 
 
 def attention(model: ModelConfig, mesh: MeshConfig, x: ArrayTraffic) -> list[Entry]:
@@ -143,12 +168,51 @@ def block(model: ModelConfig, mesh: MeshConfig, x: ArrayTraffic) -> list[Entry]:
 
 
 def activations(config: Config, dtype: DTypeLike) -> list[Entry]:
-    """A model, from the embedding to the final norm, in all microbatches."""
+    """A model, from the embedding to the final norm, in all microbatches.  Beside adapters the embedding has no
+    gradient; they have none over mp themselves."""
     model, mesh, microbatches = config.model, config.mesh, config.train.microbatches
     values = config.train.batch // (microbatches * mesh.dp) * model.context * model.width
     x = ArrayTraffic(values, jnp.dtype(dtype).name, microbatches)
+    embedding = reducing(mesh, "embedding", x)
     return [
-        *reducing(mesh, "embedding", x),
+        *(embedding if not model.adapter.rank else [entry for entry in embedding if entry.direction == FORWARD]),
         *block(model, mesh, replace(x, count=microbatches * model.layers)),
         *entering(mesh, "head", x),
+    ]
+
+
+# A step
+
+
+def cross_entropy(positions: ArrayTraffic, chunk: int) -> list[Entry]:
+    """For each chunk together: the largest logit, the sum of exponentials and the target's logit of each device's
+    columns.  The chunks are as few as possible, and of equal size."""
+    chunks = math.ceil(positions.values / chunk)
+    each = replace(positions, values=3 * math.ceil(positions.values / chunks), count=positions.count * chunks)
+    return [each.over(MP, "loss", Operation.all_gather, FORWARD)]
+
+
+def parameters(config: Config, dtype: str, components: Components = CONFIGURED) -> list[Entry]:
+    """The parameters and their gradients; the squares of the gradient norm, and of the norms of the parameters before
+    and after the update, are summed over each set of axes that shards any."""
+    sizes, mode = axis_sizes(config.mesh), config.mesh.tensor_parallel
+    partial_over = () if mode == TensorParallelMode.all_reduce else (MP,)
+    every, found, shardings = weights(config.model, config.mesh, dtype, components), [], set()
+    for one in every:
+        found += weight_communication(one, sizes, config.train.microbatches, dtype, partial_over)
+        sharded = () if isinstance(one.placement, Replicated) else one.placement.axes
+        shardings |= {mesh_order({*one.declared, *sharded})} if one.trained else set()
+    norms = ArrayTraffic(1, "float32", 1), ArrayTraffic(2, "float32", 1)
+    return found + [all_reduce_once(" ".join(axes), "norm", norm) for norm in norms for axes in shardings if axes]
+
+
+def step(config: Config, dtype: str) -> list[Entry]:
+    """A whole step of the blocks of model/blocks.py, without experts and what Muon exchanges."""
+    axes, microbatches = " ".join(token_axes(axis_sizes(config.mesh))), config.train.microbatches
+    positions = config.train.batch // (microbatches * config.mesh.dp) * config.model.context
+    return [
+        *activations(config, dtype),
+        *cross_entropy(ArrayTraffic(positions, "float32", microbatches), config.train.loss_chunk),
+        *parameters(config, dtype),
+        *[all_reduce_once(axes, "loss", ArrayTraffic(1, of, 1)) for of in ("int32", "float32")],
     ]

@@ -18,9 +18,9 @@ from shmap_tp.model.adapters import adapter_scale
 from shmap_tp.model.flops import flops_per_token, forward_terms, frozen_parameters, parameters
 from shmap_tp.model.jaxprs import equations
 from shmap_tp.parallel.key_paths import leaves_by_path
-from shmap_tp.plan.communication.parameters import parameters as planned_parameters
 from shmap_tp.plan.predict import state_bytes
-from shmap_tp.plan.search.formulas import state_bytes as planned_state_bytes
+from shmap_tp.plan.search.weights import state_bytes as planned_state_bytes
+from shmap_tp.plan.search.weights import weights
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.adapter_cases import (
     ADAPTER,
@@ -160,7 +160,7 @@ def test_the_least_memory_is_that_of_the_base_once_and_of_the_factors_four_times
     base = sum(local.values()) - factors - norms
     trained = (12 + momentum) * factors
     assert state_bytes(programs) == 2 * base + 4 * norms + trained + 8  # two counters of the optimizer
-    every = planned_parameters(conf.model, conf.mesh, jnp.bfloat16)
+    every = weights(conf.model, conf.mesh, jnp.bfloat16)
     assert planned_state_bytes(every, momentum) == 2 * base + 4 * norms + trained
     without = replace(conf.model, adapter=replace(conf.model.adapter, rank=0))
     assert frozen_parameters(conf.model) == parameters(without)

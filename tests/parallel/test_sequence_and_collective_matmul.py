@@ -20,7 +20,7 @@ from shmap_tp.parallel.tensor_parallel import AllReduce, CollectiveMatmul, Seque
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction, Operation
 from shmap_tp.training.step import StepFunctions, build_step_functions
-from tests.helpers.communication_checks import check_activations
+from tests.helpers.communication_checks import check_step, program_config
 from tests.helpers.layer_cases import MODES
 from tests.helpers.model_fixtures import mesh_of
 from tests.helpers.mutations import compare_layer, is_wasteful, refused_by_shape, trace_step, wasteful, wrong
@@ -128,7 +128,7 @@ def test_norm_scales_that_are_not_marked_as_varying_over_mp_waste_communication(
     backward = [each for each in entries if (each.axis, each.direction) == (MP, Direction.backward)]
     assert any(each.operation == Operation.all_reduce and each.count > 2 for each in backward)
     with wasteful:
-        check_activations("parallel; sequence")
+        check_step(program_config("parallel; sequence", (2, 4)), "float32")
 
 
 @pytest.mark.parametrize("block", ["parallel_block_2_of_8", "sequential_block"])

@@ -5,12 +5,13 @@ import pytest
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import SavedActivation
 from shmap_tp.model.flops import parameters
-from shmap_tp.parallel.mesh import DP, DP_SLICE
-from shmap_tp.plan.communication.analytic import activations
-from shmap_tp.plan.communication.ledger import ArrayTraffic, Direction, Operation, tally
-from shmap_tp.plan.search.collectives import _TRACED, activation_entries, links_of
+from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, axis_sizes
+from shmap_tp.plan.communication.ledger import Direction, Operation, tally, without_trivial_axes
+from shmap_tp.plan.predict import step_communication
+from shmap_tp.plan.search.collective_seconds import _TRACED, activation_entries, links_of
 from shmap_tp.plan.search.formulas import activation_values, estimate, layer_values
 from shmap_tp.plan.targets import VERSIONS, find_target, machine_of
+from tests.helpers.communication_rules import ArrayTraffic
 from tests.helpers.searching import config
 
 
@@ -48,7 +49,9 @@ def test_a_trace_is_shared_by_what_communicates_the_same(case):
     settings, traces = SHARED[case]
     for each in settings:
         one = config(*each.split())
-        assert tally(activation_entries(one)) == tally(activations(one, "bfloat16")), each
+        step = [entry for entry in step_communication(one, "bfloat16") if entry.axis == MP and entry.what != "loss"]
+        per_microbatch = tally(entry for entry in step if entry.direction != Direction.once)
+        assert tally(without_trivial_axes(activation_entries(one), axis_sizes(one.mesh))) == per_microbatch, each
     assert len(_TRACED) <= traces
 
 

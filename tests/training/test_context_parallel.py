@@ -22,8 +22,8 @@ from shmap_tp.model import tokens as tokens_module
 from shmap_tp.model.blocks import SequentialBlock
 from shmap_tp.parallel import context_parallel
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.plan.communication.analytic import analytic_communication
 from shmap_tp.plan.communication.ledger import Direction, Operation
+from shmap_tp.plan.predict import step_communication
 from shmap_tp.training import step
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import CONFIGURED, Components
@@ -78,7 +78,7 @@ def test_cut_rows_train_as_whole_ones_and_communicate_as_the_ledger_says(model, 
     found = one.train(3, whole_rows(*model).initial)
     assert largest_difference(found.losses, expected.losses) <= RELATIVE
     assert_close(found.params, expected.params, RELATIVE)
-    assert one.communicates_as_the_ledger_says()
+    assert one.communicates_parameters_as_written_by_hand()
 
 
 LEARNED = ("model.positions=learned",)
@@ -118,8 +118,8 @@ def test_a_window_moves_the_chunk_before_in_place_of_whole_rows():
     moved, passes = {}, (Direction.forward, Direction.recompute, Direction.backward)
     for window in (5, 6):
         conf = cut((1, 4, 1), "model.positions=rotary", f"model.window={window}", "model.remat=full")
-        entries = [each for each in analytic_communication(conf, jnp.float32) if each.what == "attention, in a layer"]
-        moved[window] = {(each.operation, each.direction): each.bytes * each.count for each in entries}
+        entries = [each for each in step_communication(conf, jnp.float32) if each.what == "attention"]
+        moved[window] = {(each.operation, each.direction): each.total for each in entries}
     shard = moved[6][Operation.all_gather, Direction.forward]
     assert moved[5] == {(Operation.ppermute, direction): shard for direction in passes}
     gathers = {(Operation.all_gather, direction): shard for direction in (Direction.forward, Direction.recompute)}

@@ -79,7 +79,7 @@ def test_the_loss_curve_of_a_model_with_experts_is_the_same_everywhere(shape, se
     """And the initial state has the same bits, and after some steps the biases of its routers, which have no moments;
     the traced step communicates as the ledger says."""
     one, expected = program(shape, f"{settings} train.microbatches={microbatches}"), on_one_device()
-    assert one.communicates_as_the_ledger_says()
+    assert one.communicates_parameters_as_written_by_hand()
     assert not any("router.choice_bias" in path for path in by_path(one.made.shapes.optimizer))
     initial = one_device().initial
     assert_same_bits(one.initial, initial)
@@ -91,8 +91,8 @@ def test_the_loss_curve_of_a_model_with_experts_is_the_same_everywhere(shape, se
 @pytest.mark.parametrize("settings", [
     "tensor_parallel=all_reduce zero=fsdp", "ep=2 slices=2 zero=zero1 tensor_parallel=collective_matmul",
 ])  # fmt: skip
-def test_the_traced_step_communicates_as_the_ledger_says(settings):
-    assert program((4, 2), f"{settings} model.remat=full").communicates_as_the_ledger_says()
+def test_the_traced_step_communicates_parameters_as_written_by_hand(settings):
+    assert program((4, 2), f"{settings} model.remat=full").communicates_parameters_as_written_by_hand()
 
 
 def test_biases_move_by_their_rate_in_every_step():

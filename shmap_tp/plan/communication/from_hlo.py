@@ -2,19 +2,23 @@
 
 XLA for CPU and for TPU; a collective may be synchronous, a -start and -done pair, carried along by several fusions, or
 fused with a slice.
+
+XLA for TPU compiles a module per slice.  Data for other slices leaves through the hosts' network (DCN): one `send` per
+array, whose attributes state the collective and which slices take part.  An all-reduce over all of dp is compiled into
+three: within the slice, between slices, and within the slice again; the middle one is padded to whole tiles.
 """
 
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 from jax import numpy as jnp
 
+from shmap_tp.parallel.mesh import DP_SLICE
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
-from shmap_tp.plan.hlo_parser import Computation, Instruction, Module, parse_hlo
+from shmap_tp.plan.hlo_parser import ARRAY, Computation, Instruction, Module, array_bytes, parse_hlo
 
 OPCODES = {
     "all-reduce": Operation.all_reduce,
@@ -37,30 +41,20 @@ DTYPES |= {
 DTYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)}
 
 
-@dataclass(frozen=True)
-class CompiledCollective:
-    """One collective instruction of a compiled module."""
-
-    name: str
-    entries: tuple[Entry, ...]
-    """The arrays that it communicates; `what` is the name of the instruction."""
-    padding: int = 0
-    """Bytes by which the compiler pads the operand of a reduce-scatter, so that shards consist of whole tiles."""
-
-
-def communication_in_hlo(text: str, sizes: dict[str, int]) -> list[CompiledCollective]:
-    """Every collective over more than one device in a module, for a mesh with these axis sizes.
+def communication_in_hlo(text: str, sizes: dict[str, int]) -> list[Entry]:
+    """The arrays of every collective over more than one device in a module, for a mesh with these axis sizes; `what` is
+    the name of the instruction.  The padding of a reduce-scatter, whose shards XLA makes whole tiles, does not count.
 
     Raises ValueError for an unknown kind of collective, or where it is unknown how often one runs.
     """
     module = parse_hlo(text)
-    found = [
-        _read_collective(module, computation, instruction, sizes)
+    return [
+        entry
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
         if _is_collective(computation, instruction)
+        for entry in _read_collective(module, computation, instruction, sizes)
     ]
-    return [collective for collective in found if collective is not None]
 
 
 def _is_collective(computation: Computation, instruction: Instruction) -> bool:
@@ -74,22 +68,21 @@ def _is_collective(computation: Computation, instruction: Instruction) -> bool:
 
 def _read_collective(
     module: Module, computation: Computation, instruction: Instruction, sizes: dict[str, int]
-) -> CompiledCollective | None:
-    """None if every device is in a group of its own, or if the instruction never runs."""
+) -> list[Entry]:
+    """The arrays of one; none if every device is in a group of its own, or if the instruction never runs."""
     axis, runs = axis_of_groups(instruction.attributes, sizes), module.runs[computation.name]
     if not axis or runs == 0:
-        return None
+        return []
     if math.isnan(runs):
         raise ValueError(f"it is unknown how often {instruction.name} runs, in {computation.name}")
     operation, dtype = _operation(module, instruction)
-    arrays, padding = _arrays(computation, instruction.operands, dtype), 0
+    names = instruction.operands
     if computation.name.startswith("all-reduce-scatter"):  # TPU: an all-reduce of which each device keeps its shard
-        inputs = [other.name for other in computation.instructions.values() if other.opcode == "parameter"]
-        padded, operation, arrays = arrays, Operation.reduce_scatter, _arrays(computation, inputs, dtype)
-        padding = sum(size for _, size in padded) - sum(size for _, size in arrays)
+        names = [other.name for other in computation.instructions.values() if other.opcode == "parameter"]
+        operation = Operation.reduce_scatter
     direction = _direction(instruction.attributes, in_loop=runs > 1)
-    entries = (Entry(instruction.name, operation, axis, dtype, size, int(runs), direction) for dtype, size in arrays)
-    return CompiledCollective(instruction.name, tuple(entries), padding)
+    arrays = _arrays(computation, names, dtype)
+    return [Entry(instruction.name, operation, axis, dtype, size, int(runs), direction) for dtype, size in arrays]
 
 
 def _operation(module: Module, instruction: Instruction) -> tuple[Operation, str | None]:
@@ -192,3 +185,33 @@ def _numbered_grid(sides: str, order: str | None) -> np.ndarray:
 
 def _parse_groups(text: str) -> set[frozenset[int]]:
     return {frozenset(int(n) for n in group.split(",")) for group in re.findall(r"\{([\d,]+)\}", text)}
+
+
+# Between slices
+
+KINDS = {
+    "ALL_GATHER": Operation.all_gather,
+    "REDUCE_SCATTER": Operation.reduce_scatter,
+    "ALL_REDUCE": Operation.all_reduce,
+}
+
+
+def inter_slice_communication(text: str) -> list[Entry]:
+    """Every array that is sent to other slices, over the dp ranks that correspond to one another in the slices.
+
+    Raises ValueError where the collective is unknown, or how often it runs.
+    """
+    module, found = parse_hlo(text), []
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            target = re.search(r"_xla_megascale_target=\"?\{([\d,]+)\}", instruction.attributes)
+            runs = module.runs[computation.name]
+            if instruction.opcode != "send" or not target or runs == 0:
+                continue
+            kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+            if not kind or kind[1] not in KINDS or math.isnan(runs):
+                raise ValueError(f"{instruction.name}: its collective, or how often it runs, is unknown")
+            dtype, size = DTYPES[ARRAY.search(instruction.shape)[1]], array_bytes(instruction.shape)[0]
+            direction = Direction.once if runs <= 1 else Direction.backward
+            found.append(Entry(instruction.name, KINDS[kind[1]], DP_SLICE, dtype, size, int(runs), direction))
+    return found

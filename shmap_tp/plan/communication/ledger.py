@@ -1,7 +1,8 @@
 """The communication ledger: which arrays are communicated, over which mesh axis, their size, how often, in which pass.
 
-`analytic` derives the entries from the configuration, `from_jaxpr` reads them from the traced program, `from_hlo` from
-the compiled one, and `reconcile` compares the compiled ones with either of the others.
+`from_jaxpr` reads the entries from a traced program, `from_hlo` from the compiled one, and `comparison` shows the bytes
+of both: XLA may combine several arrays into one collective, reorder collectives, make them asynchronous, unroll a
+loop, or send arrays stacked, once after a loop, but the bytes of an operation over an axis stay the same.
 """
 
 import math
@@ -9,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-import jax.numpy as jnp
 
 from shmap_tp.plan.layout import fitted_table, wrapped
 
@@ -58,20 +57,6 @@ class Entry:
         return self.bytes * self.count
 
 
-@dataclass(frozen=True)
-class ArrayTraffic:
-    """The local size of an array, and how often it is communicated per step."""
-
-    values: int
-    dtype: str
-    count: int
-
-    def over(self, axis: str, what: str, operation: Operation, direction: Direction) -> Entry:
-        """The ledger entry of communicating this array over `axis`."""
-        size = self.values * jnp.dtype(self.dtype).itemsize
-        return Entry(what, operation, axis, self.dtype, size, self.count, direction)
-
-
 Key = tuple[Operation, str, str, int]
 """(operation, axis, dtype, bytes): entries with the same key are interchangeable."""
 
@@ -114,6 +99,33 @@ def table(entries: Iterable[Entry], total: str = "per step") -> str:
         rows.append(("total", "", "", axis, "", "", str(count), format_bytes(size)))
     note = "bytes: the operand of one device, not the bytes on its links; for an all-gather one shard"
     return f"{fitted_table(rows, ['dtype', 'count'], right=figures, wrap='what', least=24)}\n{wrapped(note)}"
+
+
+NO_FAULT = (
+    "no fault where the compiler gathers once what is used twice, adds scalars up before it reduces them, sends an "
+    "all-reduce in place of a reduce-scatter or of an all-gather, or shifts padded shards by ppermutes"
+)
+
+
+def bytes_by_operation(entries: Iterable[Entry]) -> Counter[tuple[Operation, str]]:
+    """Bytes by (operation, axis)."""
+    total: Counter[tuple[Operation, str]] = Counter()
+    for entry in entries:
+        total[entry.operation, entry.axis] += entry.total
+    return total
+
+
+def comparison(traced: Iterable[Entry], compiled: Iterable[Entry]) -> str:
+    """Whether a compiled program communicates the bytes of the traced one, and both as a table."""
+    before, after = bytes_by_operation(traced), bytes_by_operation(compiled)
+    rows = [("operation", "axis", "traced", "compiled", "more")]
+    for operation, axis in sorted(before.keys() | after.keys()):
+        sizes = before[operation, axis], after[operation, axis]
+        more = sizes[1] - sizes[0]
+        difference = f"{'-' if more < 0 else ''}{format_bytes(abs(more))}" if more else ""
+        rows.append((operation, axis, *map(format_bytes, sizes), difference))
+    listed = fitted_table(rows, right=rows[0][2:], wrap="axis", least=8)
+    return f"as traced\n{listed}" if before == after else f"not all as traced; {NO_FAULT}\n{listed}"
 
 
 def format_bytes(size: int) -> str:

@@ -15,8 +15,8 @@ Time (seconds)
     attention    FLOPs / peak; for the chunked kernel without the causal half, and its scores through memory
     memory       activations read and written, rows of experts more often (grouped.py), weights once per pass and
                  microbatch, the optimizer's update / bandwidth
-    collectives  those of the analytic ledger, each by the link model, by kind of overlap; of FSDP's gathers and
-                 rings, which are mostly overlapped with matmuls, the constant is the share that is not
+    collectives  each by the link model, by kind of overlap; of FSDP's gathers and rings, which are mostly overlapped
+                 with matmuls, the constant is the share that is not
     host         offloaded bytes / host rate, in each direction; what exceeds the computation is waited for
 
 The time is the sum of these terms, each times a constant of `TIME`, fitted to the compiled steps of benchmarks/results
@@ -48,9 +48,9 @@ from shmap_tp.layers.experts import rows_of_a_token
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
 from shmap_tp.model.layer_pattern import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
-from shmap_tp.plan.communication.parameters import Parameter, parameters
-from shmap_tp.plan.search.collectives import collective_seconds
+from shmap_tp.plan.search.collective_seconds import collective_seconds
 from shmap_tp.plan.search.grouped import grouped_excess, row_values
+from shmap_tp.plan.search.weights import Weight, state_bytes, weights
 from shmap_tp.plan.targets import Target, devices_of, machine_of
 from shmap_tp.plan.tpu import KERNEL_EFFICIENCY
 
@@ -80,7 +80,7 @@ def estimate(config: Config, target: Target) -> Estimate:
 def estimates(config: Config, target: Target, offloads: Sequence[tuple[SavedActivation, ...]]) -> list[Estimate]:
     """As `estimate`, of `config` with each of these for model.offload: all but two terms of each are the same."""
     model = replace(config.model, attention=_kernel(config, target), offload=[])
-    every, saved = _parameters(config), saved_values(config)
+    every, saved = _weights(config), saved_values(config)
     memory, time = memory_terms(config, model, every), time_terms(config, model, every, target)
     compute = time["matmuls"] + time["kernel"] / KERNEL_EFFICIENCY + time["chunked"]
     made, scale = [], SCALE.get(machine_of(target).kind, 1.0)
@@ -96,16 +96,16 @@ def estimates(config: Config, target: Target, offloads: Sequence[tuple[SavedActi
     return made
 
 
-_PARAMETERS: dict[str, list[Parameter]] = {}
+_WEIGHTS: dict[str, list[Weight]] = {}
 
 
-def _parameters(config: Config) -> list[Parameter]:
+def _weights(config: Config) -> list[Weight]:
     """The parameters of a mesh, read from the model once."""
     model = replace(config.model, remat=Remat.full, offload=[])
     key = repr((model, config.mesh))
-    if key not in _PARAMETERS:
-        _PARAMETERS[key] = parameters(model, config.mesh, jnp.bfloat16)
-    return _PARAMETERS[key]
+    if key not in _WEIGHTS:
+        _WEIGHTS[key] = weights(model, config.mesh, jnp.bfloat16)
+    return _WEIGHTS[key]
 
 
 def combined(constants: Mapping[str, float], terms: Mapping[str, float]) -> float:
@@ -122,7 +122,7 @@ def _kernel(config: Config, target: Target) -> AttentionKernel:
 # Memory
 
 
-def memory_terms(config: Config, model: ModelConfig, every: list[Parameter]) -> dict[str, float]:
+def memory_terms(config: Config, model: ModelConfig, every: list[Weight]) -> dict[str, float]:
     """Bytes of each term of MEMORY, without offload."""
     tokens = microbatch_tokens(config)
     per_layer = NARROW * tokens
@@ -145,18 +145,6 @@ def memory_terms(config: Config, model: ModelConfig, every: list[Parameter]) -> 
         "head": WIDE * head * (chunk + (model.width if trains_head else 0)),
         "scores": scores,
     }
-
-
-def state_bytes(every: list[Parameter], momentum: int) -> float:
-    """Parameters, and of those that are trained moments and gradients, of one device; `momentum`: bytes of a value of
-    the first moment."""
-    total = 0.0
-    for parameter in every:
-        size, dp = parameter.values * parameter.layers, parameter.shards
-        stored = jnp.dtype(parameter.dtype).itemsize + (WIDE if parameter.trained else 0)
-        total += stored * size / (dp if isinstance(parameter.placement, Fsdp) else 1)
-        total += (momentum + WIDE) * size / dp if parameter.trained else 0
-    return total
 
 
 def microbatch_tokens(config: Config) -> int:
@@ -212,7 +200,7 @@ def layer_values(config: Config) -> float:
 # Time
 
 
-def time_terms(config: Config, model: ModelConfig, every: list[Parameter], target: Target) -> dict[str, float]:
+def time_terms(config: Config, model: ModelConfig, every: list[Weight], target: Target) -> dict[str, float]:
     """Seconds of each term of TIME but those of the host."""
     device, microbatches, tokens = machine_of(target), config.train.microbatches, microbatch_tokens(config)
     all_tokens = microbatches * tokens

@@ -1,7 +1,8 @@
-"""Seconds of the collectives of a training step, by the analytic ledger and the link model."""
+"""Seconds of the collectives of a training step by the link model: those of the model as it is traced, for each mesh,
+mode and policy once, and those of its parameters by the rules of `weights.py`."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -15,12 +16,13 @@ from shmap_tp.config.schema import (
     TensorParallelMode,
     Zero,
 )
-from shmap_tp.parallel.mesh import CP, DP_SLICE, EP, MP, axis_sizes, make_mesh
+from shmap_tp.model.abstract_trace import trace_gradients
+from shmap_tp.model.components import CONFIGURED_MODEL, parameter_shapes
+from shmap_tp.parallel.mesh import DP_SLICE, EP, MP, axis_sizes, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
-from shmap_tp.plan.communication.analytic import activations
-from shmap_tp.plan.communication.from_jaxpr import IN_A_LAYER
-from shmap_tp.plan.communication.ledger import Entry, Operation, without_trivial_axes
-from shmap_tp.plan.communication.parameters import Parameter, fsdp_uses, gathers_between_slices, update
+from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
+from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, without_trivial_axes
+from shmap_tp.plan.search.weights import Weight, weight_communication
 from shmap_tp.plan.targets import Target, devices_of, link_model
 
 _TRACED: dict[str, list[Entry]] = {}
@@ -71,7 +73,7 @@ def links_of(mesh: MeshConfig, target: Target) -> Links:
     return _LINKS[key]
 
 
-def collective_seconds(config: Config, every: list[Parameter], target: Target) -> dict[str, float]:
+def collective_seconds(config: Config, every: list[Weight], target: Target) -> dict[str, float]:
     """Seconds by how the compiler overlaps them, before any overlap.
 
     all_reduce, sequence, collective_matmul    what the model itself communicates, in the mode of this name; `sequence`
@@ -86,22 +88,22 @@ def collective_seconds(config: Config, every: list[Parameter], target: Target) -
     for entry in without_trivial_axes(activation_entries(config), sizes):
         found[TensorParallelMode.sequence if EP in entry.axis.split() else mode] += links.seconds(entry)
     ranks = config.mesh.dp * config.mesh.cp
-    for entry in fsdp_uses(config, every, "bfloat16") if ranks > 1 else []:
-        is_overlapped = entry.operation in (Operation.all_gather, Operation.ppermute)
-        found["overlapped" if is_overlapped else "scatters"] += links.seconds(entry)
-    partial = TENSOR_PARALLEL[config.mesh.tensor_parallel].time_axes
-    last: Iterable[Entry] = [
-        *gathers_between_slices(config, every), *update(config, every, partial_over=partial)
-    ]  # fmt: skip
-    found["once"] = sum(links.seconds(entry) for entry in last if ranks > 1 or MP in entry.axis.split())
+    partial, microbatches = TENSOR_PARALLEL[config.mesh.tensor_parallel].time_axes, config.train.microbatches
+    for entry in (e for one in every for e in weight_communication(one, sizes, microbatches, "bfloat16", partial)):
+        if ranks > 1 or MP in entry.axis.split():
+            found[_overlap(entry)] += links.seconds(entry)
     return found
 
 
-def activation_entries(config: Config) -> list[Entry]:
-    """Those of all microbatches: traced for one sequence, and sized for those of a microbatch.
+def _overlap(entry: Entry) -> str:
+    """How the compiler overlaps a collective of a parameter."""
+    if entry.direction == Direction.once:
+        return "once"
+    return "overlapped" if entry.operation in (Operation.all_gather, Operation.ppermute) else "scatters"
 
-    What a layer of model/blocks.py communicates over mp by itself is the gradient of a weight, and has one size.
-    """
+
+def activation_entries(config: Config) -> list[Entry]:
+    """What the model communicates in all microbatches: traced for one sequence, and sized for those of a microbatch."""
     train = replace(config.train, batch=config.mesh.ep, microbatches=1)
     ep = config.mesh.ep  # the least dp there can be, and so the least batch
     mesh = replace(config.mesh, dp=ep, tile=None, zero=Zero.none, fsdp_gradients=FsdpGradients.reduce_scatter, slices=1)
@@ -121,18 +123,25 @@ def activation_entries(config: Config) -> list[Entry]:
 
 
 def _is_of_weight(entry: Entry) -> bool:
-    """Whether it is what a layer communicates by itself, but for the keys and values of cut rows, and what is sent to
-    experts."""
-    return entry.what.endswith(IN_A_LAYER) and {CP, EP}.isdisjoint(entry.axis.split())
+    """Whether it is the gradient of a replicated weight, in float32, whose size no sequence changes."""
+    return entry.axis == MP and entry.dtype == "float32"
 
 
 def _traced_once(one: Config) -> list[Entry]:
     """What this model communicates.  A ring of many devices takes seconds to trace, so collective matmul is traced once
     for all policies of rematerialisation with which sequence parallelism communicates the same."""
     if one.mesh.tensor_parallel != TensorParallelMode.collective_matmul:
-        return activations(one, jnp.bfloat16)
+        return _trace(one)
     alike = activation_entries(replace(one, mesh=replace(one.mesh, tensor_parallel=TensorParallelMode.sequence)))
     key = repr((replace(one.model, remat=Remat.full), one.mesh, alike))
     if key not in _TRACED:
-        _TRACED[key] = activations(one, jnp.bfloat16)
+        _TRACED[key] = _trace(one)
     return _TRACED[key]
+
+
+def _trace(one: Config) -> list[Entry]:
+    """What the model of one sequence communicates, from the embedding to the final norm and back."""
+    shapes, mode = parameter_shapes(one.model, dtype=jnp.bfloat16), TENSOR_PARALLEL[one.mesh.tensor_parallel]
+    tokens = 1, one.model.context // one.mesh.cp
+    about = {"dtype": jnp.bfloat16, "is_trained": CONFIGURED_MODEL.trained(one.model, shapes)}
+    return communication_in_jaxpr(trace_gradients(shapes, mode, tokens, sizes=axis_sizes(one.mesh), **about))

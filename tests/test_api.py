@@ -159,6 +159,17 @@ def test_logits_loss_and_gradients_are_those_of_the_dense_reference(mode):
         assert_same_bits(of_mode.parameters, model().parameters)
 
 
+def test_experts_leave_out_the_padding_of_rows():
+    """Rows of six tokens in a context of 8, and a row more for dp: the auxiliary losses are those of a context of 6."""
+    keys = "block=sequential mlp=swiglu experts=4 router_balance_loss=1 router_z_loss=1 positions=rotary"
+    experts = [f"model.{key}" for key in keys.split()]
+    longer = shmap_tp.Model.initialize(small(4, 1, *experts))
+    shorter = shmap_tp.Model.initialize(small(1, 1, *experts, "model.context=6"))
+    found, expected = (each.loss_and_gradients(TOKENS[:, :6]) for each in (longer, shorter))
+    assert_close(found[0], expected[0], RELATIVE["float32"])
+    assert_close(by_path(found[1]), by_path(expected[1]), RELATIVE["float32"])
+
+
 def test_without_counted_all_but_the_padding_counts():
     assert float(model().loss(TOKENS)) == float(model().loss(TOKENS, TOKENS >= 0))
 

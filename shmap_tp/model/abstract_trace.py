@@ -21,6 +21,7 @@ from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import DeferredResiduals
 from shmap_tp.model.transformer import Carried, Execution, Transformer
 from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.context_parallel import time_ranks
 from shmap_tp.parallel.fsdp import Fsdp, Replicated
 from shmap_tp.parallel.mesh import DP, MP, abstract_mesh, token_axes
 from shmap_tp.parallel.partitioning import partition_specs
@@ -78,14 +79,16 @@ def trace_gradients(
     dtype: DTypeLike = jnp.float32,
     is_gathered: Any = None,
     is_trained: Any = None,
+    isolated: bool = False,
 ) -> Any:
     """The jaxpr of one device of a mesh of these axis sizes: from its tokens[B T] to the output of the final norm and
     the auxiliary losses of the blocks, and the backward pass.
 
     `shapes` are the parameters as `parameter_shapes` gives them, `tokens` is (B, T).  Every rematerialisation policy
     does what it does in training; `is_gathered`, a tree like the parameters, says which of them FSDP gathers before
-    their use (None: none), and `is_trained` of which there are gradients (None: all).  Not part of it: the output
-    projection and the loss, and what gathers parameters and reduces their gradients over token axes.
+    their use (None: none), and `is_trained` of which there are gradients (None: all).  The rows are
+    `isolated` documents, or one each.  Not part of it: the output projection and the loss, and what gathers parameters
+    and reduces their gradients over token axes.
     """
     is_gathered = jax.tree.map(lambda _: False, shapes) if is_gathered is None else is_gathered
     is_trained = jax.tree.map(lambda _: True, shapes) if is_trained is None else is_trained
@@ -94,7 +97,9 @@ def trace_gradients(
 
     def gradients(params: Transformer, ids_BT: Int[Array, "B T"]) -> Any:
         # with positions given, the rotation is computed without a matmul
-        carried = Carried(jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape))
+        batch, time = ids_BT.shape
+        segments = jnp.zeros((batch, time * time_ranks(sizes)), jnp.int32) if isolated else None
+        carried = Carried(jnp.broadcast_to(jnp.arange(time), ids_BT.shape), segments)
         marked = mark_varying(params, (*token_axes(), *tp.time_axes))
         trained, frozen = eqx.partition(marked, is_trained)
 

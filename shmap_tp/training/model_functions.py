@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import Config
 from shmap_tp.layers.embedding import score
-from shmap_tp.layers.experts import drops_tokens
 from shmap_tp.model.sharded_model import ShardedModel, shard_model
 from shmap_tp.model.tokens import Batch, next_token_batch, of_this_device, positions_of, tokens_spec
 from shmap_tp.model.transformer import Carried, Transformer
@@ -83,13 +82,16 @@ def build_model_functions(
         run = model.mapped(local_logits, (P(*rows), P(*rows)), out_specs)
         return row_order(run(params, ids_BT, carried), time_ranks(mesh.shape), dim=1)
 
+    def batch_of(tokens_ABT: Array, segments_ABT: Array | None) -> Batch:
+        free_space = bool(config.model.experts) and segments_ABT is not None
+        return next_token_batch(tokens_ABT, axes, segments_ABT, free_space=free_space)
+
     def loss(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> Array:
-        batch = next_token_batch(tokens_ABT, axes, segments_ABT, free_space=drops_tokens(config))
+        batch = batch_of(tokens_ABT, segments_ABT)
         return model.mapped(local_loss, (tokens_spec(axes),), P())(params, batch)
 
     def gradients(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[Array, Any]:
-        free_space = bool(config.model.experts) and segments_ABT is not None
-        batch = next_token_batch(tokens_ABT, axes, segments_ABT, free_space=free_space)
+        batch = batch_of(tokens_ABT, segments_ABT)
         in_specs, out_specs = (model.placed.stored, tokens_spec(axes)), (P(), updated)
         return jax.shard_map(local_gradients, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(params, batch)
 

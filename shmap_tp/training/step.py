@@ -91,11 +91,16 @@ def microbatch(batch: Batch, i: int) -> Batch:
 
 
 def loss_and_gradients(
-    objective: Objective, params: Transformer, batch: Batch, frozen: Any = None
+    objective: Objective,
+    params: Transformer,
+    batch: Batch,
+    frozen: Any = None,
+    *,
+    tokens: int | Int[Array, ""] | None = None,
 ) -> tuple[Parts, Transformer]:
     """(the parts of the objective, gradients) of the whole step, in the parameters' dtype; of each parameter the
     gradient of what this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params`
-    lacks.
+    lacks; `tokens` is what `all_tokens` says, None where it was not asked.
 
     Communication  over mp that of the model and the loss, per microbatch, and where the residual stream is sharded over
                    time one all-reduce of the gradients of replicated parameters, once.  Over the token axes once: an
@@ -107,7 +112,7 @@ def loss_and_gradients(
     whole = gather_between_slices(placements, mark_varying(everything, (*token_axes(), *tp.time_axes)))
     is_trained = jax.tree.map(lambda _, w: w is not None, everything, params, is_leaf=lambda x: x is None)
     local, untrained = eqx.partition(whole, is_trained)
-    counted, tokens = objective.counted(batch), all_tokens(batch)
+    counted, tokens = objective.counted(batch), all_tokens(batch) if tokens is None else tokens
 
     def forward(batch: Batch) -> tuple[Array, Any, Parts]:
         def of_trained(trained: Transformer) -> tuple[Array, Parts]:
@@ -259,8 +264,8 @@ def _make_step(
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         batch = of_this_device(batch)
-        params, frozen = model.split(state.params)
-        parts, gradients = loss_and_gradients(objective, params, batch, frozen)
+        (params, frozen), tokens = model.split(state.params), all_tokens(batch)
+        parts, gradients = loss_and_gradients(objective, params, batch, frozen, tokens=tokens)
         loss = objective.total(parts.losses, batch)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)
@@ -279,11 +284,11 @@ def _make_step(
             good, guard = state.guard.update(outcome, config.guard)
             new, optimizer_state = select_tree(good, new, (old, state.optimizer))
             params = jax.tree.map(lambda placement, w: placement.all_gather_updated(w), placements, new)
-            frozen = balanced_routers(frozen, parts.statistics, all_tokens(batch), good)
+            frozen = balanced_routers(frozen, parts.statistics, tokens, good)
         rate = optimizer.schedule(state.step - state.guard.skipped)
         metrics = outcome.metrics() | {"learning_rate": jnp.asarray(rate, jnp.float32)} | guard.counts()
         metrics |= objective.metrics(parts.losses, batch)
-        metrics |= parts.statistics.metrics(all_tokens(batch)) if parts.statistics is not None else {}
+        metrics |= parts.statistics.metrics(tokens) if parts.statistics is not None else {}
         if config.guard.loss_spike_sigmas is not None:
             metrics["loss_limit"] = state.guard.limit(config.guard)
         return State(eqx.combine(params, frozen), optimizer_state, guard, state.step + 1), metrics

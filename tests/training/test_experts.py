@@ -32,7 +32,8 @@ BIAS = "blocks.mlp.router.choice_bias"
 def program(shape: tuple[int, int], settings: str = "", model: str = LOSSES) -> Program:
     """`settings` are of the mesh, or others with their sections."""
     given = [one if "." in one.partition("=")[0] else f"mesh.{one}" for one in settings.split()]
-    return Program(step_config(shape, *(f"model.{one}" for one in f"{EXPERTS} {model}".split()), *given))
+    conf = step_config(shape, *(f"model.{one}" for one in f"{EXPERTS} {model}".split()), *given)
+    return Program(conf, documents="data.documents=isolated" in given)
 
 
 @cache
@@ -90,9 +91,11 @@ def test_the_loss_curve_of_a_model_with_experts_is_the_same_everywhere(shape, se
 
 @pytest.mark.parametrize("settings", [
     "tensor_parallel=all_reduce zero=fsdp", "ep=2 slices=2 zero=zero1 tensor_parallel=collective_matmul",
+    "cp=2 data.documents=isolated",
 ])  # fmt: skip
 def test_the_traced_step_communicates_parameters_as_written_by_hand(settings):
-    assert program((4, 2), f"{settings} model.remat=full").communicates_parameters_as_written_by_hand()
+    dp = 2 if "cp" in settings else 4
+    assert program((dp, 2), f"{settings} model.remat=full").communicates_parameters_as_written_by_hand()
 
 
 def test_biases_move_by_their_rate_in_every_step():
@@ -141,8 +144,7 @@ def rows_of(documents: list[list[np.ndarray]], length: int) -> tuple[np.ndarray,
 def first_step(shape: tuple[int, int], settings: str, context: int, documents: list[list[np.ndarray]]) -> Curve:
     """Of rows of `context` tokens, each with these documents; the state has the gradients as momenta."""
     given = f"{settings} train.microbatches=1 train.batch={len(documents)} model.context={context}"
-    one = program(shape, f"{given} model.attention_chunk={context}", LOSSES)
-    one.documents = True
+    one = program(shape, f"{given} model.attention_chunk={context} data.documents=isolated", LOSSES)
     batch = jax.device_put(rows_of(documents, context + 1), one.made.tokens.sharding)
     state, metrics = jax.device_get(one.compiled(one.placed(one_device().initial), *batch))
     return Curve(metrics, state)

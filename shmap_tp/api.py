@@ -26,7 +26,7 @@ from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.inference.text import encode_prompts, tokenizer_of_model
 from shmap_tp.inference.training_samples import make_training_sampler
-from shmap_tp.model.components import held_in
+from shmap_tp.model.components import MODEL_PARTS, held_in
 from shmap_tp.model.tokens import (
     IGNORE,
     Counted,
@@ -51,8 +51,10 @@ from shmap_tp.pretrained.start import (
     with_base_on_disk,
     with_pretrained,
 )
+from shmap_tp.pretrained.target import require_expressible
 from shmap_tp.pretrained.writing import save_model, text_for_export
-from shmap_tp.training.checkpoint_files import absolute, find_checkpoint, saved_config
+from shmap_tp.training.checkpoint_files import absolute, find_checkpoint, read_facts, saved_config
+from shmap_tp.training.components_file import components_of, require_components
 from shmap_tp.training.environment import (
     USE,
     compute_dtype,
@@ -125,7 +127,7 @@ class Model:
         Raises UserError if the devices do not make the mesh, model.from_pretrained cannot be read, or the memory of a
         machine with emulated devices is too small.
         """
-        config, mesh, functions = build(config, components)
+        config, mesh, functions = build(config, components_of(config, components))
         if config.model.from_pretrained is not None:
             parameters, source = pretrained_parameters(config, functions.shapes, pretrained_dtype, adapter)
             return cls(config, mesh, finished(mesh, functions.model.with_initial(parameters)), functions, source)
@@ -160,6 +162,8 @@ class Model:
             emulate_devices((dp or 1) * cp * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)
+        require_components(read_facts(checkpoint), components, str(checkpoint), MODEL_PARTS)
+        config = replace(config, run=replace(config.run, components=None))  # given here, or of the optimizer alone
         precision = Precision.auto if dtype is None else precision_of(dtype)
         if precision != Precision.auto:
             config = replace(config, train=replace(config.train, precision=precision))
@@ -264,6 +268,7 @@ class Model:
         nothing is left there.
         """
         require_unquantized(self.parameters, "written")
+        require_expressible(self.functions.model.components.replaced, "the model")
         base, parameters = None, self.parameters
         if self.config.model.adapter.rank:
             if self.checkpoint is not None:
@@ -387,7 +392,7 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     """
     from shmap_tp.training import loop  # imports Matplotlib, which nothing else here needs
 
-    components = with_pretrained(config, components)
+    components = with_pretrained(config, components_of(config, components))
     return loop.train(config, components=components, make_sampler=make_training_sampler) == 0
 
 

@@ -46,6 +46,9 @@ def model_parser(command: str, description: str, epilog: str, *, several: bool) 
     model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
     model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
     parser.add_argument("--adapter", metavar="DIR", help="with --pretrained: a directory of PEFT, an adapter of it")
+    parser.add_argument(
+        "--components", metavar="FILE.py:NAME", help="with --checkpoint: those that its run was trained with"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
     parser.add_argument(
         "--dtype",
@@ -179,18 +182,22 @@ def open_model(arguments: argparse.Namespace) -> "Model":
     mesh = mesh_sizes(arguments.mesh, arguments.mesh_keys)
     if arguments.pretrained is not None and arguments.step is not None:
         raise UserError("--step names a checkpoint of a run; leave it out with --pretrained")
+    if arguments.pretrained is not None and arguments.components is not None:
+        raise UserError("--components is for a checkpoint of a run that had them; leave it out with --pretrained")
     if arguments.adapter is not None and arguments.pretrained is None:
         raise UserError("--adapter is for --pretrained; the checkpoint of a run with adapters has its own")
 
     with importing():
         from shmap_tp.api import Model, from_pretrained
+        from shmap_tp.training.components_file import load_components
+        from shmap_tp.training.step import CONFIGURED
 
     if arguments.pretrained is not None:
         given = {"adapter": arguments.adapter, "dtype": arguments.dtype, "processes": arguments.processes}
         return from_pretrained(arguments.pretrained, **given, **mesh)
-    return Model.restore(
-        arguments.checkpoint, step=arguments.step, dtype=arguments.dtype, **mesh, processes=arguments.processes
-    )
+    components = CONFIGURED if arguments.components is None else load_components(arguments.components)
+    given = {"step": arguments.step, "dtype": arguments.dtype, "processes": arguments.processes}
+    return Model.restore(arguments.checkpoint, **given, **mesh, components=components)
 
 
 def mesh_sizes(arguments: Sequence[str], keys: Sequence[str] = MESH_KEYS) -> dict[str, int]:

@@ -6,15 +6,12 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from shmap_tp.config.packaged import as_installed
 from shmap_tp.runtime.command_line import outlive_readers
 from shmap_tp.runtime.console import print_error
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
-
-if TYPE_CHECKING:
-    from shmap_tp.training.step import Components
 
 EPILOG = """\
 examples
@@ -60,7 +57,7 @@ several processes, one per host
 def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> int:
     """Train as the command line `argv` says (default: sys.argv); returns the exit code.  `command` is its name."""
     arguments = _parser(command).parse_intermixed_args(argv)
-    from shmap_tp.config.compose import CONF
+    from shmap_tp.config.compose import CONF, quoted
     from shmap_tp.config.process_arguments import validate_process_arguments
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.pretrained.configuration import load
@@ -70,18 +67,22 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
         overrides.append("checkpoint.resume=must")
     if arguments.processes is not None:
         overrides.append(f"mesh.processes={arguments.processes}")
+    if arguments.components is not None:
+        overrides.append(f"run.components={quoted(arguments.components)}")
     try:
         config = load(CONF / "config.yaml" if arguments.cfg is None else arguments.cfg, overrides)
         if arguments.type is not None and not arguments.check:
             raise UserError(f"--type {arguments.type} is for --check; a run uses the devices that are there")
         validate_process_arguments(arguments.coordinator, arguments.process_id, config.mesh.processes)
-        components = _components(arguments.components)
+        from shmap_tp.training.components_file import components_of
+
+        components = components_of(config)
         if arguments.check:
             from shmap_tp.pretrained.target import describe_target
             from shmap_tp.training.check import check
             from shmap_tp.training.check_slices import check_slices
 
-            export = describe_target(config.model) if arguments.components is None else "as --components allow"
+            export = describe_target(config.model) if config.run.components is None else "as --components allow"
             described = export, components
             print(
                 check(config, *described)
@@ -99,14 +100,6 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
     except ShmapTpError as error:
         print_error(error)
         return error.exit_code
-
-
-def _components(given: str | None) -> "Components":
-    """Those of --components, or else all as the configuration names them."""
-    from shmap_tp.training.components_file import load_components
-    from shmap_tp.training.step import CONFIGURED
-
-    return CONFIGURED if given is None else load_components(given)
 
 
 def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> NoReturn:

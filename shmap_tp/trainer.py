@@ -35,6 +35,7 @@ from shmap_tp.pretrained.start import base_of, pretrained_parameters, recorded_b
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import find_checkpoint, saved_config
+from shmap_tp.training.components_file import components_of, require_components
 from shmap_tp.training.environment import compute_dtype, require_host_memory, resolve
 from shmap_tp.training.resume import require_same_model, without_base
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
@@ -61,7 +62,7 @@ class Trainer:
                 f"mesh.processes={config.mesh.processes}: Trainer is for one process; start several with shmap-tp train"
             )
         self.config, self.mesh = resolve(config)
-        self.components = components
+        self.components = components = components_of(config, components)
         self._lock = threading.Lock()
         self.functions: StepFunctions = build_step_functions(
             self.config, self.mesh, compute_dtype(config.train.precision), components
@@ -140,6 +141,7 @@ class Trainer:
         check_path("directory", name := str(directory), SCHEMES["checkpoint.dir"])
         given = replace(self.config.checkpoint, dir=name)
         facts = {"config": to_dict(self.config), "mesh": mesh_shape(self.config.mesh)}
+        facts["components"] = self.components.replaced
         with (
             self._lock,
             lock_directories({"directory": name}) as require_owner,
@@ -166,6 +168,7 @@ class Trainer:
         with self._lock, Checkpoints(given, print, writes=False) as checkpoints:
             found, config, shapes = int(checkpoint.name), saved_config(checkpoint), self.functions.shapes
             require_same_model(config.model, self.config.model, str(checkpoint))
+            require_components(checkpoints.facts(found), self.components, str(checkpoint))
             base = recorded_base(checkpoint)
             state = checkpoints.restore(found, shapes if base is None else without_base(shapes))
             if base is not None:

@@ -1,8 +1,8 @@
 """Composes a validated `Config` from a YAML file and `key=value` overrides.
 
 Hydra's compose API resolves the defaults list, config groups and interpolations; OmegaConf checks names and types
-against the dataclasses of `schema.py`.  Options that a `model`, `data` or `optimizer` section does not name
-have the values of conf/model_defaults.yaml, conf/data_defaults.yaml or conf/optimizer_defaults.yaml.
+against the dataclasses of `schema.py`.  Options that a section does not name have the values of
+conf/SECTION_defaults.yaml, where there is one.
 """
 
 import difflib
@@ -138,7 +138,7 @@ def from_values(values: Any, file: str, overrides: Sequence[str] = ()) -> Config
 def _to_config(values: Any, file: str) -> Config:
     """As `from_values`, but raises also the errors of OmegaConf."""
     check_sections(OmegaConf.to_container(values), file)
-    named = [section for section in ("model", "data", "optimizer") if section in values]
+    named = [section for section in ("run", "model", "data", "train", "optimizer") if section in values]
     merged = OmegaConf.merge(_schema(*named), values)
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:

@@ -50,6 +50,8 @@ class RunConfig:
     """Heartbeat time-out: a process that is silent for this long is considered lost, and the others exit."""
     compiler_options: dict[str, str]
     """XLA options for compiling the training step; they override those of `hardware/xla_options.py`."""
+    components: str | None
+    """FILE.py:NAME as in --components: parts of one's own of the model or the step (docs/extending.md); null: none."""
 
 
 @dataclass
@@ -262,20 +264,17 @@ class TrainConfig:
     """Upper limit of the sequences that a device computes at a time, for which `microbatches` is raised; null: none."""
     precision: Precision
     """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16.  float32
-    matmuls of accelerators have their default precision (TPUs: bfloat16 passes, GPUs: TF32) unless the environment has
-    JAX_DEFAULT_MATMUL_PRECISION=highest."""
+    on TPUs and GPUs has their default precision, unless the environment has JAX_DEFAULT_MATMUL_PRECISION=highest."""
     z_loss: float
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int
     """Number of positions per device whose logits are in memory at a time."""
     dpo_beta: float | None
-    """Direct preference optimisation of an adapter, on data of `prepare --preferences`: beta, by which differences of
-    log-probabilities become rewards; 0.1 is usual.  null: the next token is trained on."""
+    """beta of direct preference optimisation, on data of `prepare --preferences`; 0.1 is usual.  null: none."""
     dpo_label_smoothing: float
     """For dpo_beta: the share of pairs whose preference is taken to be wrong; 0 is plain DPO."""
     dpo_length_normalized: bool
-    """For dpo_beta: whether log-probabilities are means over the tokens of an answer instead of sums; beta is then
-    larger, such as 5."""
+    """For dpo_beta: whether log-probabilities are means over an answer's tokens, not sums; 5 is then a usual beta."""
     profile: list[int] | None
     """[first, last]: the steps, counted from 1, that are traced for XProf or TensorBoard; null: none."""
     check_replicas_every: int
@@ -343,10 +342,8 @@ class EvaluateConfig:
 
 @dataclass
 class SampleConfig:
-    """Texts that the model writes while it is trained: on the terminal, in samples.jsonl, TensorBoard and W&B."""
-
     every: int
-    """Steps between samples; 0 writes them only at the end."""
+    """Steps between samples, texts that the model writes (terminal, samples.jsonl, ...); 0: only at the end."""
     prompts: list[str]
     """Texts that the model continues; [] writes no samples."""
     max_new_tokens: int

@@ -32,6 +32,12 @@ class Frozen:
     is that of model.adapter.base_dtype."""
 
 
+MODEL_PARTS = "block", "mlp"
+"""The replacements without which the same parameters are another model."""
+PARTS = (*MODEL_PARTS, "frozen", "make_optimizer")
+"""The replacements without which a run goes on as another run."""
+
+
 @dataclass(frozen=True)
 class ModelComponents:
     """Replacements for parts of a model; None: what the configuration names."""
@@ -41,6 +47,11 @@ class ModelComponents:
     tensor_parallel: TensorParallel | None = None
     frozen: Frozen | None = None
     """Without it every parameter that declares a gradient is trained, or with adapters these alone."""
+
+    @property
+    def replaced(self) -> list[str]:
+        """Which of `PARTS` are replaced."""
+        return [part for part in PARTS if getattr(self, part, None) is not None]
 
     def make(self, model: ModelConfig, attend: AnyAttention, key: PRNGKeyArray) -> Transformer:
         """The model with its initial parameters."""

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import Config
+from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.layers.grouped_matmul import select_grouped_matmul
@@ -42,6 +43,7 @@ class ShardedModel:
     """How the attention of each head is computed, on this mesh."""
     trained: Any
     """A tree like the parameters: whether each is trained, or frozen."""
+    components: ModelComponents
 
     def mapped(
         self, function: Callable[..., Any], in_specs: tuple, out_specs: Any, placed: PlacedParameters | None = None
@@ -86,8 +88,14 @@ def shard_model(
 ) -> ShardedModel:
     """The model of `config` on `mesh`, computing in `dtype`; its rows have several documents if these are `isolated`.
 
-    Raises UserError where model.attention names a kernel that these devices cannot run.
+    Raises UserError where model.attention names a kernel that these devices cannot run, or run.components names parts
+    and none are given.
     """
+    if config.run.components is not None and components == type(components)():
+        raise UserError(
+            f"run.components={config.run.components} replaces parts of the model or its step, which are not used here; "
+            f"give run.components=null to leave them out"
+        )
     assert dict(mesh.shape) == axis_sizes(config.mesh), f"{mesh.shape} is not a mesh of {config.mesh}"
     attend = select_attention(config.model, mesh.devices.flat[0], dtype, isolated, config.mesh.cp)
 
@@ -112,4 +120,5 @@ def shard_model(
         ),
         attention=attend,
         trained=trained,
+        components=components,
     )

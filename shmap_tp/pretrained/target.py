@@ -1,12 +1,13 @@
 """What a model becomes in a Hugging Face directory: its architecture and its config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.data.text_directory import MODEL, TextDirectory
 from shmap_tp.errors import UserError
+from shmap_tp.model.components import MODEL_PARTS
 from shmap_tp.pretrained.families import FAMILIES
 from shmap_tp.pretrained.family import Family
 from shmap_tp.pretrained.source import SINGLE, Source
@@ -62,6 +63,14 @@ def target_of(model: ModelConfig, source: Source | None, text: TextDirectory | N
 
 def _contents(source: Source) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in source.companions()}
+
+
+def require_expressible(replaced: Sequence[str], model: str) -> None:
+    """Raise UserError if parts of `model` are replaced by components, which transformers does not have."""
+    if parts := [part for part in MODEL_PARTS if part in replaced]:
+        raise UserError(
+            f"{model} has {' and '.join(parts)} of its own (Components), which no supported architecture can express"
+        )
 
 
 def describe_target(model: ModelConfig) -> str:

@@ -43,11 +43,18 @@ from shmap_tp.pretrained.peft import adapter_target
 from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import INDEX, Source
 from shmap_tp.pretrained.start import recorded_base, recorded_source, restored_parameters, with_base_on_disk
-from shmap_tp.pretrained.target import Target, target_of
+from shmap_tp.pretrained.target import Target, require_expressible, target_of
 from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, place_tensors, reserve, write_header
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.run_lock import LOCK, lock_directories
-from shmap_tp.training.checkpoint_files import find_checkpoint, read_chunks, restore_parameters, saved_config
+from shmap_tp.training.checkpoint_files import (
+    find_checkpoint,
+    read_chunks,
+    read_facts,
+    restore_parameters,
+    saved_config,
+)
+from shmap_tp.training.components_file import recorded_parts
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import build_model_functions
 
@@ -104,6 +111,8 @@ def export_checkpoint(
     """
     checkpoint = find_checkpoint(directory, step)
     config = saved_config(checkpoint)
+    require_expressible(recorded_parts(read_facts(checkpoint)) or [], f"checkpoint {checkpoint}")
+    config = replace(config, run=replace(config.run, components=None))
     one_device = replace(config.mesh, dp=1, mp=1, cp=1, ep=1, tile=None, slices=1, processes=1, zero=Zero.none)
     config = replace(config, mesh=one_device)
     shapes = build_model_functions(

@@ -1,15 +1,19 @@
-"""Components of the user's own, from a file: `--components my_file.py:components` of the training command."""
+"""Components of the user's own, from a file: `--components my_file.py:components`; and whether those of a checkpoint's
+run are given again."""
 
 import importlib.util
 import sys
 import traceback
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError, first_line, shown
+from shmap_tp.model.components import PARTS
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 from shmap_tp.runtime.files import file_size
-from shmap_tp.training.step import Components
+from shmap_tp.training.step import CONFIGURED, Components
 
 
 def load_components(given: str) -> Components:
@@ -38,7 +42,38 @@ def load_components(given: str) -> Components:
             f"--components {given}: tensor_parallel={shown(found.tensor_parallel)} must be a mode, as those of "
             f"shmap_tp/parallel/tensor_parallel.py"
         )
-    return replace(found, given_as=given)
+    return found
+
+
+def components_of(config: Config, given: Components = CONFIGURED) -> Components:
+    """`given`, or if there are none those that run.components names.  Raises UserError as `load_components` does.
+
+    Only for a configuration that the user names, not for that of a checkpoint, which may be somebody else's: the file
+    is executed.
+    """
+    return given if config.run.components is None or given != CONFIGURED else load_components(config.run.components)
+
+
+def recorded_parts(facts: Any) -> list[Any] | None:
+    """The parts that were replaced in the run that saved the facts; None from before they were recorded."""
+    recorded = facts.get("components") if isinstance(facts, dict) else None
+    return recorded if isinstance(recorded, list) else None
+
+
+def require_components(facts: Any, given: Components, checkpoint: str, parts: Sequence[str] = PARTS) -> None:
+    """Raise UserError unless `given` replace the same of these `parts` as those of the run that saved the facts."""
+    recorded = recorded_parts(facts)
+    if recorded is None:
+        return
+    before, now = ([part for part in parts if part in found] for found in (recorded, given.replaced))
+    if before == now:
+        return
+    file = (facts["config"].get("run") or {}).get("components")
+    way_out = f"give --components {shown(file)}" if isinstance(file, str) else "give the same Components, in Python"
+    raise UserError(
+        f"checkpoint {checkpoint} is of a run with {' and '.join(before) or 'no part'} of its own, here there is "
+        f"{' and '.join(now) or 'none'};\n{way_out if before else 'leave out --components (run.components=null)'}"
+    )
 
 
 def _executed(file: Path, given: str) -> object:

@@ -27,10 +27,11 @@ from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
 from shmap_tp.training.checkpoint import Checkpoints
+from shmap_tp.training.components_file import require_components
 from shmap_tp.training.json_lines import read_lines_backwards, reading
 from shmap_tp.training.metrics import is_metric
 from shmap_tp.training.past_sources import refuse_another_past
-from shmap_tp.training.step import LoadParameters, State, StepFunctions
+from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions
 
 NOT_OF_THE_RUN = {"checkpoint.resume"}
 """Keys that say how to start, not what to train; a change of them alone is not reported."""
@@ -60,18 +61,18 @@ def restore_or_initialize(
     functions: StepFunctions,
     batches: Batches,
     checkpoints: Checkpoints,
-    load_parameters: LoadParameters | None = None,
+    components: Components = CONFIGURED,
     base: dict[str, str] | None = None,
 ) -> tuple[State, int | None]:
     """(state, step) of the newest intact checkpoint, or (new state, None), as `checkpoint.resume` says.
 
-    A new state has the parameters of `load_parameters`, if it is given, instead of random ones; so have the frozen
-    parameters that a checkpoint leaves out, if `base` says that they are the same.
+    A new state has the parameters of `components.load_parameters`, if it is given, instead of random ones; so have the
+    frozen parameters that a checkpoint leaves out, if `base` says that they are the same.
 
     Raises `UserError` if there is a checkpoint but resuming was not requested, if resuming was requested but nothing
-    can be resumed, or if the checkpoint is of a run with another model or data order.
+    can be resumed, or if the checkpoint is of a run with another model, components or data order.
     """
-    directory, resume = config.checkpoint.dir, config.checkpoint.resume
+    directory, resume, load_parameters = config.checkpoint.dir, config.checkpoint.resume, components.load_parameters
     _require_readable_metrics(config)
     steps = checkpoints.steps()
     if resume == Resume.never and steps:
@@ -99,6 +100,7 @@ def restore_or_initialize(
             return functions.init(), None
         return functions.init_from(load_parameters(config, functions.shapes.params)), None
     facts = _facts(step, config, batches, checkpoints)
+    require_components(facts, components, f"{directory}/{step}")
     state = _restore(step, config, functions, checkpoints, with_base=BASE not in facts)
     if BASE in facts:
         if load_parameters is None or base is None:

@@ -1,6 +1,5 @@
 """A run around its loop: what it is made of, how it is set up, and what process 0 reports at its end."""
 
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,8 +96,8 @@ class Run:
 
     def restore_or_initialize(self) -> tuple[State, int | None]:
         """(state, step) of the newest intact checkpoint, or (new state, None); see `resume`."""
-        load = self.components.load_parameters
-        return restore_or_initialize(self.config, self.functions, self.batches, self.checkpoints, load, self._base)
+        given = self.config, self.functions, self.batches, self.checkpoints, self.components
+        return restore_or_initialize(*given, self._base)
 
     def compile_step(self, first_step: int) -> Any:
         """The compiled step.  Writes config.yaml and the tokenizer's files, opens time.jsonl: the run has started."""
@@ -146,6 +145,7 @@ class Run:
         """Start to save the checkpoint of `step`: with adapters without the frozen parameters, if these can be read
         again."""
         facts = {"config": to_dict(self.config), "data": self.batches.identity, "mesh": mesh_shape(self.config.mesh)}
+        facts["components"] = self.components.replaced
         saved = state if self._base is None else without_base(state)
         self.checkpoints.save(step, saved, facts | ({BASE: self._base} if self._base else {}), skipped_in_a_row)
 
@@ -239,8 +239,6 @@ def _report(run: Run, step: int, finished: bool) -> None:
     config, directory = run.config, Path(run.config.run.dir)
     with run.clock.on(TimeCategory.drawing), writing(directory / "loss.png"):
         plot = plot_losses(directory)
-    given = run.components.given_as
-    own = f"--components {shlex.quote(given)} " if given else ""
     more_steps = f"train.steps={2 * config.train.steps} " if finished else ""
     if finished and config.optimizer.decay_steps <= config.optimizer.warmup_steps:  # the decay has not begun
         more_steps += f"optimizer.decay_steps={2 * config.train.steps} "
@@ -250,7 +248,7 @@ def _report(run: Run, step: int, finished: bool) -> None:
         f"  metrics     {directory / 'metrics.jsonl'}",
         f"  loss curve  {plot}",
         f"  checkpoint  {config.checkpoint.dir}/{step}",
-        f"  to resume   {as_installed('python main.py')} --cfg {directory / 'config.yaml'} {own}{more_steps}--resume",
+        f"  to resume   {as_installed('python main.py')} --cfg {directory / 'config.yaml'} {more_steps}--resume",
         "              (on any mesh.dp=... mesh.cp=... mesh.mp=...)",
     ]
     print_on_process_0("\n".join(lines))

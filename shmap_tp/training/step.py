@@ -77,8 +77,6 @@ class Components(ModelComponents):
     make_optimizer: Callable[[Any], Optimizer] | None = None
     load_parameters: LoadParameters | None = None
     identify_parameters: IdentifyParameters | None = None
-    given_as: str | None = None
-    """FILE:NAME of --components, for the command line that resumes the run."""
 
 
 CONFIGURED = Components()

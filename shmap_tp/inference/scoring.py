@@ -140,7 +140,7 @@ def evaluate_file(
     data.dir may be a bucket, which is read as in training.
 
     `limits` are (the number of sequences, None for all; how many are computed at a time).  Process 0 says on stderr if
-    the data was tokenized with another tokenizer: then the results mean nothing.
+    the data was tokenized with another tokenizer, for which the results mean nothing, or has preference pairs.
     Raises UserError if the data cannot be read, or has no text.
     """
     file, meta = _open(data, split, program.model)
@@ -150,6 +150,12 @@ def evaluate_file(
             f"warning: {data.dir} was tokenized with {meta.tokenizer}, which is not the tokenizer of the model "
             f"({tokenizer.name}): its results mean nothing;\nprepare the text with the model's: "
             f"python -m shmap_tp.prepare ... --tokenizer FILE",
+            file=sys.stderr,
+        )
+    if meta.pairs is not None and jax.process_index() == 0:
+        print(
+            f"{data.dir} has preference pairs: this is the loss of the next token over both answers of each,\n"
+            f"not that of the preferences, which a run with train.dpo_beta records in metrics.jsonl",
             file=sys.stderr,
         )
     wanted, batch = limits

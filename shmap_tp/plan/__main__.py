@@ -28,7 +28,7 @@ from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config, HeldIn
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, axis_sizes
-from shmap_tp.plan.benchmark import Parser, append_json, command_line, config_from_flags
+from shmap_tp.plan.benchmark import Parser, append_json, command_line, config_from_flags, plannable
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo, inter_slice_communication
 from shmap_tp.plan.communication.ledger import Entry, Operation, comparison, format_bytes, table
 from shmap_tp.plan.generation import generation_command
@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> None:
     elif arguments.devices:
         search_command(arguments)
     elif arguments.ledger:
-        print_communication(config_from_flags(arguments, *DEFAULTS))
+        print_communication(plannable(config_from_flags(arguments, *DEFAULTS)))
     else:
         plan_one_mesh(arguments)
 
@@ -138,7 +138,7 @@ def check_generation_flags(arguments: argparse.Namespace) -> None:
 
 def plan_one_mesh(arguments: argparse.Namespace) -> None:
     """Print the predicted row of a mesh, its memory, and its communication as planned and as compiled."""
-    config = config_from_flags(arguments, *DEFAULTS)
+    config = plannable(config_from_flags(arguments, *DEFAULTS))
     target = find_target(arguments.version, config.mesh.devices, arguments.topology, config.mesh.slices)
     print(f"compiling the step for {target} ...", flush=True)
     prediction = predict(config, target, record=arguments.plot is not None)

@@ -222,6 +222,21 @@ def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int,
     return resolve_auto(load(str(CONF / "config.yaml"), settings + arguments.overrides))
 
 
+def plannable(config: Config) -> Config:
+    """`config`.  Raises UserError for a step that has more than a plan counts."""
+    if config.train.dpo_beta is not None:
+        raise UserError(
+            f"train.dpo_beta={config.train.dpo_beta}: a plan does not count the forward pass of the reference; plan "
+            f"with train.dpo_beta=null, and add a third to its time"
+        )
+    if config.run.components is not None:
+        raise UserError(
+            f"run.components={shown(config.run.components)}: a plan is of the parts that the configuration names; plan "
+            f"with run.components=null, or in Python with predict(..., components=...)"
+        )
+    return config
+
+
 def _config_from_file(arguments: argparse.Namespace) -> Config:
     """The file of --cfg with the flags that are given applied."""
     flags = vars(arguments)

@@ -122,7 +122,7 @@ def _document(batch: Batch) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[A
     if batch.segments is None:
         raise UserError(
             "train.dpo_beta: the rows have no documents, of which two are a pair; give segments, or data of "
-            "prepare --preferences.\nA plan knows no pairs: plan the run with train.dpo_beta=null"
+            "prepare --preferences"
         )
     row_BT = jnp.broadcast_to(jnp.arange(batch.targets.shape[0])[:, None], batch.targets.shape)
     return row_BT, batch.segments // 2, batch.segments % 2

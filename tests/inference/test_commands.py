@@ -13,7 +13,7 @@ import pytest
 import shmap_tp
 from shmap_tp import evaluate, generate
 from shmap_tp.command_model import open_model
-from tests.helpers.run_fixtures import killed_at_the_end, start_python, write_tokens
+from tests.helpers.run_fixtures import complete_meta, killed_at_the_end, start_python, write_tokens
 
 GENERATE = ["--max-new-tokens", "6"]
 
@@ -253,12 +253,15 @@ def test_of_equal_logits_that_of_the_lowest_id_is_the_most_likely(run):
     assert greedy.tolist() == [[True, False, True, False]]
 
 
-def test_evaluate_warns_of_data_of_another_tokenizer(run, capsys, tmp_path):
+def test_evaluate_warns_of_data_of_another_tokenizer_and_of_pairs(run, capsys, tmp_path):
     given = ["--checkpoint", str(run), "--sequences", "1"]
     assert called(evaluate, capsys, *given)[2] == ""
     code, printed, said = called(evaluate, capsys, *given, "--data", str(write_tokens(tmp_path / "data")))
     assert code == 0 and "accuracy" in printed
     assert "data was tokenized with none.json, which is not the tokenizer of the model (bytes)" in said
+    complete_meta(tmp_path / "data", pairs={"train": 2, "validation": 1})
+    _, _, said = called(evaluate, capsys, *given, "--data", str(tmp_path / "data"))
+    assert f"{tmp_path}/data has preference pairs: this is the loss of the next token over both answers" in said
 
 
 def test_what_evaluate_refuses(run, capsys, tmp_path):

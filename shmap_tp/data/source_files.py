@@ -33,6 +33,8 @@ _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 JSON = ".json"
 CHAT = {"messages", "conversations", "completion"}
 """Fields of records that are conversations."""
+OF_DATASETS = {"dataset_info.json", "state.json", "dataset_dict.json"}
+"""Files that `save_to_disk` of datasets writes beside those of the data."""
 CHATS = (*_LINES, JSON, *TABLES)
 """Of files of conversations."""
 RECORDS = (*_LINES, *TABLES)
@@ -190,8 +192,9 @@ def _version(info: dict) -> str | None:
 
 
 def _is_text(name: str, endings: Sequence[str]) -> bool:
-    """Whether a file of a directory is read: `datasets` leaves results of its own beside what it has saved."""
-    return name.endswith(tuple(endings)) and not (name.startswith("cache-") and name.endswith(".arrow"))
+    """Whether a file of a directory is read: `datasets` leaves results and descriptions of its own beside the data."""
+    is_result = name.startswith("cache-") and name.endswith(".arrow")
+    return name.endswith(tuple(endings)) and not is_result and name not in OF_DATASETS
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shmap_tp.data import source_files, table_files
-from shmap_tp.data.source_files import chunks_of, files_at, texts_of
+from shmap_tp.data.source_files import CHATS, chunks_of, files_at, texts_of
 from shmap_tp.data.text_sources import split_of_name
 from shmap_tp.prepare import main
 from tests.helpers.preparation import WORDS, jsonl, run, texts
@@ -186,7 +186,9 @@ def saved(directory: Path, **splits: Sequence[str]) -> Path:
         (directory / split).mkdir(parents=True)
         write_arrow(directory / split / "data-00000-of-00001.arrow", table(content))
         shutil.copy(directory / split / "data-00000-of-00001.arrow", directory / split / "cache-0f1e.arrow")
-        (directory / split / "state.json").write_text(json.dumps({"_data_files": []}))
+        for name in ("state.json", "dataset_info.json"):
+            (directory / split / name).write_text(json.dumps({"_data_files": []}))
+    (directory / "dataset_dict.json").write_text(json.dumps({"splits": [*splits]}))
     return directory
 
 
@@ -196,6 +198,7 @@ def test_the_directory_of_a_data_set_keeps_its_splits_without_that_of_tests(tmp_
     assert code == 0 and "left out 1 file of the test split" in printed
     assert texts(tmp_path / "out", "train") == WORDS[:100]
     assert texts(tmp_path / "out", "validation") == WORDS[100:120]
+    assert [Path(file.path).name for file in files_at(str(whole / "train"), CHATS)] == ["data-00000-of-00001.arrow"]
 
 
 def test_the_directory_of_a_data_set_without_a_validation_split_is_divided_by_size(tmp_path, capsys, expected):

@@ -45,6 +45,9 @@ FACTOR = ".adapter.a.weight"
 BLOCK = re.compile(r"\((\d)/(\d) r\)")
 """The part of a fused matrix that a factor in the form of blocks belongs to, and the number of parts."""
 
+FLOAT32_END = 2.0**128
+"""The numbers of float32 are below it."""
+
 _HARMLESS = """
     peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
     exclude_modules lora_dropout fan_in_fan_out megatron_core qalora_group_size r lora_alpha use_rslora rank_pattern
@@ -82,10 +85,10 @@ def open_adapter(directory: str, base: Source) -> SavedAdapter:
     _refuse_unsupported(given, where)
     if (root / BASE).is_file():
         recorded = read_json_file(root / BASE)
-        if not (isinstance(recorded, dict) and {"path", "sha256"} <= recorded.keys()):
+        if not (isinstance(recorded, dict) and all(isinstance(recorded.get(key), str) for key in ("path", "sha256"))):
             raise UserError(f"{root / BASE} does not say which weights the adapter was trained beside; copy it again")
         found = {"path": str(base.directory), "sha256": base.sha256()}
-        require_same_base(found, recorded, str(root))
+        require_same_base(found, recorded, str(root), "--pretrained DIR")
     files = Source(root, base.config, base.family, weights=WEIGHTS, described_by=f"{where} beside {base.config_file}")
     rank, groups = given["r"], _groups(base.family)
     present = [module for module in groups if _name(module, LORA_A, 0) in files.tensors]
@@ -105,11 +108,17 @@ def open_adapter(directory: str, base: Source) -> SavedAdapter:
 def load_factors(adapter: SavedAdapter, model: ModelConfig, shapes: Transformer) -> Transformer:
     """The factors in the directory, with the dtypes and shardings of `shapes`; the other parameters are None.
 
-    Raises UserError if a tensor is missing, has another shape, or belongs to no matrix.
+    Raises UserError if a tensor is missing, has another shape or a value that is not finite, or belongs to no matrix.
     """
     family = _with_factors(adapter.source.family, model, adapter.shared)
     parameters = load_parameters(replace(adapter.source, family=family), model, split_factors(shapes)[0])
     _check_blocks(adapter, family, model)
+    for path, factor in paths_of(parameters).items():
+        if not jnp.all(jnp.isfinite(factor)):
+            raise UserError(
+                f"{adapter.directory / WEIGHTS}: {path} has values that are not finite, and so would all logits; "
+                f"copy it again, or train it again with a lower learning rate"
+            )
     return parameters
 
 
@@ -240,9 +249,10 @@ def _refuse_unsupported(given: Any, where: str) -> None:
                 f"{where}: {shown(key)}={shown(given[key])} is not supported; only plain LoRA and rsLoRA are"
             )
     rank, alpha = given.get("r"), given.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not alpha > 0:
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not 0 < alpha < FLOAT32_END:
         raise UserError(
-            f"{where}: r={shown(rank)} and lora_alpha={shown(alpha)} must be numbers above 0; copy it again"
+            f"{where}: r={shown(rank)} and lora_alpha={shown(alpha)} must be numbers above 0, and below 2^128; "
+            f"copy it again"
         )
 
 

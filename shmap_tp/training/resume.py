@@ -162,13 +162,16 @@ def _restore(
     return state
 
 
-def require_same_base(found: dict[str, str], recorded: dict[str, str], checkpoint: str) -> None:
-    """Raise `UserError` unless the weights `found` are those that an adapter was trained beside."""
+def require_same_base(
+    found: dict[str, str], recorded: dict[str, str], checkpoint: str, given_by: str = f"{FROM}=..."
+) -> None:
+    """Raise `UserError` unless the weights `found` are those that an adapter was trained beside; `given_by` is what
+    names them."""
     if found["sha256"] != recorded["sha256"]:
         raise UserError(
             f"{checkpoint} has an adapter of other weights than those of {found['path']} (sha256 "
             f"{found['sha256'][:12]}):\nit was trained beside {recorded['path']} (sha256 {recorded['sha256'][:12]}); "
-            f"restore those, or name a copy of them with {FROM}=..."
+            f"restore those, or name a copy of them with {given_by}"
         )
 
 
@@ -286,21 +289,26 @@ def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[st
     for key in (TOKENIZER_HASH, DATA_ORDER):
         if None in (before[key], now[key]):  # bytes, or from before it was recorded
             del before[key], now[key]
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            raise UserError(
-                f"{checkpoint} is of another run: {key} was {before.get(key)}, is {now.get(key)};\n"
-                f"restore the old value to resume, or start another run with run.dir=..."
-            )
+    for key in _different(before, now):
+        raise UserError(
+            f"{checkpoint} is of another run: {key} was {before.get(key)}, is {now.get(key)};\n"
+            f"restore the old value to resume, or start another run with run.dir=..."
+        )
 
 
 def require_same_model(saved: ModelConfig, now: ModelConfig, checkpoint: str) -> None:
     """Raise `UserError` unless both compute the same of the same parameters."""
     before, after = _model_settings(to_dict(saved)), _model_settings(to_dict(now))
-    keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    if keys:
+    if keys := _different(before, after):
         changed = ", ".join(f"{key} was {before.get(key)}, is {after.get(key)}" for key in keys)
         raise UserError(f"checkpoint {checkpoint} is of another model: {changed}; give the values of the checkpoint")
+
+
+def _different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The keys whose values differ, in order; of adapters that only one of them has, the rank."""
+    keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    has_no_adapter = 0 in (before.get("model.adapter.rank"), after.get("model.adapter.rank"))
+    return [key for key in keys if not has_no_adapter or key == "model.adapter.rank" or ".adapter." not in key]
 
 
 def _model_settings(model: dict[str, Any]) -> dict[str, Any]:

@@ -147,6 +147,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern="),
     ({"peft_type": "IA3"}, "peft_type=IA3 is not supported; supported is LORA"),
     ({"an_option_of_next_year": 1}, "an_option_of_next_year=1 is not supported"),
+    ({"lora_alpha": 10**400}, r"lora_alpha=.* must be numbers above 0, and below 2\^128"),
     ({"r": 0}, "r=0 and lora_alpha=16 must be numbers above 0"),
     ({"r": 4}, r"lora_A.weight has the shape \[3, 48\], but .*adapter_config.json beside .* asks for \[4, 48\]"),
 ])  # fmt: skip
@@ -163,7 +164,9 @@ def test_an_adapter_of_another_base_is_refused(saved, tmp_path):
     with (base / "model.safetensors").open("r+b") as stream:
         stream.seek(-1, 2)
         stream.write(b"\0")
-    with pytest.raises(UserError, match=r"out has an adapter of other weights than those of .*base"):
+    with pytest.raises(
+        UserError, match=r"out has an adapter of other weights.*\n.*or name a copy of them with --pretrained DIR"
+    ):
         read(base, saved / "out", "llama")
     out = shutil.copytree(saved / "out", tmp_path / "out")
     (out / "base.json").unlink()  # as PEFT writes it
@@ -187,12 +190,17 @@ def test_damaged_files_are_refused(saved, tmp_path):
     (copy("none") / "adapter_model.safetensors").unlink()
     (copy("config") / "adapter_config.json").unlink()
     (copy("base") / "base.json").write_text("[]")
+    (copy("numbers") / "base.json").write_text('{"path": 5, "sha256": 6}')
+    name = next(iter(written))
+    write_tensors(copy("nan") / "adapter_model.safetensors", written | {name: np.full_like(written[name], np.nan)})
     for name, message in {
         "missing": "has no tensor base_model.model.model.layers.2.mlp.up_proj.lora_B.weight",
         "more": "has the tensor base_model.model.lm_head.weight, for which",
         "none": "adapter_model.safetensors does not exist; copy it there",
         "config": "has no adapter_config.json; name a directory as PEFT",
         "base": "base.json does not say which weights",
+        "numbers": "base.json does not say which weights",
+        "nan": r"adapter_model.safetensors: .*\.adapter\.a\.weight has values that are not finite",
         "nowhere": "has no adapter_config.json",
     }.items():
         with pytest.raises(UserError, match=message):

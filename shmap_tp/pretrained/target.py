@@ -57,7 +57,8 @@ def target_of(model: ModelConfig, source: Source | None, text: TextDirectory | N
     listed = ", ".join(f"model.{key}={mine} (there {theirs})" for key, (mine, theirs) in differences.items())
     raise UserError(
         f"no supported architecture can express model {model.name}; the closest, {family.architecture}, differs in "
-        f"{listed};\ntrain one that can be exported, such as model={', '.join(EXPORTABLE)}"
+        f"{listed};\ntrain with the values there, or another model, such as model="
+        + ", ".join(name for name in EXPORTABLE if name != model.name)
     )
 
 

@@ -22,7 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from shmap_tp.config.compose import from_values
 from shmap_tp.config.run_directory import saved_checkpoint_dir
 from shmap_tp.config.schema import Config
-from shmap_tp.errors import StorageError, UserError
+from shmap_tp.errors import StorageError, UserError, shown
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import types_by_path
 from shmap_tp.runtime.agreement import on_process_0
@@ -150,6 +150,8 @@ def find_checkpoint(directory: str, step: int | None) -> epath.Path:
 
 
 def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer)):
+        raise UserError(f"step={shown(step)} must be an integer, as in step=3")
     root = absolute(directory)
     if step is None and root.name.isdecimal() and root.is_dir():
         root, step = root.parent, int(root.name)

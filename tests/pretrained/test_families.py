@@ -271,6 +271,9 @@ def test_a_model_that_an_architecture_expresses_has_its_defaults_written_out_and
     ):
         with pytest.raises(UserError, match=f"no supported architecture can express model test; .*model.{named}"):
             target_of(model(*changed), None)
+    exportable = shmap_tp.load_config("model=bytes_llama", "model.positions=alibi").model
+    with pytest.raises(UserError, match="train with the values there, or another model, such as model=gpt2, llama3_8b"):
+        target_of(exportable, None)
 
 
 def test_the_models_that_are_named_as_exportable_are_and_the_default_one_is_not():

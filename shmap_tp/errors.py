@@ -45,7 +45,10 @@ class LostProcessError(ShmapTpError):
 
 
 def shown(value: object) -> str:
-    """`value` for a message: without control characters, and shortened where it is long."""
+    """`value` for a message: without control characters, shortened where it is long, and null, true and false as in
+    YAML and JSON."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print it in digits
         return f"an integer of {value.bit_length()} bits"
     text = escaped(str(value), kept="")

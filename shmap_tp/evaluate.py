@@ -82,11 +82,16 @@ def _table(result: dict) -> str:
         from lm_eval.utils import make_table
 
         return make_table(result).rstrip()
-    by_position = [("loss by position", "")]
-    by_position += [(f"  after {each['after']:,}", each["loss"]) for each in result["loss_by_position"]]
+    by_position = [("loss by tokens before", "")]
+    by_position += [(_octave(each["after"]), each["loss"]) for each in result["loss_by_position"]]
     lines = [(name.replace("_", " "), value) for name, value in result.items() if name != "loss_by_position"]
     shown = [(name, format(value, ".4f") if isinstance(value, float) else value) for name, value in lines + by_position]
-    return "\n".join(f"{name:<16}{value}".rstrip() for name, value in shown)
+    return "\n".join(f"{name:<18}{value}".rstrip() for name, value in shown)
+
+
+def _octave(first: int) -> str:
+    """How many tokens those see whose loss a line has."""
+    return f"  {first:,} to {2 * first - 1:,}" if first > 1 else "  1"
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

@@ -253,7 +253,8 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return f"unknown key {key}; {_suggest(key)}"
     if isinstance(error, ValidationError) and "." in key:
-        return f"{key}={shown(error.value)} must be {expected_type(key)}"
+        value = None if str(error.value) == "None" else error.value  # a node of OmegaConf
+        return f"{key}={shown(value)} must be {expected_type(key)}"
     if isinstance(error, InterpolationToMissingValueError):
         return f"no value for {first_line(error).rpartition(': ')[2]}; give it in the file or as key=value"
     way_out = "; correct its ${...}" if isinstance(error, InterpolationResolutionError | GrammarParseError) else ""

@@ -16,10 +16,11 @@ def check_context_parallel(config: Config) -> None:
     parts, what = (math.lcm(2, mesh.mp), "2 and mesh.mp") if is_time_cut else (2, "2")
     if model.context % (mesh.cp * parts):
         fit = [n for n in range(1, min(model.context, 1024) + 1) if model.context % (n * parts) == 0]
+        choices = f"mesh.cp in {{{', '.join(map(str, fit))}}}, or " if fit else ""
         longer = -(-model.context // (mesh.cp * parts)) * mesh.cp * parts
         raise UserError(
             f"mesh.cp={mesh.cp}: model.context={model.context} (model {model.name}) cannot be cut in {mesh.cp} parts "
-            f"that {what} divide; use mesh.cp in {{{', '.join(map(str, fit))}}}, or model.context={longer}"
+            f"that {what} divide; use {choices}model.context={longer}"
         )
     if mesh.fsdp_gradients == FsdpGradients.ring:
         raise UserError(

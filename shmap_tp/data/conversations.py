@@ -192,7 +192,7 @@ class Kind:
     name: str
     """Their name in messages."""
     document: str
-    """The name of their documents."""
+    """The name of one of their documents."""
     documents: Callable[[Any, str, ChatTemplate, re.Pattern[str]], list[list[Sample]]]
     """The documents of a record, each of one or more samples, from (record, place, template, ends) as of `conversation`
     and `samples_of`; none if its answers are equal."""
@@ -200,7 +200,7 @@ class Kind:
 
 CONVERSATIONS = Kind(
     "conversations",
-    "samples",
+    "sample",
     lambda row, place, template, ends: [[sample] for sample in samples_of(conversation(row, place), template, ends)],
 )
 
@@ -324,11 +324,14 @@ class ChatSource:
                 raise UserError(f"{what}: more than {MOST_EQUAL:.0%}; look at how they were made, and leave them out")
             write_line(f"{what}: they are left out")
         if self._apart:
-            write_line(f"{self._apart} samples are tokenized apart where a token would span a prompt and its answer")
+            write_line(
+                f"{self._apart} of the samples: tokenized apart where a token would span a prompt and its answer"
+            )
         if not self._long:
             return
         place, size = self._long[0]
-        what = f"{len(self._long)} {self.kind.document} are longer than --pack {self._row} tokens"
+        are = f"{self.kind.document}s are" if len(self._long) > 1 else f"{self.kind.document} is"
+        what = f"{len(self._long)} {are} longer than --pack {self._row} tokens"
         what = f"{what}; the first, {place}, has {size}"
         if not self._cut:
             raise UserError(f"{what};\nuse a larger --pack, shorten them, or cut their ends: --cut")

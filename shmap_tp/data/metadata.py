@@ -106,6 +106,8 @@ def _fault(values: dict[str, Any]) -> str | None:
         kind = int if name in ("vocabulary", "end_of_text", "row") else str
         if name in values and type(values[name]) is not kind:
             return f"{name} is {str(values[name])[:40]!r}, but must be of type {kind.__name__}"
+    if values.get("row", 1) < 1:
+        return f"row is {values['row']}, but must be at least 1"
     for name, kind in {"tokens": int, "sha256": str, "counted": str, "pairs": int}.items():
         splits = values.get(name, dict.fromkeys(SPLITS, kind()))
         if not isinstance(splits, dict) or not all(type(splits.get(split)) is kind for split in SPLITS):

@@ -70,4 +70,4 @@ def _documents(row: Any, place: str, template: ChatTemplate, ends: re.Pattern[st
     return [[sample for (sample,) in sides]] if sides else []
 
 
-PAIRS = Kind("preference pairs", "pairs", _documents)
+PAIRS = Kind("preference pairs", "pair", _documents)

@@ -8,7 +8,7 @@ from typing import Any
 
 from shmap_tp.config import compose
 from shmap_tp.config.packaged import as_installed
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.pretrained.family import ARCHITECTURE_KEYS, DEFAULT_CONTEXT, plain
 from shmap_tp.pretrained.source import Source, open_source
 
@@ -49,8 +49,8 @@ def derive_model(given: Mapping[str, Any]) -> dict[str, Any]:
     for key in sorted((ARCHITECTURE_KEYS - MAY_DIFFER) & given.keys() & options.keys()):
         if plain(given[key]) != plain(options[key]):
             raise UserError(
-                f"model.{key}={given[key]}, but it is {options[key]} in {source.config_file} (model.from_pretrained); "
-                f"leave it out{as_installed(', as conf/finetune.yaml does')}"
+                f"model.{key}={shown(given[key])}, but it is {shown(options[key])} in {source.config_file} "
+                f"(model.from_pretrained); leave it out{as_installed(', as conf/finetune.yaml does')}"
             )
     limit = source.family.context_limit(source.config)
     if given.get("context") is not None and given["context"] > limit.tokens:

@@ -149,7 +149,7 @@ class Family:
                 if value not in list(key.values):  # a list, because the value may be one that has no hash
                     raise UserError(
                         f"{where}: {key.theirs}={shown(value)} is not supported for {self.architecture}; "
-                        f"supported is {' or '.join(map(str, key.values))}"
+                        f"supported is {' or '.join(map(shown, key.values))}"
                     )
                 value = key.values[value]
             found |= dict.fromkeys(key.ours, value)
@@ -190,7 +190,7 @@ class Family:
             if name in self.only and value is not None and value not in self.only[name]:
                 raise UserError(
                     f"{where}: {name}={shown(value)} is not supported for {self.architecture}; "
-                    f"supported is {' or '.join(map(str, self.only[name]))}"
+                    f"supported is {' or '.join(map(shown, self.only[name]))}"
                 )
             if name not in known | self.only.keys() and not name.startswith("_") and value not in (None, False):
                 raise UserError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.data.text_directory import MODEL, TextDirectory
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, shown
 from shmap_tp.model.components import MODEL_PARTS
 from shmap_tp.pretrained.families import FAMILIES
 from shmap_tp.pretrained.family import Family
@@ -54,7 +54,9 @@ def target_of(model: ModelConfig, source: Source | None, text: TextDirectory | N
             given = {} if text is None else text.values(MODEL)
             return Target(family, config | ids | given, {name: files[name] for name in files if name != MODEL})
     family, _, differences = min(differing, key=lambda one: ("config" in one[2], len(one[2])))
-    listed = ", ".join(f"model.{key}={mine} (there {theirs})" for key, (mine, theirs) in differences.items())
+    listed = ", ".join(
+        f"model.{key}={shown(mine)} (there {shown(theirs)})" for key, (mine, theirs) in differences.items()
+    )
     raise UserError(
         f"no supported architecture can express model {model.name}; the closest, {family.architecture}, differs in "
         f"{listed};\ntrain with the values there, or another model, such as model="

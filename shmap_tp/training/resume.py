@@ -21,7 +21,7 @@ from shmap_tp.config.run_directory import HEADER, saved_checkpoint_dir
 from shmap_tp.config.schema import Config, ModelConfig, MomentumDtype, OptimizerName, Resume
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
-from shmap_tp.errors import DivergedError, UserError
+from shmap_tp.errors import DivergedError, UserError, shown
 from shmap_tp.model.adapters import split_factors
 from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.console import print_on_process_0
@@ -384,4 +384,4 @@ def _changes(old: dict[str, Any] | None, new: dict[str, Any]) -> list[str]:
     if old is None:
         return ["the earlier file is damaged"]
     keys = [key for key in {**new, **old} if key not in NOT_OF_THE_RUN and old.get(key) != new.get(key)]
-    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
+    return [f"{key}: {shown(old.get(key))} -> {shown(new.get(key))}" for key in keys]

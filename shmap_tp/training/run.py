@@ -112,8 +112,8 @@ class Run:
         size = parameters(config.model, components=self.components)
         trained = size - frozen_parameters(config.model, components=self.components)
         print_on_process_0(
-            f"compiling the training step of {config.model.name}, {size / 1e6:,.1f}M parameters"
-            f"{'' if trained == size else f' ({trained / 1e6:,.1f}M trained)'}, "
+            f"compiling the training step of {config.model.name}, {count_in_words(size)} parameters"
+            f"{'' if trained == size else f' ({count_in_words(trained)} trained)'}, "
             f"attention {kernel_name(functions.attention)} ..."
         )
         if note := precision_note(compute_dtype(config.train.precision)):
@@ -232,6 +232,11 @@ def end_run(
     if all_steps and profile.error and jax.process_index() == 0:
         raise profile.error
     return 0 if all_steps else STOPPED
+
+
+def count_in_words(number: int) -> str:
+    """A number of parameters, such as 12.3M."""
+    return f"{number / 1e6:,.1f}M" if number >= 10**5 else f"{number:,}"
 
 
 def _report(run: Run, step: int, finished: bool) -> None:

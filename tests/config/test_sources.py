@@ -81,7 +81,7 @@ REFUSED = {
     "{a:{dir:x,weight:0.123456},b:{dir:y,weight:0.876544}}": "data.sources.a.weight=0.123456 is a fraction of 15625",
     "{a:{dir:x,weight:1/999},b:{dir:y,weight:1/998},c:{dir:z,weight:0.9}}": "are fractions of 4985010",
     "{a:{dir:x,weight:1/0}}": "data.sources.a.weight=1/0 is no weight",
-    "{a:{dir:x,weight:true}}": "data.sources.a.weight=True is no weight",
+    "{a:{dir:x,weight:true}}": "data.sources.a.weight=true is no weight",
     "{a:{dir:x,weight:{}}}": "data.sources.a.weight={} has no weight",
     "{a:{dir:x,weight:{0:1},from_step:0}}": "data.sources.a has from_step and a weight for each step",
     "{a:{dir:x,weight:1,from_step:-1}}": "data.sources.a.from_step: -1 is no step",

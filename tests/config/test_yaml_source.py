@@ -81,7 +81,7 @@ CONTENTS = [
     (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),
     (BASE + "training:\n  steps: 3\n", "unknown key training; did you mean train?"),
     (BASE.replace("steps: 300", "steps: many"), "train.steps=many must be of type int"),
-    (BASE.replace("steps: 300", "steps:"), "train.steps=None must be of type int"),
+    (BASE.replace("steps: 300", "steps:"), "train.steps=null must be of type int"),
     (BASE.replace("  steps: 300", "  steps: ٣٠٠"), "train.steps=٣٠٠ must be of type int"),
     (BASE.replace("name: first", r'name: "a\nb"'), r"run.name=a\x0ab has a line break or a control character"),
     (BASE.replace("seed: 0", f"seed: {'9' * 5000}"), "more than 3000 characters"),

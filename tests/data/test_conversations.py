@@ -198,7 +198,7 @@ def test_the_example_conversations_are_prepared_in_rows_of_the_models_limit(mode
         ({"conversations": [{"value": 1}]}, [], "line 3: a turn of ShareGPT's form is an object with from and value"),
         ({"conversations": [{"from": [1], "value": ""}]}, [], "line 3: a turn of ShareGPT's form is an object with"),
         ({"messages": [SAID[0], {"role": "assistant", "content": 5}]}, [], "line 3: message 1: its content is 5; give"),
-        ({"prompt": "a", "completion": "b" * 99}, ["--pack", "64"], "1 samples are longer than --pack 64 tokens; .*"),
+        ({"prompt": "a", "completion": "b" * 99}, ["--pack", "64"], "1 sample is longer than --pack 64 tokens; .*"),
         (
             {"prompt": "a", "completion": "<|endoftext|>"},
             ["--special-tokens-in-text"],

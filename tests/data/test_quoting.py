@@ -96,7 +96,7 @@ def test_a_token_that_would_span_a_prompt_and_its_answer_is_not_made(tmp_path, c
         whole, count = np.where(ids < 0, ~ids, ids).tolist(), len(prompt)
         assert whole[:count] == prompt and (ids[:count] < 0).all()
         assert tokenizer.decode(whole[count:-1]) in {"b</s>", "bb</s>"}  # a first space is not shown
-    assert "2 samples are tokenized apart" in capsys.readouterr().out
+    assert "2 of the samples: tokenized apart" in capsys.readouterr().out
 
 
 THINKING = CHATML.replace(

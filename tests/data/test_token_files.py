@@ -106,6 +106,7 @@ METAS = {
     r"meta\.json: an object is needed, not list": b"[1]",
     r"meta\.json: dtype is 'int8', but must be uint16 or uint32": b'{"dtype": "int8"}',
     r"meta\.json: dtype is None, but must be uint16 or uint32": b"{}",
+    r"meta\.json: row is 0, but must be at least 1": b'{"dtype": "uint16", "vocabulary": 50, "row": 0}',
     r"meta\.json: vocabulary is '50', but must be of type int": b'{"dtype": "uint16", "vocabulary": "50"}',
     r"meta\.json: tokens must have train and validation, each": b'{"dtype": "uint16", "tokens": [50, 50]}',
     r"meta\.json: not JSON: it is nested too deeply": b"[" * 100_000,

@@ -253,6 +253,12 @@ def test_of_equal_logits_that_of_the_lowest_id_is_the_most_likely(run):
     assert greedy.tolist() == [[True, False, True, False]]
 
 
+def test_the_table_says_how_many_tokens_each_token_sees():
+    losses = [{"after": after, "tokens": 1, "loss": 2.0} for after in (1, 2, 1024)]
+    lines = evaluate._table({"loss": 2.0, "loss_by_position": losses}).splitlines()
+    assert [line.removesuffix("2.0000").strip() for line in lines[2:]] == ["1", "2 to 3", "1,024 to 2,047"]
+
+
 def test_evaluate_warns_of_data_of_another_tokenizer_and_of_pairs(run, capsys, tmp_path):
     given = ["--checkpoint", str(run), "--sequences", "1"]
     assert called(evaluate, capsys, *given)[2] == ""

@@ -12,6 +12,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint_files import directory_of_checkpoints
 from shmap_tp.training.resume import refuse_foreign_config, write_run_config
+from shmap_tp.training.run import count_in_words
 from tests.helpers.run_fixtures import FIRST, file_contents, overrides, tiny
 
 
@@ -54,7 +55,7 @@ def test_a_start_with_other_values_prints_them_and_keeps_the_earlier_file(tmp_pa
     assert capsys.readouterr().out.splitlines() == [
         f"the configuration differs from that of the last start, which is now in {tmp_path}/config.1.yaml:",
         "  train.steps: 8 -> 9",
-        "  guard.loss_spike_sigmas: None -> 6.0",
+        "  guard.loss_spike_sigmas: null -> 6.0",
     ]
     assert (tmp_path / "config.1.yaml").read_bytes() == first.replace(b"resume: never", b"resume: must")
     many = ["train.steps=10", *(f"model.{key}=128" for key in ("width", "ffn", "vocabulary", "vocabulary_multiple"))]
@@ -109,3 +110,9 @@ def test_a_damaged_earlier_file_is_kept(tmp_path, capsys):
     write_run_config(tiny(tmp_path), tmp_path)
     assert "  the earlier file is damaged" in capsys.readouterr().out
     assert (tmp_path / "config.1.yaml").read_bytes() == damaged
+
+
+def test_the_number_of_parameters_of_a_tiny_model_is_not_zero_million():
+    assert [count_in_words(number) for number in (700, 99_999, 100_000, 1_234_567_890)] == [
+        *("700", "99,999", "0.1M", "1,234.6M"),
+    ]

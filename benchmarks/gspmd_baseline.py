@@ -45,7 +45,7 @@ from shmap_tp.training.step import State, StepFunctions, build_step_functions
 SUPPORTED = (
     *("norm", "norm_epsilon", "norm_bias", "mlp", "rotary_base", "rotary_dim", "rotary_pairing", "rotary_scaling"),
     *("rotary_scaling_factor", "rotary_low_frequency_factor", "rotary_high_frequency_factor"),
-    "rotary_original_context",
+    *("rotary_original_context", "rotary_amplitude"),
 )
 """Options of a model that are computed by the modules of shmap_tp which are called here."""
 

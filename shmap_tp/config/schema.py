@@ -184,7 +184,7 @@ class ModelConfig:
     """For positions=rotary.  llama3: rates whose wavelength exceeds original_context / low_frequency_factor are divided
     by the factor, those below original_context / high_frequency_factor stay, and between them it is interpolated.
     linear: all are divided by the factor.  yarn: as llama3, but interpolated from a whole pair (yarn_unrounded: from a
-    fraction of one) to another, by number, and the rotated elements of q and k times 0.1 log(factor) + 1."""
+    fraction of one) to another, by number, and the rotated elements of q and k times rotary_amplitude."""
     rotary_scaling_factor: float
     """For rotary_scaling=llama3, linear and yarn: what low rates, or all, are divided by."""
     rotary_low_frequency_factor: float
@@ -193,6 +193,8 @@ class ModelConfig:
     """For rotary_scaling=llama3 and yarn: number of rotations in the original context above which the rate stays."""
     rotary_original_context: int
     """For rotary_scaling=llama3 and yarn: the context that the model was trained with before its rates were scaled."""
+    rotary_amplitude: float | None
+    """For rotary_scaling=yarn: what the rotated elements of q and k are multiplied by; null: 0.1 log(factor) + 1."""
     window: int | None
     """In local layers a token attends to the last `window` tokens, of which it is one; null: to all before it."""
     layer_pattern: list[LayerKind]

@@ -33,7 +33,7 @@ _MAY_BE_ZERO = [
     *("model.adapter.rank", "model.experts", "model.router_balance_loss", "model.router_z_loss"),
     "model.router_bias_rate",
     *("model.shared_expert_ffn", "train.dpo_label_smoothing"),
-    *("model.rotary_low_frequency_factor", "model.rotary_high_frequency_factor"),
+    *("model.rotary_low_frequency_factor", "model.rotary_high_frequency_factor", "model.rotary_amplitude"),
 ]
 MINIMUM = dict.fromkeys(_MAY_BE_ZERO, 0) | {
     "run.lost_timeout_seconds": 5,

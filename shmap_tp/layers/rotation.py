@@ -53,8 +53,8 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Low rates divided by `factor`, high ones kept, and what is rotated times 0.1 log(factor) + 1.  Peng et al. 2023,
-    YaRN, sections 3.2 and 3.4, https://arxiv.org/abs/2309.00071
+    """Low rates divided by `factor`, high ones kept, and what is rotated times an amplitude, by default
+    0.1 log(factor) + 1.  Peng et al. 2023, YaRN, sections 3.2 and 3.4, https://arxiv.org/abs/2309.00071
 
     The rate of the pair i(n) = R log(original_context / 2 pi n) / (2 log base) makes n rotations in the original
     context.  Rates stay up to pair i(fast), rounded down, and are divided from pair i(slow) on, rounded up; between the
@@ -68,10 +68,11 @@ class YarnScaling:
     original_context: int
     base: float
     rounded: bool = True
+    other_amplitude: float | None = None
 
     @property
     def amplitude(self) -> float:
-        return yarn_amplitude(self.factor)
+        return yarn_amplitude(self.factor) if self.other_amplitude is None else self.other_amplitude
 
     def scaled(self, rates: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:
         pairs = len(rates)
@@ -85,9 +86,10 @@ class YarnScaling:
         return (1 - divided) * rates + divided * rates / self.factor
 
 
-def yarn_amplitude(factor: float) -> float:
-    """What YaRN multiplies q and k by: their scores by its square, the inverse of a temperature."""
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
+    """What YaRN multiplies q and k by: their scores by its square, the inverse of a temperature.  `scale` is another
+    than that of the paper, as DeepSeek's models have."""
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -210,4 +212,5 @@ def _scaling(config: ModelConfig) -> Llama3Scaling | LinearScaling | YarnScaling
             return LinearScaling(config.rotary_scaling_factor)
         case RotaryScaling.yarn | RotaryScaling.yarn_unrounded:
             rounded = config.rotary_scaling == RotaryScaling.yarn
-            return YarnScaling(config.rotary_scaling_factor, *frequencies, config.rotary_base, rounded)
+            of_base = config.rotary_base, rounded, config.rotary_amplitude
+            return YarnScaling(config.rotary_scaling_factor, *frequencies, *of_base)

@@ -32,6 +32,7 @@ _YARN = {
 _LINEAR = {"factor": "rotary_scaling_factor"}
 SCALINGS = {"llama3": LLAMA3, "linear": _LINEAR, "yarn": _YARN, "yarn_unrounded": _YARN}
 """Kinds of scaling: their keys, and ours.  yarn_unrounded is their yarn with truncate=false."""
+_AMPLITUDE = ("attention_factor", "mscale", "mscale_all_dim")
 _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 
 
@@ -85,6 +86,7 @@ class RotaryKeys:
     @property
     def names(self) -> set[str]:
         names = {self.base, "rope_theta", "rope_scaling", "rope_parameters"}
+        names |= {"original_max_position_embeddings"} if self.scalings else set()
         return names | {self.partial, "partial_rotary_factor"} if self.partial else names
 
     def read(self, config: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
@@ -92,8 +94,9 @@ class RotaryKeys:
         name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as transformers prefers them
         scaling = section(config.get(name), name, where)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        base = scaling.get("rope_theta", config.get(self.base, config.get("rope_theta")))
+        base = scaling.get("rope_theta", config.get(self.base))
         base = number(self.default_base if base is None else base, self.base, where)
+        self._refuse_unread("rope_theta", self.base, base, config, where)
         if base <= 0:
             raise UserError(f"{where}: {self.base}={base:g} must be a number above 0; copy the file again")
         found = {"rotary_base": base}
@@ -104,25 +107,34 @@ class RotaryKeys:
             supported = " or ".join(("default", *self.scalings))
             raise UserError(f"{where}: {name}={shown(config[name])} is not supported; supported is {supported}")
         if kind in SCALINGS:
-            found |= _read_scaling(kind, scaling, extra, where)
+            found |= _read_scaling(kind, scaling, extra, config, where)
         return found | self._read_partial(config, scaling, head_dim, where)
 
     def _read_partial(
         self, config: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, where: str
     ) -> dict[str, Any]:
         name = "partial_rotary_factor"
-        given = scaling.get(name, config.get(name))
+        given = scaling.get(name, config.get(self.partial or name))
         if not self.partial:
             if given not in (None, 1.0):
                 raise UserError(f"{where}: {name}={shown(given)} is not supported for this architecture")
             return {}
-        if given is None:
-            name, given = self.partial, config.get(self.partial, self.default_partial)
-        given = number(given, name, where)
+        name = name if name in scaling else self.partial
+        given = number(self.default_partial if given is None else given, name, where)
+        self._refuse_unread("partial_rotary_factor", self.partial, given, config, where)
         if not 0 < given <= 1:
             raise UserError(f"{where}: {name}={given:g} must be a number above 0 and at most 1; copy the file again")
         rotated = int(head_dim * given)
         return {"rotary_dim": None if rotated == head_dim else rotated}
+
+    def _refuse_unread(self, name: str, read: str, value: float, config: Mapping[str, Any], where: str) -> None:
+        """Raise UserError where `name` has another value than `read`, which transformers reads in this family."""
+        given = config.get(name)
+        if name != read and given not in (None, value):
+            raise UserError(
+                f"{where}: {name}={shown(given)}, which transformers does not read in this architecture; it reads "
+                f"{read}, here {value:g}.  Give {read}={shown(given)}, or remove {name} from a copy of the file"
+            )
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Keys of config.json, by the names of transformers 4, which 5 reads as well."""
@@ -132,26 +144,45 @@ class RotaryKeys:
         if model.rotary_scaling != RotaryScaling.none:
             kind, _, is_unrounded = model.rotary_scaling.value.partition("_")
             values = {theirs: getattr(model, ours) for theirs, ours in SCALINGS[kind].items()}
+            if kind == "yarn" and model.rotary_amplitude is not None:
+                values["attention_factor"] = model.rotary_amplitude
             config["rope_scaling"] = {"rope_type": kind} | values | ({"truncate": False} if is_unrounded else {})
         return config
 
 
-def _read_scaling(kind: str, scaling: Mapping[str, Any], extra: set[str], where: str) -> dict[str, Any]:
-    """The keys of a scaling; of YaRN's others only values that say what it does without them are supported."""
+def _read_scaling(
+    kind: str, scaling: Mapping[str, Any], extra: set[str], config: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """The keys of a scaling, whose original context may stand beside it in `config`, or is the context, as transformers
+    has it."""
     found: dict[str, Any] = {"rotary_scaling": kind}
+    original, beside = "original_max_position_embeddings", config.get("original_max_position_embeddings")
+    contexts = beside, scaling.get(original), config.get("max_position_embeddings")
+    scaling = {**scaling, original: next((each for each in contexts if each is not None), None)}
     for theirs, ours in SCALINGS[kind].items():
         value = scaling.get(theirs)
         if value is None and theirs not in _DEFAULTS:
             raise UserError(f"{where}: the {kind} scaling of the rotary encoding has no {theirs}")
         found[ours] = value_for(ours, _DEFAULTS[theirs] if value is None else value, theirs, where)
-    neutral = {}
+    read = SCALINGS[kind].keys()
     if kind.startswith("yarn"):
-        amplitude, rounded = yarn_amplitude(found["rotary_scaling_factor"]), kind == "yarn"
-        neutral = {"attention_factor": (amplitude,), "truncate": (rounded,)}
-    for key in sorted(extra - SCALINGS[kind].keys()):
-        if scaling[key] is not None and scaling[key] not in neutral.get(key, ()):
+        found["rotary_amplitude"] = _read_amplitude(found["rotary_scaling_factor"], scaling, where)
+        read = {*read, *_AMPLITUDE} | ({"truncate"} if type(scaling.get("truncate")) is bool else set())
+    for key in sorted(extra - read):
+        if scaling[key] is not None:
             raise UserError(f"{where}: {shown(key)}={shown(scaling[key])} of the rotary scaling is not supported")
     return found
+
+
+def _read_amplitude(factor: float, scaling: Mapping[str, Any], where: str) -> float | None:
+    """What YaRN multiplies q and k by, None where that follows from its factor: the number in the file as it is, or the
+    quotient that DeepSeek's two scales give."""
+    given, *scales = (None if scaling.get(key) is None else number(scaling[key], key, where) for key in _AMPLITUDE)
+    if given is None and all(scales):
+        given = yarn_amplitude(factor, scales[0]) / yarn_amplitude(factor, scales[1])
+    if given is not None and given <= 0:
+        raise UserError(f"{where}: attention_factor={given:g} must be a number above 0; copy the file again")
+    return None if given == yarn_amplitude(factor) else given
 
 
 @dataclass(frozen=True)
@@ -170,22 +201,32 @@ class LocalRotaryKeys:
 
     @property
     def names(self) -> set[str]:
-        return self.of_global.names | ({self.local} if self.local else set())
+        names = self.of_global.names - {"original_max_position_embeddings"}  # which is not read beside nested keys
+        return names | ({self.local} if self.local else set())
 
     def read(self, config: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
         """The `rotary_` keys of the `model` section.  Local layers have no scaling."""
         given = section(config.get("rope_parameters"), "rope_parameters", where)
         nested, local = {"full_attention", "sliding_attention"}, config.get(self.local or "")
-        if nested & given.keys() or not given:
-            if unknown := sorted(given.keys() - nested):
-                raise UserError(f"{where}: rope_parameters.{shown(unknown[0])} is not supported")
-            of_local = section(given.get("sliding_attention"), "rope_parameters.sliding_attention", where)
-            config = {**config, "rope_parameters": given.get("full_attention")}
-            if of_local:
-                found = RotaryKeys(default_base=self.default_local).read({"rope_parameters": of_local}, head_dim, where)
-                if "rotary_scaling" in found:
-                    raise UserError(f"{where}: rope_parameters.sliding_attention={shown(of_local)} is not supported")
-                local = found["rotary_base"]
+        if unknown := sorted(given.keys() - nested):
+            raise UserError(
+                f"{where}: rope_parameters.{shown(unknown[0])} is not read by transformers in this architecture; give "
+                f"rope_parameters of full_attention and of sliding_attention"
+            )
+        of_global, of_local = (section(given.get(kind), f"rope_parameters.{kind}", where) for kind in sorted(nested))
+        of_global = {**of_global, **section(config.get("rope_scaling"), "rope_scaling", where)}
+        if of_global.get("truncate") is False:
+            raise UserError(
+                f"{where}: truncate=false, which transformers does not read in this architecture; remove it from a "
+                f"copy of the file, or round the rates of the model"
+            )
+        config = {**config, "rope_scaling": None, "rope_parameters": of_global}
+        if of_local:
+            beside = {"rope_parameters": of_local, "rope_theta": local}
+            found = RotaryKeys(default_base=self.default_local).read(beside, head_dim, where)
+            if "rotary_scaling" in found:
+                raise UserError(f"{where}: rope_parameters.sliding_attention={shown(of_local)} is not supported")
+            local = found["rotary_base"]
         local = number(self.default_local if local is None else local, self.local or "rope_theta", where)
         found = self.of_global.read(config, head_dim, where)
         if not self.local and not nested & given.keys() and found["rotary_base"] != local:

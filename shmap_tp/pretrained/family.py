@@ -13,6 +13,7 @@ from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError, shown
+from shmap_tp.layers.rotation import yarn_amplitude
 from shmap_tp.pretrained.config_json import LLAMA3, SCALINGS, LocalRotaryKeys, RotaryKeys, size, value_for
 from shmap_tp.pretrained.layer_types import shortest_pattern
 from shmap_tp.pretrained.layout import Layout, sizes_of
@@ -205,7 +206,9 @@ class Family:
 
     def config_of(self, model: ModelConfig) -> dict[str, Any]:
         """A config.json that describes `model` as closely as the family can; `differences` tells how close it is."""
+        # no padding token: the default of the class may lie beyond the vocabulary, which transformers refuses
         config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        config["pad_token_id"] = None
         values = normalized({key: getattr(model, key) for key in ARCHITECTURE_KEYS})
         for key in self.keys:
             value = values[key.ours[0]]
@@ -256,6 +259,7 @@ NEUTRAL = {
     "rotary_dim": None,
     "rotary_pairing": "half",
     "rotary_scaling": "none",
+    "rotary_amplitude": None,
     "embedding_scale": 1.0,
     "tie_embeddings": False,
     "window": None,
@@ -298,4 +302,8 @@ def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
     if found["positions"] == "rotary":
         used = SCALINGS[found["rotary_scaling"]].values() if found["rotary_scaling"] != "none" else ()
         without_effect = [key for key in LLAMA3.values() if key not in used]
+        if not found["rotary_scaling"].startswith("yarn"):
+            without_effect.append("rotary_amplitude")
+        elif found["rotary_amplitude"] is None:
+            found["rotary_amplitude"] = yarn_amplitude(found["rotary_scaling_factor"])
     return found | dict.fromkeys(without_effect)

@@ -1,5 +1,6 @@
 """The models of every family against `transformers`: pip install -e '.[test-pretrained]'."""
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import shmap_tp
+from shmap_tp.pretrained.families import find_family
+from shmap_tp.pretrained.family import plain
 from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
 from shmap_tp.pretrained.writing import MAX_SHARD_BYTES, save_model
@@ -218,15 +221,64 @@ def test_three_steps_of_adamw_are_those_of_torch(directories, case, tmp_path):
     assert max(found.values()) < 1e-9, found
 
 
-def test_a_model_of_this_project_is_written_for_transformers(tmp_path):
-    """Llama and GPT-2 express models that were never read from a Hugging Face directory."""
-    shape = "width=48 layers=2 heads=8 kv_heads=2 head_dim=8 ffn=80 vocabulary=97 vocabulary_multiple=128 context=64"
-    options = "block=sequential norm=rmsnorm mlp=swiglu positions=rotary tie_embeddings=false init_std=0.3"
-    model = [f"model.{one}" for one in f"{shape} {options}".split()]
-    ours = shmap_tp.Model.initialize(shmap_tp.load_config("model=test", *model, "mesh.dp=2", "mesh.mp=4"))
+def from_scratch(case: str) -> tuple[str, list[str]]:
+    """(the architecture, the keys of a model like the case's, of random sizes)."""
+    content, rng = reference(case)["config"], np.random.default_rng(len(case))
+    family = find_family(content, "")
+    found = {key: plain(value) for key, value in family.options(content, "").items()}
+    heads, head_dim = 2 * int(rng.integers(1, 4)), 4 * int(rng.integers(2, 5))
+    own_heads = case.startswith("gpt") and case != "gpt_oss"  # with as many key/value heads, and width / heads
+    width = heads * (head_dim if own_heads or case == "olmoe" else 4 * int(rng.integers(5, 9)))
+    found |= {"width": width, "heads": heads, "kv_heads": heads if own_heads else heads // 2, "head_dim": head_dim}
+    found |= {"ffn": 4 * int(rng.integers(3, 9)), "vocabulary": int(rng.integers(60, 100)), "context": 64}
+    found |= {"vocabulary_multiple": 1, "attention_chunk": 64, "init_std": 0.1}
+    found |= {"rotary_dim": head_dim // 2} if found.get("rotary_dim") else {}
+    found |= {"embedding_scale": width**0.5} if "embedding_scale" in found else {}
+    return family.architecture, [f"model.{key}={json.dumps(value)}" for key, value in found.items()]
+
+
+@every_case
+def test_a_model_that_was_read_from_nowhere_is_loaded_by_transformers_as_it_is_written(tmp_path, case):
+    architecture, keys = from_scratch(case)
+    ours = shmap_tp.Model.initialize(shmap_tp.load_config("model=test", *keys, "mesh.dp=1", "mesh.mp=1"))
     ours.save_pretrained(tmp_path / "out")
-    reference = theirs(tmp_path / "out")
-    assert type(reference).__name__ == "LlamaForCausalLM"
+    loaded = theirs(tmp_path / "out")
+    assert type(loaded).__name__ == architecture
+    ids = tokens()[:, :64] % ours.config.model.vocabulary
     with torch.no_grad():
-        expected = reference(torch.tensor(tokens()[:, :64])).logits.numpy()
-    assert difference(ours.logits(tokens()[:, :64]), expected) < TOLERANCE["float32"]
+        expected = loaded(torch.tensor(ids)).logits.numpy()
+    assert difference(ours.logits(ids), expected) < TOLERANCE["float32"]
+
+
+CONFIGS = {
+    "a rounded factor of attention": ("qwen2", "rope_parameters", {"attention_factor": 1.14}),
+    "two scales of attention": ("qwen2", "rope_parameters", {"mscale": 0.7, "mscale_all_dim": 1.3}),
+    "no original context": ("qwen2", "rope_parameters", {"original_max_position_embeddings": None}),
+    "the original context beside the scaling": ("qwen2", None, {"original_max_position_embeddings": 100}),
+    "llama3 without an original context": ("llama", "rope_parameters", {"original_max_position_embeddings": None}),
+    "NeoX's factor in rope_parameters": ("gpt_neox", "rope_parameters", {"partial_rotary_factor": 0.25}),
+    "local layers without a base": ("gemma3", "rope_parameters", {"sliding_attention": None}),
+    "a scaling beside nested keys": ("gemma3", None, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+}
+"""Case, the section of config.json, and keys of it (None: left out)."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_other_forms_of_config_json_are_read_as_transformers_reads_them(directories, name, tmp_path):
+    case, section, changed = CONFIGS[name]
+    directory = shutil.copytree(directories / case, tmp_path / "m")
+    content = json.loads((directory / "config.json").read_text())
+    place = content if section is None else content[section]
+    place |= changed
+    for key in [key for key, value in changed.items() if value is None]:
+        del place[key]
+    (directory / "config.json").write_text(json.dumps(content))
+    with torch.no_grad():
+        expected, before = (
+            theirs(each)(torch.tensor(tokens()[:, :-1])).logits.numpy() for each in (directory, directories / case)
+        )
+    model = shmap_tp.from_pretrained(directory)
+    found = difference(model.logits(tokens()[:, :-1]), expected)
+    print(f"{name}: {found:.1e}, changed {difference(before, expected):.1e}")
+    assert found < TOLERANCE["float32"] < difference(before, expected)
+    model.save_pretrained(tmp_path / "out")

@@ -103,9 +103,9 @@ REFUSED = [
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not a key"),
     ("llama", {"architectures": ["MambaForCausalLM"]}, "the architecture MambaForCausalLM is not supported; supported"),
     ("llama", {"model_type": "mistral"}, "the architecture LlamaForCausalLM has model_type=llama, not mistral"),
-    ("qwen2", {ROPE: {"rope_type": "yarn", "factor": 2}}, "the yarn scaling of the rotary encoding has no or"),
-    ("qwen2", {ROPE: {**YARN, "mscale": 0.7}}, "mscale=0.7 of the rotary scaling is not supported"),
-    ("qwen2", {ROPE: {**YARN, "attention_factor": 1.1}}, "attention_factor=1.1 of the rotary scaling is not"),
+    ("qwen2", {ROPE: {"rope_type": "yarn"}}, "the yarn scaling of the rotary encoding has no factor"),
+    ("qwen2", {ROPE: {**YARN, "attention_factor": -1.1}}, "attention_factor=-1.1 must be a number above 0"),
+    ("qwen2", {ROPE: {**YARN, "truncate": 0}}, "truncate=0 of the rotary scaling is not supported"),
     ("llama", {ROPE: {"rope_type": "linear"}}, "the linear scaling of the rotary encoding has no factor"),
     ("llama", {ROPE: {"rope_type": "llama3"}}, "the llama3 scaling of the rotary encoding has no factor"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
@@ -126,6 +126,16 @@ REFUSED = [
         "gemma3",
         {ROPE: {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}},
         "rope_parameters.sliding_attention={'rope_type': 'linear', 'factor': 8.0} is not supported",
+    ),
+    ("gemma3", {ROPE: {"rope_type": "linear", "factor": 8.0}}, "rope_parameters.factor is not read by transformers"),
+    ("olmo3", {ROPE: {"rope_theta": 1e4}}, "rope_parameters.rope_theta is not read by transformers"),
+    ("olmo3", {ROPE: {"full_attention": {**YARN, "truncate": False}}}, "truncate=false, which transformers does not"),
+    ("olmoe", {"head_dim": 16}, "head_dim=16 must be hidden_size / num_attention_heads=6 in OlmoeForCausalLM"),
+    ("gpt_neox", {ROPE: None, "partial_rotary_factor": 0.5}, "it reads rotary_pct, here 0.25.  Give rotary_pct=0.5"),
+    (
+        "gpt_neox",
+        {ROPE: None, "rope_theta": 5e4},
+        "it reads rotary_emb_base, here 10000.  Give rotary_emb_base=50000.0",
     ),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not a key that shmap_tp knows for Olmo2ForCausalLM"),
     ("olmo3", {ROPE: None, "rope_theta": 1e4}, "rope_theta=10000 means different bases of local layers"),
@@ -250,21 +260,25 @@ def test_a_key_that_config_json_determines_cannot_be_given_another_value(tmp_pat
 
 def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do(tmp_path):
     nine = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "intermediate_size": 72}
+    nine |= {"hidden_size": 72}
     said = refusal(tmp_path, "llama", "mesh.mp=2", **nine)
     assert "does not divide heads=9" in said and "use mesh.mp in {1, 3, 9}" in said
     assert config_of(tmp_path, "llama", "mesh.mp=3", **nine).model.vocabulary_multiple == 1152
 
 
 def test_a_model_that_an_architecture_expresses_has_its_defaults_written_out_and_another_is_refused():
-    """transformers refuses null for them."""
+    """transformers refuses null for all but the padding token."""
 
-    def model(block: str, positions: str) -> Any:
-        given = f"block={block} norm=rmsnorm mlp=swiglu positions={positions}".split()
+    def model(block: str, positions: str, more: str = "") -> Any:
+        given = f"block={block} norm=rmsnorm mlp=swiglu positions={positions} {more}".split()
         return shmap_tp.load_config("model=test", "mesh.mp=1", *(f"model.{one}" for one in given)).model
 
     target = target_of(model("sequential", "rotary"), None)
-    assert target.family.architecture == "LlamaForCausalLM" and None not in target.config.values()
+    assert target.family.architecture == "LlamaForCausalLM"
+    assert [key for key, value in target.config.items() if value is None] == ["pad_token_id"]
     assert target.config["rms_norm_eps"] == 1e-6
+    uneven = "width=32 heads=6 kv_heads=6 head_dim=8"  # which LlamaConfig refuses
+    assert target_of(model("sequential", "rotary", uneven), None).family.architecture == "MistralForCausalLM"
     for changed, named in (
         (("sequential", "alibi"), r"positions=alibi \(there "),
         (("parallel", "rotary"), "block=para"),

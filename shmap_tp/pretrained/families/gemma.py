@@ -7,7 +7,7 @@ from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys
-from shmap_tp.pretrained.families.llama import ROWS, SHAPE
+from shmap_tp.pretrained.families.llama import ROWS, SHAPE, whole_heads
 from shmap_tp.pretrained.family import Family, Key, Row
 from shmap_tp.pretrained.layer_types import layer_types, pattern_in
 
@@ -42,7 +42,7 @@ def _of_kinds(period: int) -> dict[str, Any]:
 
     def derived(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         pattern = pattern_in(config, config.get("sliding_window_pattern") or period)
-        return GEMMA.derived(config, where) | {"layer_pattern": pattern}
+        return whole_heads(config, where) | GEMMA.derived(config, where) | {"layer_pattern": pattern}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         return {"layer_types": layer_types(model.layer_pattern, model.layers)}

@@ -1,5 +1,9 @@
 """Llama 1, 2 and 3, SmolLM2, and whatever else is a LlamaForCausalLM."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from shmap_tp.errors import UserError
 from shmap_tp.pretrained.config_json import RotaryKeys
 from shmap_tp.pretrained.family import Family, Key, Row
 
@@ -51,6 +55,15 @@ def without_mlp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 ROUTER_TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
 """Keys of config.json with which a router was trained; here model.router_balance_loss is given."""
 
+
+def whole_heads(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What transformers asks of some classes, also where head_dim is given."""
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    if width % heads:
+        raise UserError(f"{where}: hidden_size={width} must be a multiple of num_attention_heads={heads}")
+    return {}
+
+
 FIXED = {"block": "sequential", "norm": "rmsnorm", "positions": "rotary"}
 
 LLAMA = Family(
@@ -67,4 +80,5 @@ LLAMA = Family(
     rows=ROWS,
     prefix="model.",
     rotary=RotaryKeys(),
+    derived=whole_heads,
 )

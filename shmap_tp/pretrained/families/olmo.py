@@ -4,8 +4,11 @@ norms of heads, norms before the sublayers, and experts in every layer.
 In OLMo 3 every fourth layer is global, and scaled rates are those of the global layers alone.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from shmap_tp.errors import UserError
 from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys
 from shmap_tp.pretrained.families.llama import FIXED, ROUTER_TRAINING, ROWS, SHAPE, SWIGLU
 from shmap_tp.pretrained.families.qwen import EXPERT_ROWS
@@ -49,13 +52,23 @@ OLMO3 = replace(
     ignored=frozenset({"layer_types"}),
 )
 
+
+def _head_dim(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The norms of heads in transformers have the width, whatever head_dim is."""
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    if config.get("head_dim") not in (None, head_dim):
+        raise UserError(
+            f"{where}: head_dim={config['head_dim']} must be hidden_size / num_attention_heads={head_dim} in "
+            f"OlmoeForCausalLM, whose norms of heads have the width"
+        )
+    return {"head_dim": head_dim}
+
+
 OLMOE = Family(
     architecture="OlmoeForCausalLM",
     model_type="olmoe",
     keys=(
-        *(replace(key, default=1e-5) if key.theirs == "rms_norm_eps" else key for key in SHAPE),
-        SWIGLU,
-        Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
+        *(key for key in OLMO2.keys if key.theirs != "head_dim"),
         Key("num_experts", ("experts",), 64),
         Key("num_experts_per_tok", ("experts_per_token",), 8),
         Key("norm_topk_prob", ("router_normalize",), False),
@@ -66,5 +79,6 @@ OLMOE = Family(
     prefix="model.",
     rotary=RotaryKeys(),
     only={"clip_qkv": (None,)},
-    ignored=ROUTER_TRAINING | {"num_local_experts"},
+    ignored=ROUTER_TRAINING | {"num_local_experts", "head_dim"},
+    derived=_head_dim,
 )

@@ -359,25 +359,15 @@ def from_pretrained(
     this and reads its part.
     Raises UserError if the directory cannot be used, or the model does not suit the mesh.
     """
-    overrides = [
-        f"model.from_pretrained={compose.quoted(str(name))}",
-        f"mesh.dp={dp}",
-        f"mesh.mp={mp}",
-        f"mesh.cp={cp}",
-    ]
-    overrides += [
-        f"mesh.tensor_parallel={tensor_parallel}",
-        f"mesh.zero={zero}",
-        f"train.precision={precision_of(dtype)}",
-    ]
-    overrides += [f"train.batch={dp}", f"mesh.processes={processes}"] + (
-        [] if context is None else [f"model.context={context}"]
-    )
+    given: dict[str, Any] = {"model.from_pretrained": compose.quoted(str(name)), "model.context": context}
+    given |= {"mesh.dp": dp, "mesh.mp": mp, "mesh.cp": cp, "mesh.tensor_parallel": tensor_parallel, "mesh.zero": zero}
+    given |= {"train.precision": precision_of(dtype), "train.batch": dp, "mesh.processes": processes}
     found = None if adapter is None else open_adapter(str(adapter), open_source(str(name)))
     if found is not None:
-        of = found.config
-        overrides += [f"model.adapter.rank={of.rank}", f"model.adapter.alpha={of.alpha}"]
-        overrides += [f"model.adapter.scale={of.scale}", f"model.adapter.matrices=[{','.join(of.matrices)}]"]
+        keys = "rank", "alpha", "scale"
+        given |= {f"model.adapter.{key}": getattr(found.config, key) for key in keys}
+        given["model.adapter.matrices"] = f"[{','.join(found.config.matrices)}]"
+    overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
     config = load_config(*overrides, file=compose.CONF / "finetune.yaml")
     return Model.initialize(config, pretrained_dtype=dtype, adapter=found)
 

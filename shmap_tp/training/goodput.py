@@ -5,8 +5,9 @@ were neither skipped as bad steps nor repeated after a restart.
 
 A line of time.jsonl is a time span: cause (a TimeCategory), begin (seconds since 1970) and seconds.  Lines of steps
 also have first and last (steps first + 1 to last) and the number skipped; lines of start have the step that the run
-resumes from.  A line is written when its span ends.  After a kill, the unwritten span of steps is reconstructed from
-the times in metrics.jsonl.  Time that is in no line is down time, including the start of Python itself.
+resumes from, and of a new run new=true: no line before it counts.  A line is written when its span ends.
+After a kill, the unwritten span of steps is reconstructed from the times in metrics.jsonl.  Time that is in no line is
+down time, including the start of Python itself.
 """
 
 import json
@@ -22,7 +23,7 @@ from typing import Any
 import jax
 
 from shmap_tp.runtime.files import writing
-from shmap_tp.training.json_lines import drop_lost, read_lines, read_lines_backwards
+from shmap_tp.training.json_lines import appending, read_lines, read_lines_backwards
 from shmap_tp.training.metrics import is_metric
 
 
@@ -62,7 +63,10 @@ class TimeBreakdown:
         """When the last span ended, in seconds since 1970."""
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add the next line.  A start moves the steps after the one that it resumes from to the category `lost`."""
+        """Add the next line.  A start moves the steps after the one that it resumes from to the category `lost`; the
+        start of a new run forgets all before."""
+        if line.get("new"):
+            TimeBreakdown.__init__(self)
         category, seconds, begin = TimeCategory(line["cause"]), line["seconds"], line["begin"]
         if category == TimeCategory.start:
             self.starts += 1
@@ -109,24 +113,22 @@ class WallClock:
         self._now, self._stream = now, None
         self._category, self._begin = TimeCategory.start, now()
         self._first = self._done = self._skipped = 0
+        self._is_new = False
         self._waited = 0.0
         self._step_end: Future[float] | None = None
         self._background = ThreadPoolExecutor(1, "goodput")
 
     def open(self, directory: Path | None, first: int, *, new_run: bool) -> None:
         """End the start-up of a run in `directory` that resumes from step `first`, or starts as a `new_run`."""
-        self._first = self._done = first
+        self._first, self._done, self._is_new = first, first, new_run
         if directory:
             self._file = directory / "time.jsonl"
-            drop_lost(self._file, _is_span, lambda _: new_run, lambda _: not new_run)
             for line in () if new_run else read_lines(self._file, _is_span):
                 self.breakdown.add(line)
-            if self.breakdown.end and (span := _unwritten_steps(directory / "metrics.jsonl", self.breakdown.end)):
-                self.breakdown.add(span)
-                with writing(self._file), self._file.open("a") as stream:
-                    stream.write(json.dumps(span) + "\n")
             with writing(self._file):
-                self._stream = self._file.open("a", buffering=1)
+                self._stream = appending(self._file)
+            if self.breakdown.end and (span := _unwritten_steps(directory / "metrics.jsonl", self.breakdown.end)):
+                self._write(span)
         self.switch_to(TimeCategory.compile)
 
     def switch_to(self, category: TimeCategory) -> None:
@@ -140,7 +142,7 @@ class WallClock:
             self._write({"cause": TimeCategory.data, "begin": self._begin, "seconds": self._waited})
         line = {"cause": self._category, "begin": self._begin + self._waited, "seconds": duration - self._waited}
         if self._category == TimeCategory.start:
-            line |= {"first": self._first}
+            line |= {"first": self._first} | ({"new": True} if self._is_new else {})
         if self._category == TimeCategory.steps:
             line |= {"first": self._first, "last": self._done, "skipped": self._skipped}
         self._write(line)

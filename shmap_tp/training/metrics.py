@@ -10,6 +10,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from shmap_tp.hardware.devices import Peak
 from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.files import replacing, write_atomically, writing
 from shmap_tp.training.evaluation import Evaluation, describe
-from shmap_tp.training.json_lines import drop_lost, read_lines
+from shmap_tp.training.json_lines import appending, read_lines, read_lines_backwards
 
 LONGEST_SILENCE = 30.0
 """Seconds without a line, as far as steps end within them."""
@@ -51,7 +53,7 @@ class Recorder:
     """
 
     def __init__(self, config: Config, first_step: int, *, enabled: bool):
-        """Append to the metrics.jsonl of the same run, without the lines after `first_step`: those steps were lost."""
+        """Append to the metrics.jsonl of the same run; lines after `first_step` are of lost steps (`read_metrics`)."""
         self._enabled = enabled
         self._every = config.log.every
         self._steps = config.train.steps
@@ -64,19 +66,17 @@ class Recorder:
             return
         directory = Path(config.run.dir)
         self._file = directory / "metrics.jsonl"
-        kept = drop_lost(
-            self._file, is_metric, lambda line: line["step"] > first_step, lambda line: line["step"] < first_step
-        )
-        self.has_validation = any(line["step"] == first_step and line["split"] == "validation" for line in kept)
-        self._common = {"mesh": mesh_shape(config.mesh), "segment": kept[0]["segment"] + 1 if kept else 0}
+        last = list(takewhile(lambda line: line["step"] >= first_step, read_lines_backwards(self._file, is_metric)))
+        self.has_validation = any(line["step"] == first_step and line["split"] == "validation" for line in last)
+        segment = next((line["segment"] + 1 for line in read_lines_backwards(self._file, is_metric)), 0)
+        self._common = {"mesh": mesh_shape(config.mesh), "segment": segment}
         if config.log.tensorboard:
             self._writers.append(TensorBoardWriter(directory / "tensorboard"))
         if config.log.wandb:
             self._writers.append(WeightsAndBiasesWriter(config))
         self._samples = directory / "samples.jsonl"
-        drop_lost(self._samples, is_sample, lambda line: line["step"] > first_step, lambda _: True)
         with writing(self._file):
-            self._stream = self._file.open("a", buffering=1)
+            self._stream = appending(self._file)
         self._bar = tqdm(
             total=self._steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True, smoothing=0.1,
             bar_format="{n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}",
@@ -116,7 +116,7 @@ class Recorder:
         """Record what the model wrote after each prompt; print it unless the last step is done."""
         if not self._enabled:
             return
-        with writing(self._samples), self._samples.open("a") as stream:
+        with writing(self._samples), appending(self._samples) as stream:
             for prompt, text in texts.items():
                 stream.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
         for writer in self._writers:
@@ -196,8 +196,18 @@ class Meter:
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics.jsonl, one at a time; none if there is no file."""
-    return read_lines(file, is_metric)
+    """The lines of a metrics.jsonl, one at a time, without those of steps that a later start has trained again; none if
+    there is no file."""
+    begins: dict[int, int] = {}
+    for line in read_lines(file, is_metric):
+        if line["split"] == "train":
+            begins.setdefault(line["segment"], line["step"])
+
+    @cache
+    def end(segment: int) -> int | float:
+        return min((first for later, first in begins.items() if later > segment), default=math.inf)
+
+    return (line for line in read_lines(file, is_metric) if line["step"] < end(line["segment"]))
 
 
 def is_metric(line: dict[str, Any]) -> bool:
@@ -210,11 +220,6 @@ def is_metric(line: dict[str, Any]) -> bool:
         and isinstance(mesh, list)
         and [type(size) for size in mesh] in ([int, int], [int, int, int])
     )
-
-
-def is_sample(line: dict[str, Any]) -> bool:
-    """Whether an object has what every line of samples.jsonl has."""
-    return type(line.get("step")) is int and all(isinstance(line.get(name), str) for name in ("prompt", "text"))
 
 
 def format_samples(step: int, texts: dict[str, str]) -> str:

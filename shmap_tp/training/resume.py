@@ -12,24 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import jax
 import yaml
 
 from shmap_tp.config.compose import to_dict, to_yaml
 from shmap_tp.config.mesh_sizes import named_sizes
-from shmap_tp.config.run_directory import HEADER, saved_checkpoint_dir
+from shmap_tp.config.run_directory import HEADER
 from shmap_tp.config.schema import Config, ModelConfig, MomentumDtype, OptimizerName, Resume
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError, shown
 from shmap_tp.model.adapters import split_factors
-from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.components_file import require_components
-from shmap_tp.training.json_lines import read_lines_backwards, reading
-from shmap_tp.training.metrics import is_metric
 from shmap_tp.training.past_sources import refuse_another_past
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions
 
@@ -73,7 +69,6 @@ def restore_or_initialize(
     can be resumed, or if the checkpoint is of a run with another model, components or data order.
     """
     directory, resume, load_parameters = config.checkpoint.dir, config.checkpoint.resume, components.load_parameters
-    _require_readable_metrics(config)
     steps = checkpoints.steps()
     if resume == Resume.never and steps:
         raise UserError(
@@ -94,7 +89,6 @@ def restore_or_initialize(
                 f"no checkpoint in {directory} is intact (found: {', '.join(map(str, steps))}); restore one from a "
                 f"copy, or start another run with run.dir=..."
             )
-        _refuse_to_overwrite_metrics(config)
         checkpoints.set_aside_after(-1)
         if load_parameters is None:
             return functions.init(), None
@@ -241,37 +235,6 @@ def _types_of_data(facts: Any) -> dict[str, Any]:
     shares, sources = (value if isinstance(value, dict) else {} for value in (data.get("phases"), data["sources"]))
     types = {first: dict.fromkeys(each if isinstance(each, dict) else (), str) for first, each in shares.items()}
     return {"sources": dict.fromkeys(sources, files), "phases": types}
-
-
-def _require_readable_metrics(config: Config) -> None:
-    """Raise `StorageError`, before anything is changed, if process 0 cannot read what it is to continue."""
-    for name in ("metrics.jsonl", "time.jsonl") if jax.process_index() == 0 else ():
-        with reading(Path(config.run.dir) / name) as stream:
-            if stream:
-                stream.read(1)
-
-
-def _refuse_to_overwrite_metrics(config: Config) -> None:
-    """Raise `UserError` if a new run would empty the metrics.jsonl of a run whose checkpoints are elsewhere.
-
-    With if_present, a run that was killed before its first checkpoint starts again: its metrics are of lost steps.
-    """
-    file, directory = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.dir
-
-    def refuse() -> None:
-        last = next((line["step"] for line in read_lines_backwards(file, is_metric)), None)
-        if last is None or (
-            config.checkpoint.resume == Resume.if_present
-            and saved_checkpoint_dir(file.with_name("config.yaml")) == directory
-        ):
-            return
-        raise UserError(
-            f"{file} has the metrics of a run up to step {last}, which a new run would delete: {directory} has no "
-            f"checkpoint;\n"
-            f"name its own checkpoint.dir=... with --resume, start another run with run.dir=..., or remove the file"
-        )
-
-    on_process_0("metrics", refuse)
 
 
 def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[str, Any], step: int) -> None:

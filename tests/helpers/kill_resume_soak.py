@@ -80,7 +80,7 @@ class Soak:
             time.sleep(self.random.uniform(0, 6))
         else:
             while len(lines(self.directory)) <= seen and started[0].poll() is None:
-                seen = min(seen, len(lines(self.directory)))  # a start removes the lines of lost steps
+                seen = min(seen, len(lines(self.directory)))  # its first step makes others lost
                 time.sleep(0.02)
             time.sleep(self.random.uniform(0, 3))
         for process in targets:

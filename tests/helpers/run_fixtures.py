@@ -285,8 +285,9 @@ def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None
 
 
 def file_contents(directory: Path) -> dict[str, bytes]:
-    """The contents of every file below `directory`, by relative path."""
-    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+    """The contents of every file below `directory`, by relative path, but for what a start notes of its token files."""
+    found = (file for file in directory.rglob("*") if file.is_file() and file.suffix != ".scan")
+    return {str(file.relative_to(directory)): file.read_bytes() for file in found}
 
 
 def checkpoint_steps(directory: Path) -> list[int]:

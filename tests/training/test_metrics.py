@@ -143,17 +143,31 @@ def test_the_first_step_has_a_line_and_no_silence_is_longer_than_thirty_seconds(
     assert printed == [8, 9, 10, 11, 26, 41]
 
 
-def test_lines_of_lost_steps_and_a_partial_line_are_removed_from_metrics(tmp_path):
-    config = tiny(tmp_path)
-    file = tmp_path / "run" / "metrics.jsonl"
+def test_a_start_appends_and_lines_of_steps_that_it_trains_again_are_not_read(tmp_path):
+    """Segment 0 did six steps; 1 went on from step 2 and was killed after 4; 2 goes on from 3, and has trained 4."""
+    config, file = tiny(tmp_path), tmp_path / "run" / "metrics.jsonl"
     file.parent.mkdir()
-    old = [{"split": "train", "step": step, "loss": 1.0, "mesh": [2, 4], "segment": 0} for step in (1, 2, 3)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in old) + '{"split": "train", "st')
-    with Recorder(config, 2, enabled=True) as recorder:
-        recorder.validation(2, HALF)
-    assert [line["step"] for line in read_metrics(file)] == [1, 2, 2]
-    assert list(read_metrics(file))[-1] == {"split": "validation", "step": 2, "loss": 0.5, "mesh": [2, 4], "segment": 1}
-    assert file.read_text().endswith("}\n")
+
+    def line(segment: int, step: int, split: str = "train") -> dict:
+        return {"split": split, "step": step, "loss": 1.0, "mesh": [2, 4], "segment": segment}
+
+    earlier = [line(0, step) for step in range(1, 7)] + [line(0, 2, "validation"), line(0, 5, "validation")]
+    earlier += [line(1, 3), line(1, 3, "validation"), line(1, 4)]
+    before = "".join(json.dumps(line) + "\n" for line in earlier) + '{"split": "train", "st'
+    file.write_text(before)
+    kept = [(0, 1), (0, 2), (0, 2), (1, 3), (1, 3)]
+    assert [(line["segment"], line["step"]) for line in read_metrics(file)] == [*kept, (1, 4)]
+    with Recorder(config, 3, enabled=True) as recorder:
+        assert recorder.has_validation
+        assert [(line["segment"], line["step"]) for line in read_metrics(file)] == [*kept, (1, 4)], "nothing yet"
+        recorder.train(
+            line(2, 4) | {"learning_rate": 0.1, "tokens_per_second": 1.0, "mfu": None, "seconds_per_step": 1}
+        )
+        recorder.validation(4, HALF)
+    assert [(line["segment"], line["step"]) for line in read_metrics(file)] == [*kept, (2, 4), (2, 4)]
+    assert file.read_text().startswith(before + "\n")
+    with Recorder(config, 5, enabled=True) as recorder:
+        assert not recorder.has_validation, "that of segment 0 is of a lost step"
 
 
 def test_a_disabled_recorder_writes_nothing(tmp_path, capsys):

@@ -5,6 +5,7 @@ the run changes.  Bits per byte are those of the text of the validation batches.
 import json
 import math
 import signal
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -46,7 +47,13 @@ def train(config):
 
 
 def samples(directory):
-    return [json.loads(line) for line in (directory / "run" / "samples.jsonl").read_text().splitlines()]
+    """The last line of each step and prompt."""
+    found = {}
+    for line in (directory / "run" / "samples.jsonl").read_text().splitlines():
+        with suppress(ValueError):
+            one = json.loads(line)
+            found[one["step"], one["prompt"]] = one
+    return [found[key] for key in sorted(found, key=lambda key: key[0])]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +87,7 @@ def test_a_resumed_run_has_each_sample_once(sampled, tmp_path):
     assert train(bytes_run(tmp_path, "train.steps=4")) == 0
     assert [one["step"] for one in samples(tmp_path)] == [3, 3, 4, 4]
     with (tmp_path / "run" / "samples.jsonl").open("a") as stream:
-        stream.write('{"step": 5, "prompt": "1+1=", "text": "lost"}\n{"st')
+        stream.write('{"step": 6, "prompt": "1+1=", "text": "lost"}\n{"st')
     assert train(bytes_run(tmp_path, "checkpoint.resume=must")) == 0
     kept = [one for one in samples(tmp_path) if one["step"] != 4]
     assert kept == samples(sampled[0])

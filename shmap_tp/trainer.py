@@ -55,12 +55,9 @@ class Trainer:
         """Starts from a copy of the parameters of `model`, which has the same shape, or those of `Model.initialize`.
 
         `components` replace parts that the configuration names (docs/extending.md).
-        Raises UserError if the devices do not make the mesh, `model` has another shape, or mesh.processes is not 1.
+        Raises UserError if the devices do not make the mesh, `model` has another shape, or the
+        processes of mesh.processes have not joined.
         """
-        if config.mesh.processes != 1:
-            raise UserError(
-                f"mesh.processes={config.mesh.processes}: Trainer is for one process; start several with shmap-tp train"
-            )
         self.config, self.mesh = resolve(config)
         self.components = components = components_of(config, components)
         self._lock = threading.Lock()
@@ -108,7 +105,11 @@ class Trainer:
         waits for it.  A step whose loss or gradient is not finite changes no parameter.
         Raises UserError if the tokens have another shape, or an id is not below model.vocabulary.
         """
-        batch = self._batch(tokens, counted, segments)
+        return self.step_on(*self._batch(tokens, counted, segments))
+
+    def step_on(self, *batch: Array) -> dict[str, Array]:
+        """`step` on a batch that is on the devices, as `Batches` has it: tokens, and segments if there are any, both
+        [A B T+1]."""
         with self._lock:
             compiled = self._compiled if len(batch) == 1 else self._compiled_with_segments
             self.state, metrics = compiled(self.state, *batch)

@@ -66,7 +66,7 @@ def _verify(arguments: argparse.Namespace) -> bool:
         from shmap_tp.pretrained.configuration import load
         from shmap_tp.runtime.distributed import initialize_distributed
         from shmap_tp.training.environment import prepare_environment
-        from shmap_tp.training.verification import verify_checkpoints, verify_data, verify_replicas, verify_resume
+        from shmap_tp.verification import verify_checkpoints, verify_data, verify_replicas, verify_resume
 
     if arguments.command == "checkpoint":
         return verify_checkpoints(arguments.directory)

@@ -30,7 +30,7 @@ ORDER = [
 ]
 """Sub-packages from the lowest to the highest; each imports only itself and those before it (`shmap_tp/errors.py` is a
 module that all of them may use)."""
-LIBRARY = {"__init__", "api", "trainer", "command_model"}
+LIBRARY = {"__init__", "api", "trainer", "command_model", "verification"}
 """What `import shmap_tp` offers, above all sub-packages; only the commands may import it."""
 COMMANDS = {"__main__", "cli", "train", "prepare", "verify", "generate", "chat", "evaluate"}
 """Modules that parse, call and exit: nothing but `__main__` and `cli` imports them."""
@@ -39,6 +39,8 @@ UPPER = {
     "__main__": {"cli"},
     "cli": {"train"},
     "trainer": {"api"},
+    "verification": {"trainer"},
+    "verify": {"verification"},
     "command_model": {"api"},
     "generate": {"command_model"},
     "chat": {"command_model"},

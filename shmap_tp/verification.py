@@ -4,10 +4,7 @@
 the command.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,39 +20,26 @@ from shmap_tp.data.location import bucket_messages, open_file_system
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, parse_meta
 from shmap_tp.data.token_files import scan
 from shmap_tp.errors import UserError
+from shmap_tp.model.tokens import document_segments
 from shmap_tp.parallel.key_paths import leaves_by_path
-from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import reading
-from shmap_tp.runtime.run_lock import lock_directories
-from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.checkpoint_files import checkpoint_steps, directory_of_checkpoints, is_in_progress
-from shmap_tp.training.environment import compute_dtype
+from shmap_tp.trainer import Trainer
+from shmap_tp.training.checkpoint_files import absolute, checkpoint_steps, directory_of_checkpoints, is_in_progress
 from shmap_tp.training.integrity import find_faults
 from shmap_tp.training.replica_check import ReplicaCheck
-from shmap_tp.training.step import State, StepFunctions, build_step_functions
+from shmap_tp.training.step import State
 
 
-class Trainer:
-    """The training steps of a configuration on one mesh, without metrics or checkpoints."""
-
-    def __init__(self, config: Config):
-        self.mesh = config.mesh
-        self.functions: StepFunctions = build_step_functions(
-            config,
-            make_mesh(config.mesh),
-            compute_dtype(config.train.precision),
-            end_of_text=isolating_token(config.data, config.model),
-        )
-        self._batches = Batches(config, self.functions.tokens)
-
-    def train(self, state: State, first: int, last: int) -> tuple[State, list[float]]:
-        """Train from step `first` to step `last`; return (state, loss of each step)."""
-        losses = []
-        for step in range(first, last):
-            state, metrics = self.functions.step(state, self._batches.training(step))
-            losses.append(float(metrics["loss"]))
-        return state, losses
+def train(trainer: Trainer, batches: Batches, isolated: int | None, steps: int) -> list[float]:
+    """Train `steps` more steps on the data of the run, whose documents the id `isolated` ends if they are isolated;
+    return the loss of each."""
+    losses = []
+    for _ in range(steps):
+        tokens = batches.training(int(trainer.state.step))
+        segments = [] if isolated is None else [jax.device_put(document_segments(tokens, isolated), tokens.sharding)]
+        losses.append(float(trainer.step_on(tokens, *segments)["loss"]))
+    return losses
 
 
 def verify_resume(config: Config, other_mesh: tuple[int, ...], steps: int) -> bool:
@@ -68,26 +52,35 @@ def verify_resume(config: Config, other_mesh: tuple[int, ...], steps: int) -> bo
     dp, *cp, mp = other_mesh
     other = replace(config, mesh=replace(config.mesh, dp=dp, cp=cp[0] if cp else 1, ep=1, mp=mp, tile=None))
     validate(other)
-    same_mesh, changed_mesh = Trainer(config), Trainer(other)
-    with _temporary_checkpoints(config) as checkpoints:
-        state, _ = same_mesh.train(same_mesh.functions.init(), 0, steps)
-        saved = _to_host(state)
-        checkpoints.save(steps, state, {})
-        checkpoints.wait()
-        state, expected_losses = same_mesh.train(state, steps, 2 * steps)
-        uninterrupted, all_well = _to_host(state), True
-        del state  # frees device memory for the restored one
-        for trainer in (same_mesh, changed_mesh):
-            restored = checkpoints.restore(steps, trainer.functions.shapes)
-            wrong = bits_differ(_to_host(restored), saved)
-            end, losses = trainer.train(restored, steps, 2 * steps)
-            mesh = ", ".join(named_sizes(mesh_shape(trainer.mesh)))
+    directory = config.checkpoint.dir.rstrip("/") + "-verify"
+    if absolute(directory).exists():
+        raise UserError(f"{directory} exists already, from a `verify` that was killed: remove it, then run this again")
+    trainer, isolated = Trainer(config), isolating_token(config.data, config.model)
+    batches = Batches(config, trainer.functions.tokens)
+    try:
+        train(trainer, batches, isolated, steps)
+        saved = _to_host(trainer.state)
+        trainer.save(directory)
+        expected_losses = train(trainer, batches, isolated, steps)
+        uninterrupted, all_well = _to_host(trainer.state), True
+        for given in (config, other):
+            if given is other:
+                del trainer  # frees device memory
+                trainer = Trainer(other)
+                batches = Batches(other, trainer.functions.tokens)
+            trainer.restore(directory, step=steps)
+            wrong = bits_differ(_to_host(trainer.state), saved)
+            losses = train(trainer, batches, isolated, steps)
+            mesh = ", ".join(named_sizes(mesh_shape(given.mesh)))
             verdict = f"DIFFERS from the saved state: {wrong[0]}" if wrong else "is bitwise equal to the saved state"
             print_on_process_0(f"on {mesh}: the restored state {verdict}")
-            differing = _compare(_to_host(end), uninterrupted, steps)
+            differing = _compare(_to_host(trainer.state), uninterrupted, steps)
             relative = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
             print_on_process_0(f"  losses differ by at most {relative:.1e}, relative to those of the uninterrupted run")
-            all_well = all_well and not wrong and (trainer is changed_mesh or not differing)
+            all_well = all_well and not wrong and (given is other or not differing)
+    finally:
+        if jax.process_index() == 0 and absolute(directory).exists():
+            absolute(directory).rmtree()
     print_on_process_0(
         "on another mesh, sums are computed in another order and may differ by rounding; on the same mesh they may not"
     )
@@ -97,24 +90,23 @@ def verify_resume(config: Config, other_mesh: tuple[int, ...], steps: int) -> bo
 def verify_replicas(config: Config, steps: int) -> bool:
     """Whether all replicas of every array are equal before and after each of `steps` steps.
 
-    Starts from the newest intact checkpoint, or from new parameters if there is none.
+    Starts from the newest intact checkpoint, or from new parameters if there is no checkpoint.
     """
-    trainer = Trainer(config)
-    replica_check = ReplicaCheck(trainer.functions.shapes)
-    with Checkpoints(config.checkpoint, print_on_process_0, writes=False) as checkpoints:
-        newest = checkpoints.newest_intact()
-        state = trainer.functions.init() if newest is None else checkpoints.restore(newest, trainer.functions.shapes)
-    first, all_well = newest or 0, True
-    for step in range(first, first + steps + 1):
-        found = replica_check.differences(state)
+    trainer, isolated = Trainer(config), isolating_token(config.data, config.model)
+    batches, replica_check = Batches(config, trainer.functions.tokens), ReplicaCheck(trainer.functions.shapes)
+    if checkpoint_steps(absolute(config.checkpoint.dir)):
+        trainer.restore(config.checkpoint.dir)
+    all_well = True
+    for number in range(steps + 1):
+        train(trainer, batches, isolated, min(number, 1))
+        found = replica_check.differences(trainer.state)
         print_on_process_0(
-            f"step {step}: " + ("all replicas of every array are equal" if not found else "REPLICAS DIFFER")
+            f"step {int(trainer.state.step)}: "
+            + ("all replicas of every array are equal" if not found else "REPLICAS DIFFER")
         )
         for line in found:
             print_on_process_0(f"  {line}")
         all_well = all_well and not found
-        if step < first + steps:
-            state, _ = trainer.train(state, step, step + 1)
     return all_well
 
 
@@ -209,22 +201,3 @@ def _to_host(state: State) -> dict[str, np.ndarray]:
         name: np.array(multihost_utils.process_allgather(leaf, tiled=True) if jax.process_count() > 1 else leaf)
         for name, leaf in leaves_by_path(state).items()
     }
-
-
-@contextmanager
-def _temporary_checkpoints(config: Config) -> Iterator[Checkpoints]:
-    """An empty directory of checkpoints beside that of the run, deleted on exit."""
-    name = config.checkpoint.dir.rstrip("/") + "-verify"
-    given = replace(config.checkpoint, dir=name)
-    with lock_directories({"checkpoint.dir": name}), Checkpoints(given, print_on_process_0) as checkpoints:
-        if checkpoints.steps():
-            raise UserError(f"{name} exists already, from a `verify` that was killed: remove it, then run this again")
-        try:
-            yield checkpoints
-        finally:
-            checkpoints.wait()
-            for step in checkpoints.steps() if jax.process_index() == 0 else ():
-                epath.Path(name, str(step)).rmtree()
-    if jax.process_index() == 0 and "://" not in name:  # in a bucket, an empty directory does not exist
-        with suppress(OSError):  # another `verify` has begun there
-            Path(name).rmdir()

@@ -53,7 +53,7 @@ def initialize_distributed(config: Config, coordinator: Coordinator | None = Non
     """Join the other processes of the run, if there are any, and emulate this process's share of the devices on CPU.
 
     Must be called before JAX first uses a backend.  Raises UserError if this process cannot take part.  Exits with
-    code LOST if the others do not join within run.join_timeout_seconds.
+    LostProcessError.exit_code if the others do not join within run.join_timeout_seconds.
     """
     mesh, processes = config.mesh, config.mesh.processes
     if mesh.dp != AUTO:

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from shmap_tp.errors import LostProcessError, ShmapTpError, printable
+from shmap_tp.errors import ShmapTpError, printable
 from shmap_tp.runtime.console import error_text
 
-LOST = LostProcessError.exit_code
-"""69: another process did not start in time, or was lost (EX_UNAVAILABLE of sysexits.h)."""
 STOPPED = 75
 """The run was stopped and has saved its state; start it again with --resume (EX_TEMPFAIL of sysexits.h)."""
 STOPPED_EARLY = STOPPED, "stopped before the first training step; there is nothing to save"

@@ -27,15 +27,14 @@ from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.parallel.key_paths import types_by_path
 from shmap_tp.runtime.agreement import on_process_0
+from shmap_tp.runtime.background import interruptible
 from shmap_tp.runtime.files import make_directory, write_atomically, writing
 from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.checkpoint_files import (
     SKIPPED,
     absolute,
     checkpoint_steps,
-    interruptible,
     is_in_progress,
-    names_of_steps,
     read_facts,
     saved_state,
 )
@@ -91,10 +90,6 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, intact or not, newest first."""
         return checkpoint_steps(self._dir)
-
-    def other_names(self) -> list[int]:
-        """Steps in whose place there is something that is no checkpoint of this program."""
-        return sorted(set(names_of_steps(self._dir)) - set(self.steps()))
 
     def save(self, step: int, state: State, facts: dict[str, Any], skipped_in_a_row: int = 0) -> None:
         """Start to save in the background; returns as soon as `state` may be donated.

@@ -6,10 +6,8 @@ Only reads, so the run may be under way.
 
 import itertools
 import logging
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from shmap_tp.errors import StorageError, UserError, shown
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import types_by_path
 from shmap_tp.runtime.agreement import on_process_0
+from shmap_tp.runtime.background import interruptible
 from shmap_tp.runtime.files import first_contact
 from shmap_tp.runtime.run_lock import is_in_use
 from shmap_tp.training.integrity import MANIFEST, find_faults, first_line, unreadable
@@ -37,9 +36,6 @@ logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMes
 SKIPPED = "skipped_in_a_row"
 """File of a checkpoint that was saved within a streak of skipped steps: their number."""
 ORBAX_METADATA = "_CHECKPOINT_METADATA"
-
-INTERRUPTED_SECONDS = 5.0
-"""How long an interrupt waits for a read to end: a process that ends while files are read may crash."""
 
 Chunk = tuple[str, tuple[tuple[int, int], ...], np.ndarray]
 """(path of a parameter, the range of each dim, its values)."""
@@ -56,14 +52,9 @@ def checkpoint_steps(directory: epath.Path) -> list[int]:
     Raises `StorageError` if a directory that may be a checkpoint cannot be read: an older one would be taken for the
     newest.
     """
-    steps = names_of_steps(directory)
-    return [step for step in steps if not _names(directory / str(step)).isdisjoint((MANIFEST, ORBAX_METADATA))]
-
-
-def names_of_steps(directory: epath.Path) -> list[int]:
-    """The names in `directory` that checkpoints have, whatever they are of, newest first."""
     names = [child.name for child in directory.iterdir()] if directory.is_dir() else []
-    return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
+    steps = sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
+    return [step for step in steps if not _names(directory / str(step)).isdisjoint((MANIFEST, ORBAX_METADATA))]
 
 
 def _names(directory: epath.Path) -> set[str]:
@@ -103,31 +94,6 @@ def _metadata(directory: epath.Path) -> Any:
         return interruptible(lambda: ocp.checkpointables_metadata(directory))
     except Exception as error:  # Orbax does not check what it reads
         raise StorageError(_unusable(directory, f"{type(error).__name__}: {first_line(error)}")) from error
-
-
-def interruptible(read: Callable[[], Any]) -> Any:
-    """What `read` returns or raises; an interrupt of this thread is raised.
-
-    It runs in a thread of its own, since Orbax takes any exception for an error of what it reads, and goes on after
-    some: a Ctrl-C had no effect.
-    """
-    outcome: Future = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(read())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="read")
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.1)  # a signal may have reached another thread, and this one handles it
-    except BaseException:
-        thread.join(INTERRUPTED_SECONDS)
-        raise
-    return outcome.result()
 
 
 def _unusable(directory: epath.Path, why: str) -> str:

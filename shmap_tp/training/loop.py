@@ -43,7 +43,8 @@ def train(
     """
     with StopRequest() as stop, open_run(config, stop, coordinator, components, make_sampler) as run:
         state, saved_step = run.restore_or_initialize()
-        compiled_step = run.compile_step(saved_step or 0)
+        run.begin(saved_step or 0)
+        compiled_step = run.compile_step()
         stop.begin_training()
         return _train_from(run, compiled_step, state, saved_step)
     print(STOPPED_EARLY[1])

@@ -108,13 +108,11 @@ class PreferenceObjective(Objective):
         return dict(zip(METRICS, losses[1:], strict=True))
 
 
-def make_objective(config: Config, execution: Execution) -> Objective:
-    """The training objective of `config`."""
-    objective, train = next_token_objective(config, execution), config.train
-    if train.dpo_beta is None:
-        return objective
+def preference_objective(config: Config, execution: Execution) -> PreferenceObjective:
+    """The loss of pairs, as `config` has it."""
+    train = config.train
     how = {"label_smoothing": train.dpo_label_smoothing, "length_normalized": train.dpo_length_normalized}
-    return PreferenceObjective(objective.loss, execution, beta=train.dpo_beta, **how)
+    return PreferenceObjective(next_token_objective(config, execution).loss, execution, beta=train.dpo_beta, **how)
 
 
 def _document(batch: Batch) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"]]:

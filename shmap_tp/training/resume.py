@@ -8,6 +8,7 @@ values is copied to config.1.yaml, config.2.yaml, ...; a file of anybody else is
 import itertools
 import shutil
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import writing
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.components_file import require_components
-from shmap_tp.training.past_sources import refuse_another_past
 from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions
 
 NOT_OF_THE_RUN = {"checkpoint.resume"}
@@ -41,10 +41,7 @@ MAX_LISTED = 10
 STREAK_LIMITS = 3
 """A checkpoint saved after this many times guard.max_consecutive consecutive skipped steps is not resumed."""
 
-SPLIT_FACTS = {"tokens": int, "sha256": str}
-FACTS = {"config": {"model": dict}, "data": {"seed": int, "batch": int}, "mesh": [int, int]}
-"""The facts of a checkpoint that a resume reads, with their types; and those of its data (`_types_of_data`)."""
-BASE, BASE_FACTS = "base", {"path": str, "sha256": str}
+BASE = "base"
 """The fact that a checkpoint without frozen parameters has besides: what these are."""
 FROM = "model.from_pretrained"
 
@@ -80,7 +77,6 @@ def restore_or_initialize(
             f"checkpoint.resume=must (--resume): no checkpoint in {directory}; leave it out to start a new run there "
             f"(checkpoint.resume=never), or name the run with run.dir=..."
         )
-    _refuse_names_of_saves(config, checkpoints, steps[0] if steps else 0)
     first_save_unfinished = checkpoints.first_save_unfinished()
     step = checkpoints.newest_intact() if steps else None
     if step is None:
@@ -129,12 +125,11 @@ def _facts(step: int, config: Config, batches: Batches, checkpoints: Checkpoints
             f"earlier one"
         )
     facts = checkpoints.facts(step)
-    if isinstance(facts, dict) and "config" in facts and "data" not in facts:
+    if not (isinstance(facts, dict) and facts.keys() >= {"config", "data", "mesh"}):
         raise UserError(
-            f"checkpoint {directory}/{step} was saved by Trainer.save, which does not know the data, so a run cannot "
-            f"resume from it.\nContinue with Trainer.restore, or name another checkpoint.dir"
+            f"checkpoint {directory}/{step} was saved by Trainer.save or by another program, without the data, so "
+            f"a run cannot resume from it.\nContinue with Trainer.restore, or name another checkpoint.dir"
         )
-    facts = _check_facts(facts, f"checkpoint {directory}/{step}")
     _refuse_differences(facts, config, batches.identity, step)
     return facts
 
@@ -174,17 +169,6 @@ def without_base(state: State) -> State:
     return eqx.tree_at(lambda state: state.params, state, split_factors(state.params)[0])
 
 
-def _refuse_names_of_saves(config: Config, checkpoints: Checkpoints, newest: int) -> None:
-    """Raise `UserError` if something other than a checkpoint has the name of one that the run would save."""
-    every, last = config.checkpoint.every, config.train.steps
-    for step in checkpoints.other_names():
-        if newest < step <= last and (step == last or (every and step % every == 0)):
-            raise UserError(
-                f"{config.checkpoint.dir}/{step} is no checkpoint of this program, and the run would save step {step} "
-                f"there; move it elsewhere"
-            )
-
-
 def _refuse_endless_streak(skipped: int, step: int, config: Config, checkpoints: Checkpoints) -> None:
     """Raise `DivergedError` if so many steps before `step` were skipped that more attempts do not help.
 
@@ -203,40 +187,6 @@ def _refuse_endless_streak(skipped: int, step: int, config: Config, checkpoints:
     )
 
 
-def _check_facts(facts: Any, checkpoint: str) -> dict[str, Any]:
-    """`facts`, if they have the keys and types that are read here.  Raises `UserError` naming the first wrong one."""
-    types = FACTS | {"data": FACTS["data"] | _types_of_data(facts)}
-    if isinstance(facts, dict) and isinstance(facts.get("mesh"), list) and len(facts["mesh"]) == 3:
-        types["mesh"] = [int, int, int]
-
-    def check(value: Any, expected: Any, where: str) -> None:
-        container = type(expected) in (dict, list)
-        kind = type(expected) if container else expected
-        if type(value) is not kind or (kind is list and len(value) != len(expected)):
-            raise UserError(
-                f"the metadata of {checkpoint} was edited, or saved by another program: {where or 'all of it'} is "
-                f"{str(value)[:50]}, not of type {kind.__name__}{[len(expected)] if kind is list else ''};\n"
-                f"move the checkpoint elsewhere to resume from the one before it"
-            )
-        for key in expected if kind is dict and container else range(len(expected)) if container else ():
-            check(value.get(key) if kind is dict else value[key], expected[key], f"{where}.{key}".lstrip("."))
-
-    has_base = isinstance(facts, dict) and BASE in facts
-    check(facts, types | ({BASE: BASE_FACTS} if has_base else {}), "")
-    return facts
-
-
-def _types_of_data(facts: Any) -> dict[str, Any]:
-    """The types of what `facts` say of the files: of data.dir, or of each of data.sources and their shares."""
-    data = facts.get("data") if isinstance(facts, dict) else None
-    files = dict.fromkeys(SPLITS, SPLIT_FACTS)
-    if not isinstance(data, dict) or "sources" not in data:
-        return files
-    shares, sources = (value if isinstance(value, dict) else {} for value in (data.get("phases"), data["sources"]))
-    types = {first: dict.fromkeys(each if isinstance(each, dict) else (), str) for first, each in shares.items()}
-    return {"sources": dict.fromkeys(sources, files), "phases": types}
-
-
 def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[str, Any], step: int) -> None:
     """Raise `UserError` if the model, or what was read until `step`, differs from what was saved."""
     checkpoint = f"checkpoint {config.checkpoint.dir}/{step}"
@@ -248,7 +198,7 @@ def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[st
         before[f"optimizer.{key}"] = str(saved["config"].get("optimizer", {}).get(key, first))
         now[f"optimizer.{key}"] = str(getattr(config.optimizer, key))
     if not only_source:
-        refuse_another_past(saved["data"], identity, step, checkpoint)
+        _refuse_another_past(saved["data"], identity, step, checkpoint)
     for key in (TOKENIZER_HASH, DATA_ORDER):
         if None in (before[key], now[key]):  # bytes, or from before it was recorded
             del before[key], now[key]
@@ -257,6 +207,40 @@ def _refuse_differences(saved: dict[str, Any], config: Config, identity: dict[st
             f"{checkpoint} is of another run: {key} was {before.get(key)}, is {now.get(key)};\n"
             f"restore the old value to resume, or start another run with run.dir=..."
         )
+
+
+def _refuse_another_past(saved: dict[str, Any], identity: dict[str, Any], step: int, checkpoint: str) -> None:
+    """Raise UserError if the identities `saved` in the checkpoint of `step` and of this run differ in what the steps
+    before `step` read.
+
+    Later steps may read other sources, with other shares.  A source is known by its files, so its name may change, and
+    data.dir may become one of several sources.
+    """
+    for was, now in zip_longest(_phases(saved, step), _phases(identity, step), fillvalue=(None, None, "as before")):
+        if was[:2] != now[:2]:
+            raise UserError(
+                f"{checkpoint} is of another run, which read {was[2]}, and this one {now[2]};\nwhat was read cannot "
+                f"change. Let changes begin at step {step}: from_step: {step}, or weight: {{0: 0.7, {step}: 0.5}} with "
+                f"the weight of then"
+            )
+
+
+def _phases(identity: dict[str, Any], step: int) -> list[tuple[int, dict[tuple[str | None, ...], str], str]]:
+    """(first step, share by the sha256 of the files, both in words) of each phase that begins before `step`."""
+    only = {"data.dir": {split: identity[split] for split in SPLITS if split in identity}}
+    sources, phases = identity.get("sources", only), identity.get("phases", {"0": {"data.dir": "1"}})
+    found = []
+    for first, shares in phases.items():
+        if not first.isdecimal() or int(first) >= step:
+            continue
+        files = {
+            name: tuple(each[split].get(key) for key in ("sha256", "counted") for split in SPLITS)
+            for name, each in sources.items()
+        }
+        texts = [f"{share} {name} (sha256 {files[name][0][:12]})" for name, share in shares.items() if name in files]
+        share_of = {files.get(name, (name,)): share for name, share in shares.items()}
+        found.append((int(first), share_of, f"from step {first} {' + '.join(texts)}"))
+    return sorted(found, key=lambda phase: phase[0])
 
 
 def require_same_model(saved: ModelConfig, now: ModelConfig, checkpoint: str) -> None:

@@ -99,8 +99,8 @@ class Run:
         given = self.config, self.functions, self.batches, self.checkpoints, self.components
         return restore_or_initialize(*given, self._base)
 
-    def compile_step(self, first_step: int) -> Any:
-        """The compiled step.  Writes config.yaml and the tokenizer's files, opens time.jsonl: the run has started."""
+    def begin(self, first_step: int) -> None:
+        """The run has started: write config.yaml and the tokenizer's files, open time.jsonl, print what is trained."""
         config, functions, is_main = self.config, self.functions, jax.process_index() == 0
         directory = Path(config.run.dir)
         if is_main:
@@ -120,10 +120,12 @@ class Run:
             print_on_process_0(note)
         if self.components.make_optimizer is None:
             print_on_process_0(f"learning rate {describe_schedule(config.optimizer, config.train.steps)}")
-        options = compiler_options(jax.devices()[0].device_kind, config)
-        return compile_with(
-            functions.step.lower(functions.shapes, functions.tokens, None, self.batches.sources_shape), options
-        )
+
+    def compile_step(self) -> Any:
+        """The compiled step."""
+        functions, options = self.functions, compiler_options(jax.devices()[0].device_kind, self.config)
+        lowered = functions.step.lower(functions.shapes, functions.tokens, None, self.batches.sources_shape)
+        return compile_with(lowered, options)
 
     def make_meter(self, record: Callable[[dict[str, Any]], None]) -> Meter:
         """A meter that computes MFU from this machine's peak; prints the formula, or why there is none."""
@@ -144,10 +146,15 @@ class Run:
     def save(self, step: int, state: State, skipped_in_a_row: int) -> None:
         """Start to save the checkpoint of `step`: with adapters without the frozen parameters, if these can be read
         again."""
+        saved = state if self._base is None else without_base(state)
+        self.checkpoints.save(step, saved, self._facts, skipped_in_a_row)
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What every checkpoint has beside the state."""
         facts = {"config": to_dict(self.config), "data": self.batches.identity, "mesh": mesh_shape(self.config.mesh)}
         facts["components"] = self.components.replaced
-        saved = state if self._base is None else without_base(state)
-        self.checkpoints.save(step, saved, facts | ({BASE: self._base} if self._base else {}), skipped_in_a_row)
+        return facts | ({BASE: self._base} if self._base else {})
 
     @cached_property
     def _base(self) -> dict[str, str] | None:

@@ -30,16 +30,16 @@ from shmap_tp.layers.xla_workarounds import recompute_from
 from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.sharded_model import ShardedModel, shard_model
 from shmap_tp.model.tokens import Batch, next_token_batch, of_this_device, tokens_spec
-from shmap_tp.model.transformer import Transformer
+from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import Role, axes_of, mesh_order, token_axes
 from shmap_tp.parallel.partitioning import named_shardings
 from shmap_tp.parallel.whole_matrices import UpdateSharding
 from shmap_tp.training.bad_steps import BadStepState, StepOutcome, initial_bad_step_state, select_tree
-from shmap_tp.training.objective import Objective, Parts, all_tokens
+from shmap_tp.training.objective import Objective, Parts, all_tokens, next_token_objective
 from shmap_tp.training.optimizer import Optimizer, clip_by_global_norm, make_optimizer, update_norms
-from shmap_tp.training.preferences import make_objective
+from shmap_tp.training.preferences import preference_objective
 
 
 class State(eqx.Module):
@@ -230,6 +230,11 @@ def build_step_functions(
         trained=model.trained,
         attention=model.attention,
     )
+
+
+def make_objective(config: Config, execution: Execution) -> Objective:
+    """What the step of `config` minimises: the cross entropy of the next token, or the loss of preference pairs."""
+    return (next_token_objective if config.train.dpo_beta is None else preference_objective)(config, execution)
 
 
 def _tokens_shape(config: Config) -> tuple[int, int, int]:

@@ -23,8 +23,9 @@ import jax
 import numpy as np
 
 from shmap_tp.data.token_files import open_token_file
+from shmap_tp.errors import LostProcessError
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.runtime.exit_codes import LOST, STOPPED
+from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.integrity import MANIFEST
 from shmap_tp.training.step import State, build_step_functions
@@ -89,7 +90,11 @@ class Soak:
 
     def check(self, event: str, codes: list[int], outputs: list[tuple[str, str]], before: int) -> None:
         """Assert what must hold after each start."""
-        expected = {0} if event == "to the end" else {STOPPED, LOST, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGKILL}
+        expected = (
+            {0}
+            if event == "to the end"
+            else {STOPPED, LostProcessError.exit_code, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGKILL}
+        )
         logs = [file.read_text()[-5000:] for file in (self.directory / "run" / "logs").glob("*.log")]
         assert set(codes) <= expected, "\n".join([str(codes), *sum(outputs, ()), *logs])
         assert self.newest_checkpoint() >= before, "a complete checkpoint was lost"

@@ -19,8 +19,7 @@ from shmap_tp.parallel.collectives import all_reduce, mark_varying
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import MP, make_mesh, token_axes
 from shmap_tp.training.objective import all_tokens
-from shmap_tp.training.preferences import make_objective
-from shmap_tp.training.step import loss_and_gradients, microbatch
+from shmap_tp.training.step import loss_and_gradients, make_objective, microbatch
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, by_path
 from tests.helpers.model_fixtures import config, random_like, shapes_of

@@ -19,9 +19,8 @@ import pytest
 
 from shmap_tp import train as command
 from shmap_tp.config.process_arguments import validate_process_arguments
-from shmap_tp.errors import UserError
+from shmap_tp.errors import LostProcessError, UserError
 from shmap_tp.runtime import distributed
-from shmap_tp.runtime.exit_codes import LOST
 from shmap_tp.training import loop
 from tests.helpers.run_fixtures import (
     FIRST,
@@ -121,7 +120,7 @@ def test_two_processes_start_as_one_and_the_kill_of_one_is_reported_by_the_other
         began = time.monotonic()
         _, err = first.communicate(timeout=60)
         assert time.monotonic() - began < 60
-    assert first.returncode == LOST and "Traceback" not in err
+    assert first.returncode == LostProcessError.exit_code and "Traceback" not in err
     assert "error: process 1 is lost: no heartbeat for 10 s (run.lost_timeout_seconds)" in err
     assert_same_losses(tmp_path, alone, 3)
 
@@ -174,7 +173,7 @@ def waiting(directory: Path, number: int, port: int, *given: str) -> subprocess.
 def test_a_join_timeout_ends_a_process_and_names_the_address_and_the_likely_reason(tmp_path, monkeypatch):
     with killed_at_the_end([waiting(tmp_path, 1, port := free_port(), "run.join_timeout_seconds=2")]) as (process,):
         _, err = process.communicate(timeout=60)
-    assert process.returncode == LOST
+    assert process.returncode == LostProcessError.exit_code
     _, message = err.splitlines()[:2]
     assert message.startswith("error: process 1 of 2 waited 2 s (run.join_timeout_seconds) for the others: nothing lis")
     assert f"127.0.0.1 port {port}" in message and len(err.splitlines()) <= 3, err

@@ -3,20 +3,20 @@
 import multiprocessing
 import os
 import signal
-import traceback
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from shmap_tp.errors import LostProcessError, ShmapTpError
+from shmap_tp.errors import LostProcessError
 
 T, R = TypeVar("T"), TypeVar("R")
 _AHEAD = 2
 """Items per process that are under way, or wait for those before them."""
-_STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def in_order(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
@@ -29,79 +29,43 @@ def in_order(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterat
     if workers == 1:
         yield from map(work, items)
         return
-    with _processes(work, workers) as processes:
-        numbered, idle, busy = enumerate(items), list(processes), dict[Connection, int]()
-        results, given, taken, more = dict[int, tuple[bool, Any]](), 0, 0, True
-        while more or busy or results:
-            while more and idle and given < taken + _AHEAD * workers:
-                if more := (pair := next(numbered, None)) is not None:
-                    given, connection = pair[0] + 1, idle.pop()
-                    busy[connection] = pair[0]
-                    with _losses(processes[connection]):
-                        connection.send(pair[1])
-            if taken in results:
-                works, result = results.pop(taken)
-                if not works:
-                    raise result
-                taken += 1
-                yield result
-                continue
-            for connection in wait(list(busy)) if busy else ():
-                with _losses(processes[connection]):
-                    results[busy.pop(connection)] = connection.recv()
-                idle.append(connection)
-
-
-@contextmanager
-def _processes(work: Callable[[T], R], count: int) -> Iterator[dict[Connection, SpawnProcess]]:
-    """Processes that `_serve`, by the connection to each.  They are new ones, not copies: this one may have threads."""
-    context, processes = multiprocessing.get_context("spawn"), dict[Connection, SpawnProcess]()
     resource_tracker.ensure_running()  # else the first process starts it, and it unblocks the signals
+    before, results = multiprocessing.active_children(), deque[Future[R]]()
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin)  # not copies: this has threads
     try:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # Ctrl-C is for this process, which ends the others
-        try:
-            for _ in range(count):
-                here, there = context.Pipe()
-                processes[here] = context.Process(target=_serve, args=(there, work), daemon=True)
-                processes[here].start()
-                there.close()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        yield processes
+        for item in items:
+            with _signals_for_this_process():
+                results.append(pool.submit(work, item))
+            if len(results) == _AHEAD * workers:
+                yield results.popleft().result()
+        while results:
+            yield results.popleft().result()
+    except BrokenProcessPool:
+        raise LostProcessError(
+            "a process of --workers was killed, perhaps for lack of memory; use fewer: --workers N"
+        ) from None
     finally:
-        for process in processes.values():
-            with suppress(ValueError, AttributeError):  # it was not started
-                process.kill()
-        for connection, process in processes.items():
-            connection.close()
-            with suppress(ValueError, AssertionError):
-                process.join()
+        for process in {*multiprocessing.active_children()} - {*before}:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
-def _losses(process: SpawnProcess) -> Iterator[None]:
-    """Context that talks to a process.  Raises LostProcessError if it has ended."""
+def _signals_for_this_process() -> Iterator[None]:
+    """Context whose new processes and threads get no Ctrl-C, SIGTERM or SIGHUP: this process ends them."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
-    except (EOFError, OSError):
-        process.join()
-        code = process.exitcode or 0
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-        raise LostProcessError(
-            f"a process of --workers {how}{', perhaps for lack of memory' * (code == -9)}; use fewer: --workers N"
-        ) from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _serve(connection: Connection, work: Callable[[T], R]) -> None:
-    """Answer each item with (True, what `work` returns) or (False, the error), until the other end is closed."""
+def _begin() -> None:
+    """In a new process: end with the one that started it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a library would compete with the other processes
-    with suppress(EOFError, OSError):
-        while True:
-            item = connection.recv()
-            try:
-                answer = True, work(item)
-            except ShmapTpError as error:
-                answer = False, error
-            except Exception:
-                answer = False, RuntimeError(f"in a process of --workers:\n{traceback.format_exc()}")
-            connection.send(answer)
+
+    def end() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()

@@ -38,10 +38,11 @@ def test_results_come_in_the_order_of_the_items_and_errors_at_their_place():
 
 
 def test_a_process_that_dies_is_an_error_and_a_defect_keeps_its_traceback():
-    with pytest.raises(LostProcessError, match=r"was killed by signal 9, perhaps for lack of memory; use fewer: --wor"):
+    with pytest.raises(LostProcessError, match="was killed, perhaps for lack of memory; use fewer: --workers N"):
         list(in_order(slower_first, [1, 666, *range(100, 120)], 2))
-    with pytest.raises(RuntimeError, match=r"(?s)in slower_first.*KeyError: 'a defect'"):
+    with pytest.raises(KeyError, match="a defect") as raised:
         list(in_order(slower_first, [99], 2))
+    assert "in slower_first" in str(raised.value.__cause__)
     assert multiprocessing.active_children() == []
 
 

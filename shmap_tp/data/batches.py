@@ -21,7 +21,7 @@ from jaxtyping import Int32
 from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig, TrainConfig
 from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
 from shmap_tp.data.chat_template import ChatTemplate
-from shmap_tp.data.device_batch import device_batch, host_shards, on_devices
+from shmap_tp.data.device_batch import ReadAhead, device_batch, host_shards, on_devices
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import (
     COMPANIONS,
@@ -35,7 +35,6 @@ from shmap_tp.data.metadata import (
 )
 from shmap_tp.data.mixture import DataOrder
 from shmap_tp.data.order import ORDER, source_key
-from shmap_tp.data.read_ahead import ReadAhead
 from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
 from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256

@@ -32,7 +32,6 @@ from shmap_tp.training.json_lines import appending, read_lines, read_lines_backw
 
 LONGEST_SILENCE = 30.0
 """Seconds without a line, as far as steps end within them."""
-LOG_IN = "log in with `wandb login`, log locally with WANDB_MODE=offline"
 
 
 class Recorder:
@@ -136,7 +135,9 @@ class Recorder:
                 writer.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        line = {name: value if _is_json_value(value) else None for name, value in (line | self._common).items()}
+        line = line | self._common
+        for name in (name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)):
+            line[name] = None  # JSON has no infinities and no NaN
         with writing(self._file):
             self._stream.write(json.dumps(line) + "\n")
         for writer in self._writers:
@@ -212,13 +213,13 @@ def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
 
 def is_metric(line: dict[str, Any]) -> bool:
     """Whether an object has what every line of metrics.jsonl has."""
-    step, loss, segment, mesh = (line.get(name) for name in ("step", "loss", "segment", "mesh"))
+    loss, mesh = line.get("loss"), line.get("mesh")
     return (
         line.get("split") in ("train", "validation")
-        and all(type(number) is int and 0 <= number < 2**63 for number in (step, segment))
-        and (loss is None or (isinstance(loss, float) and math.isfinite(loss)))
+        and all(type(line.get(name)) is int for name in ("step", "segment"))
+        and (loss is None or isinstance(loss, float))
         and isinstance(mesh, list)
-        and [type(size) for size in mesh] in ([int, int], [int, int, int])
+        and all(type(size) is int for size in mesh)
     )
 
 
@@ -226,11 +227,6 @@ def format_samples(step: int, texts: dict[str, str]) -> str:
     """The samples of a step, for the terminal: each prompt and what the model wrote after it, indented."""
     shown = (textwrap.indent(prompt + text, "    ", lambda _: True) for prompt, text in texts.items())
     return "\n".join([f"step {step}  the model writes:", *shown])
-
-
-def _is_json_value(value: Any) -> bool:
-    """JSON has no infinities and no NaN."""
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 class TensorBoardWriter:
@@ -311,9 +307,8 @@ def check_weights_and_biases(config: Config) -> None:
     if not config.log.wandb:
         return
     wandb = _import_wandb()
-    with _wandb_errors(wandb, "choose another log.wandb_project"):
-        wandb.Settings(project=config.log.wandb_project)
     with _wandb_errors(wandb):
+        wandb.Settings(project=config.log.wandb_project)
         if os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
             wandb.login(verify=True)  # asks for a key on a terminal; raises without one; does nothing if W&B is offline
 
@@ -327,13 +322,14 @@ def _import_wandb() -> Any:
 
 
 @contextmanager
-def _wandb_errors(wandb: Any, way_out: str = LOG_IN) -> Iterator[None]:
+def _wandb_errors(wandb: Any) -> Iterator[None]:
     """Raise errors of wandb as `UserError`, with a way out."""
     try:
         yield
     except (wandb.Error, ValueError) as error:  # its settings raise ValueError
         raise UserError(
-            f"log.wandb=true, but W&B cannot start: {str(error).splitlines()[0]}\n{way_out}, or set log.wandb=false"
+            f"log.wandb=true, but W&B cannot start: {str(error).splitlines()[0]}\ncorrect log.wandb_project, log in "
+            f"(`wandb login`), log locally with WANDB_MODE=offline, or set log.wandb=false"
         ) from error
 
 
@@ -342,12 +338,10 @@ def _wandb_id(directory: Path) -> str:
     if given := os.environ.get("WANDB_RUN_ID"):
         return given
     file = directory / "wandb_id"
-    if file.is_file() and (stored := file.read_text().strip()):
-        return stored
-    made = uuid.uuid4().hex[:16]
-    with writing(file):
-        write_atomically(file, made + "\n")
-    return made
+    if not file.exists():
+        with writing(file):
+            write_atomically(file, uuid.uuid4().hex[:16] + "\n")
+    return file.read_text().strip()
 
 
 def _floats(line: dict[str, Any]) -> dict[str, float]:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from shmap_tp.config.schema import Config, Resume
-from shmap_tp.data import read_ahead
+from shmap_tp.data import device_batch
 from shmap_tp.data.batches import Batches, open_data, training_rows
-from shmap_tp.data.device_batch import host_shards
-from shmap_tp.data.read_ahead import AHEAD, ReadAhead
+from shmap_tp.data.device_batch import AHEAD, ReadAhead, host_shards
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop
@@ -45,7 +44,7 @@ def seconds_of_waiting(config: Config) -> list[float]:
 def test_no_step_but_the_first_waits_for_a_bucket_that_takes_200_ms(config, monkeypatch):
     first, *others = seconds_of_waiting(config)
     assert first >= DELAY and sum(others) < DELAY, others
-    monkeypatch.setattr(read_ahead, "AHEAD", 0)
+    monkeypatch.setattr(device_batch, "AHEAD", 0)
     assert min(seconds_of_waiting(config)) >= DELAY
 
 

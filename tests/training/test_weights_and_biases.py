@@ -66,7 +66,7 @@ def nothing_is_built(monkeypatch):
 
 MISTAKES = {
     "not installed": (None, "log.wandb_project=p", "log.wandb=true needs wandb: pip install"),
-    "no project": (Wandb(), "log.wandb_project=a/b", "Invalid project name 'a/b'.*\nchoose another"),
+    "no project": (Wandb(), "log.wandb_project=a/b", "Invalid project name 'a/b'.*\ncorrect log.wandb_project"),
     "not logged in": (Wandb(key=False), "log.wandb_project=p", "No API key configured.*\n.*WANDB_MODE=offline"),
 }
 

@@ -28,13 +28,13 @@ import jax
 import jax.numpy as jnp
 from gspmd_baseline import build_gspmd_programs
 from jax.stages import Compiled
+from measuring import step_caller
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.model.flops import flops_per_token
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
-from shmap_tp.plan.benchmark import step_caller
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.runtime.files import replacing

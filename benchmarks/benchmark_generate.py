@@ -26,7 +26,7 @@ import numpy as np
 import shmap_tp
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, stream
-from shmap_tp.plan.benchmark import append_json, check_outputs
+from shmap_tp.plan.flags import append_json, check_outputs
 from shmap_tp.runtime.command_line import run_command
 
 VALUES = 1 << 28

@@ -27,21 +27,15 @@ from pathlib import Path
 import check_environment  # noqa: F401
 import jax
 from gspmd_baseline import build_gspmd_programs
+from measuring import format_comparison, measure_attached, measure_emulated, report, step_parser
 from plan_comparison import compare_plan
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
-from shmap_tp.plan.benchmark import (
-    append_json,
-    config_from_flags,
-    measure_attached,
-    measure_emulated,
-    report,
-    step_parser,
-)
+from shmap_tp.plan.flags import append_json, config_from_flags
 from shmap_tp.plan.gpu import GPUS, find_nodes
 from shmap_tp.plan.predict import Prediction, predict
-from shmap_tp.plan.report import Row, format_comparison
+from shmap_tp.plan.report import Row
 from shmap_tp.runtime.command_line import run_command
 from shmap_tp.runtime.distributed import initialize_distributed
 

@@ -25,11 +25,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from layerwise_programs import PROGRAMS, ROWS, build, ring_mesh
+from measuring import time_steps
 
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS, Peak, generation, machine_peak, table_peak
 from shmap_tp.plan.aot_compile import compile_ahead_of_time, coordinates
-from shmap_tp.plan.benchmark import append_json, check_outputs, time_steps
+from shmap_tp.plan.flags import append_json, check_outputs
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.predict import CACHE
 from shmap_tp.plan.schedule_simulator import simulate

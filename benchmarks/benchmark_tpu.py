@@ -19,10 +19,11 @@ from glob import glob
 import check_environment  # noqa: F401
 import jax
 from gspmd_baseline import build_gspmd_programs
+from measuring import Result, measure_attached, measure_emulated, report, step_parser
 
 from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import GENERATIONS
-from shmap_tp.plan.benchmark import Result, config_from_flags, measure_attached, measure_emulated, report, step_parser
+from shmap_tp.plan.flags import config_from_flags
 from shmap_tp.plan.predict import Builder, predict
 from shmap_tp.plan.tpu import find_slice
 from shmap_tp.runtime.command_line import run_command

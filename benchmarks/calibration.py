@@ -20,7 +20,7 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import GENERATIONS
 from shmap_tp.model.flops import flops_per_token
-from shmap_tp.plan.benchmark import append_json
+from shmap_tp.plan.flags import append_json
 from shmap_tp.plan.predict import predict
 from shmap_tp.plan.report import Calibration, format_row
 from shmap_tp.plan.tpu import Slice

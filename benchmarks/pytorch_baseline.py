@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmark_gpu import configuration
+from measuring import WARM_UP, step_parser
 from model_options import refuse_options
 
 from shmap_tp.config.schema import (
@@ -36,7 +37,7 @@ from shmap_tp.config.schema import (
 )
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak
-from shmap_tp.plan.benchmark import WARM_UP, append_json, step_parser
+from shmap_tp.plan.flags import append_json
 from shmap_tp.plan.report import Row, config_fields, format_row
 from shmap_tp.runtime.command_line import run_command
 

@@ -22,13 +22,14 @@ from pathlib import Path
 import check_environment  # noqa: F401
 import matplotlib
 from benchmark_tpu import slice_is_attached
+from measuring import measure_attached, measure_emulated
 
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS, GIB
-from shmap_tp.plan.benchmark import append_json, measure_attached, measure_emulated
+from shmap_tp.plan.flags import append_json
 from shmap_tp.plan.predict import predict
 from shmap_tp.plan.tpu import find_slice
 from shmap_tp.runtime.command_line import run_command

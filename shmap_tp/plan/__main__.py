@@ -28,9 +28,9 @@ from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config, HeldIn
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, axis_sizes
-from shmap_tp.plan.benchmark import Parser, append_json, command_line, config_from_flags, plannable
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo, inter_slice_communication
 from shmap_tp.plan.communication.ledger import Entry, Operation, comparison, format_bytes, table
+from shmap_tp.plan.flags import Parser, append_json, command_line, config_from_flags, plannable
 from shmap_tp.plan.generation import generation_command
 from shmap_tp.plan.layout import ROW_INDENT, wrapped
 from shmap_tp.plan.plot import PlannedMemory, plot_step
@@ -71,7 +71,8 @@ def main(arguments: argparse.Namespace) -> None:
     elif arguments.devices:
         search_command(arguments)
     elif arguments.ledger:
-        print_communication(plannable(config_from_flags(arguments, *DEFAULTS)))
+        config = plannable(config_from_flags(arguments, *DEFAULTS))
+        print_communication(step_communication(config, step_dtype(config)), config)
     else:
         plan_one_mesh(arguments)
 
@@ -147,7 +148,8 @@ def plan_one_mesh(arguments: argparse.Namespace) -> None:
     print(wrapped(FORMULA))
     print("\nMEMORY per device")
     print(format_memory(memory_by_kind(prediction.programs, prediction.compiled), prediction.compiled))
-    traced = print_communication(config)
+    traced = prediction.communication
+    print_communication(traced, config)
     if prediction.text is not None:
         print_compiled_collectives(config, prediction, traced)
     if arguments.plot:
@@ -172,11 +174,8 @@ def write_plot(config: Config, prediction: Prediction, file: Path) -> None:
     print(f"\nwritten: {file}")
 
 
-def print_communication(config: Config) -> list[Entry]:
-    """Print and return what the traced step communicates."""
-    traced = step_communication(config, step_dtype(config))
+def print_communication(traced: list[Entry], config: Config) -> None:
     print(f"\nCOMMUNICATION of the traced step, {config.model.name}\n{table(traced)}")
-    return traced
 
 
 def print_compiled_collectives(config: Config, prediction: Prediction, traced: list[Entry]) -> None:

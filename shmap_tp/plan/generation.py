@@ -33,10 +33,10 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import MP, axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import named_shardings, shard_bytes, sharded_dim
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
-from shmap_tp.plan.benchmark import append_json, command_line, config_from_flags
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Entry, comparison, format_bytes, table, without_trivial_axes
+from shmap_tp.plan.flags import append_json, command_line, config_from_flags
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.layout import ROW_INDENT, wrapped
 from shmap_tp.plan.predict import CACHE

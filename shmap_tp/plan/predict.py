@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -21,9 +22,9 @@ from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.layers.experts import even_share
-from shmap_tp.parallel.mesh import axis_sizes, make_mesh
+from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import shard_bytes
-from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, compile_for_gpu, coordinates
+from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, compile_for_gpu
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Entry, format_bytes, without_trivial_axes
 from shmap_tp.plan.cudnn_questions import answered_for
@@ -69,15 +70,6 @@ def build_programs(
     return build(config, mesh, dtype)
 
 
-def facts_beside_text(row: Row, mesh: Mesh) -> dict:
-    """What a reader of a compiled module needs in addition to its text; only TPUs have coordinates."""
-    return {
-        "device_kind": row.device_kind,
-        "coords": coordinates(mesh) if hasattr(mesh.devices.flat[0], "coords") else None,
-        "model_flops_per_device": row.model_flops_per_device,
-    }
-
-
 def step_communication(config: Config, dtype: DTypeLike, components: Components = CONFIGURED) -> list[Entry]:
     """What one optimizer step of `config` communicates, computing in `dtype`, as it is traced; no device is needed.
 
@@ -85,13 +77,13 @@ def step_communication(config: Config, dtype: DTypeLike, components: Components 
     """
     chosen = replace(config, model=replace(config.model, attention=AttentionKernel.chunked))  # no kernel communicates
     mesh = make_mesh(config.mesh, [PlannedDevice("cpu") for _ in range(config.mesh.devices)])
-    return _traced_communication(build_programs(build_step_functions, chosen, mesh, dtype, components), config)
+    programs = build_programs(build_step_functions, chosen, mesh, dtype, components)
+    return _traced_communication(programs.step.trace(programs.shapes, programs.tokens), mesh)
 
 
-def _traced_communication(programs: StepFunctions, config: Config) -> list[Entry]:
+def _traced_communication(traced: jax.stages.Traced, mesh: Mesh) -> list[Entry]:
     """Without axes of size 1, whose collectives do nothing."""
-    jaxpr = programs.step.trace(programs.shapes, programs.tokens).jaxpr.jaxpr
-    return without_trivial_axes(communication_in_jaxpr(jaxpr), axis_sizes(config.mesh))
+    return without_trivial_axes(communication_in_jaxpr(traced.jaxpr.jaxpr), dict(mesh.shape))
 
 
 @dataclass(frozen=True)
@@ -102,6 +94,7 @@ class Prediction:
     compiled: Compiled
     mesh: Mesh
     programs: StepFunctions
+    traced: jax.stages.Traced
     schedule: SimulatedSchedule | None
     """None if the program does not fit."""
 
@@ -111,8 +104,9 @@ class Prediction:
         return self.compiled.text
 
     @property
-    def meta(self) -> dict:
-        return facts_beside_text(self.row, self.mesh)
+    def communication(self) -> list[Entry]:
+        """What the traced step communicates."""
+        return _traced_communication(self.traced, self.mesh)
 
 
 def predict(
@@ -137,10 +131,11 @@ def predict(
     options, limit = compiler_options(kind, config), usable_bytes(gpu) if gpu else DEVICES[kind].memory
     with answered_for(gpu) if gpu else nullcontext():
         programs = build_programs(build, config, mesh, step_dtype(config), components)
+        traced = programs.step.trace(programs.shapes, programs.tokens)
         if (minimum := state_bytes(programs)) > limit:
             compiled = Compiled(None, minimum, limit, None, 0.0)
         else:
-            lowered = programs.step.lower(programs.shapes, programs.tokens)
+            lowered = traced.lower()
             compiled = (
                 compile_for_gpu(lowered, kind, options, limit)
                 if gpu
@@ -165,7 +160,7 @@ def predict(
         **mesh_fields(mesh, config),
         **schedule_fields(schedule),
     )
-    return Prediction(row, compiled, mesh, programs, schedule)
+    return Prediction(row, compiled, mesh, programs, traced, schedule)
 
 
 def schedule_fields(schedule: SimulatedSchedule | None) -> dict:

@@ -194,18 +194,6 @@ def format_row(row: Row) -> str:
     return "\n".join(lines)
 
 
-def format_comparison(ours: Row, baseline: Row) -> str:
-    """Ratios explicit : baseline of everything known of both; below 1 the explicit program is cheaper."""
-    pairs = {
-        "time": (ours.step_seconds, baseline.step_seconds),
-        "memory": (ours.peak_bytes_per_device, baseline.peak_bytes_per_device),
-        "compile time": (ours.compile_seconds, baseline.compile_seconds),
-        "communication time": (ours.comm_seconds, baseline.comm_seconds),
-    }
-    ratios = [f"{name} {a / b:.2f}" for name, (a, b) in pairs.items() if a is not None and b]
-    return f"explicit : {baseline.program}  " + ", ".join(ratios)
-
-
 def _format_count(number: int) -> str:
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 

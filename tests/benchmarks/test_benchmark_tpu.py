@@ -9,13 +9,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import measuring
 import pytest
 
 from benchmarks import benchmark_tpu
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.hardware.devices import DEVICES, GIB
 from shmap_tp.model.flops import flops_per_token, hardware_flops_per_token, parameters
-from shmap_tp.plan import benchmark
 from shmap_tp.plan.hlo_parser import parse_hlo
 from tests.helpers.paths import ROOT
 
@@ -205,7 +205,7 @@ def test_a_mistake_is_reported_before_anything_is_compiled_or_written(monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(sys, "argv", ["benchmark_tpu.py", *flags.split()])
-    monkeypatch.setattr(benchmark, "measure", None)
+    monkeypatch.setattr(measuring, "measure", None)
     monkeypatch.setattr(benchmark_tpu, "predict", None)
     check_error(benchmark_tpu.main(), *capsys.readouterr(), MISTAKES[flags])
     assert not list(tmp_path.iterdir())

@@ -6,11 +6,11 @@ import benchmark_gpu
 import jax
 import jax.numpy as jnp
 import pytest
+from measuring import Measurement
 from plan_comparison import compare_plan, compare_programs
 from result_format import read_rows
 
 from shmap_tp.errors import UserError
-from shmap_tp.plan.benchmark import Measurement
 from shmap_tp.plan.report import Row
 
 PLANNED = Row(**read_rows("gpu_plan")[0])

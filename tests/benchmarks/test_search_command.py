@@ -17,7 +17,7 @@ from result_format import read_rows
 from shmap_tp.config.compose import load
 from shmap_tp.errors import UserError
 from shmap_tp.plan import __main__ as planner
-from shmap_tp.plan.benchmark import check_outputs
+from shmap_tp.plan.flags import check_outputs
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search import command
 from shmap_tp.plan.search.candidates import Result

@@ -30,7 +30,7 @@ from shmap_tp.plan.communication.ledger import (
     table,
     tally,
 )
-from shmap_tp.plan.predict import predict, step_communication
+from shmap_tp.plan.predict import predict, step_communication, step_dtype
 from shmap_tp.plan.report import config_fields
 from shmap_tp.plan.tpu import Slice
 from shmap_tp.training import step
@@ -165,13 +165,12 @@ def test_evaluation_communicates_the_forward_half_and_initialisation_not_at_all(
     assert not communication_in_jaxpr(jax.make_jaxpr(made.init)().jaxpr)
 
 
-def test_only_activations_are_communicated_in_bfloat16():
+def test_only_activations_are_communicated_in_the_precision_of_the_step():
     """Gradients of parameters, including replicated key/value heads, and all sums of the loss are float32."""
-    conf = program_config("2 kv heads", (2, 4))
+    conf = program_config("2 kv heads train.precision=bfloat16", (2, 4))
     activations = 2 * 4 * conf.model.context * conf.model.width
-    assert {(e.axis, e.bytes) for e in step_communication(conf, "bfloat16") if e.dtype == "bfloat16"} == {
-        (MP, activations)
-    }
+    entries = step_communication(conf, step_dtype(conf))
+    assert {(e.axis, e.bytes) for e in entries if e.dtype == "bfloat16"} == {(MP, activations)}
 
 
 def test_the_parts_of_a_step_are_named_and_each_belongs_to_a_pass():

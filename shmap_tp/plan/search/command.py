@@ -14,7 +14,7 @@ from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError, first_line
-from shmap_tp.plan.benchmark import append_json, check_flags, check_outputs, command_line, plannable
+from shmap_tp.plan.flags import append_json, check_flags, check_outputs, command_line, plannable
 from shmap_tp.plan.layout import shell_command, wrapped
 from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune, sibling
 from shmap_tp.plan.search.cost import Cost, parse_prices, short_count

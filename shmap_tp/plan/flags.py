@@ -1,0 +1,165 @@
+"""Flags of the planner and of the benchmarks, the configuration built from them, and the files that they write."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from shmap_tp.config.compose import CONF, quoted
+from shmap_tp.config.packaged import as_installed
+from shmap_tp.config.schema import Config
+from shmap_tp.config.validate import resolve_auto
+from shmap_tp.errors import UserError, shown
+from shmap_tp.parallel.mesh import DP, MP
+from shmap_tp.pretrained.configuration import load
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors take two lines, as those of the configuration do, and not the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n--help lists the flags\n")
+
+
+def add_step_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which step, of which model, in which batch: those of `config_from_flags`."""
+    parser.add_argument(
+        "--cfg", metavar="FILE", help=as_installed("take the step from FILE, such as a recipe of conf/recipes/")
+    )
+    parser.add_argument("--model", help=as_installed("a model of conf/model/"))
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences per optimizer step, over all devices")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens per sequence (default: the model's)")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="gradient accumulation: microbatches per step")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="configuration overrides, such as model.remat=all_matmuls"
+    )
+
+
+def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of one mesh."""
+    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel size (default: that of --cfg)")
+    parser.add_argument("--mp", type=int, metavar="N", help="model-parallel size; dp x mp is the number of devices")
+
+
+def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int, microbatches: int) -> Config:
+    """The file of --cfg, or else conf/config.yaml, with the flags applied.
+
+    Without --cfg, defaults where flags are missing: this model, `microbatches` microbatches of `sequences` sequences on
+    each dp rank, sequence parallelism, ZeRO-1, and joined documents, as in published figures.  With --cfg, its own
+    values.  Raises UserError.
+    """
+    check_flags(arguments)
+    if arguments.cfg:
+        return _config_from_file(arguments)
+    if arguments.dp is None or arguments.mp is None:
+        raise UserError("give --dp and --mp, or --cfg FILE, which contains them")
+    microbatches = arguments.microbatches or microbatches
+    batch = arguments.batch
+    if batch is None:
+        batch = arguments.dp * sequences * microbatches
+    elif arguments.microbatches is None:
+        microbatches = max(1, batch // max(1, arguments.dp * sequences))
+    settings = [
+        f"model={'pretrained' if vars(arguments).get('from_pretrained') else arguments.model or model}",
+        f"mesh.dp={arguments.dp}",
+        f"mesh.mp={arguments.mp}",
+        f"train.batch={batch}",
+        f"train.microbatches={microbatches}",
+        "mesh.tensor_parallel=sequence",
+        "mesh.zero=zero1",
+        "data.documents=joined",
+        f"mesh.slices={_slices(arguments)}",
+    ]
+    settings += [f"model.context={arguments.context}"] if arguments.context is not None else []
+    directory = vars(arguments).get("from_pretrained")
+    settings += [f"model.from_pretrained={quoted(directory)}"] if directory else []
+    return resolve_auto(load(str(CONF / "config.yaml"), settings + arguments.overrides))
+
+
+def plannable(config: Config) -> Config:
+    """`config`.  Raises UserError for a step that has more than a plan counts."""
+    if config.train.dpo_beta is not None:
+        raise UserError(
+            f"train.dpo_beta={config.train.dpo_beta}: a plan does not count the forward pass of the reference; plan "
+            f"with train.dpo_beta=null, and add a third to its time"
+        )
+    if config.run.components is not None:
+        raise UserError(
+            f"run.components={shown(config.run.components)}: a plan is of the parts that the configuration names; plan "
+            f"with run.components=null, or in Python with predict(..., components=...)"
+        )
+    return config
+
+
+def _config_from_file(arguments: argparse.Namespace) -> Config:
+    """The file of --cfg with the flags that are given applied."""
+    flags = vars(arguments)
+    keys = {"model": "model", DP: "mesh.dp", MP: "mesh.mp", "batch": "train.batch", "context": "model.context"}
+    keys |= {"microbatches": "train.microbatches", "slices": "mesh.slices"}
+    given = [f"{key}={flags[flag]}" for flag, key in keys.items() if flags.get(flag) is not None]
+    return resolve_auto(load(arguments.cfg, given + arguments.overrides))
+
+
+def _slices(arguments: argparse.Namespace) -> int:
+    given = vars(arguments).get("slices")
+    return 1 if given is None else given
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Raise UserError for a file that could not be written when all is computed."""
+    seen: dict[Path, str] = {}
+    for name in ("json", "hlo", "plot", "recipe"):
+        if file := vars(arguments).get(name):
+            if (other := seen.setdefault(Path(file).absolute(), name)) != name:
+                raise UserError(f"--{other} and --{name} are both {shown(file)}; choose another file for one of them")
+            try:
+                _open_for_writing(Path(file))
+            except OSError as error:  # such as a missing directory, one of another user, a name that is too long
+                raise UserError(
+                    f"--{name} {shown(file)}: cannot be written; create its directory, or choose another file"
+                ) from error
+
+
+def _open_for_writing(file: Path) -> None:
+    """Raises OSError where `file` cannot be written.  It keeps its content, or goes away again.  A pipe or a device is
+    not opened."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        return
+    is_new = not file.exists()
+    file.open("ab").close()
+    if is_new:
+        file.unlink()
+
+
+def check_flags(arguments: argparse.Namespace) -> None:
+    """Check what the configuration does not: flags that would be ignored, and output files that cannot be written."""
+    given = vars(arguments)
+    for name in (DP, MP, "batch", "context", "microbatches", "steps"):
+        if given.get(name) is not None and given[name] < 1:
+            raise UserError(f"--{name} {given[name]} is too small; it must be 1 or more")
+    if given.get("emulate") and (given.get("topology") is not None or given.get("slices") is not None):
+        raise UserError("--topology and --slices apply to TPUs only; omit them, or omit --emulate to predict")
+    slices = _slices(arguments)
+    if slices < 1:
+        raise UserError(f"--slices {slices} is too small; it must be 1 or more")
+    if given.get(DP) is not None and given[DP] % slices:
+        raise UserError(
+            f"--slices {slices} does not divide --dp {given[DP]}: mp must lie within one slice; choose a divisor"
+        )
+    check_outputs(arguments)
+
+
+def command_line(script: str = "") -> str:
+    """The command that this process runs, to be repeated; of the planner, or of a script of benchmarks/."""
+    return shlex.join(["python", *([f"benchmarks/{script}"] if script else ["-m", "shmap_tp.plan"]), *sys.argv[1:]])
+
+
+def append_json(row: dict, file: Path) -> None:
+    """Append one line to a file of JSON objects."""
+    try:
+        with file.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}; choose another --json") from error

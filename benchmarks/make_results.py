@@ -8,7 +8,7 @@ results/gpu_plan.jsonl benchmark_gpu.py --version
 results/ring.jsonl        benchmark_tpu.py --json results/observed.jsonl    written by hand: what, value, command
 results/layerwise.jsonl   benchmark_layerwise.py --json   results/pretrained.jsonl  plan --from-pretrained --json
 results/searches.jsonl    from what the commands print    results/whole_space.jsonl whole_space.py
-results/generation.jsonl  shmap_tp.plan --decode --json    results/generation_cpu.jsonl benchmark_generate.py --json
+results/generation.jsonl  shmap_tp.plan decode --json    results/generation_cpu.jsonl benchmark_generate.py --json
 """
 
 import math
@@ -155,8 +155,8 @@ def gpu_steps() -> str:
 
 Compiled by XLA for GPU on a CPU machine: memory is the compiler's peak, without NCCL's buffers and CUDA's context, out
 of JAX's default memory pool (75 % of the GPU's memory).  The collectives of 6b and llama3_8b on H100 and H200, three
-meshes each, and of llama3_70b on (64, 1) were compared with the ledger (`python -m shmap_tp.plan` with the same flags):
-as planned.  The time is an estimate by formulas that no GPU has confirmed (`shmap_tp/plan/gpu.py`).
+meshes each, and of llama3_70b on (64, 1) were compared with the traced ones (`python -m shmap_tp.plan step` with the
+same flags): the same bytes.  The time is an estimate by formulas that no GPU has confirmed (`shmap_tp/plan/gpu.py`).
 
 Published beside them, none of the same step: Llama-3-70B on 64 H100, 731 TFLOP/s a GPU in FP8 (Megatron-Bridge), 37 %
 of the FP8 peak of 1979, beside the {_bf16_rate(planned)} that (64, 1) is estimated to do in bfloat16; in bfloat16,

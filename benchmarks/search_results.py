@@ -18,7 +18,7 @@ def searches() -> str:
     ]  # fmt: skip
     return f"""## Searches
 
-What `python -m shmap_tp.plan --devices N` finds in the minutes named, on two cores that other work shared, beside the
+What `python -m shmap_tp.plan search` finds in the minutes named, on two cores that other work shared, beside the
 fastest configuration that was found by hand for the same batch.  Both are predicted.  The steps by hand of 64b, 128b
 and llama2_70b were compiled before the update was judged in the step, which costs up to 1.6 %.  The rank correlation of
 the formulas with the steps that were compiled and fit says little for two to four of them, which the formulas had

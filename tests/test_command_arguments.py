@@ -4,13 +4,13 @@ import pytest
 
 from shmap_tp import prepare, verify
 from shmap_tp.errors import UserError
-from shmap_tp.plan.__main__ import main, make_parser
+from shmap_tp.plan.__main__ import main, parse
 
 
 @pytest.mark.parametrize("flag", ["model", "from-pretrained", "cfg", "json", "topology"])
 def test_the_planner_refuses_an_empty_value_in_place_of_its_default(flag):
     """Such as that of a shell variable that is not set."""
-    arguments = make_parser().parse_args(["--dp", "1", "--mp", "1", "--ledger", f"--{flag}", ""])
+    arguments = parse(["step", "--dp", "1", "--mp", "1", f"--{flag}", ""])
     with pytest.raises(UserError, match=f"--{flag} is empty"):
         main(arguments)
 
@@ -28,7 +28,7 @@ def test_a_plan_refuses_a_step_that_it_does_not_count(flags, given):
 
 @pytest.mark.parametrize("file", ["/nowhere/recipe.yaml", "/tmp", "x" * 300])
 def test_a_search_is_refused_before_it_begins_if_its_recipe_cannot_be_written(file):
-    arguments = make_parser().parse_args(["--version", "v5e", "--devices", "4", "--model", "test", "--recipe", file])
+    arguments = parse(["search", "--version", "v5e", "--devices", "4", "--model", "test", "--recipe", file])
     with pytest.raises(UserError, match=r"--recipe .*: cannot be written; create its directory"):
         main(arguments)
 

@@ -303,7 +303,7 @@ def format_generation(row: GenerationRow) -> str:
     return "\n".join([*lines, bound])
 
 
-# The command: python -m shmap_tp.plan --decode
+# The command: python -m shmap_tp.plan decode
 
 PROMPT_TOKENS, NEW_TOKENS, PROMPTS = 1024, 256, 8
 """Where the flags say nothing else: tokens of a prompt and of its continuation, prompts on each dp rank."""
@@ -321,7 +321,7 @@ def generation_command(arguments: argparse.Namespace) -> None:
     )
     target = find_target(arguments.version, config.mesh.devices, arguments.topology, config.mesh.slices)
     if not isinstance(target, Slice):
-        raise UserError(f"--decode --version {arguments.version}: generation is planned for TPUs only; choose a TPU")
+        raise UserError(f"--version {arguments.version}: generation is planned for TPUs only; choose a TPU")
     print(f"compiling prefill and decode for {target} ...", flush=True)
     dtype = HeldIn(arguments.dtype or HeldIn.bfloat16)
     prediction = predict_generation(config, target, requests, dtype)

@@ -26,6 +26,8 @@ from shmap_tp.plan.tpu import LinkModel, Slice, find_slice
 
 VERSIONS = [*GENERATIONS, *GPUS]
 """What `--version` takes."""
+VERSION = "v3"
+"""Where it is not given."""
 
 Target = Slice | Nodes
 Links = LinkModel | GpuLinks
@@ -41,11 +43,11 @@ def find_target(version: str, devices: int, topology: str | None, slices: int) -
     return find_nodes(version, devices)
 
 
-def devices_of_nodes(versions: str, nodes: int | None) -> int | None:
+def devices_of_nodes(versions: list[str], nodes: int | None) -> int | None:
     """The GPUs of `--nodes`; None where it is not given.  Raises UserError where one of `versions` is a TPU."""
     if nodes is None:
         return None
-    for version in versions.split(","):
+    for version in versions:
         if version not in GPUS:
             raise UserError(f"--nodes {nodes} is for GPUs ({', '.join(GPUS)}); give --devices for {version}")
     if nodes < 1:

@@ -13,11 +13,11 @@ from shmap_tp.plan.tpu import Slice, find_slice
 from shmap_tp.runtime.command_line import run_command
 from tests.helpers.commands import call
 
-PLAN = ["-m", "shmap_tp.plan", "--model", "test"]
+PLAN = ["-m", "shmap_tp.plan", "step", "--model", "test"]
 
 
 def test_the_plan_prints_the_communication_of_the_traced_step_without_a_compiler(capsys):
-    planner.main(planner.make_parser().parse_args(["--model", "test", "--dp", "2", "--mp", "4", "--ledger"]))
+    planner.main(planner.parse(["ledger", "--model", "test", "--dp", "2", "--mp", "4"]))
     printed = capsys.readouterr().out
     assert "block " in printed and "reduce-scatter" in printed and "total" in printed
 

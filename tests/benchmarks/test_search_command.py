@@ -1,4 +1,4 @@
-"""`python -m shmap_tp.plan --devices N`: what a search prints and writes, and short errors for mistakes."""
+"""`python -m shmap_tp.plan search`: what a search prints and writes, and short errors for mistakes."""
 
 import json
 import os
@@ -26,8 +26,8 @@ from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED
 from tests.helpers.fresh_process import ctrl_c_of_a_terminal
 from tests.helpers.paths import ROOT
 
-SEARCH = "--version v5e --devices 4 --model test --batch 16"
-BOTH = "--versions v5e,v6e --devices 4 --model test --batch 16"
+SEARCH = "search --version v5e --devices 4 --model test --batch 16"
+BOTH = "search --version v5e,v6e --devices 4 --model test --batch 16"
 FEW = "mesh.mp=1 model.remat=full model.offload=[]"
 """Keys that make a search small."""
 
@@ -69,7 +69,7 @@ class CompiledAtOnce:
 
 
 def plan(flags: str) -> None:
-    planner.main(planner.make_parser().parse_args(flags.split()))
+    planner.main(planner.parse(flags.split()))
 
 
 def words_of(printed: str) -> list[str]:
@@ -96,7 +96,7 @@ def test_without_a_compiler_the_formulas_rank_and_it_is_said_once(without_compil
 
 def test_the_fastest_is_the_smallest_of_equally_fast_candidates(without_compiler, capsys):
     """GPT-2: the formulas do not charge the recomputation of all_matmuls, and `none` saves more."""
-    plan("--version v5e --devices 8 --model gpt2 mesh.mp=1 mesh.zero=zero1 model.offload=[]")
+    plan("search --version v5e --devices 8 --model gpt2 mesh.mp=1 mesh.zero=zero1 model.offload=[]")
     printed = capsys.readouterr().out
     first = printed.split("candidate\n")[1].splitlines()[0]
     assert first.startswith("*") and first.endswith(printed.split("fastest (formulas): ")[1].splitlines()[0])
@@ -104,7 +104,7 @@ def test_the_fastest_is_the_smallest_of_equally_fast_candidates(without_compiler
 
 def test_what_is_given_as_a_key_or_a_flag_is_kept(without_compiler, capsys):
     keys = "train.batch=8 mesh.mp=2 model.remat=full train.precision=bfloat16"
-    plan(f"--version v5e --devices 4 --model test --context 32 {keys}")
+    plan(f"search --version v5e --devices 4 --model test --context 32 {keys}")
     printed = capsys.readouterr().out
     words = words_of(printed)
     chosen = load("conf/config.yaml", words)
@@ -116,7 +116,7 @@ def test_what_is_given_as_a_key_or_a_flag_is_kept(without_compiler, capsys):
 
 
 def test_a_file_is_searched_with_its_own_batch(without_compiler, capsys):
-    plan(f"--version v5e --devices 16 --cfg conf/recipes/gpt2_124m_v5e-8.yaml {FEW}")
+    plan(f"search --version v5e --devices 16 --cfg conf/recipes/gpt2_124m_v5e-8.yaml {FEW}")
     words = words_of(capsys.readouterr().out)
     batch = load("conf/recipes/gpt2_124m_v5e-8.yaml", []).train.batch
     assert f"train.batch={batch}" in words
@@ -124,11 +124,11 @@ def test_a_file_is_searched_with_its_own_batch(without_compiler, capsys):
 
 
 def test_gpu_nodes_of_one_kind_and_of_several_are_searched(without_compiler, capsys):
-    plan(f"--version h100 --nodes 1 --model test --batch 16 {FEW}")
+    plan(f"search --version h100 --nodes 1 --model test --batch 16 {FEW}")
     printed = capsys.readouterr().out
     assert "test on 1 x 8 NVIDIA H100 80GB HBM3: 16 sequences" in printed
     assert load("conf/config.yaml", words_of(printed)).mesh.processes == 1
-    plan(f"--versions h100,b200 --nodes 1 --model test --batch 16 train.microbatches=1 {FEW}")
+    plan(f"search --version h100,b200 --nodes 1 --model test --batch 16 train.microbatches=1 {FEW}")
     names = [line.split(":")[0] for line in summary_of(capsys.readouterr().out)[::2]]
     assert names == ["  1 x 8 NVIDIA H100 80GB HBM3", "  1 x 8 NVIDIA B200"]
 
@@ -164,20 +164,20 @@ def test_of_several_slices_those_that_were_not_compiled_are_named_and_the_cheape
 def test_a_model_that_fits_nowhere_is_said_to_need_more_for_one_slice_and_for_each_of_several(without_compiler, capsys):
     large = "--devices 4 --model llama3_70b --batch 4 mesh.mp=4 mesh.zero=none model.remat=full model.offload=[]"
     with pytest.raises(UserError) as caught:
-        plan(f"--version v5e {large}")
+        plan(f"search --version v5e {large}")
     message = str(caught.value)
     assert "needs about" in message and "of 15.8 GiB per device" in message and "use more devices" in message
     assert len(message.splitlines()) == 2
     capsys.readouterr()
     with pytest.raises(UserError, match="nothing that was searched fits"):
-        plan(f"--versions v5e,v6e {large}")
+        plan(f"search --version v5e,v6e {large}")
     during, summary = capsys.readouterr().out.split("\nthe fastest of each")
     assert during.count("GiB per device") == during.count("use more devices") == 2
     assert summary.count(": nothing: the smallest, ") == 2, "no target goes without a line"
 
 
-OF_TEST = "--model test train.microbatches=1"
-ONE_MESH = "--dp 2 --mp 2 --model test"
+OF_TEST = "search --model test train.microbatches=1"
+OF_MESH = "--dp 2 --mp 2 --model test"
 MISTAKES = {
     f"{SEARCH} --price 1": "--price needs --tokens",
     f"{SEARCH} --tokens 1e9 --price free": "--price free is no price",
@@ -201,30 +201,17 @@ MISTAKES = {
     f"{SEARCH} model.offload=[gate,all]": "model.offload=[gate,all]: all is none of input, sublayer_output",
     f"{SEARCH} mesh.dp=two": "mesh.dp=two is no whole number",
     f"{SEARCH} {FEW} --json new.jsonl": "--json new.jsonl takes compiled steps, and the compiler is not installed;",
-    f"{OF_TEST} --versions v5e,v9 --devices 4": "--versions v9: unknown; use some of v2, v3",
-    f"{OF_TEST} --version v5e --versions v6e --devices 4": "--version and --versions both name the devices; give one",
-    f"{OF_TEST} --version h100 --nodes 1 --devices 16": "--nodes and --devices both give the number of devices; give",
-    f"{OF_TEST} --versions h100,v5e --nodes 1": "--nodes 1 is for GPUs (a100, h100, h200, b200); give --devices for",
+    f"{OF_TEST} --version v5e,v9 --devices 4": "--version v9: unknown; use some of v2, v3",
+    f"{OF_TEST} --version h100,v5e --nodes 1": "--nodes 1 is for GPUs (a100, h100, h200, b200); give --devices for",
     f"{OF_TEST} --version v5e --devices many": "--devices many is no number of devices",
     f"{OF_TEST} --devices 5 --version v5e": "there is no v5e slice of 5 devices;",
-    "--model test --dp 2": "--dp 2 is half a mesh; give --dp and --mp for one mesh, or --devices to search it",
-    "--model test --devices 4 --mp 2": "--mp 2: a search chooses the mesh; fix it as mesh.dp=N or mesh.mp=N,",
-    "--model test --devices 4 --decode": "--decode plans generation; omit --devices, and give --dp and --mp",
-    "--model test --devices 4 --ledger": "--ledger applies to one mesh",
-    "--model test --devices 4 --plot x.png": "--plot draws the step of one mesh",
-    "--model test": "give --devices or --nodes to search the best configuration",
-    f"{ONE_MESH} --devices 4": "give --dp and --mp for one mesh",
-    f"{ONE_MESH} --minutes 3": "--minutes applies to the search; give --devices",
-    f"{ONE_MESH} --ledger --json x": "--json writes predicted rows",
-    f"{ONE_MESH} --plot /proc/x.png": "--plot /proc/x.png: cannot be written",
-    f"{ONE_MESH} --decode --plot x.png": "--decode plans generation; omit --plot",
-    f"{ONE_MESH} --new-tokens 4": "--new-tokens applies to generation; add --decode",
-    f"{ONE_MESH} --dtype int8": "--dtype applies to generation; add --decode",
-    f"{ONE_MESH} --version v5e --decode --batch 3": "--batch 3 is not divisible by --dp 2",
-    f"{ONE_MESH} --version v5e --decode --prompt-tokens 500": "tokens, above model.context=",
-    f"{ONE_MESH} --version v5e --decode --new-tokens 0": "--new-tokens 0 is too small",
-    f"{ONE_MESH} --version h100 --decode --dp 4": "generation is planned for TPUs only",
-    f"{ONE_MESH} --version v5e --decode --slices 2 --dp 4": "generation is planned on one slice",
+    "step --model test --dp 2": "give --dp and --mp, or --cfg FILE, which contains them",
+    f"step {OF_MESH} --plot /proc/x.png": "--plot /proc/x.png: cannot be written",
+    f"decode {OF_MESH} --version v5e --batch 3": "--batch 3 is not divisible by --dp 2",
+    f"decode {OF_MESH} --version v5e --prompt-tokens 500": "tokens, above model.context=",
+    f"decode {OF_MESH} --version v5e --new-tokens 0": "--new-tokens 0 is too small",
+    f"decode {OF_MESH} --version h100 --dp 4": "generation is planned for TPUs only",
+    f"decode {OF_MESH} --version v5e --slices 2 --dp 4": "generation is planned on one slice",
 }
 
 
@@ -236,13 +223,40 @@ def test_a_mistake_is_explained_before_anything_is_compiled(flags, without_compi
     assert printed.startswith("error: ") and MISTAKES[flags] in printed and len(printed.splitlines()) <= 2
 
 
-@pytest.mark.parametrize("mistake", ["--version v9", "--tokens lots", "--devices"])
-def test_a_flag_that_cannot_be_read_takes_two_lines(mistake, capsys):
+WRONG_FLAGS = {
+    "step --version v9": "argument --version: ",
+    "search --devices 4 --tokens lots": "argument --tokens: ",
+    "search --devices": "argument --devices: ",
+    "search --model test": "one of the arguments --devices --nodes is required",
+    "search --nodes 1 --devices 16": "argument --devices: not allowed with argument --nodes",
+    "search --devices 4 --mp 2": "unrecognized arguments: --mp",
+    "step --dp 2 --mp 2 --minutes 3": "unrecognized arguments: --minutes",
+    "decode --dp 2 --mp 2 --plot x.png": "unrecognized arguments: --plot",
+    "ledger --dp 2 --mp 2 --json x": "unrecognized arguments: --json",
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_FLAGS)
+def test_a_flag_of_another_mode_or_one_that_cannot_be_read_takes_two_lines(mistake, capsys):
     with pytest.raises(SystemExit) as caught:
-        planner.make_parser().parse_intermixed_args(mistake.split())
+        planner.parse(mistake.split())
     lines = capsys.readouterr().err.splitlines()
     assert caught.value.code == 2 and len(lines) == 2
-    assert lines[0].startswith(f"error: argument {mistake.split()[0]}: ") and lines[1] == "--help lists the flags"
+    assert lines[0].startswith(f"error: {WRONG_FLAGS[mistake]}") and lines[1] == "--help lists the flags"
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        ("--dp 2 --mp 2 --ledger", "ledger"), ("--decode --dp 2 --mp 2", "decode"),
+        ("--versions v5e,v6e --devices 4", "search"), ("--version h100 --nodes=1", "search"),
+        ("--dp 2 --mp 2 --version v5e", "step"),
+    ],
+)  # fmt: skip
+def test_the_flags_of_the_release_before_say_the_mode_and_how_to_name_it(flags, mode, capsys):
+    arguments = planner.parse(["--model", "test", *flags.split()])
+    assert (arguments.mode, arguments.model) == (mode, "test")
+    assert capsys.readouterr().err == f"say python -m shmap_tp.plan {mode} ...; the next release asks for the mode\n"
 
 
 def test_an_output_that_is_checked_is_not_touched(tmp_path):
@@ -250,7 +264,7 @@ def test_an_output_that_is_checked_is_not_touched(tmp_path):
     old.write_text("rows")
     os.mkfifo(pipe)
     for file in (new, old, pipe):
-        check_outputs(planner.make_parser().parse_args(["--json", str(file)]))
+        check_outputs(planner.parse(["step", "--json", str(file)]))
     assert not new.exists() and old.read_text() == "rows"
 
 
@@ -300,7 +314,7 @@ def test_ctrl_c_before_anything_is_compiled_has_no_traceback(monkeypatch, capsys
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planner, "search_command", interrupted)
+    monkeypatch.setitem(planner.MODES, "search", interrupted)
     assert run_command(lambda: plan(SEARCH)) == INTERRUPTED
     assert capsys.readouterr().err == ""
 

@@ -167,11 +167,11 @@ def check_pod(step: str, rest: list[str]) -> None:
 
 
 def check_plan(words: list[str]) -> None:
-    arguments = plan.make_parser().parse_intermixed_args(words)
-    plan.check_devices(arguments)
-    if arguments.devices:
+    assert words[0] in plan.MODES, "documents name the mode"
+    arguments = plan.parse(words)
+    if arguments.mode == "search":
         find_targets(arguments)
-    elif not arguments.ledger:
+    elif arguments.mode != "ledger":
         with_paths(arguments)
         mesh = config_from_flags(arguments, *plan.DEFAULTS).mesh
         find_target(arguments.version, mesh.dp * mesh.mp, arguments.topology, mesh.slices)

@@ -167,7 +167,7 @@ def test_evaluation_communicates_the_forward_half_and_initialisation_not_at_all(
 
 def test_only_activations_are_communicated_in_the_precision_of_the_step():
     """Gradients of parameters, including replicated key/value heads, and all sums of the loss are float32."""
-    conf = program_config("2 kv heads train.precision=bfloat16", (2, 4))
+    conf = program_config("kv_heads=2 positions=rotary mlp=swiglu norm=rmsnorm train.precision=bfloat16", (2, 4))
     activations = 2 * 4 * conf.model.context * conf.model.width
     entries = step_communication(conf, step_dtype(conf))
     assert {(e.axis, e.bytes) for e in entries if e.dtype == "bfloat16"} == {(MP, activations)}

@@ -31,7 +31,7 @@ from tests.helpers.commands import call
 from tests.helpers.communication_rules import ArrayTraffic
 from tests.helpers.model_fixtures import config, mesh_of
 
-PLAN = ["-m", "shmap_tp.plan", "--model", "test", "--dp", "2", "--mp", "2", "--version", "v5e"]
+PLAN = ["-m", "shmap_tp.plan", "decode", "--model", "test", "--dp", "2", "--mp", "2", "--version", "v5e"]
 SMALL = Requests(batch=8, prompt=20, new=4)
 
 
@@ -133,7 +133,7 @@ def test_a_prediction_is_consistent():
 
 def test_the_command_prints_the_row_and_its_communication(tmp_path):
     pytest.importorskip("libtpu")
-    done = call(*PLAN, "--decode", "--dtype", "int8", "--json", str(file := tmp_path / "rows.jsonl"))
+    done = call(*PLAN, "--dtype", "int8", "--json", str(file := tmp_path / "rows.jsonl"))
     assert done.returncode == 0, done.stderr
     row = json.loads(file.read_text())
     assert row["model"] == "test" and row["prompt"] + row["new"] <= 128 and row["batch"] == 16

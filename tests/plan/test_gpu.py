@@ -92,8 +92,8 @@ MISTAKES = {
     "--dp 3 --mp 4": (lambda: find_nodes("h100", 12), "12 GPUs do not fill nodes of 8"),
     "h300": (lambda: find_nodes("h300", 8), "unknown GPU; use one of a100, h100, h200, b200"),
     "--topology": (lambda: find_target("h100", 8, "2x4", 1), "GPUs have none"),
-    "--nodes for TPUs": (lambda: devices_of_nodes("v5e", 1), "--nodes 1 is for GPUs"),
-    "--nodes 0": (lambda: devices_of_nodes("h100", 0), "it must be 1 or more"),
+    "--nodes for TPUs": (lambda: devices_of_nodes(["v5e"], 1), "--nodes 1 is for GPUs"),
+    "--nodes 0": (lambda: devices_of_nodes(["h100"], 0), "it must be 1 or more"),
 }
 
 

@@ -62,7 +62,7 @@ def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(tmp_
 
 
 @pytest.mark.parametrize(
-    ("flags", "where"), [("--devices 4", "search.command.candidates"), ("--dp 2 --mp 2", "predict.predict")]
+    ("flags", "where"), [("search --devices 4", "search.command.candidates"), ("step --dp 2 --mp 2", "predict.predict")]
 )
 @ctrl_c_of_a_terminal()
 def test_ctrl_c_while_the_planner_estimates_or_compiles_ends_it_at_once(monkeypatch, flags, where):
@@ -75,7 +75,7 @@ def test_ctrl_c_while_the_planner_estimates_or_compiles_ends_it_at_once(monkeypa
         raise SystemExit
 
     monkeypatch.setattr(f"shmap_tp.plan.{where}", reached)
-    monkeypatch.setattr(sys, "argv", ["plan", "--model", "test", "--version", "v5e", *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["plan", *flags.split(), "--model", "test", "--version", "v5e"])
     monkeypatch.delitem(sys.modules, "shmap_tp.plan.__main__", raising=False)
     with pytest.raises(SystemExit):
         runpy.run_module("shmap_tp.plan", run_name="__main__")

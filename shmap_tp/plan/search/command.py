@@ -1,4 +1,4 @@
-"""The search as `python -m shmap_tp.plan --devices N` runs it: flags to candidates, compilations, and the report."""
+"""The search as `python -m shmap_tp.plan search` runs it: flags to candidates, compilations, and the report."""
 
 import argparse
 import math
@@ -33,7 +33,15 @@ from shmap_tp.plan.search.output import (
     trust,
     write_recipe,
 )
-from shmap_tp.plan.targets import Slice, Target, compiler_missing, find_target, machine_of
+from shmap_tp.plan.targets import (
+    VERSIONS,
+    Slice,
+    Target,
+    compiler_missing,
+    devices_of_nodes,
+    find_target,
+    machine_of,
+)
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.command_line import raising
 from shmap_tp.runtime.console import write_line
@@ -71,6 +79,7 @@ def search_command(arguments: argparse.Namespace) -> None:
     """Search every target that was asked for, the cheapest or fastest by formulas first.  Raises UserError;
     SystemExit(STOPPED) after Ctrl-C, SIGTERM or SIGHUP while it compiles; before that they end the process at once,
     since there is nothing to keep."""
+    check_values(arguments)
     targets = find_targets(arguments)
     prices = parse_prices(arguments.price, [target.version for target in targets])
     check_outputs(arguments)
@@ -138,14 +147,30 @@ def search_spaces(spaces: list[Space], arguments: argparse.Namespace, summary: S
 
 
 def find_targets(arguments: argparse.Namespace) -> list[Target]:
-    """The targets of --version(s) and --devices.  Raises UserError where one does not exist."""
-    versions = (arguments.versions or arguments.version).split(",")
-    sizes = str(arguments.devices).split(",")
+    """The targets of --version and --devices or --nodes.  Raises UserError where one does not exist."""
+    versions = arguments.version.split(",")
+    for version in versions:
+        if version not in VERSIONS:
+            raise UserError(f"--version {version}: unknown; use some of {', '.join(VERSIONS)}, separated by commas")
+    sizes = str(devices_of_nodes(versions, arguments.nodes) or arguments.devices).split(",")
     for size in sizes:
         if not size.isdecimal() or int(size) < 1:
             raise UserError(f"--devices {size} is no number of devices; give one such as 16, or several: 16,64,256")
     slices = arguments.slices or 1
     return [find_target(version, int(size), arguments.topology, slices) for version in versions for size in sizes]
+
+
+def check_values(arguments: argparse.Namespace) -> None:
+    """Raises UserError for values that a search cannot use."""
+    for key in ("mesh.slices", "mesh.processes"):
+        if any(word.startswith(f"{key}=") for word in arguments.overrides):
+            raise UserError(f"{key} follows from the devices that are searched; omit it, and give --slices for several")
+    if arguments.price is not None and arguments.tokens is None:
+        raise UserError("--price needs --tokens, the tokens of the run; add it, such as --tokens 100B")
+    for name in ("minutes", "tokens", "jobs"):
+        value = vars(arguments)[name]
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} {value:g} must be above 0 and finite")
 
 
 def check_compilers(arguments: argparse.Namespace, targets: list[Target]) -> None:

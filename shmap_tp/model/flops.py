@@ -1,7 +1,7 @@
 """Parameter count of a model, and FLOPs of a training step, from its modules.
 
 Nothing here knows a layer: parameters are those of the model's own tree, and matmuls are counted in its forward and
-backward pass, traced without devices or arrays (`abstract_trace.py`).  A block or an MLP that is given as a component
+backward pass, traced without devices or arrays (`tracing.py`).  A block or an MLP that is given as a component
 is therefore counted like those that the configuration names, and what cannot be counted raises UncountedError.
 
 A matmul of [a, b] with [b, c] is a*b*c multiplications and as many additions: 2abc FLOPs.  For one token that is two
@@ -29,9 +29,17 @@ import equinox as eqx
 
 from shmap_tp.config.schema import AttentionKernel, ModelConfig, Remat, padded_vocabulary
 from shmap_tp.errors import UserError
-from shmap_tp.model.abstract_trace import SCORES, VALUES, WINDOW, TracedAttention, trace_gradients
 from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
-from shmap_tp.model.jaxprs import Visit, bodies, equations
+from shmap_tp.model.tracing import (
+    SCORES,
+    VALUES,
+    WINDOW,
+    TracedAttention,
+    Visit,
+    bodies,
+    equations,
+    trace_gradients,
+)
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.tensor_parallel import AllReduce

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from shmap_tp.model.jaxprs import bodies
+from shmap_tp.model.tracing import bodies
 
 
 def matmul_flops(jaxpr: Any) -> int:

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.layers.attention import AnyAttention
-from shmap_tp.model.jaxprs import bodies
 from shmap_tp.model.loss import LinearCrossEntropy
 from shmap_tp.model.tokens import Batch, next_token_batch, tokens_spec
+from shmap_tp.model.tracing import bodies
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.fsdp import Replicated
 from shmap_tp.parallel.mesh import DP, MP

@@ -7,7 +7,7 @@ import pytest
 
 from shmap_tp.layers.causal_attention import Pattern, causal_attention
 from shmap_tp.model.flops import matmul_flops
-from shmap_tp.model.jaxprs import equations
+from shmap_tp.model.tracing import equations
 from tests.helpers.assertions import RELATIVE, assert_close
 
 SLOPES, ENDS = np.array([0.5, 0.25, 0.125, 0.0625]), ([5, 12, 13, 37], [20, 37])

@@ -24,8 +24,8 @@ from shmap_tp.layers.context import Context
 from shmap_tp.layers.flash_attention import Cudnn, Splash
 from shmap_tp.layers.positions import Rotary
 from shmap_tp.layers.rotation import Rotation
-from shmap_tp.model.jaxprs import bodies
 from shmap_tp.model.remat import save_at_block_end
+from shmap_tp.model.tracing import bodies
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import DP, MP

@@ -13,7 +13,7 @@ from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, b
 from tests.helpers.model_fixtures import config
 
 CASES = {
-    "sequence, scan of JAX": (cases.OFFLOAD, (4, 2)), "all_reduce, our own scan": (cases.SLICES, (4, 2)),
+    "sequence, offload": (cases.OFFLOAD, (4, 2)), "all_reduce, rings, offload": (cases.SLICES, (4, 2)),
     "collective matmul": (cases.COLLECTIVE_MATMUL, (2, 4)),
 }  # fmt: skip
 ROWS = {0: [4, 3], 1: [1, 2, 4], 9: [7], 15: [2, 5]}

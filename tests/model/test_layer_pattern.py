@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shmap_tp.model.abstract_trace import trace_gradients
 from shmap_tp.model.components import parameter_shapes
+from shmap_tp.model.tracing import trace_gradients
 from shmap_tp.parallel.tensor_parallel import AllReduce
 from tests.helpers.jaxprs import equations
 from tests.helpers.model_fixtures import config

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.model.jaxprs import bodies
+from shmap_tp.model.tracing import bodies
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.tensor_parallel import CollectiveMatmul
 from tests.helpers.model_fixtures import mesh

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shmap_tp.model.jaxprs import bodies
+from shmap_tp.model.tracing import bodies
 from shmap_tp.parallel.partitioning import shard_bytes
 from shmap_tp.plan.communication.from_hlo import communication_in_hlo
 from shmap_tp.plan.communication.ledger import tally

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from shmap_tp.model.jaxprs import Visit, equations
+from shmap_tp.model.tracing import Visit, equations
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
 
 OPERATIONS = {

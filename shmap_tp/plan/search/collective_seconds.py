@@ -16,8 +16,8 @@ from shmap_tp.config.schema import (
     TensorParallelMode,
     Zero,
 )
-from shmap_tp.model.abstract_trace import trace_gradients
 from shmap_tp.model.components import CONFIGURED_MODEL, parameter_shapes
+from shmap_tp.model.tracing import trace_gradients
 from shmap_tp.parallel.mesh import DP_SLICE, EP, MP, axis_sizes, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr

@@ -1,9 +1,10 @@
-"""The forward and backward pass of a model as a traced program, for counting: no device, array or compiler is needed.
+"""The forward and backward pass of a model as a traced program, and its equations, for counting: no device, array or
+compiler is needed.
 
 B batch, T time (queries), S time (keys), H query heads, N key/value heads, G = H / N, K head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -116,3 +118,76 @@ def trace_gradients(
     local = jax.tree.map(lambda _: P(tuple(sizes)), eqx.filter(shapes, is_trained))
     program = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, P()), out_specs=local)
     return jax.make_jaxpr(program)(shapes, jax.ShapeDtypeStruct(tokens, jnp.int32)).jaxpr
+
+
+# All equations of a traced program, those of its loops and nested programs included, and how often each runs
+
+LOOPS_OF_UNKNOWN_LENGTH = ("while", "cond")
+"""Primitives whose bodies run an unknown number of times."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """An equation, and where it stands."""
+
+    equation: Any
+    outer: str
+    """The scope of the equation that contains it."""
+    scans: int
+    """How many scans it is nested in."""
+    times: int
+    """How often it runs, within `loop`."""
+    loop: str | None
+    """The primitive of a while loop or a branch around it, which runs an unknown number of times."""
+
+    @property
+    def scope(self) -> str:
+        """The named scopes around it, outermost first, separated by slashes."""
+        return f"{self.outer}/{self.equation.source_info.name_stack}".strip("/")
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.equation.primitive.name
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the backward pass recomputes it.  JAX marks such equations in their name stack."""
+        return "rematted_computation" in self.scope
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it belongs to the backward pass, and is not a recomputation."""
+        return "transpose(" in self.scope and not self.is_recomputed
+
+
+def equations(jaxpr: Any) -> Iterator[Visit]:
+    """Every equation of `jaxpr` and of the jaxprs inside it; one that contains others comes before them."""
+    return _equations(jaxpr, outer="", scans=0, times=1, loop=None)
+
+
+def _equations(jaxpr: Any, outer: str, scans: int, times: int, loop: str | None) -> Iterator[Visit]:
+    for equation in jaxpr.eqns:
+        visit = Visit(equation, outer, scans, times, loop)
+        yield visit
+        if not (contained := bodies(equation.params)):
+            continue
+        inside = scans, times, loop
+        if visit.name == "scan":
+            inside = scans + 1, times * equation.params["length"], loop
+        elif visit.name in LOOPS_OF_UNKNOWN_LENGTH:
+            inside = scans, times, visit.name
+        for body in contained:
+            yield from _equations(body, visit.scope, *inside)
+
+
+def bodies(params: dict[str, Any]) -> list[core.Jaxpr]:
+    """The jaxprs among the parameters of an equation."""
+    found = []
+    for param in params.values():
+        for x in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(x, core.ClosedJaxpr):
+                found.append(x.jaxpr)
+            elif isinstance(x, core.Jaxpr):
+                found.append(x)
+    return found

@@ -61,8 +61,8 @@ class Chunked:
     ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
         """(mixed, no deferred residuals).  Communication: none.
 
-        Of rows that are split along time, the first chunk of this device is computed with the first half of the keys,
-        and the second with all of them: 3/4 of all pairs, the same on every device.
+        Where rows are split along time, the first chunk of this device is computed with the first half of the keys, and
+        the second with all of them: 3/4 of all pairs, the same on every device.
         """
         keys, earlier = Keys(k_BSNK, v_BSNK, pattern.segments_BT), pattern.earlier
         if earlier is not None:

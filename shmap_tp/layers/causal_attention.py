@@ -56,7 +56,7 @@ class Queries(NamedTuple):
     segments_BT: Int[Array, "B T"] | None
 
     def halves(self) -> list["Queries"]:
-        """Those of the first and of the second half of the positions."""
+        """The queries of the first and of the second half of the positions."""
         return _split(self, [self.q_BTHK.shape[1] // 2])
 
 
@@ -68,7 +68,7 @@ class Keys(NamedTuple):
     segments_BS: Int[Array, "B S"] | None
 
     def between(self, start: int, end: int) -> "Keys":
-        """Those of the positions from `start` on and below `end`."""
+        """The keys of the positions from `start` on and below `end`."""
         return jax.tree.map(lambda x: x[:, start:end], self)
 
     def within(

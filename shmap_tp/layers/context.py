@@ -49,8 +49,8 @@ class Context:
     positions: Int[Array, "B T"] | None = None
     """The position of each token in its sequence; None: 0 to T - 1 in every row."""
     segments: Int[Array, "B row"] | None = None
-    """The document of each token: a token attends to earlier ones of its own.  Of whole rows, in order, also where
-    the rest is split along time.  None: every row is one document."""
+    """The document of each token: a token attends to earlier ones of its own.  Segments are those of whole rows, in
+    order, also where the rest is split along time.  None: every row is one document."""
     is_token: Bool[Array, "B T"] | None = None
     """Whether each slot has a token, or is free space of its row, which experts leave out.  None: every slot has."""
     cache: Cache | None = None

@@ -51,7 +51,7 @@ class Routing(NamedTuple):
     weights_NC: Float[Array, "N C"]
     """float32."""
     scores_NE: Float[Array, "N E"]
-    """Of all experts; float32."""
+    """The scores of all experts; float32."""
     logits_NE: Float[Array, "N E"]
     """float32."""
     is_token_N: Bool[Array, " N"] | None = None
@@ -77,13 +77,13 @@ class RouterStatistics(NamedTuple):
     load_E: Int[Array, " E"]
     """How many tokens chose each expert, counted by the first rank of mp: an exact sum, on every mesh the same."""
     entropy: Float[Array, ""]
-    """Of the scores of each token, as shares, in nats; summed over tokens."""
+    """The entropy of the scores of each token, as shares, in nats; summed over tokens."""
     dropped: Float[Array, ""]
     """How many pairs of a token and an expert were not computed, for want of capacity."""
 
     def metrics(self, tokens: int | Int[Array, ""]) -> dict[str, Float[Array, ""]]:
-        """Of the sums over a step of so many tokens, stacked over layers: the load of the expert that most tokens of a
-        layer chose, relative to the mean; the mean entropy; the share of pairs that were dropped."""
+        """The load of the expert that most tokens of a layer chose, relative to the mean; the mean entropy; the share
+        of pairs that were dropped.  The arrays are sums over a step of so many tokens, stacked over layers."""
         layers, experts = self.load_E.shape
         load_LE = self.load_E.astype(self.entropy.dtype)
         pairs = jnp.sum(load_LE)
@@ -146,8 +146,8 @@ class Router(eqx.Module):
         return Routing(experts_NC, weights_NC, scores_NE, logits_NE)
 
     def balanced(self, load_LE: Int[Array, "L E"], tokens: int | Int[Array, ""], good: Bool[Array, ""]) -> "Router":
-        """Of all layers, after a step of so many tokens: the bias of each expert + rate where fewer tokens chose it
-        than the mean, - rate where more did.  Not `good`: unchanged.  Communication: none."""
+        """The routers of all layers after a step of so many tokens: the bias of an expert grows by the rate where fewer
+        tokens chose it than the mean, and falls by it where more did.  Not `good`: unchanged.  Communication: none."""
         less, more = -(-tokens * self.per_token // load_LE.shape[1]), tokens * self.per_token // load_LE.shape[1]
         sign_LE = jnp.where(load_LE < less, 1.0, jnp.where(load_LE > more, -1.0, 0.0))
         bias_LE = jnp.where(good, self.choice_bias + self.bias_rate * sign_LE, self.choice_bias)
@@ -183,14 +183,14 @@ class ExpertMatrices(eqx.Module):
 
 
 class ExpertRows(NamedTuple):
-    """Of rows that are sorted by expert, and others after them."""
+    """Which rows have an expert, and which expert; rows are sorted by expert, and others stand after them."""
 
     is_row_R: Bool[Array, " R"]
     expert_R: Int[Array, " R"]
 
     @classmethod
     def of(cls, rows: int, sizes_E: Int[Array, " E"]) -> "ExpertRows":
-        """Those of so many, of which the experts have `sizes_E`."""
+        """So many rows, of which each expert has `sizes_E`."""
         ends_E, number_R = jnp.cumsum(sizes_E), jnp.arange(rows)
         expert_R = jnp.sum(number_R[:, None] >= ends_E[None], axis=1)
         return cls(number_R < ends_E[-1], jnp.minimum(expert_R, len(sizes_E) - 1))
@@ -301,8 +301,8 @@ def drops_tokens(config: Config) -> bool:
 def balance_loss(routing: Routing, batch: int, segments_BT: Int[Array, "B row"] | None = None) -> Float[Array, ""]:
     """T sum_e f_e P_e of each document, of T tokens, summed over documents: f_e is E / C times the fraction of the
     pairs of the document that chose expert e, and P_e the mean of its share of the scores; 1 per token where both are
-    uniform.  Without segments each row is a document.  Of rows that are split along time, the part of one of R
-    devices, which is the same for all: 1 / R of it.
+    uniform.  Without segments each row is a document.  Where rows are split along time, each of R devices has the
+    same part of it, 1 / R.
 
     Fedus et al. 2021, "Switch Transformers", section 2.2, https://arxiv.org/abs/2101.03961; of each document by itself
     as in DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2, https://arxiv.org/abs/2412.19437.  A product of two means over

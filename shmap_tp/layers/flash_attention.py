@@ -190,7 +190,7 @@ class MaskArrays(NamedTuple):
 
     @classmethod
     def of(cls, pattern: Pattern, queries: int, keys: int) -> "MaskArrays":
-        """Of so many queries and keys of this device, inside shard_map."""
+        """The mask of so many queries and keys of this device, inside shard_map."""
         if pattern.earlier is not None:
             return cls(pattern.segments_BT[:, pattern.earlier :], pattern.segments_BT, None)
         if queries == keys:

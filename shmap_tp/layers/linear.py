@@ -17,7 +17,7 @@ must happen: a row-parallel bias once, after the reduction; before it the bias w
 A weight is an array, or multiplies in a way of its own: a `Ring` is an FSDP weight whose gradient is reduced in a ring,
 and an `Int8` scales the product.  Which one a layer has is decided by `fsdp.gather`, and by the dtype of the model.
 
-The dim that mp shards is stored first, and FSDP shards it further if it can.  Of an MLP it is the longer dim, so a
+The dim that mp shards is stored first, and FSDP shards it further if it can.  In an MLP that is the longer dim, so a
 piece of a weight gradient that is reduced in a ring (`parallel/ring.py`) reads only the smaller operand in full.
 """
 

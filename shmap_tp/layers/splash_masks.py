@@ -23,7 +23,7 @@ MOST_KEYS = 4096
 """Positions in the largest block of keys of a backward kernel, for heads of up to 128: with its sums in float32 it
 takes 20 MiB of vector memory, which v5e and later allow (`SCOPED_VMEM_KIB` of hardware/xla_options.py)."""
 MAX_PARTIAL_DQ = 32
-"""Of more, each as large as q, two backward kernels are used."""
+"""Two backward kernels are used where there would be more of them, each as large as q."""
 
 
 def make_splash(

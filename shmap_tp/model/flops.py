@@ -77,7 +77,7 @@ def parameters(model: ModelConfig, *, padded: bool = False, components: ModelCom
 
 
 def frozen_parameters(model: ModelConfig, *, components: ModelComponents = CONFIGURED_MODEL) -> int:
-    """Those of `parameters` that are not trained."""
+    """How many of the `parameters` are not trained."""
     shapes = parameter_shapes(model, components)
     trained = eqx.filter(shapes, components.trained(model, shapes))
     return sum(_terms(model, shapes, padded=False).values()) - sum(_terms(model, trained, padded=False).values())
@@ -134,8 +134,8 @@ def recomputed_terms(
 
 
 def flops_per_token(model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL) -> int:
-    """Model FLOPs of a training step per token: three forward passes, but for matmuls with a constant.  Of a frozen
-    matrix there is no gradient, only that of its input."""
+    """Model FLOPs of a training step per token: three forward passes, but for matmuls with a constant.  A frozen
+    matrix has no gradient, only its input has one."""
     count = _count(model, components, causal)
     products = 2 if count.trains_head else 1
     backward = count.backward | {"head": 2 * products * model.width * model.vocabulary}
@@ -197,7 +197,7 @@ def _recomputes_scores(model: ModelConfig) -> bool:
 
 
 def _visible(flops: int, visit: Visit, time: int, causal: bool) -> int:
-    """Of the FLOPs of all pairs of queries and keys those of pairs that the mask leaves; of other matmuls all."""
+    """The FLOPs of the pairs of queries and keys that the mask leaves, given those of all; of other matmuls all."""
     if _term(visit) == "blocks":
         return flops
     if window := int(re.search(rf"{WINDOW}(\d+)", visit.scope)[1]):

@@ -33,7 +33,7 @@ class LayerOptions:
     """In what a layer may differ from the others."""
 
     pattern: Pattern
-    """Of its attention, without arrays."""
+    """What its attention computes, without arrays."""
     encoding: Rotary | NoPositions | None = None
     """None: that of the model."""
 
@@ -43,7 +43,7 @@ class LayerOptions:
 
 
 def layer_options(config: ModelConfig) -> tuple[LayerOptions, ...]:
-    """Those of each layer of a period: layer i has element i % P."""
+    """The options of each layer of a period: layer i has element i % P."""
     rotary = None
     if config.rotary_local_base is not None:
         rotary = Rotary(replace(make_rotation(config), base=config.rotary_local_base, scaling=None))

@@ -36,11 +36,11 @@ class Batch(NamedTuple):
 
     inputs: Int[Array, "*A B T"]
     targets: Int[Array, "*A B T"]
-    """Those below zero do not count."""
+    """Targets below zero do not count."""
     positions: Int[Array, "*A B T"] | None
     """None, where every device has whole rows: 0 to T - 1, or from the segments, where the encoding needs them."""
     segments: Int[Array, "*A B T"] | None = None
-    """Of whole rows, also where the rest is split along time.  None: each row is one document."""
+    """Segments are those of whole rows, also where the rest is split along time.  None: each row is one document."""
     is_token: Bool[Array, "*A B T"] | None = None
     """Whether a slot has a token, or is free space of its row (`has_token`).  None: every slot has one."""
     sources: Int[Array, "*A B T"] | None = None
@@ -61,8 +61,8 @@ def next_token_batch(
 
     With segments[A B T+1], or with `end_of_text` those of `document_segments`, a target of another document than its
     input does not count: nothing that the model may see says what the next document is.
-    It is made before anything is split along time (`of_this_device`), so that each position has its own target and
-    position wherever it goes.
+    The batch is made before anything is split along time (`of_this_device`), so that each position has its own target
+    and position wherever it goes.
     """
     inputs, targets = input_ids(tokens_ABT[..., :-1]), tokens_ABT[..., 1:]
     if segments_ABT is None and end_of_text is not None:

@@ -160,7 +160,7 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 def _reduce_scatter_products(multiply: list[list[Callable[[Array], Array]]], operands: list[TimeChunks]) -> Array:
     """This device's chunk of the sum over mp of all products, multiply[chunk][i](operands[i][chunk]).
 
-    Of several products of a chunk the first waits for the received sum and adds it as it is computed; the others
+    The first of several products of a chunk waits for the received sum and adds it as it is computed; the others
     overlap the hop.  A single product overlaps it.  The first stands between two hops, so it should be the smaller one:
     attention's, where an MLP is computed beside it.
     """

@@ -6,7 +6,7 @@ R ranks, T positions of a row, in 2R chunks of c = T / 2R.  Rank r has the chunk
     rank         0    1    2    3    3    2    1    0
 
 A query attends to the keys before it, so that with chunks of one end the last rank would have almost all of the work.
-Of these two, one has r chunks before it and the other 2R - 1 - r: every rank has the same.  This is the layout of
+One of the two chunks has r chunks before it and the other 2R - 1 - r: every rank has the same.  This is the layout of
 Dubey et al. 2024, Llama 3, section 3.3.2, and as there keys and values are gathered before attention, and not passed on
 in a ring: with few key/value heads they are small beside the queries.  Where no query sees further than the chunk
 before its own, that chunk is fetched in their place: the one before r is of rank r - 1, the one before 2R - 1 - r of
@@ -46,7 +46,7 @@ def row_order(x: Shaped[Array, "..."], ranks: int, dim: int = -1) -> Shaped[Arra
 
 
 def whole_rows(tree: Any) -> Any:
-    """Of every array [B T/ranks ...], all positions in order, [B T ...]; inside shard_map.  Without an axis that shards
+    """All positions of every array [B T/ranks ...] in order, [B T ...]; inside shard_map.  Without an axis that shards
     time, the arrays themselves.
 
     Communication  one all-gather of each over the axes of time; backward one reduce-scatter of its gradient, in its
@@ -59,7 +59,7 @@ def whole_rows(tree: Any) -> Any:
 
 
 def own_chunks(tree: Any) -> Any:
-    """Of every array [... T] of whole rows, this device's two chunks; inside shard_map.  Without an axis of time, the
+    """This device's two chunks of every array [... T] of whole rows; inside shard_map.  Without an axis of time, the
     arrays themselves.  Communication: none."""
     if not axes_of(Role.time):
         return tree
@@ -79,7 +79,7 @@ def sees_one_chunk_back(window: int | None, time: int) -> bool:
 
 
 def with_chunks_before(tree: Any) -> Any:
-    """Of every array [B 2c ...] each of this device's two chunks as a row, behind the chunk before it: [2B 2c ...].
+    """Each of this device's two chunks of every array [B 2c ...] as a row, behind the chunk before it: [2B 2c ...].
     Zeros are before the first chunk of all.  Inside shard_map, with an axis that shards time.
 
     Communication  of each array 2 ppermutes of B c ... over the axes of time; backward the opposite ones of its
@@ -100,7 +100,7 @@ def with_chunks_before(tree: Any) -> Any:
 
 
 def own_chunks_with_before(x: Shaped[Array, "B row"], filling: int) -> Shaped[Array, "rows time"]:
-    """As `with_chunks_before`, of whole rows, and with `filling` before the first chunk.  Communication: none."""
+    """As `with_chunks_before`, but from whole rows, and with `filling` before the first chunk.  Communication: none."""
     size = x.shape[1] // (2 * ranks(axes_of(Role.time)))
     padded = jnp.pad(x, [(0, 0), (size, 0)], constant_values=filling)
     parts = [lax.dynamic_slice_in_dim(padded, number * size, 2 * size, 1) for number in chunk_numbers()]

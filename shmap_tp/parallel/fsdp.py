@@ -145,7 +145,7 @@ class Fsdp(Placement):
 
 
 def within_slice(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of dp's axes that do not leave a slice."""
+    """The axes of dp that do not leave a slice."""
     return tuple(axis for axis in axes if axis != DP_SLICE)
 
 

@@ -117,9 +117,9 @@ class RingSide(Enum):
     """Which features of a weight dp shards."""
 
     rows = auto()
-    """Those that are stored first."""
+    """The features that are stored first."""
     columns = auto()
-    """Those that are stored second."""
+    """The features that are stored second."""
 
 
 class WeightLayout(NamedTuple):
@@ -134,7 +134,7 @@ class Ring(eqx.Module):
     """An FSDP weight, gathered over dp, whose gradient is that of `shard`, reduced over dp in a ring."""
 
     full: Float[Array, "..."]
-    """It takes no gradient."""
+    """The gathered weight, which takes no gradient."""
     shard: Float[Array, "..."]
     """This device's shard, in the dtype of the activations."""
     layout: WeightLayout = eqx.field(static=True)

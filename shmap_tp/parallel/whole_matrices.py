@@ -124,6 +124,6 @@ def from_whole(x: Float[Array, "n ..."], spec: P, over: tuple[str, ...]) -> Floa
 
 
 def _moves(spec: P) -> dict[str, int]:
-    """Each axis with the dim that it shards.  Of a dim's axes the last one, which counts fastest, comes first: only its
+    """Each axis with the dim that it shards.  The last of a dim's axes, which counts fastest, comes first: only its
     shards are neighbours."""
     return {axis: dim for dim, entry in enumerate(spec) for axis in reversed(spec_axes(entry))}

@@ -16,12 +16,12 @@ def test_the_planner_refuses_an_empty_value_in_place_of_its_default(flag):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--dp 1 --mp 1 --ledger", "--version v5e --dp 1 --mp 1", "--version v5e --devices 4"]
+    "flags", ["ledger --dp 1 --mp 1", "step --version v5e --dp 1 --mp 1", "search --version v5e --devices 4"]
 )
 @pytest.mark.parametrize("given", ["train.dpo_beta=0.1", "run.components=own.py:components"])
 def test_a_plan_refuses_a_step_that_it_does_not_count(flags, given):
     """The forward pass of the reference of preferences, and parts of the user's own."""
-    arguments = make_parser().parse_args([*flags.split(), "--model", "test", given, "model.adapter.rank=2"])
+    arguments = parse([*flags.split(), "--model", "test", given, "model.adapter.rank=2"])
     with pytest.raises(UserError, match=f"^{given}: a plan .*; plan with"):
         main(arguments)
 

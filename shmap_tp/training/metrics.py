@@ -197,8 +197,7 @@ class Meter:
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics.jsonl, one at a time, without those of steps that a later start has trained again; none if
-    there is no file."""
+    """The lines of a metrics.jsonl, if there is one, but those of steps that a later start has trained again."""
     begins: dict[int, int] = {}
     for line in read_lines(file, is_metric):
         if line["split"] == "train":

@@ -80,5 +80,6 @@ def has_control_characters(text: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or the name of its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an exception's message, without the details of TensorStore, or the name of its class."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first.partition(" See full TensorStore details")[0][:500]

@@ -31,7 +31,7 @@ from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.step import State
 
 
-def train(trainer: Trainer, batches: Batches, isolated: int | None, steps: int) -> list[float]:
+def train_on(trainer: Trainer, batches: Batches, isolated: int | None, steps: int) -> list[float]:
     """Train `steps` more steps on the data of the run, whose documents the id `isolated` ends if they are isolated;
     return the loss of each."""
     losses = []
@@ -58,10 +58,10 @@ def verify_resume(config: Config, other_mesh: tuple[int, ...], steps: int) -> bo
     trainer, isolated = Trainer(config), isolating_token(config.data, config.model)
     batches = Batches(config, trainer.functions.tokens)
     try:
-        train(trainer, batches, isolated, steps)
+        train_on(trainer, batches, isolated, steps)
         saved = _to_host(trainer.state)
         trainer.save(directory)
-        expected_losses = train(trainer, batches, isolated, steps)
+        expected_losses = train_on(trainer, batches, isolated, steps)
         uninterrupted, all_well = _to_host(trainer.state), True
         for given in (config, other):
             if given is other:
@@ -70,7 +70,7 @@ def verify_resume(config: Config, other_mesh: tuple[int, ...], steps: int) -> bo
                 batches = Batches(other, trainer.functions.tokens)
             trainer.restore(directory, step=steps)
             wrong = bits_differ(_to_host(trainer.state), saved)
-            losses = train(trainer, batches, isolated, steps)
+            losses = train_on(trainer, batches, isolated, steps)
             mesh = ", ".join(named_sizes(mesh_shape(given.mesh)))
             verdict = f"DIFFERS from the saved state: {wrong[0]}" if wrong else "is bitwise equal to the saved state"
             print_on_process_0(f"on {mesh}: the restored state {verdict}")
@@ -98,7 +98,7 @@ def verify_replicas(config: Config, steps: int) -> bool:
         trainer.restore(config.checkpoint.dir)
     all_well = True
     for number in range(steps + 1):
-        train(trainer, batches, isolated, min(number, 1))
+        train_on(trainer, batches, isolated, min(number, 1))
         found = replica_check.differences(trainer.state)
         print_on_process_0(
             f"step {int(trainer.state.step)}: "

@@ -24,7 +24,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.schema import CheckpointConfig
-from shmap_tp.errors import StorageError, UserError
+from shmap_tp.errors import StorageError, UserError, first_line
 from shmap_tp.parallel.key_paths import types_by_path
 from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.background import interruptible
@@ -38,7 +38,7 @@ from shmap_tp.training.checkpoint_files import (
     read_facts,
     saved_state,
 )
-from shmap_tp.training.integrity import MANIFEST, find_faults, first_line, hashes
+from shmap_tp.training.integrity import MANIFEST, find_faults, hashes
 from shmap_tp.training.step import State
 
 CHUNK_BYTES = 128 * 2**20

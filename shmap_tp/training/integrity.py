@@ -14,7 +14,7 @@ from typing import Any
 
 from etils import epath
 
-from shmap_tp.errors import ShmapTpError, StorageError
+from shmap_tp.errors import ShmapTpError, StorageError, first_line
 from shmap_tp.runtime.agreement import divided, on_process_0
 from shmap_tp.runtime.distributed import joined_processes
 
@@ -145,8 +145,3 @@ def unreadable(directory: epath.Path, error: Exception) -> str:
         f"checkpoint {directory} cannot be read: {reason}; nothing was changed.\n"
         f"Make it readable and start again, or name another checkpoint.dir"
     )
-
-
-def first_line(error: BaseException) -> str:
-    """The beginning of the first line of an error's message."""
-    return (str(error).strip().splitlines() or [""])[0].partition(" See full TensorStore details")[0][:200]

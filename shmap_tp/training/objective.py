@@ -1,6 +1,6 @@
 """What a step minimises: the cross entropy of the next token, and what auxiliary losses add to it.
 
-A microbatches, B sequences of a microbatch on this device, T time.  Another objective is a subclass (`preferences.py`).
+A microbatches, B sequences of a microbatch on this device, T time.  Another objective is a subclass (`dpo.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from shmap_tp.parallel.collectives import all_reduce, mark_varying, varying_axes
 from shmap_tp.parallel.mesh import ranks, token_axes
 
 
-class Parts(NamedTuple):
+class LossParts(NamedTuple):
     """What an objective says beside its value, summed over devices and microbatches."""
 
     losses: Float[Array, "*parts"]
@@ -42,14 +42,14 @@ class Objective:
 
     def __call__(
         self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int | Int[Array, ""]
-    ) -> tuple[Float[Array, ""], Parts]:
+    ) -> tuple[Float[Array, ""], LossParts]:
         """This device's share of (the objective, its parts), for a microbatch[B T].  Only the first is differentiated.
 
         `counted` is what `counted` says of the whole step, and `tokens` what `all_tokens` does.
         """
         h_BTD, projection, extras = self.hidden(params, batch)
         objective, loss = self.loss(h_BTD, projection, batch.targets, counted, batch.sources)
-        return self.with_auxiliary(objective, extras, tokens), Parts(loss, extras.statistics)
+        return self.with_auxiliary(objective, extras, tokens), LossParts(loss, extras.statistics)
 
     def hidden(self, params: Transformer, batch: Batch) -> tuple[Float[Array, "B T D"], OutputProjection, Extras]:
         """(h and the projection to logits, which the loss reads; the extras of the blocks)."""

@@ -37,9 +37,9 @@ from shmap_tp.parallel.mesh import Role, axes_of, mesh_order, token_axes
 from shmap_tp.parallel.partitioning import named_shardings
 from shmap_tp.parallel.whole_matrices import UpdateSharding
 from shmap_tp.training.bad_steps import BadStepState, StepOutcome, initial_bad_step_state, select_tree
-from shmap_tp.training.objective import Objective, Parts, all_tokens, next_token_objective
+from shmap_tp.training.dpo import preference_objective
+from shmap_tp.training.objective import LossParts, Objective, all_tokens, next_token_objective
 from shmap_tp.training.optimizer import Optimizer, clip_by_global_norm, make_optimizer, update_norms
-from shmap_tp.training.preferences import preference_objective
 
 
 class State(eqx.Module):
@@ -95,7 +95,7 @@ def loss_and_gradients(
     frozen: Any = None,
     *,
     tokens: int | Int[Array, ""] | None = None,
-) -> tuple[Parts, Transformer]:
+) -> tuple[LossParts, Transformer]:
     """(the parts of the objective, gradients) of the whole step, in the parameters' dtype; of each parameter the
     gradient of what this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params`
     lacks; `tokens` is what `all_tokens` says, None where it was not asked.
@@ -112,8 +112,8 @@ def loss_and_gradients(
     local, untrained = eqx.partition(whole, is_trained)
     counted, tokens = objective.counted(batch), all_tokens(batch) if tokens is None else tokens
 
-    def forward(batch: Batch) -> tuple[Array, Any, Parts]:
-        def of_trained(trained: Transformer) -> tuple[Array, Parts]:
+    def forward(batch: Batch) -> tuple[Array, Any, LossParts]:
+        def of_trained(trained: Transformer) -> tuple[Array, LossParts]:
             return objective(eqx.combine(trained, untrained), batch, counted, tokens)
 
         return jax.vjp(of_trained, local, has_aux=True)
@@ -126,7 +126,7 @@ def loss_and_gradients(
         # beside the totals.
         totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), local)
 
-        def accumulate(_: None, batch: Batch) -> tuple[None, Parts]:
+        def accumulate(_: None, batch: Batch) -> tuple[None, LossParts]:
             value, pull, parts = forward(batch)
             pull.with_refs(totals)(jnp.ones_like(value))
             return None, parts
@@ -140,7 +140,7 @@ def loss_and_gradients(
         for axis in axes_of(Role.features):
             reduced = reduce_partial_gradients(axis, reduced, params)
         everywhere = mesh_order({*token_axes(), *axes_of(Role.features)})
-        return Parts(all_reduce(parts.losses, token_axes()), all_reduce(parts.statistics, everywhere)), reduced
+        return LossParts(all_reduce(parts.losses, token_axes()), all_reduce(parts.statistics, everywhere)), reduced
 
 
 class StepFunctions(eqx.Module):

@@ -10,7 +10,7 @@ import pytest
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.model.adapters import is_factor
-from shmap_tp.training import preferences
+from shmap_tp.training import dpo
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import assert_close, by_path
@@ -105,7 +105,7 @@ def compare(
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         run = model_on_mesh(conf, shape, "float64", logits=False)
         found = run(params, *(x.reshape(microbatches, -1, T + 1) for x in rows()))
-    names = ("loss", *preferences.METRICS)
+    names = ("loss", *dpo.METRICS)
     values = dict(zip(names, found["loss"], strict=True))
     for name in names:
         assert_close(values[name], wanted[name], 1e-9)
@@ -129,12 +129,12 @@ def test_loss_and_gradients_are_those_of_the_published_formula(shape, mode, zero
 
 
 def rejected_is_preferred(monkeypatch):
-    document = preferences._document
-    monkeypatch.setattr(preferences, "_document", lambda batch: (*document(batch)[:2], 1 - document(batch)[2]))
+    document = dpo._document
+    monkeypatch.setattr(dpo, "_document", lambda batch: (*document(batch)[:2], 1 - document(batch)[2]))
 
 
 def reference_has_the_adapter(monkeypatch):
-    monkeypatch.setattr(preferences, "without_adapters", lambda tree: tree)
+    monkeypatch.setattr(dpo, "without_adapters", lambda tree: tree)
 
 
 @pytest.mark.parametrize("mutate", [rejected_is_preferred, reference_has_the_adapter])

@@ -38,7 +38,7 @@ from shmap_tp.model.tokens import Batch
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying
 from shmap_tp.parallel.mesh import token_axes
-from shmap_tp.training.objective import Objective, Parts, next_token_objective
+from shmap_tp.training.objective import LossParts, Objective, next_token_objective
 
 METRICS = (
     *("reward_accuracy", "reward_margin", "chosen_log_probability", "rejected_log_probability"),
@@ -62,7 +62,7 @@ class PreferenceObjective(Objective):
 
     def __call__(
         self, params: Transformer, batch: Batch, counted: Float[Array, ""], tokens: int | Int[Array, ""]
-    ) -> tuple[Float[Array, ""], Parts]:
+    ) -> tuple[Float[Array, ""], LossParts]:
         """This device's share of (the objective, its parts), for a microbatch[B T] that has segments.
 
         `counted` is the number of pairs of the whole step.
@@ -83,7 +83,7 @@ class PreferenceObjective(Objective):
         values = loss_BP, margin_BP > 0, margin_BP, *of_documents
         parts = jnp.stack([jnp.sum(jnp.where(is_pair_BP, share_BP * value, 0.0)) for value in values])
         objective = weighted + lax.stop_gradient(parts[0] - weighted)  # the loss, with the gradient of `weighted`
-        return self.with_auxiliary(objective, extras, tokens), Parts(parts, extras.statistics)
+        return self.with_auxiliary(objective, extras, tokens), LossParts(parts, extras.statistics)
 
     def _reference(self, params: Transformer, batch: Batch) -> Float[Array, "B T"]:
         execution = replace(self.execution, placements=without_adapters(self.execution.placements))

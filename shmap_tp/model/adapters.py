@@ -38,7 +38,10 @@ def split_factors(tree: Any) -> tuple[Any, Any]:
 def without_adapters(tree: Any) -> Any:
     """A tree like the parameters, with no adapter beside any matrix."""
 
-    return jax.tree.map(lambda node: replace(node, adapter=None) if is_linear(node) else node, tree, is_leaf=is_linear)
+    def without(node: Any) -> Any:  # not `replace`: a tree of placements has no weights
+        return eqx.tree_at(lambda linear: linear.adapter, node, None, is_leaf=lambda x: x is None)
+
+    return jax.tree.map(lambda node: without(node) if is_linear(node) else node, tree, is_leaf=is_linear)
 
 
 def adapter_scale(config: AdapterConfig) -> float:

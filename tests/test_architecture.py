@@ -30,7 +30,7 @@ ORDER = [
 ]
 """Sub-packages from the lowest to the highest; each imports only itself and those before it (`shmap_tp/errors.py` is a
 module that all of them may use)."""
-LIBRARY = {"__init__", "api", "trainer", "command_model", "verification"}
+LIBRARY = {"__init__", "api", "trainer", "command_model", "verification", "check"}
 """What `import shmap_tp` offers, above all sub-packages; only the commands may import it."""
 COMMANDS = {"__main__", "cli", "train", "prepare", "verify", "generate", "chat", "evaluate"}
 """Modules that parse, call and exit: nothing but `__main__` and `cli` imports them."""
@@ -38,6 +38,7 @@ UPPER = {
     "__init__": LIBRARY,
     "__main__": {"cli"},
     "cli": {"train"},
+    "train": {"check"},
     "trainer": {"api"},
     "verification": {"trainer"},
     "verify": {"verification"},

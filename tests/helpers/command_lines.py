@@ -17,6 +17,7 @@ import benchmark_tpu
 import sweep
 
 from shmap_tp import prepare, train, verify
+from shmap_tp.check import check_mesh, check_places
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import Config
 from shmap_tp.data.tokenizer import Bytes
@@ -25,7 +26,6 @@ from shmap_tp.plan import __main__ as plan
 from shmap_tp.plan.flags import config_from_flags
 from shmap_tp.plan.search.command import find_targets
 from shmap_tp.plan.targets import find_target
-from shmap_tp.training.check_slices import check_mesh, check_places
 from tests.helpers.documents import DOCUMENTS, blocks, name_of
 from tests.helpers.paths import ROOT
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import shmap_tp
+from shmap_tp.check import check
 from shmap_tp.data.batches import Batches, open_data
 from shmap_tp.data.text_directory import open_tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.__main__ import main
-from shmap_tp.training.check import check
 from shmap_tp.training.step import CONFIGURED, build_step_functions
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.paths import ROOT

@@ -30,7 +30,7 @@ def train(
 
 
 def test_train_checks_the_run_before_it_rents(cloud):
-    """Data, mesh, buckets: tests/training/test_check_slices.py.  That the other steps check it: test_pod_setup.py."""
+    """Data, mesh, buckets: tests/test_check_slices.py.  That the other steps check it: test_pod_setup.py."""
     given = ["--type", "v5litepod-16", "--", "--cfg", "conf/recipes/gpt2_124m_v5e-8.yaml", "checkpoint.dir=gs://b/c"]
     refused = cloud.pod("train", "p", *given, code=2)
     assert "mesh dp=8 x mp=1 is 8 devices, but v5litepod-16 has 16" in refused.stderr

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shmap_tp import evaluate
+from shmap_tp.check import check
 from shmap_tp.config.schema import Config
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import META
@@ -16,7 +17,6 @@ from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.runtime.agreement import data_facts
 from shmap_tp.training import loop
-from shmap_tp.training.check import check
 from shmap_tp.training.evaluation import Evaluation, mixed
 from shmap_tp.training.step import CONFIGURED
 from tests.helpers.run_fixtures import (

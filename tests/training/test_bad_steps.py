@@ -142,8 +142,8 @@ def put_nan_in_gradient(monkeypatch, is_bad: Callable[[Any], Any]) -> None:
 
 @cache
 def with_nan_in_gradient(original: Callable[..., Any], is_bad: Callable[[Any], Any]) -> Callable[..., Any]:
-    def with_nan(objective: Any, params: Any, batch: Any, frozen: Any) -> Any:
-        loss, gradients = original(objective, params, batch, frozen)
+    def with_nan(objective: Any, params: Any, batch: Any, *given: Any, **named: Any) -> Any:
+        loss, gradients = original(objective, params, batch, *given, **named)
         dw = gradients.blocks.attention.query.weight
         here = is_bad(batch.inputs)
         for axis in varying_axes(dw):

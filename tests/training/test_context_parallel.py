@@ -163,8 +163,8 @@ def rank() -> jax.Array:
     return jax.lax.axis_index(context_parallel.axes_of(context_parallel.Role.time))
 
 
-def shifted_after_cutting(*arguments, made=tokens_module.next_token_batch):
-    batch = made(*arguments)
+def shifted_after_cutting(*arguments, made=tokens_module.next_token_batch, **named):
+    batch = made(*arguments, **named)
     parts = batch.inputs.reshape(*batch.inputs.shape[:-1], 2, -1)
     rolled = jnp.roll(parts, -1, axis=-1).reshape(batch.inputs.shape)
     return batch._replace(targets=jnp.where(batch.targets < 0, batch.targets, rolled))

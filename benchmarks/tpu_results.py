@@ -41,13 +41,16 @@ memory.  Everything that remat `all_matmuls` saves would be 48 GiB per chip for 
 write that would overwrite an array of the previous layer waits until the write of that layer has finished; XLA decides
 in which order the copies start.  In the explicit step q, k and v are copied at the end of a block, so that there is
 almost no waiting; the GSPMD baselines wait for up to a fifth of their step.
-The explicit steps of 16B to 128B were compiled one at a time; the other large ones concurrently with others, which can
-take more than twice as long.  While those of 2.8B, 6B and 6.9B were compiled, other programs used both cores.
+While the explicit steps of 2.8B to 128B were compiled, other programs used both cores, which takes two to four times as
+long as alone; the baselines of 16B to 128B were compiled one at a time.
 
-A step's update is computed twice, to judge it before it is taken.  The steps of 16B to 128B on (256, 1), but for the
-second of 64B, and those of the next section, were compiled before it was.  Compiled again since, 16B and 32B on 256
-chips, 16B by collective matmul on 64 v4 and 20B on 64 v5p take the same time to 0.03 %.  The judgement costs most where
-a step has few tokens per parameter: 6B on the v5e-16 took 0.668 s before it.
+Offload with gradient rings had a scan over the layers of its own, written by hand, which is gone
+(docs/performance-notes.md).  The steps of 6B on v4 and of 16B to 128B on v5e were compiled again without it, and take
+1.8 to 4.1 % longer.  The calibration above is that of the steps with it.
+
+A step's update is computed twice, to judge it before it is taken.  The baselines were compiled before it was.  Compiled
+again since, 16B by collective matmul on 64 v4 and 20B on 64 v5p take the same time to 0.03 %.  The judgement costs most
+where a step has few tokens per parameter: 6B on the v5e-16 took 0.668 s before it.
 """
 
 SCALING_NOTES = """

@@ -8,7 +8,7 @@ geometric mean of what is left, where at least three rows of it exist.  Left out
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from shmap_tp.hardware.devices import GENERATIONS
 from shmap_tp.plan.gpu import GPUS
 from shmap_tp.plan.report import ESTIMATED, PREDICTED
 from shmap_tp.plan.search.formulas import Estimate, combined, estimate
-from shmap_tp.plan.search.loop import rank_correlation
 from shmap_tp.plan.targets import Target, find_target
 
 RESULTS = Path(__file__).parent / "results"
@@ -109,6 +108,22 @@ def fit_all(rows: list[dict], made: list[Estimate]) -> tuple[dict, dict, dict]:
     memory = fit([one.memory_terms for one in made], [row["peak_bytes_per_device"] for row in rows])
     ratios = [row["step_seconds"] / combined(time, one.time_terms) for row, one in timed]
     return time, memory, scales([row for row, _ in timed], ratios)
+
+
+def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Spearman's rank correlation, from -1 to 1 (ties share their mean rank); nan for fewer than two values."""
+    if len(xs) < 2:
+        return float("nan")
+    a, b = _ranks(xs), _ranks(ys)
+    mean = (len(xs) - 1) / 2
+    covariance = sum((p - mean) * (q - mean) for p, q in zip(a, b, strict=True))
+    spread = (sum((p - mean) ** 2 for p in a) * sum((q - mean) ** 2 for q in b)) ** 0.5
+    return covariance / spread if spread else float("nan")
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from formula_calibration import rank_correlation
+
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Config
 from shmap_tp.plan.search.candidates import Result, candidates, prune
-from shmap_tp.plan.search.jobs import answer, request
-from shmap_tp.plan.search.loop import rank_correlation
+from shmap_tp.plan.search.compiling import answer, request
 from shmap_tp.plan.targets import Target, find_target
 
 FILE = Path(__file__).parent / "results" / "whole_space.jsonl"

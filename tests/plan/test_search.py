@@ -21,9 +21,8 @@ from shmap_tp.plan.search.candidates import (
     sibling,
 )
 from shmap_tp.plan.search.command import Space, finish, make_search
+from shmap_tp.plan.search.compiling import WORTH_TRYING, Search, ended
 from shmap_tp.plan.search.cost import Cost
-from shmap_tp.plan.search.jobs import ended
-from shmap_tp.plan.search.loop import WORTH_TRYING, Search, rank_correlation
 from shmap_tp.plan.search.output import Task, largest_share, limited_by, table
 from shmap_tp.plan.targets import find_target, machine_of
 from tests.helpers.searching import RECORDED, config, made
@@ -286,14 +285,6 @@ def test_a_compilation_that_lacked_memory_is_repeated_with_fewer_at_a_time():
     search.run()
     assert search.jobs == 1 and compiler.started == [2, 1] and search.best().seconds == 1.0
     assert "from here on 1 at a time; this one is compiled again" in compiler.lines
-
-
-def test_rank_correlation():
-    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]) == pytest.approx(1)
-    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]) == pytest.approx(-1)
-    assert rank_correlation([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]) == pytest.approx(0.5)
-    assert rank_correlation([1.0, 1.0, 2.0], [1.0, 1.0, 2.0]) == pytest.approx(1), "ties share their mean rank"
-    assert math.isnan(rank_correlation([1.0], [1.0])) and math.isnan(rank_correlation([1.0, 1.0], [1.0, 2.0]))
 
 
 # Output

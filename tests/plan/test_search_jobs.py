@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shmap_tp.plan.search import jobs
-from shmap_tp.plan.search.jobs import answer, ended, request
+from shmap_tp.plan.search import compiling
+from shmap_tp.plan.search.compiling import answer, ended, request
 from shmap_tp.plan.targets import find_target
 from tests.helpers.searching import RECORDED, config, made
 
@@ -24,9 +24,11 @@ def test_the_end_of_a_child_process_is_explained():
 def test_a_child_process_that_is_stopped_leaves_no_temporary_files(monkeypatch):
     """It is killed, so that it cannot remove the compiler's dumps itself."""
     writes = "import pathlib, tempfile, time; pathlib.Path(tempfile.mkdtemp(), 'dump').touch(); time.sleep(60)"
-    start = jobs.subprocess.Popen
-    monkeypatch.setattr(jobs.subprocess, "Popen", lambda command, **given: start([command[0], "-c", writes], **given))
-    job = jobs.ChildProcess(ESTIMATED, config(), find_target("v5e", 4, None, 1))
+    start = compiling.subprocess.Popen
+    monkeypatch.setattr(
+        compiling.subprocess, "Popen", lambda command, **given: start([command[0], "-c", writes], **given)
+    )
+    job = compiling.ChildProcess(ESTIMATED, config(), find_target("v5e", 4, None, 1))
     folder = Path(job.files.name)
     end = time.monotonic() + 10
     while not list(folder.rglob("dump")):

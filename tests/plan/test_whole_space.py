@@ -1,16 +1,26 @@
 """The search finds the candidate that would have won: three small searches whose every candidate is compiled."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
+from formula_calibration import rank_correlation
 from whole_space import CASES, ranks, recorded
 
 from shmap_tp.plan.search.candidates import Result, candidates
-from shmap_tp.plan.search.loop import Search
+from shmap_tp.plan.search.compiling import Search
 from shmap_tp.plan.targets import machine_of
 from tests.helpers.searching import RECORDED
 
 DONE = recorded()
+
+
+def test_rank_correlation():
+    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]) == pytest.approx(1)
+    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]) == pytest.approx(-1)
+    assert rank_correlation([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]) == pytest.approx(0.5)
+    assert rank_correlation([1.0, 1.0, 2.0], [1.0, 1.0, 2.0]) == pytest.approx(1), "ties share their mean rank"
+    assert math.isnan(rank_correlation([1.0], [1.0])) and math.isnan(rank_correlation([1.0, 1.0], [1.0, 2.0]))
 
 
 @pytest.mark.slow

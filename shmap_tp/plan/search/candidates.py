@@ -229,13 +229,8 @@ def sibling(one: Result) -> Result:
     return Result(replace(one.candidate, row_major=not one.candidate.row_major), one.estimate)
 
 
-Kept = tuple[list[Result], Counter, list[Result]]
-"""(what is left, fastest first; how many were dropped for which reason; the Pareto front of memory and speed of what is
-not too large, whatever its speed: its last needs least memory of all)."""
-
-
-def prune(config: Config, target: Target, choices: list[Candidate]) -> Kept:
-    """Estimate every candidate, and drop those that cannot win."""
+def prune(config: Config, target: Target, choices: list[Candidate]) -> tuple[list[Result], Counter[str], list[Result]]:
+    """Estimate every candidate, and drop those that cannot win; returns as `pruned`."""
     groups: dict[Candidate, list[Candidate]] = {}
     for one in choices:
         groups.setdefault(replace(one, offload=()), []).append(one)
@@ -247,9 +242,13 @@ def prune(config: Config, target: Target, choices: list[Candidate]) -> Kept:
     return pruned(every, machine.memory, machine.host_memory)
 
 
-def pruned(every: list[Result], limit: float, host_limit: float) -> Kept:
-    """Drop what does not fit, what another offload improves in both memory and time, and what is too slow."""
-    dropped: Counter = Counter()
+def pruned(every: list[Result], limit: float, host_limit: float) -> tuple[list[Result], Counter[str], list[Result]]:
+    """Drop what does not fit, what another offload improves in both memory and time, and what is too slow.
+
+    Returns what is left, fastest first; how many were dropped for which reason; and the Pareto front of memory and
+    speed without what is too large, whose last member needs the least memory of all.
+    """
+    dropped: Counter[str] = Counter()
     small = [one for one in every if one.peak_bytes <= MEMORY_MARGIN * limit and one.estimate.host_bytes <= host_limit]
     dropped["too large"] = len(every) - len(small)
     useful = _without_dominated_offloads(small)

@@ -1,7 +1,6 @@
 """The search as `python -m shmap_tp.plan search` runs it: flags to candidates, compilations, and the report."""
 
 import argparse
-import math
 import sys
 import time
 from dataclasses import dataclass
@@ -17,9 +16,8 @@ from shmap_tp.errors import UserError, first_line
 from shmap_tp.plan.flags import append_json, check_flags, check_outputs, command_line, plannable
 from shmap_tp.plan.layout import shell_command, wrapped
 from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune, sibling
+from shmap_tp.plan.search.compiling import ChildProcess, Search, jobs_at_a_time
 from shmap_tp.plan.search.cost import Cost, parse_prices, short_count
-from shmap_tp.plan.search.jobs import ChildProcess, jobs_at_a_time
-from shmap_tp.plan.search.loop import Search
 from shmap_tp.plan.search.output import (
     Task,
     basis,
@@ -71,10 +69,6 @@ class Space:
         return self.task.sort_key(min(self.kept, key=lambda one: place(one, memory)))
 
 
-Summary = dict[Target, str]
-"""Lines for each target: its fastest candidate, or why there is none."""
-
-
 def search_command(arguments: argparse.Namespace) -> None:
     """Search every target that was asked for, the cheapest or fastest by formulas first.  Raises UserError;
     SystemExit(STOPPED) after Ctrl-C, SIGTERM or SIGHUP while it compiles; before that they end the process at once,
@@ -85,7 +79,7 @@ def search_command(arguments: argparse.Namespace) -> None:
     check_outputs(arguments)
     check_recipe(arguments.recipe, targets)
     check_compilers(arguments, targets)
-    summary: Summary = {}
+    summary: dict[Target, str] = {}  # lines of each: its fastest candidate, or why there is none
     spaces = find_spaces(arguments, targets, prices, summary)
     with raising():
         winners, is_stopped = search_spaces(spaces, arguments, summary)
@@ -101,7 +95,7 @@ def search_command(arguments: argparse.Namespace) -> None:
 
 
 def find_spaces(
-    arguments: argparse.Namespace, targets: list[Target], prices: dict[str, float], summary: Summary
+    arguments: argparse.Namespace, targets: list[Target], prices: dict[str, float], summary: dict[Target, str]
 ) -> list[Space]:
     """What the formulas keep of each target, the cheapest or fastest first.  One that has no candidate gets its line in
     `summary`; where it is the only target, its UserError is raised."""
@@ -118,7 +112,9 @@ def find_spaces(
     return sorted(spaces, key=lambda space: space.sort_key)
 
 
-def search_spaces(spaces: list[Space], arguments: argparse.Namespace, summary: Summary) -> tuple[list[Result], bool]:
+def search_spaces(
+    spaces: list[Space], arguments: argparse.Namespace, summary: dict[Target, str]
+) -> tuple[list[Result], bool]:
     """(the fastest of each that has one, whether the search was stopped); adds their lines to `summary`.  Each has an
     equal share of the time that is left, and all of it as long as nothing that was compiled fits.  Raises UserError
     where --json cannot be written any more."""
@@ -309,11 +305,9 @@ def finish(space: Space, arguments: argparse.Namespace, search: Search) -> Resul
     if search.found or search.stopped:
         fitting, failed = sum(one.fits_in(memory) for one in compiled), len(search.found) - len(compiled)
         failures = f"{failed} failed to compile, " if failed else ""
-        correlation = search.correlation()
-        ranked = f"; rank correlation of the formulas with compiled times {correlation:.2f}"
         counts = (
             f"{len(compiled)} compiled, {fitting} of them fit; {failures}{len(search.remaining):,} were not compiled "
-            f"({search.stopped}){'' if math.isnan(correlation) else ranked}"
+            f"({search.stopped})"
         )
         print(wrapped(counts))
     if winner is None:

@@ -11,9 +11,9 @@ Memory (bytes)
     working set  one layer's activations and their gradients; two gathered FSDP layers; bfloat16 copies of unsharded
                  weights; the logits and the gradient of the head; the scores of chunked attention
 Time (seconds)
-    matmuls      FLOPs with recomputation (model/flops.py) / peak; of experts more (grouped.py)
+    matmuls      FLOPs with recomputation (model/flops.py) / peak; of experts more (below)
     attention    FLOPs / peak; for the chunked kernel without the causal half, and its scores through memory
-    memory       activations read and written, rows of experts more often (grouped.py), weights once per pass and
+    memory       activations read and written, rows of experts more often (below), weights once per pass and
                  microbatch, the optimizer's update / bandwidth
     collectives  each by the link model, by kind of overlap; of FSDP's gathers and rings, which are mostly overlapped
                  with matmuls, the constant is the share that is not
@@ -43,16 +43,17 @@ from shmap_tp.config.schema import (
     TensorParallelMode,
     padded_vocabulary,
 )
+from shmap_tp.hardware.devices import generation
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.experts import rows_of_a_token
+from shmap_tp.layers.grouped_matmul import row_tile
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
 from shmap_tp.model.layer_pattern import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
 from shmap_tp.plan.search.collective_seconds import collective_seconds
-from shmap_tp.plan.search.grouped import grouped_excess, row_values
 from shmap_tp.plan.search.weights import Weight, state_bytes, weights
 from shmap_tp.plan.targets import Target, devices_of, machine_of
-from shmap_tp.plan.tpu import KERNEL_EFFICIENCY
+from shmap_tp.plan.tpu import GROUPED_EFFICIENCY, KERNEL_EFFICIENCY
 
 WIDE, NARROW = 4, 2
 """Bytes of a float32 and of a bfloat16."""
@@ -235,6 +236,42 @@ def _attention_flops(model: ModelConfig) -> int | float:
     """Scores and values per token, forward, backward and recomputed, under the causal mask."""
     forward, again = forward_terms(model), recomputed_terms(model)
     return sum(3 * forward[name] + again[name] for name in ("scores", "values"))
+
+
+# Experts: what they cost beyond matmuls with as many FLOPs
+
+VALUES_OF_A_ROW = 4.6, 9.5
+"""How often each value of a row counts among the activations of a layer, where rows stay on their device and where they
+are sent to others: with the constant of `TIME` for activations 30 and 62 passes over memory.  Chosen so that the time
+of compiled steps of Qwen3-30B-A3B and OLMoE-1B-7B with ep 8 and 32 is met within a quarter; half where rows stay."""
+
+
+def row_values(model: ModelConfig, mesh: MeshConfig) -> float:
+    """Values per token and layer of the rows that a device brings to its experts and back."""
+    if not model.experts:
+        return 0.0
+    return VALUES_OF_A_ROW[mesh.ep > 1] * rows_of_a_token(model, mesh) * model.width
+
+
+def grouped_excess(model: ModelConfig, tokens: int, mesh: MeshConfig, kind: str) -> float:
+    """FLOPs per token, at the peak, whose time the kernels for experts of a TPU take beyond the FLOPs of the chosen
+    experts: they compute tiles that two experts share twice, and reach GROUPED_EFFICIENCY.  0 for other devices, of
+    `kind`.  `tokens`: those of a microbatch on one dp rank.
+
+    Three products of D F weights, each forward and twice backward; gate and up once more where they are not saved.
+    """
+    made = generation(kind)
+    if not model.experts or made is None or not made.has_kernels:
+        return 0.0
+    experts, chosen = model.experts // (mesh.ep * mesh.mp), tokens * model.experts_per_token / mesh.mp
+    tile = row_tile(int(tokens * rows_of_a_token(model, mesh)), experts)
+    excess = (chosen + (experts - 1) * tile) / chosen / GROUPED_EFFICIENCY - 1
+    saved = (
+        2
+        if model.remat == Remat.none
+        else len({SavedActivation.gate, SavedActivation.up}.intersection(SAVED_BY_REMAT[model.remat]))
+    )
+    return 2 * (11 - saved) * model.experts_per_token * model.width * model.ffn * model.layers * excess
 
 
 # The constants.  On models that were left out of the fit the time is off by 5 % in the median and 35 % at most, the

@@ -26,6 +26,7 @@ from model_options import refuse_options
 
 from shmap_tp.config.activation_names import QUERY_KEY_VALUE, SUBLAYER_OUTPUT
 from shmap_tp.config.schema import Config, Remat
+from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import Attention, Chunked, checkpoint_per_head
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.linear import Linear, matmul
@@ -40,7 +41,7 @@ from shmap_tp.parallel.mesh import DP, MP, token_axes
 from shmap_tp.parallel.tensor_parallel import AllReduce
 from shmap_tp.training.bad_steps import StepOutcome, select_tree
 from shmap_tp.training.optimizer import clip_by_global_norm, make_optimizer, update_norms
-from shmap_tp.training.step import State, StepFunctions, build_step_functions
+from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions, build_step_functions
 
 SUPPORTED = (
     *("norm", "norm_epsilon", "norm_bias", "mlp", "rotary_base", "rotary_dim", "rotary_pairing", "rotary_scaling"),
@@ -167,12 +168,18 @@ def cross_entropy(
     return jnp.where(counted_BT, logz_BT - target_BT, 0.0), jnp.where(counted_BT, logz_BT, 0.0)
 
 
-def build_gspmd_programs(config: Config, mesh: Mesh, dtype: DTypeLike) -> StepFunctions:
+def build_gspmd_programs(
+    config: Config, mesh: Mesh, dtype: DTypeLike, components: Components = CONFIGURED, end_of_text: int | None = None
+) -> StepFunctions:
     """The step functions of `config` on `mesh`, with step and evaluation sharded by the compiler.
 
-    Raises UserError if the model has biases, head norms, two norms in a parallel block or an embedding scale.
+    Raises UserError if documents are isolated, or the model has biases, head norms, two norms in a parallel block or an
+    embedding scale.
     """
     refuse_options(config.model, "the GSPMD baseline", supported=SUPPORTED)
+    assert components == CONFIGURED, "the GSPMD baseline is written for the blocks of this project"
+    if end_of_text is not None:
+        raise UserError("the GSPMD baseline isolates no documents; compare with data.documents=joined")
     explicit = build_step_functions(config, mesh, dtype)
     shardings: State = jax.tree.map(lambda x: x.sharding, explicit.shapes)
     replicated, constrain = NamedSharding(mesh, P()), Constraint(mesh)

@@ -23,8 +23,8 @@ from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.plan.aot_compile import coordinates, parse_out_of_memory
 from shmap_tp.plan.flags import Parser, add_mesh_flags, add_step_flags, append_json, command_line
 from shmap_tp.plan.layout import ROW_INDENT, wrapped
-from shmap_tp.plan.predict import Builder, Prediction, build_programs, program_name, step_dtype
-from shmap_tp.plan.report import FORMULA, Row, config_fields, format_row, mesh_fields
+from shmap_tp.plan.predict import Builder, Prediction, build_programs, step_dtype
+from shmap_tp.plan.report import EXPLICIT, FORMULA, GSPMD, Row, config_fields, format_row, mesh_fields
 from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.runtime.files import replacing
 from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
@@ -61,7 +61,7 @@ def measure(
     programs = build_programs(build, config, mesh, dtype, components)
     kernel = kernel_name(programs.attention)
     fields = config_fields(config, kernel, len(devices), machine_peak(devices), components) | {
-        "program": program_name(build),
+        "program": EXPLICIT if build is build_step_functions else GSPMD,
         "kind": "emulated" if first.platform == "cpu" else "measured",
         "versions": {"jax": jax.__version__},
         "limit_bytes_per_device": DEVICES[first.device_kind].memory if first.device_kind in DEVICES else None,

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import AttentionKernel, Config, Documents, Precision
-from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
@@ -40,12 +39,7 @@ CACHE = Path(".cache/tpu")
 """Compiled programs for TPUs, kept between runs."""
 
 Builder = Callable[..., StepFunctions]
-"""(config, mesh, dtype) -> the programs of a step; `build_step_functions` also takes components."""
-
-
-def program_name(build: Builder) -> str:
-    """The `program` field of a row: explicit for our step functions, gspmd for the GSPMD baseline."""
-    return EXPLICIT if build is build_step_functions else GSPMD
+"""(config, mesh, dtype, components, end_of_text) -> the programs of a step: `build_step_functions`, or a baseline."""
 
 
 def step_dtype(config: Config, auto: Precision = Precision.bfloat16) -> DTypeLike:
@@ -56,18 +50,9 @@ def step_dtype(config: Config, auto: Precision = Precision.bfloat16) -> DTypeLik
 def build_programs(
     build: Builder, config: Config, mesh: Mesh, dtype: DTypeLike, components: Components
 ) -> StepFunctions:
-    """The programs of a step; where documents are isolated, id 0 ends one.
-
-    Only `build_step_functions` can be given components or isolates documents: the GSPMD baseline is written for the
-    blocks of this project, and rows of one document.  Raises UserError.
-    """
+    """The programs of a step; where documents are isolated, id 0 ends one.  Raises UserError."""
     isolated = config.data.documents == Documents.isolated
-    if build is build_step_functions:
-        return build(config, mesh, dtype, components, 0 if isolated else None)
-    assert components == CONFIGURED, "the GSPMD baseline takes no components"
-    if isolated:
-        raise UserError("the GSPMD baseline isolates no documents; compare with data.documents=joined")
-    return build(config, mesh, dtype)
+    return build(config, mesh, dtype, components, 0 if isolated else None)
 
 
 def step_communication(config: Config, dtype: DTypeLike, components: Components = CONFIGURED) -> list[Entry]:
@@ -149,7 +134,7 @@ def predict(
     peak = table_peak(kind, len(devices))
     row = Row(
         kind=ESTIMATED if gpu else PREDICTED,
-        program=program_name(build),
+        program=EXPLICIT if build is build_step_functions else GSPMD,
         peak_bytes_per_device=compiled.peak_bytes,
         limit_bytes_per_device=compiled.limit_bytes,
         host_bytes_per_device=compiled.host_bytes,

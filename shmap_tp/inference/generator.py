@@ -16,7 +16,7 @@ import numpy as np
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError, shown
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
-from shmap_tp.inference.sampling import Filters, Sampling
+from shmap_tp.inference.sampling import NO_TOKEN, Filters, Sampling
 from shmap_tp.model.transformer import Transformer
 
 PADDING = -1
@@ -137,7 +137,7 @@ def stream(
     `requests` are the numbers of the prompts, on which sampling depends; by default 0, 1, 2 ...  `ended` has the
     numbers of the sequences whose next ids the caller no longer wants; it is read before each decode call.
     Raises UserError if there is no prompt, or one is empty, has an id that is not below the vocabulary, or leaves no
-    room for a new token in model.context.
+    room for a new token in model.context; and where the logits of a new token are not finite.
     """
     check_prompts(prompts, programs.model)
     limits = [min(options.max_new_tokens, programs.model.context - len(prompt)) for prompt in prompts]
@@ -168,9 +168,14 @@ class _Sequence:
         return self._left == 0
 
     def take(self, ids: np.ndarray) -> list[int]:
-        """Those of the next ids that belong to the sequence."""
+        """Those of the next ids that belong to the sequence.  Raises UserError if one's logits are not finite."""
         taken = []
         for token in ids[: self._left].tolist():
+            if token == NO_TOKEN:
+                raise UserError(
+                    "a new token has logits that are infinite or NaN: the weights have such values, or overflow;\n"
+                    "use other weights, for example an earlier checkpoint"
+                )
             if token in self._stop_tokens:
                 self._left = 0
                 return taken

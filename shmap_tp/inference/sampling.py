@@ -22,6 +22,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import MP, token_axes
 
+NO_TOKEN = 2**31 - 1
+"""The id that is drawn where the largest logit is infinite or NaN."""
+
 
 class Sampling(eqx.Module):
     """How the next token is chosen.  Its values are arrays: another value needs no compilation."""
@@ -78,13 +81,12 @@ class Sequences(NamedTuple):
 def next_token(
     logits_BV: Float[Array, "B V"], sequences: Sequences, sampling: Sampling, filters: Filters, vocabulary: int
 ) -> Int[Array, " B"]:
-    """The token that follows each sequence, replicated over mp.
+    """The token that follows each sequence, replicated over mp; NO_TOKEN where the logits are not finite.
 
     Communication  over mp: two all-gathers of one value per sequence; with top-k and top-p 66 all-reduces of one value.
     """
     id_V = lax.axis_index(MP) * logits_BV.shape[1] + jnp.arange(logits_BV.shape[1])
-    lowest = jnp.finfo(logits_BV.dtype).min
-    logits_BV = jnp.where((id_V < jnp.minimum(sampling.vocabulary, vocabulary))[None], logits_BV, lowest)
+    logits_BV = jnp.where((id_V < jnp.minimum(sampling.vocabulary, vocabulary))[None], logits_BV, -jnp.inf)
     if filters.penalty:
         penalty = sampling.repetition_penalty
         penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
@@ -93,18 +95,20 @@ def next_token(
     if filters.noise:
         logits_BV = logits_BV / sampling.temperature
         if filters.candidates:
-            logits_BV = jnp.where(_candidates(logits_BV, sampling), logits_BV, lowest)
+            is_kept_BV = _candidates(logits_BV, sampling) | jnp.isnan(logits_BV)
+            logits_BV = jnp.where(is_kept_BV, logits_BV, -jnp.inf)
         logits_BV = logits_BV + _noise(sequences, sampling.seed, id_V).astype(logits_BV.dtype)
     return argmax(logits_BV, id_V)
 
 
 def argmax(x_BV: Float[Array, "B V"], id_V: Int[Array, " V"]) -> Int[Array, " B"]:
-    """The id of the largest value over all devices of mp; the lowest such id."""
+    """The id of the largest value over all devices of mp; the lowest such id.  NO_TOKEN if that value is infinite, or
+    one of them is NaN."""
     place_B = jnp.argmax(x_BV, axis=-1)
     found = jnp.max(x_BV, axis=-1), id_V[place_B]
     value_RB, id_RB = (lax.all_gather(part, MP, to="invarying") for part in found)
-    is_largest = value_RB == jnp.max(value_RB, axis=0)[None]
-    return jnp.min(jnp.where(is_largest, id_RB, jnp.iinfo(id_RB.dtype).max), axis=0)
+    is_largest = (value_RB == jnp.max(value_RB, axis=0)[None]) & jnp.isfinite(value_RB)
+    return jnp.min(jnp.where(is_largest, id_RB, NO_TOKEN), axis=0)
 
 
 def _noise(sequences: Sequences, seed: Int[Array, ""], id_V: Int[Array, " V"]) -> Float[Array, "B V"]:

@@ -74,4 +74,7 @@ class TrainingSampler:
             )
         except Stopped:
             return None
+        except UserError as error:  # after a step that trained well, too, the logits can be infinite or NaN
+            print_on_process_0(f"no samples: {error}")
+            return None
         return {prompt: texts[0] for prompt, texts in zip(self._prompts, found, strict=True)}

@@ -67,7 +67,8 @@ class Sampler(Protocol):
     """
 
     def __call__(self, params: Transformer, stopped: Callable[[], bool]) -> dict[str, str] | None:
-        """{prompt: what the model writes after it}, the same in every process; None if `stopped` came true."""
+        """{prompt: what the model writes after it}, the same in every process; None if `stopped` came true,
+        or, after a line that says so, if the logits are not finite."""
         ...
 
 

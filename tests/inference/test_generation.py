@@ -174,6 +174,13 @@ def test_sampled_tokens_are_a_function_of_seed_request_sample_and_position():
     assert here.generate(PROMPTS, samples=3, **SAMPLED | {"seed": 6})[::3] != first
 
 
+def test_weights_that_are_not_finite_generate_nothing():
+    here = model(1, 1, *ROTARY)
+    broken = replace(here, parameters=jax.tree.map(lambda x: x * jnp.nan, here.parameters))
+    with pytest.raises(UserError, match="a new token has logits that are infinite or NaN"):
+        broken.generate(PROMPTS, **SAMPLED)
+
+
 @pytest.mark.parametrize("block", ["parallel", "sequential"])
 def test_a_decode_step_communicates_and_keeps_what_the_docstrings_say(block):
     """B=2 sequences per device, D=24, float32."""

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.inference.generator import Options
-from shmap_tp.inference.sampling import Sequences, next_token
+from shmap_tp.inference.sampling import NO_TOKEN, Sequences, next_token
 from shmap_tp.parallel.mesh import DP, MP
 from tests.helpers.model_fixtures import mesh
 
@@ -75,6 +75,15 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_but_
     np.testing.assert_array_equal(choose(row, Options(), (1, 4)), [4, 9])
     exempt = Options(repetition_penalty=2.0, stop_tokens=(50, 4, -1, 2**40))  # as ends that earlier turns have
     np.testing.assert_array_equal(choose(row, exempt, (1, 4), seen), [4, 45])
+
+
+@pytest.mark.parametrize("options", [Options(), Options(temperature=1.0, top_k=3, top_p=0.9)], ids=["greedy", "top"])
+def test_no_token_is_drawn_from_logits_that_are_not_finite(options):
+    """One value suffices, on any device; logits of padding rows do not count."""
+    rows = logits(6)
+    rows[0], rows[1, 20], rows[2, 49] = np.nan, np.nan, -np.float32(np.nan)
+    rows[3, 7], rows[4, :VOCABULARY], rows[5, VOCABULARY:] = np.inf, -np.inf, np.nan
+    assert (choose(rows, options, (1, 8)) == NO_TOKEN).tolist() == [True] * 5 + [False]
 
 
 PROCESSED = [

@@ -7,12 +7,14 @@ import math
 import signal
 from contextlib import suppress
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from shmap_tp.data.token_files import open_token_file
 from shmap_tp.errors import UserError
-from shmap_tp.inference.training_samples import make_training_sampler
+from shmap_tp.inference.training_samples import TrainingSampler, make_training_sampler
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop
 from shmap_tp.training.goodput import TimeCategory
@@ -94,12 +96,22 @@ def test_a_resumed_run_has_each_sample_once(sampled, tmp_path):
 
 
 def test_a_stop_during_a_sample_saves_and_leaves(tmp_path, monkeypatch):
-    from shmap_tp.inference.training_samples import TrainingSampler
-
     signal_during(monkeypatch, TrainingSampler, "__call__", signal.SIGTERM, lambda *_: True)
     assert train(bytes_run(tmp_path, "sample.max_new_tokens=12")) == STOPPED
     assert not (tmp_path / "run" / "samples.jsonl").exists()
     assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
+
+
+def test_logits_that_are_not_finite_give_a_line_in_place_of_samples_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    whole = TrainingSampler.__call__
+
+    def broken(self, params, stopped):
+        return whole(self, jax.tree.map(lambda x: x * jnp.nan, params), stopped)
+
+    monkeypatch.setattr(TrainingSampler, "__call__", broken)
+    assert train(bytes_run(tmp_path, "train.steps=3")) == 0
+    assert "no samples: a new token has logits that are infinite or NaN" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "samples.jsonl").exists()
 
 
 def test_bits_per_byte_are_those_of_the_validation_text(sampled):

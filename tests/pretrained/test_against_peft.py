@@ -30,6 +30,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 RANK, ALPHA, STEPS = 4, 8, 20
 TOLERANCE = 2e-5
 LENGTH = 64
+WITH_EXPERTS = "mixtral", "qwen3_moe", "olmoe"
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def base_of(directory: Path, case: str) -> Any:
@@ -40,9 +42,12 @@ def base_of(directory: Path, case: str) -> Any:
 
 
 def with_peft(model: Any, *, random: bool, **options: Any) -> Any:
-    """The model with an adapter on all of its linear layers but the head; `random`: b is not zero."""
+    """The model with an adapter on all of its linear layers but the head, which PEFT 0.21 understands to include the
+    stacked matrices of experts (`target_parameters`, refused here): those of attention alone for such models.
+    `random`: b is not zero."""
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    target = ATTENTION if model.config.model_type in WITH_EXPERTS else "all-linear"
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=target, task_type="CAUSAL_LM", **options)
     model = peft.get_peft_model(model, config)
     for name, parameter in model.named_parameters():
         if random and "lora_B" in name:

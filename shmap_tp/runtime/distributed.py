@@ -3,7 +3,6 @@
 import ipaddress
 import os
 import socket
-import threading
 from dataclasses import dataclass, replace
 
 import jax
@@ -11,6 +10,7 @@ import jax
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.errors import LostProcessError, UserError
 from shmap_tp.runtime.agreement import global_state, launch_facts, require_agreement
+from shmap_tp.runtime.background import in_background
 from shmap_tp.runtime.exit_codes import exit_with_error
 
 MAX_EMULATED_DEVICES = 1024
@@ -90,27 +90,14 @@ def _initialize(config: Config, coordinator: Coordinator | None) -> None:
             "cluster_detection_method": "deactivate",
         }
     jax.config.update("jax_enable_preemption_service", False)  # it would replace the SIGTERM handler of StopRequest
-    errors: list[Exception] = []
-    joined = threading.Event()
-
-    def join() -> None:
-        try:
-            jax.distributed.initialize(
-                **arguments,
-                initialization_timeout=seconds + 60,
-                heartbeat_timeout_seconds=config.run.lost_timeout_seconds + 30,
-            )
-        except Exception as error:
-            errors.append(error)
-        joined.set()
-
-    threading.Thread(target=join, daemon=True, name="join").start()
-    if not joined.wait(seconds):
+    limits = {"initialization_timeout": seconds + 60, "heartbeat_timeout_seconds": config.run.lost_timeout_seconds + 30}
+    joining = in_background(lambda: jax.distributed.initialize(**arguments, **limits))
+    try:
+        joining.result(seconds)
+    except TimeoutError:
         exit_with_error(_join_timeout(processes, seconds))
-    if errors:
-        if isinstance(errors[0], (ValueError, RuntimeError)):
-            raise _explain_failure(errors[0], processes) from errors[0]
-        raise errors[0]
+    except (ValueError, RuntimeError) as error:
+        raise _explain_failure(error, processes) from error
 
 
 def _bind_address(address: str) -> str:

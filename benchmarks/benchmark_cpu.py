@@ -44,7 +44,7 @@ MESHES = [(1, 4), (2, 2), (4, 1)]
 MATMUL = 2048
 
 
-class Row(NamedTuple):
+class OnMesh(NamedTuple):
     """One program on one mesh."""
 
     timer: "Timer"
@@ -82,13 +82,13 @@ def compiled_step(config: Config, build: Callable[..., StepFunctions]) -> tuple[
     return programs, step, time.perf_counter() - start
 
 
-def rows_of(build: Callable[..., StepFunctions], overrides: list[str]) -> dict[tuple[int, int], Row]:
+def rows_of(build: Callable[..., StepFunctions], overrides: list[str]) -> dict[tuple[int, int], OnMesh]:
     rows = {}
     for mesh in MESHES:
         config = configuration(*mesh, overrides)
         programs, step, seconds = compiled_step(config, build)
         dispatch = step_caller(config, programs, step)
-        rows[mesh] = Row(Timer(lambda dispatch=dispatch: jax.block_until_ready(dispatch())), step, seconds)
+        rows[mesh] = OnMesh(Timer(lambda dispatch=dispatch: jax.block_until_ready(dispatch())), step, seconds)
     return rows
 
 
@@ -96,7 +96,7 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
 
 
-def print_rates(rows: dict[tuple[int, int], Row], matmul: Timer, config: Config) -> None:
+def print_rates(rows: dict[tuple[int, int], OnMesh], matmul: Timer, config: Config) -> None:
     tokens = config.train.batch * config.model.context
     work, product_work = tokens * flops_per_token(config.model), 2 * MATMUL**3
     rate = product_work / statistics.median(matmul.wall)
@@ -124,7 +124,7 @@ def collectives(step: Compiled, mesh: tuple[int, int]) -> tuple[str, str]:
     )
 
 
-def print_comparison(explicit: dict[tuple[int, int], Row], baseline: dict[tuple[int, int], Row]) -> None:
+def print_comparison(explicit: dict[tuple[int, int], OnMesh], baseline: dict[tuple[int, int], OnMesh]) -> None:
     print("\nexplicit : GSPMD\n| mesh | wall, median (min - max) | processor |\n| --- | --- | --- |")
     for mesh in explicit:
         ours, theirs = explicit[mesh].timer, baseline[mesh].timer
@@ -143,7 +143,7 @@ def print_comparison(explicit: dict[tuple[int, int], Row], baseline: dict[tuple[
             )
 
 
-def as_json(name: str, rows: dict[tuple[int, int], Row], matmul: Timer, config: Config) -> list[dict]:
+def as_json(name: str, rows: dict[tuple[int, int], OnMesh], matmul: Timer, config: Config) -> list[dict]:
     """One object per mesh; seconds are medians over the rounds, rates are in FLOP/s."""
     tokens = config.train.batch * config.model.context
     work, product = tokens * flops_per_token(config.model), 2 * MATMUL**3

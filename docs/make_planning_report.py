@@ -15,8 +15,8 @@ sys.path.insert(0, str(ROOT))  # also without an installed package
 
 from generated_part import DOCS, GeneratedPart  # noqa: E402
 
-from shmap_tp.plan.layout import LONGEST, ROW_INDENT, wrapped  # noqa: E402
 from shmap_tp.plan.report import Row, format_row  # noqa: E402
+from shmap_tp.plan.terminal import LONGEST, ROW_INDENT, wrapped  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tpu.jsonl"
 

@@ -42,13 +42,13 @@ from shmap_tp.plan.flags import (
     plannable,
 )
 from shmap_tp.plan.generation import generation_command
-from shmap_tp.plan.layout import ROW_INDENT, wrapped
 from shmap_tp.plan.plot import PlannedMemory, plot_step
 from shmap_tp.plan.predict import Prediction, format_memory, memory_by_kind, predict, step_communication, step_dtype
 from shmap_tp.plan.report import FORMULA, PREDICTED, Row, format_row
 from shmap_tp.plan.search.command import search_command
 from shmap_tp.plan.search.cost import token_count
 from shmap_tp.plan.targets import VERSION, VERSIONS, find_target
+from shmap_tp.plan.terminal import ROW_INDENT, wrapped
 from shmap_tp.runtime.command_line import run_command
 
 DEFAULTS = ("6_9b", 1, 16)

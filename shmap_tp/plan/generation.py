@@ -38,11 +38,11 @@ from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Entry, comparison, format_bytes, table, without_trivial_axes
 from shmap_tp.plan.flags import append_json, command_line, config_from_flags
 from shmap_tp.plan.hlo_parser import parse_hlo
-from shmap_tp.plan.layout import ROW_INDENT, wrapped
 from shmap_tp.plan.predict import CACHE
 from shmap_tp.plan.report import PREDICTED, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
 from shmap_tp.plan.targets import find_target
+from shmap_tp.plan.terminal import ROW_INDENT, wrapped
 from shmap_tp.plan.tpu import LinkModel, Slice, topology_devices
 from shmap_tp.training.model_functions import build_model_functions
 

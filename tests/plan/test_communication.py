@@ -106,9 +106,9 @@ STEPS = """
 4x2 bfloat16 collective_matmul none parallel none 8 learned gelu tied adapters loss_chunks
 8x1 float32 collective_matmul none sequential all_matmuls 8 rotary gelu slices rmsnorm biases offload chunks
 4x2 bfloat16 collective_matmul none parallel attention_output 8 rotary swiglu slices tied biases
-2x4 float32 collective_matmul zero1 parallel full 1 alibi swiglu slices biases adapters loss_chunks small
+4x2 float32 collective_matmul zero1 parallel full 1 alibi swiglu slices biases adapters loss_chunks small
 1x4 bfloat16 collective_matmul fsdp sequential attention 2 learned swiglu rmsnorm biases adapters loss_chunks small
-2x4 bfloat16 collective_matmul fsdp sequential attention_and_up 2 alibi gelu rmsnorm offload small
+4x2 bfloat16 collective_matmul fsdp sequential attention_and_up 1 alibi gelu rmsnorm offload small
 4x2 bfloat16 collective_matmul fsdp sequential full 8 rotary gelu tied biases loss_chunks chunks small
 8x1 float32 collective_matmul fsdp parallel mlp 1 rotary swiglu slices tied biases adapters loss_chunks
 """

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from shmap_tp.plan.layout import fitted_table, wrapped
+from shmap_tp.plan.terminal import fitted_table, wrapped
 
 
 class Operation(StrEnum):

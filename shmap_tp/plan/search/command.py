@@ -14,7 +14,6 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError, first_line
 from shmap_tp.plan.flags import append_json, check_flags, check_outputs, command_line, plannable
-from shmap_tp.plan.layout import shell_command, wrapped
 from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune, sibling
 from shmap_tp.plan.search.compiling import ChildProcess, Search, jobs_at_a_time
 from shmap_tp.plan.search.cost import Cost, parse_prices, short_count
@@ -40,6 +39,7 @@ from shmap_tp.plan.targets import (
     find_target,
     machine_of,
 )
+from shmap_tp.plan.terminal import shell_command, wrapped
 from shmap_tp.pretrained.configuration import load
 from shmap_tp.runtime.command_line import raising
 from shmap_tp.runtime.console import write_line

@@ -13,12 +13,12 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GIB
 from shmap_tp.model.flops import flops_per_token
 from shmap_tp.plan.gpu import Nodes
-from shmap_tp.plan.layout import fitted_table, wrapped
 from shmap_tp.plan.report import Row, format_calibration
 from shmap_tp.plan.search.candidates import SURE, Candidate, Result, pareto_front
 from shmap_tp.plan.search.cost import Cost
 from shmap_tp.plan.search.formulas import TIME, Estimate
 from shmap_tp.plan.targets import Target, machine_of
+from shmap_tp.plan.terminal import fitted_table, wrapped
 from shmap_tp.runtime.files import replacing
 
 COMPILED, FORMULAS = "compiled", "formulas"

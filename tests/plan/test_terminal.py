@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from shmap_tp.plan.layout import fitted_table, shell_command, wrapped
+from shmap_tp.plan.terminal import fitted_table, shell_command, wrapped
 
 ROWS = [
     ["", "seconds", "basis", "candidate"],

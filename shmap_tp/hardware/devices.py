@@ -109,9 +109,6 @@ DEVICES = {
 """Figures by jax.Device.device_kind."""
 DEVICES["TPU v5p"] = DEVICES["TPU v5"]  # the name in some releases of libtpu
 
-GPU_LINK_RATE = {"NVIDIA A100": 300e9, "NVIDIA H100": 450e9, "NVIDIA H200": 450e9, "NVIDIA B200": 900e9}
-"""Bytes/s of all NVLinks of one GPU in one direction, by the prefix of its device kind.  NVIDIA data sheets."""
-
 GENERATIONS = {
     "v2": Generation("TPU v2", "v2", 2, 2, 6.2e10, 16, (16, 16), (2, 2), "NORRIE, 496 Gbit/s; the pod is 16 x 16"),
     "v3": Generation("TPU v3", "v3", 2, 2, 8.2e10, 32, (32, 32), (2, 2), "NORRIE, 656 Gbit/s; the pod is 32 x 32"),

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shmap_tp.errors import LostProcessError
 
@@ -22,20 +22,20 @@ _AHEAD = 2
 def in_order(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
     """`work` of each item, in their order, in `workers` processes; in this one if that is 1.
 
-    `work`, the items and the results are pickled.  The processes end when this iterator is closed, and when this
-    process ends, however it ends.  An error of `work` is raised here, at its place; LostProcessError if a process ends
-    by itself, as for lack of memory.
+    `work` is pickled once for each process, the items and the results one by one.  The processes end when this iterator
+    is closed, and when this process ends, however it ends.  An error of `work` is raised here, at its place;
+    LostProcessError if a process ends by itself, as for lack of memory.
     """
     if workers == 1:
         yield from map(work, items)
         return
     resource_tracker.ensure_running()  # else the first process starts it, and it unblocks the signals
     before, results = multiprocessing.active_children(), deque[Future[R]]()
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin)  # not copies: this has threads
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (work,))  # no copies of threads
     try:
         for item in items:
             with _signals_for_this_process():
-                results.append(pool.submit(work, item))
+                results.append(pool.submit(_call, item))
             if len(results) == _AHEAD * workers:
                 yield results.popleft().result()
         while results:
@@ -60,8 +60,18 @@ def _signals_for_this_process() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _begin() -> None:
-    """In a new process: end with the one that started it."""
+_work: Callable[[Any], Any]
+"""What a process that `in_order` started does with each item."""
+
+
+def _call(item: Any) -> Any:
+    return _work(item)
+
+
+def _begin(work: Callable[[Any], Any]) -> None:
+    """In a new process: take `work`, and end with the process that started this one."""
+    global _work
+    _work = work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a library would compete with the other processes
 
     def end() -> None:

@@ -3,7 +3,7 @@
 n sequences in a file, b sequences in one microbatch, T context.
 
 The data order is a function of (seed, step) and of nothing else: sample i = step * batch + row is a sequence of one of
-the sources (`mixture`; data.dir is the only one unless there are data.sources).  It depends on neither the hosts nor
+the sources (`order`; data.dir is the only one unless there are data.sources).  It depends on neither the hosts nor
 the mesh, so a run can be resumed on any machine.
 """
 
@@ -33,8 +33,7 @@ from shmap_tp.data.metadata import (
     read_companions,
     read_meta,
 )
-from shmap_tp.data.mixture import DataOrder
-from shmap_tp.data.order import ORDER, source_key
+from shmap_tp.data.order import ORDER, DataOrder, source_key
 from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
 from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256

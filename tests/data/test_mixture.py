@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.data import batches
-from shmap_tp.data.mixture import DataOrder, turns
+from shmap_tp.data.order import DataOrder, turns
 from shmap_tp.data.token_files import TokenFile
 from tests.helpers.data_orders import order_of
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from shmap_tp.data.order import ORDER, shuffled, source_key
-from shmap_tp.errors import UserError
 
 KEY = source_key(0, "5e" * 32)
 
@@ -81,8 +80,3 @@ def test_a_batch_of_any_size_of_data_takes_milliseconds_and_no_memory(count):
     tracemalloc.stop()
     assert len({*found}) == 64 and found.min() >= 0 and found.max() < count
     assert min(took) < 0.02 and peak < 100_000
-
-
-def test_a_negative_seed_is_refused():
-    with pytest.raises(UserError, match=r"run\.seed=-1 is negative"):
-        source_key(-1, "5e" * 32)

@@ -2,8 +2,7 @@
 
 from fractions import Fraction
 
-from shmap_tp.data.mixture import DataOrder
-from shmap_tp.data.order import source_key
+from shmap_tp.data.order import DataOrder, source_key
 from shmap_tp.data.token_files import AnyTokenFile
 
 

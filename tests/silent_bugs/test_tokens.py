@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shmap_tp.layers.attention
-from shmap_tp.data import mixture
+from shmap_tp.data import order as data_order
 from shmap_tp.layers.attention import Attention, Chunked
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import Context
@@ -123,14 +123,14 @@ def test_tokens_of_prompts_count_as_targets(monkeypatch):
 
 def test_a_resumed_run_shuffles_from_its_first_epoch_again(monkeypatch):
     def order(first: int, last: int) -> np.ndarray:
-        return mixture.DataOrder([10], [0], {0: [Fraction(1)]})(first, last)[1]  # of 10 sequences
+        return data_order.DataOrder([10], [0], {0: [Fraction(1)]})(first, last)[1]  # of 10 sequences
 
-    shuffled, uninterrupted = mixture.shuffled, order(0, 9000)
+    shuffled, uninterrupted = data_order.shuffled, order(0, 9000)
 
     def counting_from_the_start(samples: np.ndarray, counts: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return shuffled(samples - samples[0] // counts * counts, counts, keys)
 
     np.testing.assert_array_equal(order(8500, 9000), uninterrupted[8500:])
-    monkeypatch.setattr(mixture, "shuffled", counting_from_the_start)
+    monkeypatch.setattr(data_order, "shuffled", counting_from_the_start)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         np.testing.assert_array_equal(order(8500, 9000), uninterrupted[8500:])

@@ -146,13 +146,12 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
 def _texts(arguments: argparse.Namespace) -> list[str]:
     """The documents of --text.  Raises UserError."""
     with importing():
-        from shmap_tp.data.source_files import files_at
-        from shmap_tp.data.text_sources import documents_in
+        from shmap_tp.data.source_files import chunks_of, files_at, texts_of
 
     if "" in arguments.text:
         raise UserError("--text is empty; name a file, or a directory")
-    files = [file for path in arguments.text for file in files_at(path)]
-    return list(documents_in(files, arguments.field or "text"))
+    files, field = [file for path in arguments.text for file in files_at(path)], arguments.field or "text"
+    return [text for chunk in chunks_of(files, field) for text in texts_of(chunk, field)]
 
 
 def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> dict:

@@ -145,6 +145,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
     if (row := arguments.pack) is not None and not 2 <= row < 1 << 24:
         raise UserError(f"--pack {row} must be the model.context of the runs that will read it, such as 2048")
+    if not 0 < arguments.validation < 1:
+        raise UserError(f"--validation {arguments.validation} is not between 0 and 1; 0.01 uses 1% for validation")
     if arguments.workers is not None and not 1 <= arguments.workers <= 1024:
         raise UserError(f"--workers {arguments.workers} must be a number of processes, such as 8")
     if not arguments.tokenizer:
@@ -217,12 +219,10 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
         from shmap_tp.data.chat_template import template_arguments
         from shmap_tp.data.source_files import CHATS, files_at, records_of
         from shmap_tp.data.text_directory import TextDirectory, open_tokenizer
-        from shmap_tp.data.text_sources import check_fraction
         from shmap_tp.pretrained.configuration import default_context
         from shmap_tp.pretrained.family import DEFAULT_CONTEXT
         from shmap_tp.pretrained.source import open_source
 
-    check_fraction(arguments.validation)
     name, row = arguments.tokenizer, DEFAULT_CONTEXT
     if name != "bytes" and not Path(name).is_file():
         model = open_source(name)

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator
@@ -113,24 +114,29 @@ class Bucket:
 
 @contextmanager
 def bucket_messages(key: str, url: str) -> Iterator[None]:
-    """Context that reads `url`, the value of `key`.  Whatever the bucket's library raises becomes a UserError: each
-    library has exceptions of its own."""
+    """Context that reads `url`, a path, a URL or a name on the hub, the value of `key`.  Whatever a library raises
+    becomes a UserError: each has exceptions of its own."""
     try:
         yield
     except UserError:
         raise
     except ImportError as error:
-        extra = "gcsfs: pip install -e '.[gcs]'" if url.startswith("gs://") else first_line(error)
-        raise UserError(f"{key}={shown(url)} needs {extra}") from error
+        needed = "gcsfs: pip install -e '.[gcs]'" if url.startswith("gs://") else first_line(error)
+        needed = f"`{error.name}`: pip install -e '.[data]'" if error.name in ("pyarrow", "datasets") else needed
+        raise UserError(f"{key}={shown(url)} needs {needed}") from error
     except Exception as error:
-        raise UserError(f"{key}={shown(url)} cannot be read: {shown(first_line(error))}") from error
+        is_missing = isinstance(error, FileNotFoundError) and error.filename is None  # a bucket's says only the path
+        reason = "No such file or directory" if is_missing else re.sub(r"^\[Errno \d+\] ", "", first_line(error))
+        raise UserError(f"{key}={shown(url)} cannot be read: {shown(reason)}") from error
 
 
 def open_file_system(key: str, url: str) -> tuple[Any, str]:
-    """(the file system of the bucket of `url`, the value of `key`; the path of `url` in it).  Raises UserError."""
+    """(the file system of `url`, the value of `key`; the path of `url` in it).  Raises UserError."""
     with bucket_messages(key, url):
         import fsspec
 
+        if "://" not in url:
+            return fsspec.filesystem("file"), os.path.abspath(url)
         return fsspec.core.url_to_fs(url)
 
 

@@ -239,8 +239,7 @@ def _write_splits(
 def _check_free(target: Path, overwrite: bool, key: str) -> None:
     """Raise `UserError` unless `target` is new or empty, or holds prepared data that may be replaced."""
     if os.path.lexists(target) and not target.is_dir():
-        kind = "a symlink loop" if target.is_symlink() else "a file"
-        raise UserError(f"{target} is {kind}; {key} must name a directory")
+        raise UserError(f"{target} is a file; {key} must name a directory")
     existing = {path.name for path in target.iterdir()} if target.is_dir() else set()
     if foreign := existing.difference(FILES):
         raise UserError(f"{target} holds {shown(min(foreign))}, which is not prepared data; choose another {key}")

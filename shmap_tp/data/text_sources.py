@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from shmap_tp.data.location import bucket_messages
 from shmap_tp.data.metadata import TOKENIZER
 from shmap_tp.data.source_files import (
     ENDINGS,
@@ -24,14 +25,12 @@ from shmap_tp.data.source_files import (
     SourceFile,
     chunks_of,
     files_at,
-    refuse,
     text_field,
     texts_of,
 )
 from shmap_tp.data.tokenizer import Tokenizer
-from shmap_tp.errors import UserError, first_line
+from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import write_line
-from shmap_tp.runtime.files import reading
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 STDLIB_VALIDATION = 0.02
@@ -75,14 +74,9 @@ class Division:
         return [(split, part) for split, part in ((TRAIN, text[:place]), (VALIDATION, text[place:])) if part]
 
 
-def measured(texts: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
-    """(hashes, sizes in bytes), of 8 bytes each."""
-    encoded = [text.encode() for text in texts]
-    return np.array([_hash(text) for text in encoded], np.uint64), np.array([len(text) for text in encoded], np.uint64)
-
-
 def division(measurements: Iterable[tuple[np.ndarray, np.ndarray]], validation: float) -> Division:
-    """That of documents which were `measured`, in any order, into the fraction `validation` and the rest."""
+    """That of documents with these hashes and sizes (`TextFiles.measured`), in any order, into the fraction
+    `validation` and the rest."""
     found = [(np.empty(0, np.uint64),) * 2, *measurements]
     hashes, sizes = (np.concatenate(part) for part in zip(*found, strict=True))
     order = np.argsort(hashes, kind="stable")
@@ -121,14 +115,15 @@ class TextFiles:
         return chunks_of(self.files, self.field)
 
     def measured(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-        """`measured` of those that have no split of their own."""
-        return measured(() if chunk.split else texts_of(chunk, self.field))
+        """(hashes, sizes in bytes) of those that have no split of their own, 8 bytes each."""
+        texts = [] if chunk.file.split else [text.encode() for text in texts_of(chunk, self.field)]
+        return np.array([_hash(text) for text in texts], np.uint64), np.array([len(text) for text in texts], np.uint64)
 
     def documents(self, division: Division, chunk: Chunk) -> list[tuple[str, str]]:
         """Pairs of (split, text).  Raises UserError if a line is no record with text."""
         texts = texts_of(chunk, self.field)
-        if chunk.split:
-            return [(chunk.split, text) for text in texts]
+        if chunk.file.split:
+            return [(chunk.file.split, text) for text in texts]
         return [part for text in texts for part in division.parts(text)]
 
     def divided(self) -> Iterator[tuple[str, str]]:
@@ -169,8 +164,7 @@ def stdlib() -> TextSource:
     def documents() -> Iterator[tuple[str, str]]:
         for path in paths:
             try:
-                with reading(root / path):
-                    text = (root / path).read_bytes().decode()
+                text = (root / path).read_bytes().decode()
             except UnicodeDecodeError:
                 continue
             if "\0" not in text:
@@ -185,7 +179,6 @@ def text_files(given: Sequence[str], field: str, validation: float, endings: Seq
 
     The fraction `validation` of the text, by size, is for validation (`Division`).
     """
-    check_fraction(validation)
     files = [file for each in given for file in files_at(each, endings)]
     texts = TextFiles(files, field, validation)
     return TextSource(", ".join(Path(each).name for each in given), texts.divided(), None, texts)
@@ -197,9 +190,8 @@ def dataset_directory(given: str, field: str, validation: float) -> TextSource:
     Which split a file belongs to is said by its name, or else by that of a directory; those of the test split are left
     out.  Without a validation split the fraction `validation` of the others is for validation, by size.
     """
-    check_fraction(validation)
-    root = given.rstrip("/") if "://" in given else str(Path(given))
-    found = [(file, split_of_name(file.path.removeprefix(root))) for file in files_at(root, RECORDS, "--dataset")]
+    root = given.rstrip("/") if "://" in given else os.path.abspath(given)
+    found = [(file, split_of_name(file.path.removeprefix(root))) for file in files_at(given, RECORDS, "--dataset")]
     named = {split for _, split in found}
     if not named & {TRAIN, None}:
         raise UserError(
@@ -227,53 +219,29 @@ def split_of_name(path: str) -> str | None:
     return None
 
 
-def documents_in(files: Sequence[SourceFile], field: str) -> Iterator[str]:
-    """The documents of files, which records have in `field`.  Raises UserError if one cannot be read or is not text."""
-    for chunk in chunks_of(files, field):
-        yield from texts_of(chunk, field)
-
-
 def hub_dataset(name: str, field: str, validation: float) -> TextSource:
     """A data set of the Hugging Face hub, streamed: its own train and validation splits, or a fraction of train.
 
     The fraction is of the number of documents and met on average, since their sizes are not known beforehand.
     """
-    check_fraction(validation)
-    try:
+    with bucket_messages("--dataset", name):
         import datasets
-    except ImportError:
-        raise UserError("--dataset needs `datasets`: pip install -e '.[data]'") from None
-    try:
+
         splits = datasets.load_dataset(name, streaming=True)
-    except Exception as error:  # the library raises whatever its network and file layers do
-        raise UserError(f"--dataset {name} cannot be opened: {first_line(error)}") from None
     if TRAIN not in splits:
         raise UserError(f"--dataset {name} has the splits {', '.join(splits)}; it needs a split called `{TRAIN}`")
 
     def documents() -> Iterator[tuple[str, str]]:
         for split in (s for s in (TRAIN, VALIDATION) if s in splits):
-            for row in _streamed(splits[split], name):
-                text = text_field(row, field, f"--dataset {name}")
-                yield (split if VALIDATION in splits else split_of(text, validation)), text
+            with bucket_messages("--dataset", name):
+                for row in splits[split]:
+                    text = text_field(row, field, f"--dataset {name}")
+                    yield (split if VALIDATION in splits else split_of(text, validation)), text
 
     return TextSource(name, documents(), None)
 
 
-def _streamed(rows: Iterable[dict], name: str) -> Iterator[dict]:
-    """`rows`, with any error of the download raised as `UserError`."""
-    try:
-        yield from rows
-    except Exception as error:  # as above
-        raise UserError(f"--dataset {name} was interrupted: {first_line(error)}; run it again") from None
-
-
 def _python_files(root: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root, onerror=refuse):
+    for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _EXCLUDED and not name.startswith(_GENERATED)]
         yield from (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith(_GENERATED))
-
-
-def check_fraction(validation: float) -> None:
-    """Raise `UserError` unless the validation fraction is in (0, 1)."""
-    if not 0 < validation < 1:
-        raise UserError(f"--validation {validation} is not between 0 and 1; 0.01 uses 1% for validation")

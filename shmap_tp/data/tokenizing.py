@@ -46,13 +46,10 @@ def parts_key(source: TextSource | ChatSource, tokenizer: Tokenizer) -> str | No
     """The name of the directory of finished parts of this work; None where a part cannot be known again."""
     if source.files is None or any(file.version is None for file in source.files.files):
         return None
-    files = [
-        [file.path if "://" in file.path else os.path.abspath(file.path), file.size, file.version, file.split]
-        for file in source.files.files
-    ]
+    files = [[file.path, file.size, file.version, file.split] for file in source.files.files]
     json = None if tokenizer.json is None else hashlib.sha256(tokenizer.json).hexdigest()
     facts = [files, source.files.field, source.files.validation, tokenizer.name, json, tokenizer.end_of_text]
-    return key_of([*facts, CHUNK, _PART])
+    return key_of([*facts, CHUNK, _PART, "whole lines"])
 
 
 def tokenized(
@@ -83,13 +80,14 @@ def _tokenized_files(
     number, count, chunks, part = 0, 0, files.chunks(), list[Documents]()
     with _bar(files, name) as bar:
         for documents in parts.finished() if parts else ():
-            bar.update(sum(chunk.taken for chunk in islice(chunks, _PART)))
+            for chunk in islice(chunks, _PART):
+                bar.update(chunk.end - bar.n)
             yield from documents
             number, count = number + 1, count + len(documents)
         if number:
             write_line(f"{name}: {count:,} documents were tokenized before an interruption; going on")
         with closing(in_order(encode, chunks, workers)) as encoded:
-            for taken, documents in encoded:
+            for end, documents in encoded:
                 yield from documents
                 part.append(documents)
                 if parts and len(part) == _PART:
@@ -97,7 +95,7 @@ def _tokenized_files(
                     number, part = number + 1, []
                 count += len(documents)
                 bar.set_postfix_str(f"{count:,} documents", refresh=False)
-                bar.update(taken)
+                bar.update(end - bar.n)
 
 
 def _divided(files: TextFiles, name: str, workers: int, parts: Parts | None) -> Division:
@@ -110,9 +108,9 @@ def _divided(files: TextFiles, name: str, workers: int, parts: Parts | None) -> 
     workers = max(1, min(workers, files.size // _WORTH_MEASURING))
     measured = in_order(partial(_measured_chunk, files), files.chunks(), workers)
     with _bar(files, f"{name}: sizes") as bar, closing(measured):
-        for taken, found in measured:
+        for end, found in measured:
             measurements.append(found)
-            bar.update(taken)
+            bar.update(end - bar.n)
     whole = division(measurements, files.validation)
     if parts:
         parts.write_division([whole.boundary, whole.cut])
@@ -124,11 +122,11 @@ def _bar(files: TextFiles, name: str) -> tqdm:
 
 
 def _measured_chunk(files: TextFiles, chunk: Chunk) -> tuple[int, tuple[np.ndarray, np.ndarray]]:
-    return chunk.taken, files.measured(chunk)
+    return chunk.end, files.measured(chunk)
 
 
 def _encoded_chunk(tokenizer: Tokenizer, files: TextFiles, whole: Division, chunk: Chunk) -> tuple[int, Documents]:
-    return chunk.taken, _encoded(tokenizer, files.documents(whole, chunk))[1]
+    return chunk.end, _encoded(tokenizer, files.documents(whole, chunk))[1]
 
 
 def _encoded(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> tuple[int, Documents]:

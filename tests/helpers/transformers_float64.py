@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+import transformers.modeling_utils  # makes tables of dtypes when it is imported, which must not be in the block below
 
 from tests.helpers.pretrained_models import in_files, read_tensors
 

@@ -267,7 +267,7 @@ def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do(tmp_path):
 
 
 def test_a_model_that_an_architecture_expresses_has_its_defaults_written_out_and_another_is_refused():
-    """transformers refuses null for all but the padding token."""
+    """transformers refuses null for all but the ids that begin, end and pad a text."""
 
     def model(block: str, positions: str, more: str = "") -> Any:
         given = f"block={block} norm=rmsnorm mlp=swiglu positions={positions} {more}".split()
@@ -275,7 +275,8 @@ def test_a_model_that_an_architecture_expresses_has_its_defaults_written_out_and
 
     target = target_of(model("sequential", "rotary"), None)
     assert target.family.architecture == "LlamaForCausalLM"
-    assert [key for key, value in target.config.items() if value is None] == ["pad_token_id"]
+    empty = {key for key, value in target.config.items() if value is None}
+    assert empty == {"bos_token_id", "eos_token_id", "pad_token_id"}
     assert target.config["rms_norm_eps"] == 1e-6
     uneven = "width=32 heads=6 kv_heads=6 head_dim=8"  # which LlamaConfig refuses
     assert target_of(model("sequential", "rotary", uneven), None).family.architecture == "MistralForCausalLM"

@@ -137,9 +137,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"use_dora": True}, "use_dora=True is not supported"),
+    ({"use_dora": True}, "use_dora=true is not supported"),
     ({"bias": "all"}, "bias=all is not supported"),
-    ({"lora_bias": True}, "lora_bias=True is not supported"),
+    ({"lora_bias": True}, "lora_bias=true is not supported"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
     ({"layers_to_transform": [0]}, "layers_to_transform="),
     ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not supported"),

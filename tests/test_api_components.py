@@ -65,7 +65,7 @@ def test_a_run_with_an_mlp_of_ones_own_goes_on_with_it_or_is_refused_by_name(tmp
     assert f"--cfg {run}/config.yaml train.steps=4 --resume" in capsys.readouterr().out
     resumed = ["--cfg", f"{run}/config.yaml", "--resume", "train.steps=3"]
     assert train.main([*resumed, "run.components=null"]) == 2
-    said = f"is of a run with mlp of its own, here there is none;\ngive --components {given}"
+    said = f"is of a run with mlp of its own, here there is none;\n  give --components {given}"
     assert f"checkpoint {run}/checkpoints/2 {said}" in capsys.readouterr().err
     assert train.main(resumed) == 0
     whole = tmp_path / "whole"

@@ -21,7 +21,7 @@ from jaxtyping import Int32
 from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig, TrainConfig
 from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
 from shmap_tp.data.chat_template import ChatTemplate
-from shmap_tp.data.device_batch import ReadAhead, device_batch, host_shards, on_devices
+from shmap_tp.data.device_batch import ReadAhead, host_shards, on_devices
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
 from shmap_tp.data.metadata import (
     COMPANIONS,
@@ -324,7 +324,8 @@ class Batches:
             source, _ = self._order(step * self._batch + first, step * self._batch + last)
             return numbers[source][:, None]
 
-        return device_batch(rows, self.sources_shape.sharding, self.sources_shape.shape)
+        place = self.sources_shape.sharding, self.sources_shape.shape
+        return on_devices(host_shards(rows, *place), *place)
 
     def validation(self, index: int, source: str = "") -> Int32[jax.Array, "microbatches b tokens"]:
         """Validation batch `index` of a source: the same sequences in every evaluation."""

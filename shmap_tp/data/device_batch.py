@@ -22,23 +22,15 @@ AHEAD = 4
 T = TypeVar("T")
 
 
-def device_batch(
-    rows: Callable[[int, int], np.ndarray], sharding: jax.sharding.Sharding, shape: tuple[int, int, int]
-) -> Int32[jax.Array, "microbatches b tokens"]:
-    """One step's batch on the devices: `shape` = [microbatches, b, T + 1], b sharded over dp, P(None, 'dp', None).
-
-    `rows(first, last)` returns rows of the step, [last - first, T + 1]; row r is in microbatch r // b at index r % b.
-    """
-    return on_devices(host_shards(rows, sharding, shape), sharding, shape)
-
-
 def host_shards(
     rows: Callable[[int, int], np.ndarray],
     sharding: jax.sharding.Sharding,
     shape: tuple[int, int, int],
     concurrently: bool = False,
 ) -> list[Int32[np.ndarray, "microbatches rows tokens"]]:
-    """What `on_devices` puts on each device of this process; arguments as of `device_batch`.
+    """The rows of one step that each device of this process holds.  The batch has `shape` = [microbatches, b, T + 1],
+    b sharded over dp, P(None, 'dp', None); `rows(first, last)` returns rows of it, [last - first, T + 1], and row r is
+    in microbatch r // b at index r % b.
 
     A process reads only the rows of its own devices, each once even if several mp ranks hold it, and neighbours in one
     call of `rows`.  The calls are made one after the other, or `concurrently`, in threads.

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.data import batches
-from shmap_tp.data.device_batch import device_batch, host_shards
+from shmap_tp.data.device_batch import host_shards, on_devices
 from shmap_tp.data.token_files import TokenFile
 from tests.helpers.data_orders import order_of
 from tests.helpers.preparation import write_ids
@@ -102,7 +102,8 @@ def test_devices_hold_the_global_batch_and_each_row_is_read_once(token_file, dp,
     mesh = jax.make_mesh((dp, mp), ("dp", "mp"), (AxisType.Auto,) * 2, devices=jax.devices()[: dp * mp])
     reader = RecordingReader(token_file)
     with jax.transfer_guard("disallow"):
-        batch = device_batch(reader, NamedSharding(mesh, P(None, "dp", None)), SHAPE)
+        sharding = NamedSharding(mesh, P(None, "dp", None))
+        batch = on_devices(host_shards(reader, sharding, SHAPE), sharding, SHAPE)
     assert batch.shape == SHAPE and batch.dtype == np.int32
     assert batch.sharding.spec == P(None, "dp", None)
     assert (np.asarray(batch).reshape(BATCH, -1) == batch_at(token_file, 2)).all()
@@ -113,7 +114,8 @@ def test_rows_follow_the_position_of_a_device_in_the_mesh_not_its_id(token_file)
     """On a TPU the two differ, because the mesh follows the torus."""
     shuffled = np.array(jax.devices())[[5, 3, 0, 6, 1, 7, 4, 2]].reshape(2, 4)
     mesh = Mesh(shuffled, ("dp", "mp"), axis_types=(AxisType.Auto,) * 2)
-    batch = device_batch(RecordingReader(token_file), NamedSharding(mesh, P(None, "dp", None)), SHAPE)
+    sharding = NamedSharding(mesh, P(None, "dp", None))
+    batch = on_devices(host_shards(RecordingReader(token_file), sharding, SHAPE), sharding, SHAPE)
     expected = batch_at(token_file, 2).reshape(SHAPE)
     assert all((np.asarray(shard.data) == expected[shard.index]).all() for shard in batch.addressable_shards)
 

@@ -39,18 +39,14 @@ Source = text_sources.TextSource | ChatSource
 
 
 class HashedFile:
-    """A file that is appended to, and its sha256."""
+    """A file that is appended to until `closing` closes it, and its sha256."""
 
-    def __init__(self, path: Path):
-        self._file, self._digest = path.open("xb"), hashlib.sha256()
+    def __init__(self, path: Path, closing: ExitStack):
+        self._file, self._digest = closing.enter_context(path.open("xb")), hashlib.sha256()
 
     def append(self, content: np.ndarray) -> None:
         self._digest.update(content)
         self._file.write(content)
-
-    def close(self) -> None:
-        """Write what is buffered.  Raises OSError if the disk refuses, and closes the file even then."""
-        self._file.close()
 
     def sha256(self) -> str:
         """sha256 of what was written."""
@@ -64,9 +60,12 @@ class TokenWriter:
     The token after each row, which is its last target, is the first of the next one, or an end of text after all.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, end_of_text: int, row: int | None, *, marked: bool):
+    def __init__(
+        self, path: Path, closing: ExitStack, dtype: np.dtype, end_of_text: int, row: int | None, *, marked: bool
+    ):
         self._dtype, self._row, self._filling = dtype, row, ~end_of_text if marked else end_of_text
-        self.ids, self.bits = HashedFile(path), HashedFile(path.with_suffix(".counted")) if marked else None
+        self.ids = HashedFile(path, closing)
+        self.bits = HashedFile(path.with_suffix(".counted"), closing) if marked else None
         self._documents, self._waiting, self._begun = list[np.ndarray](), 0, np.zeros(0, bool)
         self.tokens, self.counted, self.of_documents, self.documents = 0, 0, 0, 0
         """Tokens in the file; those that count as targets; those that are no filling; number of documents."""
@@ -91,13 +90,6 @@ class TokenWriter:
             self._append(np.array([self._filling]))
         if self.bits is not None:
             self.bits.append(np.packbits(self._begun, bitorder="little"))
-
-    def close(self) -> None:
-        """Write what is buffered.  Raises OSError if the disk refuses, and closes the files even then."""
-        with ExitStack() as closing_files:
-            closing_files.callback(self.ids.close)
-            if self.bits is not None:
-                closing_files.callback(self.bits.close)
 
     def _pack(self) -> None:
         self._append(pack(self._documents, self._row, self._filling).reshape(-1))
@@ -201,11 +193,9 @@ def _write_splits(
 ) -> dict:
     """Write both .bin files; return the contents of meta.json."""
     dtype = id_dtype(tokenizer)
-    given = DTYPES[dtype], tokenizer.end_of_text, row
     with ExitStack() as closing_files:
+        given = closing_files, DTYPES[dtype], tokenizer.end_of_text, row
         writers = {s: TokenWriter(directory / f"{s}.bin", *given, marked=source.marked) for s in SPLITS}
-        for writer in writers.values():
-            closing_files.callback(writer.close)
         for split, document in documents:
             writers[split].write(document)
         for writer in writers.values():

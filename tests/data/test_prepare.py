@@ -161,13 +161,6 @@ def test_the_validation_fraction_is_met_by_size_whatever_the_number_of_files(tmp
     assert sorted([*whole, head + tail] if head + tail else whole) == sorted(written)
 
 
-def test_a_single_text_file_is_split_in_two(tmp_path, capsys):
-    (tmp_path / "x.txt").write_text("abcdefghij" * 10)
-    assert run(capsys, "--text", tmp_path / "x.txt", "--out", tmp_path / "out", "--validation", "0.1")[0] == 0
-    assert texts(tmp_path / "out", "train") == ["abcdefghij" * 9]
-    assert texts(tmp_path / "out", "validation") == ["abcdefghij"]
-
-
 def test_documents_survive_a_subword_tokenizer_file(tmp_path, capsys, subwords):
     import tokenizers
 

@@ -126,13 +126,11 @@ def test_data_that_a_killed_preparation_was_replacing_is_put_back(tmp_path):
 
 
 def test_a_full_disk_ends_with_2_and_leaves_nothing(tmp_path, capsys, monkeypatch):
-    def full(writer, *_):
-        if isinstance(writer, preparation.TokenWriter):
-            writer.ids.close()
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     text = jsonl(tmp_path / "x.jsonl")
-    for place, name in [(preparation.TokenWriter, "write"), (preparation.TokenWriter, "close"), (Path, "write_text")]:
+    for place, name in [(preparation.TokenWriter, "write"), (Path, "write_text")]:
         with monkeypatch.context() as patch:
             patch.setattr(place, name, full)
             code, _, err = run(capsys, "--text", text, "--out", tmp_path / "out", "--validation", "0.1")

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from shmap_tp.data.conversations import ChatSource
 from shmap_tp.data.metadata import DTYPES
-from shmap_tp.data.parts import Documents, Parts, key_of
 from shmap_tp.data.source_files import CHUNK, Chunk
+from shmap_tp.data.staging import Documents, Parts, key_of
 from shmap_tp.data.text_sources import Division, TextFiles, TextSource, division
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.runtime.console import write_line
